@@ -55,6 +55,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import concurrent.futures
 import ctypes
 import dataclasses
 import importlib
@@ -83,7 +84,9 @@ if __name__ == "__main__":  # Ctrl-C during the imports below
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it.
 for _name, _value in {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "50ms",  # 10 s unless told
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",  # 10 s unless told
+    # A poll that is under way when its process dies waits this long for the reply: 30 s unless told.
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     # Copies above 1 MiB bypass the cache and so do not read their destination: 6.8 -> 11 GB/s.
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # Monarch's RDMA asks for it on GPUs
@@ -123,24 +126,38 @@ from monarch.rdma import RDMABuffer, get_rdma_backend  # noqa: E402
 MIB = 1 << 20
 
 
+def knob(default, what: str, rule=str, choices: str = ""):
+    """A field of Config and the flag of the same name; choices: a name in this file."""
+    return dataclasses.field(default=default, metadata={"what": what, "rule": rule, "choices": choices})
+
+
+def at_least(least: int):
+    def whole_number(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return whole_number
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything a run can be told, passed to every actor's constructor. A module global would
     not do: a worker imports its own copy of this file and never sees what the controller sets."""
 
-    task: str = "repeat"  # one of TASKS
-    model: str = "tiny"  # "tiny", or a folder or hub id of a causal LM
-    steps: int = 400  # optimizer steps of async_rl; sync_rl makes half as many
-    generators: int = 2  # replicas of the generator service
-    max_lag: int = 2  # K: nothing older than K versions is trained on
-    loss: str = "ppo"  # one of LOSSES
-    passes: int = 1  # optimizer updates per batch
-    kl: float = 0.0  # weight of the squared distance to the policy before RL (k2)
-    baseline: str = "group"  # one of BASELINES
-    seed: int = 0
-    device: str = "cpu"  # where policies compute: cpu or cuda
-    model_mb: int = 256  # weight_sync: MiB of weights
-    log: str = ""  # file for one JSON line per training step; "" = none
+    task: str = knob("repeat", "what the policy learns", choices="TASKS")
+    model: str = knob("tiny", "a folder or hub id of a causal LM, or the built-in tiny one")
+    steps: int = knob(400, "optimizer steps of async_rl; sync_rl makes half as many", at_least(1))
+    generators: int = knob(2, "replicas of the generator service", at_least(1))
+    max_lag: int = knob(2, "K: nothing older than K versions is trained on", at_least(0))
+    loss: str = knob("ppo", "what an update minimises", choices="LOSSES")
+    seed: int = knob(0, "of sampling, initial weights and prompts", at_least(0))
+    device: str = knob("cpu", "where policies compute", choices="DEVICES")
+    model_mb: int = knob(256, "MiB of weights in weight_sync", at_least(1))
+    log: str = knob("", "file for one JSON line per training step")
+
+
+DEVICES = ("cpu", "cuda")
 
 
 # -- plumbing: the report -------------------------------------------------------------------------
@@ -311,21 +328,17 @@ class Tally(Actor):
         return start, time.monotonic()
 
 
-def total_of_threads(num_threads: int, adds_each: int) -> int:
-    """What threads reach that do on a plain object what Tally.add does."""
+def total_of_threads(num_threads: int, num_adds: int) -> int:
+    """What threads reach that do to a plain object what Tally.add does."""
     box = {"total": 0}
 
-    def add_many():
-        for _ in range(adds_each):
-            seen = box["total"]
-            time.sleep(0.0005)
-            box["total"] = seen + 1
+    def add(n: int) -> None:
+        seen = box["total"]
+        time.sleep(0.0005)
+        box["total"] = seen + n
 
-    threads = [threading.Thread(target=add_many) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(add, [1] * num_adds))
     return box["total"]
 
 
@@ -347,7 +360,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
         places[name] = (await actor.read.call_one())[0]
     report.table(["who", "process", "device"], *([who, pid, cfg.device] for who, pid in places.items()))
     report.check("processes behind these four", len(set(places.values())), "==", 3)
-    lost = 200 - total_of_threads(num_threads=4, adds_each=50)
+    lost = 200 - total_of_threads(num_threads=4, num_adds=200)
     calls = [one.add.call_one(n) for n in range(200)]  # all sent before the first is answered
     for call in calls:
         await call
@@ -682,8 +695,8 @@ class Supervisor(Actor):
             await self.procs.stop()
         self.procs = this_host().spawn_procs(per_host={"worker": 1})
         self.worker = self.procs.spawn("worker", Worker)
-        self.pid = await self.worker.pid.call_one()
-        self.told = asyncio.Event()
+        self.pid, self.told = await self.worker.pid.call_one(), asyncio.Event()
+        on_exit(self.pid, self.told.set)
         return since(start)
 
     @endpoint
@@ -717,6 +730,19 @@ class Supervisor(Actor):
             except (SupervisionError, asyncio.TimeoutError):
                 pass  # counted by not being counted
         return count
+
+
+def on_exit(pid: int, callback) -> None:
+    """Calls back in this event loop as soon as a process of this host ends. Monarch's poll tells
+    too, of processes anywhere, but later, and seconds later if it had just asked that process."""
+    loop, fd = asyncio.get_running_loop(), os.pidfd_open(pid)
+
+    def ended() -> None:
+        loop.remove_reader(fd)
+        os.close(fd)
+        callback()
+
+    loop.add_reader(fd, ended)
 
 
 def kill_process(pid: int) -> None:
@@ -914,15 +940,20 @@ class Service(Actor):
         replica.actor = replica.procs.spawn(name, self.replica_class, replica.id, *self.args)
         replica.pid = await replica.actor.setup.call_one()
         replica.lost = asyncio.get_running_loop().create_future()
+        on_exit(replica.pid, lambda now=replica.generation: self._ended(replica, now))
         replica.errors, replica.healthy = 0, True
         self.recovered.set()
 
     async def __supervise__(self, failure) -> bool:
-        """A process of mine died. For an idle one this is the only sign."""
+        """A process of mine died; of one on another host this is how I know."""
         for replica in self.replicas:
             if failure.mesh_name.startswith(f"{self.name}_{replica.id}_{replica.generation}-"):
                 self._evict(replica, "died")
         return True
+
+    def _ended(self, replica: Replica, generation: int) -> None:
+        if generation == replica.generation:  # else I ended it myself, to replace it
+            self._evict(replica, "died")
 
     @concurrent_endpoint
     async def status(self, wait_s: float = 0.0) -> dict:
@@ -1641,10 +1672,11 @@ class Decoder:
         """ids, mask, sampled, logprobs: [B, L] each"""
         self.columns = [torch.cat([old, more], 1) for old, more in zip(self.columns, new)]
 
-    def hear(self, texts: list[str], first: bool) -> None:
-        """The user's turn. Where the template begins it with the token that ends the assistant's,
+    def hear(self, texts: list[str], repeats: int, first: bool) -> None:
+        """The user's turn: every text for as many rows as there are repeats. Where the template begins it with the token that ends the assistant's,
         rows that sampled that token get a hole: they have it already."""
-        ids, mask = (t.to(self.device) for t in self.policy.turn_ids(texts, first))
+        ids, mask = (t.repeat_interleave(repeats, 0).to(self.device)
+                     for t in self.policy.turn_ids(texts, first))  # fmt: skip
         if not first and (ids[:, 0] == self.policy.stop_id).all():
             mask[:, 0] = self.alive.long()
         self._append(ids, mask, torch.zeros_like(ids).bool(), torch.zeros_like(ids).float())
@@ -1683,7 +1715,7 @@ def generate(policy: Policy, prompts: list[Prompt], group_size: int, version: in
     decoder, answers = Decoder(policy, len(rows), seed, greedy), [[] for _ in rows]
     with torch.no_grad():
         for turn in range(policy.task.num_turns):
-            decoder.hear([prompt.turns[turn][0] for prompt in rows], first=turn == 0)
+            decoder.hear([prompt.turns[turn][0] for prompt in prompts], group_size, turn == 0)
             for said, ids in zip(answers, decoder.speak()):
                 said.append(policy.text(ids))
     return Rollout(*(column.cpu() for column in decoder.columns), prompts=rows, answers=answers,
@@ -1725,48 +1757,31 @@ def noisy_answers(policy: Policy, conversations: list[tuple], rng: random.Random
     return tuple(torch.cat(parts, 1) for parts in zip(*columns))
 
 
-BASELINES = ("none", "batch", "group", "leave_one_out")
-
-
-def advantages(rewards, group_ids, baseline: str):
-    """[B] float32: how much better an episode was than expected. Groups are found by id; found by
-    position, one lost row would mix all later ones.
-
-    none: the reward; batch: minus the batch's mean; group: minus the group's mean, over its
-    standard deviation (GRPO); leave_one_out: minus the mean of the group's others (RLOO)."""
-    if baseline in ("none", "batch"):
-        return rewards - (rewards.mean() if baseline == "batch" else 0.0)
+def advantages(rewards, group_ids):
+    """[B] float32: how much better an episode was than its group, in standard deviations (GRPO).
+    Groups are found by id: found by position, one lost row would mix all later groups."""
     _, group = group_ids.unique(return_inverse=True)  # [B] 0, 1, ...
-    sums = torch.zeros(int(group.max()) + 1)
-    count = sums.index_add(0, group, torch.ones_like(rewards))
-    centred = rewards - (sums.index_add(0, group, rewards) / count)[group]
-    if baseline == "leave_one_out":
-        return centred * (count / (count - 1).clamp(min=1))[group]
-    spread = (sums.index_add(0, group, centred**2) / count).sqrt()
+    zeros = torch.zeros(int(group.max()) + 1)
+    count = zeros.index_add(0, group, torch.ones_like(rewards))
+    centred = rewards - (zeros.index_add(0, group, rewards) / count)[group]
+    spread = (zeros.index_add(0, group, centred**2) / count).sqrt()
     return centred / (spread[group] + 1e-4)  # a group without spread teaches nothing: 0
 
 
-LOSSES = ("reinforce", "ppo", "decoupled", "cispo", "dppo")
+def reinforce_loss(pi, mu, advantage):
+    return -advantage * pi, torch.zeros_like(pi).bool()
 
 
-def token_loss(kind: str, pi, mu, p, advantage):
-    """([N] loss, [N] bool: outside the trust region, so without gradient), for N sampled tokens.
-
-    pi, mu, p: [N] log-probabilities, of the policy in training, of the one that sampled (recorded),
-    and of the one before this batch's first update. With pi = mu = p all gradients are equal."""
-    anchor = p if kind == "decoupled" else mu
-    ratio = (pi - anchor).exp()
-    if kind == "reinforce":
-        return -advantage * pi, torch.zeros_like(pi).bool()
-    if kind == "cispo":
-        return -ratio.clamp(max=1 + CLIP).detach() * advantage * pi, torch.zeros_like(pi).bool()
-    if kind == "dppo":  # a trust region in probability, not in its ratio
-        moved = (pi.exp() - mu.exp()).detach()
-        outside = torch.where(advantage > 0, moved > CLIP, moved < -CLIP)
-        return (1e-3 * (pi - mu) ** 2 - advantage * ratio) * ~outside, outside
+def ppo_loss(pi, mu, advantage):
+    ratio = (pi - mu).exp()
     outside = torch.where(advantage > 0, ratio > 1 + CLIP, ratio < 1 - CLIP)
-    loss = -torch.min(advantage * ratio, advantage * ratio.clamp(1 - CLIP, 1 + CLIP))
-    return (anchor - mu).exp().clamp(max=5.0) * loss, outside  # the factor is 1 unless decoupled
+    return -torch.min(advantage * ratio, advantage * ratio.clamp(1 - CLIP, 1 + CLIP)), outside
+
+
+# ([N] pi, [N] mu, [N] advantage) -> ([N] loss, [N] bool: too far off, so without gradient). pi and mu
+# are log-probabilities of N sampled tokens: under the policy in training, and as recorded when the
+# token was sampled. Where the two are equal, so are the gradients of all losses.
+LOSSES = {"reinforce": reinforce_loss, "ppo": ppo_loss}
 
 
 def k3(recorded, recomputed) -> float:
@@ -1790,7 +1805,7 @@ class StepStats:
     clipped: float  # share of sampled tokens without gradient
     grad_norm: float
     num_tokens: int  # sampled
-    skipped: int  # updates left out because the gradient was not finite
+    skipped: int  # 1 if the gradient was not finite and the update was left out
 
 
 class Trainer(Actor):
@@ -1837,65 +1852,46 @@ class Trainer(Actor):
     @endpoint
     async def step(self, batch: Rollout) -> StepStats:
         """Trains on a batch and publishes the result before it answers."""
-        start, skipped = time.monotonic(), 0
-        ids, mask, sampled, mu, advantage, same = self._tokens(batch)
-        p = None  # [N] log-probabilities before the first update
-        for _ in range(self.cfg.passes):
-            every = self.policy.log_softmax(ids, mask)[sampled]  # [N, V]
-            pi = every.gather(1, ids[:, 1:][sampled][:, None]).squeeze(1)
-            p = pi.detach() if p is None else p
-            per_token, outside = token_loss(self.cfg.loss, pi, mu, p, advantage)
-            loss = per_token.mean()
-            if self.cfg.kl:
-                loss = loss + self.cfg.kl * 0.5 * ((pi - self._reference(batch)) ** 2).mean()  # k2
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
-            if math.isfinite(float(norm)):
-                self.optimizer.step()
-            else:
-                skipped += 1
-            self.optimizer.zero_grad()
-        weight, lag = (p - mu).exp(), self.version - batch.versions
+        start = time.monotonic()
+        every, pi, mu, advantage, same = self._score(batch)
+        per_token, outside = LOSSES[self.cfg.loss](pi, mu, advantage)
+        loss = per_token.mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
+        finite = math.isfinite(float(norm))
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        lag, every, pi = self.version - batch.versions, every.detach(), pi.detach()
+        weight = (pi - mu).exp()
         stats = StepStats(
-            version=self._publish(), reward=float(batch.rewards.mean()), loss=float(loss),
-            lag_mean=float(lag.float().mean()), lag_max=int(lag.max()), skipped=skipped,
-            mismatch_k3=k3(mu[same], p[same]) if same.any() else -1.0, grad_norm=float(norm),
+            version=self._publish(), reward=float(batch.rewards.mean()), skipped=int(not finite),
+            loss=float(loss.detach()), lag_mean=float(lag.float().mean()), lag_max=int(lag.max()),
+            mismatch_k3=k3(mu[same], pi[same]) if same.any() else -1.0, grad_norm=float(norm),
             ess=float(weight.sum() ** 2 / (weight**2).sum() / len(weight)), num_tokens=len(mu),
             entropy=float(-(every.exp() * every).sum(-1).mean()),
             clipped=float(outside.float().mean()))  # fmt: skip
         self.metrics.note.broadcast(Span("trainer", "step", start, time.monotonic()))
         return stats
 
-    def _tokens(self, batch: Rollout) -> tuple:
-        """([B, T] ids, [B, T] mask, [B, T-1] bool sampled, and for its N true entries, [N] each:
-        recorded log-probabilities, advantages, bool: of lag 0). Column t is predicted at t - 1."""
-        sampled = batch.sampled[:, 1:]
-        advantage = advantages(batch.rewards, batch.group_ids, self.cfg.baseline)
-        rows = [advantage, batch.versions == self.version]
-        per_token = [batch.logprobs[:, 1:][sampled]] + [
-            row[:, None].expand_as(sampled)[sampled] for row in rows]  # fmt: skip
-        return tuple(t.to(self.cfg.device) for t in (batch.ids, batch.mask, sampled, *per_token))
-
-    def _reference(self, batch: Rollout):
-        """[N] log-probabilities under the weights before RL; a second model, kept frozen."""
-        if not hasattr(self, "frozen"):
-            self.frozen = Policy(dataclasses.replace(self.cfg, kl=0.0))
-            self.frozen.model.load_state_dict(self.initial)
-        ids, mask, sampled, *_ = self._tokens(batch)
-        with torch.no_grad():
-            every = self.frozen.log_softmax(ids, mask)[sampled]
-        return every.gather(1, ids[:, 1:][sampled][:, None]).squeeze(1)
+    def _score(self, batch: Rollout) -> tuple:
+        """Of the batch's N sampled tokens: [N, V] log-probabilities of all tokens, then [N] each: of
+        the sampled one, as recorded, advantage, bool: of lag 0. Column t is predicted at t - 1."""
+        ids, sampled = batch.ids.to(self.cfg.device), batch.sampled[:, 1:].to(self.cfg.device)
+        rows = [advantages(batch.rewards, batch.group_ids), batch.versions == self.version]
+        columns = [batch.logprobs[:, 1:], *(row[:, None].expand_as(sampled) for row in rows)]
+        every = self.policy.log_softmax(ids, batch.mask.to(self.cfg.device))[sampled]
+        pi = every.gather(1, ids[:, 1:][sampled][:, None]).squeeze(1)
+        return every, pi, *(column.to(self.cfg.device)[sampled] for column in columns)
 
     @endpoint
     async def compare(self, batch: Rollout) -> dict[str, float]:
         """Looks for the mistakes that make RL fail without an error; changes nothing."""
-        ids, mask, sampled, mu, advantage, _ = self._tokens(batch)
-        every = self.policy.log_softmax(ids, mask)[sampled]
-        pi = every.gather(1, ids[:, 1:][sampled][:, None]).squeeze(1)
-        token_loss("reinforce", pi, mu, mu, advantage)[0].mean().backward()
+        every, pi, mu, advantage, _ = self._score(batch)
+        reinforce_loss(pi, mu, advantage)[0].mean().backward()
         idle = [q.grad is None or not q.grad.any() for q in self.policy.model.parameters()]
         self.optimizer.zero_grad()
-        by_row = advantages(batch.rewards, batch.group_ids, self.cfg.baseline)
+        by_row = advantages(batch.rewards, batch.group_ids)
         means = [abs(by_row[batch.group_ids == g].mean()) for g in batch.group_ids.unique()]
         return {"k3": k3(mu, pi.detach()), "worst": float((pi - mu).abs().max()),
                 "sums": float((every.exp().sum(-1) - 1).abs().max()), "highest": float(mu.max()),
@@ -2150,7 +2146,6 @@ class ReplayBuffer:
                     break
                 await self.arrived.wait()
             taken, self.groups = fresh[:num_groups], fresh[num_groups:]
-        await self.gate.settle("trained", num_groups)
         parts: dict[int, tuple] = {}  # all rows of one rollout at once
         for rollout, rows, _ in taken:
             parts.setdefault(id(rollout), (rollout, []))[1].extend(rows)
@@ -2203,13 +2198,22 @@ class AsyncRun:
     async def _training(self, version: int, before_step: dict) -> None:
         """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
         then by the answer / produces versions / ends after num_steps"""
+        under_way: list[tuple] = []  # (answer to come, batch): the step that the trainer works on
         for step in range(1, self.num_steps + 1):
             if step in before_step:
                 await before_step[step]()
             batch = await self.buffer.take(GROUPS_PER_BATCH, version)
-            stats = await self.fleet.trainer.step.call_one(batch)
-            version = stats.version
-            await self.history.add(stats, batch)
+            call = self.fleet.trainer.step.call_one(batch)  # waits there while it ends the last one
+            version += 1  # which this step trains from version to version + 1
+            under_way.append((call, batch))
+            if len(under_way) == 2 or step == self.num_steps:
+                for call, batch in under_way[:-1] if step < self.num_steps else under_way:
+                    await self._finish(await call, batch)
+                under_way = under_way[-1:]
+
+    async def _finish(self, stats: StepStats, batch: Rollout) -> None:
+        await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
+        await self.history.add(stats, batch)
 
 
 def timeline(spans: list[Span], start: float, end: float, width: int = 76) -> list[str]:
@@ -2312,21 +2316,6 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def at_least(least: int):
-    def whole_number(text: str) -> int:
-        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
-
-    return whole_number
-
-
-def not_negative(text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?|\.\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return float(text)
-
-
 def stage_name(text: str) -> str:
     by_number = {str(stage.number): stage.name for stage in STAGES.values()}
     if by_number.get(text, text) not in STAGES:
@@ -2340,24 +2329,12 @@ def build_parser() -> Parser:
     which.add_argument("--stage", type=stage_name, metavar="NAME", help="run stages 1 to NAME (or number)")
     which.add_argument("--only", type=stage_name, metavar="NAME", help="run this stage")
     which.add_argument("--list", action="store_true", help="print the stages")
-    for flag, rules in {
-        "--task": dict(choices=list(TASKS), help="what the policy learns"),
-        "--model": dict(metavar="PATH_OR_HUB_ID", help="a causal LM; tiny is built in"),
-        "--steps": dict(type=at_least(1), help="optimizer steps of async_rl; sync_rl makes half"),
-        "--generators": dict(type=at_least(1), help="generator processes"),
-        "--max-lag": dict(type=at_least(0), metavar="K", help="versions a trained sample may be behind"),
-        "--loss": dict(choices=LOSSES),
-        "--passes": dict(type=at_least(1), help="updates per batch"),
-        "--kl": dict(type=not_negative, metavar="C", help="weight of the distance to the policy before RL"),
-        "--baseline": dict(choices=BASELINES, help="what a reward is compared with"),
-        "--seed": dict(type=at_least(0)),
-        "--device": dict(choices=["cpu", "cuda"]),
-        "--model-mb": dict(type=at_least(1), metavar="MIB", help="size of the weights in weight_sync"),
-        "--log": dict(metavar="FILE", help="one JSON line per training step"),
-    }.items():  # fmt: skip
-        default = getattr(Config, flag[2:].replace("-", "_"))
-        rules["help"] = f"{rules.get('help', '')} (default: {default or 'none'})".strip()
-        parser.add_argument(flag, default=default, **rules)
+    for field in dataclasses.fields(Config):
+        known = globals().get(field.metadata["choices"])  # a name, because TASKS comes after Config
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"), default=field.default, type=field.metadata["rule"],
+            choices=list(known) if known else None, metavar=None if known else field.name.upper(),
+            help=f"{field.metadata['what']} (default: {field.default or 'none'})")  # fmt: skip
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     return parser
 
