@@ -94,6 +94,7 @@ for _name, _value in {
     "TOKENIZERS_PARALLELISM": "false",  # its thread pool would fight for our cores
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
 }.items():
     os.environ.setdefault(_name, _value)
 # Workers import this file by its name, from whatever folder the run was started in.
@@ -149,7 +150,7 @@ class Config:
 
     task: str = knob("repeat", "what the policy learns", choices="TASKS")
     model: str = knob("tiny", "a folder or hub id of a causal LM, or the built-in tiny one")
-    steps: int = knob(400, "optimizer steps of async_rl; sync_rl makes half as many", at_least(1))
+    steps: int = knob(450, "optimizer steps of async_rl; sync_rl makes half as many", at_least(1))
     generators: int = knob(2, "replicas of the generator service", at_least(1))
     max_lag: int = knob(2, "K: nothing older than K versions is trained on", at_least(0))
     loss: str = knob("ppo", "what an update minimises", choices="LOSSES")
@@ -233,7 +234,7 @@ class Report:
         """Columns as wide as their widest cell, words to the left, numbers to the right."""
         cells = [heads, *([show(cell) for cell in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells)]
-        words = [isinstance(cell, str) and not cell[:1].isdigit() for cell in rows[0]]
+        words = [isinstance(c, str) and not re.fullmatch(r"[\d.]+%?", c) for c in rows[0]]
         for row in cells:
             pairs = zip(row, widths, words)
             self.say("   ".join(c.ljust(w) if left else c.rjust(w) for c, w, left in pairs))
@@ -1047,7 +1048,8 @@ async def demo_service(report: Report, cfg: Config) -> None:
                  ["Service; 1 raises at times, 2 is killed, 3 is stopped", once])
     report.table(["replica", "replaced, because it", "healthy again after ms"],
                  *([replica, why, s * 1e3] for replica, why, s in after["log"]))
-    direct_us = await median_us(this_proc().spawn("direct", Doubler, 0).setup.call_one)
+    procs = this_host().spawn_procs(per_host={"replica": 1})
+    direct_us = await median_us(procs.spawn("direct", Doubler, 0).setup.call_one)
     routed_us = await median_us(lambda: service.route.call_one("setup"))
     failover_ms = max(before["failover_s"], default=0.0) * 1e3
     report.say(f"a call takes {direct_us:.0f} us directly, {routed_us:.0f} us through the service; "
@@ -1062,7 +1064,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     report.check("replicas replaced for it", after["spawned"] - before["spawned"], "==", 0)
     report.check("healthy replicas of 4 at the end", after["healthy"], "==", 4)
     report.say(f"try: range(1) in `route` (line {line_of('attempts')}): a request gets one attempt")
-    await service.close.call_one()
+    await asyncio.gather(procs.stop(), service.close.call_one())
 
 
 # == 7. WEIGHT SYNC ===============================================================================
@@ -1514,9 +1516,9 @@ TASKS = {
 
 def fixed_prompts(task: str) -> list[Prompt]:
     """Distinct prompts that no run trains on, the same for all seeds and processes: the first 256
-    are held out for figures, the last 128 decide when a warm start is over."""
+    are held out for figures, the other 256 decide when a warm start is over."""
     rng, turns = random.Random(f"held out: {task}"), {}
-    while len(turns) < 256 + 128:
+    while len(turns) < 256 + 256:
         turns.setdefault(TASKS[task].turns(rng))
     return [Prompt(-1 - i, t) for i, t in enumerate(turns)]
 
@@ -1651,9 +1653,9 @@ def tiny_tokenizer():
 
 
 def tiny_model(vocab_size: int):
-    """43 k parameters, Qwen2's architecture: real attention and a real cache at laptop speed."""
+    """31 k parameters, Qwen2's architecture: real attention and a real cache at laptop speed."""
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-        vocab_size=vocab_size, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+        vocab_size=vocab_size, hidden_size=40, intermediate_size=80, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         tie_word_embeddings=True, attn_implementation="eager"))
 
@@ -1737,7 +1739,7 @@ def warm_start(policy: Policy) -> dict[str, float]:
         (-logp[spoken[:, 1:]].mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if num_steps % 2 and generate(policy, check, 1, 0, 0, greedy=True).exact() >= 0.08:
+        if num_steps % 2 and generate(policy, check, 1, 0, 0, greedy=True).exact() >= 0.1:
             break  # seldom right: room to learn, and something to learn from
     warm = generate(policy, prompts, 1, 0, 0, greedy=True).exact()
     best = [score(prompt, [right for _, right in prompt.turns]) for prompt in prompts]
@@ -2004,8 +2006,8 @@ class History:
             idle = ", ".join(f"{side} {share:.0%}" for side, share in (await self.idle()).items())
             tokens = sum(s.num_tokens for s in self.steps) / seconds
             self.report.progress(
-                f"{self.label} {step:4d}  version {stats.version:4d}  reward {stats.reward:.2f}  "
-                f"lag {stats.lag_mean:.1f}/{stats.lag_max}  {tokens:.0f} tokens/s  idle: {idle}", keep)
+                f"{self.label} {step:4d} version {stats.version:4d} reward {stats.reward:.2f} lag "
+                f"{stats.lag_mean:.1f} max {stats.lag_max} {tokens:.0f} tokens/s idle: {idle}", keep)
         if self.fleet.cfg.log:
             row = {"run": self.label, "step": step, "seconds": seconds, **dataclasses.asdict(stats)}
             with open(self.fleet.cfg.log, "a", encoding="utf-8") as log:
@@ -2367,8 +2369,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     if args.model != "tiny":
         try:
             transformers.AutoConfig.from_pretrained(args.model)
-        except (OSError, ValueError) as error:
-            parser.error(f"--model {args.model}: {str(error).splitlines()[0]}")
+        except (OSError, ValueError):
+            parser.error(f"--model {args.model}: no folder with a model, no hub id that loads here")
     names = [f.name for f in dataclasses.fields(Config)]
     return args, Config(**{name: getattr(args, name) for name in names})
 
