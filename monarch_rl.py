@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # /// script
 # requires-python = ">=3.10,<3.14"
-# dependencies = ["torch==2.13.0", "transformers==5.23.0", "torchmonarch==0.7.0"]
+# dependencies = ["torch==2.13.0", "transformers==5.20.2", "torchmonarch==0.7.0"]
 # ///
 """monarch_rl: an asynchronous RL system for language models, in one file that teaches itself.
 
@@ -52,31 +52,9 @@ The words, each with an example:
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import collections
-import concurrent.futures
-import ctypes
-import dataclasses
-import glob
-import importlib
-import importlib.metadata
-import json
-import math
-import mmap
-import operator
-import os
-import pickle
-import random
-import re
-import signal
-import sys
-import tempfile
-import textwrap
-import threading
-import time
-import traceback
-import zlib
+import argparse, dataclasses, glob, importlib.metadata, json, os, re, signal, sys, tempfile
+import asyncio, collections, concurrent.futures, ctypes, mmap, pickle, threading, time, zlib
+import math, operator, random, textwrap, traceback
 from dataclasses import dataclass
 
 # -- plumbing: before Monarch starts --------------------------------------------------------------
@@ -117,13 +95,11 @@ class Lazy:
 
 torch, transformers = Lazy("torch"), Lazy("transformers")
 
-import monarch.actor  # noqa: E402
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
-from monarch.actor import (  # noqa: E402
-    Actor, ActorError, concurrent_endpoint, current_rank, endpoint, get_or_spawn_controller,
-    this_host, this_proc,
-)
-from monarch.rdma import RDMABuffer, get_rdma_backend  # noqa: E402
+import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank, endpoint
+from monarch.actor import get_or_spawn_controller, this_host, this_proc
+from monarch.rdma import RDMABuffer, get_rdma_backend
 
 MIB = 1 << 20
 
@@ -626,11 +602,9 @@ class Clerk(Actor):
 
     @endpoint
     async def write(self, name: str) -> int:
-        store = await get_or_spawn_controller(name, Metrics) if name else self._own()
+        own = this_proc().spawn("own", Metrics)
+        store = await get_or_spawn_controller(name, Metrics) if name else own
         return [await store.count.call_one("rows") for _ in range(25)][-1]
-
-    def _own(self):
-        return this_proc().spawn("own", Metrics)
 
 
 @stage(4, "controllers", "actors that never met find the same singleton by name, and it is created "
@@ -659,7 +633,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # Rule. An exception belongs to the caller; the actor lives on. A dead process belongs to the actor
 #   that spawned it: its `__supervise__` is told, and it spawns another. A stopped process tells
 #   nobody, so calls carry a deadline, and missing it counts as death.
-# Cost. A poll every 50 ms. A deadline that is too short kills the slow.
+# Cost. A poll every 200 ms. A deadline that is too short kills the slow.
 # Not here. Who restarts the owner. Processes spawned by the controller itself: their death ends it.
 # Source. Erlang's supervisors (Armstrong 2003).
 
@@ -698,26 +672,31 @@ class Supervisor(Actor):
         self.procs = this_host().spawn_procs(per_host={"worker": 1})
         self.worker = self.procs.spawn("worker", Worker)
         self.pid, self.told = await self.worker.pid.call_one(), asyncio.Event()
-        on_exit(self.pid, self.told.set)
+        on_exit(self.pid, self.told.set)  # watch
         return since(start)
 
     @endpoint
     async def provoke(self, trigger: str) -> tuple[str, bool, float]:
         """(what the caller saw, whether this owner was told, seconds until the first of them)"""
-        start, saw = time.monotonic(), "nothing"
+        start, saw, found_s = time.monotonic(), "nothing", 0.0
         try:
             if trigger == "exception, call_one":
                 await self.worker.fail.call_one()
             elif trigger == "exception, broadcast":
                 self.worker.fail.broadcast()
                 await asyncio.wait_for(self.told.wait(), self.deadline_s)
-            else:
-                os.kill(self.pid, getattr(signal, trigger))
+            elif trigger == "SIGSTOP":
+                os.kill(self.pid, signal.SIGSTOP)
                 await asyncio.wait_for(self.worker.pid.call_one(), self.deadline_s)
+            else:
+                os.kill(self.pid, signal.SIGKILL)
+                await asyncio.wait_for(self.told.wait(), self.deadline_s)
+                found_s = since(start)
+                await asyncio.wait_for(self.worker.pid.call_one(), 10.0)  # until Monarch knows too
         except (ActorError, SupervisionError, asyncio.TimeoutError) as error:
             saw = type(cause(error)).__name__
-        found_s = since(start)
-        await asyncio.sleep(0.2)  # four polls, so that "not told" means something
+        found_s = found_s or since(start)
+        await asyncio.sleep(0.5)  # two polls, so that "not told" means something
         return saw, self.told.is_set(), found_s
 
     @endpoint
@@ -748,8 +727,10 @@ def on_exit(pid: int, callback) -> None:
 
 
 def kill_process(pid: int) -> None:
+    """Also ends stopped processes. Pid 0, which would mean all of our group, is nobody."""
     try:
-        os.kill(pid, signal.SIGKILL)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass  # it was quicker
 
@@ -787,7 +768,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     report.check("answers of 10 calls to a killed and a stopped worker", unreplaced, "==", 0)
     report.check("answers of 20 calls after the owner's cure", replaced, "==", 20)
     report.check("SIGKILL found and worker replaced, ms", detect_ms + respawn_ms, "<", 1000)
-    report.say("try: remove HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY (top of the file): 10 s")
+    report.say(f"try: remove line {line_of('watch')}: Monarch's poll tells the owner, but later")
     await supervisor.spawn.call_one()
     await supervisor.stop()
 
@@ -926,8 +907,9 @@ class Service(Actor):
         start = time.monotonic()
         while not (replica.healthy or self.stopping):
             kill_process(replica.pid)
-            await replica.procs.stop()
+            replica.pid = 0  # the number may soon be somebody else's
             try:
+                await asyncio.wait_for(replica.procs.stop(), self.deadline_s)
                 await asyncio.wait_for(self._spawn(replica), self.SETUP_DEADLINE_S)
             except (ActorError, SupervisionError, asyncio.TimeoutError) as error:
                 self.log.append((replica.id, f"setup failed: {cause(error)}", since(start)))
@@ -1143,10 +1125,10 @@ class Arena:
 
     Words lie 64 bytes apart, so that no two share a cache line."""
 
-    MAX_SLOTS, NOTHING, HEADER_BYTES = 256, -1, 65536
+    MAX_SLOTS, NOTHING, HEADER_BYTES = 1024, -1, 65536
 
     def __init__(self, handle: ArenaHandle, fd: int):
-        self.handle = handle
+        self.handle, self.lock = handle, threading.Lock()
         self.memory = mmap.mmap(fd, self.num_bytes(handle))
         self.words = (ctypes.c_int64 * (self.HEADER_BYTES // 8)).from_buffer(self.memory)
         whole = torch.frombuffer(self.memory, dtype=torch.uint8)
@@ -1156,7 +1138,10 @@ class Arena:
 
     @classmethod
     def create(cls, manifest: Manifest, num_readers: int) -> Arena:
-        """Slots: one per reader, the latest, and one to write into."""
+        """Slots: one per reader, the latest, and one to write into. ValueError if that is more than
+        the header has words for."""
+        if num_readers + 2 > cls.MAX_SLOTS:
+            raise ValueError(f"{num_readers} readers; an arena serves {cls.MAX_SLOTS - 2}")
         fd = os.memfd_create("monarch_rl")  # no entry in /dev/shm, and none of its size limit
         path, num_slots = f"/proc/{os.getpid()}/fd/{fd}", num_readers + 2  # slots
         handle = ArenaHandle(path, manifest, num_slots, num_readers)
@@ -1187,6 +1172,12 @@ class Arena:
     def __setitem__(self, word: int, value: int) -> None:
         self.words[8 * word] = value
 
+    def fence(self) -> None:
+        """Completes my stores before my next loads. Of all orders x86 breaks only this one, store
+        then load, and there taking a lock is a full fence."""
+        with self.lock:
+            pass
+
     def _views(self, slot) -> dict:
         """slot: [slot_bytes] uint8"""
         return {s.name: slot[s.offset : s.offset + s.num_bytes].view(getattr(torch, s.dtype))
@@ -1204,6 +1195,7 @@ class WeightWriter:
     def free_slot(self) -> int | None:
         """The next slot that is neither latest nor leased."""
         handle = self.arena.handle
+        self.arena.fence()  # whoever leased before it could see the last `latest` is seen here
         busy = {self.arena[1 + reader] for reader in range(handle.num_readers)}  # leased slots
         if self.arena[0] != Arena.NOTHING:
             busy.add(self.arena[0] % Arena.MAX_SLOTS)
@@ -1237,10 +1229,6 @@ def copy_bytes(view, tensor) -> None:
 class WeightReader:
     """A generator's side: `pull` makes its tensors the newest weights."""
 
-    # My lease must be stored before the word is loaded again. Of all orders, x86 breaks only this
-    # one, store then load, and taking a lock is a full fence there.
-    FENCE = threading.Lock()
-
     def __init__(self, handle: ArenaHandle, reader: int, tensors: dict):
         """reader: 0 .. num_readers-1, mine alone. Raises WeightMismatch and changes nothing."""
         handle.manifest.require(tensors)
@@ -1256,8 +1244,7 @@ class WeightReader:
             if latest == Arena.NOTHING:
                 return None
             self.arena[self.word] = latest % Arena.MAX_SLOTS  # 1. announce
-            with self.FENCE:  # 2. now the writer can see it
-                pass
+            self.arena.fence()  # 2. now the writer can see it
             if self.arena[0] == latest:  # 3. look again
                 return divmod(latest, Arena.MAX_SLOTS)
 
@@ -1500,7 +1487,7 @@ def word(rng: random.Random) -> str:
     return "".join(rng.choice(LETTERS) for _ in range(3))
 
 
-def later(letters: str, by: int) -> str:
+def shift(letters: str, by: int) -> str:
     return "".join(LETTERS[(LETTERS.index(letter) + by) % len(LETTERS)] for letter in letters)
 
 
@@ -1508,9 +1495,9 @@ TASKS = {
     "repeat": Task("Repeat exactly what I say.", 2, word, lambda said: said),
     "count": Task("I say one letter from a to p; say the next three, a follows p.", 3,
                   lambda rng: rng.choice(LETTERS),
-                  lambda said: "".join(later(said, by) for by in (1, 2, 3))),
+                  lambda said: "".join(shift(said, by) for by in (1, 2, 3))),
     "pattern": Task("For each of my letters, a to p, say the one eight places on, a follows p.", 2,
-                    word, lambda said: later(said, 8)),
+                    word, lambda said: shift(said, 8)),
 }
 
 
@@ -1653,7 +1640,7 @@ def tiny_tokenizer():
 
 
 def tiny_model(vocab_size: int):
-    """31 k parameters, Qwen2's architecture: real attention and a real cache at laptop speed."""
+    """30 k parameters, Qwen2's architecture: real attention and a real cache at laptop speed."""
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
         vocab_size=vocab_size, hidden_size=40, intermediate_size=80, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
@@ -1729,12 +1716,12 @@ def generate(policy: Policy, prompts: list[Prompt], group_size: int, version: in
 def warm_start(policy: Policy) -> dict[str, float]:
     """Supervised steps on noisy answers, until the policy is bad but not hopeless: from random
     weights RL has nothing to reinforce. Returns exact shares before and after, held out."""
-    task, rng = policy.task, random.Random(policy.cfg.seed)
+    sampler, rng = Sampler(policy.cfg), random.Random(policy.cfg.seed)
     prompts, check = heldout(policy.cfg.task), fixed_prompts(policy.cfg.task)[256:]
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-4, weight_decay=0.0)
     chance = generate(policy, prompts, 1, 0, policy.cfg.seed).exact()
     for num_steps in range(1000):
-        ids, mask, spoken = noisy_answers(policy, [task.turns(rng) for _ in range(64)], rng)
+        ids, mask, spoken = noisy_answers(policy, sampler.draw(64), rng)
         logp = policy.log_softmax(ids, mask).gather(2, ids[:, 1:, None]).squeeze(-1)
         (-logp[spoken[:, 1:]].mean()).backward()
         optimizer.step()
@@ -1746,10 +1733,10 @@ def warm_start(policy: Policy) -> dict[str, float]:
     return {"chance": chance, "warm": warm, "best": sum(best) / len(best)}
 
 
-def noisy_answers(policy: Policy, conversations: list[tuple], rng: random.Random) -> tuple:
+def noisy_answers(policy: Policy, prompts: list[Prompt], rng: random.Random) -> tuple:
     """([B, T] ids, [B, T] mask, [B, T] bool, the answers' tokens); one letter in ten is wrong."""
     columns = []
-    for turn, pairs in enumerate(zip(*conversations)):
+    for turn, pairs in enumerate(zip(*(prompt.turns for prompt in prompts))):
         ids, mask = policy.turn_ids([said for said, _ in pairs], turn == 0)
         columns.append((ids, mask, torch.zeros_like(ids).bool()))
         if turn:
@@ -1895,9 +1882,10 @@ class Trainer(Actor):
         reinforce_loss(pi, mu, advantage)[0].mean().backward()
         idle = [q.grad is None or not q.grad.any() for q in self.policy.model.parameters()]
         self.optimizer.zero_grad()
+        every, pi = every.detach(), pi.detach()
         by_row = advantages(batch.rewards, batch.group_ids)
         means = [abs(by_row[batch.group_ids == g].mean()) for g in batch.group_ids.unique()]
-        return {"k3": k3(mu, pi.detach()), "worst": float((pi - mu).abs().max()),
+        return {"k3": k3(mu, pi), "worst": float((pi - mu).abs().max()),
                 "sums": float((every.exp().sum(-1) - 1).abs().max()), "highest": float(mu.max()),
                 "idle": sum(idle), "group_mean": float(max(means))}
 
@@ -1988,6 +1976,7 @@ class History:
     def __init__(self, fleet: Fleet, report: Report, label: str, every: int):
         self.fleet, self.report, self.label, self.every = fleet, report, label, every
         self.steps: list[StepStats] = []
+        self.clock: list[float] = []  # seconds from the start to the end of each step
         self.samples: list[list] = []  # rows for a table
         self.started = time.monotonic()
 
@@ -1996,7 +1985,8 @@ class History:
 
     async def add(self, stats: StepStats, batch: Rollout) -> None:
         self.steps.append(stats)
-        step, seconds = len(self.steps), since(self.started)
+        self.clock.append(since(self.started))
+        step, seconds = len(self.steps), self.clock[-1]
         keep = step % self.every == 0
         if keep or step == 1:
             asked = " ".join(said for said, _ in batch.prompts[0].turns)
@@ -2004,12 +1994,12 @@ class History:
                                  float(batch.rewards[0]), int(batch.versions[0])])
         if keep or self.report.live:
             idle = ", ".join(f"{side} {share:.0%}" for side, share in (await self.idle()).items())
-            tokens = sum(s.num_tokens for s in self.steps) / seconds
+            rate = sum(s.num_tokens for s in self.steps) / seconds
             self.report.progress(
                 f"{self.label} {step:4d} version {stats.version:4d} reward {stats.reward:.2f} lag "
-                f"{stats.lag_mean:.1f} max {stats.lag_max} {tokens:.0f} tokens/s idle: {idle}", keep)
+                f"{stats.lag_mean:.1f} max {stats.lag_max} {rate:.0f} tokens/s idle: {idle}", keep)
         if self.fleet.cfg.log:
-            row = {"run": self.label, "step": step, "seconds": seconds, **dataclasses.asdict(stats)}
+            row = {"run": self.label.strip(), "step": step, "seconds": seconds} | vars(stats)
             with open(self.fleet.cfg.log, "a", encoding="utf-8") as log:
                 log.write(json.dumps(row) + "\n")
 
@@ -2033,13 +2023,12 @@ class History:
         return sum(means) / len(means), max(s.lag_max for s in self.steps)
 
 
-async def train_sync(fleet: Fleet, num_steps: int, history: History) -> float:
-    """Sample, step, publish, one after the other; seconds."""
+async def train_sync(fleet: Fleet, num_steps: int, history: History) -> None:
+    """Sample, step, publish, one after the other."""
     await history.begin()
     for _ in range(num_steps):
         batch = await fleet.batch()  # generators pull before they sample, so lag is 0
         await history.add(await fleet.trainer.step.call_one(batch), batch)
-    return since(history.started)
 
 
 def check_start(report: Report, found: dict[str, float], rollout: Rollout) -> None:
@@ -2067,7 +2056,7 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
         first = await fleet.batch()
         check_start(report, await fleet.trainer.compare.call_one(first), first)
         history, before = History(fleet, report, "sync ", every=50), await fleet.heldout_exact()
-        seconds = await train_sync(fleet, max(1, cfg.steps // 2), history)
+        await train_sync(fleet, max(1, cfg.steps // 2), history)
         stale, after = await fleet.trainer.compare.call_one(first), await fleet.heldout_exact()
     num_steps, tenth = len(history.steps), max(1, len(history.steps) // 10)
     mismatch = max(s.mismatch_k3 for s in history.steps)
@@ -2075,6 +2064,7 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
                  [f"the first batch, {num_steps} steps too late", stale["k3"]],
                  ["every batch, by the weights that sampled it", mismatch])
     gain = history.reward(slice(-tenth, None)) - history.reward(slice(tenth))
+    seconds = history.clock[-1]
     report.say(f"{num_steps} steps in {seconds:.1f} s; held-out exact {before:.3f} -> {after:.3f}")
     report.figure(mismatch_k3=mismatch, stale_k3=stale["k3"], heldout_before=before,
                   heldout_after=after, reward_first=history.reward(slice(tenth)),
@@ -2182,9 +2172,8 @@ class AsyncRun:
         while self.away and not all(loop.done() for loop in loops):
             await asyncio.sleep(0.005)
         for task in [training, *loops]:
-            if task.done():
+            if not task.cancel():  # it had ended by itself
                 task.result()
-            task.cancel()
 
     async def _rollouts(self) -> None:
         """consumes tickets / waits for the gate, then for a generator / woken by Gate.settle, then
@@ -2198,26 +2187,28 @@ class AsyncRun:
             except (ActorError, SupervisionError) as error:  # after the service's own retries
                 await self.gate.settle("lost", GROUPS_PER_BATCH)
                 self.history.report.say(f"{GROUPS_PER_BATCH} groups lost: {cause(error)}")
+                if isinstance(cause(error), NoReplica):
+                    raise  # there is nobody left to generate: the run ends with this cause
             finally:
                 self.away -= GROUPS_PER_BATCH
 
     async def _training(self, version: int, before_step: dict) -> None:
         """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
         then by the answer / produces versions / ends after num_steps"""
-        under_way: list[tuple] = []  # (answer to come, batch): the step that the trainer works on
+        at_trainer: collections.deque[asyncio.Task] = collections.deque()
         for step in range(1, self.num_steps + 1):
             if step in before_step:
                 await before_step[step]()
+            # While the trainer works on a batch the next waits there; K = 0 has tickets for one
+            while len(at_trainer) > min(1, self.buffer.max_lag):
+                await at_trainer.popleft()
             batch = await self.buffer.take(GROUPS_PER_BATCH, version)
-            call = self.fleet.trainer.step.call_one(batch)  # waits there while it ends the last one
-            version += 1  # which this step trains from version to version + 1
-            under_way.append((call, batch))
-            if len(under_way) == 2 or step == self.num_steps:
-                for call, batch in under_way[:-1] if step < self.num_steps else under_way:
-                    await self._finish(await call, batch)
-                under_way = under_way[-1:]
+            at_trainer.append(asyncio.ensure_future(self._step(batch)))
+            version += 1  # at which the trainer will see the next batch
+        await asyncio.gather(*at_trainer)
 
-    async def _finish(self, stats: StepStats, batch: Rollout) -> None:
+    async def _step(self, batch: Rollout) -> None:
+        stats = await self.fleet.trainer.step.call_one(batch)
         await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
         await self.history.add(stats, batch)
 
@@ -2250,24 +2241,25 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         history = History(fleet, report, "async", every=max(1, cfg.steps // 8))
 
         async def kill() -> None:
-            killed.update(seconds=since(history.started), idle=await history.idle())
-            killed["at"] = time.monotonic()
+            killed.update(idle=await history.idle(), at=time.monotonic())
             os.kill((await fleet.generators.status.call_one())["pids"][0], signal.SIGKILL)
 
         run = AsyncRun(fleet, cfg.steps, cfg.max_lag, history)
-        await run.run(version, {timed: kill})
+        await run.run(version, {min(timed + 3, cfg.steps): kill})  # step `timed` has ended then
         after = await fleet.heldout_exact()
         spans = await fleet.metrics.spans.call_one(killed["at"] - 0.3, killed["at"] + 0.3)
         status = await fleet.generators.status.call_one(60.0)
         k3_now = (await fleet.trainer.compare.call_one(await fleet.batch()))["k3"]
         await fleet.trainer.reset.call_one()
         peer = History(fleet, report, "sync ", every=max(1, cfg.steps // 4))
-        sync = {"seconds": await train_sync(fleet, timed, peer), "idle": await peer.idle()}
+        await train_sync(fleet, timed, peer)
+        peer_idle = await peer.idle()
     report.table(["step", "user said", "policy said (+: did not stop)", "reward", "version"],
                  *history.samples)
     report.say("", "0.6 s around the kill: g generate, s step, . wait",
                *timeline(spans, killed["at"] - 0.3, killed["at"] + 0.3), " " * 50 + "^ SIGKILL")
-    report_speed(report, timed, {"sync": (peer, sync), "async": (history, killed)})
+    runs = {"sync": (peer, peer_idle), "async": (history, killed["idle"])}
+    report_speed(report, cfg.max_lag, timed, runs)
     report_lag(report, cfg, run, loose)
     report.say(f"held-out exact, 256 prompts, task {cfg.task}: {before:.3f} -> {after:.3f}")
     tenth = max(1, cfg.steps // 10)
@@ -2276,21 +2268,21 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
                   reward_last=history.reward(slice(-tenth, None)),
                   replaced_after_ms=max((s for *_, s in status["log"]), default=0.0) * 1e3)
     report.check("k3 of recorded and recomputed log-probabilities", k3_now, "<=", 1e-6)
-    report.check(f"steps made, a generator killed at {timed}", len(history.steps), "==", cfg.steps)
+    report.check(f"steps made, with a kill after {timed}", len(history.steps), "==", cfg.steps)
     report.check("healthy generators at the end", status["healthy"], "==", cfg.generators)
     report.check("held-out exact, gained", after - before, ">", 0)
     report.say(f"try: remove the bound on lag (line {line_of('bound')}), or the refund "
                f"(line {line_of('refund')})")
 
 
-def report_speed(report: Report, timed: int, runs: dict) -> None:
+def report_speed(report: Report, max_lag: int, timed: int, runs: dict) -> None:
     """The two ways to run: equal numbers of trained samples, the same actors, a thread each."""
     rows = {}
-    for how, (history, found) in runs.items():
+    for how, (history, idle) in runs.items():
         tokens = sum(s.num_tokens for s in history.steps[:timed])
         tenth = slice(timed - max(1, timed // 10), timed)
-        seconds, idle = found["seconds"], [f"{share:.0%}" for share in found["idle"].values()]
-        rows[how] = [seconds, timed / seconds, tokens / seconds, *idle, history.reward(tenth)]
+        seconds, shares = history.clock[timed - 1], [f"{share:.0%}" for share in idle.values()]
+        rows[how] = [seconds, timed / seconds, tokens / seconds, *shares, history.reward(tenth)]
     samples = timed * GROUPS_PER_BATCH * GROUP_SIZE
     report.say("", f"{samples} trained samples each, start-up excluded")
     report.table(["run", "seconds", "steps/s", "tokens/s", "generators idle", "trainer idle",
@@ -2298,7 +2290,8 @@ def report_speed(report: Report, timed: int, runs: dict) -> None:
     speedup = rows["sync"][0] / rows["async"][0]
     report.figure(async_speedup=speedup, sync_s=rows["sync"][0], async_s=rows["async"][0],
                   sync_reward=rows["sync"][-1], async_reward=rows["async"][-1])
-    report.check("sync seconds / async seconds", speedup, ">", 1)
+    if max_lag:  # with K = 0 the asynchronous run is a synchronous one
+        report.check("sync seconds / async seconds", speedup, ">", 1)
     report.check("reward lost to lag", rows["sync"][-1] - rows["async"][-1], "<", 0.1)
 
 
@@ -2311,7 +2304,7 @@ def report_lag(report: Report, cfg: Config, run: AsyncRun, loose: History) -> No
     report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
     report.figure(**count, in_flight=in_flight, lag_mean=run.history.lags[0],
                   lag_max=run.history.lags[1], lag_max_without_bound=loose.lags[1])
-    report.check("largest lag without the rule", loose.lags[1], ">", cfg.max_lag)
+    report.check("largest lag without the rule", loose.lags[1], ">", min(cfg.max_lag, 10))
     report.check("largest lag", run.history.lags[1], "<=", cfg.max_lag)
     accounted = count["trained"] + count["dropped"] + count["lost"] + in_flight
     report.check("groups started, not accounted for", count["started"] - accounted, "==", 0)
@@ -2356,14 +2349,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser = build_parser()
     args = parser.parse_args(argv)
     for flag, path in [("--json", args.json), ("--log", args.log)]:
-        existed = os.path.exists(path)
-        try:
-            if path:
-                open(path, "a", encoding="utf-8").close()
-        except OSError as error:
-            parser.error(f"{flag} {path}: {error.strerror}")
-        if path and not existed:
-            os.remove(path)
+        place = path if os.path.exists(path) else os.path.dirname(path) or "."
+        if path and (os.path.isdir(path) or not os.access(place, os.W_OK)):
+            parser.error(f"{flag} {path}: cannot be written")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
     if args.model != "tiny":
