@@ -126,7 +126,8 @@ class Config:
 
     task: str = knob("repeat", "what the policy learns", choices="TASKS")
     model: str = knob("tiny", "a folder or hub id of a causal LM, or the built-in tiny one")
-    steps: int = knob(450, "optimizer steps of async_rl; sync_rl makes half as many", at_least(1))
+    steps: int = knob(450, "optimizer steps of async_rl, half as many in sync_rl; too few learn "
+                      "too little for the checks", at_least(1))
     generators: int = knob(2, "replicas of the generator service", at_least(1))
     max_lag: int = knob(2, "K: nothing older than K versions is trained on", at_least(0))
     loss: str = knob("ppo", "what an update minimises", choices="LOSSES")
@@ -167,7 +168,8 @@ def stage(number: int, name: str, claim: str):
 
 
 def line_of(mark: str) -> int:
-    """The number of the line that ends with the comment `# mark`."""
+    """The number of the line that ends with the comment `# mark`. Some short comments below are
+    only such marks, for the `try:` lines of the demos."""
     with open(__file__, encoding="utf-8") as source:
         return next(n for n, line in enumerate(source, 1) if line.endswith(f"# {mark}\n"))
 
@@ -193,7 +195,7 @@ class Report:
                                   subsequent_indent=" " * 7))
 
     def _print(self, text: str) -> None:
-        print(text, flush=True)
+        print(("\r\x1b[K" if self.live else "") + text, flush=True)  # over a live line, if any
 
     def say(self, *lines: str) -> None:
         for line in lines:
@@ -201,10 +203,10 @@ class Report:
 
     def progress(self, text: str, keep: bool) -> None:
         """One live line on a terminal; in a pipe only the lines to keep."""
-        if self.live:
-            print(f"\r\x1b[K       {text}", end="\n" if keep else "", flush=True)
-        elif keep:
+        if keep:
             self.say(text)
+        elif self.live:
+            print(f"\r\x1b[K       {text}", end="", flush=True)
 
     def table(self, heads: list[str], *rows: list) -> None:
         """Columns as wide as their widest cell, words to the left, numbers to the right."""
@@ -217,9 +219,7 @@ class Report:
 
     def figure(self, **figures: float | int | str) -> None:
         """Figures for --json; their names end in their unit."""
-        for name, value in figures.items():
-            whole = not isinstance(value, float)
-            self.now["figures"][name] = value if whole else float(f"{value:.5g}")
+        self.now["figures"].update(figures)
 
     def check(self, what: str, got, relation: str, want) -> None:
         """Compares what was measured with what was expected; a failure makes the exit status 1."""
@@ -285,12 +285,12 @@ class Tally(Actor):
     def __init__(self):
         self.total, self.diary = 0, []
 
-    @endpoint
+    @endpoint  # add
     async def add(self, n: int) -> None:
-        """Pauses between reading and writing: the mistake that threads are punished for."""
+        """The n-th addition. Pauses between reading and writing, for which threads are punished."""
         seen = self.total
-        await asyncio.sleep(0.0005)  # a pause
-        self.total = seen + n
+        await asyncio.sleep(0.0005)
+        self.total = seen + 1
         self.diary.append(n)
 
     @endpoint
@@ -313,10 +313,10 @@ def total_of_threads(num_threads: int, num_adds: int) -> int:
     def add(n: int) -> None:
         seen = box["total"]
         time.sleep(0.0005)
-        box["total"] = seen + n
+        box["total"] = seen + 1
 
     with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(add, [1] * num_adds))
+        list(pool.map(add, range(num_adds)))
     return box["total"]
 
 
@@ -345,16 +345,16 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     _, total, diary = await one.read.call_one()
     report.table(["200 additions that read, pause, write", "lost"],
                  ["by 4 threads on one object", lost],
-                 ["by one actor, 200 calls in flight", sum(n not in diary for n in range(200))])
+                 ["by one actor, 200 calls in flight", 200 - total])
     report.check("additions that threads lost", lost, ">", 0)
-    report.check("sum that the actor missed", sum(range(200)) - total, "==", 0)
+    report.check("additions that the actor lost", 200 - total, "==", 0)
     report.check("calls that ran out of order", sum(a != b for a, b in enumerate(diary)), "==", 0)
     same = await overlap_ms(one.work.call_one(0.2), one.work.call_one(0.2))
     both = await overlap_ms(one.work.call_one(0.2), other.work.call_one(0.2))
     report.figure(overlap_one_actor_ms=same, overlap_two_actors_ms=both)
     report.check("overlap of two 200 ms calls to one actor, ms", same, "==", 0)
     report.check("overlap of two 200 ms calls to two actors, ms", both, ">", 100)
-    report.say(f"try: make `add` (line {line_of('a pause')}) a concurrent_endpoint: it loses too")
+    report.say(f"try: make `add` (line {line_of('add')}) a concurrent_endpoint: it loses too")
     await procs.stop()
 
 
@@ -434,7 +434,7 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
                  ["a variable set in the controller", unsent], ["sent with a call", sent])
     report.check("members that see the controller's variable", unsent, "==", 0)
     report.check("members that see what was sent", sent, "==", 4)
-    report.say("try: replace `broadcast` by `call` in this demo and read the last column")
+    report.say("try: replace `mesh.ping.broadcast()` by `await mesh.ping.choose()` in this demo")
     await procs.stop()
 
 
@@ -536,16 +536,16 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     busy = owner.sit.call_one(2.0)  # for two seconds the owner's Python does nothing else
     pull = await mover.pull.call_one(num_bytes, handle)
     message = await mover.ask.call_one(num_bytes)
-    free_at = await busy
+    free_at, wrong = await busy, wrong + (pull[2] != landed) + (message[2] != landed)
     report.table(["64 MiB from an owner busy for 2 s", "ms"],
                  ["message", message[0] * 1e3], ["pull", pull[0] * 1e3])
     report.figure(handle_bytes=rows[-1][1], message_ms=rows[-1][2], pull_ms=rows[-1][3],
                   push_ms=rows[-1][4], backend=backend)
-    report.check(f"wrong checksums in {3 * len(rows)} transfers", wrong, "==", 0)
+    report.check(f"wrong checksums in {3 * len(rows) + 2} transfers", wrong, "==", 0)
     report.check("largest handle, bytes", max(row[1] for row in rows), "<", 1024)
     report.check("pull ended before its owner was free by, s", free_at - pull[1], ">", 0)
     report.check("message ended after its owner was free by, s", message[1] - free_at, ">", 0)
-    report.say("try: register `memory.view(-1, 2)[:, 0].flatten()`: a copy, so pushes vanish")
+    report.say("try: register a copy, `self.memory[num_bytes].clone()`: pushes vanish, unseen")
     await asyncio.gather(owner_procs.stop(), mover_procs.stop())
 
 
@@ -612,10 +612,10 @@ class Clerk(Actor):
 async def demo_controllers(report: Report, cfg: Config) -> None:
     procs = this_host().spawn_procs(per_host={"clerk": 4})
     clerks = procs.spawn("clerk", Clerk)
-    found = await get_or_spawn_controller("demo of section 4", Metrics)
     stores, rows = [], []
     for name in ["", "demo of section 4"]:
         stores.append(len({which for _, which in await clerks.write.call(name)}))
+        found = await get_or_spawn_controller(name or "nobody's", Metrics)  # after them: they race
         rows.append((await found.read.call_one())["rows"])
     report.table(["4 processes write 25 rows each, at once", "stores", "rows found, of 100"],
                  ["each makes a store", stores[0], rows[0]],
@@ -717,13 +717,7 @@ def on_exit(pid: int, callback) -> None:
     """Calls back in this event loop as soon as a process of this host ends. Monarch's poll tells
     too, of processes anywhere, but later, and seconds later if it had just asked that process."""
     loop, fd = asyncio.get_running_loop(), os.pidfd_open(pid)
-
-    def ended() -> None:
-        loop.remove_reader(fd)
-        os.close(fd)
-        callback()
-
-    loop.add_reader(fd, ended)
+    loop.add_reader(fd, lambda: (loop.remove_reader(fd), os.close(fd), callback()))
 
 
 def kill_process(pid: int) -> None:
@@ -769,7 +763,6 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     report.check("answers of 20 calls after the owner's cure", replaced, "==", 20)
     report.check("SIGKILL found and worker replaced, ms", detect_ms + respawn_ms, "<", 1000)
     report.say(f"try: remove line {line_of('watch')}: Monarch's poll tells the owner, but later")
-    await supervisor.spawn.call_one()
     await supervisor.stop()
 
 
@@ -822,21 +815,21 @@ class Service(Actor):
         self.turn, self.stopping = 0, False
         self.recovered = asyncio.Event()  # set whenever a replica becomes healthy
         self.log: list[tuple[int, str, float]] = []  # (replica id, why, seconds until healthy)
-        self.failover_s: list[float] = []  # from the start of a failed attempt to the answer
+        self.failover_s: list[float] = []  # of requests that needed a second attempt, in all
         self.tasks: set[asyncio.Task] = set()
 
     @concurrent_endpoint
     async def start(self) -> None:
-        await asyncio.gather(*(self._spawn(replica) for replica in self.replicas))
+        spawns = asyncio.gather(*(self._spawn(replica) for replica in self.replicas))
+        await asyncio.wait_for(spawns, self.SETUP_DEADLINE_S)
 
     @concurrent_endpoint
     async def route(self, method: str, *args):
         """Runs method(*args) on a healthy replica and answers exactly once. Raises what the request
         itself is to blame for, or NoReplica. (A plain endpoint would run one request at a time.)"""
-        failed_at, raised, error = 0.0, [], None
+        start, raised, error = time.monotonic(), [], None
         for _ in range(self.MAX_ATTEMPTS):  # attempts
             replica = await self._pick(raised)
-            start = time.monotonic()
             try:
                 answer = await self._attempt(replica, method, args)
             except ActorError as caught:
@@ -850,10 +843,9 @@ class Service(Actor):
                 self._evict(replica, "missed its deadline" if stopped else "died")
             else:
                 self._blame(raised, replica)
-                if failed_at:
-                    self.failover_s.append(since(failed_at))
+                if error:
+                    self.failover_s.append(since(start))
                 return answer
-            failed_at = failed_at or start
         raise error
 
     async def _attempt(self, replica: Replica, method: str, args: tuple):
@@ -911,7 +903,7 @@ class Service(Actor):
             try:
                 await asyncio.wait_for(replica.procs.stop(), self.deadline_s)
                 await asyncio.wait_for(self._spawn(replica), self.SETUP_DEADLINE_S)
-            except (ActorError, SupervisionError, asyncio.TimeoutError) as error:
+            except (ActorError, SupervisionError, asyncio.TimeoutError, OSError) as error:
                 self.log.append((replica.id, f"setup failed: {cause(error)}", since(start)))
                 await asyncio.sleep(0.5)  # a setup that always fails must not spin
         self.log.append((replica.id, why, since(start)))
@@ -932,7 +924,7 @@ class Service(Actor):
         for replica in self.replicas:
             if failure.mesh_name.startswith(f"{self.name}_{replica.id}_{replica.generation}-"):
                 self._evict(replica, "died")
-        return True
+        return True  # of replicas that I have replaced, too: what they do is nobody's trouble now
 
     def _ended(self, replica: Replica, generation: int) -> None:
         if generation == replica.generation:  # else I ended it myself, to replace it
@@ -952,11 +944,14 @@ class Service(Actor):
     @concurrent_endpoint
     async def close(self) -> None:
         self.stopping = True
+        for task in self.tasks:
+            task.cancel()  # a replacement under way must not outlive this
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         await asyncio.gather(*(r.procs.stop() for r in self.replicas if r.procs))
 
 
 class Doubler(Actor):
-    """A replica for the demo; number 1 raises on every fourth request it sees."""
+    """A replica for the demo; number 1 has bad spells: 14 of every 40 requests in a row."""
 
     def __init__(self, replica_id: int):
         self.replica_id, self.seen = replica_id, 0
@@ -970,8 +965,8 @@ class Doubler(Actor):
         self.seen += 1
         if number < 0:
             raise ValueError(f"{number} is negative")
-        if self.replica_id == 1 and self.seen % 4 == 0:
-            raise RuntimeError("replica 1 has a bad day")
+        if self.replica_id == 1 and self.seen % 40 > 25:
+            raise RuntimeError("a bad spell")
         await asyncio.sleep(0.002)
         return 2 * number
 
@@ -1006,19 +1001,14 @@ async def demo_service(report: Report, cfg: Config) -> None:
     lost = await lost_by_hand(400)
     service = this_proc().spawn("doublers", Service, "doubler", Doubler, 4, 0.5)
     await service.start.call_one()
-    pids, answers = (await service.status.call_one())["pids"], collections.defaultdict(list)
-
-    async def ask(i: int) -> None:
-        answers[i].append(await service.route.call_one("double", i))
-
-    asked = []
+    pids, asked = (await service.status.call_one())["pids"], []
     for i in range(400):
-        asked.append(asyncio.ensure_future(ask(i)))
+        asked.append(asyncio.ensure_future(service.route.call_one("double", i)))
         if i in (100, 200):
             os.kill(pids[i // 100 + 1], signal.SIGKILL if i == 100 else signal.SIGSTOP)
         await asyncio.sleep(0.001)
-    await asyncio.gather(*asked, return_exceptions=True)
-    once = sum(answers[i] == [2 * i] for i in range(400))
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    once = sum(answer == 2 * i for i, answer in enumerate(answers))
     before = await service.status.call_one(10.0)
     try:
         bad = str(await service.route.call_one("double", -1))
@@ -1027,7 +1017,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     after = await service.status.call_one(10.0)
     report.table(["400 requests to 4 replicas", "answered once"],
                  ["by hand, in turn; replica 3 is stopped", 400 - lost],
-                 ["Service; 1 raises at times, 2 is killed, 3 is stopped", once])
+                 ["Service; 1 has bad spells, 2 is killed, 3 is stopped", once])
     report.table(["replica", "replaced, because it", "healthy again after ms"],
                  *([replica, why, s * 1e3] for replica, why, s in after["log"]))
     procs = this_host().spawn_procs(per_host={"replica": 1})
@@ -1041,7 +1031,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     report.check("requests lost by hand", lost, ">", 0)
     report.check("requests of 400 that the service answered exactly once", once, "==", 400)
     whys = {why for _, why, _ in after["log"]}
-    report.check("kinds of failure it saw", len(whys & {"died", "missed its deadline"}), "==", 2)
+    report.check("kinds of failure it replaced replicas for", len(whys), "==", 3)
     report.check("a bad request raises at its caller", bad, "==", "ValueError")
     report.check("replicas replaced for it", after["spawned"] - before["spawned"], "==", 0)
     report.check("healthy replicas of 4 at the end", after["healthy"], "==", 4)
@@ -1173,8 +1163,9 @@ class Arena:
         self.words[8 * word] = value
 
     def fence(self) -> None:
-        """Completes my stores before my next loads. Of all orders x86 breaks only this one, store
-        then load, and there taking a lock is a full fence."""
+        """Completes my stores before my next loads, the one order that x86 breaks for ordinary
+        accesses; taking a lock is a full fence there. (memmove's non-temporal stores are ordered
+        by the sfence with which glibc ends them. ARM would need more.)"""
         with self.lock:
             pass
 
@@ -1219,7 +1210,7 @@ class WeightWriter:
 
 def copy_bytes(view, tensor) -> None:
     """tensor -> view, same shape and dtype. memmove where possible: Tensor.copy_ reads what it is
-    about to overwrite, and while ctypes copies other threads of this process run."""
+    about to overwrite, which costs a third of the speed."""
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         ctypes.memmove(view.data_ptr(), tensor.data_ptr(), view.nbytes)
     else:
@@ -1236,13 +1227,11 @@ class WeightReader:
         self.tensors, self.version = tensors, -1
         self.arena[self.word] = Arena.NOTHING  # whoever was reader before me is dead
 
-    def lease(self) -> tuple[int, int] | None:
-        """(version, slot) of the newest weights, safe to read until the next lease; None before the
-        first publish. Goes round again only if a version was published in between."""
+    def lease(self) -> tuple[int, int]:
+        """(version, slot) of the newest weights, safe to read until the next lease. Something must
+        be published. Goes round again only if a version was published in between."""
         while True:
             latest = self.arena[0]
-            if latest == Arena.NOTHING:
-                return None
             self.arena[self.word] = latest % Arena.MAX_SLOTS  # 1. announce
             self.arena.fence()  # 2. now the writer can see it
             if self.arena[0] == latest:  # 3. look again
@@ -1381,18 +1370,19 @@ class WeightBench:
         handle = await self.trainer.handle.call_one()
         self.generators = self.procs[1].spawn("generators", BenchGenerator, num_mb, seed, handle,
                                               self.trainer)
-        await self.sync()
+        await self.sync(2)
         return self
 
     async def __aexit__(self, *_) -> None:
         await asyncio.gather(*(procs.stop() for procs in self.procs))
 
-    async def sync(self) -> dict[str, float]:
-        """Seconds of a memmove, a publish, the slower of two pulls, and both with their calls."""
+    async def sync(self, num_generators: int) -> dict[str, float]:
+        """Seconds of a memmove, a publish, the slowest pull, and both with their calls."""
+        generators = self.generators.slice(one=slice(0, num_generators))
         memmove_s = await self.trainer.next_version.call_one()
         start = time.perf_counter()
         publish_s = await self.trainer.publish.call_one()
-        pull_s = max(seconds for _, seconds in await self.generators.pull.call())
+        pull_s = max(seconds for _, seconds in await generators.pull.call())
         sync_s = time.perf_counter() - start
         return {"memmove": memmove_s, "publish": publish_s, "pull": pull_s, "sync": sync_s}
 
@@ -1414,16 +1404,18 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.table([f"{small_mb} MiB in 290 tensors, 2 generators", *heads],
                  ["without leases", *torn], ["with leases", *safe])
     async with WeightBench(cfg.model_mb, cfg.seed) as bench:
-        runs = [await bench.sync() for _ in range(9)]
+        alone, runs = [[await bench.sync(n) for _ in range(9)] for n in (1, 2)]
         ms = {name: median([run[name] for run in runs]) * 1e3 for name in runs[0]}
+        ms["sync_one"] = median([run["sync"] for run in alone]) * 1e3
         one, buffer = bench.generators.slice(one=0), await bench.trainer.as_buffer.call_one()
         ms["rdma"] = median([await one.receive.call_one(buffer) for _ in range(3)]) * 1e3
         ms["message"] = await one.receive.call_one(None) * 1e3
     names = {"memmove": "memmove of as many bytes", "publish": "publish, in the trainer",
-             "pull": "pull, in the slower of 2 generators", "sync": "sync: both, with their calls",
-             "rdma": f"RDMABuffer ({get_rdma_backend()}), 1 generator",
-             "message": "pickled actor message, 1 generator"}
-    report.table([f"{cfg.model_mb} MiB, median of {len(runs)}", "ms", "x memmove"],
+             "pull": "pull, in the slower of 2 generators",
+             "sync": "sync, 2 generators and all calls", "sync_one": "sync, 1 generator",
+             "rdma": f"RDMABuffer ({get_rdma_backend()}), 1 generator, median of 3",
+             "message": "pickled actor message, 1 generator, once"}
+    report.table([f"{cfg.model_mb} MiB, medians of {len(runs)}", "ms", "x memmove"],
                  *([names[k], value, value / ms["memmove"]] for k, value in ms.items()))
     report.figure(model_mb=cfg.model_mb, **{f"{name}_ms": value for name, value in ms.items()},
                   sync_over_memmove=ms["sync"] / ms["memmove"], reads=safe[2], torn_reads=safe[3],
@@ -1432,7 +1424,8 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check(f"torn reads with leases, of {safe[2]}", safe[3], "==", 0)
     report.check("verified reads", safe[2], ">", 0)
     report.check("versions that found no free slot", safe[1], "==", 0)
-    report.check("message / sync, times", ms["message"] / ms["sync"], ">", 5)
+    report.check("sync / memmove", ms["sync"] / ms["memmove"], "<", 3)
+    report.check("sync of 2 generators / sync of 1", ms["sync"] / ms["sync_one"], "<", 2)
     report.say(f"try: num_readers + 1 slots (line {line_of('slots')}): versions find none free")
 
 
@@ -1536,13 +1529,13 @@ class Rollout:
     """Episodes as tensors, B rows of T columns. A row is a conversation in order, with holes where
     another row's turn is longer; a hole is masked and has no position."""
 
-    ids: object  # [B, T] int64
-    mask: object  # [B, T] int64, 1 = token, 0 = hole
-    sampled: object  # [B, T] bool, what the policy chose; nothing else carries loss
-    logprobs: object  # [B, T] float32, with which it was chosen; 0 elsewhere
-    rewards: object  # [B] float32
-    group_ids: object  # [B] int64; rows of a group need not be neighbours
-    versions: object  # [B] int64, of the weights that sampled the row
+    ids: torch.Tensor  # [B, T] int64
+    mask: torch.Tensor  # [B, T] int64, 1 = token, 0 = hole
+    sampled: torch.Tensor  # [B, T] bool, what the policy chose; nothing else carries loss
+    logprobs: torch.Tensor  # [B, T] float32, with which it was chosen; 0 elsewhere
+    rewards: torch.Tensor  # [B] float32
+    group_ids: torch.Tensor  # [B] int64; rows of a group need not be neighbours
+    versions: torch.Tensor  # [B] int64, of the weights that sampled the row
     prompts: list[Prompt]  # [B]
     answers: list[list[str]]  # [B][turn]
 
@@ -1580,12 +1573,14 @@ class Policy:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype)
         self.model.to(cfg.device).eval()  # dropout would make the two programs disagree
         self.stop_id = self.tokenizer.eos_token_id
+        self.tokenizer.pad_token = self.tokenizer.eos_token  # fills holes; never looked at
         self.max_new_tokens = 4 if cfg.model == "tiny" else 12  # three letters and the end
         self.around = self._around()
 
     def _around(self) -> list[tuple[str, str]]:
         """What the chat template puts around the user's words, in the first turn and in later ones.
-        With it later turns become ids by themselves: those of earlier turns stay what they were."""
+        So only the new turn is tokenized: ids made text and ids again need not be the ids that
+        were sampled."""
         chat = [{"role": "user", "content": "FIRST"}, {"role": "assistant", "content": "SAID"},
                 {"role": "user", "content": "LATER"}]
         render = self.tokenizer.apply_chat_template
@@ -1601,10 +1596,9 @@ class Policy:
         all rows end together and sampling can begin."""
         head, tail = self.around[0 if first else 1]
         whole = [head + text + tail for text in texts]
-        rows = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
-        width = max(map(len, rows))
-        return (torch.tensor([[0] * (width - len(row)) + row for row in rows]),
-                torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]))
+        out = self.tokenizer(whole, add_special_tokens=False, padding=True, padding_side="left",
+                             return_tensors="pt")
+        return out["input_ids"], out["attention_mask"]
 
     def text(self, ids: list[int]) -> str:
         """Sampled ids as text; a '+' at the end says that the policy did not end its turn."""
@@ -1666,8 +1660,10 @@ class Decoder:
         token that ends the assistant's, rows that sampled it get a hole: they have it already."""
         ids, mask = (t.repeat_interleave(repeats, 0).to(self.device)
                      for t in self.policy.turn_ids(texts, first))
-        if not first and (ids[:, 0] == self.policy.stop_id).all():
-            mask[:, 0] = self.alive.long()
+        if not first:
+            begin = mask.argmax(1, True)  # [B, 1], the column of each row's first token
+            twice = (ids.gather(1, begin) == self.policy.stop_id) & ~self.alive[:, None]
+            mask.scatter_(1, begin, (~twice).long())
         self._append(ids, mask, torch.zeros_like(ids).bool(), torch.zeros_like(ids).float())
 
     def speak(self) -> list[list[int]]:
@@ -1719,7 +1715,7 @@ def warm_start(policy: Policy) -> dict[str, float]:
     sampler, rng = Sampler(policy.cfg), random.Random(policy.cfg.seed)
     prompts, check = heldout(policy.cfg.task), fixed_prompts(policy.cfg.task)[256:]
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-4, weight_decay=0.0)
-    chance, exact = generate(policy, prompts, 1, 0, policy.cfg.seed).exact(), 0.0
+    chance, exact = generate(policy, prompts, 1, 0, 0, greedy=True).exact(), 0.0
     for num_steps in range(1000):
         ids, mask, spoken = noisy_answers(policy, sampler.draw(64), rng)
         logp = policy.log_softmax(ids, mask).gather(2, ids[:, 1:, None]).squeeze(-1)
@@ -1730,9 +1726,13 @@ def warm_start(policy: Policy) -> dict[str, float]:
             exact = generate(policy, check, 1, 0, 0, greedy=True).exact()
         if exact >= 0.11:
             break  # seldom right: room to learn, and something to learn from
+    else:
+        raise RuntimeError(f"warm start: {exact:.2f} exact after {num_steps} steps, 0.11 wanted")
     warm = generate(policy, prompts, 1, 0, 0, greedy=True).exact()
-    best = [score(prompt, [right for _, right in prompt.turns]) for prompt in prompts]
-    return {"chance": chance, "warm": warm, "best": sum(best) / len(best)}
+    right = [policy.tokenizer([answer for _, answer in p.turns])["input_ids"] for p in prompts]
+    said = [[policy.text([*ids, policy.stop_id]) for ids in turns] for turns in right]
+    best = sum(score(p, answers) == 1 for p, answers in zip(prompts, said)) / len(prompts)
+    return {"chance": chance, "warm": warm, "best": best}
 
 
 def noisy_answers(policy: Policy, prompts: list[Prompt], rng: random.Random) -> tuple:
@@ -1753,12 +1753,16 @@ def noisy_answers(policy: Policy, prompts: list[Prompt], rng: random.Random) -> 
 def advantages(rewards, group_ids):
     """[B] float32: how much better an episode was than its group, in standard deviations (GRPO).
     Groups are found by id: found by position, one lost row would mix all later groups."""
-    _, group = group_ids.unique(return_inverse=True)  # [B] 0, 1, ...
-    zeros = torch.zeros(int(group.max()) + 1)
-    count = zeros.index_add(0, group, torch.ones_like(rewards))
-    centred = rewards - (zeros.index_add(0, group, rewards) / count)[group]
-    spread = (zeros.index_add(0, group, centred**2) / count).sqrt()
-    return centred / (spread[group] + 1e-4)  # a group without spread teaches nothing: 0
+    same = (group_ids[:, None] == group_ids).double()  # [B, B]
+    same /= same.sum(1, keepdim=True)  # times a [B] it averages, in each row, over the row's group
+    centred = rewards.double() - same @ rewards.double()
+    spread = (same @ centred**2).sqrt()
+    return (centred / (spread + 1e-4)).float()  # a group without spread teaches nothing: 0
+
+
+# Losses: ([N] pi, [N] mu, [N] advantage) -> ([N] loss, [N] bool: too far off, so without gradient).
+# pi and mu are log-probabilities of N sampled tokens: under the policy in training, and as recorded
+# when the token was sampled. Where the two are equal, so are the gradients of all losses.
 
 
 def reinforce_loss(pi, mu, advantage):
@@ -1771,14 +1775,12 @@ def ppo_loss(pi, mu, advantage):
     return -torch.min(advantage * ratio, advantage * ratio.clamp(1 - CLIP, 1 + CLIP)), outside
 
 
-# ([N] pi, [N] mu, [N] advantage) -> ([N] loss, [N] bool: too far off, so without gradient). pi and
-# mu are log-probabilities of N sampled tokens: under the policy in training, and as recorded when
-# the token was sampled. Where the two are equal, so are the gradients of all losses.
 LOSSES = {"reinforce": reinforce_loss, "ppo": ppo_loss}
 
 
 def k3(recorded, recomputed) -> float:
-    """Mean of exp(d) - 1 - d over [N] log-probabilities: an estimate of KL, never negative."""
+    """Mean of exp(d) - 1 - d over [N] log-probabilities: an estimate of the KL divergence that is
+    never negative (the third of Schulman's estimators, 2020)."""
     d = (recomputed - recorded).double()
     return float((d.exp() - 1 - d).mean())
 
@@ -1940,8 +1942,11 @@ class Fleet:
         self.generators = this_proc().spawn(
             "generators", Service, "generator", Generator, self.cfg.generators,
             self.ROLLOUT_DEADLINE_S, self.cfg, self.trainer)
-        for start in [self.trainer.setup.call_one(), self.generators.start.call_one()]:
-            await start  # both run by now: importing takes longer than anything else
+        try:  # both at once: importing takes longer than anything else
+            await asyncio.gather(self.trainer.setup.call_one(), self.generators.start.call_one())
+        except (ActorError, SupervisionError):
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_) -> None:
@@ -1949,7 +1954,8 @@ class Fleet:
 
     async def rollout(self, prompts: list[Prompt], group_size: int = GROUP_SIZE,
                       greedy: bool = False) -> Rollout:
-        """One request to the service; its seed goes along, so that a retry samples the same."""
+        """One request to the service. Its seed goes along: a retry samples the same, if no new
+        weights have come in between."""
         seed = self.seeds.getrandbits(48)
         return await self.generators.route.call_one("rollout", prompts, group_size, seed, greedy)
 
@@ -1973,7 +1979,6 @@ class History:
         self.steps: list[StepStats] = []
         self.clock: list[float] = []  # seconds from the start to the end of each step
         self.samples: list[list] = []  # rows for a table
-        self.started = time.monotonic()
 
     async def begin(self) -> None:
         self.started, self.busy_before = time.monotonic(), await self.fleet.metrics.read.call_one()
@@ -1987,8 +1992,8 @@ class History:
             asked = " ".join(said for said, _ in batch.prompts[0].turns)
             self.samples.append([f"{step}", asked, " ".join(batch.answers[0]),
                                  float(batch.rewards[0]), int(batch.versions[0])])
-        if keep or self.report.live:
-            idle = ", ".join(f"{side} {share:.0%}" for side, share in (await self.idle()).items())
+        if keep or (self.report.live and step % 10 == 0):
+            idle = " ".join(f"{who[:3]} {share:.0%}" for who, share in (await self.idle()).items())
             rate = sum(s.num_tokens for s in self.steps) / seconds
             self.report.progress(
                 f"{self.label} {step:4d} version {stats.version:4d} reward {stats.reward:.2f} lag "
@@ -2059,17 +2064,17 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
                  [f"the first batch, {num_steps} steps too late", stale["k3"]],
                  ["every batch, by the weights that sampled it", mismatch])
     gain = history.reward(slice(-tenth, None)) - history.reward(slice(tenth))
-    seconds = history.clock[-1]
-    report.say(f"{num_steps} steps in {seconds:.1f} s; held-out exact {before:.3f} -> {after:.3f}")
+    report.say(f"{num_steps} steps in {history.clock[-1]:.1f} s, held-out exact {before:.3f} -> "
+               f"{after:.3f}")
     report.figure(mismatch_k3=mismatch, stale_k3=stale["k3"], heldout_before=before,
                   heldout_after=after, reward_first=history.reward(slice(tenth)),
                   reward_last=history.reward(slice(-tenth, None)), lag_max=history.lags[1],
-                  sync_steps_per_s=num_steps / seconds)
+                  sync_steps_per_s=num_steps / history.clock[-1])
     report.check("k3 of samples that are too old", stale["k3"], ">", 1e-4)
     report.check("k3 of samples, largest of all steps", mismatch, "<=", 1e-6)
     report.check("lag, largest of all steps", history.lags[1], "==", 0)
     report.check("reward gained, last tenth over first", gain, ">", 0.1)
-    report.say("try: remove `self.reader.pull()` from Generator.rollout: lag and k3 grow")
+    report.say("try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags")
 
 
 # == 9. ASYNC RL ==================================================================================
@@ -2088,12 +2093,12 @@ class Gate:
     """Tickets, one per group: started = trained + dropped + lost + under way."""
 
     def __init__(self, max_lag: int):
-        self.limit = (max_lag + 1) * GROUPS_PER_BATCH
+        self.limit = (max_lag + 1) * GROUPS_PER_BATCH  # tickets
         self.count = collections.Counter(started=0, trained=0, dropped=0, lost=0)
         self.changed = asyncio.Condition()
 
     def under_way(self) -> int:
-        return 2 * self.count["started"] - sum(self.count.values())
+        return self.count["started"] - sum(self.count[k] for k in ("trained", "dropped", "lost"))
 
     async def admit(self, num_groups: int) -> None:
         """Takes tickets; waits while too much is under way; woken by `settle`."""
@@ -2136,10 +2141,7 @@ class ReplayBuffer:
                     break
                 await self.arrived.wait()
             taken, self.groups = fresh[:num_groups], fresh[num_groups:]
-        parts: dict[int, tuple] = {}  # all rows of one rollout at once
-        for rollout, rows, _ in taken:
-            parts.setdefault(id(rollout), (rollout, []))[1].extend(rows)
-        return Rollout.join(list(parts.values()))
+        return Rollout.join([(rollout, rows) for rollout, rows, _ in taken])
 
 
 class AsyncRun:
@@ -2150,6 +2152,7 @@ class AsyncRun:
         self.gate = Gate(max_lag)
         self.buffer = ReplayBuffer(self.gate, max_lag)
         self.away = 0  # groups in requests that are not back
+        self.at_trainer: collections.deque[asyncio.Task] = collections.deque()  # steps
         self.done = False
 
     async def run(self, version: int, before_step: dict) -> None:
@@ -2159,16 +2162,19 @@ class AsyncRun:
         cancelled where they wait for a ticket. A loop that raises ends the run with its cause."""
         await self.history.begin()
         training = asyncio.ensure_future(self._training(version, before_step))
-        # two per generator: while one request travels, the next is there already
+        # at most two requests per generator; with few tickets the gate lets fewer through
         num_loops = 2 * self.fleet.cfg.generators
         loops = [asyncio.ensure_future(self._rollouts()) for _ in range(num_loops)]
         await asyncio.wait([training, *loops], return_when=asyncio.FIRST_COMPLETED)
         self.done = True
         while self.away and not all(loop.done() for loop in loops):
             await asyncio.sleep(0.005)
-        for task in [training, *loops]:
-            if not task.cancel():  # it had ended by itself
-                task.result()
+        ended, tasks = [task for task in [training, *loops] if task.done()], [training, *loops]
+        for task in [*tasks, *self.at_trainer]:
+            task.cancel()
+        await asyncio.gather(*tasks, *self.at_trainer, return_exceptions=True)
+        for task in ended:
+            task.result()
 
     async def _rollouts(self) -> None:
         """consumes tickets / waits for the gate, then for a generator / woken by Gate.settle, then
@@ -2190,17 +2196,17 @@ class AsyncRun:
     async def _training(self, version: int, before_step: dict) -> None:
         """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
         then by the answer / produces versions / ends after num_steps"""
-        at_trainer: collections.deque[asyncio.Task] = collections.deque()
         for step in range(1, self.num_steps + 1):
             if step in before_step:
                 await before_step[step]()
-            # While the trainer works on a batch the next waits there; K = 0 has tickets for one
-            while len(at_trainer) > min(1, self.buffer.max_lag):
-                await at_trainer.popleft()
+            # While the trainer works on a batch, the next waits there, and no more: it grows older
+            # by a version. With K = 0 there are tickets for one batch only.
+            while len(self.at_trainer) > min(1, self.buffer.max_lag):
+                await self.at_trainer.popleft()
             batch = await self.buffer.take(GROUPS_PER_BATCH, version)
-            at_trainer.append(asyncio.ensure_future(self._step(batch)))
+            self.at_trainer.append(asyncio.ensure_future(self._step(batch)))
             version += 1  # at which the trainer will see the next batch
-        await asyncio.gather(*at_trainer)
+        await asyncio.gather(*self.at_trainer)
 
     async def _step(self, batch: Rollout) -> None:
         stats = await self.fleet.trainer.step.call_one(batch)
@@ -2252,7 +2258,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report.table(["step", "user said", "policy said (+: did not stop)", "reward", "version"],
                  *history.samples)
     report.say("", "0.6 s around the kill: g generate, s step, . wait",
-               *timeline(spans, killed["at"] - 0.3, killed["at"] + 0.3), " " * 50 + "^ SIGKILL")
+               *timeline(spans, killed["at"] - 0.3, killed["at"] + 0.3), " " * 51 + "^ SIGKILL")
     runs = {"sync": (peer, peer_idle), "async": (history, killed["idle"])}
     report_speed(report, cfg.max_lag, timed, runs)
     report_lag(report, cfg, run, loose)
@@ -2266,8 +2272,8 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report.check(f"steps made, with a kill after {timed}", len(history.steps), "==", cfg.steps)
     report.check("healthy generators at the end", status["healthy"], "==", cfg.generators)
     report.check("held-out exact, gained", after - before, ">", 0)
-    report.say(f"try: remove the bound on lag (line {line_of('bound')}), or the refund "
-               f"(line {line_of('refund')})")
+    report.say(f"try: 100 times the tickets (line {line_of('tickets')}) and no bound on lag "
+               f"(line {line_of('bound')})")
 
 
 def report_speed(report: Report, max_lag: int, timed: int, runs: dict) -> None:
@@ -2334,7 +2340,7 @@ def build_parser() -> Parser:
         parser.add_argument(
             "--" + field.name.replace("_", "-"), default=field.default, type=field.metadata["rule"],
             choices=list(known) if known else None, metavar=None if known else field.name.upper(),
-            help=f"{field.metadata['what']} (default: {field.default or 'none'})")
+            help=f"{field.metadata['what']} (default: {str(field.default) or 'none'})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     return parser
 
@@ -2347,6 +2353,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         place = path if os.path.exists(path) else os.path.dirname(path) or "."
         if path and (os.path.isdir(path) or not os.access(place, os.W_OK)):
             parser.error(f"{flag} {path}: cannot be written")
+    if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
+        parser.error("this version needs Linux on x86-64: see `Arena` and DOCS, appendix B")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
     if args.model != "tiny":
@@ -2388,7 +2396,10 @@ def leave(status: int, line: str = "") -> None:
         kill_process(pid)
     if line:
         print(f"monarch_rl: {line}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass  # `monarch_rl.py | head` has read enough
     os._exit(status)
 
 
@@ -2406,7 +2417,9 @@ async def run_stages(names: list[str], report: Report, cfg: Config) -> None:
         report.open(STAGES[name])
         try:
             await STAGES[name].demo(report, cfg)
-        except Exception as error:  # reported as a failed check; the next stage shares nothing
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # reported as a failed check; the next stage starts afresh
             report.died(error)
         report.close()
 
@@ -2422,9 +2435,12 @@ def main(argv: list[str] | None = None) -> None:
     noise, report, facts = quiet_stderr(), Report(), machine_facts()
     signal.signal(signal.SIGINT, lambda *_: leave(130, "interrupted"))
     monarch.actor.unhandled_fault_hook = lambda failure: leave(1, f"an actor died: {failure}")
-    if cfg.generators + 1 > facts["cores"]:
+    if cfg.generators > facts["cores"]:
         report.say(f"note: {cfg.generators} generators and a trainer on {facts['cores']} cores", "")
-    asyncio.run(run_stages(names, report, cfg))
+    try:
+        asyncio.run(run_stages(names, report, cfg))
+    except BrokenPipeError:
+        leave(1)
     if args.json:
         report.write_json(args.json, vars(args), facts)
     failed = [found["name"] for found in report.stages if not found["ok"]]

@@ -167,7 +167,7 @@ def test_training_learns(tmp_path, task, seed, least):
 # -- without its mechanism a stage fails, and only that one ---------------------------------------
 
 BROKEN = {  # stage: (what provides the claim, what is there instead)
-    "hello_actor": ("    @endpoint\n    async def add", "    @concurrent_endpoint\n    async def add"),
+    "hello_actor": ("@endpoint  # add", "@concurrent_endpoint  # add"),
     "actor_mesh": ("    mesh.ping.broadcast()", "    await mesh.ping.choose()"),
     "rdma_transfer": ("await handle.read_into(room)",
                       "room.copy_(await self.owner.as_message.call_one(num_bytes))"),
