@@ -650,6 +650,15 @@ class Worker(Actor):
         raise ValueError("a bad request")
 
 
+# Who owns whom, and where news of a death goes:
+#
+#     controller process                                 worker process
+#       Supervisor  --spawn_procs, spawn-->                Worker
+#           ^  ^                                             |  dies
+#           |  +---- __supervise__ (Monarch's poll) ---------+
+#           +------- on_exit (pidfd, at once, this host) ----+
+
+
 class Supervisor(Actor):
     """Owns one worker process and replaces it."""
 
@@ -782,6 +791,16 @@ class NoReplica(RuntimeError):
     """No healthy replica within the deadline."""
 
 
+# The life of a replica, and what moves it on:
+#
+#     spawning --setup() answers--> healthy --dies, misses a deadline, keeps raising--> lost
+#        ^                                                                                |
+#        +------------- _replace: kill what is left, spawn the next generation -----------+
+#
+# A request never waits for a particular replica: when one is lost, its future `lost` wakes every
+# attempt that hangs on it, and each of them picks another.
+
+
 @dataclass
 class Replica:
     """One process of a service; only the service that owns it touches this record."""
@@ -866,6 +885,8 @@ class Service(Actor):
         """The next replica that has not raised on this request; woken by `_spawn`."""
         end = time.monotonic() + self.SETUP_DEADLINE_S
         while True:
+            # Fewest in flight first, so that a slow replica gets less; among equals in turn, or an
+            # idle service would send everything to replica 0.
             fit = [r for r in self.replicas if r.healthy and r not in raised]
             if fit:
                 self.turn += 1
@@ -895,7 +916,8 @@ class Service(Actor):
         task.add_done_callback(self.tasks.discard)
 
     async def _replace(self, replica: Replica, why: str) -> None:
-        """Ends when the replica is healthy or the service stops."""
+        """Ends when the replica is healthy or the service stops. Kills first: a stopped process
+        would go on later, under the same reader number and with old weights."""
         start = time.monotonic()
         while not (replica.healthy or self.stopping):
             kill_process(replica.pid)
@@ -1106,6 +1128,16 @@ class ArenaHandle:
     num_readers: int
 
 
+# The arena of two readers, while version 8 is being written:
+#
+#     words   latest = (7, slot 2)      lease 0 = slot 2      lease 1 = slot 1
+#             +-----------+-----------+-----------+-----------+
+#     slots   | 0: v8 ... | 1: v6     | 2: v7     | 3: v5     |
+#             +-----------+-----------+-----------+-----------+
+#               written     reader 1    latest,     free: the next publish takes it
+#                           reads it    reader 0
+
+
 class Arena:
     """One process's mapping of the shared memory: 8-byte words, then slots.
 
@@ -1230,6 +1262,10 @@ class WeightReader:
     def lease(self) -> tuple[int, int]:
         """(version, slot) of the newest weights, safe to read until the next lease. Something must
         be published. Goes round again only if a version was published in between."""
+        # Why this is enough. Suppose the writer takes my slot for its next version. It does so only
+        # after it has made another slot the latest, and then looked at the leases. If it looked
+        # after step 1, it saw mine and took another slot. If it looked before step 1, the latest
+        # had already changed, so step 3 sees that and I begin again, having read nothing yet.
         while True:
             latest = self.arena[0]
             self.arena[self.word] = latest % Arena.MAX_SLOTS  # 1. announce
@@ -1524,6 +1560,18 @@ class Sampler:
         return prompts
 
 
+# Two rows of a Rollout. u: the user's words; <a> begins and <e> ends the assistant's turn; letters
+# are sampled; a dot is a hole. Row two ends its first answer early, and its last one not at all.
+#
+#     ids        <u> u u u <e> <a>  a b c <e>   .   <u> u u u <e> <a>  d e f <e>
+#                <u> u u u <e> <a>  a <e> .  .  .   <u> u u u <e> <a>  d e f g
+#     sampled     .  . . .  .   .   1 1 1  1    .    .  . . .  .   .   1 1 1 1
+#     position    0  1 2 3  4   5   6 7 8  9    .   10 ...             (holes are skipped)
+#
+# With holes all rows have their turns in the same columns, so one batch and one cache do for rows
+# of any length, and no row is ever shifted or tokenized again.
+
+
 @dataclass(frozen=True)
 class Rollout:
     """Episodes as tensors, B rows of T columns. A row is a conversation in order, with holes where
@@ -1750,6 +1798,12 @@ def noisy_answers(policy: Policy, prompts: list[Prompt], rng: random.Random) -> 
     return tuple(torch.cat(parts, 1) for parts in zip(*columns))
 
 
+# Why groups. The gradient of the expected reward is E[A grad log pi], whatever baseline A is reduced
+# by, as long as that does not depend on the answer. The mean over answers to the same prompt costs
+# no second network and removes what is due to the prompt: that a prompt is easy does not teach that
+# all its answers are good. (The own answer is in that mean, which shrinks A by 1 / GROUP_SIZE.)
+
+
 def advantages(rewards, group_ids):
     """[B] float32: how much better an episode was than its group, in standard deviations (GRPO).
     Groups are found by id: found by position, one lost row would mix all later groups."""
@@ -1770,6 +1824,8 @@ def reinforce_loss(pi, mu, advantage):
 
 
 def ppo_loss(pi, mu, advantage):
+    # Once a token has become 1 + CLIP times as likely (or 1 - CLIP times, if it was bad), the batch
+    # says nothing more about it: its samples came from a policy that is too far away by now.
     ratio = (pi - mu).exp()
     outside = torch.where(advantage > 0, ratio > 1 + CLIP, ratio < 1 - CLIP)
     return -torch.min(advantage * ratio, advantage * ratio.clamp(1 - CLIP, 1 + CLIP)), outside
@@ -1854,6 +1910,8 @@ class Trainer(Actor):
     async def step(self, batch: Rollout) -> StepStats:
         """Trains on a batch and publishes the result before it answers."""
         start = time.monotonic()
+        # `mu` is what the generator recorded, not what this model says of the old weights: only the
+        # recorded value is the probability with which the token was really drawn.
         every, pi, mu, advantage, same = self._score(batch)
         per_token, outside = LOSSES[self.cfg.loss](pi, mu, advantage)
         loss = per_token.mean()
@@ -2089,6 +2147,15 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 # Source. IMPALA (Espeholt 2018), AReaL (Fu 2025).
 
 
+# Lag, by example, with K = 1 (two batches of tickets; v = the trainer's version):
+#
+#     v = 5   batch a is generated under 5, batch b too; the gate is closed
+#     v = 5   the trainer steps on a (lag 0) -> v = 6, and a's tickets admit batch c, under 6
+#     v = 6   the trainer steps on b (lag 1) -> v = 7, b's tickets admit d
+#     v = 7   c is late, d comes first: d is trained on (lag 0) -> v = 8
+#     v = 8   now c arrives, generated under 6: lag 2 > K. It is dropped, and its tickets admit another
+
+
 class Gate:
     """Tickets, one per group: started = trained + dropped + lost + under way."""
 
@@ -2158,8 +2225,11 @@ class AsyncRun:
     async def run(self, version: int, before_step: dict) -> None:
         """version: the trainer's now. before_step: {step: async function to call first}.
 
-        Shutdown: training ends -> done -> rollout loops end after the request they wait for, or are
-        cancelled where they wait for a ticket. A loop that raises ends the run with its cause."""
+        Shutdown:  training ends (or any loop raises)
+                     -> done: no loop admits again
+                     -> loops that wait for a generator get their answer and put it
+                     -> loops that wait for a ticket, and steps not answered, are cancelled
+                     -> what raised is raised here; what lies in the buffer is counted"""
         await self.history.begin()
         training = asyncio.ensure_future(self._training(version, before_step))
         # at most two requests per generator; with few tickets the gate lets fewer through
