@@ -1046,8 +1046,8 @@ async def demo_service(report: Report, cfg: Config) -> None:
     direct_us = await median_us(procs.spawn("direct", Doubler, 0).setup.call_one)
     routed_us = await median_us(lambda: service.route.call_one("setup"))
     failover_ms = max(before["failover_s"], default=0.0) * 1e3
-    report.say(f"a call takes {direct_us:.0f} us directly, {routed_us:.0f} us through the service; "
-               f"after a failure the slowest took {failover_ms:.0f} ms")
+    report.say(f"a call takes {direct_us:.0f} us directly, {routed_us:.0f} us through the service,",
+               f"and {failover_ms:.0f} ms at worst if a replica is lost on the way")
     report.figure(requests=400, answered_once=once, failover_ms=failover_ms,
                   route_overhead_us=routed_us - direct_us)
     report.check("requests lost by hand", lost, ">", 0)
@@ -1798,7 +1798,7 @@ def noisy_answers(policy: Policy, prompts: list[Prompt], rng: random.Random) -> 
     return tuple(torch.cat(parts, 1) for parts in zip(*columns))
 
 
-# Why groups. The gradient of the expected reward is E[A grad log pi], whatever baseline A is reduced
+# Why groups. The gradient of the expected reward is E[A grad log pi], whatever A is reduced
 # by, as long as that does not depend on the answer. The mean over answers to the same prompt costs
 # no second network and removes what is due to the prompt: that a prompt is easy does not teach that
 # all its answers are good. (The own answer is in that mean, which shrinks A by 1 / GROUP_SIZE.)
@@ -2153,7 +2153,7 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 #     v = 5   the trainer steps on a (lag 0) -> v = 6, and a's tickets admit batch c, under 6
 #     v = 6   the trainer steps on b (lag 1) -> v = 7, b's tickets admit d
 #     v = 7   c is late, d comes first: d is trained on (lag 0) -> v = 8
-#     v = 8   now c arrives, generated under 6: lag 2 > K. It is dropped, and its tickets admit another
+#     v = 8   now c arrives, generated under 6: lag 2 > K. It is dropped; its tickets admit another
 
 
 class Gate:
