@@ -173,7 +173,7 @@ BROKEN = {  # stage: (what provides the claim, what is there instead)
                       "room.copy_(await self.owner.as_message.call_one(num_bytes))"),
     "controllers": ("await get_or_spawn_controller(name, Metrics) if name else own", "own"),
     "supervision": ("respawn_s = 0.0 if lives else await supervisor.spawn.call_one()",
-                    "respawn_s = 0.0"),
+                    "respawn_s = await supervisor.spawn.call_one() if 'broad' in trigger else 0.0"),
     "service": ("range(self.MAX_ATTEMPTS)", "range(1)"),
     "weight_sync": ("self.arena[self.word] = latest % Arena.MAX_SLOTS", "pass"),
     "sync_rl": ("start, version = time.monotonic(), self.reader.pull()",
@@ -500,6 +500,22 @@ def test_tied_weights_and_buffers_arrive_as_such():
 
 
 # -- the policy -----------------------------------------------------------------------------------
+
+
+def test_rows_of_any_length_hear_the_end_of_a_turn_once():
+    """Later user turns of different lengths: who has said <end> does not hear it again."""
+    policy = m.Policy(m.Config())
+    decoder = m.Decoder(policy, 2, seed=0, greedy=False)
+    with torch.no_grad():
+        decoder.hear(["abc", "d"], 1, first=True)
+        decoder.speak()
+        decoder.alive = torch.tensor([False, True])  # row 0 ended its turn, row 1 did not
+        before = decoder.columns[0].shape[1]
+        decoder.hear(["e", "fgh"], 1, first=False)
+    ids, mask = (column[:, before:] for column in decoder.columns[:2])
+    heard = [policy.tokenizer.decode(row[keep == 1], skip_special_tokens=False)
+             for row, keep in zip(ids, mask)]
+    assert heard == ["<user>e<end><assistant>", "<end><user>fgh<end><assistant>"]
 
 
 def generated(task="repeat", seed=0, group_size=3):
