@@ -5,7 +5,7 @@
 # ///
 """monarch_rl: an asynchronous RL system for language models, in one file that teaches itself.
 
-    python monarch_rl.py                      the whole tour, about two minutes on a laptop
+    python monarch_rl.py                      the whole tour, about two minutes on a Linux laptop
     python monarch_rl.py --stage service      stages 1 to 6
     python monarch_rl.py --only async_rl      one stage
     python monarch_rl.py --list               the stages, with line numbers
@@ -52,14 +52,16 @@ The words, each with an example:
 
 from __future__ import annotations
 
-import argparse, dataclasses, glob, importlib.metadata, json, os, re, signal, sys, tempfile
-import asyncio, collections, concurrent.futures, ctypes, mmap, pickle, threading, time, zlib
-import math, operator, random, textwrap, traceback
-from dataclasses import dataclass
-
 # -- plumbing: before Monarch starts --------------------------------------------------------------
+import os, signal
+
 if __name__ == "__main__":  # Ctrl-C during the imports below
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import argparse, dataclasses, glob, importlib.metadata, json, re, sys, tempfile
+import asyncio, collections, concurrent.futures, ctypes, mmap, pickle, threading, time, zlib
+import math, operator, random, statistics, textwrap, traceback
+from dataclasses import dataclass
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it.
 for _name, _value in {
@@ -96,7 +98,7 @@ class Lazy:
 torch, transformers = Lazy("torch"), Lazy("transformers")
 
 import monarch.actor
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # not public
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank, endpoint
 from monarch.actor import get_or_spawn_controller, this_host, this_proc
 from monarch.rdma import RDMABuffer, get_rdma_backend
@@ -246,10 +248,9 @@ class Report:
 
 
 def show(value) -> str:
-    if isinstance(value, float):
-        small = 0 < abs(value) < 0.1
-        return f"{value:.2g}" if small else f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
-    return str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:{'.2g' if 0 < abs(value) < 0.1 else '.2f' if abs(value) < 100 else '.0f'}}"
 
 
 def cause(error: BaseException) -> BaseException:
@@ -257,10 +258,6 @@ def cause(error: BaseException) -> BaseException:
     while isinstance(error, ActorError):
         error = error.exception
     return error
-
-
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def since(start: float) -> float:
@@ -351,7 +348,6 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     report.check("calls that ran out of order", sum(a != b for a, b in enumerate(diary)), "==", 0)
     same = await overlap_ms(one.work.call_one(0.2), one.work.call_one(0.2))
     both = await overlap_ms(one.work.call_one(0.2), other.work.call_one(0.2))
-    report.figure(overlap_one_actor_ms=same, overlap_two_actors_ms=both)
     report.check("overlap of two 200 ms calls to one actor, ms", same, "==", 0)
     report.check("overlap of two 200 ms calls to two actors, ms", both, ">", 100)
     report.say(f"try: make `add` (line {line_of('add')}) a concurrent_endpoint: it loses too")
@@ -429,7 +425,6 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     Member.scale = 10  # changes this process only
     unsent = sum(scale == 10 for _, scale in await mesh.scale_seen.call())
     sent = sum(scale == 10 for _, scale in await mesh.scale_seen.call(10))
-    Member.scale = 1
     report.table(["how 4 members learn that scale = 10", "members that see it"],
                  ["a variable set in the controller", unsent], ["sent with a call", sent])
     report.check("members that see the controller's variable", unsent, "==", 0)
@@ -787,6 +782,9 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # Source. Least-loaded round robin, as in any load balancer; "let it crash", as in Erlang.
 
 
+LEAVING = threading.Event()  # set when this process is about to end: nothing is replaced any more
+
+
 class NoReplica(RuntimeError):
     """No healthy replica within the deadline."""
 
@@ -907,8 +905,8 @@ class Service(Actor):
                 self._evict(replica, "kept raising")
 
     def _evict(self, replica: Replica, why: str) -> None:
-        if not replica.healthy or self.stopping:
-            return  # being replaced already
+        if not replica.healthy or self.stopping or LEAVING.is_set():
+            return  # being replaced already, or not wanted
         replica.healthy = False
         replica.lost.set_result(why)  # wakes every attempt at it
         task = asyncio.ensure_future(self._replace(replica, why))
@@ -919,7 +917,7 @@ class Service(Actor):
         """Ends when the replica is healthy or the service stops. Kills first: a stopped process
         would go on later, under the same reader number and with old weights."""
         start = time.monotonic()
-        while not (replica.healthy or self.stopping):
+        while not (replica.healthy or self.stopping or LEAVING.is_set()):
             kill_process(replica.pid)
             replica.pid = 0  # the number may soon be somebody else's
             try:
@@ -1014,7 +1012,7 @@ async def median_us(call) -> float:
         start = time.perf_counter()
         await call()
         times.append(time.perf_counter() - start)
-    return median(times) * 1e6
+    return statistics.median(times) * 1e6
 
 
 @stage(6, "service", "with replicas that fail, hang and die, every request is answered exactly "
@@ -1393,14 +1391,15 @@ class BenchGenerator(Actor):
         return time.perf_counter() - start
 
 
+@dataclass
 class WeightBench:
     """A trainer in one process, generators in two others."""
 
-    def __init__(self, num_mb: int, seed: int):
-        self.args = num_mb, seed
+    num_mb: int
+    seed: int
 
     async def __aenter__(self) -> WeightBench:
-        num_mb, seed = self.args
+        num_mb, seed = self.num_mb, self.seed
         self.procs = [this_host().spawn_procs(per_host={"one": n}) for n in (1, 2)]
         self.trainer = self.procs[0].spawn("trainer", BenchTrainer, num_mb, 2, seed)
         handle = await self.trainer.handle.call_one()
@@ -1441,10 +1440,10 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
                  ["without leases", *torn], ["with leases", *safe])
     async with WeightBench(cfg.model_mb, cfg.seed) as bench:
         alone, runs = [[await bench.sync(n) for _ in range(9)] for n in (1, 2)]
-        ms = {name: median([run[name] for run in runs]) * 1e3 for name in runs[0]}
-        ms["sync_one"] = median([run["sync"] for run in alone]) * 1e3
+        ms = {name: statistics.median([run[name] for run in runs]) * 1e3 for name in runs[0]}
+        ms["sync_one"] = statistics.median([run["sync"] for run in alone]) * 1e3
         one, buffer = bench.generators.slice(one=0), await bench.trainer.as_buffer.call_one()
-        ms["rdma"] = median([await one.receive.call_one(buffer) for _ in range(3)]) * 1e3
+        ms["rdma"] = statistics.median([await one.receive.call_one(buffer) for _ in range(3)]) * 1e3
         ms["message"] = await one.receive.call_one(None) * 1e3
     names = {"memmove": "memmove of as many bytes", "publish": "publish, in the trainer",
              "pull": "pull, in the slower of 2 generators",
@@ -2000,11 +1999,8 @@ class Fleet:
         self.generators = this_proc().spawn(
             "generators", Service, "generator", Generator, self.cfg.generators,
             self.ROLLOUT_DEADLINE_S, self.cfg, self.trainer)
-        try:  # both at once: importing takes longer than anything else
-            await asyncio.gather(self.trainer.setup.call_one(), self.generators.start.call_one())
-        except (ActorError, SupervisionError):
-            await self.__aexit__()
-            raise
+        # both at once: importing takes longer than anything else
+        await asyncio.gather(self.trainer.setup.call_one(), self.generators.start.call_one())
         return self
 
     async def __aexit__(self, *_) -> None:
@@ -2354,8 +2350,7 @@ def report_speed(report: Report, max_lag: int, timed: int, runs: dict) -> None:
         tenth = slice(timed - max(1, timed // 10), timed)
         seconds, shares = history.clock[timed - 1], [f"{share:.0%}" for share in idle.values()]
         rows[how] = [seconds, timed / seconds, tokens / seconds, *shares, history.reward(tenth)]
-    samples = timed * GROUPS_PER_BATCH * GROUP_SIZE
-    report.say("", f"{samples} trained samples each, start-up excluded")
+    report.say("", f"{timed * GROUPS_PER_BATCH * GROUP_SIZE} trained samples each, no start-up")
     report.table(["run", "seconds", "steps/s", "tokens/s", "generators idle", "trainer idle",
                   "reward then"], *([how, *row] for how, row in rows.items()))
     speedup = rows["sync"][0] / rows["async"][0]
@@ -2377,8 +2372,7 @@ def report_lag(report: Report, cfg: Config, run: AsyncRun, loose: History) -> No
                   lag_max=run.history.lags[1], lag_max_without_bound=loose.lags[1])
     report.check("largest lag without the rule", loose.lags[1], ">", min(cfg.max_lag, 10))
     report.check("largest lag", run.history.lags[1], "<=", cfg.max_lag)
-    accounted = count["trained"] + count["dropped"] + count["lost"] + in_flight
-    report.check("groups started, not accounted for", count["started"] - accounted, "==", 0)
+    report.check("groups started, not accounted for", run.gate.under_way() - in_flight, "==", 0)
 
 
 # -- plumbing: the command line -------------------------------------------------------------------
@@ -2447,23 +2441,35 @@ def machine_facts() -> dict:
 
 
 def descendants() -> list[int]:
-    """Process ids of our children, their children, and so on."""
-    found = [os.getpid()]
-    for pid in found:  # grows while it is read
-        for path in glob.glob(f"/proc/{pid}/task/*/children"):
-            try:
-                with open(path, encoding="utf-8") as file:
-                    found += map(int, file.read().split())
-            except OSError:
-                continue  # that thread ended between the listing and the look
+    """Process ids of our children, their children, and so on, without those that have ended."""
+    found, parents = [os.getpid()], {}
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        try:
+            with open(path, encoding="utf-8") as file:
+                pid, _, rest = file.read().partition(" (")  # 12 (a name) S 1 ...
+            state, parent = rest.rpartition(") ")[2].split()[:2]
+        except OSError:
+            continue  # it ended between the listing and the look
+        if state != "Z":
+            parents[int(pid)] = int(parent)
+    for mine in found:  # grows while it is read
+        found += [pid for pid, parent in parents.items() if parent == mine]
     return found[1:]
 
 
 def leave(status: int, line: str = "") -> None:
     """Ends now, from wherever we are: kills our processes, stopped ones too. Their shared memory
     has no name and goes with them."""
-    for pid in descendants():
-        kill_process(pid)
+    if LEAVING.is_set():  # a second Ctrl-C, or the news of a process that the first one killed
+        return time.sleep(1.0)
+    LEAVING.set()
+    quiet = 0  # looks in a row that found nobody; a process may be on its way while we look
+    while quiet < 5:
+        pids = descendants()
+        for pid in pids:
+            kill_process(pid)
+        quiet = 0 if pids else quiet + 1
+        time.sleep(0.02)
     if line:
         print(f"monarch_rl: {line}", file=sys.stderr, flush=True)
     try:
@@ -2487,8 +2493,6 @@ async def run_stages(names: list[str], report: Report, cfg: Config) -> None:
         report.open(STAGES[name])
         try:
             await STAGES[name].demo(report, cfg)
-        except BrokenPipeError:
-            raise
         except Exception as error:  # reported as a failed check; the next stage starts afresh
             report.died(error)
         report.close()
