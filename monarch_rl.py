@@ -132,7 +132,7 @@ class Config:
     loss: str = knob("ppo", "what an update minimises", choices="LOSSES")
     seed: int = knob(0, "of sampling, initial weights and prompts", at_least(0))
     device: str = knob("cpu", "where policies compute", choices="DEVICES")
-    model_mb: int = knob(256, "MiB of weights in weight_sync", at_least(1))
+    model_mb: int = knob(128, "MiB of weights in weight_sync", at_least(1))
     log: str = knob("", "file for one JSON line per training step")
 
 
@@ -1112,7 +1112,8 @@ class Arena:
         try:  # memory without a name, so that no kill leaves any, and /dev/shm is no limit
             fd = os.memfd_create("monarch_rl")
         except OSError:  # a kernel that refuses
-            fd = os.dup(tempfile.TemporaryFile().fileno())
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
         num_slots = num_readers + 2  # slots
         run_id = random.SystemRandom().getrandbits(62)
         handle = ArenaHandle(os.getpid(), fd, run_id, manifest, num_slots, num_readers, checksums)
@@ -1488,7 +1489,7 @@ class WeightBench:
     async def open(self) -> WeightBench:
         self.handle, self.door, self.live = await self.trainer.do.call_one("roads")
         await self.trainer.do.call_one("storm", 51)
-        self.late_join_s = max([await self.mesh.slice(rank=1 + i).do.call_one(
+        self.joined_s = max([await self.mesh.slice(rank=1 + i).do.call_one(
             "attach", self.handle, self.trainer, self.live) for i in range(self.num_generators)])
         return self
 
@@ -1555,7 +1556,7 @@ class WeightBench:
 
 # How weights can travel: (road, generators, rounds to measure)
 ROADS = [("slots", 1, 9), ("slots", 2, 9), ("slots", 4, 9), ("gloo broadcast", 2, 5),
-         ("RDMABuffer", 1, 5), ("actor message", 1, 1), ("relay", 2, 9)]
+         ("RDMABuffer", 1, 3), ("actor message", 1, 1), ("relay", 2, 5)]
 
 
 def report_lives(report: Report, lives: dict[str, list[Span]]) -> None:
@@ -1597,17 +1598,16 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     small_mb, rows = min(cfg.model_mb, 16), {}  # hundreds of reads need a small model
     bench = await WeightBench(procs, small_mb, cfg.seed, 2).open()
-    torn, safe = [await bench.reads(road, 2, 100) for road in ("no leases", "slots")]
+    torn, safe = [await bench.reads(road, 2, 60) for road in ("no leases", "slots")]
     report.table([f"{small_mb} MiB in 290 tensors, 2 generators", "reads", "torn", "skipped"],
                  ["without leases", *torn], ["with leases", *safe])
     report.check(f"torn reads without leases, of {torn[0]}", torn[1], ">", torn[0] / 10)
     report.check(f"torn reads with leases, of {safe[0]}", safe[1], "==", 0)
-    report.check("versions of 2400 that found no free slot", safe[2], "==", 0)
-    report.figure(reads=safe[0], torn_reads=safe[1], torn_reads_without_leases=torn[1],
-                  trainer_waits=safe[2])
+    report.check("versions of 1500 that found no free slot", safe[2], "==", 0)
+    report.figure(reads=safe[0], torn_reads=safe[1], torn_reads_without_leases=torn[1])
     report.say("", f"{cfg.model_mb} MiB, a trainer, 4 generators, a relay: about 15 s")
     bench = await WeightBench(procs, cfg.model_mb, cfg.seed, 4).open()
-    report.figure(late_join_ms=bench.late_join_s * 1e3, model_mb=cfg.model_mb)
+    report.figure(late_join_ms=bench.joined_s * 1e3, model_mb=cfg.model_mb, trainer_waits=safe[2])
     report_lives(report, await bench.timelines())
     for road, num_generators, rounds in ROADS:
         if road == "relay":
