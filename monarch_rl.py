@@ -45,7 +45,7 @@ The words, each with an example:
     group      the episodes sampled from one prompt; rewards are compared inside it       8
     rollout    what one call of a generator returns: groups of episodes              16 x 8
     ticket     permission to generate one group; given back if the group is dropped       1
-    slot       one copy of all weights in shared memory                             256 MiB
+    slot       one copy of all weights in shared memory                              96 MiB
     lease      the slot that a generator says it is reading                               3
     replica    one of several interchangeable actors, in a process of its own             0
 """
@@ -132,7 +132,7 @@ class Config:
     loss: str = knob("ppo", "what an update minimises", choices="LOSSES")
     seed: int = knob(0, "of sampling, initial weights and prompts", at_least(0))
     device: str = knob("cpu", "where policies compute", choices="DEVICES")
-    model_mb: int = knob(128, "MiB of weights in weight_sync", at_least(1))
+    model_mb: int = knob(96, "MiB of weights in weight_sync", at_least(1))
     log: str = knob("", "file for one JSON line per training step")
 
 
@@ -210,7 +210,7 @@ class Report:
         """Columns as wide as their widest cell, words to the left, numbers to the right."""
         cells = [heads, *([show(cell) for cell in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells)]
-        words = [isinstance(c, str) and not re.fullmatch(r"[\d.]+%?", c) for c in rows[0]]
+        words = [isinstance(c, str) and not re.fullmatch(r"[\d.]*%?", c) for c in rows[0]]
         for row in cells:
             pairs = zip(row, widths, words)
             self.say("   ".join(c.ljust(w) if left else c.rjust(w) for c, w, left in pairs))
@@ -1365,7 +1365,7 @@ class Bench(Actor):
         torch.set_num_threads(1)
         self.rank, self.version, rng = current_rank().rank, 0, random.Random(seed)
         self.held_s: list[float] = []
-        self.block = torch.zeros(num_mb * MIB, dtype=torch.uint8)
+        self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
         cuts = sorted(rng.sample(range(32, len(self.block) // 2, 32), 289))
         parts = self.block.view(torch.bfloat16).tensor_split(cuts)
         self.tensors = {f"tensor.{i}": part for i, part in enumerate(parts)}
@@ -1489,7 +1489,7 @@ class WeightBench:
     async def open(self) -> WeightBench:
         self.handle, self.door, self.live = await self.trainer.do.call_one("roads")
         await self.trainer.do.call_one("storm", 51)
-        self.joined_s = max([await self.mesh.slice(rank=1 + i).do.call_one(
+        self.joined_ms = 1e3 * max([await self.mesh.slice(rank=1 + i).do.call_one(
             "attach", self.handle, self.trainer, self.live) for i in range(self.num_generators)])
         return self
 
@@ -1497,11 +1497,11 @@ class WeightBench:
         return self.mesh.slice(rank=slice(first, 1 + num_generators))
 
     async def timelines(self) -> dict[str, list[Span]]:
-        """Six rounds of about 0.1 s of work of a trainer and two generators, synced two ways."""
+        """Five rounds of about 0.1 s of work of a trainer and two generators, synced two ways."""
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True,
                                                 wait_for_workers=False)
         await self.ranks(0, 2).do.call("join", self.store.port)
-        return {how: [span for _, spans in await self.ranks(0, 2).do.call("live", how, 6)
+        return {how: [span for _, spans in await self.ranks(0, 2).do.call("live", how, 5)
                       for span in spans] for how in ("gloo broadcast", "staged")}
 
     async def open_relay(self) -> None:
@@ -1556,7 +1556,7 @@ class WeightBench:
 
 # How weights can travel: (road, generators, rounds to measure)
 ROADS = [("slots", 1, 9), ("slots", 2, 9), ("slots", 4, 9), ("gloo broadcast", 2, 5),
-         ("RDMABuffer", 1, 3), ("actor message", 1, 1), ("relay", 2, 5)]
+         ("RDMABuffer", 1, 2), ("actor message", 1, 1), ("relay", 2, 5)]
 
 
 def report_lives(report: Report, lives: dict[str, list[Span]]) -> None:
@@ -1564,29 +1564,28 @@ def report_lives(report: Report, lives: dict[str, list[Span]]) -> None:
     ms = {}
     for how, spans in lives.items():
         held = [s.end - s.start for s in spans if (s.who, s.what) == ("trainer", "held")]
-        start, ms[how] = min(span.start for span in spans), sum(held) * 1e3 / 6
+        start, ms[how] = min(span.start for span in spans), sum(held) * 1e3 / 5
         report.say(f"{how}: the trainer is held up for {ms[how]:.1f} ms per version",
-                   *timeline(spans, start, start + 0.9))
-    report.say("(0.9 s; p pass, s step, g generate, h held up by the sync; asleep for passes)")
+                   *timeline(spans, start, start + 0.8))
+    report.say("(0.8 s; p pass, s step, g generate, h held up by the sync; asleep for passes)")
     report.figure(trainer_held_ms=ms["staged"], trainer_held_by_group_ms=ms["gloo broadcast"])
     report.check("held up, staged / broadcast", ms["staged"] / ms["gloo broadcast"], "<", 0.5)
 
 
 def report_roads(report: Report, num_mb: int, rows: dict[str, dict]) -> None:
     """The table of all roads, for the same bytes."""
-    report.table([f"{num_mb} MiB, to so many generators", "ms", "x memmove", "trainer held ms",
-                  "generator held ms", "torn of reads"],
-                 *([label, *list(row.values())[2:]] for label, row in rows.items()))
     one, two, four, group, live, message, relay = rows.values()
+    report.table([f"{num_mb} MiB, generators", "ms", "x memmove", "trainer held", "generator held",
+                  "torn reads"], ["memmove", two["memmove"], 1.0, "", "", ""],
+                 *([label, *list(row.values())[2:]] for label, row in rows.items()))
     gb_per_s = {name: num_mb * MIB / 1e6 / (row["ms"] - row["publish"])
                 for name, row in zip(("relay", "gloo", "rdma"), (relay, group, live))}
     report.figure(memmove_ms=two["memmove"], publish_ms=two["publish"], pull_ms=four["generator"],
                   sync_ms=two["ms"], sync_over_memmove=two["ratio"], gloo_ms=group["ms"],
                   sync_over_memmove_1=one["ratio"], sync_over_memmove_4=four["ratio"],
-                  message_ms=message["ms"], rdma_ms=live["ms"],
-                  **{f"{name}_gb_per_s": speed for name, speed in gb_per_s.items()})
-    report.check("sync with 4 generators / memmove", four["ratio"], "<", 4)
-    report.check("sync of 4 generators / sync of 1", four["ms"] / one["ms"], "<", 2)
+                  message_ms=message["ms"], **{f"{k}_gb_per_s": v for k, v in gb_per_s.items()})
+    report.check("sync with 4 generators / memmove", four["ratio"], "<", 6)
+    report.check("sync of 4 generators / sync of 1", four["ms"] / one["ms"], "<", 3)
     report.check("relay / one RDMABuffer, in GB/s", gb_per_s["relay"] / gb_per_s["rdma"], ">", 1)
     torn = [label for label, row in rows.items() if not row["torn"].startswith("0 ")]
     report.check("roads that gave torn weights", ", ".join(torn), "==", "RDMABuffer, 1")
@@ -1598,16 +1597,17 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     small_mb, rows = min(cfg.model_mb, 16), {}  # hundreds of reads need a small model
     bench = await WeightBench(procs, small_mb, cfg.seed, 2).open()
-    torn, safe = [await bench.reads(road, 2, 60) for road in ("no leases", "slots")]
+    torn, safe = [await bench.reads(road, 2, 50) for road in ("no leases", "slots")]
     report.table([f"{small_mb} MiB in 290 tensors, 2 generators", "reads", "torn", "skipped"],
                  ["without leases", *torn], ["with leases", *safe])
     report.check(f"torn reads without leases, of {torn[0]}", torn[1], ">", torn[0] / 10)
     report.check(f"torn reads with leases, of {safe[0]}", safe[1], "==", 0)
-    report.check("versions of 1500 that found no free slot", safe[2], "==", 0)
-    report.figure(reads=safe[0], torn_reads=safe[1], torn_reads_without_leases=torn[1])
+    report.check("versions of 1251 that found no free slot", safe[2], "==", 0)
     report.say("", f"{cfg.model_mb} MiB, a trainer, 4 generators, a relay: about 15 s")
     bench = await WeightBench(procs, cfg.model_mb, cfg.seed, 4).open()
-    report.figure(late_join_ms=bench.joined_s * 1e3, model_mb=cfg.model_mb, trainer_waits=safe[2])
+    report.figure(reads=safe[0], torn_reads=safe[1], torn_reads_without_leases=torn[1],
+                  trainer_waits=safe[2], late_join_ms=bench.joined_ms)
+    report.check("ms to join after version 50, slowest of 4", bench.joined_ms, "<", 1000)
     report_lives(report, await bench.timelines())
     for road, num_generators, rounds in ROADS:
         if road == "relay":
@@ -1615,7 +1615,8 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
         rows[f"{road}, {num_generators}"] = await bench.measure(road, num_generators, rounds)
     await asyncio.gather(*(mesh.stop() for mesh in procs))
     report_roads(report, cfg.model_mb, rows)
-    report.say(f"try: num_readers + 1 slots (line {line_of('slots')}): versions find none free")
+    report.say("try: --model-mb 1024: calls take no longer, so x memmove comes near 1;",
+               f"num_readers + 1 slots (line {line_of('slots')}): versions find none free")
 
 
 # == 8. SYNC RL ===================================================================================
@@ -2044,13 +2045,12 @@ class Trainer(Actor):
         lag, every, pi = self.version - batch.versions, every.detach(), pi.detach()
         weight = (pi - mu).exp()
         stats = StepStats(
-            version=self._start_publishing(), reward=float(batch.rewards.mean()),
-            skipped=int(not finite), loss=float(loss.detach()), grad_norm=float(norm),
-            lag_mean=float(lag.float().mean()), lag_max=int(lag.max()),
-            mismatch_k3=k3(mu[same], pi[same]) if same.any() else -1.0,
-            ess=float(weight.sum() ** 2 / (weight**2).sum() / len(weight)), num_tokens=len(mu),
-            entropy=float(-(every.exp() * every).sum(-1).mean()),
-            clipped=float(outside.float().mean()), stall_s=stall_s, step_s=since(start))
+            version=self._start_publishing(), skipped=int(not finite), loss=float(loss.detach()),
+            reward=float(batch.rewards.mean()), grad_norm=float(norm), lag_max=int(lag.max()),
+            mismatch_k3=k3(mu[same], pi[same]) if same.any() else -1.0, num_tokens=len(mu),
+            ess=float(weight.sum() ** 2 / (weight**2).sum() / len(weight)), stall_s=stall_s,
+            clipped=float(outside.float().mean()), lag_mean=float(lag.float().mean()),
+            entropy=float(-(every.exp() * every).sum(-1).mean()), step_s=since(start))
         self.metrics.note.broadcast(Span("trainer", "step", start, time.monotonic()))
         return stats
 

@@ -116,7 +116,7 @@ FIGURES = {
     "rdma_transfer": "handle_bytes message_ms pull_ms backend",
     "supervision": "detect_ms respawn_ms",
     "service": "requests answered_once failover_ms route_overhead_us",
-    "weight_sync": "model_mb memmove_ms publish_ms pull_ms sync_ms sync_over_memmove message_ms rdma_ms "
+    "weight_sync": "memmove_ms publish_ms pull_ms sync_ms sync_over_memmove message_ms rdma_gb_per_s "
     "gloo_ms sync_over_memmove_1 sync_over_memmove_4 relay_gb_per_s gloo_gb_per_s rdma_gb_per_s "
     "trainer_held_ms trainer_held_by_group_ms late_join_ms reads torn_reads "
     "torn_reads_without_leases trainer_waits",
