@@ -1603,7 +1603,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check(f"torn reads without leases, of {torn[0]}", torn[1], ">", torn[0] / 10)
     report.check(f"torn reads with leases, of {safe[0]}", safe[1], "==", 0)
     report.check("versions of 1251 that found no free slot", safe[2], "==", 0)
-    report.say("", f"{cfg.model_mb} MiB, a trainer, 4 generators, a relay: about 15 s")
+    report.say("", f"{cfg.model_mb} MiB, a trainer, 4 generators, a relay: at 96 MiB about 15 s")
     bench = await WeightBench(procs, cfg.model_mb, cfg.seed, 4).open()
     report.figure(reads=safe[0], torn_reads=safe[1], torn_reads_without_leases=torn[1],
                   trainer_waits=safe[2], late_join_ms=bench.joined_ms)
