@@ -46,7 +46,9 @@ The words, each with an example:
     rollout    what one call of a generator returns: groups of episodes              16 x 8
     ticket     permission to generate one group; given back if the group is dropped       1
     slot       one copy of all weights in shared memory                              96 MiB
+    publish    what the trainer does to make a version available; generators pull it      7
     lease      the slot that a generator says it is reading                               3
+    torn       of weights: some tensors of one version, some of another             6, 6, 7
     replica    one of several interchangeable actors, in a process of its own             0
 """
 
@@ -691,7 +693,7 @@ def kill_process(pid: int) -> None:
 def is_alive(pid: int) -> bool:
     """Of a process of this host. One that has ended, but that its parent has not asked about, is
     a zombie: dead."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] not in b"ZX"
     return False
 
@@ -998,8 +1000,8 @@ class WeightMismatch(ValueError):
     """The two sides do not mean the same weights. Raised before anything has changed."""
 
 
-def agree(holds: bool, otherwise: str) -> None:
-    """Raises WeightMismatch, saying what is the case otherwise."""
+def demand(holds: bool, otherwise: str) -> None:
+    """Raises WeightMismatch with these words if it does not hold."""
     if not holds:
         raise WeightMismatch(otherwise)
 
@@ -1032,7 +1034,7 @@ class Manifest:
         for name, t in tensors.items():
             kind = dtype if dtype and t.is_floating_point() else t.dtype
             num_bytes = t.numel() * kind.itemsize
-            memory = (t.data_ptr(), t.shape) if num_bytes else name
+            memory = (t.data_ptr(), t.shape, t.stride(), t.dtype) if num_bytes else name
             tied_to, at = stored.setdefault(memory, (name, offset))
             specs.append(TensorSpec(name, tuple(t.shape), str(kind)[6:], tied_to, at, num_bytes))
             offset += -(-num_bytes // 64) * 64 if tied_to == name else 0
@@ -1045,7 +1047,7 @@ class Manifest:
                         for s in side.specs} for side in (self, Manifest.of(tensors)))
         for name in {**there, **here}:
             theirs, mine = there.get(name, "nothing"), here.get(name, "nothing")
-            agree(theirs == mine, f"{name}: {theirs} there, {mine} here")
+            demand(theirs == mine, f"{name}: {theirs} there, {mine} here")
 
 
 def weights_of(module) -> dict:
@@ -1059,7 +1061,7 @@ class ArenaHandle:
     """How another process of this host finds the arena; small enough for any message."""
 
     pid: int  # of the writer
-    fd: int  # there: /proc/<pid>/fd/<fd> is a file without a name, gone with its last mapping
+    fd: int  # there: /proc/<pid>/fd/<fd> is a file without a name, gone when nobody has it open
     run_id: int  # another one whenever a writer starts
     manifest: Manifest
     num_slots: int
@@ -1084,7 +1086,7 @@ class Arena:
     RUN         the run id of the writer
     LEASES ...  two of each reader: its process id * MAX_SLOTS + slot. The second one protects a
                 slot that is looked at while the first still protects the weights in use
-    NOTHING     in any of them: nothing published, nothing leased
+    NOTHING     in any of them: nothing published, nothing leased; reads as version -1
 
     Words lie 64 bytes apart, so that no two share a cache line."""
 
@@ -1095,7 +1097,7 @@ class Arena:
         self.handle, self.lock = handle, threading.Lock()
         num_bytes = self.HEADER_BYTES + handle.num_slots * handle.manifest.slot_bytes
         found = os.fstat(fd).st_size  # a read beyond it would be SIGBUS
-        agree(found >= num_bytes, f"arena: {found} bytes, {num_bytes} expected")
+        demand(found >= num_bytes, f"arena: {found} bytes, {num_bytes} expected")
         self.memory = mmap.mmap(fd, num_bytes)
         # An aligned 8-byte load or store each: never half of an old value.
         self.words = memoryview(self.memory)[: self.HEADER_BYTES].cast("q")[::8]
@@ -1130,20 +1132,18 @@ class Arena:
         WeightMismatch. Takes no time: pages are mapped when they are first read."""
         try:
             with open(f"/proc/{handle.pid}/fd/{handle.fd}", "r+b", buffering=0) as file:
-                return cls(handle, file.fileno()).of_run()  # closed, but mapped
+                arena = cls(handle, file.fileno())  # mapped, so the file may be closed
         except OSError as error:
             raise WeightMismatch(f"arena: its writer, process {handle.pid}: {error}") from error
-
-    def of_run(self) -> Arena:
-        """Raises WeightMismatch if this is no longer the arena that the handle was made for."""
-        found, expected = self.words[self.RUN], self.handle.run_id
-        agree(found == expected, f"arena: of run {found}, run {expected} expected")
-        return self
+        found, expected = arena.words[cls.RUN], handle.run_id  # its number may be somebody else's
+        demand(found == expected, f"arena: of run {found}, run {expected} expected")
+        return arena
 
     def fence(self) -> None:
-        """Completes my stores before my next loads, the one order that x86 breaks for ordinary
-        accesses; taking a lock is a full fence there. (memmove's non-temporal stores are ordered
-        by the sfence with which glibc ends them. ARM would need more.)"""
+        """My stores become visible before my next loads run. A processor may keep a store in a
+        buffer of its own while later loads go ahead, the one order that x86 breaks; taking a lock
+        empties that buffer. (glibc ends memmove with the same for its stores past the cache. ARM
+        breaks more orders, and would need more.)"""
         with self.lock:
             pass
 
@@ -1164,11 +1164,11 @@ class Arena:
     def free_slot(self) -> int | None:
         """For the writer: a slot that is neither latest nor leased by somebody alive."""
         self.fence()  # whoever leased before it could see the last `latest` is seen here
-        leases = [self.words[self.LEASES + i] for i in range(2 * self.handle.num_readers)]
-        busy = {lease % self.MAX_SLOTS for lease in leases
+        # From the last word to the first: readers move a lease from their second to their first.
+        words = reversed(range(self.LEASES, self.LEASES + 2 * self.handle.num_readers))
+        busy = {lease % self.MAX_SLOTS for lease in map(self.words.__getitem__, words)
                 if lease != self.NOTHING and is_alive(lease // self.MAX_SLOTS)}
-        if self.words[self.LATEST] != self.NOTHING:
-            busy.add(self.words[self.LATEST] % self.MAX_SLOTS)
+        busy.add(self.words[self.LATEST] % self.MAX_SLOTS)  # of NOTHING: a slot that no arena has
         return next((slot for slot in range(self.handle.num_slots) if slot not in busy), None)
 
     def commit(self, version: int, slot: int) -> None:
@@ -1196,7 +1196,7 @@ class WeightWriter:
         """Begins to make the tensors, as they are now, the latest version. If no slot is free it
         returns False: this version is skipped, and the trainer goes on. Raises WeightMismatch."""
         self.wait()
-        agree(version > self.version, f"version {version} after version {self.version}")
+        demand(version > self.version, f"version {version} after version {self.version}")
         slot, self.version = self.arena.free_slot(), version
         if slot is None:
             self.skipped += 1
@@ -1208,7 +1208,7 @@ class WeightWriter:
 
     def wait(self) -> float:
         """Until the copy is complete and the tensors may change: seconds that took. Raises what
-        the copy raised."""
+        the copy raised, and so does every later call: no version can follow."""
         start = time.perf_counter()
         self.copying.result()
         return time.perf_counter() - start
@@ -1223,7 +1223,7 @@ class WeightWriter:
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name in (s.name for s in self.arena.handle.manifest.specs if s.name == s.tied_to):
                 view, tensor = views[name], self.tensors[name]
-                agree(view.shape == tensor.shape, f"{name}: another shape than at the start")
+                demand(view.shape == tensor.shape, f"{name}: another shape than at the start")
                 if tensor.dtype == view.dtype and tensor.is_contiguous() and not tensor.is_cuda:
                     ctypes.memmove(view.data_ptr(), tensor.data_ptr(), view.nbytes)
                 else:
@@ -1243,6 +1243,7 @@ class WeightReader:
         """reader: 0 .. num_readers-1, mine alone. in_place: copy instead of pointing into the slot,
         as GPUs do, and as code needs that was compiled or captured with the old addresses. Raises
         WeightMismatch and changes nothing."""
+        demand(0 <= reader < handle.num_readers, f"arena: it has no reader {reader}")
         handle.manifest.require(tensors)
         self.arena, self.word = Arena.attach(handle), Arena.LEASES + 2 * reader
         self.tensors, self.version = tensors, -1
@@ -1267,29 +1268,26 @@ class WeightReader:
 
     def pull(self, check: bool = False) -> int:
         """Returns the version that the tensors are now (-1: none). They are the slot itself, so the
-        lease lasts until the next pull. check: also that the writer lives and every checksum is
-        right. Raises WeightMismatch; then the weights are what they were, still leased."""
-        newest = self.arena.of_run().words[Arena.LATEST] // Arena.MAX_SLOTS  # -1 if there is none
-        agree(newest >= self.version, f"arena: version {newest}, after version {self.version}")
+        lease lasts until the next pull. check: also that the writer lives and the checksums of a
+        new version are right. Raises WeightMismatch; then the weights are what they were."""
+        newest = self.arena.words[Arena.LATEST] // Arena.MAX_SLOTS  # -1 if there is none
+        demand(newest >= self.version, f"arena: version {newest}, after version {self.version}")
         self.arena.words[self.word + 1], writer = Arena.NOTHING, self.arena.handle.pid
-        agree(not check or is_alive(writer), f"arena: its writer, process {writer}, has ended")
+        demand(not check or self.arena.handle.checksums, "arena: its writer adds no checksums")
+        demand(not check or is_alive(writer), f"arena: its writer, process {writer}, has ended")
         if newest == self.version:
             return self.version
-        version, slot = self.lease(self.word + check)
+        version, slot = self.lease(self.word + 1 if check else self.word)
         if check:
             self._verify(slot)
             self.arena.words[self.word] = self.arena.words[self.word + 1]
         for name, view in self.arena.tensors(slot).items():
-            if self.in_place:
-                self.tensors[name].data.copy_(view)
-            else:
-                self.tensors[name].data = view  # no copy
+            mine = self.tensors[name]
+            mine.data = mine.data.copy_(view) if self.in_place else view
         self.version = version
         return version
 
     def _verify(self, slot: int) -> None:
-        if not self.arena.handle.checksums:
-            raise ValueError("the writer of this arena adds no checksums")
         for wrong in torch.ne(*self.arena.checksums(slot)).nonzero():
             self.arena.words[self.word + 1] = Arena.NOTHING
             name = self.arena.handle.manifest.specs[wrong].name
@@ -1299,10 +1297,10 @@ class WeightReader:
 @dataclass(frozen=True)
 class Door:
     """What another host needs to read an arena: RDMABuffers over it, a few hundred bytes each.
-    Made and kept alive by the arena's process."""
+    Made by the arena's process, and of use as long as that lives."""
 
     handle: ArenaHandle
-    header: RDMABuffer  # LATEST and RUN
+    latest: RDMABuffer  # the word
     leases: tuple[RDMABuffer, ...]  # one word of each reader
     slots: tuple[tuple[RDMABuffer, ...], ...]  # spans of each slot
 
@@ -1313,7 +1311,7 @@ class Door:
         words = [arena.whole[at : at + 8] for at in range(
             64 * Arena.LEASES, 64 * (Arena.LEASES + 2 * arena.handle.num_readers), 128)]
         spans = [slot.split(cls.SPAN_BYTES) for slot in arena.slots]
-        return cls(arena.handle, RDMABuffer(arena.whole[:128]), tuple(map(RDMABuffer, words)),
+        return cls(arena.handle, RDMABuffer(arena.whole[:8]), tuple(map(RDMABuffer, words)),
                    tuple(tuple(map(RDMABuffer, parts)) for parts in spans))
 
 
@@ -1323,36 +1321,36 @@ class Relay(Actor):
 
     def __init__(self, door: Door, reader: int, num_readers: int):
         """reader: my number in the trainer's arena; num_readers: in mine."""
-        self.door, self.lease, self.latest = door, door.leases[reader], Arena.NOTHING
+        self.door, self.lease, self.here = door, door.leases[reader], Arena.NOTHING
         self.arena = Arena.create(door.handle.manifest, num_readers, door.handle.checksums)
-        self.header, self.word = (torch.zeros(n, dtype=torch.uint8) for n in (128, 8))
+        self.latest_word, self.lease_word = torch.zeros(2, 8, dtype=torch.uint8)
 
     @endpoint
     async def handle(self) -> ArenaHandle:
         return self.arena.handle
 
     async def _look(self) -> int:
-        """`latest` there. Raises WeightMismatch if the writer is another one."""
-        await self.door.header.read_into(self.header)
-        latest, run_id = self.header.view(torch.int64)[::8].tolist()
-        agree(run_id == self.door.handle.run_id, f"arena: of run {run_id} now")
-        return latest
+        await self.door.latest.read_into(self.latest_word)
+        return int(self.latest_word.view(torch.int64))
 
     @endpoint
     async def pull(self) -> int:
         """Fetches the newest version, if it is new, and publishes it here; the version here."""
         # The protocol of WeightReader.lease, by messages: an answered write has been seen by all.
-        # Process id 1 always lives: the trainer cannot ask whether I do. My successor has my word.
-        slot = self.arena.free_slot()
-        while slot is not None and (latest := await self._look()) != self.latest:
-            self.word.view(torch.int64).fill_(Arena.MAX_SLOTS + latest % Arena.MAX_SLOTS)
-            await self.lease.write_from(self.word)  # 1. announce, 2. answered
+        # The trainer cannot ask whether I live, so I lease in its name; my successor has my words.
+        slot, trainer = self.arena.free_slot(), self.door.handle.pid
+        while slot is not None and (latest := await self._look()) != self.here:
+            lease = trainer * Arena.MAX_SLOTS + latest % Arena.MAX_SLOTS
+            self.lease_word.view(torch.int64).fill_(lease)
+            await self.lease.write_from(self.lease_word)  # 1. announce, 2. answered
             if await self._look() == latest:  # 3. look again
                 spans = zip(self.door.slots[latest % Arena.MAX_SLOTS],
                             self.arena.slots[slot].split(Door.SPAN_BYTES))
-                await asyncio.gather(*(there.read_into(here) for there, here in spans))
+                reads = [there.read_into(here) for there, here in spans]
+                for error in filter(None, await asyncio.gather(*reads, return_exceptions=True)):
+                    raise error  # none is under way any more
                 self.arena.commit(latest // Arena.MAX_SLOTS, slot)
-                self.latest = latest
+                self.here = latest
                 break
         return self.arena.words[Arena.LATEST] // Arena.MAX_SLOTS
 
@@ -1438,18 +1436,19 @@ class Bench(Actor):
         return {"block": self.block}
 
     async def get(self, road: str, version: int) -> float:
-        """The newest weights by this road, in `held`: seconds. Slots: from that version on."""
-        start, self.held = time.perf_counter(), {"block": self.block}
+        """The newest weights by this road, in `weights`: seconds. Slots: from that version on."""
+        start, self.weights = time.perf_counter(), {"block": self.block}
         if road == "gloo broadcast":
             self._broadcast()
         elif road == "RDMABuffer":
             await self.live_weights.read_into(self.block)
         elif road == "actor message":
-            self.held = await self.trainer.do.call_one("message")
+            self.weights = await self.trainer.do.call_one("message")
         else:
             while self.reader.arena.words[Arena.LATEST] // Arena.MAX_SLOTS < version:
+                demand(time.perf_counter() - start < 60, f"arena: no version {version}")
                 time.sleep(0.0005)  # the copy is under way
-            start, self.held = time.perf_counter(), self.tensors
+            start, self.weights = time.perf_counter(), self.tensors
             self.reader.pull()
         if road == "no leases":
             self.reader.arena.words[self.reader.word] = Arena.NOTHING  # the rule, taken away
@@ -1457,7 +1456,7 @@ class Bench(Actor):
 
     def torn(self) -> bool:
         """Reads all bytes four times, as in decoding four tokens: are they of several versions?"""
-        every = [t.view(torch.int8).aminmax() for _ in range(4) for t in self.held.values()]
+        every = [t.view(torch.int8).aminmax() for _ in range(4) for t in self.weights.values()]
         return len({int(end) for ends in every for end in ends}) > 1
 
     async def live(self, how: str, num_rounds: int) -> list[Span]:

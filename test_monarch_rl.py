@@ -455,6 +455,55 @@ def test_a_version_without_a_free_slot_is_skipped_and_counted(monkeypatch):
     assert writer.skipped == 1 and writer.arena.words[m.Arena.LATEST] // m.Arena.MAX_SLOTS == 1
 
 
+def test_a_lease_that_moves_while_the_writer_looks_is_seen():
+    """The writer looks at one word, the reader moves its lease, the writer looks at the other."""
+    writer = m.WeightWriter(tensors(), num_readers=1, checksums=True)
+    reader = m.WeightReader(writer.arena.handle, 0, tensors())
+    publish(writer, 1)
+    reader.pull(check=True)
+    publish(writer, 2)
+    words = writer.arena.words
+
+    class Words(list):  # before the writer's second look at a lease, the reader makes a whole pull
+        def __getitem__(self, word):
+            self.append(word)
+            if len(self) == 2:
+                reader.pull(check=True)
+                words[reader.word + 1] = m.Arena.NOTHING  # as at the start of the next pull
+                words[m.Arena.LATEST] = 3 * m.Arena.MAX_SLOTS + 2  # so that only the lease protects
+            return words[word]
+
+    writer.arena.words = Words()
+    assert writer.arena.free_slot() not in (2, 1) and reader.version == 2
+
+
+def test_a_reader_number_that_the_arena_does_not_serve_is_refused():
+    writer = m.WeightWriter(tensors(), num_readers=2)
+    for reader in (-1, 2):
+        with pytest.raises(m.WeightMismatch, match="^arena: "):
+            m.WeightReader(writer.arena.handle, reader, tensors())
+
+
+def test_a_transposed_view_of_the_same_memory_is_not_a_tie():
+    def make(fill):
+        square = torch.arange(16.0).reshape(4, 4) + fill
+        return {"w": square, "t": square.t()}
+
+    writer, mine = m.WeightWriter(make(5), num_readers=1), make(0)
+    writer.publish(1)
+    m.WeightReader(writer.arena.handle, 0, mine).pull()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in make(5).items())
+
+
+def test_without_descriptors_nobody_is_taken_for_dead(monkeypatch):
+    def refuse(path):
+        raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+    with pytest.raises(OSError):
+        m.is_alive(os.getpid())
+
+
 def test_lease_goes_round_again_when_a_version_comes_in_between():
     writer = m.WeightWriter(tensors(), num_readers=1)
     reader = m.WeightReader(writer.arena.handle, 0, tensors())
@@ -915,7 +964,7 @@ m.leave(0)
 def test_relay_is_never_torn_and_the_test_can_tell(tmp_path, lease, torn_expected):
     """Between two arenas, by one-sided reads and writes, while the trainer publishes without a
     pause; then without the announcement that protects the slot."""
-    changes = [] if lease else [("await self.lease.write_from(self.word)", "await asyncio.sleep(0)")]
+    changes = [] if lease else [("await self.lease.write_from(self.lease_word)", "await asyncio.sleep(0)")]
     folder = broken_file(tmp_path, *changes).parent
     found = subprocess.run([sys.executable, "-c", RELAY], cwd=folder, text=True, capture_output=True,
                            timeout=200)
