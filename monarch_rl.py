@@ -62,7 +62,7 @@ if __name__ == "__main__":  # Ctrl-C during the imports below
 
 import argparse, contextlib, dataclasses, glob, importlib.metadata, json, re, sys, tempfile
 import asyncio, collections, concurrent.futures, ctypes, mmap, pickle, threading, time, zlib
-import math, operator, pathlib, random, statistics, textwrap, traceback
+import itertools, math, operator, pathlib, random, statistics, textwrap, traceback
 from dataclasses import dataclass
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it.
@@ -1034,7 +1034,7 @@ class Manifest:
         for name, t in tensors.items():
             kind = dtype if dtype and t.is_floating_point() else t.dtype
             num_bytes = t.numel() * kind.itemsize
-            memory = (t.data_ptr(), t.shape, t.stride(), t.dtype) if num_bytes else name
+            memory = (local(t).data_ptr(), t.shape, t.stride(), t.dtype) if num_bytes else name
             tied_to, at = stored.setdefault(memory, (name, offset))
             specs.append(TensorSpec(name, tuple(t.shape), str(kind)[6:], tied_to, at, num_bytes))
             offset += -(-num_bytes // 64) * 64 if tied_to == name else 0
@@ -1048,6 +1048,11 @@ class Manifest:
         for name in {**there, **here}:
             theirs, mine = there.get(name, "nothing"), here.get(name, "nothing")
             demand(theirs == mine, f"{name}: {theirs} there, {mine} here")
+
+
+def local(tensor):
+    """What this process has of a tensor: all, unless it is a DTensor (section 8)."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def weights_of(module) -> dict:
@@ -1090,7 +1095,7 @@ class Arena:
 
     Words lie 64 bytes apart, so that no two share a cache line."""
 
-    MAX_SLOTS, NOTHING, HEADER_BYTES = 1024, -1, 65536
+    MAX_SLOTS, MAX_READERS, NOTHING, HEADER_BYTES = 1024, 400, -1, 65536
     LATEST, RUN, LEASES = 0, 1, 2
 
     def __init__(self, handle: ArenaHandle, fd: int):
@@ -1107,10 +1112,8 @@ class Arena:
 
     @classmethod
     def create(cls, manifest: Manifest, num_readers: int, checksums: bool = False) -> Arena:
-        """Slots: one per reader, the latest, and one to write into. ValueError if that is more than
-        the header has words for."""
-        if num_readers > (limit := cls.HEADER_BYTES // 64 // 2 - cls.LEASES):
-            raise ValueError(f"{num_readers} readers; an arena serves {limit}")
+        """Slots: one per reader, the latest, and one to write into."""
+        demand(num_readers <= cls.MAX_READERS, f"arena: {num_readers} readers are too many")
         try:  # memory without a name, so that no kill leaves any, and /dev/shm is no limit
             fd = os.memfd_create("monarch_rl")
         except OSError:  # a kernel that refuses
@@ -1122,8 +1125,8 @@ class Arena:
         os.ftruncate(fd, cls.HEADER_BYTES + num_slots * manifest.slot_bytes)
         arena = cls(handle, fd)
         arena.whole.zero_()  # fresh pages cost 5-25 times a copy into them: have them now
-        for word in range(cls.LEASES + 2 * num_readers):
-            arena.words[word] = run_id if word == cls.RUN else cls.NOTHING
+        arena.whole[: cls.HEADER_BYTES] = 255  # NOTHING in all words
+        arena.words[cls.RUN] = run_id
         return arena
 
     @classmethod
@@ -1176,14 +1179,23 @@ class Arena:
         self.words[self.LATEST] = version * self.MAX_SLOTS + slot
 
 
+def whole_parts(view, tensor) -> list[tuple]:
+    """What to copy between a slot's view of a tensor and mine: all of it (section 8: boxes)."""
+    return [(view, tensor)]
+
+
 class WeightWriter:
     """The trainer's side: owns the arena. A copy runs in a thread, beside the trainer's next
     forward and backward pass; the trainer waits for it before it changes its tensors."""
 
-    def __init__(self, tensors: dict, num_readers: int, dtype=None, checksums: bool = False):
-        """tensors: name -> the trainer's own, changed in place. dtype: cast to it in the copy."""
+    parts = staticmethod(whole_parts)
+
+    def __init__(self, tensors: dict, num_readers: int, dtype=None, checksums: bool = False,
+                 arena: Arena | None = None):
+        """tensors: name -> the trainer's own, changed in place. dtype: cast to it in the copy.
+        arena: a new one, unless another rank of the same trainer has made it."""
         self.tensors, self.version, self.skipped = tensors, -1, 0
-        self.arena = Arena.create(Manifest.of(tensors, dtype), num_readers, checksums)
+        self.arena = arena or Arena.create(Manifest.of(tensors, dtype), num_readers, checksums)
         self.stream, self.thread = None, concurrent.futures.ThreadPoolExecutor(1)
         self.copying = self.thread.submit(int)  # the copy under way; now one that has ended
         if any(tensor.is_cuda for tensor in tensors.values()):
@@ -1197,7 +1209,7 @@ class WeightWriter:
         returns False: this version is skipped, and the trainer goes on. Raises WeightMismatch."""
         self.wait()
         demand(version > self.version, f"version {version} after version {self.version}")
-        slot, self.version = self.arena.free_slot(), version
+        slot, self.version = self._pick(version), version
         if slot is None:
             self.skipped += 1
             return False
@@ -1217,27 +1229,39 @@ class WeightWriter:
         """start and wait."""
         return self.start(version) and self.wait() >= 0
 
+    def _pick(self, version: int) -> int | None:
+        return self.arena.free_slot()
+
     def _copy(self, version: int, slot: int) -> None:
+        self._write(slot)
+        self.arena.commit(version, slot)
+
+    def _write(self, slot: int) -> None:
         """In the thread. memmove where possible: Tensor.copy_ reads what it will overwrite."""
         views = self.arena.tensors(slot)
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name in (s.name for s in self.arena.handle.manifest.specs if s.name == s.tied_to):
-                view, tensor = views[name], self.tensors[name]
-                demand(view.shape == tensor.shape, f"{name}: another shape than at the start")
-                if tensor.dtype == view.dtype and tensor.is_contiguous() and not tensor.is_cuda:
-                    ctypes.memmove(view.data_ptr(), tensor.data_ptr(), view.nbytes)
-                else:
-                    view.copy_(tensor, non_blocking=True)
+                for view, mine in self.parts(views[name], self.tensors[name]):
+                    demand(view.shape == mine.shape, f"{name}: another shape than at the start")
+                    self._move(view, mine)
         if self.stream:
             self.stream.synchronize()
         if self.arena.handle.checksums:
             found, stored = self.arena.checksums(slot)
             stored.copy_(found)
-        self.arena.commit(version, slot)
+
+    def _move(self, view, mine) -> None:
+        whole = view.is_contiguous() and mine.is_contiguous() and not mine.is_cuda
+        if whole and view.dtype == mine.dtype:
+            ctypes.memmove(view.data_ptr(), mine.data_ptr(), view.nbytes)
+        else:
+            view.copy_(mine, non_blocking=True)
 
 
 class WeightReader:
     """A generator's side: `pull` makes its tensors the newest weights."""
+
+    parts = staticmethod(whole_parts)
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: dict, in_place: bool = False):
         """reader: 0 .. num_readers-1, mine alone. in_place: copy instead of pointing into the slot,
@@ -1282,8 +1306,8 @@ class WeightReader:
             self._verify(slot)
             self.arena.words[self.word] = self.arena.words[self.word + 1]
         for name, view in self.arena.tensors(slot).items():
-            mine = self.tensors[name]
-            mine.data = mine.data.copy_(view) if self.in_place else view
+            for part, mine in self.parts(view, self.tensors[name]):
+                mine.data = mine.data.copy_(part) if self.in_place else part
         self.version = version
         return version
 
@@ -1616,6 +1640,190 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report_roads(report, cfg.model_mb, rows)
     report.say("try: --model-mb 1024: calls take no longer, so x memmove comes near 1;",
                f"num_readers + 1 slots (line {line_of('slots')}): versions find none free")
+
+
+# == 8. RESHARD ===================================================================================
+# Problem. A trainer cuts each weight one way (FSDP: by rows), a generator another way (tensor
+#   parallel: by columns). Gathering the whole first moves several times what is needed, and plans
+#   that take sizes to divide evenly lose what is left over.
+# Rule. Say which boxes of the whole tensor each rank has. Where a box of the one side meets a box of
+#   the other, there is one move. On one host there is nothing to move: a slot holds whole tensors,
+#   each trainer rank writes its boxes, each generator rank views its own. Between hosts all that
+#   one rank has for another travels as one parcel, and one is unpacked while the next is read.
+# Cost. Rows of a view by columns are not adjacent. Parcels take the memory of what they carry.
+# Not here. Expert parallel layouts; Partial placements (a trainer reduces them first).
+# Source. DTensor placements; cross-mesh resharding (Zhuang, MLSys 2023).
+
+
+@dataclass(frozen=True)
+class Box:
+    """A cuboid of a tensor that one rank has."""
+
+    offset: tuple[int, ...]  # of its first element in the whole tensor, (4, 0)
+    size: tuple[int, ...]  # in elements, (4, 7)
+    local: tuple[int, ...]  # of its first element in what the rank has of the tensor, (0, 0)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements that one rank has and another needs."""
+
+    source: int  # ranks of the two sides
+    target: int
+    offset: tuple[int, ...]  # of the first one in the whole tensor
+    size: tuple[int, ...]
+    read_at: tuple[int, ...]  # of the first one in what the source has, and in what the target has
+    write_at: tuple[int, ...]
+
+
+def region(offset: tuple, size: tuple) -> tuple[slice, ...]:
+    return tuple(slice(start, start + n) for start, n in zip(offset, size))
+
+
+def boxes(shape: tuple, mesh_shape: tuple, placements: tuple, at: tuple) -> list[Box]:
+    """What the rank with these coordinates in the mesh has of a tensor that is placed so: the rules
+    of DTensor's Shard, _StridedShard and Replicate, applied to the indices of each dimension."""
+    indices = [torch.arange(n) for n in shape]
+    for placement, num_ranks, i in zip(placements, mesh_shape, at):
+        if not placement.is_replicate():
+            parts = indices[placement.dim].chunk(getattr(placement, "split_factor", 1))
+            # torch.chunk: all shards but the last ones have ceil(n / ranks); those may be empty
+            widths = [max(1, -(-len(part) // num_ranks)) for part in parts]
+            indices[placement.dim] = torch.cat(
+                [part[i * width : (i + 1) * width] for part, width in zip(parts, widths)])
+    return [Box(*(tuple(run[k] for run in runs) for k in range(3)))
+            for runs in itertools.product(*map(runs_of, indices))]
+
+
+def runs_of(indices) -> list[tuple[int, int, int]]:
+    """[n] rising -> of each run of consecutive ones: (the first, how many, its place in the n)"""
+    breaks = ((indices.diff() != 1).nonzero()[:, 0] + 1).tolist() if len(indices) else []
+    ends = [0, *breaks, len(indices)]
+    return [(int(indices[a]), b - a, a) for a, b in zip(ends, ends[1:]) if b > a]
+
+
+def layout(shape: tuple, mesh_shape: tuple, placements: tuple) -> list[list[Box]]:
+    """The boxes of every rank of a mesh."""
+    everywhere = itertools.product(*map(range, mesh_shape))
+    return [boxes(shape, mesh_shape, placements, at) for at in everywhere]
+
+
+def plan(name: str, source: list[list[Box]], target: list[list[Box]]) -> list[Move]:
+    """Moves that give each target rank its boxes, every element once. Of ranks that have the same,
+    the one read is the one with the least to send so far. Raises WeightMismatch if nobody has it."""
+    copies, moves, sent = collections.defaultdict(list), [], collections.Counter()
+    for rank, held in enumerate(source):
+        for box in held:
+            copies[box].append(rank)
+    for rank, needed in enumerate(target):
+        for need in needed:
+            missing = math.prod(need.size)
+            for have, ranks in copies.items():
+                start = tuple(map(max, have.offset, need.offset))
+                ends = zip(have.offset, have.size, need.offset, need.size)
+                size = tuple(min(a + m, b + n) - s for (a, m, b, n), s in zip(ends, start))
+                if min(size, default=1) > 0:
+                    best = min(ranks, key=sent.__getitem__)
+                    read_at, write_at = (tuple(map(lambda at, o, s: at + s - o, b.local, b.offset, start))
+                                         for b in (have, need))
+                    moves.append(Move(best, rank, start, size, read_at, write_at))
+                    sent[best] += math.prod(size)
+                    missing -= math.prod(size)
+            demand(missing == 0, f"{name}: {missing} elements of {need} are nowhere")
+    return moves
+
+
+def placed(tensor) -> list[Box]:
+    """What this process has of a DTensor."""
+    mesh = tensor.device_mesh
+    return boxes(tensor.shape, mesh.shape, tensor.placements, mesh.get_coordinate())
+
+
+def box_parts(view, tensor) -> list[tuple]:
+    """[(part of the slot's view of a whole tensor, the same of what this process has of it)]"""
+    mine, held = local(tensor), placed(tensor)
+    return [(view[region(box.offset, box.size)], mine if len(held) == 1 else
+             mine[region(box.local, box.size)]) for box in held]
+
+
+class ShardWriter(WeightWriter):
+    """One rank of a sharded trainer. All write their boxes into the same slot. Who waits for whom:
+    the thread of a rank waits for rank 0 to name the slot, that of rank 0 waits for all to have
+    written before it commits, and a trainer waits for its own thread, before its next step."""
+
+    NAMED, WRITTEN = -1, -2  # words: version and slot to write; version written, -2 - rank
+
+    def __init__(self, tensors, num_readers: int, rank: int, num_ranks: int, handle=None):
+        """tensors: DTensors. handle: of rank 0's arena, for the others."""
+        super().__init__(tensors, num_readers, arena=Arena.attach(handle) if rank else None)
+        self.rank, self.words = rank, self.arena.words
+        self.others = range(self.WRITTEN - 1, self.WRITTEN - num_ranks, -1)  # their words
+
+    def parts(self, view, tensor) -> list[tuple]:
+        pairs = zip(tensor.placements, tensor.device_mesh.get_coordinate())
+        first = not any(at for placement, at in pairs if placement.is_replicate())
+        return box_parts(view, tensor) if first else []  # of copies the first is written
+
+    def _pick(self, version: int) -> int | None:
+        if self.rank:
+            return 0  # rank 0 will say
+        slot = self.arena.free_slot()
+        self.words[self.NAMED] = version * Arena.MAX_SLOTS + (
+            Arena.NOTHING % Arena.MAX_SLOTS if slot is None else slot)
+        return slot
+
+    def _copy(self, version: int, slot: int) -> None:
+        if self.rank == 0:
+            self._write(slot)
+            while min((self.words[word] for word in self.others), default=version) < version:
+                time.sleep(0.0002)
+            self.arena.commit(version, slot)
+            return
+        while (named := self.words[self.NAMED]) // Arena.MAX_SLOTS < version:
+            time.sleep(0.0002)
+        if named // Arena.MAX_SLOTS == version and (named + 1) % Arena.MAX_SLOTS:  # else: skipped
+            self._write(named % Arena.MAX_SLOTS)
+            self.words[self.WRITTEN - self.rank] = version
+
+
+class ShardReader(WeightReader):
+    """One rank of a sharded generator: its DTensors become views of its boxes."""
+
+    parts = staticmethod(box_parts)
+
+
+class Parcel:
+    """All that one rank has for another, packed in one buffer, in the order of the plan."""
+
+    def __init__(self, moves: list[tuple[str, Move]], tensors: dict, sending: bool):
+        """moves: (tensor, move) of one pair of ranks, the same on both sides."""
+        self.pairs, start = [], 0
+        kinds = [tensors[name].dtype for name, _ in moves]
+        sizes = [math.prod(move.size) * kind.itemsize for (_, move), kind in zip(moves, kinds)]
+        self.buffer = torch.zeros(sum(sizes), dtype=torch.uint8)
+        for (name, move), kind, part in zip(moves, kinds, self.buffer.split(sizes)):
+            at = move.read_at if sending else move.write_at
+            self.pairs.append((part.view(kind).view(move.size),
+                               local(tensors[name])[region(at, move.size)]))
+
+    def pack(self) -> None:
+        for packed, mine in self.pairs:
+            packed.copy_(mine)
+
+    def unpack(self) -> None:
+        for packed, mine in self.pairs:
+            mine.copy_(packed)
+
+
+async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> None:
+    """Reads and unpacks; the next one is under way while the last is unpacked, by a thread."""
+    unpacking = None
+    for parcel, handle in zip(parcels, handles):
+        await handle.read_into(parcel.buffer)
+        if unpacking:
+            await unpacking
+        unpacking = asyncio.ensure_future(asyncio.to_thread(parcel.unpack))
+    await unpacking
 
 
 # == 8. SYNC RL ===================================================================================
