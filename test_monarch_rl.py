@@ -953,7 +953,7 @@ async def main():
     await bench.open_relay()
     reads, torn, skipped = await bench.reads("relay", 2, 150)
     versions = [await bench.relay.pull.call_one() for _ in range(3)]
-    print(json.dumps([reads, torn, skipped, versions]))
+    print(json.dumps([reads, torn, skipped, versions]), flush=True)
 
 asyncio.run(main())
 m.leave(0)
