@@ -177,7 +177,7 @@ BROKEN = {  # stage: (what provides the claim, what is there instead)
     "hello_actor": ("@endpoint  # add", "@concurrent_endpoint  # add"),
     "actor_mesh": ("    mesh.ping.broadcast()", "    await mesh.ping.choose()"),
     "rdma_transfer": ("await handle.read_into(room)",
-                      "room.copy_(await self.owner.as_message.call_one(num_bytes))"),
+                      "room.copy_(await owner.as_message.call_one(len(room)))"),
     "controllers": ("await get_or_spawn_controller(name, Metrics) if name else own", "own"),
     "supervision": ("respawn_s = 0.0 if lives else await supervisor.spawn.call_one()",
                     "respawn_s = await supervisor.spawn.call_one() if 'broad' in trigger else 0.0"),
