@@ -60,9 +60,9 @@ import os, signal
 if __name__ == "__main__":  # Ctrl-C during the imports below
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
-import argparse, contextlib, dataclasses, glob, importlib.metadata, json, re, sys, tempfile
-import asyncio, collections, concurrent.futures, ctypes, mmap, pickle, threading, time, zlib
-import itertools, math, operator, pathlib, random, statistics, textwrap, traceback
+import argparse, asyncio, collections, concurrent.futures, contextlib, ctypes, dataclasses
+import importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib, pickle, platform, random
+import re, statistics, sys, tempfile, textwrap, threading, time, traceback, zlib
 from dataclasses import dataclass
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it.
@@ -73,13 +73,12 @@ os.environ.update({
     # Copies above 128 KiB bypass the cache, and so do not read what they overwrite (section 7).
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x20000",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # Monarch's RDMA asks for it on GPUs
-    "TOKENIZERS_PARALLELISM": "false",  # its thread pool would fight for our cores
-    "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # Tokenizers would start threads, which would fight for our cores. The others are chatty.
+    "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 } | os.environ)  # what is set already wins
 # Workers import this file by its name, from whatever folder the run was started in.
-_folder = os.path.dirname(os.path.abspath(__file__))
-os.environ["PYTHONPATH"] = f"{_folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+os.environ["PYTHONPATH"] = f"{pathlib.Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
 
 
 class Lazy:
@@ -90,8 +89,7 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, attribute: str):
-        value = getattr(importlib.import_module(self._name), attribute)
-        return vars(self).setdefault(attribute, value)
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 torch, transformers = Lazy("torch"), Lazy("transformers")
@@ -105,40 +103,22 @@ from monarch.rdma import RDMABuffer, get_rdma_backend
 MIB = 1 << 20
 
 
-def knob(default, what: str, rule=str, choices: str = ""):
-    """A field of Config and the flag of the same name; choices: a name in this file."""
-    text = f"{what} (default: {str(default) or 'none'})"
-    return dataclasses.field(default=default, metadata=dict(help=text, type=rule, choices=choices))
-
-
-def at_least(least: int):
-    def whole_number(text: str) -> int:
-        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
-
-    return whole_number
-
-
 @dataclass(frozen=True)
 class Config:
     """Everything a run can be told, passed to every actor's constructor. A module global would
-    not do: a worker imports its own copy of this file and never sees what the controller sets."""
+    not do: a worker imports its own copy of this file and never sees what the controller sets.
+    Every field is a flag of the same name; its comment is what --help says."""
 
-    task: str = knob("repeat", "what the policy learns", choices="TASKS")
-    model: str = knob("tiny", "a folder or hub id of a causal LM, or the built-in tiny one")
-    steps: int = knob(450, "optimizer steps of async_rl, half as many in sync_rl; too few learn "
-                      "too little for the checks", at_least(1))
-    generators: int = knob(2, "replicas of the generator service", at_least(1))
-    max_lag: int = knob(2, "K: nothing older than K versions is trained on", at_least(0))
-    loss: str = knob("ppo", "what an update minimises", choices="LOSSES")
-    seed: int = knob(0, "of sampling, initial weights and prompts", at_least(0))
-    device: str = knob("cpu", "where policies compute", choices="DEVICES")
-    model_mb: int = knob(96, "MiB of weights in weight_sync", at_least(1))
-    log: str = knob("", "file for one JSON line per training step")
-
-
-DEVICES = ("cpu", "cuda")
+    task: str = "repeat"  # what the policy learns
+    model: str = "tiny"  # a folder or hub id of a causal LM, or the built-in tiny one
+    steps: int = 450  # of the optimizer in async_rl, half as many in sync_rl; few fail the checks
+    generators: int = 2  # replicas of the generator service
+    max_lag: int = 2  # K: nothing older than K versions is trained on
+    loss: str = "ppo"  # what an update minimises
+    seed: int = 0  # of sampling, initial weights and prompts
+    device: str = "cpu"  # where policies compute
+    model_mb: int = 96  # MiB of weights in weight_sync
+    log: str = ""  # file for one JSON line per training step
 
 
 # -- plumbing: the report -------------------------------------------------------------------------
@@ -162,60 +142,53 @@ def stage(number: int, name: str, claim: str):
 def line_of(mark: str) -> int:
     """The number of the line that ends with the comment `# mark`. Some short comments below are
     only such marks, for the `try:` lines of the demos."""
-    with open(__file__, encoding="utf-8") as source:
-        return next(n for n, line in enumerate(source, 1) if line.endswith(f"# {mark}\n"))
+    text = pathlib.Path(__file__).read_text(encoding="utf-8")
+    return text.partition(f"  # {mark}\n")[0].count("\n") + 1
 
 
 class Report:
     """The only thing that prints: output of workers arrives late and out of order. What it prints
     it also keeps, for --json."""
 
-    OPERATORS = {"==": operator.eq, "<": operator.lt, "<=": operator.le, ">": operator.gt,
-                 ">=": operator.ge}
+    OPERATORS = {"==": operator.eq, "<": operator.lt, "<=": operator.le, ">": operator.gt}
 
     def __init__(self):
         self.stages, self.live = [], sys.stdout.isatty()
 
-    @contextlib.contextmanager
-    def open(self, stage: Stage):
-        """Head and foot of a stage; an exception in between is a failed check."""
-        start = time.monotonic()
-        self.now = {"name": stage.name, "number": stage.number, "claim": stage.claim, "ok": True,
-                    "seconds": 0.0, "checks": [], "figures": {}}
-        self.stages.append(self.now)
-        text = f"[{stage.number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {stage.line})"
-        self._print(textwrap.fill(text, 96, subsequent_indent=" " * 7))
-        try:
-            yield
-        except Exception as error:  # the next stage starts afresh
-            why = f"{type(cause(error)).__name__}: {cause(error)}".split("\n")[0]
-            self.check("errors that ended the stage", why, "==", "none")
-            traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
-        self.now["seconds"] = round(since(start), 2)
-        self.say(f"{len(self.now['checks'])} checks, {self.now['seconds']:.1f} s", "")
+    async def run(self, stages: list[Stage], cfg: Config) -> None:
+        """Head, demo and foot of each; an exception in a demo is a failed check."""
+        for stage in stages:
+            start = time.monotonic()
+            self.now = {"name": stage.name, "number": stage.number, "claim": stage.claim,
+                        "ok": True, "seconds": 0.0, "checks": [], "figures": {}}
+            self.stages.append(self.now)
+            top = f"[{stage.number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {stage.line})"
+            self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
+            try:
+                await stage.demo(self, cfg)
+            except Exception as error:  # the next stage starts afresh
+                why = f"{type(cause(error)).__name__}: {cause(error)}".split("\n")[0]
+                self.check("errors that ended the stage", why, "==", "none")
+                traceback.print_exc()
+            self.now["seconds"] = round(since(start), 2)
+            self.say(f"{len(self.now['checks'])} checks, {self.now['seconds']:.1f} s", "")
 
-    def _print(self, text: str) -> None:
-        print(("\r\x1b[K" if self.live else "") + text, flush=True)  # over a live line, if any
-
-    def say(self, *lines: str) -> None:
+    def say(self, *lines: str, indent: str = " " * 7, end: str = "\n") -> None:
+        clear = "\r\x1b[K" if self.live else ""  # over a live line, if any
         for line in lines:
-            self._print(f"       {line}".rstrip())
+            print(clear + f"{indent}{line}".rstrip(), end=end, flush=True)
 
     def progress(self, text: str, keep: bool) -> None:
         """One live line on a terminal; in a pipe only the lines to keep."""
-        if keep:
-            self.say(text)
-        elif self.live:
-            print(f"\r\x1b[K       {text}", end="", flush=True)
+        if keep or self.live:
+            self.say(text, end="\n" if keep else "")
 
     def table(self, heads: list[str], *rows: list) -> None:
         """Columns as wide as their widest cell, words to the left, numbers to the right."""
         cells = [heads, *([show(cell) for cell in row] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells)]
         words = [isinstance(c, str) and not re.fullmatch(r"[\d.]*%?", c) for c in rows[0]]
-        for row in cells:
-            pairs = zip(row, widths, words)
-            self.say("   ".join(c.ljust(w) if left else c.rjust(w) for c, w, left in pairs))
+        forms = [f"{'<' if w else '>'}{max(map(len, c))}" for w, c in zip(words, zip(*cells))]
+        self.say(*("   ".join(map(format, row, forms)) for row in cells))
 
     def figure(self, **figures: float | int | str) -> None:
         """Figures for --json; their names end in their unit."""
@@ -227,12 +200,7 @@ class Report:
         self.now["checks"].append({"what": what, "got": show(got), "want": wanted, "ok": ok})
         self.now["ok"] = self.now["ok"] and ok
         expected = "" if ok and relation == "==" else f"  ({wanted})"
-        self._print(f"{'    ok' if ok else '  FAIL'} {what}: {show(got)}{expected}")
-
-    def write_json(self, path: str, args: dict, machine: dict) -> None:
-        whole = {"version": 1, "args": args, "machine": machine, "stages": self.stages}
-        pathlib.Path(f"{path}.tmp").write_text(json.dumps(whole, indent=1), encoding="utf-8")
-        os.replace(f"{path}.tmp", path)  # readers see the old file or the whole new one
+        self.say(f"{'    ok' if ok else '  FAIL'} {what}: {show(got)}{expected}", indent="")
 
 
 def show(value) -> str:
@@ -243,9 +211,7 @@ def show(value) -> str:
 
 def cause(error: BaseException) -> BaseException:
     """The exception that an endpoint raised, out of the ActorErrors that carried it here."""
-    while isinstance(error, ActorError):
-        error = error.exception
-    return error
+    return cause(error.exception) if isinstance(error, ActorError) else error
 
 
 async def outcome(call, *args, deadline_s: float | None = None):
@@ -273,49 +239,32 @@ def since(start: float) -> float:
 
 
 class Tally(Actor):
-    """A counter, and a diary of the order in which its endpoint ran."""
+    """A counter."""
 
     def __init__(self):
-        self.total, self.diary = 0, []
+        self.total = 0
 
     @endpoint  # add
-    async def add(self, n: int) -> None:
-        """The n-th addition. Pauses between reading and writing, for which threads are punished."""
-        seen = self.total
-        await asyncio.sleep(0.0005)
+    async def add(self, pause_s: float = 0.0005) -> tuple[int, int, float, float]:
+        """Adds one, with a pause between reading and writing, for which threads are punished:
+        (process id, total, start, end), times on the monotonic clock, one for all processes."""
+        start, seen = time.monotonic(), self.total
+        await asyncio.sleep(pause_s)
         self.total = seen + 1
-        self.diary.append(n)
-
-    @endpoint
-    async def read(self) -> tuple[int, int, list[int]]:
-        """(process id, total, diary)"""
-        return os.getpid(), self.total, self.diary
-
-    @endpoint
-    async def work(self) -> tuple[float, float]:
-        """Busy for 200 ms; (start, end) on the monotonic clock, one for all processes."""
-        start = time.monotonic()
-        await asyncio.sleep(0.2)
-        return start, time.monotonic()
+        return os.getpid(), self.total, start, time.monotonic()
 
 
-def total_of_threads(num_threads: int, num_adds: int) -> int:
-    """What threads reach that do to a plain object what Tally.add does."""
-    box = {"total": 0}
-
-    def add(n: int) -> None:
-        seen = box["total"]
-        time.sleep(0.0005)
-        box["total"] = seen + 1
-
-    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(add, range(num_adds)))
-    return box["total"]
+def add_in_a_thread(box: collections.Counter) -> None:
+    """Does to a plain object what Tally.add does to its actor."""
+    seen = box["total"]
+    time.sleep(0.0005)
+    box["total"] = seen + 1
 
 
 async def overlap_ms(first, second) -> float:
-    """For how long two calls, one to each of these actors, ran at the same time."""
-    (a, b), (c, d) = await asyncio.gather(first.work.call_one(), second.work.call_one())
+    """For how long two calls of 200 ms, one to each of these actors, ran at the same time."""
+    calls = [actor.add.call_one(pause_s=0.2) for actor in (first, second)]
+    (_, _, a, b), (_, _, c, d) = await asyncio.gather(*calls)
     return max(0.0, min(b, d) - max(a, c)) * 1e3
 
 
@@ -323,23 +272,23 @@ async def overlap_ms(first, second) -> float:
        "at a time in the order sent; two actors overlap")
 async def demo_hello_actor(report: Report, cfg: Config) -> None:
     procs = this_host().spawn_procs(per_host={"worker": 2})
-    near = this_proc().spawn("near", Tally)  # in this process
-    far = procs.spawn("far", Tally)  # one in each of two others
+    near, far = this_proc().spawn("near", Tally), procs.spawn("far", Tally)  # far: one in each
     one, other = far.slice(worker=0), far.slice(worker=1)
     names = ["controller", "actor, this process", "actor 0", "actor 1"]
-    pids = [os.getpid(), *[(await actor.read.call_one())[0] for actor in (near, one, other)]]
+    pids = [os.getpid(), *[(await actor.add.call_one())[0] for actor in (near, one, other)]]
     report.table(["who", "process", "device"], *zip(names, pids, [cfg.device] * 4))
     report.check("processes behind these four", len(set(pids)), "==", 3)
-    lost = 200 - total_of_threads(num_threads=4, num_adds=200)
+    box = collections.Counter()
+    await asyncio.gather(*[asyncio.to_thread(add_in_a_thread, box) for _ in range(200)])
     # All are sent before the first is answered.
-    await asyncio.gather(*[one.add.call_one(n) for n in range(200)])
-    _, total, diary = await one.read.call_one()
+    _, totals, starts, _ = zip(*await asyncio.gather(*[one.add.call_one() for _ in range(200)]))
+    by_threads, by_actor = 200 - box["total"], 201 - totals[-1]  # it had added one before
     report.table(["200 additions that read, pause, write", "lost"],
-                 ["by 4 threads on one object", lost],
-                 ["by one actor, 200 calls in flight", 200 - total])
-    report.check("additions that threads lost", lost, ">", 0)
-    report.check("additions that the actor lost", 200 - total, "==", 0)
-    report.check("calls that ran out of order", sum(a != b for a, b in enumerate(diary)), "==", 0)
+                 ["by threads on one object", by_threads],
+                 ["by one actor, 200 calls in flight", by_actor])
+    report.check("additions that threads lost", by_threads, ">", 0)
+    report.check("additions that the actor lost", by_actor, "==", 0)
+    report.check("calls that ran out of order", sum(map(operator.gt, starts, starts[1:])), "==", 0)
     same, both = await overlap_ms(one, one), await overlap_ms(one, other)
     report.check("overlap of two 200 ms calls to one actor, ms", same, "==", 0)
     report.check("overlap of two 200 ms calls to two actors, ms", both, ">", 100)
@@ -422,12 +371,6 @@ def checksum(tensor) -> int:
     return zlib.crc32(tensor.numpy())
 
 
-def random_bytes(num_bytes: int, seed: int):
-    """[num_bytes] uint8 on the CPU."""
-    rng = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=rng)
-
-
 class Owner(Actor):
     """Owns memory and hands out handles to it."""
 
@@ -436,7 +379,7 @@ class Owner(Actor):
 
     @endpoint
     async def register(self, num_bytes: int) -> tuple[RDMABuffer, int]:
-        self.memory[num_bytes] = random_bytes(num_bytes, seed=num_bytes)
+        self.memory[num_bytes] = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
         return RDMABuffer(self.memory[num_bytes]), checksum(self.memory[num_bytes])
 
     @endpoint
@@ -450,49 +393,40 @@ class Owner(Actor):
         return time.monotonic()
 
 
-class Mover(Actor):
-    """Moves bytes by each road."""
-
-    def __init__(self, owner):
-        self.owner = owner
-        self.room = torch.zeros(64 * MIB, dtype=torch.uint8)  # touched now: first touches are slow
-
-    @endpoint
-    async def move(self, road: str, num_bytes: int, handle: RDMABuffer) -> tuple[float, float, int]:
-        """(milliseconds, when it ended, checksum of what moved)"""
-        room = self.room[:num_bytes].add_(1)  # other bytes each time: old ones must not pass
-        start = time.monotonic()
-        if road == "message":
-            room = await self.owner.as_message.call_one(num_bytes)
-        elif road == "pull":
-            await handle.read_into(room)
-        else:
-            await handle.write_from(room)
-        return since(start) * 1e3, time.monotonic(), checksum(room)
+async def move(road: str, owner, handle: RDMABuffer, room) -> tuple[float, float, int]:
+    """Between the owner and this process's room, [num_bytes] uint8: (milliseconds, when it ended,
+    checksum of what moved)."""
+    room.add_(1)  # other bytes each time: old ones must not pass
+    start = time.monotonic()
+    if road == "message":
+        room = await owner.as_message.call_one(len(room))
+    elif road == "pull":
+        await handle.read_into(room)
+    else:
+        await handle.write_from(room)
+    return since(start) * 1e3, time.monotonic(), checksum(room)
 
 
 @stage(3, "rdma_transfer", "a handle of about half a kilobyte moves any number of bytes, and the "
        "owner's Python takes no part in the read")
 async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
-    owner_procs, mover_procs = (this_host().spawn_procs(per_host={"one": 1}) for _ in range(2))
-    owner = owner_procs.spawn("owner", Owner)
-    mover = mover_procs.spawn("mover", Mover, owner)
+    procs = this_host().spawn_procs(per_host={"owner": 1})
+    owner = procs.spawn("owner", Owner)
+    room = torch.zeros(64 * MIB, dtype=torch.uint8)  # touched now: first touches are slow
     backend, rows, wrong = get_rdma_backend(), [], 0
     report.say(f"backend: {backend}" + (", no RDMA card found" if backend == "tcp" else ""))
     for num_bytes in [1 << 10, 1 << 10, 64 << 10, MIB, 16 * MIB, 64 * MIB]:  # the first warms up
         handle, expected = await owner.register.call_one(num_bytes)
-        roads = [await mover.move.call_one(road, num_bytes, handle)
+        roads = [await move(road, owner, handle, room[:num_bytes])
                  for road in ("message", "pull", "push")]
         landed = checksum(await owner.as_message.call_one(num_bytes))  # what the push left there
         wrong += sum(a != b for (*_, a), b in zip(roads, [expected, expected, landed]))
         rows.append([f"{num_bytes >> 10} KiB", len(pickle.dumps(handle)), *(r[0] for r in roads)])
     report.table(["moved", "handle bytes", "message ms", "pull ms", "push ms"], *rows[1:])
     busy = owner.sit.call_one(2.0)  # for two seconds the owner's Python does nothing else
-    pull = await mover.move.call_one("pull", num_bytes, handle)
-    message = await mover.move.call_one("message", num_bytes, handle)
+    pull, message = [await move(road, owner, handle, room) for road in ("pull", "message")]
     free_at, wrong = await busy, wrong + (pull[2] != landed) + (message[2] != landed)
-    report.table(["64 MiB from an owner busy for 2 s", "ms"],
-                 ["message", message[0]], ["pull", pull[0]])
+    report.table(["64 MiB, owner busy for 2 s", "ms"], ["message", message[0]], ["pull", pull[0]])
     report.figure(handle_bytes=rows[-1][1], message_ms=rows[-1][2], pull_ms=rows[-1][3],
                   push_ms=rows[-1][4], backend=backend)
     report.check(f"wrong checksums in {3 * len(rows) + 2} transfers", wrong, "==", 0)
@@ -500,7 +434,7 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     report.check("pull ended before its owner was free by, s", free_at - pull[1], ">", 0)
     report.check("message ended after its owner was free by, s", message[1] - free_at, ">", 0)
     report.say("try: register a copy, `self.memory[num_bytes].clone()`: pushes vanish, unseen")
-    await asyncio.gather(owner_procs.stop(), mover_procs.stop())
+    await procs.stop()
 
 
 # == 4. CONTROLLERS ===============================================================================
@@ -519,37 +453,33 @@ Span = collections.namedtuple("Span", "who what start end")
 
 def timeline(spans: list[Span], start: float, end: float, width: int = 76) -> list[str]:
     """A row per actor: the first letter of what it did at each of these times, or a dot."""
-    times, rows = [start + (i + 0.5) * (end - start) / width for i in range(width)], []
-    for who in sorted({span.who for span in spans}):
-        mine = [span for span in spans if span.who == who]
-        did = [[s.what[0] for s in mine if s.start <= t < s.end] for t in times]
-        rows.append(f"{who:<12s} " + "".join((letters or ".")[0] for letters in did))
-    return rows
+    times = [start + (i + 0.5) * (end - start) / width for i in range(width)]
+
+    def did(who: str, t: float) -> str:
+        return next((s.what[0] for s in spans if s.who == who and s.start <= t < s.end), ".")
+
+    actors = sorted({span.who for span in spans})
+    return [f"{who:<12s} " + "".join(did(who, t) for t in times) for who in actors]
 
 
 class Metrics(Actor):
     """The run's shared notebook; every process finds it by name."""
 
     def __init__(self):
-        self.made_at = time.monotonic_ns()
-        self.totals: collections.Counter = collections.Counter()
-        self.history: collections.deque = collections.deque(maxlen=20_000)  # the last few minutes
+        self.busy_s = collections.Counter()  # seconds, by who
+        self.history = collections.deque(maxlen=20_000)  # Spans of the last few minutes
 
     @endpoint
-    async def count(self, name: str) -> int:
-        """Adds one; tells which Metrics this is."""
-        self.totals[name] += 1
-        return self.made_at
-
-    @endpoint
-    async def note(self, span: Span) -> None:
-        """What an actor did; sent with `broadcast`, so that it does not wait."""
-        self.totals[f"busy {span.who}"] += span.end - span.start
+    async def note(self, span: Span) -> tuple[int, int]:
+        """What an actor did; sent with `broadcast` by those who do not wait. Tells which Metrics
+        this is: (process id, id within the process)."""
+        self.busy_s[span.who] += span.end - span.start
         self.history.append(span)
+        return os.getpid(), id(self)
 
     @endpoint
     async def read(self) -> collections.Counter:
-        return self.totals
+        return self.busy_s
 
     @endpoint
     async def spans(self, start: float, end: float) -> list[Span]:
@@ -560,22 +490,21 @@ class Clerk(Actor):
     """Writes 25 rows to a store: to one of its own, or to the one found by name."""
 
     @endpoint
-    async def write(self, name: str) -> int:
+    async def write(self, name: str) -> tuple[int, int]:
         own = this_proc().spawn("own", Metrics)
         store = await get_or_spawn_controller(name, Metrics) if name else own
-        return [await store.count.call_one("rows") for _ in range(25)][-1]
+        return [await store.note.call_one(Span("clerk", "write", 0.0, 1.0)) for _ in range(25)][-1]
 
 
 @stage(4, "controllers", "actors that never met find the same singleton by name, and it is created "
        "once")
 async def demo_controllers(report: Report, cfg: Config) -> None:
     procs = this_host().spawn_procs(per_host={"clerk": 4})
-    clerks = procs.spawn("clerk", Clerk)
-    rows = []
+    clerks, rows = procs.spawn("clerk", Clerk), []
     for how, name in [("makes a store", ""), ("asks for it by name", "demo of section 4")]:
         stores = {which for _, which in await clerks.write.call(name)}
         found = await get_or_spawn_controller(name or "nobody's", Metrics)  # after them: they race
-        rows.append([f"each {how}", len(stores), (await found.read.call_one())["rows"]])
+        rows.append([f"each {how}", len(stores), len(await found.spans.call_one(0.0, 1.0))])
     report.table(["4 processes write 25 rows each, at once", "stores", "rows found, of 100"], *rows)
     report.check("stores when each makes one", rows[0][1], "==", 4)
     report.check("stores when each asks by name", rows[1][1], "==", 1)
@@ -2678,37 +2607,30 @@ def report_lag(report: Report, cfg: Config, run: AsyncRun, loose: History) -> No
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        """One line, exit 2."""
-        self.exit(2, f"monarch_rl: {message}\n")
-
-
-def stage_name(text: str) -> str:
-    by_number = {str(stage.number): stage.name for stage in STAGES.values()}
-    if by_number.get(text, text) not in STAGES:
-        raise argparse.ArgumentTypeError(f"no stage {text!r}; stages: {', '.join(STAGES)}")
-    return by_number.get(text, text)
-
-
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     """Finds everything that can be wrong with the arguments before a process is spawned."""
-    parser = Parser(prog="monarch_rl.py", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.error = lambda message: parser.exit(2, f"monarch_rl: {message}\n")  # one line
+    by_number = {str(stage.number): stage.name for stage in STAGES.values()}
+    known = dict(type=lambda text: by_number.get(text, text), choices=[*STAGES], metavar="STAGE")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--stage", type=stage_name, default=[*STAGES][-1], help="run stages 1 to it")
-    which.add_argument("--only", type=stage_name, metavar="STAGE", help="run this stage")
+    which.add_argument("--stage", default=[*STAGES][-1], help="run stages 1 to it", **known)
+    which.add_argument("--only", help="run this stage", **known)
     which.add_argument("--list", action="store_true", help="print the stages")
-    for field in dataclasses.fields(Config):
-        known = globals().get(field.metadata["choices"])  # a name, because TASKS comes after Config
-        options = {**field.metadata, "default": field.default, "choices": known and list(known)}
-        parser.add_argument("--" + field.name.replace("_", "-"), **options)
+    meaning = dict(re.findall(r"(\w+): .*  # (.*)", inspect.getsource(Config)))
+    choices = {"task": TASKS, "loss": LOSSES, "device": ("cpu", "cuda")}
+    for name, value in vars(Config()).items():
+        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value,
+                            choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
+    for name, least in dict(steps=1, generators=1, max_lag=0, seed=0, model_mb=1).items():
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     for flag, path in [("--json", args.json), ("--log", args.log)]:
-        place = path if os.path.exists(path) else os.path.dirname(path) or "."
-        if path and (os.path.isdir(path) or not os.access(place, os.W_OK)):
+        if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
             parser.error(f"{flag} {path}: cannot be written")
-    if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         parser.error("this version needs Linux on x86-64: see `Arena` and DOCS, appendix B")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
@@ -2717,29 +2639,27 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
             transformers.AutoConfig.from_pretrained(args.model)
         except (OSError, ValueError):
             parser.error(f"--model {args.model}: no folder with a model, no hub id that loads here")
-    return args, Config(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Config)})
+    return args, Config(**{name: getattr(args, name) for name in vars(Config())})
 
 
 def machine_facts() -> dict:
     """Where the figures were measured."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    packages, system = ("torch", "transformers", "torchmonarch"), os.uname()
-    return {"cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory, 1),
-            "system": f"{system.sysname} {system.machine}", "python": sys.version.split()[0],
-            **{package: importlib.metadata.version(package) for package in packages}}
+    return {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}", "memory_gib": round(memory, 1),
+            **{p: importlib.metadata.version(p) for p in ("torch", "transformers", "torchmonarch")}}
 
 
 def descendants() -> list[int]:
     """Process ids of our children, their children, and so on, without those that have ended."""
     found, parents = [os.getpid()], {}
-    for path in glob.glob("/proc/[0-9]*/stat"):
-        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:  # if still there
-            stat = re.match(r"(\d+) \(.*\) (\S) (\d+)", file.read(), re.S)  # 12 (a name) S 1 ...
-            if stat[2] != "Z":
-                parents[int(stat[1])] = int(stat[3])
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            stat = pathlib.Path(f"/proc/{pid}/stat").read_bytes()  # 12 (a name) S 1 ...
+            parents[int(pid)] = int(stat.rpartition(b") ")[2].split()[1])
     for mine in found:  # grows while it is read
         found += [pid for pid, parent in parents.items() if parent == mine]
-    return found[1:]
+    return [pid for pid in found[1:] if is_alive(pid)]
 
 
 def leave(status: int, line: str = "") -> None:
@@ -2757,44 +2677,33 @@ def leave(status: int, line: str = "") -> None:
         time.sleep(0.02)
     if line:
         print(f"monarch_rl: {line}", file=sys.stderr, flush=True)
-    with contextlib.suppress(BrokenPipeError):  # `monarch_rl.py | head` has read enough
-        sys.stdout.flush()
     os._exit(status)
-
-
-def quiet_stderr():
-    """Sends file descriptor 2, which our processes inherit, to a file without a name: Monarch
-    reports there what the demos provoke. sys.stderr keeps the terminal. Returns the file."""
-    noise = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
-    os.dup2(noise.fileno(), 2)
-    return noise
-
-
-async def run_stages(names: list[str], report: Report, cfg: Config) -> None:
-    for name in names:
-        with report.open(STAGES[name]):
-            await STAGES[name].demo(report, cfg)
 
 
 def main(argv: list[str] | None = None) -> None:
     args, cfg = parse(argv)
     if args.list:
-        for stage in STAGES.values():
-            print(f"{stage.number:2d}  {stage.name:<14s} line {stage.line:<5d} {stage.claim}")
-        return
-    names = [args.only] if args.only else [*STAGES][: STAGES[args.stage].number]
-    noise, report, facts = quiet_stderr(), Report(), machine_facts()
+        rows = (f"{s.number:2d}  {s.name:<14s} line {s.line:<5} {s.claim}" for s in STAGES.values())
+        return print(*rows, sep="\n")
+    stages = [STAGES[args.only]] if args.only else [*STAGES.values()][: STAGES[args.stage].number]
+    # File descriptor 2, which our processes inherit, becomes a file without a name: Monarch reports
+    # there what the demos provoke. sys.stderr keeps the terminal.
+    noise = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    os.dup2(noise.fileno(), 2)
     signal.signal(signal.SIGINT, lambda *_: leave(130, "interrupted"))
     monarch.actor.unhandled_fault_hook = lambda failure: leave(1, f"an actor died: {failure}")
+    report, facts = Report(), machine_facts()
     if cfg.generators > facts["cores"]:
         report.say(f"note: {cfg.generators} generators and a trainer on {facts['cores']} cores", "")
     try:
-        asyncio.run(run_stages(names, report, cfg))
-    except BrokenPipeError:
+        asyncio.run(report.run(stages, cfg))
+    except BrokenPipeError:  # `monarch_rl.py | head` has read enough
         leave(1)
     if args.json:
-        report.write_json(args.json, vars(args), facts)
+        whole = {"version": 1, "args": vars(args), "machine": facts, "stages": report.stages}
+        pathlib.Path(f"{args.json}.tmp").write_text(json.dumps(whole, indent=1), encoding="utf-8")
+        os.replace(f"{args.json}.tmp", args.json)  # readers see the old file or the whole new one
     failed = [found["name"] for found in report.stages if not found["ok"]]
     if failed:
         noise.seek(0)

@@ -177,7 +177,7 @@ BROKEN = {  # stage: (what provides the claim, what is there instead)
     "hello_actor": ("@endpoint  # add", "@concurrent_endpoint  # add"),
     "actor_mesh": ("    mesh.ping.broadcast()", "    await mesh.ping.choose()"),
     "rdma_transfer": ("await handle.read_into(room)",
-                      "room.copy_(await self.owner.as_message.call_one(num_bytes))"),
+                      "room.copy_(await owner.as_message.call_one(len(room)))"),
     "controllers": ("await get_or_spawn_controller(name, Metrics) if name else own", "own"),
     "supervision": ("respawn_s = 0.0 if lives else await supervisor.spawn.call_one()",
                     "respawn_s = await supervisor.spawn.call_one() if 'broad' in trigger else 0.0"),
@@ -953,7 +953,7 @@ async def main():
     await bench.open_relay()
     reads, torn, skipped = await bench.reads("relay", 2, 150)
     versions = [await bench.relay.pull.call_one() for _ in range(3)]
-    print(json.dumps([reads, torn, skipped, versions]))
+    print(json.dumps([reads, torn, skipped, versions]), flush=True)
 
 asyncio.run(main())
 m.leave(0)
