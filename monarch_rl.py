@@ -1565,12 +1565,9 @@ MAX_GRAD_NORM = 1.0
 LETTERS = "abcdefghijklmnop"
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One conversation to be had."""
-
-    id: int  # also the group id of its episodes
-    turns: tuple[tuple[str, str], ...]  # (what the user says, what the answer should be)
+# A conversation to be had: an id, which is also the group id of its episodes, and the turns, pairs
+# of what the user says and what the answer should be, as in (("abc", "abc"), ("dfa", "dfa")).
+Prompt = collections.namedtuple("Prompt", "id turns")
 
 
 @dataclass(frozen=True)
@@ -1591,7 +1588,7 @@ class Task:
         return said, "".join(LETTERS[place % len(LETTERS)] for place in places)
 
 
-def score(prompt: Prompt, answers: list[str]) -> float:
+def score(prompt: Prompt, answers) -> float:
     """The reward: share of right characters, averaged over turns; 1.0 only if all is right."""
     return sum(sum(map(operator.eq, right, said)) / max(len(right), len(said))
                for (_, right), said in zip(prompt.turns, answers)) / len(prompt.turns)
@@ -1604,24 +1601,17 @@ TASKS = {
 }
 
 
-def fixed_prompts(task: str) -> list[Prompt]:
-    """Distinct prompts that no run trains on, the same for all seeds and processes: the first 256
-    are held out for figures, the other 256 decide when a warm start is over."""
-    rng = random.Random(f"held out: {task}")
-    distinct = dict.fromkeys(TASKS[task].turns(rng) for _ in range(1000))  # in the order drawn
-    return [Prompt(-1 - i, turns) for i, turns in zip(range(256 + 256), distinct)]
-
-
-def heldout(task: str) -> list[Prompt]:
-    return fixed_prompts(task)[:256]
-
-
 class Sampler:
-    """Draws prompts to train on."""
+    """Draws prompts to train on, but none of 512 that are set aside, the same for all seeds and
+    processes: `heldout` for figures; `validation` decides when a warm start is over."""
 
     def __init__(self, cfg: Config):
-        rng, never = random.Random(cfg.seed), {prompt.turns for prompt in fixed_prompts(cfg.task)}
-        drawn = iter(lambda: TASKS[cfg.task].turns(rng), None)  # without end: turns are never None
+        task, rng = TASKS[cfg.task], random.Random(f"held out: {cfg.task}")
+        distinct = dict.fromkeys(task.turns(rng) for _ in range(1000))  # in the order drawn
+        fixed = [Prompt(-1 - i, turns) for i, turns in zip(range(256 + 256), distinct)]
+        self.heldout, self.validation = fixed[:256], fixed[256:]
+        rng, never = random.Random(cfg.seed), {prompt.turns for prompt in fixed}
+        drawn = iter(lambda: task.turns(rng), None)  # without end: turns are never None
         self.prompts = map(Prompt, range(sys.maxsize), (t for t in drawn if t not in never))
 
     def draw(self, num_prompts: int) -> list[Prompt]:
@@ -1653,7 +1643,7 @@ class Rollout:
     group_ids: torch.Tensor  # [B] int64; rows of a group need not be neighbours
     versions: torch.Tensor  # [B] int64, of the weights that sampled the row
     prompts: list[Prompt]  # [B]
-    answers: list[list[str]]  # [B][turn]
+    answers: list[tuple[str, ...]]  # [B][turn]
 
     @staticmethod
     def join(parts: list[tuple[Rollout, list[int]]]) -> Rollout:
@@ -1766,51 +1756,47 @@ class Decoder:
             mask.scatter_(1, begin, (~twice).long())
         self.append(ids, mask, sampled=False)
 
-    def speak(self) -> list[list[int]]:
-        """The assistant's turn, until every row has ended it; the ids that each row sampled."""
+    def speak(self) -> list[str]:
+        """The assistant's turn, until every row has ended it; what each row said."""
         start, self.alive = self.columns[0].shape[1], torch.ones_like(self.alive)
         while self.alive.any() and self.columns[0].shape[1] - start < self.policy.max_new_tokens:
-            logp = self._next()
+            ids, mask, _, _ = self.columns
+            new = ids.shape[1] - self.cache.get_seq_length()  # columns that the cache lacks
+            out = self.policy.model(input_ids=ids[:, -new:], attention_mask=mask, use_cache=True,
+                                    position_ids=positions(mask)[:, -new:], logits_to_keep=1,
+                                    past_key_values=self.cache)
+            logp = out.logits[:, -1].float().log_softmax(-1)  # [B, V]
             token = (logp.argmax(-1, True) if self.greedy
                      else torch.multinomial(logp.exp(), 1, generator=self.rng))
             on = self.alive[:, None]  # [B, 1]; rows that have ended get a hole
             self.append(token * on, on, True, logp.gather(1, token))
             self.alive = self.alive & (token[:, 0] != self.policy.stop_id)
         ids, _, sampled, _ = (column[:, start:].tolist() for column in self.columns)
-        return [[i for i, kept in zip(*row) if kept] for row in zip(ids, sampled)]
-
-    def _next(self):
-        """[B, V] float32 log-probabilities of the next token; feeds what the cache lacks."""
-        ids, mask, _, _ = self.columns
-        new = ids.shape[1] - self.cache.get_seq_length()
-        out = self.policy.model(input_ids=ids[:, -new:], attention_mask=mask, use_cache=True,
-                                position_ids=positions(mask)[:, -new:], logits_to_keep=1,
-                                past_key_values=self.cache)
-        return out.logits[:, -1].float().log_softmax(-1)
+        return [self.policy.text([i for i, kept in zip(*row) if kept]) for row in zip(ids, sampled)]
 
 
 def generate(policy: Policy, prompts: list[Prompt], group_size: int, version: int, seed: int,
              greedy: bool = False) -> Rollout:
     """Has each conversation group_size times, and scores it."""
     rows = [prompt for prompt in prompts for _ in range(group_size)]
-    decoder, answers = Decoder(policy, len(rows), seed, greedy), [[] for _ in rows]
+    decoder, said = Decoder(policy, len(rows), seed, greedy), []  # said: [turn][B]
     with torch.no_grad():
         for turn in range(policy.task.num_turns):
             decoder.hear([prompt.turns[turn][0] for prompt in prompts], group_size, turn == 0)
-            for said, ids in zip(answers, decoder.speak()):
-                said.append(policy.text(ids))
-    rewards, ids = torch.tensor([*map(score, rows, answers)]), torch.tensor([p.id for p in rows])
+            said.append(decoder.speak())
+    answers, ids = [*zip(*said)], torch.tensor([prompt.id for prompt in rows])
+    rewards = torch.tensor([*map(score, rows, answers)])
     return Rollout(*(column.cpu() for column in decoder.columns), rewards, group_ids=ids,
                    versions=torch.full_like(ids, version), prompts=rows, answers=answers)
 
 
-def warm_start(policy: Policy) -> dict[str, float]:
+def warm_start(policy: Policy) -> list[float]:
     """Supervised steps on noisy answers, until the policy is bad but not hopeless: from random
-    weights RL has nothing to reinforce. Returns exact shares before and after, held out."""
+    weights RL has nothing to reinforce. Returns exact shares, held out: at first, at the end, and
+    of the right answers, made ids and text again, which is the best that can be had."""
     sampler, rng = Sampler(policy.cfg), random.Random(policy.cfg.seed)
-    prompts, check = heldout(policy.cfg.task), fixed_prompts(policy.cfg.task)[256:]
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-4, weight_decay=0.0)
-    chance, exact = generate(policy, prompts, 1, 0, 0, greedy=True).exact(), 0.0
+    chance, exact = generate(policy, sampler.heldout, 1, 0, 0, greedy=True).exact(), 0.0
     for num_steps in range(1000):
         ids, mask, spoken = noisy_answers(policy, sampler.draw(64), rng)
         logp = policy.log_softmax(ids, mask).gather(2, ids[:, 1:, None]).squeeze(-1)
@@ -1818,15 +1804,15 @@ def warm_start(policy: Policy) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
         if num_steps % 5 == 0 or exact > 0.02:  # near the end it rises by 0.05 a step
-            exact = generate(policy, check, 1, 0, 0, greedy=True).exact()
+            exact = generate(policy, sampler.validation, 1, 0, 0, greedy=True).exact()
         if exact >= 0.11:
             break  # seldom right: room to learn, and something to learn from
     else:
         raise RuntimeError(f"warm start: {exact:.2f} exact after {num_steps} steps, 0.11 wanted")
-    warm = generate(policy, prompts, 1, 0, 0, greedy=True).exact()
-    right = [policy.tokenizer([f"{answer}<end>" for _, answer in p.turns]) for p in prompts]
-    best = [score(p, map(policy.text, ids["input_ids"])) == 1 for p, ids in zip(prompts, right)]
-    return {"chance": chance, "warm": warm, "best": sum(best) / len(best)}
+    warm = generate(policy, sampler.heldout, 1, 0, 0, greedy=True).exact()
+    right = [policy.tokenizer([f"{a}<end>" for _, a in p.turns]) for p in sampler.heldout]
+    best = [score(p, map(policy.text, r["input_ids"])) for p, r in zip(sampler.heldout, right)]
+    return [chance, warm, best.count(1) / len(best)]
 
 
 def noisy_answers(policy: Policy, prompts: list[Prompt], rng: random.Random) -> list:
@@ -1880,7 +1866,7 @@ LOSSES = {"reinforce": reinforce_loss, "ppo": ppo_loss}
 def k3(recorded, recomputed) -> float:
     """Mean of exp(d) - 1 - d over [N] log-probabilities: an estimate of the KL divergence that is
     never negative (the third of Schulman's estimators, 2020)."""
-    d = (recomputed - recorded).double()
+    d = (recomputed - recorded).detach().double()
     return float((d.exp() - 1 - d).mean())
 
 
@@ -1915,21 +1901,18 @@ class Trainer(Actor):
         """Builds the policy, warm-starts the tiny one, and publishes it as version 0."""
         self.policy = Policy(self.cfg)
         self.metrics = await get_or_spawn_controller("metrics", Metrics)
-        self.found = warm_start(self.policy) if self.cfg.model == "tiny" else {}
+        self.found = warm_start(self.policy) if self.cfg.model == "tiny" else []
         self.initial = {k: v.clone() for k, v in self.policy.model.state_dict().items()}
-        self._new_optimizer()
+        self.optimizer = torch.optim.AdamW(
+            self.policy.model.parameters(), self.policy.learning_rate, weight_decay=0.0, fused=True)
         self.writer = WeightWriter(weights_of(self.policy.model), self.cfg.generators)
         self.writer.publish(self.version)
 
     @endpoint
-    async def survey(self) -> dict[str, dict[str, float]]:
+    async def survey(self) -> dict[str, list[float]]:
         """What warm starts measured: this policy's, and one for each other task, thrown away."""
         others = [dataclasses.replace(self.cfg, task=t) for t in TASKS if t != self.cfg.task]
         return {self.cfg.task: self.found, **{o.task: warm_start(Policy(o)) for o in others}}
-
-    def _new_optimizer(self) -> None:
-        self.optimizer = torch.optim.AdamW(
-            self.policy.model.parameters(), self.policy.learning_rate, weight_decay=0.0, fused=True)
 
     @endpoint
     async def arena(self) -> ArenaHandle:
@@ -1948,10 +1931,10 @@ class Trainer(Actor):
 
     @endpoint
     async def reset(self) -> int:
-        """Back to the weights before RL and a new optimizer, as the next version."""
+        """Back to the weights before RL, as the next version."""
         self.writer.wait()
         self.policy.model.load_state_dict(self.initial)
-        self._new_optimizer()
+        self.optimizer.state.clear()  # its moments are of the old weights
         return self._start_publishing()
 
     @endpoint
@@ -1966,12 +1949,11 @@ class Trainer(Actor):
         loss = per_token.mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
-        finite, stall_s = math.isfinite(float(norm)), self.writer.wait()
+        finite, stall_s = math.isfinite(norm), self.writer.wait()
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        lag, every, pi = self.version - batch.versions, every.detach(), pi.detach()
-        weight = (pi - mu).exp()
+        lag, weight = self.version - batch.versions, (pi.detach() - mu).exp()
         stats = StepStats(
             version=self._start_publishing(), skipped=int(not finite), loss=float(loss.detach()),
             reward=float(batch.rewards.mean()), grad_norm=float(norm), lag_max=int(lag.max()),
@@ -1990,7 +1972,7 @@ class Trainer(Actor):
         columns = [batch.logprobs[:, 1:], *(row[:, None].expand_as(sampled) for row in rows)]
         every = self.policy.log_softmax(ids, batch.mask.to(self.cfg.device))[sampled]
         pi = every.gather(1, ids[:, 1:][sampled][:, None]).squeeze(1)
-        return every, pi, *(column.to(self.cfg.device)[sampled] for column in columns)
+        return every.detach(), pi, *(column.to(self.cfg.device)[sampled] for column in columns)
 
     @endpoint
     async def compare(self, batch: Rollout) -> tuple[float, list[tuple]]:
@@ -1999,10 +1981,9 @@ class Trainer(Actor):
         reinforce_loss(pi, mu, advantage)[0].mean().backward()
         idle = sum(q.grad is None or not q.grad.any() for q in self.policy.model.parameters())
         self.optimizer.zero_grad()
-        every, pi = every.detach(), pi.detach()
         # [highest group id + 1], the sum over each group, which should be 0
         by_group = torch.bincount(batch.group_ids, advantages(batch.rewards, batch.group_ids))
-        gap, sums = (pi - mu).abs().max(), (every.exp().sum(-1) - 1).abs().max()
+        gap, sums = (pi.detach() - mu).abs().max(), (every.exp().sum(-1) - 1).abs().max()
         return k3(mu, pi), [
             ("log-probabilities, recorded and recomputed, differ by", float(gap), "<", 1e-4),
             ("probabilities miss summing to 1 by", float(sums), "<", 1e-5),
@@ -2028,8 +2009,7 @@ class Generator(Actor):
         return os.getpid()
 
     @endpoint
-    async def rollout(self, prompts: list[Prompt], group_size: int, seed: int,
-                      greedy: bool) -> Rollout:
+    async def rollout(self, prompts: list[Prompt], group_size: int, seed: int, greedy: bool):
         """Under one version of the weights: the lease lasts until the next pull."""
         start, version = time.monotonic(), self.reader.pull()
         rollout = generate(self.policy, prompts, group_size, version, seed, greedy)
@@ -2076,15 +2056,14 @@ class Fleet:
     async def heldout_exact(self) -> float:
         """Of the trainer's newest weights, greedy, over prompts never trained on."""
         await self.trainer.published.call_one()
-        return (await self.rollout(heldout(self.cfg.task), group_size=1, greedy=True)).exact()
+        return (await self.rollout(self.sampler.heldout, group_size=1, greedy=True)).exact()
 
 
 class History:
     """What a run did, step by step."""
 
     def __init__(self, fleet: Fleet, report: Report, label: str, every: int):
-        self.fleet, self.cfg, self.report = fleet, fleet.cfg, report
-        self.label, self.every = label, every
+        self.fleet, self.report, self.label, self.every = fleet, report, label, every
         self.rows: list[dict] = []  # one per step, the lines of --log
         # a table of one episode now and then
         self.samples = [["step", "user said", "policy said (+: did not stop)", "reward", "version"]]
@@ -2099,57 +2078,51 @@ class History:
 
     async def add(self, stats: StepStats, batch: Rollout) -> None:
         step, seconds = len(self.rows) + 1, since(self.started)
-        row = {"run": self.label.strip(), "step": step, "seconds": seconds} | vars(stats)
-        self.rows.append(row)
+        self.rows.append({"run": self.label, "step": step, "seconds": seconds} | vars(stats))
+        with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
+            log.write(json.dumps(self.rows[-1]) + "\n")
         keep = step % self.every == 0
         if keep or step == 1:
             asked = " ".join(said for said, _ in batch.prompts[0].turns)
-            self.samples.append([f"{step}", asked, " ".join(batch.answers[0]),
-                                 float(batch.rewards[0]), int(batch.versions[0])])
+            self.samples.append([step, asked, " ".join(batch.answers[0]), float(batch.rewards[0]),
+                                 int(batch.versions[0])])
         if keep or (self.report.live and step % 10 == 0):
-            generators, trainer = await self.idle()
+            (generators, trainer), tokens = await self.idle(), sum(self["num_tokens"])
             self.report.progress(
-                f"{self.label} {step:4d} version {stats.version:4d} reward {stats.reward:.2f} lag "
-                f"{stats.lag_mean:.1f} max {stats.lag_max} {sum(self['num_tokens']) / seconds:.0f} "
-                f"tokens/s idle: gen {generators} tra {trainer}", keep)
-        if self.cfg.log:
-            with open(self.cfg.log, "a", encoding="utf-8") as log:
-                log.write(json.dumps(row) + "\n")
+                f"{self.label:5s} {step:4d} version {stats.version:4d} reward {stats.reward:.2f} "
+                f"lag {stats.lag_mean:.1f} max {stats.lag_max} {tokens / seconds:.0f} tokens/s "
+                f"idle: gen {generators} tra {trainer}", keep)
 
     async def idle(self) -> list[str]:
         """Share of the run so far that generators and trainer spent waiting."""
         busy, wall = await self.fleet.metrics.read.call_one() - self.before, since(self.started)
         return [f"{1 - sum(s for who, s in busy.items() if side in who) / wall / size:.0%}"
-                for side, size in [("generator", self.cfg.generators), ("trainer", 1)]]
+                for side, size in (("generator", self.fleet.cfg.generators), ("trainer", 1))]
 
     def speed(self, num_steps: int, idle: list[str]) -> list:
         """Of the first steps: seconds, steps/s, tokens/s, idle shares, reward in the last tenth."""
         seconds, tokens = self["seconds"][num_steps - 1], sum(self["num_tokens"][:num_steps])
-        reward = statistics.fmean(self["reward"][num_steps - max(1, num_steps // 10) : num_steps])
+        reward = statistics.fmean(self["reward"][:num_steps][-max(1, num_steps // 10) :])
         return [seconds, num_steps / seconds, tokens / seconds, *idle, reward]
 
-    def lags(self) -> tuple[float, int]:
-        """(mean, max) in versions"""
-        return statistics.fmean(self["lag_mean"]), max(self["lag_max"])
+    def report_learning(self, before: float, after: float, mismatch: float) -> float:
+        """before, after: held-out exact. Returns the reward gained, last tenth over first."""
+        task, rewards, tenth = self.fleet.cfg.task, self["reward"], max(1, len(self.rows) // 10)
+        first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
+        self.report.say(f"held-out exact, 256 prompts, task {task}: {before:.3f} -> {after:.3f}")
+        self.report.figure(heldout_before=before, heldout_after=after, reward_first=first,
+                           reward_last=last, mismatch_k3=mismatch, lag_max=max(self["lag_max"]))
+        return last - first
 
 
-async def train_sync(fleet: Fleet, num_steps: int, history: History) -> None:
+async def train_sync(fleet: Fleet, report: Report, num_steps: int, every: int) -> History:
     """Sample, step, publish, one after the other."""
+    history = History(fleet, report, "sync", every)
     await history.begin()
     for _ in range(num_steps):
         batch = await fleet.batch()  # generators pull before they sample, so lag is 0
         await history.add(await fleet.trainer.step.call_one(batch), batch)
-
-
-def report_learning(report: Report, history: History, exact: tuple, mismatch: float) -> float:
-    """Of a whole run; returns the reward gained, last tenth of the steps over first."""
-    rewards, tenth = history["reward"], max(1, len(history.rows) // 10)
-    first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
-    (before, after), (lag_mean, lag_max) = exact, history.lags()
-    report.say(f"held-out exact, 256 prompts, task {history.cfg.task}: {before:.3f} -> {after:.3f}")
-    report.figure(heldout_before=before, heldout_after=after, reward_first=first, reward_last=last,
-                  mismatch_k3=mismatch, lag_mean=lag_mean, lag_max=lag_max)
-    return last - first
+    return history
 
 
 @stage(8, "sync_rl", "trainer and generator give the same log-probabilities for the same weights; "
@@ -2160,27 +2133,26 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
         if cfg.model == "tiny":
             found = await fleet.trainer.survey.call_one()
             report.table(["256 held-out prompts, exact", "chance", "warm-started", "best possible"],
-                         *([task, *row.values()] for task, row in found.items()))
-            room = min(row["best"] - row["warm"] for row in found.values())
+                         *([task, *shares] for task, shares in found.items()))
+            room = min(best - warm for _, warm, best in found.values())
             report.check("room to learn, least of the tasks", room, ">", 0.5)
         first = await fleet.batch()
         for check in (await fleet.trainer.compare.call_one(first))[1]:  # before any training
             report.check(*check)
-        distinct = len({tuple(said) for said in first.answers}) / len(first.answers)
+        distinct = len(set(first.answers)) / len(first.answers)
         report.check("share of conversations that are distinct", distinct, ">", 0.2)
-        history, before = History(fleet, report, "sync ", every=50), await fleet.heldout_exact()
-        await train_sync(fleet, max(1, cfg.steps // 2), history)
+        before = await fleet.heldout_exact()
+        history = await train_sync(fleet, report, max(1, cfg.steps // 2), every=50)
         (stale, _), after = await fleet.trainer.compare.call_one(first), await fleet.heldout_exact()
-    steps, wall_s, mismatch = len(history.rows), history["seconds"][-1], max(history["mismatch_k3"])
+    mismatch = max(history["mismatch_k3"])
     report.table(["recorded against recomputed log-probabilities", "k3, nats"],
-                 [f"the first batch, {steps} steps too late", stale],
+                 [f"the first batch, {len(history.rows)} steps too late", stale],
                  ["every batch, by the weights that sampled it", mismatch])
-    report.say(f"{steps} steps in {wall_s:.1f} s")
-    gain = report_learning(report, history, (before, after), mismatch)
-    report.figure(stale_k3=stale, sync_steps_per_s=steps / wall_s)
+    report.say(f"{len(history.rows)} steps in {history['seconds'][-1]:.1f} s")
+    gain = history.report_learning(before, after, mismatch)
     report.check("k3 of samples that are too old", stale, ">", 1e-4)
     report.check("k3 of samples, largest of all steps", mismatch, "<=", 1e-6)
-    report.check("lag, largest of all steps", history.lags()[1], "==", 0)
+    report.check("lag, largest of all steps", max(history["lag_max"]), "==", 0)
     report.check("reward gained, last tenth over first", gain, ">", 0.1)
     report.say("try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags")
 
@@ -2268,8 +2240,8 @@ class AsyncRun:
         self.away, self.done = 0, False  # away: groups in requests that are not back
         self.at_trainer: collections.deque[asyncio.Task] = collections.deque()  # steps
 
-    async def run(self, version: int, before_step: dict) -> None:
-        """version: the trainer's now. before_step: {step: async function to call first}.
+    async def run(self, version: int) -> None:
+        """version: the trainer's now.
 
         Shutdown:  training ends (or any loop raises)
                      -> done: no loop admits again
@@ -2279,7 +2251,7 @@ class AsyncRun:
         await self.history.begin()
         # at most two requests per generator; with few tickets the gate lets fewer through
         rollouts = [self._rollouts() for _ in range(2 * self.fleet.cfg.generators)]
-        tasks = [*map(asyncio.ensure_future, [self._training(version, before_step), *rollouts])]
+        tasks = [*map(asyncio.ensure_future, [self._training(version), *rollouts])]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         self.done = True
         while self.away and not all(task.done() for task in tasks[1:]):
@@ -2307,12 +2279,10 @@ class AsyncRun:
             finally:
                 self.away -= GROUPS_PER_BATCH
 
-    async def _training(self, version: int, before_step: dict) -> None:
+    async def _training(self, version: int) -> None:
         """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
         then by the answer / produces versions / ends after num_steps"""
-        for step in range(1, self.num_steps + 1):
-            if step in before_step:
-                await before_step[step]()
+        for _ in range(self.num_steps):
             # While the trainer works on a batch, the next waits there, and no more: it grows older
             # by a version. With K = 0 there are tickets for one batch only.
             while len(self.at_trainer) > min(1, self.buffer.max_lag):
@@ -2335,33 +2305,31 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     timed = max(1, cfg.steps * 4 // 5)  # steps to compare; then a generator is killed
     async with Fleet(cfg) as fleet:
         before, loose = await fleet.heldout_exact(), History(fleet, report, "loose", every=10**9)
-        await AsyncRun(fleet, min(60, timed), 10**6, loose).run(0, {})  # without the rule
-        version, killed = await fleet.trainer.reset.call_one(), {}
+        await AsyncRun(fleet, min(60, timed), 10**6, loose).run(0)  # without the rule
         history = History(fleet, report, "async", every=max(1, cfg.steps // 8))
-
-        async def kill() -> None:
-            killed.update(idle=await history.idle(), at=time.monotonic())
-            os.kill((await fleet.generators.status.call_one())["pids"][0], signal.SIGKILL)
-
         run = AsyncRun(fleet, cfg.steps, cfg.max_lag, history)
-        await run.run(version, {min(timed + 3, cfg.steps): kill})  # step `timed` has ended then
+        running = asyncio.ensure_future(run.run(await fleet.trainer.reset.call_one()))
+        while len(history.rows) < timed and not running.done():
+            await asyncio.sleep(0.005)
+        idle, killed = await history.idle(), time.monotonic()
+        kill_process((await fleet.generators.status.call_one())["pids"][0])
+        await running
         after, status = await fleet.heldout_exact(), await fleet.generators.status.call_one(60.0)
-        spans = await fleet.metrics.spans.call_one(killed["at"] - 0.3, killed["at"] + 0.3)
+        spans = await fleet.metrics.spans.call_one(killed - 0.3, killed + 0.3)
         k3_now, _ = await fleet.trainer.compare.call_one(await fleet.batch())
         await fleet.trainer.reset.call_one()
-        peer = History(fleet, report, "sync ", every=max(1, cfg.steps // 4))
-        await train_sync(fleet, timed, peer)
-        speeds = peer.speed(timed, await peer.idle()), history.speed(timed, killed["idle"])
+        peer = await train_sync(fleet, report, timed, every=max(1, cfg.steps // 4))
+        speeds = peer.speed(timed, await peer.idle()), history.speed(timed, idle)
     report.table(*history.samples)
     report.say("", "0.6 s around the kill: g generate, s step, . wait",
-               *timeline(spans, killed["at"] - 0.3, killed["at"] + 0.3), " " * 51 + "^ SIGKILL")
+               *timeline(spans, killed - 0.3, killed + 0.3), " " * 51 + "^ SIGKILL")
     report_speed(report, cfg.max_lag, timed, *speeds)
-    report_lag(report, cfg, run, loose)
-    report_learning(report, history, (before, after), k3_now)
+    report_lag(report, run, loose)
+    history.report_learning(before, after, k3_now)
     stall = sum(history["stall_s"]) / sum(history["step_s"])
-    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     report.figure(replaced_after_ms=max((s for *_, s in status["log"]), default=0.0) * 1e3,
                   trainer_stall_share=stall)
+    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     report.check("k3 of recorded and recomputed log-probabilities", k3_now, "<=", 1e-6)
     report.check(f"steps made, with a kill after {timed}", len(history.rows), "==", cfg.steps)
     report.check("healthy generators at the end", status["healthy"], "==", cfg.generators)
@@ -2375,23 +2343,22 @@ def report_speed(report: Report, max_lag: int, timed: int, sync: list, fast: lis
     report.say("", f"{timed * GROUPS_PER_BATCH * GROUP_SIZE} trained samples each, no start-up")
     report.table(["run", "seconds", "steps/s", "tokens/s", "generators idle", "trainer idle",
                   "reward then"], ["sync", *sync], ["async", *fast])
-    report.figure(async_speedup=sync[0] / fast[0], sync_s=sync[0], async_s=fast[0],
-                  sync_reward=sync[-1], async_reward=fast[-1])
+    report.figure(async_speedup=sync[0] / fast[0], sync_s=sync[0], async_s=fast[0])
     if max_lag:  # with K = 0 the asynchronous run is a synchronous one
         report.check("sync seconds / async seconds", sync[0] / fast[0], ">", 1)
     report.check("reward lost to lag", sync[-1] - fast[-1], "<", 0.1)
 
 
-def report_lag(report: Report, cfg: Config, run: AsyncRun, loose: History) -> None:
+def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
     """Where all groups went, and how old they were."""
-    count, in_flight = run.gate.count, run.away + len(run.buffer.groups)
-    report.table(["lag, in versions", "bound", "mean", "max"],
-                 ["no tickets, no drop", "none", *loose.lags()],
-                 ["tickets and drop", f"K = {cfg.max_lag}", *run.history.lags()])
+    count, in_flight, bound = run.gate.count, run.away + len(run.buffer.groups), run.buffer.max_lag
+    rows = [[how, most, statistics.fmean(h["lag_mean"]), max(h["lag_max"])] for how, most, h in (
+        ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", run.history))]
+    report.table(["lag, in versions", "bound", "mean", "max"], *rows)
     report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
-    report.figure(**count, in_flight=in_flight, lag_max_without_bound=loose.lags()[1])
-    report.check("largest lag without the rule", loose.lags()[1], ">", min(cfg.max_lag, 10))
-    report.check("largest lag", run.history.lags()[1], "<=", cfg.max_lag)
+    report.figure(**count, in_flight=in_flight)
+    report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
+    report.check("largest lag", rows[1][-1], "<=", bound)
     report.check("groups started, not accounted for", run.gate.under_way() - in_flight, "==", 0)
 
 

@@ -275,9 +275,11 @@ def test_k3_is_zero_for_equals_and_positive_otherwise():
 
 def test_held_out_prompts_are_never_drawn():
     for task in m.TASKS:
-        held = {prompt.turns for prompt in m.fixed_prompts(task)}
-        assert len(held) == 512 and len(m.heldout(task)) == 256
-        drawn = m.Sampler(m.Config(task=task, seed=3)).draw(3000)
+        sampler = m.Sampler(m.Config(task=task, seed=3))
+        held = {prompt.turns for prompt in sampler.heldout + sampler.validation}
+        assert len(held) == 512 and len(sampler.heldout) == 256
+        assert sampler.heldout == m.Sampler(m.Config(task=task, seed=4)).heldout
+        drawn = sampler.draw(3000)
         assert not held & {prompt.turns for prompt in drawn}
         assert len({prompt.id for prompt in drawn}) == 3000
 
@@ -329,7 +331,7 @@ def test_two_loops_end_with_every_bound(max_lag):
     async def scene():
         fleet.trainer = type("T", (), {"step": Fleet.Step()})()
         run = m.AsyncRun(fleet, 40, max_lag, History())
-        await asyncio.wait_for(run.run(0, {}), 60)
+        await asyncio.wait_for(run.run(0), 60)
         assert len(run.history.lags) == 40 and max(run.history.lags) <= max_lag
         count = run.gate.count
         assert count["started"] == count["trained"] + count["dropped"] + len(run.buffer.groups)
