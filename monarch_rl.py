@@ -889,7 +889,8 @@ async def by_hand(num_requests: int) -> tuple[int, float]:
     call before that)"""
     procs = this_host().spawn_procs(per_host={"replica": 4})
     pool = procs.spawn("pool", Roots, 0)
-    victim, direct_s = await timed(pool.slice(replica=3).setup.call_one, times=200)
+    victim = await pool.slice(replica=3).setup.call_one()  # its process is there now
+    _, direct_s = await timed(pool.slice(replica=3).setup.call_one, times=200)
     os.kill(victim, signal.SIGSTOP)
     calls = [(pool.slice(replica=i % 4).root.call_one, i) for i in range(num_requests)]
     answers = await asyncio.gather(*(outcome(*call, deadline_s=1.0) for call in calls))
