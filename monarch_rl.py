@@ -524,85 +524,79 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # Source. Erlang's supervisors (Armstrong 2003).
 
 
-class Doubler(Actor):
-    """Somebody to fail, here and in section 6. Refuses negative numbers. Number 1 has bad spells:
-    14 of every 40 requests in a row."""
-
-    def __init__(self, replica_id: int):
-        self.replica_id, self.seen = replica_id, 0
-
-    @endpoint
-    async def setup(self) -> int:
-        """The process id: the answer of whoever is alive and ready."""
-        return os.getpid()
-
-    @endpoint
-    async def double(self, number: int) -> int:
-        self.seen += 1
-        if number < 0:
-            raise ValueError(f"{number} is negative")
-        if self.replica_id == 1 and self.seen % 40 > 25:
-            raise RuntimeError("a bad spell")
-        await asyncio.sleep(0.002)
-        return 2 * number
+LEAVING = threading.Event()  # set when this process is about to end: nothing is replaced any more
 
 
 # Who owns whom, and where news of a death goes:
 #
 #     controller process                                 worker process
-#       Supervisor  --spawn_procs, spawn-->                Doubler
+#       Supervisor  --spawn_procs, spawn-->                an actor
 #           ^  ^                                             |  dies
 #           |  +---- __supervise__ (Monarch's poll) ---------+
 #           +------- on_exit (pidfd, at once, this host) ----+
+#
+# The life of a replica, and what moves it on:
+#
+#     spawning --setup() answers--> healthy --dies, misses a deadline, keeps raising--> lost
+#        ^                                                                                |
+#        +------------- _spawn: kill what is left, another Replica of the same id --------+
+
+
+@dataclass
+class Replica:
+    """A process with one actor in it; only the supervisor that owns it touches this record."""
+
+    id: int
+    name: str  # of its meshes; never used twice
+    procs: object
+    actor: object
+    pid: int = 0  # until setup() has answered
+    in_flight: int = 0  # requests; section 6 counts these
+    errors: int = 0  # in a row, on requests that another replica then answered
+    # (why, when on the monotonic clock), once it is lost: wakes everybody who waits for it
+    lost: asyncio.Future = dataclasses.field(default_factory=asyncio.Future)
 
 
 class Supervisor(Actor):
-    """Owns one worker process and replaces it."""
+    """Owns replicas of one actor class.
 
-    def __init__(self, deadline_s: float):
-        # told: when I heard of a death, on the monotonic clock
-        self.deadline_s, self.procs, self.told = deadline_s, None, []
+    The class takes (replica_id, *args) and has an endpoint `setup()` that makes it ready to serve
+    and returns its process id. A replacement joins through the same `setup()`."""
+
+    SETUP_DEADLINE_S = 120.0  # imports on a loaded machine take seconds, large models minutes
+
+    def __init__(self, name: str, replica_class: type, num_replicas: int, deadline_s: float, *args):
+        """deadline_s: seconds for one attempt at a request."""
+        self.name, self.replica_class, self.args = name, replica_class, args
+        self.num_replicas, self.deadline_s, self.spawned = num_replicas, deadline_s, 0
+        self.replicas: dict[int, Replica] = {}  # by id, the newest of each
+
+    async def _spawn(self, replica_id: int) -> None:
+        """(Re)places a replica; done when it is healthy. Kills the old one first: if stopped, it
+        would go on later, under the same reader number and with old weights."""
+        if old := self.replicas.get(replica_id):
+            kill_process(old.pid)
+            old.pid = 0  # the number may soon be somebody else's
+            await asyncio.wait_for(old.procs.stop(), self.deadline_s)
+        self.spawned += 1
+        name = f"{self.name}_{replica_id}_{self.spawned}"
+        procs = this_host().spawn_procs(per_host={"replica": 1}, name=name)
+        actor = procs.spawn(name, self.replica_class, replica_id, *self.args)
+        new = self.replicas[replica_id] = Replica(replica_id, name, procs, actor)
+        pid = await asyncio.wait_for(actor.setup.call_one(), self.SETUP_DEADLINE_S)
+        on_exit(pid, lambda: self._lose(new, "died"))  # watch
+        new.pid = pid  # healthy
 
     async def __supervise__(self, failure) -> bool:
-        self.told.append(time.monotonic())
+        """A process of mine died, or its actor; of one on another host this is how I know."""
+        for replica in self.replicas.values():
+            if failure.mesh_name.startswith(f"{replica.name}-"):
+                self._lose(replica, "died")
         return True  # handled; False would pass it on to whoever owns me
 
-    @endpoint
-    async def spawn(self) -> float:
-        """(Re)places the worker; seconds until it answers."""
-        start = time.monotonic()
-        if self.procs:
-            kill_process(self.pid)  # SIGKILL ends stopped processes too
-            await self.procs.stop()
-        self.procs = this_host().spawn_procs(per_host={"worker": 1})
-        self.worker = self.procs.spawn("worker", Doubler, 0)
-        self.pid = await self.worker.setup.call_one()
-        on_exit(self.pid, lambda: self.told.append(time.monotonic()))  # watch
-        return since(start)
-
-    @endpoint
-    async def provoke(self, trigger: str) -> tuple[str, str, float]:
-        """(what the caller saw, whether this owner was told, ms until then; not told, until the
-        caller saw it)"""
-        start, saw, self.told = time.monotonic(), "nothing", []  # old news may have come late
-        if trigger == "exception, call_one":
-            saw = await outcome(self.worker.double.call_one, -1)
-        elif trigger == "exception, broadcast":
-            self.worker.double.broadcast(-1)
-        else:
-            os.kill(self.pid, signal.Signals[trigger])
-            deadline_s = 10.0 if trigger == "SIGKILL" else self.deadline_s  # until Monarch knows
-            saw = await outcome(self.worker.setup.call_one, deadline_s=deadline_s)
-        seen = time.monotonic()
-        await asyncio.sleep(0.5)  # two polls, so that "not told" means something
-        return saw, "yes" if self.told else "no", ([*self.told, seen][0] - start) * 1e3
-
-    @endpoint
-    async def answered(self, num_calls: int) -> int:
-        """How many calls to the worker are answered. An actor that raised under broadcast is dead
-        though its process lives, and a message to a dead actor would end its sender: not sent."""
-        calls = (outcome(self.worker.setup.call_one, deadline_s=0.1) for _ in range(num_calls))
-        return [await call for call in calls].count(self.pid)
+    def _lose(self, replica: Replica, why: str) -> None:
+        if not (replica.lost.done() or LEAVING.is_set()):  # the first to notice says why
+            replica.lost.set_result((why, time.monotonic()))
 
 
 def on_exit(pid: int, callback) -> None:
@@ -627,37 +621,84 @@ def is_alive(pid: int) -> bool:
     return False
 
 
+class Roots(Actor):
+    """Somebody to fail, here and in section 6. Negative numbers have no square root, and replica 1
+    has a bad spell from 100 to 199."""
+
+    def __init__(self, replica_id: int):
+        self.replica_id = replica_id
+
+    @endpoint
+    async def setup(self) -> int:
+        return os.getpid()
+
+    @endpoint
+    async def root(self, number: int) -> float:
+        if self.replica_id == 1 and 100 <= number < 200:
+            raise RuntimeError("a bad spell")
+        await asyncio.sleep(0.002)
+        return math.sqrt(number)  # of -1: ValueError
+
+
 TRIGGERS = {"exception, call_one": ["ValueError", "no"],  # what its caller sees, is the owner told
             "exception, broadcast": ["nothing", "yes"],
             "SIGKILL": ["SupervisionError", "yes"],
             "SIGSTOP": ["TimeoutError", "no"]}
 
 
+class Trial(Supervisor):
+    """Owns one replica, to which everything happens that TRIGGERS names."""
+
+    @endpoint
+    async def suffer(self, trigger: str) -> list:
+        """[what the caller saw, was the owner told, ms until then (not told: until the caller
+        saw it), ms of replacing, answers of 5 after it, answers of 5 before]"""
+        if not self.replicas:
+            await self._spawn(0)
+        victim, start, saw = self.replicas[0], time.monotonic(), ["nothing"]
+        if trigger.startswith("SIG"):
+            os.kill(victim.pid, signal.Signals[trigger])
+        # An actor that raised under broadcast is dead though its process lives, and a message to a
+        # dead actor would end its sender: nobody asks it again.
+        if trigger == "exception, broadcast":
+            victim.actor.root.broadcast(-1)
+        else:
+            deadline_s = 0.3 if trigger == "SIGSTOP" else 10.0  # of a death Monarch tells callers
+            saw = await self._ask(-1 if trigger.startswith("exc") else 4, deadline_s)
+        seen = time.monotonic()
+        await asyncio.sleep(0.5)  # two polls, so that "not told" means something
+        told = victim.lost.done()
+        _, found = victim.lost.result() if told else ("", seen)
+        cure = time.monotonic()
+        if told or "TimeoutError" in saw:  # else it lives on
+            await self._spawn(0)
+        row = [saw[0], "yes" if told else "no", (found - start) * 1e3, round(since(cure) * 1e3)]
+        return [*row, (await self._ask(4, 1.0)).count(2.0), saw.count(2.0)]
+
+    async def _ask(self, number: int, deadline_s: float) -> list:
+        """What five callers see."""
+        root = self.replicas[0].actor.root.call_one
+        return await asyncio.gather(*(outcome(root, number, deadline_s=deadline_s)
+                                      for _ in range(5)))
+
+
 @stage(5, "supervision", "an exception belongs to the caller; a dead process belongs to whoever "
        "spawned it, who replaces it in under a second")
 async def demo_supervision(report: Report, cfg: Config) -> None:
-    supervisor = this_proc().spawn("supervisor", Supervisor, 0.3)
-    await supervisor.spawn.call_one()
-    rows, unreplaced = [], 0
-    for trigger in TRIGGERS:
-        found = await supervisor.provoke.call_one(trigger)
-        lives = trigger == "exception, call_one"
-        if trigger.startswith("SIG"):
-            unreplaced += await supervisor.answered.call_one(5)
-        respawn_s = 0.0 if lives else await supervisor.spawn.call_one()
-        now = await supervisor.answered.call_one(5)
-        rows.append([trigger, *found, respawn_s * 1e3, now])
+    trial = this_proc().spawn("trial", Trial, "worker", Roots, 1, 10.0)
+    rows = [[trigger, *await trial.suffer.call_one(trigger)] for trigger in TRIGGERS]
     report.table(["trigger", "caller sees", "owner told", "after ms", "replaced ms",
-                  "answers of 5"], *rows)
+                  "answers of 5"], *(row[:-1] for row in rows))
     detect_ms, respawn_ms = next(row[3:5] for row in rows if row[0] == "SIGKILL")
     report.figure(detect_ms=detect_ms, respawn_ms=respawn_ms)
     surprises = sum(row[1:3] != TRIGGERS[row[0]] for row in rows)
     report.check("triggers that behaved otherwise", surprises, "==", 0)
-    report.check("answers of 10 calls to a killed and a stopped worker", unreplaced, "==", 0)
-    report.check("answers of 20 calls after the owner's cure", sum(r[-1] for r in rows), "==", 20)
+    answered = sum(row[-1] for row in rows)  # exceptions and broadcasts answer nothing anyway
+    report.check("answers of 10 calls to a killed and a stopped worker", answered, "==", 0)
+    report.check("answers of 20 calls after the owner's cure", sum(r[-2] for r in rows), "==", 20)
     report.check("SIGKILL found and worker replaced, ms", detect_ms + respawn_ms, "<", 1000)
     report.say(f"try: remove line {line_of('watch')}: Monarch's poll tells the owner, but later")
-    await supervisor.stop()
+    await trial.stop()
 
 
 # == 6. SERVICE ===================================================================================
@@ -672,241 +713,158 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # Source. Least-loaded round robin, as in any load balancer; "let it crash", as in Erlang.
 
 
-LEAVING = threading.Event()  # set when this process is about to end: nothing is replaced any more
-
-
 class NoReplica(RuntimeError):
     """No healthy replica within the deadline."""
 
 
-# The life of a replica, and what moves it on:
-#
-#     spawning --setup() answers--> healthy --dies, misses a deadline, keeps raising--> lost
-#        ^                                                                                |
-#        +------------- _replace: kill what is left, spawn the next generation -----------+
-#
-# A request never waits for a particular replica: when one is lost, its future `lost` wakes every
-# attempt that hangs on it, and each of them picks another.
-
-
-@dataclass
-class Replica:
-    """One process of a service; only the service that owns it touches this record."""
-
-    id: int
-    generation: int = 0  # how often it was spawned
-    healthy: bool = False
-    in_flight: int = 0  # requests
-    errors: int = 0  # in a row, on requests that another replica then answered
-    pid: int = 0
-    procs: object = None
-    actor: object = None
-    lost: object = None  # asyncio.Future, resolved when this generation is given up
-
-
-class Service(Actor):
-    """Replicas of one actor class behind one name.
-
-    The class takes (replica_id, *args) and has an endpoint `setup()` that makes it ready to serve
-    and returns its process id. A replacement joins through the same `setup()`."""
+class Service(Supervisor):
+    """Replicas of one actor class behind one name. A request never waits for a particular replica:
+    when one is lost, every attempt that hangs on it wakes and picks another."""
 
     MAX_ERRORS = 3  # in a row until a replica that raises is replaced
     MAX_ATTEMPTS = 3  # per request: a request that kills who runs it must not kill them all
-    SETUP_DEADLINE_S = 120.0  # imports on a loaded machine take seconds, large models minutes
-
-    def __init__(self, name: str, replica_class: type, num_replicas: int, deadline_s: float, *args):
-        """deadline_s: seconds for one attempt at a request."""
-        self.name, self.replica_class, self.args = name, replica_class, args
-        self.replicas = [Replica(i) for i in range(num_replicas)]
-        self.deadline_s, self.turn, self.stopping = deadline_s, 0, False
-        self.log: list[tuple[int, str, float]] = []  # (replica id, why, seconds until healthy)
-        self.failover_s: list[float] = []  # of requests that needed a second attempt, in all
-        self.tasks: list[asyncio.Task] = []  # replacements; the event loop holds tasks only weakly
+    turn, keepers = 0, ()  # requests so far; a task per replica, from start until close
 
     @concurrent_endpoint
     async def start(self) -> None:
-        await asyncio.gather(*(self._spawn(replica) for replica in self.replicas))
+        self.log: list[tuple[int, str, float]] = []  # (replica id, why lost, seconds till replaced)
+        await asyncio.gather(*(self._spawn(i) for i in range(self.num_replicas)))
+        self.keepers = [asyncio.ensure_future(self._keep(i)) for i in self.replicas]
+
+    async def _keep(self, replica_id: int) -> None:
+        """waits for the loss of the replica / woken by `_lose` / produces the next / ends with
+        `close`"""
+        while self.keepers:
+            why, when = await self.replicas[replica_id].lost
+            try:
+                await self._spawn(replica_id)
+            except (ActorError, SupervisionError, asyncio.TimeoutError, OSError) as error:
+                self._lose(self.replicas[replica_id], f"setup failed: {cause(error)}")
+                await asyncio.sleep(0.5)  # a setup that always fails must not spin
+            self.log.append((replica_id, why, since(when)))
 
     @concurrent_endpoint
     async def route(self, method: str, *args):
         """Runs method(*args) on a healthy replica and answers exactly once. Raises what the request
         itself is to blame for, or NoReplica. (A plain endpoint would run one request at a time.)"""
-        start, raised, error = time.monotonic(), [], None
+        raised = None  # the replica that raised first
         for _ in range(self.MAX_ATTEMPTS):  # attempts
             replica = await self._pick(raised)
-            try:
-                answer = await self._attempt(replica, method, args)
-            except ActorError as caught:
-                raised.append(replica)
-                error = cause(caught)
-                if len(raised) == min(2, len(self.replicas)):
-                    raise error  # a second replica agrees
-            except (SupervisionError, asyncio.TimeoutError) as caught:
-                error = caught
-                stopped = isinstance(caught, asyncio.TimeoutError)
-                self._evict(replica, "missed its deadline" if stopped else "died")
-            else:
-                self._blame(raised, replica)
-                if error:
-                    self.failover_s.append(since(start))
-                return answer
-        raise error
-
-    async def _attempt(self, replica: Replica, method: str, args: tuple):
-        """Waits for the answer, the deadline, or the news that the replica is lost."""
-        replica.in_flight += 1
-        call = asyncio.ensure_future(getattr(replica.actor, method).call_one(*args))
-        try:
+            call = asyncio.ensure_future(getattr(replica.actor, method).call_one(*args))
+            replica.in_flight += 1
             await asyncio.wait({call, replica.lost}, timeout=self.deadline_s,
                                return_when=asyncio.FIRST_COMPLETED)
-            if call.done():
-                return call.result()
-            raise SupervisionError("lost") if replica.lost.done() else asyncio.TimeoutError()
-        finally:
             replica.in_flight -= 1
-            call.cancel()  # an answer that comes too late finds nobody
+            error = call.exception() if call.done() else SupervisionError("no answer")
+            if isinstance(error, SupervisionError):
+                self._lose(replica, "died" if call.done() else "missed its deadline")
+                call.cancel()  # an answer that comes too late finds nobody
+            elif error and not raised and self.num_replicas > 1:
+                raised = replica  # or the request is bad: another replica will tell
+            else:
+                break
+        if error:
+            raise cause(error)
+        replica.errors = 0
+        if raised:  # the request was good, so it is the replica that is not
+            raised.errors += 1
+            if raised.errors >= self.MAX_ERRORS:
+                self._lose(raised, "kept raising")
+        return call.result()
 
-    async def _pick(self, raised: list[Replica]) -> Replica:
-        """The next replica that has not raised on this request."""
+    def _healthy(self) -> list[Replica]:
+        return [r for r in self.replicas.values() if r.pid and not r.lost.done()]
+
+    async def _pick(self, raised: Replica | None) -> Replica:
+        """The next replica, but not the one that has raised on this request."""
         end = time.monotonic() + self.SETUP_DEADLINE_S
-        while not (fit := [r for r in self.replicas if r.healthy and r not in raised]):
-            if time.monotonic() > end:
+        while not (fit := [r for r in self._healthy() if r is not raised]):
+            if time.monotonic() > end or not self.keepers:
                 raise NoReplica(f"{self.name}: none within {self.SETUP_DEADLINE_S:.0f} s")
             await asyncio.sleep(0.005)
         # Fewest in flight first, so that a slow replica gets less; among equals in turn, or an idle
         # service would send everything to replica 0.
         self.turn += 1
-        return min(fit, key=lambda r: (r.in_flight, (r.id - self.turn) % len(self.replicas)))
-
-    def _blame(self, raised: list[Replica], answered: Replica) -> None:
-        """The request was good, so it is the replicas that raised on it which are not."""
-        answered.errors = 0
-        for replica in raised:
-            replica.errors += 1
-            if replica.errors >= self.MAX_ERRORS:
-                self._evict(replica, "kept raising")
-
-    def _evict(self, replica: Replica, why: str) -> None:
-        if not replica.healthy or self.stopping or LEAVING.is_set():
-            return  # being replaced already, or not wanted
-        replica.healthy = False
-        replica.lost.set_result(why)  # wakes every attempt at it
-        self.tasks.append(asyncio.ensure_future(self._replace(replica, why)))
-
-    async def _replace(self, replica: Replica, why: str) -> None:
-        """Ends when the replica is healthy or the service stops. Kills first: a stopped process
-        would go on later, under the same reader number and with old weights."""
-        start = time.monotonic()
-        while not (replica.healthy or self.stopping or LEAVING.is_set()):
-            kill_process(replica.pid)
-            replica.pid = 0  # the number may soon be somebody else's
-            try:
-                await asyncio.wait_for(replica.procs.stop(), self.deadline_s)
-                await self._spawn(replica)
-            except (ActorError, SupervisionError, asyncio.TimeoutError, OSError) as error:
-                self.log.append((replica.id, f"setup failed: {cause(error)}", since(start)))
-                await asyncio.sleep(0.5)  # a setup that always fails must not spin
-        self.log.append((replica.id, why, since(start)))
-
-    async def _spawn(self, replica: Replica) -> None:
-        replica.generation += 1
-        name = f"{self.name}_{replica.id}_{replica.generation}"
-        replica.procs = this_host().spawn_procs(per_host={"replica": 1}, name=name)
-        replica.actor = replica.procs.spawn(name, self.replica_class, replica.id, *self.args)
-        replica.pid = await asyncio.wait_for(replica.actor.setup.call_one(), self.SETUP_DEADLINE_S)
-        replica.lost = asyncio.get_running_loop().create_future()
-        on_exit(replica.pid, lambda now=replica.generation: self._ended(replica, now))
-        replica.errors, replica.healthy = 0, True
-
-    async def __supervise__(self, failure) -> bool:
-        """A process of mine died; of one on another host this is how I know."""
-        for replica in self.replicas:
-            if failure.mesh_name.startswith(f"{self.name}_{replica.id}_{replica.generation}-"):
-                self._evict(replica, "died")
-        return True  # of replicas that I have replaced, too: what they do is nobody's trouble now
-
-    def _ended(self, replica: Replica, generation: int) -> None:
-        if generation == replica.generation:  # else I ended it myself, to replace it
-            self._evict(replica, "died")
+        return min(fit, key=lambda r: (r.in_flight, (r.id - self.turn) % self.num_replicas))
 
     @concurrent_endpoint
     async def status(self, wait_s: float = 0.0) -> dict:
         """A snapshot, taken when all replicas are healthy or wait_s have passed."""
         end = time.monotonic() + wait_s
-        while not all(r.healthy for r in self.replicas) and time.monotonic() < end:
+        while len(self._healthy()) < self.num_replicas and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        return {"pids": [r.pid for r in self.replicas], "log": [*self.log],
-                "spawned": sum(r.generation for r in self.replicas),
-                "healthy": sum(r.healthy for r in self.replicas), "failover_s": [*self.failover_s]}
+        pids = [r.pid for r in self._healthy()]
+        return {"pids": pids, "healthy": len(pids), "log": [*self.log]}
 
     @concurrent_endpoint
     async def close(self) -> None:
-        self.stopping = True
-        for task in self.tasks:
-            task.cancel()  # a replacement under way must not outlive this
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        await asyncio.gather(*(r.procs.stop() for r in self.replicas if r.procs))
+        keepers, self.keepers = self.keepers, ()
+        for keeper in keepers:
+            keeper.cancel()  # a replacement under way must not outlive this
+        await asyncio.gather(*keepers, return_exceptions=True)
+        await asyncio.gather(*(r.procs.stop() for r in self.replicas.values()))
 
 
-async def lost_by_hand(num_requests: int) -> int:
-    """Requests lost by a caller that takes four replicas in turn, of which one is stopped."""
+async def timed(call, *args, times: int = 1) -> tuple:
+    """(what the caller sees at last, seconds per call)"""
+    start = time.monotonic()
+    for _ in range(times):
+        answer = await outcome(call, *args)
+    return answer, since(start) / times
+
+
+async def by_hand(num_requests: int) -> tuple[int, float]:
+    """A caller takes four replicas in turn, of which one is stopped: (requests lost, seconds of a
+    call before that)"""
     procs = this_host().spawn_procs(per_host={"replica": 4})
-    pool = procs.spawn("pool", Doubler, 0)
-    victim = await pool.slice(replica=3).setup.call_one()
+    pool = procs.spawn("pool", Roots, 0)
+    victim = await pool.slice(replica=3).setup.call_one()  # its process is there now
+    _, direct_s = await timed(pool.slice(replica=3).setup.call_one, times=200)
     os.kill(victim, signal.SIGSTOP)
-    calls = [(pool.slice(replica=i % 4).double.call_one, i) for i in range(num_requests)]
+    calls = [(pool.slice(replica=i % 4).root.call_one, i) for i in range(num_requests)]
     answers = await asyncio.gather(*(outcome(*call, deadline_s=1.0) for call in calls))
     os.kill(victim, signal.SIGCONT)  # so that it can be stopped politely
     await procs.stop()
-    return answers.count("TimeoutError")
-
-
-async def mean_us(call, *args) -> float:
-    """Microseconds of one awaited call."""
-    start = time.monotonic()
-    for _ in range(200):
-        await call(*args)
-    return since(start) / 200 * 1e6
+    return answers.count("TimeoutError"), direct_s
 
 
 @stage(6, "service", "with replicas that fail, hang and die, every request is answered exactly "
        "once")
 async def demo_service(report: Report, cfg: Config) -> None:
-    lost = await lost_by_hand(400)
-    service = this_proc().spawn("doublers", Service, "doubler", Doubler, 4, 0.5)
+    lost, direct_s = await by_hand(400)
+    service = this_proc().spawn("roots", Service, "root", Roots, 4, 0.5)
     await service.start.call_one()
-    pids, asked = (await service.status.call_one())["pids"], []
+    _, routed_s = await timed(service.route.call_one, "setup", times=200)
+    bad = await outcome(service.route.call_one, "root", -1)
+    first, asked = await service.status.call_one(10.0), []
     for i in range(400):
-        asked.append(asyncio.ensure_future(outcome(service.route.call_one, "double", i)))
+        asked.append(asyncio.ensure_future(timed(service.route.call_one, "root", i)))
         if i in (100, 200):
-            os.kill(pids[i // 100 + 1], signal.SIGKILL if i == 100 else signal.SIGSTOP)
+            victim = first["pids"][i // 100 + 1]
+            os.kill(victim, signal.SIGKILL if i == 100 else signal.SIGSTOP)
         await asyncio.sleep(0.001)
-    once = sum(answer == 2 * i for i, answer in enumerate(await asyncio.gather(*asked)))
-    before = await service.status.call_one(10.0)
-    bad = await outcome(service.route.call_one, "double", -1)
-    after = await service.status.call_one(10.0)
+    answers, seconds = zip(*await asyncio.gather(*asked))
+    once = sum(answer == math.sqrt(i) for i, answer in enumerate(answers))
+    last = await service.status.call_one(10.0)
     report.table(["400 requests to 4 replicas", "answered once"],
                  ["by hand, in turn; replica 3 is stopped", 400 - lost],
                  ["Service; 1 has bad spells, 2 is killed, 3 is stopped", once])
     report.table(["replica", "replaced, because it", "healthy again after ms"],
-                 *([replica, why, s * 1e3] for replica, why, s in after["log"]))
-    procs = this_host().spawn_procs(per_host={"replica": 1})
-    direct_us = await mean_us(procs.spawn("direct", Doubler, 0).setup.call_one)
-    routed_us = await mean_us(service.route.call_one, "setup")
-    failover_ms = max(before["failover_s"], default=0.0) * 1e3
-    report.say(f"a call takes {direct_us:.0f} us directly, {routed_us:.0f} us through the service,",
-               f"and {failover_ms:.0f} ms at worst if a replica is lost on the way")
-    report.figure(requests=400, answered_once=once, failover_ms=failover_ms,
-                  route_overhead_us=routed_us - direct_us)
+                 *([replica, why, s * 1e3] for replica, why, s in last["log"]))
+    report.say(f"a call takes {direct_s * 1e6:.0f} us directly, {routed_s * 1e6:.0f} us through "
+               "the service,", f"and {max(seconds) * 1e3:.0f} ms at worst if a replica is lost on "
+               "the way")
+    report.figure(requests=400, answered_once=once, failover_ms=max(seconds) * 1e3,
+                  route_overhead_us=(routed_s - direct_s) * 1e6)
     report.check("requests lost by hand", lost, ">", 0)
     report.check("requests of 400 that the service answered exactly once", once, "==", 400)
-    whys = {why for _, why, _ in after["log"]}
-    report.check("kinds of failure it replaced replicas for", len(whys), "==", 3)
+    kinds = len({why for _, why, _ in last["log"]})
+    report.check("kinds of failure it replaced replicas for", kinds, "==", 3)
     report.check("a bad request raises at its caller", bad, "==", "ValueError")
-    report.check("replicas replaced for it", after["spawned"] - before["spawned"], "==", 0)
-    report.check("healthy replicas of 4 at the end", after["healthy"], "==", 4)
+    report.check("replicas replaced for it", len(first["log"]), "==", 0)
+    report.check("healthy replicas of 4 at the end", last["healthy"], "==", 4)
     report.say(f"try: range(1) in `route` (line {line_of('attempts')}): a request gets one attempt")
-    await asyncio.gather(procs.stop(), service.close.call_one())
+    await service.close.call_one()
 
 
 # == 7. WEIGHT SYNC ===============================================================================
@@ -1773,12 +1731,9 @@ MAX_GRAD_NORM = 1.0
 LETTERS = "abcdefghijklmnop"
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One conversation to be had."""
-
-    id: int  # also the group id of its episodes
-    turns: tuple[tuple[str, str], ...]  # (what the user says, what the answer should be)
+# A conversation to be had: an id, which is also the group id of its episodes, and the turns, pairs
+# of what the user says and what the answer should be, as in (("abc", "abc"), ("dfa", "dfa")).
+Prompt = collections.namedtuple("Prompt", "id turns")
 
 
 @dataclass(frozen=True)
@@ -1799,7 +1754,7 @@ class Task:
         return said, "".join(LETTERS[place % len(LETTERS)] for place in places)
 
 
-def score(prompt: Prompt, answers: list[str]) -> float:
+def score(prompt: Prompt, answers) -> float:
     """The reward: share of right characters, averaged over turns; 1.0 only if all is right."""
     return sum(sum(map(operator.eq, right, said)) / max(len(right), len(said))
                for (_, right), said in zip(prompt.turns, answers)) / len(prompt.turns)
@@ -1812,24 +1767,17 @@ TASKS = {
 }
 
 
-def fixed_prompts(task: str) -> list[Prompt]:
-    """Distinct prompts that no run trains on, the same for all seeds and processes: the first 256
-    are held out for figures, the other 256 decide when a warm start is over."""
-    rng = random.Random(f"held out: {task}")
-    distinct = dict.fromkeys(TASKS[task].turns(rng) for _ in range(1000))  # in the order drawn
-    return [Prompt(-1 - i, turns) for i, turns in zip(range(256 + 256), distinct)]
-
-
-def heldout(task: str) -> list[Prompt]:
-    return fixed_prompts(task)[:256]
-
-
 class Sampler:
-    """Draws prompts to train on."""
+    """Draws prompts to train on, but none of 512 that are set aside, the same for all seeds and
+    processes: `heldout` for figures; `validation` decides when a warm start is over."""
 
     def __init__(self, cfg: Config):
-        rng, never = random.Random(cfg.seed), {prompt.turns for prompt in fixed_prompts(cfg.task)}
-        drawn = iter(lambda: TASKS[cfg.task].turns(rng), None)  # without end: turns are never None
+        task, rng = TASKS[cfg.task], random.Random(f"held out: {cfg.task}")
+        distinct = dict.fromkeys(task.turns(rng) for _ in range(1000))  # in the order drawn
+        fixed = [Prompt(-1 - i, turns) for i, turns in zip(range(256 + 256), distinct)]
+        self.heldout, self.validation = fixed[:256], fixed[256:]
+        rng, never = random.Random(cfg.seed), {prompt.turns for prompt in fixed}
+        drawn = iter(lambda: task.turns(rng), None)  # without end: turns are never None
         self.prompts = map(Prompt, range(sys.maxsize), (t for t in drawn if t not in never))
 
     def draw(self, num_prompts: int) -> list[Prompt]:
@@ -1861,7 +1809,7 @@ class Rollout:
     group_ids: torch.Tensor  # [B] int64; rows of a group need not be neighbours
     versions: torch.Tensor  # [B] int64, of the weights that sampled the row
     prompts: list[Prompt]  # [B]
-    answers: list[list[str]]  # [B][turn]
+    answers: list[tuple[str, ...]]  # [B][turn]
 
     @staticmethod
     def join(parts: list[tuple[Rollout, list[int]]]) -> Rollout:
@@ -1974,51 +1922,47 @@ class Decoder:
             mask.scatter_(1, begin, (~twice).long())
         self.append(ids, mask, sampled=False)
 
-    def speak(self) -> list[list[int]]:
-        """The assistant's turn, until every row has ended it; the ids that each row sampled."""
+    def speak(self) -> list[str]:
+        """The assistant's turn, until every row has ended it; what each row said."""
         start, self.alive = self.columns[0].shape[1], torch.ones_like(self.alive)
         while self.alive.any() and self.columns[0].shape[1] - start < self.policy.max_new_tokens:
-            logp = self._next()
+            ids, mask, _, _ = self.columns
+            new = ids.shape[1] - self.cache.get_seq_length()  # columns that the cache lacks
+            out = self.policy.model(input_ids=ids[:, -new:], attention_mask=mask, use_cache=True,
+                                    position_ids=positions(mask)[:, -new:], logits_to_keep=1,
+                                    past_key_values=self.cache)
+            logp = out.logits[:, -1].float().log_softmax(-1)  # [B, V]
             token = (logp.argmax(-1, True) if self.greedy
                      else torch.multinomial(logp.exp(), 1, generator=self.rng))
             on = self.alive[:, None]  # [B, 1]; rows that have ended get a hole
             self.append(token * on, on, True, logp.gather(1, token))
             self.alive = self.alive & (token[:, 0] != self.policy.stop_id)
         ids, _, sampled, _ = (column[:, start:].tolist() for column in self.columns)
-        return [[i for i, kept in zip(*row) if kept] for row in zip(ids, sampled)]
-
-    def _next(self):
-        """[B, V] float32 log-probabilities of the next token; feeds what the cache lacks."""
-        ids, mask, _, _ = self.columns
-        new = ids.shape[1] - self.cache.get_seq_length()
-        out = self.policy.model(input_ids=ids[:, -new:], attention_mask=mask, use_cache=True,
-                                position_ids=positions(mask)[:, -new:], logits_to_keep=1,
-                                past_key_values=self.cache)
-        return out.logits[:, -1].float().log_softmax(-1)
+        return [self.policy.text([i for i, kept in zip(*row) if kept]) for row in zip(ids, sampled)]
 
 
 def generate(policy: Policy, prompts: list[Prompt], group_size: int, version: int, seed: int,
              greedy: bool = False) -> Rollout:
     """Has each conversation group_size times, and scores it."""
     rows = [prompt for prompt in prompts for _ in range(group_size)]
-    decoder, answers = Decoder(policy, len(rows), seed, greedy), [[] for _ in rows]
+    decoder, said = Decoder(policy, len(rows), seed, greedy), []  # said: [turn][B]
     with torch.no_grad():
         for turn in range(policy.task.num_turns):
             decoder.hear([prompt.turns[turn][0] for prompt in prompts], group_size, turn == 0)
-            for said, ids in zip(answers, decoder.speak()):
-                said.append(policy.text(ids))
-    rewards, ids = torch.tensor([*map(score, rows, answers)]), torch.tensor([p.id for p in rows])
+            said.append(decoder.speak())
+    answers, ids = [*zip(*said)], torch.tensor([prompt.id for prompt in rows])
+    rewards = torch.tensor([*map(score, rows, answers)])
     return Rollout(*(column.cpu() for column in decoder.columns), rewards, group_ids=ids,
                    versions=torch.full_like(ids, version), prompts=rows, answers=answers)
 
 
-def warm_start(policy: Policy) -> dict[str, float]:
+def warm_start(policy: Policy) -> list[float]:
     """Supervised steps on noisy answers, until the policy is bad but not hopeless: from random
-    weights RL has nothing to reinforce. Returns exact shares before and after, held out."""
+    weights RL has nothing to reinforce. Returns exact shares, held out: at first, at the end, and
+    of the right answers, made ids and text again, which is the best that can be had."""
     sampler, rng = Sampler(policy.cfg), random.Random(policy.cfg.seed)
-    prompts, check = heldout(policy.cfg.task), fixed_prompts(policy.cfg.task)[256:]
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-4, weight_decay=0.0)
-    chance, exact = generate(policy, prompts, 1, 0, 0, greedy=True).exact(), 0.0
+    chance, exact = generate(policy, sampler.heldout, 1, 0, 0, greedy=True).exact(), 0.0
     for num_steps in range(1000):
         ids, mask, spoken = noisy_answers(policy, sampler.draw(64), rng)
         logp = policy.log_softmax(ids, mask).gather(2, ids[:, 1:, None]).squeeze(-1)
@@ -2026,15 +1970,15 @@ def warm_start(policy: Policy) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
         if num_steps % 5 == 0 or exact > 0.02:  # near the end it rises by 0.05 a step
-            exact = generate(policy, check, 1, 0, 0, greedy=True).exact()
+            exact = generate(policy, sampler.validation, 1, 0, 0, greedy=True).exact()
         if exact >= 0.11:
             break  # seldom right: room to learn, and something to learn from
     else:
         raise RuntimeError(f"warm start: {exact:.2f} exact after {num_steps} steps, 0.11 wanted")
-    warm = generate(policy, prompts, 1, 0, 0, greedy=True).exact()
-    right = [policy.tokenizer([f"{answer}<end>" for _, answer in p.turns]) for p in prompts]
-    best = [score(p, map(policy.text, ids["input_ids"])) == 1 for p, ids in zip(prompts, right)]
-    return {"chance": chance, "warm": warm, "best": sum(best) / len(best)}
+    warm = generate(policy, sampler.heldout, 1, 0, 0, greedy=True).exact()
+    right = [policy.tokenizer([f"{a}<end>" for _, a in p.turns]) for p in sampler.heldout]
+    best = [score(p, map(policy.text, r["input_ids"])) for p, r in zip(sampler.heldout, right)]
+    return [chance, warm, best.count(1) / len(best)]
 
 
 def noisy_answers(policy: Policy, prompts: list[Prompt], rng: random.Random) -> list:
@@ -2088,7 +2032,7 @@ LOSSES = {"reinforce": reinforce_loss, "ppo": ppo_loss}
 def k3(recorded, recomputed) -> float:
     """Mean of exp(d) - 1 - d over [N] log-probabilities: an estimate of the KL divergence that is
     never negative (the third of Schulman's estimators, 2020)."""
-    d = (recomputed - recorded).double()
+    d = (recomputed - recorded).detach().double()
     return float((d.exp() - 1 - d).mean())
 
 
@@ -2123,21 +2067,18 @@ class Trainer(Actor):
         """Builds the policy, warm-starts the tiny one, and publishes it as version 0."""
         self.policy = Policy(self.cfg)
         self.metrics = await get_or_spawn_controller("metrics", Metrics)
-        self.found = warm_start(self.policy) if self.cfg.model == "tiny" else {}
+        self.found = warm_start(self.policy) if self.cfg.model == "tiny" else []
         self.initial = {k: v.clone() for k, v in self.policy.model.state_dict().items()}
-        self._new_optimizer()
+        self.optimizer = torch.optim.AdamW(
+            self.policy.model.parameters(), self.policy.learning_rate, weight_decay=0.0, fused=True)
         self.writer = WeightWriter(weights_of(self.policy.model), self.cfg.generators)
         self.writer.publish(self.version)
 
     @endpoint
-    async def survey(self) -> dict[str, dict[str, float]]:
+    async def survey(self) -> dict[str, list[float]]:
         """What warm starts measured: this policy's, and one for each other task, thrown away."""
         others = [dataclasses.replace(self.cfg, task=t) for t in TASKS if t != self.cfg.task]
         return {self.cfg.task: self.found, **{o.task: warm_start(Policy(o)) for o in others}}
-
-    def _new_optimizer(self) -> None:
-        self.optimizer = torch.optim.AdamW(
-            self.policy.model.parameters(), self.policy.learning_rate, weight_decay=0.0, fused=True)
 
     @endpoint
     async def arena(self) -> ArenaHandle:
@@ -2156,10 +2097,10 @@ class Trainer(Actor):
 
     @endpoint
     async def reset(self) -> int:
-        """Back to the weights before RL and a new optimizer, as the next version."""
+        """Back to the weights before RL, as the next version."""
         self.writer.wait()
         self.policy.model.load_state_dict(self.initial)
-        self._new_optimizer()
+        self.optimizer.state.clear()  # its moments are of the old weights
         return self._start_publishing()
 
     @endpoint
@@ -2174,12 +2115,11 @@ class Trainer(Actor):
         loss = per_token.mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
-        finite, stall_s = math.isfinite(float(norm)), self.writer.wait()
+        finite, stall_s = math.isfinite(norm), self.writer.wait()
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        lag, every, pi = self.version - batch.versions, every.detach(), pi.detach()
-        weight = (pi - mu).exp()
+        lag, weight = self.version - batch.versions, (pi.detach() - mu).exp()
         stats = StepStats(
             version=self._start_publishing(), skipped=int(not finite), loss=float(loss.detach()),
             reward=float(batch.rewards.mean()), grad_norm=float(norm), lag_max=int(lag.max()),
@@ -2198,7 +2138,7 @@ class Trainer(Actor):
         columns = [batch.logprobs[:, 1:], *(row[:, None].expand_as(sampled) for row in rows)]
         every = self.policy.log_softmax(ids, batch.mask.to(self.cfg.device))[sampled]
         pi = every.gather(1, ids[:, 1:][sampled][:, None]).squeeze(1)
-        return every, pi, *(column.to(self.cfg.device)[sampled] for column in columns)
+        return every.detach(), pi, *(column.to(self.cfg.device)[sampled] for column in columns)
 
     @endpoint
     async def compare(self, batch: Rollout) -> tuple[float, list[tuple]]:
@@ -2207,10 +2147,9 @@ class Trainer(Actor):
         reinforce_loss(pi, mu, advantage)[0].mean().backward()
         idle = sum(q.grad is None or not q.grad.any() for q in self.policy.model.parameters())
         self.optimizer.zero_grad()
-        every, pi = every.detach(), pi.detach()
         # [highest group id + 1], the sum over each group, which should be 0
         by_group = torch.bincount(batch.group_ids, advantages(batch.rewards, batch.group_ids))
-        gap, sums = (pi - mu).abs().max(), (every.exp().sum(-1) - 1).abs().max()
+        gap, sums = (pi.detach() - mu).abs().max(), (every.exp().sum(-1) - 1).abs().max()
         return k3(mu, pi), [
             ("log-probabilities, recorded and recomputed, differ by", float(gap), "<", 1e-4),
             ("probabilities miss summing to 1 by", float(sums), "<", 1e-5),
@@ -2236,8 +2175,7 @@ class Generator(Actor):
         return os.getpid()
 
     @endpoint
-    async def rollout(self, prompts: list[Prompt], group_size: int, seed: int,
-                      greedy: bool) -> Rollout:
+    async def rollout(self, prompts: list[Prompt], group_size: int, seed: int, greedy: bool):
         """Under one version of the weights: the lease lasts until the next pull."""
         start, version = time.monotonic(), self.reader.pull()
         rollout = generate(self.policy, prompts, group_size, version, seed, greedy)
@@ -2284,15 +2222,14 @@ class Fleet:
     async def heldout_exact(self) -> float:
         """Of the trainer's newest weights, greedy, over prompts never trained on."""
         await self.trainer.published.call_one()
-        return (await self.rollout(heldout(self.cfg.task), group_size=1, greedy=True)).exact()
+        return (await self.rollout(self.sampler.heldout, group_size=1, greedy=True)).exact()
 
 
 class History:
     """What a run did, step by step."""
 
     def __init__(self, fleet: Fleet, report: Report, label: str, every: int):
-        self.fleet, self.cfg, self.report = fleet, fleet.cfg, report
-        self.label, self.every = label, every
+        self.fleet, self.report, self.label, self.every = fleet, report, label, every
         self.rows: list[dict] = []  # one per step, the lines of --log
         # a table of one episode now and then
         self.samples = [["step", "user said", "policy said (+: did not stop)", "reward", "version"]]
@@ -2307,57 +2244,51 @@ class History:
 
     async def add(self, stats: StepStats, batch: Rollout) -> None:
         step, seconds = len(self.rows) + 1, since(self.started)
-        row = {"run": self.label.strip(), "step": step, "seconds": seconds} | vars(stats)
-        self.rows.append(row)
+        self.rows.append({"run": self.label, "step": step, "seconds": seconds} | vars(stats))
+        with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
+            log.write(json.dumps(self.rows[-1]) + "\n")
         keep = step % self.every == 0
         if keep or step == 1:
             asked = " ".join(said for said, _ in batch.prompts[0].turns)
-            self.samples.append([f"{step}", asked, " ".join(batch.answers[0]),
-                                 float(batch.rewards[0]), int(batch.versions[0])])
+            self.samples.append([step, asked, " ".join(batch.answers[0]), float(batch.rewards[0]),
+                                 int(batch.versions[0])])
         if keep or (self.report.live and step % 10 == 0):
-            generators, trainer = await self.idle()
+            (generators, trainer), tokens = await self.idle(), sum(self["num_tokens"])
             self.report.progress(
-                f"{self.label} {step:4d} version {stats.version:4d} reward {stats.reward:.2f} lag "
-                f"{stats.lag_mean:.1f} max {stats.lag_max} {sum(self['num_tokens']) / seconds:.0f} "
-                f"tokens/s idle: gen {generators} tra {trainer}", keep)
-        if self.cfg.log:
-            with open(self.cfg.log, "a", encoding="utf-8") as log:
-                log.write(json.dumps(row) + "\n")
+                f"{self.label:5s} {step:4d} version {stats.version:4d} reward {stats.reward:.2f} "
+                f"lag {stats.lag_mean:.1f} max {stats.lag_max} {tokens / seconds:.0f} tokens/s "
+                f"idle: gen {generators} tra {trainer}", keep)
 
     async def idle(self) -> list[str]:
         """Share of the run so far that generators and trainer spent waiting."""
         busy, wall = await self.fleet.metrics.read.call_one() - self.before, since(self.started)
         return [f"{1 - sum(s for who, s in busy.items() if side in who) / wall / size:.0%}"
-                for side, size in [("generator", self.cfg.generators), ("trainer", 1)]]
+                for side, size in (("generator", self.fleet.cfg.generators), ("trainer", 1))]
 
     def speed(self, num_steps: int, idle: list[str]) -> list:
         """Of the first steps: seconds, steps/s, tokens/s, idle shares, reward in the last tenth."""
         seconds, tokens = self["seconds"][num_steps - 1], sum(self["num_tokens"][:num_steps])
-        reward = statistics.fmean(self["reward"][num_steps - max(1, num_steps // 10) : num_steps])
+        reward = statistics.fmean(self["reward"][:num_steps][-max(1, num_steps // 10) :])
         return [seconds, num_steps / seconds, tokens / seconds, *idle, reward]
 
-    def lags(self) -> tuple[float, int]:
-        """(mean, max) in versions"""
-        return statistics.fmean(self["lag_mean"]), max(self["lag_max"])
+    def report_learning(self, before: float, after: float, mismatch: float) -> float:
+        """before, after: held-out exact. Returns the reward gained, last tenth over first."""
+        task, rewards, tenth = self.fleet.cfg.task, self["reward"], max(1, len(self.rows) // 10)
+        first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
+        self.report.say(f"held-out exact, 256 prompts, task {task}: {before:.3f} -> {after:.3f}")
+        self.report.figure(heldout_before=before, heldout_after=after, reward_first=first,
+                           reward_last=last, mismatch_k3=mismatch, lag_max=max(self["lag_max"]))
+        return last - first
 
 
-async def train_sync(fleet: Fleet, num_steps: int, history: History) -> None:
+async def train_sync(fleet: Fleet, report: Report, num_steps: int, every: int) -> History:
     """Sample, step, publish, one after the other."""
+    history = History(fleet, report, "sync", every)
     await history.begin()
     for _ in range(num_steps):
         batch = await fleet.batch()  # generators pull before they sample, so lag is 0
         await history.add(await fleet.trainer.step.call_one(batch), batch)
-
-
-def report_learning(report: Report, history: History, exact: tuple, mismatch: float) -> float:
-    """Of a whole run; returns the reward gained, last tenth of the steps over first."""
-    rewards, tenth = history["reward"], max(1, len(history.rows) // 10)
-    first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
-    (before, after), (lag_mean, lag_max) = exact, history.lags()
-    report.say(f"held-out exact, 256 prompts, task {history.cfg.task}: {before:.3f} -> {after:.3f}")
-    report.figure(heldout_before=before, heldout_after=after, reward_first=first, reward_last=last,
-                  mismatch_k3=mismatch, lag_mean=lag_mean, lag_max=lag_max)
-    return last - first
+    return history
 
 
 @stage(8, "sync_rl", "trainer and generator give the same log-probabilities for the same weights; "
@@ -2368,27 +2299,26 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
         if cfg.model == "tiny":
             found = await fleet.trainer.survey.call_one()
             report.table(["256 held-out prompts, exact", "chance", "warm-started", "best possible"],
-                         *([task, *row.values()] for task, row in found.items()))
-            room = min(row["best"] - row["warm"] for row in found.values())
+                         *([task, *shares] for task, shares in found.items()))
+            room = min(best - warm for _, warm, best in found.values())
             report.check("room to learn, least of the tasks", room, ">", 0.5)
         first = await fleet.batch()
         for check in (await fleet.trainer.compare.call_one(first))[1]:  # before any training
             report.check(*check)
-        distinct = len({tuple(said) for said in first.answers}) / len(first.answers)
+        distinct = len(set(first.answers)) / len(first.answers)
         report.check("share of conversations that are distinct", distinct, ">", 0.2)
-        history, before = History(fleet, report, "sync ", every=50), await fleet.heldout_exact()
-        await train_sync(fleet, max(1, cfg.steps // 2), history)
+        before = await fleet.heldout_exact()
+        history = await train_sync(fleet, report, max(1, cfg.steps // 2), every=50)
         (stale, _), after = await fleet.trainer.compare.call_one(first), await fleet.heldout_exact()
-    steps, wall_s, mismatch = len(history.rows), history["seconds"][-1], max(history["mismatch_k3"])
+    mismatch = max(history["mismatch_k3"])
     report.table(["recorded against recomputed log-probabilities", "k3, nats"],
-                 [f"the first batch, {steps} steps too late", stale],
+                 [f"the first batch, {len(history.rows)} steps too late", stale],
                  ["every batch, by the weights that sampled it", mismatch])
-    report.say(f"{steps} steps in {wall_s:.1f} s")
-    gain = report_learning(report, history, (before, after), mismatch)
-    report.figure(stale_k3=stale, sync_steps_per_s=steps / wall_s)
+    report.say(f"{len(history.rows)} steps in {history['seconds'][-1]:.1f} s")
+    gain = history.report_learning(before, after, mismatch)
     report.check("k3 of samples that are too old", stale, ">", 1e-4)
     report.check("k3 of samples, largest of all steps", mismatch, "<=", 1e-6)
-    report.check("lag, largest of all steps", history.lags()[1], "==", 0)
+    report.check("lag, largest of all steps", max(history["lag_max"]), "==", 0)
     report.check("reward gained, last tenth over first", gain, ">", 0.1)
     report.say("try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags")
 
@@ -2476,8 +2406,8 @@ class AsyncRun:
         self.away, self.done = 0, False  # away: groups in requests that are not back
         self.at_trainer: collections.deque[asyncio.Task] = collections.deque()  # steps
 
-    async def run(self, version: int, before_step: dict) -> None:
-        """version: the trainer's now. before_step: {step: async function to call first}.
+    async def run(self, version: int) -> None:
+        """version: the trainer's now.
 
         Shutdown:  training ends (or any loop raises)
                      -> done: no loop admits again
@@ -2487,7 +2417,7 @@ class AsyncRun:
         await self.history.begin()
         # at most two requests per generator; with few tickets the gate lets fewer through
         rollouts = [self._rollouts() for _ in range(2 * self.fleet.cfg.generators)]
-        tasks = [*map(asyncio.ensure_future, [self._training(version, before_step), *rollouts])]
+        tasks = [*map(asyncio.ensure_future, [self._training(version), *rollouts])]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         self.done = True
         while self.away and not all(task.done() for task in tasks[1:]):
@@ -2515,12 +2445,10 @@ class AsyncRun:
             finally:
                 self.away -= GROUPS_PER_BATCH
 
-    async def _training(self, version: int, before_step: dict) -> None:
+    async def _training(self, version: int) -> None:
         """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
         then by the answer / produces versions / ends after num_steps"""
-        for step in range(1, self.num_steps + 1):
-            if step in before_step:
-                await before_step[step]()
+        for _ in range(self.num_steps):
             # While the trainer works on a batch, the next waits there, and no more: it grows older
             # by a version. With K = 0 there are tickets for one batch only.
             while len(self.at_trainer) > min(1, self.buffer.max_lag):
@@ -2543,33 +2471,31 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     timed = max(1, cfg.steps * 4 // 5)  # steps to compare; then a generator is killed
     async with Fleet(cfg) as fleet:
         before, loose = await fleet.heldout_exact(), History(fleet, report, "loose", every=10**9)
-        await AsyncRun(fleet, min(60, timed), 10**6, loose).run(0, {})  # without the rule
-        version, killed = await fleet.trainer.reset.call_one(), {}
+        await AsyncRun(fleet, min(60, timed), 10**6, loose).run(0)  # without the rule
         history = History(fleet, report, "async", every=max(1, cfg.steps // 8))
-
-        async def kill() -> None:
-            killed.update(idle=await history.idle(), at=time.monotonic())
-            os.kill((await fleet.generators.status.call_one())["pids"][0], signal.SIGKILL)
-
         run = AsyncRun(fleet, cfg.steps, cfg.max_lag, history)
-        await run.run(version, {min(timed + 3, cfg.steps): kill})  # step `timed` has ended then
+        running = asyncio.ensure_future(run.run(await fleet.trainer.reset.call_one()))
+        while len(history.rows) < timed and not running.done():
+            await asyncio.sleep(0.005)
+        idle, killed = await history.idle(), time.monotonic()
+        kill_process((await fleet.generators.status.call_one())["pids"][0])
+        await running
         after, status = await fleet.heldout_exact(), await fleet.generators.status.call_one(60.0)
-        spans = await fleet.metrics.spans.call_one(killed["at"] - 0.3, killed["at"] + 0.3)
+        spans = await fleet.metrics.spans.call_one(killed - 0.3, killed + 0.3)
         k3_now, _ = await fleet.trainer.compare.call_one(await fleet.batch())
         await fleet.trainer.reset.call_one()
-        peer = History(fleet, report, "sync ", every=max(1, cfg.steps // 4))
-        await train_sync(fleet, timed, peer)
-        speeds = peer.speed(timed, await peer.idle()), history.speed(timed, killed["idle"])
+        peer = await train_sync(fleet, report, timed, every=max(1, cfg.steps // 4))
+        speeds = peer.speed(timed, await peer.idle()), history.speed(timed, idle)
     report.table(*history.samples)
     report.say("", "0.6 s around the kill: g generate, s step, . wait",
-               *timeline(spans, killed["at"] - 0.3, killed["at"] + 0.3), " " * 51 + "^ SIGKILL")
+               *timeline(spans, killed - 0.3, killed + 0.3), " " * 51 + "^ SIGKILL")
     report_speed(report, cfg.max_lag, timed, *speeds)
-    report_lag(report, cfg, run, loose)
-    report_learning(report, history, (before, after), k3_now)
+    report_lag(report, run, loose)
+    history.report_learning(before, after, k3_now)
     stall = sum(history["stall_s"]) / sum(history["step_s"])
-    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     report.figure(replaced_after_ms=max((s for *_, s in status["log"]), default=0.0) * 1e3,
                   trainer_stall_share=stall)
+    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     report.check("k3 of recorded and recomputed log-probabilities", k3_now, "<=", 1e-6)
     report.check(f"steps made, with a kill after {timed}", len(history.rows), "==", cfg.steps)
     report.check("healthy generators at the end", status["healthy"], "==", cfg.generators)
@@ -2583,23 +2509,22 @@ def report_speed(report: Report, max_lag: int, timed: int, sync: list, fast: lis
     report.say("", f"{timed * GROUPS_PER_BATCH * GROUP_SIZE} trained samples each, no start-up")
     report.table(["run", "seconds", "steps/s", "tokens/s", "generators idle", "trainer idle",
                   "reward then"], ["sync", *sync], ["async", *fast])
-    report.figure(async_speedup=sync[0] / fast[0], sync_s=sync[0], async_s=fast[0],
-                  sync_reward=sync[-1], async_reward=fast[-1])
+    report.figure(async_speedup=sync[0] / fast[0], sync_s=sync[0], async_s=fast[0])
     if max_lag:  # with K = 0 the asynchronous run is a synchronous one
         report.check("sync seconds / async seconds", sync[0] / fast[0], ">", 1)
     report.check("reward lost to lag", sync[-1] - fast[-1], "<", 0.1)
 
 
-def report_lag(report: Report, cfg: Config, run: AsyncRun, loose: History) -> None:
+def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
     """Where all groups went, and how old they were."""
-    count, in_flight = run.gate.count, run.away + len(run.buffer.groups)
-    report.table(["lag, in versions", "bound", "mean", "max"],
-                 ["no tickets, no drop", "none", *loose.lags()],
-                 ["tickets and drop", f"K = {cfg.max_lag}", *run.history.lags()])
+    count, in_flight, bound = run.gate.count, run.away + len(run.buffer.groups), run.buffer.max_lag
+    rows = [[how, most, statistics.fmean(h["lag_mean"]), max(h["lag_max"])] for how, most, h in (
+        ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", run.history))]
+    report.table(["lag, in versions", "bound", "mean", "max"], *rows)
     report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
-    report.figure(**count, in_flight=in_flight, lag_max_without_bound=loose.lags()[1])
-    report.check("largest lag without the rule", loose.lags()[1], ">", min(cfg.max_lag, 10))
-    report.check("largest lag", run.history.lags()[1], "<=", cfg.max_lag)
+    report.figure(**count, in_flight=in_flight)
+    report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
+    report.check("largest lag", rows[1][-1], "<=", bound)
     report.check("groups started, not accounted for", run.gate.under_way() - in_flight, "==", 0)
 
 
