@@ -61,8 +61,8 @@ if __name__ == "__main__":  # Ctrl-C during the imports below
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse, asyncio, collections, concurrent.futures, contextlib, ctypes, dataclasses
-import importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib, pickle, platform, random
-import re, statistics, sys, tempfile, textwrap, threading, time, traceback, zlib
+import importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib, pickle
+import platform, random, re, statistics, sys, tempfile, textwrap, threading, time, traceback, zlib
 from dataclasses import dataclass
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it.
@@ -93,6 +93,7 @@ class Lazy:
 
 
 torch, transformers = Lazy("torch"), Lazy("transformers")
+dtensor = Lazy("torch.distributed.tensor")
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # not public
@@ -939,7 +940,8 @@ class Manifest:
 
 def local(tensor):
     """What this process has of a tensor: all, unless it is a DTensor (section 8)."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    with torch.no_grad():  # else a DTensor answers with a new view of it
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def weights_of(module) -> dict:
@@ -1709,11 +1711,232 @@ async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> None:
         await handle.read_into(parcel.buffer)
         if unpacking:
             await unpacking
-        unpacking = asyncio.ensure_future(asyncio.to_thread(parcel.unpack))
-    await unpacking
 
 
-# == 8. SYNC RL ===================================================================================
+class Cutter(Actor):
+    """A rank of the demo's trainer or generator, two ranks each: eight matrices of odd sizes, cut
+    by rows (0) and by columns (1). An element of version v is its index modulo 120, plus v."""
+
+    def __init__(self, num_mb: int):
+        torch.set_num_threads(1)
+        self.rank, rows = current_rank().rank, num_mb * MIB // (8 * 2 * 1025)
+        self.shapes = {f"layer.{i}": (rows + i, 1025) for i in range(8)}
+
+    @concurrent_endpoint
+    async def do(self, method: str, *args):
+        result = getattr(self, method)(*args)
+        return await result if asyncio.iscoroutine(result) else result
+
+    def join(self, port: int) -> dict[str, tuple[int, int]]:
+        """Meets the other rank of this side, in a process group for DTensors; the shapes."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = torch.distributed.TCPStore("127.0.0.1", port)
+        torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
+        self.mesh = dtensor.init_device_mesh("cpu", (2,))
+        self.by = [self._cut(dim, 0) for dim in (0, 1)]  # [dim][name]
+        return self.shapes
+
+    def _cut(self, dim: int, version: int) -> dict:
+        return {name: dtensor.distribute_tensor(
+            (torch.arange(math.prod(shape), dtype=torch.int32) % 120 + version).bfloat16()
+            .view(shape), self.mesh, [dtensor.Shard(dim)], src_data_rank=None)
+            for name, shape in self.shapes.items()}
+
+    def lead(self, handle: ArenaHandle | None = None) -> ArenaHandle:
+        self.writer = ShardWriter(self.by[0], 2, self.rank, 2, handle)
+        return self.writer.arena.handle
+
+    def follow(self, handle: ArenaHandle) -> None:
+        self.reader = ShardReader(handle, self.rank, self.by[0])
+
+    def step(self, dim: int) -> float:
+        """The next version; seconds of a memmove of the bytes of all ranks."""
+        self.writer.tensors, slots = self.by[dim], self.writer.arena.slots
+        for tensor in [*self.by[0].values(), *self.by[1].values()]:
+            local(tensor).add_(1)
+        start, free = time.perf_counter(), self.writer.arena.free_slot()
+        if self.rank == 0:
+            ctypes.memmove(slots[free].data_ptr(), slots[free - 1].data_ptr(), slots[free].nbytes)
+        return time.perf_counter() - start
+
+    async def publish(self, version: int) -> None:
+        self.writer.start(version)
+        await asyncio.wrap_future(self.writer.copying)
+
+    def pull(self, dim: int, version: int) -> None:
+        self.reader.tensors = self.by[dim]
+        while self.reader.arena.words[Arena.LATEST] // Arena.MAX_SLOTS < version:
+            time.sleep(0.0005)
+        self.reader.pull()
+
+    def equal(self, dim: int, version: int) -> int:
+        """Tensors that are what distribute_tensor makes of the same version."""
+        right = self._cut(dim, version)
+        return sum(torch.equal(local(t), local(right[k])) for k, t in self.by[dim].items())
+
+    def gather(self) -> tuple[float, int]:
+        """Rows to columns the usual way, within one side: (seconds, bytes gathered)"""
+        start, num_bytes = time.perf_counter(), 0
+        for tensor, mine in zip(self.by[0].values(), self.by[1].values()):
+            whole = tensor.full_tensor()
+            local(mine).copy_(whole.chunk(2, 1)[self.rank])
+            num_bytes += whole.nbytes
+        return time.perf_counter() - start, num_bytes
+
+    def pack(self, moves: list[list[tuple[str, Move]]], dim: int) -> list[RDMABuffer]:
+        """Handles to a parcel for each target rank."""
+        self.parcels = [Parcel(m, self.by[dim], sending=True) for m in moves]
+        for parcel in self.parcels:
+            parcel.pack()
+        return [RDMABuffer(parcel.buffer) for parcel in self.parcels]
+
+    async def unpack(self, moves: list, handles: list[RDMABuffer], dim: int) -> tuple:
+        """(seconds with overlap, [seconds of each read and each unpacking without], bytes read)"""
+        parcels, marks = [Parcel(m, self.by[dim], sending=False) for m in moves], []
+        await receive(parcels, handles)  # connects
+        start = time.perf_counter()
+        await receive(parcels, handles)
+        overlapped_s = time.perf_counter() - start
+        for parcel, handle in zip(parcels, handles):
+            marks.append(time.perf_counter())
+            await handle.read_into(parcel.buffer)
+            marks.append(time.perf_counter())
+            parcel.unpack()
+        marks.append(time.perf_counter())
+        alone_s = [b - a for a, b in zip(marks, marks[1:])]
+        return overlapped_s, alone_s, sum(parcel.buffer.nbytes for parcel in parcels)
+
+
+class ReshardBench:
+    """A trainer and a generator of two ranks each, and plans from its rows to its columns."""
+
+    def __init__(self, procs: list, num_mb: int):
+        self.trainer, self.generator = (
+            mesh.spawn(f"cutter_{i}", Cutter, num_mb) for i, mesh in enumerate(procs))
+        self.version = 0
+
+    async def open(self) -> ReshardBench:
+        for side in (self.trainer, self.generator):
+            store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True,
+                                               wait_for_workers=False)
+            self.shapes = (await side.do.call("join", store.port)).item(rank=0)
+        handle = await self.trainer.slice(rank=0).do.call_one("lead")
+        await self.trainer.slice(rank=1).do.call_one("lead", handle)
+        await self.generator.do.call("follow", handle)
+        self.layouts = {name: [layout(shape, (2,), (dtensor.Shard(dim),)) for dim in (0, 1)]
+                        for name, shape in self.shapes.items()}
+        self.plans = {name: plan(name, *both) for name, both in self.layouts.items()}
+        return self
+
+    def pair(self, source: int, target: int) -> list[tuple[str, Move]]:
+        """All moves from one rank to another."""
+        return [(name, move) for name, moves in self.plans.items() for move in moves
+                if (move.source, move.target) == (source, target)]
+
+    async def right(self, side, dim: int) -> int:
+        """Tensors of both its ranks that are what they should be, of 16."""
+        return sum(n for _, n in await side.do.call("equal", dim, self.version))
+
+    async def through_slots(self, dims: tuple[int, int]) -> list:
+        """[ms, ms of a memmove of the same bytes, tensors right]; medians of 5 versions"""
+        runs = []
+        for _ in range(5):
+            self.version += 1
+            memmove_s = (await self.trainer.do.call("step", dims[0])).item(rank=0)
+            start = time.perf_counter()
+            await asyncio.gather(self.trainer.do.call("publish", self.version),
+                                 self.generator.do.call("pull", dims[1], self.version))
+            runs.append((time.perf_counter() - start, memmove_s))
+        ms, memmove_ms = (statistics.median(column) * 1e3 for column in zip(*runs))
+        return [ms, memmove_ms, await self.right(self.generator, dims[1])]
+
+    async def gathered(self) -> tuple[float, int, int]:
+        """(ms, bytes gathered, tensors right), within the trainer"""
+        runs = [await self.trainer.do.call("gather") for _ in range(3)]
+        ms = statistics.median(max(s for _, (s, _) in run) for run in runs) * 1e3
+        num_bytes = sum(n for _, (_, n) in runs[0])
+        return ms, num_bytes, await self.right(self.trainer, 1)
+
+    async def in_parcels(self) -> tuple[float, float, int, int]:
+        """(ms, share of what overlap could hide that it hides, bytes read, tensors right)"""
+        handles = [await self.trainer.slice(rank=r).do.call_one(
+            "pack", [self.pair(r, 0), self.pair(r, 1)], 0) for r in (0, 1)]
+        asks = [self.generator.slice(rank=r).do.call_one(
+            "unpack", [self.pair(0, r), self.pair(1, r)], [both[r] for both in handles], 1)
+            for r in (0, 1)]
+        found = await asyncio.gather(*asks)
+        hidden = sum(sum(alone_s) - overlapped_s for overlapped_s, alone_s, _ in found)
+        could = sum(min(alone_s[1], alone_s[2]) for _, alone_s, _ in found)
+        return (max(s for s, _, _ in found) * 1e3, hidden / could, sum(n for *_, n in found),
+                await self.right(self.generator, 1))
+
+
+def picture(shape: tuple[int, int], moves: list[Move]) -> list[list[str]]:
+    """Some rows of a matrix: [who has it, a letter per move, the letters that each rank needs]."""
+    rows = []
+    for y in range(6):
+        row, line = y * shape[0] // 6, []
+        for column in range(0, shape[1], shape[1] // 24):
+            line += [(move.source, "abcdefgh"[i], move.target) for i, move in enumerate(moves)
+                     if all(start <= at < start + n for at, start, n in zip(
+                         (row, column), move.offset, move.size))]
+        needed = ["".join(letter for _, letter, rank in line if rank == r) for r in (0, 1)]
+        rows.append([f"rank {line[0][0]}", "".join(letter for _, letter, _ in line), *needed])
+    return rows
+
+
+def loses_rows(name: str, shape: tuple[int, int], columns: list[list[Box]]) -> bool:
+    """Does a plan lose elements whose sizes were rounded down to divide evenly?"""
+    half = shape[0] // 2
+    with contextlib.suppress(WeightMismatch):
+        plan(name, [[Box((half * i, 0), (half, shape[1]), (0, 0))] for i in (0, 1)], columns)
+        return False
+    return True
+
+
+@stage(8, "reshard", "from sharding A to sharding B every needed byte moves exactly once")
+async def demo_reshard(report: Report, cfg: Config) -> None:
+    procs = [this_host().spawn_procs(per_host={"rank": 2}) for _ in range(2)]
+    bench = await ReshardBench(procs, cfg.model_mb).open()
+    (name, shape), num_tensors = next(iter(bench.shapes.items())), 2 * len(bench.shapes)
+    report.say("a letter per move: the same letter is the same bytes")
+    report.table(["trainer, by rows", f"{name}, {shape[0]} x {shape[1]}", "generator rank 0",
+                  "rank 1, by columns"], *picture(shape, bench.plans[name]))
+    mib = [[sum(2 * math.prod(move.size) for _, move in bench.pair(a, b)) / MIB for b in (0, 1)]
+           for a in (0, 1)]
+    report.table([f"MiB of {num_tensors // 2} tensors", "to rank 0", "to rank 1"],
+                 *([f"from rank {a}", *row] for a, row in enumerate(mib)))
+    same, columns, back = [await bench.through_slots(dims) for dims in ((0, 0), (0, 1), (1, 0))]
+    gather_ms, gathered, gather_right = await bench.gathered()
+    await bench.through_slots((0, 0))  # the trainer's rows as they are now
+    parcel_ms, share, read, parcel_right = await bench.in_parcels()
+    await asyncio.gather(*(mesh.stop() for mesh in procs))
+    needed = sum(map(sum, mib)) * MIB
+    report.table(["trainer to generator", "ms", "x memmove", "bytes moved / needed",
+                  f"right, of {num_tensors}"],
+                 ["rows to rows, slots", same[0], same[0] / same[1], "none", same[2]],
+                 ["rows to columns, slots", columns[0], columns[0] / columns[1], "none", columns[2]],
+                 ["columns to rows, slots", back[0], back[0] / back[1], "none", back[2]],
+                 ["rows to columns, gather", gather_ms, gather_ms / columns[1], gathered / needed,
+                  gather_right],
+                 ["rows to columns, parcels", parcel_ms, parcel_ms / columns[1], read / needed,
+                  parcel_right])
+    lost = sum(loses_rows(n, s, bench.layouts[n][1]) for n, s in bench.shapes.items())
+    report.figure(reshard_over_same=max(columns[0], back[0]) / same[0],
+                  reshard_over_memmove=max(columns[0] / columns[1], back[0] / back[1]),
+                  gather_over_reshard=gather_ms / columns[0], overlap_share=share,
+                  moved_over_needed=read / needed)
+    report.check(f"tensors of {num_tensors // 2} that lose rows if sizes are rounded down", lost, ">", 0)
+    right = [row[2] for row in (same, columns, back)] + [gather_right, parcel_right]
+    report.check("tensors that are wrong", 5 * num_tensors - sum(right), "==", 0)
+    report.check("bytes moved between hosts / needed", read / needed, "==", 1.0)
+    report.check("gather / reshard through slots, in time", gather_ms / columns[0], ">", 2)
+    report.check("reshard / same layout, in time", max(columns[0], back[0]) / same[0], "<", 2)
+    report.say("try: `<` for `>` ...")
+
+
+
+# == 9. SYNC RL ===================================================================================
 # Problem. In RL the policy makes its own training set, so the same network runs in two programs:
 #   one decodes token by token with a cache, the other scores whole sequences for a gradient. If
 #   they disagree about a probability, or about what was sampled, the gradient is nobody's.
@@ -2291,7 +2514,7 @@ async def train_sync(fleet: Fleet, report: Report, num_steps: int, every: int) -
     return history
 
 
-@stage(8, "sync_rl", "trainer and generator give the same log-probabilities for the same weights; "
+@stage(9, "sync_rl", "trainer and generator give the same log-probabilities for the same weights; "
        "reward rises; every sample has lag 0")
 async def demo_sync_rl(report: Report, cfg: Config) -> None:
     report.say(f"seed {cfg.seed}; starting a trainer and {cfg.generators} generators: about 15 s")
@@ -2323,7 +2546,7 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
     report.say("try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags")
 
 
-# == 9. ASYNC RL ==================================================================================
+# == 10. ASYNC RL =================================================================================
 # Problem. In the synchronous loop one side always waits. Let both run, and samples grow old: when
 #   the trainer sees one, the policy that made it is many versions behind, without a bound.
 # Rule. Two loops and a buffer: rollouts (admit, generate, put) and training (take, step, publish).
@@ -2464,7 +2687,7 @@ class AsyncRun:
         await self.history.add(stats, batch)
 
 
-@stage(9, "async_rl", "the same reward in less wall time; lag never exceeds the bound; a generator "
+@stage(10, "async_rl", "the same reward in less wall time; lag never exceeds the bound; a generator "
        "killed mid-run costs no step")
 async def demo_async_rl(report: Report, cfg: Config) -> None:
     report.say(f"seed {cfg.seed}; starting a trainer and {cfg.generators} generators: about 10 s")
