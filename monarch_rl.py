@@ -1932,7 +1932,7 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     report.check("bytes moved between hosts / needed", read / needed, "==", 1.0)
     report.check("gather / reshard through slots, in time", gather_ms / columns[0], ">", 2)
     report.check("reshard / same layout, in time", max(columns[0], back[0]) / same[0], "<", 2)
-    report.say("try: `<` for `>` ...")
+    report.say("try: in `plan`, `ranks[0]` for `best`")
 
 
 
