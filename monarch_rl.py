@@ -93,7 +93,7 @@ class Lazy:
 
 
 torch, transformers = Lazy("torch"), Lazy("transformers")
-dtensor = Lazy("torch.distributed.tensor")
+dtensor, fsdp = Lazy("torch.distributed.tensor"), Lazy("torch.distributed.fsdp")
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # not public
@@ -114,6 +114,7 @@ class Config:
     model: str = "tiny"  # a folder or hub id of a causal LM, or the built-in tiny one
     steps: int = 450  # of the optimizer in async_rl, half as many in sync_rl; few fail the checks
     generators: int = 2  # replicas of the generator service
+    trainers: int = 1  # ranks over which the trainer is sharded with FSDP2
     max_lag: int = 2  # K: nothing older than K versions is trained on
     loss: str = "ppo"  # what an update minimises
     seed: int = 0  # of sampling, initial weights and prompts
@@ -1649,6 +1650,8 @@ class ShardWriter(WeightWriter):
         self.others = range(self.WRITTEN - 1, self.WRITTEN - num_ranks, -1)  # their words
 
     def parts(self, view, tensor) -> list[tuple]:
+        if local(tensor) is tensor:  # not cut: rank 0 writes it
+            return [] if self.rank else [(view, tensor)]
         pairs = zip(tensor.placements, tensor.device_mesh.get_coordinate())
         first = not any(at for placement, at in pairs if placement.is_replicate())
         return box_parts(view, tensor) if first else []  # of copies the first is written
@@ -1713,6 +1716,15 @@ async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> None:
             await unpacking
 
 
+def join_group(device: str, port: int, rank: int, num_ranks: int):
+    """Meets the other ranks of a trainer; the DeviceMesh of all."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = torch.distributed.TCPStore("127.0.0.1", port)
+    backend = "nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+    return dtensor.init_device_mesh(device, (num_ranks,))
+
+
 class Cutter(Actor):
     """A rank of the demo's trainer or generator, two ranks each: eight matrices of odd sizes, cut
     by rows (0) and by columns (1). An element of version v is its index modulo 120, plus v."""
@@ -1729,10 +1741,7 @@ class Cutter(Actor):
 
     def join(self, port: int) -> dict[str, tuple[int, int]]:
         """Meets the other rank of this side, in a process group for DTensors; the shapes."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = torch.distributed.TCPStore("127.0.0.1", port)
-        torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
-        self.mesh = dtensor.init_device_mesh("cpu", (2,))
+        self.mesh = join_group("cpu", port, self.rank, 2)
         self.by = [self._cut(dim, 0) for dim in (0, 1)]  # [dim][name]
         return self.shapes
 
@@ -2279,22 +2288,37 @@ class StepStats:
     step_s: float  # in all
 
 
+def whole(tensor):
+    """All of a DTensor, on every rank; all ranks must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 class Trainer(Actor):
-    """Owns the weights: warm-starts, steps, publishes."""
+    """Owns the weights: warm-starts, steps, publishes. With several ranks each owns a part of every
+    weight, gradient and moment (FSDP2) and scores a part of each batch; calls go to all of them."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.version = cfg, 0
+        self.cfg, self.version, self.rank = cfg, 0, current_rank().rank
 
     @endpoint
-    async def setup(self) -> None:
-        """Builds the policy, warm-starts the tiny one, and publishes it as version 0."""
-        self.policy = Policy(self.cfg)
+    async def setup(self, port: int) -> None:
+        """Builds the policy, warm-starts the tiny one, and publishes it as version 0. port: where
+        the ranks meet."""
+        self.policy, handle = Policy(self.cfg), [None]
         self.metrics = await get_or_spawn_controller("metrics", Metrics)
         self.found = warm_start(self.policy) if self.cfg.model == "tiny" else []
+        if self.cfg.trainers > 1:  # all ranks have the same weights until now
+            mesh = join_group(self.cfg.device, port, self.rank, self.cfg.trainers)
+            fsdp.fully_shard(self.policy.model, mesh=mesh)
         self.initial = {k: v.clone() for k, v in self.policy.model.state_dict().items()}
         self.optimizer = torch.optim.AdamW(
             self.policy.model.parameters(), self.policy.learning_rate, weight_decay=0.0, fused=True)
-        self.writer = WeightWriter(weights_of(self.policy.model), self.cfg.generators)
+        weights = weights_of(self.policy.model)
+        if self.rank:
+            torch.distributed.broadcast_object_list(handle, 0)  # waits for rank 0 to make the arena
+        self.writer = ShardWriter(weights, self.cfg.generators, self.rank, self.cfg.trainers, *handle)
+        if self.rank == 0 and self.cfg.trainers > 1:
+            torch.distributed.broadcast_object_list([self.writer.arena.handle], 0)
         self.writer.publish(self.version)
 
     @endpoint
@@ -2335,40 +2359,52 @@ class Trainer(Actor):
         # recorded value is the probability with which the token was really drawn.
         every, pi, mu, advantage, same = self._score(batch)
         per_token, outside = LOSSES[self.cfg.loss](pi, mu, advantage)
-        loss = per_token.mean()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
+        # The mean over the tokens of all ranks, given that FSDP takes the mean of their gradients.
+        (per_token.sum() * self.cfg.trainers / batch.sampled[:, 1:].sum()).backward()
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM))
         finite, stall_s = math.isfinite(norm), self.writer.wait()
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        lag, weight = self.version - batch.versions, (pi.detach() - mu).exp()
+        entropy = -(every.exp() * every).sum(-1)
+        pi, mu, loss, outside, entropy, same = self._of_all(pi, mu, per_token, outside, entropy, same)
+        lag, weight, same = self.version - batch.versions, (pi - mu).exp(), same.bool()
         stats = StepStats(
-            version=self._start_publishing(), skipped=int(not finite), loss=float(loss.detach()),
+            version=self._start_publishing(), skipped=int(not finite), loss=float(loss.mean()),
             reward=float(batch.rewards.mean()), grad_norm=float(norm), lag_max=int(lag.max()),
             mismatch_k3=k3(mu[same], pi[same]) if same.any() else -1.0, num_tokens=len(mu),
             ess=float(weight.sum() ** 2 / (weight**2).sum() / len(weight)), stall_s=stall_s,
-            clipped=float(outside.float().mean()), lag_mean=float(lag.float().mean()),
-            entropy=float(-(every.exp() * every).sum(-1).mean()), step_s=since(start))
+            clipped=float(outside.mean()), lag_mean=float(lag.float().mean()),
+            entropy=float(entropy.mean()), step_s=since(start))
         self.metrics.note.broadcast(Span("trainer", "step", start, time.monotonic()))
         return stats
 
     def _score(self, batch: Rollout) -> tuple:
         """Of the batch's N sampled tokens: [N, V] log-probabilities of all tokens, then [N] each:
         of the sampled one, as recorded, advantage, bool: lag 0. Column t is predicted at t-1."""
-        ids, sampled = batch.ids.to(self.cfg.device), batch.sampled[:, 1:].to(self.cfg.device)
+        mine, device = slice(self.rank, None, self.cfg.trainers), self.cfg.device  # my rows
+        ids, sampled = batch.ids[mine].to(device), batch.sampled[mine, 1:].to(device)
         rows = [advantages(batch.rewards, batch.group_ids), batch.versions == self.version]
-        columns = [batch.logprobs[:, 1:], *(row[:, None].expand_as(sampled) for row in rows)]
-        every = self.policy.log_softmax(ids, batch.mask.to(self.cfg.device))[sampled]
+        columns = [batch.logprobs[mine, 1:], *(r[mine, None].expand(sampled.shape) for r in rows)]
+        every = self.policy.log_softmax(ids, batch.mask[mine].to(device))[sampled]
         pi = every.gather(1, ids[:, 1:][sampled][:, None]).squeeze(1)
         return every.detach(), pi, *(column.to(self.cfg.device)[sampled] for column in columns)
+
+    def _of_all(self, *columns) -> list:
+        """[n] each, of this rank's tokens -> [N] each, of all ranks'."""
+        parts = [torch.stack([column.detach().float().cpu() for column in columns])]
+        if self.cfg.trainers > 1:
+            mine, parts = parts[0], [None] * self.cfg.trainers
+            torch.distributed.all_gather_object(parts, mine)
+        return [*torch.cat(parts, 1)]
 
     @endpoint
     async def compare(self, batch: Rollout) -> tuple[float, list[tuple]]:
         """(k3, checks). Looks for the mistakes that no exception reports; changes nothing."""
         every, pi, mu, advantage, _ = self._score(batch)
         reinforce_loss(pi, mu, advantage)[0].mean().backward()
-        idle = sum(q.grad is None or not q.grad.any() for q in self.policy.model.parameters())
+        gradients = [q.grad for q in self.policy.model.parameters()]
+        idle = sum(gradient is None or not whole(gradient).any() for gradient in gradients)
         self.optimizer.zero_grad()
         # [highest group id + 1], the sum over each group, which should be 0
         by_group = torch.bincount(batch.group_ids, advantages(batch.rewards, batch.group_ids))
@@ -2417,17 +2453,23 @@ class Fleet:
 
     async def __aenter__(self) -> Fleet:
         self.metrics = await get_or_spawn_controller("metrics", Metrics)
-        self.procs = this_host().spawn_procs(per_host={"trainer": 1})
-        self.trainer = self.procs.spawn("trainer", Trainer, self.cfg)
+        self.procs = this_host().spawn_procs(per_host={"trainer": self.cfg.trainers})
+        self.trainers = self.procs.spawn("trainer", Trainer, self.cfg)
+        self.trainer = self.trainers.slice(trainer=0)
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.generators = this_proc().spawn(
             "generators", Service, "generator", Generator, self.cfg.generators,
             self.ROLLOUT_DEADLINE_S, self.cfg, self.trainer)
         # both at once: importing takes longer than anything else
-        await asyncio.gather(self.trainer.setup.call_one(), self.generators.start.call_one())
+        await asyncio.gather(self.trainers.setup.call(store.port), self.generators.start.call_one())
         return self
 
     async def __aexit__(self, *_) -> None:
         await asyncio.gather(self.generators.close.call_one(), self.procs.stop())
+
+    async def ask(self, method: str, *args):
+        """All trainer ranks; the answer of rank 0."""
+        return (await getattr(self.trainers, method).call(*args)).item(trainer=0)
 
     async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False) -> Rollout:
         """One request to the service. Its seed goes along: a retry samples the same, if no new
@@ -2510,7 +2552,7 @@ async def train_sync(fleet: Fleet, report: Report, num_steps: int, every: int) -
     await history.begin()
     for _ in range(num_steps):
         batch = await fleet.batch()  # generators pull before they sample, so lag is 0
-        await history.add(await fleet.trainer.step.call_one(batch), batch)
+        await history.add(await fleet.ask("step", batch), batch)
     return history
 
 
@@ -2526,13 +2568,13 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
             room = min(best - warm for _, warm, best in found.values())
             report.check("room to learn, least of the tasks", room, ">", 0.5)
         first = await fleet.batch()
-        for check in (await fleet.trainer.compare.call_one(first))[1]:  # before any training
+        for check in (await fleet.ask("compare", first))[1]:  # before any training
             report.check(*check)
         distinct = len(set(first.answers)) / len(first.answers)
         report.check("share of conversations that are distinct", distinct, ">", 0.2)
         before = await fleet.heldout_exact()
         history = await train_sync(fleet, report, max(1, cfg.steps // 2), every=50)
-        (stale, _), after = await fleet.trainer.compare.call_one(first), await fleet.heldout_exact()
+        (stale, _), after = await fleet.ask("compare", first), await fleet.heldout_exact()
     mismatch = max(history["mismatch_k3"])
     report.table(["recorded against recomputed log-probabilities", "k3, nats"],
                  [f"the first batch, {len(history.rows)} steps too late", stale],
@@ -2682,7 +2724,7 @@ class AsyncRun:
         await asyncio.gather(*self.at_trainer)
 
     async def _step(self, batch: Rollout) -> None:
-        stats = await self.fleet.trainer.step.call_one(batch)
+        stats = await self.fleet.ask("step", batch)
         await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
         await self.history.add(stats, batch)
 
@@ -2697,7 +2739,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         await AsyncRun(fleet, min(60, timed), 10**6, loose).run(0)  # without the rule
         history = History(fleet, report, "async", every=max(1, cfg.steps // 8))
         run = AsyncRun(fleet, cfg.steps, cfg.max_lag, history)
-        running = asyncio.ensure_future(run.run(await fleet.trainer.reset.call_one()))
+        running = asyncio.ensure_future(run.run(await fleet.ask("reset")))
         while len(history.rows) < timed and not running.done():
             await asyncio.sleep(0.005)
         idle, killed = await history.idle(), time.monotonic()
@@ -2705,8 +2747,8 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         await running
         after, status = await fleet.heldout_exact(), await fleet.generators.status.call_one(60.0)
         spans = await fleet.metrics.spans.call_one(killed - 0.3, killed + 0.3)
-        k3_now, _ = await fleet.trainer.compare.call_one(await fleet.batch())
-        await fleet.trainer.reset.call_one()
+        k3_now, _ = await fleet.ask("compare", await fleet.batch())
+        await fleet.ask("reset")
         peer = await train_sync(fleet, report, timed, every=max(1, cfg.steps // 4))
         speeds = peer.speed(timed, await peer.idle()), history.speed(timed, idle)
     report.table(*history.samples)
@@ -2772,7 +2814,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
                             choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
-    for name, least in dict(steps=1, generators=1, max_lag=0, seed=0, model_mb=1).items():
+    for name, least in dict(steps=1, generators=1, trainers=1, max_lag=0, seed=0, model_mb=1).items():
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     for flag, path in [("--json", args.json), ("--log", args.log)]:
