@@ -1707,13 +1707,24 @@ class Parcel:
             mine.copy_(packed)
 
 
-async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> None:
-    """Reads and unpacks; the next one is under way while the last is unpacked, by a thread."""
-    unpacking = None
+async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> list[Span]:
+    """Reads and unpacks; the next one is read while a thread unpacks the last. What it did."""
+    spans, unpacking = [], None
+
+    async def unpack(parcel: Parcel) -> None:
+        start = time.monotonic()
+        await asyncio.to_thread(parcel.unpack)
+        spans.append(Span("unpack", "unpack", start, time.monotonic()))
+
     for parcel, handle in zip(parcels, handles):
+        start = time.monotonic()
         await handle.read_into(parcel.buffer)
+        spans.append(Span("read", "read", start, time.monotonic()))
         if unpacking:
             await unpacking
+        unpacking = asyncio.ensure_future(unpack(parcel))
+    await unpacking
+    return spans
 
 
 def join_group(device: str, port: int, rank: int, num_ranks: int):
@@ -1725,41 +1736,59 @@ def join_group(device: str, port: int, rank: int, num_ranks: int):
     return dtensor.init_device_mesh(device, (num_ranks,))
 
 
+def odd_shapes(num_mb: int) -> dict[str, tuple[int, int]]:
+    """Eight matrices that do not divide by two, of so many MiB in bf16."""
+    return {f"layer.{i}": (num_mb * MIB // (8 * 2 * 1025) + i, 1025) for i in range(8)}
+
+
+def two_ranks(shape: tuple, dim: int) -> list[list[Box]]:
+    return layout(shape, (2,), (dtensor.Shard(dim),))
+
+
+def moves_of_pairs(shapes: dict) -> dict[tuple[int, int], list[tuple[str, Move]]]:
+    """Rows to columns: (source rank, target rank) -> all moves between the two."""
+    pairs = {(a, b): [] for a in (0, 1) for b in (0, 1)}
+    for name, shape in shapes.items():
+        for move in plan(name, two_ranks(shape, 0), two_ranks(shape, 1)):
+            pairs[move.source, move.target].append((name, move))
+    return pairs
+
+
 class Cutter(Actor):
-    """A rank of the demo's trainer or generator, two ranks each: eight matrices of odd sizes, cut
-    by rows (0) and by columns (1). An element of version v is its index modulo 120, plus v."""
+    """A rank of the demo's trainer, or of its generator, two ranks each. It has every matrix by
+    rows, [0], and by columns, [1]. An element of version v is its index modulo 120, plus v."""
 
     def __init__(self, num_mb: int):
         torch.set_num_threads(1)
-        self.rank, rows = current_rank().rank, num_mb * MIB // (8 * 2 * 1025)
-        self.shapes = {f"layer.{i}": (rows + i, 1025) for i in range(8)}
+        self.rank, self.shapes = current_rank().rank, odd_shapes(num_mb)
+        self.pairs = moves_of_pairs(self.shapes)
 
     @concurrent_endpoint
     async def do(self, method: str, *args):
         result = getattr(self, method)(*args)
         return await result if asyncio.iscoroutine(result) else result
 
-    def join(self, port: int) -> dict[str, tuple[int, int]]:
-        """Meets the other rank of this side, in a process group for DTensors; the shapes."""
+    def join(self, port: int) -> None:
         self.mesh = join_group("cpu", port, self.rank, 2)
-        self.by = [self._cut(dim, 0) for dim in (0, 1)]  # [dim][name]
-        return self.shapes
+        self.by = [self._cut(dim, 0) for dim in (0, 1)]
 
     def _cut(self, dim: int, version: int) -> dict:
-        return {name: dtensor.distribute_tensor(
-            (torch.arange(math.prod(shape), dtype=torch.int32) % 120 + version).bfloat16()
-            .view(shape), self.mesh, [dtensor.Shard(dim)], src_data_rank=None)
-            for name, shape in self.shapes.items()}
+        def value(num_elements: int):
+            return (torch.arange(num_elements, dtype=torch.int32) % 120 + version).bfloat16()
 
-    def lead(self, handle: ArenaHandle | None = None) -> ArenaHandle:
-        self.writer = ShardWriter(self.by[0], 2, self.rank, 2, handle)
+        return {name: dtensor.distribute_tensor(value(math.prod(shape)).view(shape), self.mesh, [
+            dtensor.Shard(dim)], src_data_rank=None) for name, shape in self.shapes.items()}
+
+    def lead(self, *handle: ArenaHandle) -> ArenaHandle:
+        self.writer = ShardWriter(self.by[0], 2, self.rank, 2, *handle)
         return self.writer.arena.handle
 
     def follow(self, handle: ArenaHandle) -> None:
         self.reader = ShardReader(handle, self.rank, self.by[0])
 
     def step(self, dim: int) -> float:
-        """The next version; seconds of a memmove of the bytes of all ranks."""
+        """The next version, to be published by rows or columns; seconds in which memmove copies
+        as many bytes as all ranks have (rank 0)."""
         self.writer.tensors, slots = self.by[dim], self.writer.arena.slots
         for tensor in [*self.by[0].values(), *self.by[1].values()]:
             local(tensor).add_(1)
@@ -1774,50 +1803,40 @@ class Cutter(Actor):
 
     def pull(self, dim: int, version: int) -> None:
         self.reader.tensors = self.by[dim]
-        while self.reader.arena.words[Arena.LATEST] // Arena.MAX_SLOTS < version:
+        while self.reader.pull() < version:
             time.sleep(0.0005)
-        self.reader.pull()
 
-    def equal(self, dim: int, version: int) -> int:
+    def right(self, dim: int, version: int) -> int:
         """Tensors that are what distribute_tensor makes of the same version."""
-        right = self._cut(dim, version)
-        return sum(torch.equal(local(t), local(right[k])) for k, t in self.by[dim].items())
+        expected = self._cut(dim, version)
+        return sum(torch.equal(local(t), local(expected[k])) for k, t in self.by[dim].items())
 
     def gather(self) -> tuple[float, int]:
-        """Rows to columns the usual way, within one side: (seconds, bytes gathered)"""
+        """Rows to columns the usual way, among these ranks: (seconds, bytes that each had)"""
         start, num_bytes = time.perf_counter(), 0
         for tensor, mine in zip(self.by[0].values(), self.by[1].values()):
-            whole = tensor.full_tensor()
-            local(mine).copy_(whole.chunk(2, 1)[self.rank])
-            num_bytes += whole.nbytes
+            gathered = tensor.full_tensor()
+            local(mine).copy_(gathered.chunk(2, 1)[self.rank])
+            num_bytes += gathered.nbytes
         return time.perf_counter() - start, num_bytes
 
-    def pack(self, moves: list[list[tuple[str, Move]]], dim: int) -> list[RDMABuffer]:
-        """Handles to a parcel for each target rank."""
-        self.parcels = [Parcel(m, self.by[dim], sending=True) for m in moves]
+    def pack(self) -> list[RDMABuffer]:
+        """Rows: handles to a parcel for each target rank."""
+        self.parcels = [Parcel(self.pairs[self.rank, to], self.by[0], True) for to in (0, 1)]
         for parcel in self.parcels:
             parcel.pack()
         return [RDMABuffer(parcel.buffer) for parcel in self.parcels]
 
-    async def unpack(self, moves: list, handles: list[RDMABuffer], dim: int) -> tuple:
-        """(seconds with overlap, [seconds of each read and each unpacking without], bytes read)"""
-        parcels, marks = [Parcel(m, self.by[dim], sending=False) for m in moves], []
-        await receive(parcels, handles)  # connects
-        start = time.perf_counter()
-        await receive(parcels, handles)
-        overlapped_s = time.perf_counter() - start
-        for parcel, handle in zip(parcels, handles):
-            marks.append(time.perf_counter())
-            await handle.read_into(parcel.buffer)
-            marks.append(time.perf_counter())
-            parcel.unpack()
-        marks.append(time.perf_counter())
-        alone_s = [b - a for a, b in zip(marks, marks[1:])]
-        return overlapped_s, alone_s, sum(parcel.buffer.nbytes for parcel in parcels)
+    async def unpack(self, handles: list[list[RDMABuffer]]) -> tuple[list[Span], int]:
+        """Columns: (what receiving them took, bytes read). handles: [source][target]"""
+        parcels = [Parcel(self.pairs[source, self.rank], self.by[1], False) for source in (0, 1)]
+        mine = [targets[self.rank] for targets in handles]
+        await receive(parcels, mine)  # connects
+        return await receive(parcels, mine), sum(parcel.buffer.nbytes for parcel in parcels)
 
 
 class ReshardBench:
-    """A trainer and a generator of two ranks each, and plans from its rows to its columns."""
+    """A trainer and a generator of two ranks each."""
 
     def __init__(self, procs: list, num_mb: int):
         self.trainer, self.generator = (
@@ -1828,121 +1847,107 @@ class ReshardBench:
         for side in (self.trainer, self.generator):
             store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True,
                                                wait_for_workers=False)
-            self.shapes = (await side.do.call("join", store.port)).item(rank=0)
+            await side.do.call("join", store.port)
         handle = await self.trainer.slice(rank=0).do.call_one("lead")
         await self.trainer.slice(rank=1).do.call_one("lead", handle)
         await self.generator.do.call("follow", handle)
-        self.layouts = {name: [layout(shape, (2,), (dtensor.Shard(dim),)) for dim in (0, 1)]
-                        for name, shape in self.shapes.items()}
-        self.plans = {name: plan(name, *both) for name, both in self.layouts.items()}
         return self
 
-    def pair(self, source: int, target: int) -> list[tuple[str, Move]]:
-        """All moves from one rank to another."""
-        return [(name, move) for name, moves in self.plans.items() for move in moves
-                if (move.source, move.target) == (source, target)]
-
     async def right(self, side, dim: int) -> int:
-        """Tensors of both its ranks that are what they should be, of 16."""
-        return sum(n for _, n in await side.do.call("equal", dim, self.version))
+        """Tensors of both ranks that are what they should be, of 16."""
+        return sum(n for _, n in await side.do.call("right", dim, self.version))
 
-    async def through_slots(self, dims: tuple[int, int]) -> list:
-        """[ms, ms of a memmove of the same bytes, tensors right]; medians of 5 versions"""
+    async def through_slots(self, source: int, target: int) -> list:
+        """[ms, x memmove, bytes moved between hosts, tensors right]; medians of 5 versions"""
         runs = []
         for _ in range(5):
             self.version += 1
-            memmove_s = (await self.trainer.do.call("step", dims[0])).item(rank=0)
+            memmove_s = (await self.trainer.do.call("step", source)).item(rank=0)
             start = time.perf_counter()
             await asyncio.gather(self.trainer.do.call("publish", self.version),
-                                 self.generator.do.call("pull", dims[1], self.version))
+                                 self.generator.do.call("pull", target, self.version))
             runs.append((time.perf_counter() - start, memmove_s))
-        ms, memmove_ms = (statistics.median(column) * 1e3 for column in zip(*runs))
-        return [ms, memmove_ms, await self.right(self.generator, dims[1])]
+        s, memmove_s = map(statistics.median, zip(*runs))
+        return [s * 1e3, s / memmove_s, 0, await self.right(self.generator, target)]
 
-    async def gathered(self) -> tuple[float, int, int]:
-        """(ms, bytes gathered, tensors right), within the trainer"""
-        runs = [await self.trainer.do.call("gather") for _ in range(3)]
-        ms = statistics.median(max(s for _, (s, _) in run) for run in runs) * 1e3
-        num_bytes = sum(n for _, (_, n) in runs[0])
-        return ms, num_bytes, await self.right(self.trainer, 1)
+    async def gathered(self) -> list:
+        runs = [[took for _, took in await self.trainer.do.call("gather")] for _ in range(3)]
+        ms = statistics.median(max(s for s, _ in run) for run in runs) * 1e3
+        return [ms, 0.0, sum(n for _, n in runs[0]), await self.right(self.trainer, 1)]
 
-    async def in_parcels(self) -> tuple[float, float, int, int]:
-        """(ms, share of what overlap could hide that it hides, bytes read, tensors right)"""
-        handles = [await self.trainer.slice(rank=r).do.call_one(
-            "pack", [self.pair(r, 0), self.pair(r, 1)], 0) for r in (0, 1)]
-        asks = [self.generator.slice(rank=r).do.call_one(
-            "unpack", [self.pair(0, r), self.pair(1, r)], [both[r] for both in handles], 1)
-            for r in (0, 1)]
-        found = await asyncio.gather(*asks)
-        hidden = sum(sum(alone_s) - overlapped_s for overlapped_s, alone_s, _ in found)
-        could = sum(min(alone_s[1], alone_s[2]) for _, alone_s, _ in found)
-        return (max(s for s, _, _ in found) * 1e3, hidden / could, sum(n for *_, n in found),
-                await self.right(self.generator, 1))
+    async def in_parcels(self) -> tuple[list, float]:
+        """(row, hidden: of the time that overlap could hide, the share it hid)"""
+        handles = [handles for _, handles in await self.trainer.do.call("pack")]
+        found = [both for _, both in await self.generator.do.call("unpack", handles)]
+        hidden, could = 0.0, 0.0
+        for spans, _ in found:
+            reads, unpacks = ([s for s in spans if s.what == w] for w in ("read", "unpack"))
+            for unpack, read in zip(unpacks, reads[1:]):
+                hidden += max(0.0, min(unpack.end, read.end) - max(unpack.start, read.start))
+                could += min(unpack.end - unpack.start, read.end - read.start)
+        ms = max(spans[-1].end - spans[0].start for spans, _ in found) * 1e3
+        return [ms, 0.0, sum(n for _, n in found), await self.right(self.generator, 1)], hidden / could
 
 
 def picture(shape: tuple[int, int], moves: list[Move]) -> list[list[str]]:
     """Some rows of a matrix: [who has it, a letter per move, the letters that each rank needs]."""
     rows = []
     for y in range(6):
-        row, line = y * shape[0] // 6, []
-        for column in range(0, shape[1], shape[1] // 24):
-            line += [(move.source, "abcdefgh"[i], move.target) for i, move in enumerate(moves)
-                     if all(start <= at < start + n for at, start, n in zip(
-                         (row, column), move.offset, move.size))]
-        needed = ["".join(letter for _, letter, rank in line if rank == r) for r in (0, 1)]
-        rows.append([f"rank {line[0][0]}", "".join(letter for _, letter, _ in line), *needed])
+        at = [(y * shape[0] // 6, x) for x in range(0, shape[1], shape[1] // 24)]
+        line = [next((move, letter) for move, letter in zip(moves, "abcdefgh") if all(
+            o <= i < o + n for i, o, n in zip(place, move.offset, move.size))) for place in at]
+        needed = ["".join(letter for move, letter in line if move.target == r) for r in (0, 1)]
+        rows.append([f"rank {line[0][0].source}", "".join(letter for _, letter in line), *needed])
     return rows
 
 
-def loses_rows(name: str, shape: tuple[int, int], columns: list[list[Box]]) -> bool:
+def loses_rows(name: str, shape: tuple[int, int]) -> bool:
     """Does a plan lose elements whose sizes were rounded down to divide evenly?"""
     half = shape[0] // 2
+    floored = [[Box((half * i, 0), (half, shape[1]), (0, 0))] for i in (0, 1)]
     with contextlib.suppress(WeightMismatch):
-        plan(name, [[Box((half * i, 0), (half, shape[1]), (0, 0))] for i in (0, 1)], columns)
-        return False
+        return not plan(name, floored, two_ranks(shape, 1))
     return True
 
 
 @stage(8, "reshard", "from sharding A to sharding B every needed byte moves exactly once")
 async def demo_reshard(report: Report, cfg: Config) -> None:
-    procs = [this_host().spawn_procs(per_host={"rank": 2}) for _ in range(2)]
-    bench = await ReshardBench(procs, cfg.model_mb).open()
-    (name, shape), num_tensors = next(iter(bench.shapes.items())), 2 * len(bench.shapes)
+    shapes = odd_shapes(cfg.model_mb)
+    pairs, (name, shape) = moves_of_pairs(shapes), next(iter(shapes.items()))
+    mib = {pair: sum(2 * math.prod(m.size) for _, m in moves) / MIB for pair, moves in pairs.items()}
     report.say("a letter per move: the same letter is the same bytes")
     report.table(["trainer, by rows", f"{name}, {shape[0]} x {shape[1]}", "generator rank 0",
-                  "rank 1, by columns"], *picture(shape, bench.plans[name]))
-    mib = [[sum(2 * math.prod(move.size) for _, move in bench.pair(a, b)) / MIB for b in (0, 1)]
-           for a in (0, 1)]
-    report.table([f"MiB of {num_tensors // 2} tensors", "to rank 0", "to rank 1"],
-                 *([f"from rank {a}", *row] for a, row in enumerate(mib)))
-    same, columns, back = [await bench.through_slots(dims) for dims in ((0, 0), (0, 1), (1, 0))]
-    gather_ms, gathered, gather_right = await bench.gathered()
-    await bench.through_slots((0, 0))  # the trainer's rows as they are now
-    parcel_ms, share, read, parcel_right = await bench.in_parcels()
+                  "rank 1, by columns"], *picture(shape, [pairs[p][0][1] for p in pairs]))
+    report.table([f"MiB of {len(shapes)} tensors", "to rank 0", "to rank 1"],
+                 *([f"from rank {a}", mib[a, 0], mib[a, 1]] for a in (0, 1)))
+    procs = [this_host().spawn_procs(per_host={"rank": 2}) for _ in range(2)]
+    bench = await ReshardBench(procs, cfg.model_mb).open()
+    await bench.through_slots(0, 0)  # touches every page
+    rows = {f"{how}, slots": await bench.through_slots(*dims) for how, dims in {
+        "rows to rows": (0, 0), "columns to rows": (1, 0), "rows to columns": (0, 1)}.items()}
+    same, back, there = rows.values()
+    rows["rows to columns, gather"] = await bench.gathered()
+    rows["rows to columns, parcels"], hidden = await bench.in_parcels()
     await asyncio.gather(*(mesh.stop() for mesh in procs))
-    needed = sum(map(sum, mib)) * MIB
-    report.table(["trainer to generator", "ms", "x memmove", "bytes moved / needed",
-                  f"right, of {num_tensors}"],
-                 ["rows to rows, slots", same[0], same[0] / same[1], "none", same[2]],
-                 ["rows to columns, slots", columns[0], columns[0] / columns[1], "none", columns[2]],
-                 ["columns to rows, slots", back[0], back[0] / back[1], "none", back[2]],
-                 ["rows to columns, gather", gather_ms, gather_ms / columns[1], gathered / needed,
-                  gather_right],
-                 ["rows to columns, parcels", parcel_ms, parcel_ms / columns[1], read / needed,
-                  parcel_right])
-    lost = sum(loses_rows(n, s, bench.layouts[n][1]) for n, s in bench.shapes.items())
-    report.figure(reshard_over_same=max(columns[0], back[0]) / same[0],
-                  reshard_over_memmove=max(columns[0] / columns[1], back[0] / back[1]),
-                  gather_over_reshard=gather_ms / columns[0], overlap_share=share,
-                  moved_over_needed=read / needed)
-    report.check(f"tensors of {num_tensors // 2} that lose rows if sizes are rounded down", lost, ">", 0)
-    right = [row[2] for row in (same, columns, back)] + [gather_right, parcel_right]
-    report.check("tensors that are wrong", 5 * num_tensors - sum(right), "==", 0)
-    report.check("bytes moved between hosts / needed", read / needed, "==", 1.0)
-    report.check("gather / reshard through slots, in time", gather_ms / columns[0], ">", 2)
-    report.check("reshard / same layout, in time", max(columns[0], back[0]) / same[0], "<", 2)
+    needed, memmove_ms = sum(mib.values()) * MIB, there[0] / there[1]
+    report.table(["trainer to generator", "ms", "x memmove", "bytes between hosts / needed",
+                  f"right, of {2 * len(shapes)}"], *([how, ms, ms / memmove_ms, num_bytes / needed,
+                                                      right] for how, (ms, _, num_bytes, right)
+                                                     in rows.items()))
+    slower = max(there[0], back[0])
+    moved = rows["rows to columns, parcels"][2] / needed
+    report.figure(reshard_over_same=slower / same[0], reshard_over_memmove=max(there[1], back[1]),
+                  gather_over_reshard=rows["rows to columns, gather"][0] / there[0],
+                  overlap_share=hidden, moved_over_needed=moved)
+    report.check("tensors that lose rows if sizes are rounded down",
+                 sum(map(loses_rows, *zip(*shapes.items()))), ">", 0)
+    wrong = sum(2 * len(shapes) - row[3] for row in rows.values())
+    report.check("tensors that are wrong", wrong, "==", 0)
+    report.check("bytes that parcels moved / needed", moved, "==", 1.0)
+    report.check("gather / reshard through slots, in time",
+                 rows["rows to columns, gather"][0] / there[0], ">", 2)
+    report.check("reshard / same layout, in time", slower / same[0], "<", 3)
     report.say("try: in `plan`, `ranks[0]` for `best`")
-
 
 
 # == 9. SYNC RL ===================================================================================
