@@ -1736,17 +1736,12 @@ def join_group(device: str, port: int, rank: int, num_ranks: int):
     return dtensor.init_device_mesh(device, (num_ranks,))
 
 
-def odd_shapes(num_mb: int) -> dict[str, tuple[int, int]]:
-    """Eight matrices that do not divide by two, of so many MiB in bf16."""
-    return {f"layer.{i}": (num_mb * MIB // (8 * 2 * 1025) + i, 1025) for i in range(8)}
-
-
 def two_ranks(shape: tuple, dim: int) -> list[list[Box]]:
     return layout(shape, (2,), (dtensor.Shard(dim),))
 
 
-def moves_of_pairs(shapes: dict) -> dict[tuple[int, int], list[tuple[str, Move]]]:
-    """Rows to columns: (source rank, target rank) -> all moves between the two."""
+def rows_to_columns(shapes: dict) -> dict[tuple[int, int], list[tuple[str, Move]]]:
+    """(source rank, target rank) -> all moves from the one to the other."""
     pairs = {(a, b): [] for a in (0, 1) for b in (0, 1)}
     for name, shape in shapes.items():
         for move in plan(name, two_ranks(shape, 0), two_ranks(shape, 1)):
@@ -1758,10 +1753,10 @@ class Cutter(Actor):
     """A rank of the demo's trainer, or of its generator, two ranks each. It has every matrix by
     rows, [0], and by columns, [1]. An element of version v is its index modulo 120, plus v."""
 
-    def __init__(self, num_mb: int):
+    def __init__(self, shapes: dict[str, tuple[int, int]]):
         torch.set_num_threads(1)
-        self.rank, self.shapes = current_rank().rank, odd_shapes(num_mb)
-        self.pairs = moves_of_pairs(self.shapes)
+        self.rank, self.shapes, self.version = current_rank().rank, shapes, 0
+        self.pairs = rows_to_columns(shapes)
 
     @concurrent_endpoint
     async def do(self, method: str, *args):
@@ -1770,45 +1765,44 @@ class Cutter(Actor):
 
     def join(self, port: int) -> None:
         self.mesh = join_group("cpu", port, self.rank, 2)
-        self.by = [self._cut(dim, 0) for dim in (0, 1)]
+        self.by = [self._cut(dim) for dim in (0, 1)]
 
-    def _cut(self, dim: int, version: int) -> dict:
-        def value(num_elements: int):
-            return (torch.arange(num_elements, dtype=torch.int32) % 120 + version).bfloat16()
+    def _cut(self, dim: int) -> dict:
+        """This version, as distribute_tensor cuts it."""
+        return {name: dtensor.distribute_tensor(
+            (torch.arange(math.prod(shape), dtype=torch.int32) % 120 + self.version).bfloat16()
+            .view(shape), self.mesh, [dtensor.Shard(dim)], src_data_rank=None)
+            for name, shape in self.shapes.items()}
 
-        return {name: dtensor.distribute_tensor(value(math.prod(shape)).view(shape), self.mesh, [
-            dtensor.Shard(dim)], src_data_rank=None) for name, shape in self.shapes.items()}
+    def write(self, *handle: ArenaHandle) -> ArenaHandle:
+        self.end = ShardWriter(self.by[0], 2, self.rank, 2, *handle)
+        return self.end.arena.handle
 
-    def lead(self, *handle: ArenaHandle) -> ArenaHandle:
-        self.writer = ShardWriter(self.by[0], 2, self.rank, 2, *handle)
-        return self.writer.arena.handle
+    def read(self, handle: ArenaHandle) -> None:
+        self.end = ShardReader(handle, self.rank, self.by[0])
 
-    def follow(self, handle: ArenaHandle) -> None:
-        self.reader = ShardReader(handle, self.rank, self.by[0])
-
-    def step(self, dim: int) -> float:
-        """The next version, to be published by rows or columns; seconds in which memmove copies
-        as many bytes as all ranks have (rank 0)."""
-        self.writer.tensors, slots = self.by[dim], self.writer.arena.slots
+    def step(self) -> float:
+        """The trainer's next version; seconds in which memmove copies as much as all ranks have."""
         for tensor in [*self.by[0].values(), *self.by[1].values()]:
             local(tensor).add_(1)
-        start, free = time.perf_counter(), self.writer.arena.free_slot()
+        slots, free = self.end.arena.slots, self.end.arena.free_slot()
+        start = time.perf_counter()
         if self.rank == 0:
             ctypes.memmove(slots[free].data_ptr(), slots[free - 1].data_ptr(), slots[free].nbytes)
         return time.perf_counter() - start
 
-    async def publish(self, version: int) -> None:
-        self.writer.start(version)
-        await asyncio.wrap_future(self.writer.copying)
+    def sync(self, dim: int) -> None:
+        """Publishes, or waits for, the next version, cut so."""
+        self.version, self.end.tensors = self.version + 1, self.by[dim]
+        if isinstance(self.end, ShardWriter):
+            self.end.publish(self.version)
+        else:
+            while self.end.pull() < self.version:
+                time.sleep(0.0005)
 
-    def pull(self, dim: int, version: int) -> None:
-        self.reader.tensors = self.by[dim]
-        while self.reader.pull() < version:
-            time.sleep(0.0005)
-
-    def right(self, dim: int, version: int) -> int:
-        """Tensors that are what distribute_tensor makes of the same version."""
-        expected = self._cut(dim, version)
+    def right(self, dim: int) -> int:
+        """Tensors that are what distribute_tensor makes of this version."""
+        expected = self._cut(dim)
         return sum(torch.equal(local(t), local(expected[k])) for k, t in self.by[dim].items())
 
     def gather(self) -> tuple[float, int]:
@@ -1836,69 +1830,65 @@ class Cutter(Actor):
 
 
 class ReshardBench:
-    """A trainer and a generator of two ranks each."""
+    """A trainer and a generator of two ranks each. A road's row: [ms, bytes, tensors right of both
+    ranks]; bytes: that had to be at the target ranks, or came there."""
 
-    def __init__(self, procs: list, num_mb: int):
-        self.trainer, self.generator = (
-            mesh.spawn(f"cutter_{i}", Cutter, num_mb) for i, mesh in enumerate(procs))
-        self.version = 0
+    def __init__(self, procs: list, shapes: dict):
+        self.sides = self.trainer, self.generator = [
+            mesh.spawn(f"cutter_{i}", Cutter, shapes) for i, mesh in enumerate(procs)]
 
     async def open(self) -> ReshardBench:
-        for side in (self.trainer, self.generator):
+        for side in self.sides:
             store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True,
                                                wait_for_workers=False)
             await side.do.call("join", store.port)
-        handle = await self.trainer.slice(rank=0).do.call_one("lead")
-        await self.trainer.slice(rank=1).do.call_one("lead", handle)
-        await self.generator.do.call("follow", handle)
+        handle = await self.trainer.slice(rank=0).do.call_one("write")
+        await self.trainer.slice(rank=1).do.call_one("write", handle)
+        await self.generator.do.call("read", handle)
         return self
 
-    async def right(self, side, dim: int) -> int:
-        """Tensors of both ranks that are what they should be, of 16."""
-        return sum(n for _, n in await side.do.call("right", dim, self.version))
+    async def row(self, seconds: float, num_bytes: int, side, dim: int) -> list:
+        return [seconds * 1e3, num_bytes, sum(n for _, n in await side.do.call("right", dim))]
 
-    async def through_slots(self, source: int, target: int) -> list:
-        """[ms, x memmove, bytes moved between hosts, tensors right]; medians of 5 versions"""
+    async def through_slots(self, source: int, target: int) -> tuple[list, float]:
+        """(row, ms of a memmove); medians of five versions"""
         runs = []
         for _ in range(5):
-            self.version += 1
-            memmove_s = (await self.trainer.do.call("step", source)).item(rank=0)
-            start = time.perf_counter()
-            await asyncio.gather(self.trainer.do.call("publish", self.version),
-                                 self.generator.do.call("pull", target, self.version))
+            memmove_s, start = (await self.trainer.do.call("step")).item(rank=0), time.perf_counter()
+            await asyncio.gather(self.trainer.do.call("sync", source),
+                                 self.generator.do.call("sync", target))
             runs.append((time.perf_counter() - start, memmove_s))
-        s, memmove_s = map(statistics.median, zip(*runs))
-        return [s * 1e3, s / memmove_s, 0, await self.right(self.generator, target)]
+        sync_s, memmove_s = map(statistics.median, zip(*runs))
+        return await self.row(sync_s, 0, self.generator, target), memmove_s * 1e3
 
     async def gathered(self) -> list:
         runs = [[took for _, took in await self.trainer.do.call("gather")] for _ in range(3)]
-        ms = statistics.median(max(s for s, _ in run) for run in runs) * 1e3
-        return [ms, 0.0, sum(n for _, n in runs[0]), await self.right(self.trainer, 1)]
+        seconds = statistics.median(max(s for s, _ in run) for run in runs)
+        return await self.row(seconds, sum(n for _, n in runs[0]), self.trainer, 1)
 
     async def in_parcels(self) -> tuple[list, float]:
-        """(row, hidden: of the time that overlap could hide, the share it hid)"""
+        """(row, of the time that overlap could hide, the share it hid)"""
         handles = [handles for _, handles in await self.trainer.do.call("pack")]
         found = [both for _, both in await self.generator.do.call("unpack", handles)]
-        hidden, could = 0.0, 0.0
+        hidden_s = could_s = 0.0
         for spans, _ in found:
-            reads, unpacks = ([s for s in spans if s.what == w] for w in ("read", "unpack"))
-            for unpack, read in zip(unpacks, reads[1:]):
-                hidden += max(0.0, min(unpack.end, read.end) - max(unpack.start, read.start))
-                could += min(unpack.end - unpack.start, read.end - read.start)
-        ms = max(spans[-1].end - spans[0].start for spans, _ in found) * 1e3
-        return [ms, 0.0, sum(n for _, n in found), await self.right(self.generator, 1)], hidden / could
+            _, read, unpack, _ = sorted(spans, key=operator.attrgetter("what", "start"))
+            hidden_s += max(0.0, min(unpack.end, read.end) - max(unpack.start, read.start))
+            could_s += min(unpack.end - unpack.start, read.end - read.start)
+        seconds = max(spans[-1].end - spans[0].start for spans, _ in found)
+        num_bytes = sum(n for _, n in found)
+        return await self.row(seconds, num_bytes, self.generator, 1), hidden_s / could_s
 
 
-def picture(shape: tuple[int, int], moves: list[Move]) -> list[list[str]]:
-    """Some rows of a matrix: [who has it, a letter per move, the letters that each rank needs]."""
-    rows = []
-    for y in range(6):
-        at = [(y * shape[0] // 6, x) for x in range(0, shape[1], shape[1] // 24)]
-        line = [next((move, letter) for move, letter in zip(moves, "abcdefgh") if all(
-            o <= i < o + n for i, o, n in zip(place, move.offset, move.size))) for place in at]
-        needed = ["".join(letter for move, letter in line if move.target == r) for r in (0, 1)]
-        rows.append([f"rank {line[0][0].source}", "".join(letter for _, letter in line), *needed])
-    return rows
+def picture(shape: tuple[int, int]) -> list[list[str]]:
+    """A row per row of a small matrix: [who has it, a letter per move, what each rank needs]."""
+    letters = torch.zeros(shape, dtype=torch.int8)
+    source, target = two_ranks(shape, 0), two_ranks(shape, 1)
+    for i, move in enumerate(plan("picture", source, target)):
+        letters[region(move.offset, move.size)] = ord("a") + i
+    lines = ["".join(map(chr, row)) for row in letters.tolist()]
+    return [[f"rank {rank}", line, *(line[b.offset[1] :][: b.size[1]] for [b] in target)]
+            for rank, [box] in enumerate(source) for line in lines[box.offset[0] :][: box.size[0]]]
 
 
 def loses_rows(name: str, shape: tuple[int, int]) -> bool:
@@ -1910,43 +1900,42 @@ def loses_rows(name: str, shape: tuple[int, int]) -> bool:
     return True
 
 
+ROUTES = ["rows to rows, slots", "columns to rows, slots", "rows to columns, slots",
+          "rows to columns, gather", "rows to columns, parcels"]
+
+
 @stage(8, "reshard", "from sharding A to sharding B every needed byte moves exactly once")
 async def demo_reshard(report: Report, cfg: Config) -> None:
-    shapes = odd_shapes(cfg.model_mb)
-    pairs, (name, shape) = moves_of_pairs(shapes), next(iter(shapes.items()))
-    mib = {pair: sum(2 * math.prod(m.size) for _, m in moves) / MIB for pair, moves in pairs.items()}
-    report.say("a letter per move: the same letter is the same bytes")
-    report.table(["trainer, by rows", f"{name}, {shape[0]} x {shape[1]}", "generator rank 0",
-                  "rank 1, by columns"], *picture(shape, [pairs[p][0][1] for p in pairs]))
-    report.table([f"MiB of {len(shapes)} tensors", "to rank 0", "to rank 1"],
+    report.table(["trainer, by rows", "5 x 23, a letter per move", "generator rank 0",
+                  "rank 1, by columns"], *picture((5, 23)))
+    num_rows = cfg.model_mb * MIB // (8 * 2 * 1025)
+    shapes = {f"layer.{i}": (num_rows + i, 1025) for i in range(8)}
+    mib = {pair: sum(2 * math.prod(move.size) for _, move in moves) / MIB
+           for pair, moves in rows_to_columns(shapes).items()}
+    report.table(["8 matrices, MiB", "to rank 0", "to rank 1"],
                  *([f"from rank {a}", mib[a, 0], mib[a, 1]] for a in (0, 1)))
     procs = [this_host().spawn_procs(per_host={"rank": 2}) for _ in range(2)]
-    bench = await ReshardBench(procs, cfg.model_mb).open()
+    bench = await ReshardBench(procs, shapes).open()
     await bench.through_slots(0, 0)  # touches every page
-    rows = {f"{how}, slots": await bench.through_slots(*dims) for how, dims in {
-        "rows to rows": (0, 0), "columns to rows": (1, 0), "rows to columns": (0, 1)}.items()}
-    same, back, there = rows.values()
-    rows["rows to columns, gather"] = await bench.gathered()
-    rows["rows to columns, parcels"], hidden = await bench.in_parcels()
+    same, _ = await bench.through_slots(0, 0)
+    back, _ = await bench.through_slots(1, 0)
+    there, memmove_ms = await bench.through_slots(0, 1)
+    gather, (parcels, hidden) = await bench.gathered(), await bench.in_parcels()
     await asyncio.gather(*(mesh.stop() for mesh in procs))
-    needed, memmove_ms = sum(mib.values()) * MIB, there[0] / there[1]
+    rows, needed = (same, back, there, gather, parcels), sum(mib.values()) * MIB
     report.table(["trainer to generator", "ms", "x memmove", "bytes between hosts / needed",
-                  f"right, of {2 * len(shapes)}"], *([how, ms, ms / memmove_ms, num_bytes / needed,
-                                                      right] for how, (ms, _, num_bytes, right)
-                                                     in rows.items()))
+                  "right, of 16"], *([how, ms, ms / memmove_ms, num_bytes / needed, right]
+                                     for how, (ms, num_bytes, right) in zip(ROUTES, rows)))
     slower = max(there[0], back[0])
-    moved = rows["rows to columns, parcels"][2] / needed
-    report.figure(reshard_over_same=slower / same[0], reshard_over_memmove=max(there[1], back[1]),
-                  gather_over_reshard=rows["rows to columns, gather"][0] / there[0],
-                  overlap_share=hidden, moved_over_needed=moved)
-    report.check("tensors that lose rows if sizes are rounded down",
-                 sum(map(loses_rows, *zip(*shapes.items()))), ">", 0)
-    wrong = sum(2 * len(shapes) - row[3] for row in rows.values())
-    report.check("tensors that are wrong", wrong, "==", 0)
-    report.check("bytes that parcels moved / needed", moved, "==", 1.0)
-    report.check("gather / reshard through slots, in time",
-                 rows["rows to columns, gather"][0] / there[0], ">", 2)
-    report.check("reshard / same layout, in time", slower / same[0], "<", 3)
+    report.figure(reshard_over_same=slower / same[0], reshard_over_memmove=slower / memmove_ms,
+                  gather_over_reshard=gather[0] / there[0], overlap_share=hidden,
+                  moved_over_needed=parcels[1] / needed)
+    lost = sum(map(loses_rows, *zip(*shapes.items())))
+    report.check("matrices of 8 that lose rows if sizes are rounded down", lost, ">", 0)
+    report.check("tensors of 80 that are wrong", 80 - sum(row[2] for row in rows), "==", 0)
+    report.check("bytes that parcels moved / needed", parcels[1] / needed, "==", 1.0)
+    report.check("gather / slots, in time", gather[0] / there[0], ">", 2)
+    report.check("another layout / the same, in time", slower / same[0], "<", 3)
     report.say("try: in `plan`, `ranks[0]` for `best`")
 
 
