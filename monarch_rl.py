@@ -2522,7 +2522,8 @@ class History:
         """Share of the run so far that generators and trainer spent waiting."""
         busy, wall = await self.fleet.metrics.read.call_one() - self.before, since(self.started)
         return [f"{1 - sum(s for who, s in busy.items() if side in who) / wall / size:.0%}"
-                for side, size in (("generator", self.fleet.cfg.generators), ("trainer", 1))]
+                for side, size in (("generator", self.fleet.cfg.generators),
+                                   ("trainer", self.fleet.cfg.trainers))]
 
     def speed(self, num_steps: int, idle: list[str]) -> list:
         """Of the first steps: seconds, steps/s, tokens/s, idle shares, reward in the last tenth."""
