@@ -61,7 +61,7 @@ if __name__ == "__main__":  # Ctrl-C during the imports below
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse, asyncio, collections, concurrent.futures, contextlib, ctypes, dataclasses
-import importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib, pickle
+import functools, importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib, pickle
 import platform, random, re, statistics, sys, tempfile, textwrap, threading, time, traceback, zlib
 from dataclasses import dataclass
 
@@ -1570,6 +1570,7 @@ def region(offset: tuple, size: tuple) -> tuple[slice, ...]:
     return tuple(slice(start, start + n) for start, n in zip(offset, size))
 
 
+@functools.cache
 def boxes(shape: tuple, mesh_shape: tuple, placements: tuple, at: tuple) -> list[Box]:
     """What the rank with these coordinates in the mesh has of a tensor that is placed so: the rules
     of DTensor's Shard, _StridedShard and Replicate, applied to the indices of each dimension."""
@@ -1626,7 +1627,7 @@ def plan(name: str, source: list[list[Box]], target: list[list[Box]]) -> list[Mo
 def placed(tensor) -> list[Box]:
     """What this process has of a DTensor."""
     mesh = tensor.device_mesh
-    return boxes(tensor.shape, mesh.shape, tensor.placements, mesh.get_coordinate())
+    return boxes(tensor.shape, mesh.shape, tensor.placements, tuple(mesh.get_coordinate()))
 
 
 def box_parts(view, tensor) -> list[tuple]:
