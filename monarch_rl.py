@@ -1711,6 +1711,9 @@ async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> None:
         await handle.read_into(parcel.buffer)
         if unpacking:
             await unpacking
+        unpacking = asyncio.get_running_loop().run_in_executor(None, parcel.unpack)
+    if unpacking:
+        await unpacking
 
 
 class Cutter(Actor):
