@@ -1682,11 +1682,13 @@ class ShardReader(WeightReader):
 
 
 class Parcel:
-    """All that one rank has for another, packed in one buffer, in the order of the plan."""
+    """All that one rank has for another, packed in one buffer, the widest dtype first: then each
+    part starts at a multiple of its own, without gaps."""
 
     def __init__(self, moves: list[tuple[str, Move]], tensors: dict, sending: bool):
         """moves: (tensor, move) of one pair of ranks, the same on both sides."""
-        self.pairs, start = [], 0
+        self.pairs = []
+        moves = sorted(moves, key=lambda move: -tensors[move[0]].dtype.itemsize)
         kinds = [tensors[name].dtype for name, _ in moves]
         sizes = [math.prod(move.size) * kind.itemsize for (_, move), kind in zip(moves, kinds)]
         self.buffer = torch.zeros(sum(sizes), dtype=torch.uint8)
