@@ -1597,10 +1597,19 @@ def layout(shape: tuple, mesh_shape: tuple, placements: tuple) -> list[list[Box]
     return [boxes(shape, mesh_shape, placements, at) for at in everywhere]
 
 
+def reach(side: list[list[Box]]) -> list[int]:
+    """Where the boxes of all ranks end: the shape of the whole, unless that is empty."""
+    ends = (map(operator.add, box.offset, box.size) for held in side for box in held)
+    return [*map(max, zip(*ends))]
+
+
 def plan(name: str, source: list[list[Box]], target: list[list[Box]]) -> list[Move]:
     """Moves that give each target rank its boxes, every element once. Of ranks that have the same,
-    the one read is the one with the least to send so far. Raises WeightMismatch if nobody has it."""
+    the one read is the one with the least to send so far. Raises WeightMismatch if nobody has it,
+    or if the two sides are not cut from tensors of the same shape."""
     copies, moves, sent = collections.defaultdict(list), [], collections.Counter()
+    there, here = reach(source), reach(target)
+    demand(there == here, f"{name}: {there} there, {here} here")
     for rank, held in enumerate(source):
         for box in held:
             copies[box].append(rank)
@@ -1613,8 +1622,8 @@ def plan(name: str, source: list[list[Box]], target: list[list[Box]]) -> list[Mo
                 size = tuple(min(a + m, b + n) - s for (a, m, b, n), s in zip(ends, start))
                 if min(size, default=1) > 0:
                     best = min(ranks, key=sent.__getitem__)
-                    read_at, write_at = (tuple(map(lambda at, o, s: at + s - o, b.local, b.offset, start))
-                                         for b in (have, need))
+                    read_at, write_at = (tuple(at + s - o for at, o, s in zip(
+                        box.local, box.offset, start)) for box in (have, need))
                     moves.append(Move(best, rank, start, size, read_at, write_at))
                     sent[best] += math.prod(size)
                     missing -= math.prod(size)
