@@ -922,7 +922,8 @@ class Manifest:
         for name, t in tensors.items():
             kind = dtype if dtype and t.is_floating_point() else t.dtype
             num_bytes = t.numel() * kind.itemsize
-            memory = (local(t).data_ptr(), t.shape, t.stride(), t.dtype) if num_bytes else name
+            at = local(t).data_ptr() or id(t)  # no address: this rank has nothing of it
+            memory = (at, t.shape, t.stride(), t.dtype) if num_bytes else name
             tied_to, at = stored.setdefault(memory, (name, offset))
             specs.append(TensorSpec(name, tuple(t.shape), str(kind)[6:], tied_to, at, num_bytes))
             offset += -(-num_bytes // 64) * 64 if tied_to == name else 0
