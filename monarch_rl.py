@@ -1196,8 +1196,10 @@ class WeightReader:
             self._verify(slot)
             self.arena.words[self.word] = self.arena.words[self.word + 1]
         for name, view in self.arena.tensors(slot).items():
-            for part, mine in self.parts(view, self.tensors[name]):
-                mine.data = mine.data.copy_(part) if self.in_place else part
+            parts = self.parts(view, self.tensors[name])
+            for part, mine in parts:  # several are no view of a slot
+                copy = self.in_place or len(parts) > 1
+                mine.data = mine.data.copy_(part) if copy else part
         self.version = version
         return version
 
