@@ -1656,6 +1656,8 @@ class ShardWriter(WeightWriter):
 
     def __init__(self, tensors, num_readers: int, rank: int, num_ranks: int, handle=None):
         """tensors: DTensors. handle: of rank 0's arena, for the others."""
+        if rank:
+            handle.manifest.require(tensors)
         super().__init__(tensors, num_readers, arena=Arena.attach(handle) if rank else None)
         self.rank, self.words = rank, self.arena.words
         self.others = range(self.WRITTEN - 1, self.WRITTEN - num_ranks, -1)  # their words
