@@ -1642,6 +1642,8 @@ def placed(tensor) -> list[Box]:
 
 def box_parts(view, tensor) -> list[tuple]:
     """[(part of the slot's view of a whole tensor, the same of what this process has of it)]"""
+    if local(tensor) is tensor:  # not a DTensor
+        return whole_parts(view, tensor)
     mine, held = local(tensor), placed(tensor)
     return [(view[region(box.offset, box.size)], mine if len(held) == 1 else
              mine[region(box.local, box.size)]) for box in held]
@@ -1663,6 +1665,8 @@ class ShardWriter(WeightWriter):
         self.others = range(self.WRITTEN - 1, self.WRITTEN - num_ranks, -1)  # their words
 
     def parts(self, view, tensor) -> list[tuple]:
+        if local(tensor) is tensor:  # a buffer, the same on all ranks
+            return [] if self.rank else whole_parts(view, tensor)
         pairs = zip(tensor.placements, tensor.device_mesh.get_coordinate())
         first = not any(at for placement, at in pairs if placement.is_replicate())
         return box_parts(view, tensor) if first else []  # of copies the first is written
