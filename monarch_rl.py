@@ -1654,7 +1654,8 @@ class ShardWriter(WeightWriter):
     the thread of a rank waits for rank 0 to name the slot, that of rank 0 waits for all to have
     written before it commits, and a trainer waits for its own thread, before its next step."""
 
-    NAMED, WRITTEN = -1, -2  # words: version and slot to write; version written, -2 - rank
+    # The word -1 - rank. Of rank 0: version and slot to write. Of another: the version written.
+    NAMED, FAILED = -1, 1 << 62  # FAILED in a word: the copy of that rank raised
 
     def __init__(self, tensors, num_readers: int, rank: int, num_ranks: int, handle=None):
         """tensors: DTensors. handle: of rank 0's arena, for the others."""
@@ -1662,7 +1663,7 @@ class ShardWriter(WeightWriter):
             handle.manifest.require(tensors)
         super().__init__(tensors, num_readers, arena=Arena.attach(handle) if rank else None)
         self.rank, self.words = rank, self.arena.words
-        self.others = range(self.WRITTEN - 1, self.WRITTEN - num_ranks, -1)  # their words
+        self.others = range(self.NAMED - 1, self.NAMED - num_ranks, -1)  # their words
 
     def parts(self, view, tensor) -> list[tuple]:
         if local(tensor) is tensor:  # a buffer, the same on all ranks
@@ -1680,17 +1681,26 @@ class ShardWriter(WeightWriter):
         return slot
 
     def _copy(self, version: int, slot: int) -> None:
-        if self.rank == 0:
-            self._write(slot)
-            while min((self.words[word] for word in self.others), default=version) < version:
-                time.sleep(0.0002)
-            self.arena.commit(version, slot)
-            return
+        try:
+            self._follow(version) if self.rank else self._lead(version, slot)
+        except Exception:  # whoever waits for my word must not wait forever
+            self.words[self.NAMED - self.rank] = self.FAILED
+            raise
+
+    def _lead(self, version: int, slot: int) -> None:
+        self._write(slot)
+        while min(found := [version, *map(self.words.__getitem__, self.others)]) < version:
+            time.sleep(0.0002)
+        demand(self.FAILED not in found, "arena: the copy of another rank failed")
+        self.arena.commit(version, slot)
+
+    def _follow(self, version: int) -> None:
         while (named := self.words[self.NAMED]) // Arena.MAX_SLOTS < version:
             time.sleep(0.0002)
+        demand(named != self.FAILED, "arena: the copy of rank 0 failed")
         if named // Arena.MAX_SLOTS == version and (named + 1) % Arena.MAX_SLOTS:  # else: skipped
             self._write(named % Arena.MAX_SLOTS)
-            self.words[self.WRITTEN - self.rank] = version
+            self.words[self.NAMED - self.rank] = version
 
 
 class ShardReader(WeightReader):
