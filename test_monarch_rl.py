@@ -187,6 +187,7 @@ BROKEN = {  # stage: (what provides the claim, what is there instead)
     "supervision": ("if told or \"TimeoutError\" in saw:", "if 'broadcast' in trigger:"),
     "service": ("range(self.MAX_ATTEMPTS)", "range(1)"),
     "weight_sync": ("self.arena.words[word] = os.getpid() * Arena.MAX_SLOTS + slot", "pass"),
+    "reshard": ("-(-len(part) // num_ranks)", "len(part) // num_ranks"),
     "sync_rl": ("start, version = time.monotonic(), self.reader.pull()",
                 "start, version = time.monotonic(), self.reader.version"),
     "async_rl": ("if version - g[2] <= self.max_lag]", "]"),
