@@ -923,7 +923,8 @@ class Manifest:
         for name, t in tensors.items():
             kind = dtype if dtype and t.is_floating_point() else t.dtype
             num_bytes = t.numel() * kind.itemsize
-            memory = (local(t).data_ptr(), t.shape, t.stride(), t.dtype) if num_bytes else name
+            at = local(t).data_ptr() or id(t)  # no address: this rank has nothing of it
+            memory = (at, t.shape, t.stride(), t.dtype) if num_bytes else name
             tied_to, at = stored.setdefault(memory, (name, offset))
             specs.append(TensorSpec(name, tuple(t.shape), str(kind)[6:], tied_to, at, num_bytes))
             offset += -(-num_bytes // 64) * 64 if tied_to == name else 0
@@ -1196,8 +1197,10 @@ class WeightReader:
             self._verify(slot)
             self.arena.words[self.word] = self.arena.words[self.word + 1]
         for name, view in self.arena.tensors(slot).items():
-            for part, mine in self.parts(view, self.tensors[name]):
-                mine.data = mine.data.copy_(part) if self.in_place else part
+            parts = self.parts(view, self.tensors[name])
+            for part, mine in parts:  # several are no view of a slot
+                copy = self.in_place or len(parts) > 1
+                mine.data = mine.data.copy_(part) if copy else part
         self.version = version
         return version
 
@@ -1599,10 +1602,19 @@ def layout(shape: tuple, mesh_shape: tuple, placements: tuple) -> list[list[Box]
     return [boxes(shape, mesh_shape, placements, at) for at in everywhere]
 
 
+def reach(side: list[list[Box]]) -> list[int]:
+    """Where the boxes of all ranks end: the shape of the whole, unless that is empty."""
+    ends = (map(operator.add, box.offset, box.size) for held in side for box in held)
+    return [*map(max, zip(*ends))]
+
+
 def plan(name: str, source: list[list[Box]], target: list[list[Box]]) -> list[Move]:
     """Moves that give each target rank its boxes, every element once. Of ranks that have the same,
-    the one read is the one with the least to send so far. Raises WeightMismatch if nobody has it."""
+    the one read is the one with the least to send so far. Raises WeightMismatch if nobody has it,
+    or if the two sides are not cut from tensors of the same shape."""
     copies, moves, sent = collections.defaultdict(list), [], collections.Counter()
+    there, here = reach(source), reach(target)
+    demand(there == here, f"{name}: {there} there, {here} here")
     for rank, held in enumerate(source):
         for box in held:
             copies[box].append(rank)
@@ -1615,8 +1627,8 @@ def plan(name: str, source: list[list[Box]], target: list[list[Box]]) -> list[Mo
                 size = tuple(min(a + m, b + n) - s for (a, m, b, n), s in zip(ends, start))
                 if min(size, default=1) > 0:
                     best = min(ranks, key=sent.__getitem__)
-                    read_at, write_at = (tuple(map(lambda at, o, s: at + s - o, b.local, b.offset, start))
-                                         for b in (have, need))
+                    read_at, write_at = (tuple(at + s - o for at, o, s in zip(
+                        box.local, box.offset, start)) for box in (have, need))
                     moves.append(Move(best, rank, start, size, read_at, write_at))
                     sent[best] += math.prod(size)
                     missing -= math.prod(size)
@@ -1632,6 +1644,8 @@ def placed(tensor) -> list[Box]:
 
 def box_parts(view, tensor) -> list[tuple]:
     """[(part of the slot's view of a whole tensor, the same of what this process has of it)]"""
+    if local(tensor) is tensor:  # not a DTensor
+        return whole_parts(view, tensor)
     mine, held = local(tensor), placed(tensor)
     return [(view[region(box.offset, box.size)], mine if len(held) == 1 else
              mine[region(box.local, box.size)]) for box in held]
@@ -1642,17 +1656,20 @@ class ShardWriter(WeightWriter):
     the thread of a rank waits for rank 0 to name the slot, that of rank 0 waits for all to have
     written before it commits, and a trainer waits for its own thread, before its next step."""
 
-    NAMED, WRITTEN = -1, -2  # words: version and slot to write; version written, -2 - rank
+    # The word -1 - rank. Of rank 0: version and slot to write. Of another: the version written.
+    NAMED, FAILED = -1, 1 << 62  # FAILED in a word: the copy of that rank raised
 
     def __init__(self, tensors, num_readers: int, rank: int, num_ranks: int, handle=None):
         """tensors: DTensors. handle: of rank 0's arena, for the others."""
+        if rank:
+            handle.manifest.require(tensors)
         super().__init__(tensors, num_readers, arena=Arena.attach(handle) if rank else None)
         self.rank, self.words = rank, self.arena.words
-        self.others = range(self.WRITTEN - 1, self.WRITTEN - num_ranks, -1)  # their words
+        self.others = range(self.NAMED - 1, self.NAMED - num_ranks, -1)  # their words
 
     def parts(self, view, tensor) -> list[tuple]:
-        if local(tensor) is tensor:  # not cut: rank 0 writes it
-            return [] if self.rank else [(view, tensor)]
+        if local(tensor) is tensor:  # a buffer, the same on all ranks
+            return [] if self.rank else whole_parts(view, tensor)
         pairs = zip(tensor.placements, tensor.device_mesh.get_coordinate())
         first = not any(at for placement, at in pairs if placement.is_replicate())
         return box_parts(view, tensor) if first else []  # of copies the first is written
@@ -1666,17 +1683,26 @@ class ShardWriter(WeightWriter):
         return slot
 
     def _copy(self, version: int, slot: int) -> None:
-        if self.rank == 0:
-            self._write(slot)
-            while min((self.words[word] for word in self.others), default=version) < version:
-                time.sleep(0.0002)
-            self.arena.commit(version, slot)
-            return
+        try:
+            self._follow(version) if self.rank else self._lead(version, slot)
+        except Exception:  # whoever waits for my word must not wait forever
+            self.words[self.NAMED - self.rank] = self.FAILED
+            raise
+
+    def _lead(self, version: int, slot: int) -> None:
+        self._write(slot)
+        while min(found := [version, *map(self.words.__getitem__, self.others)]) < version:
+            time.sleep(0.0002)
+        demand(self.FAILED not in found, "arena: the copy of another rank failed")
+        self.arena.commit(version, slot)
+
+    def _follow(self, version: int) -> None:
         while (named := self.words[self.NAMED]) // Arena.MAX_SLOTS < version:
             time.sleep(0.0002)
+        demand(named != self.FAILED, "arena: the copy of rank 0 failed")
         if named // Arena.MAX_SLOTS == version and (named + 1) % Arena.MAX_SLOTS:  # else: skipped
             self._write(named % Arena.MAX_SLOTS)
-            self.words[self.WRITTEN - self.rank] = version
+            self.words[self.NAMED - self.rank] = version
 
 
 class ShardReader(WeightReader):
@@ -1686,11 +1712,13 @@ class ShardReader(WeightReader):
 
 
 class Parcel:
-    """All that one rank has for another, packed in one buffer, in the order of the plan."""
+    """All that one rank has for another, packed in one buffer, the widest dtype first: then each
+    part starts at a multiple of its own, without gaps."""
 
     def __init__(self, moves: list[tuple[str, Move]], tensors: dict, sending: bool):
         """moves: (tensor, move) of one pair of ranks, the same on both sides."""
-        self.pairs, start = [], 0
+        self.pairs = []
+        moves = sorted(moves, key=lambda move: -tensors[move[0]].dtype.itemsize)
         kinds = [tensors[name].dtype for name, _ in moves]
         sizes = [math.prod(move.size) * kind.itemsize for (_, move), kind in zip(moves, kinds)]
         self.buffer = torch.zeros(sum(sizes), dtype=torch.uint8)
@@ -1714,7 +1742,7 @@ async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> list[Span
 
     async def unpack(parcel: Parcel) -> None:
         start = time.monotonic()
-        await asyncio.to_thread(parcel.unpack)
+        await asyncio.get_running_loop().run_in_executor(None, parcel.unpack)
         spans.append(Span("unpack", "unpack", start, time.monotonic()))
 
     for parcel, handle in zip(parcels, handles):

@@ -6,8 +6,13 @@ expects that stage to fail, and the stages before it to hold. No test asserts a 
 
 import ast
 import asyncio
+import collections
+import contextlib
 import dataclasses
+import functools
+import itertools
 import json
+import math
 import multiprocessing
 import os
 import pathlib
@@ -182,6 +187,7 @@ BROKEN = {  # stage: (what provides the claim, what is there instead)
     "supervision": ("if told or \"TimeoutError\" in saw:", "if 'broadcast' in trigger:"),
     "service": ("range(self.MAX_ATTEMPTS)", "range(1)"),
     "weight_sync": ("self.arena.words[word] = os.getpid() * Arena.MAX_SLOTS + slot", "pass"),
+    "reshard": ("-(-len(part) // num_ranks)", "len(part) // num_ranks"),
     "sync_rl": ("start, version = time.monotonic(), self.reader.pull()",
                 "start, version = time.monotonic(), self.reader.version"),
     "async_rl": ("if version - g[2] <= self.max_lag]", "]"),
@@ -973,6 +979,459 @@ def test_relay_is_never_torn_and_the_test_can_tell(tmp_path, lease, torn_expecte
     print(f"relay, lease {lease}: {torn} of {reads} reads torn, {skipped} versions skipped")
     assert reads == 300 and skipped == 0 and (torn > 0) is torn_expected
     assert versions == [51 + 150 * 12] * 3
+
+
+# -- resharding -----------------------------------------------------------------------------------
+# DTensors of ranks that do not exist: the "fake" process group never talks to anybody.
+
+CUTS = [(1,), (2,), (3,), (4,), (5,), (6,), (1, 4), (2, 2), (2, 3), (3, 2)]  # meshes of ranks
+
+
+@contextlib.contextmanager
+def rank_of(mesh_shape, rank):
+    """This process is that rank of such a mesh."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank,
+                                         world_size=math.prod(mesh_shape))
+    try:
+        yield m.dtensor.init_device_mesh("cpu", mesh_shape)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def cut(wholes, mesh, placements):
+    """name -> DTensor, of name -> tensor and name -> placements"""
+    return {name: m.dtensor.distribute_tensor(whole.clone(), mesh, placements[name],
+                                              src_data_rank=None) for name, whole in wholes.items()}
+
+
+def ranks(wholes, mesh_shape, placements):
+    """[rank] what each rank of the mesh has"""
+    found = []
+    for rank in range(math.prod(mesh_shape)):
+        with rank_of(mesh_shape, rank) as mesh:
+            found.append(cut(wholes, mesh, placements))
+    return found
+
+
+def rows(dim=0):
+    return m.dtensor.Shard(dim)
+
+
+def strided(dim=0, split_factor=2):
+    return m.dtensor.placement_types._StridedShard(dim, split_factor=split_factor)
+
+
+def random_weights(rng, num_tensors):
+    """name -> tensor of 1-3 dimensions, some empty, whose elements are their own indices"""
+    kinds, wholes = [torch.bfloat16, torch.float32, torch.int64, torch.int8], {}
+    for i in range(num_tensors):
+        shape = rng.choices([0, *range(1, 10)], [1] + [6] * 9, k=rng.randint(1, 3))
+        whole = torch.arange(math.prod(shape)) % 100
+        wholes[f"w{i}"] = whole.to(rng.choice(kinds)).view(shape)
+    return wholes
+
+
+def random_cut(rng, wholes):
+    """(mesh, name -> a placement for each dimension of the mesh)"""
+    def placement(dim):
+        some = [m.dtensor.Replicate(), rows(dim), strided(dim, rng.choice([2, 3]))]
+        return rng.choices(some, [3, 5, 2])[0]
+
+    mesh_shape = rng.choice(CUTS)
+    return mesh_shape, {name: [placement(rng.randrange(whole.dim())) for _ in mesh_shape]
+                        for name, whole in wholes.items()}
+
+
+def same(left, right):
+    return all(torch.equal(m.local(left[name]), m.local(right[name])) for name in right)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_plan_gives_every_rank_what_distribute_tensor_gives(seed):
+    """300 random pairs of layouts each: every element once, no byte more, replicas by turns."""
+    rng = random.Random(seed)
+    for _ in range(300):
+        wholes = random_weights(rng, 1)
+        whole, sides = wholes["w0"], [random_cut(rng, wholes) for _ in range(2)]
+        have, want = (ranks(wholes, *side) for side in sides)
+        boxes = [m.layout(whole.shape, mesh, placed["w0"]) for mesh, placed in sides]
+        assert boxes == [[m.placed(d["w0"]) for d in side] for side in (have, want)]
+        got = [torch.full_like(m.local(d["w0"]), -1) for d in want]
+        writes, sent = [torch.zeros(t.shape) for t in got], [[] for _ in have]
+        for move in m.plan("w0", *boxes):
+            part = m.local(have[move.source]["w0"])[m.region(move.read_at, move.size)]
+            assert torch.equal(part, whole[m.region(move.offset, move.size)])
+            got[move.target][m.region(move.write_at, move.size)] = part
+            writes[move.target][m.region(move.write_at, move.size)] += 1
+            sent[move.source].append(part.nbytes)
+        case = f"{tuple(whole.shape)}: {sides[0]} -> {sides[1]}"
+        assert all(same({"w0": t}, d) for t, d in zip(got, want)), case
+        assert all((n == 1).all() for n in writes), case
+        assert sum(map(sum, sent)) == sum(m.local(d["w0"]).nbytes for d in want), case
+        for held in boxes[0]:  # of the ranks that have the same
+            loads = [each for each, theirs in zip(sent, boxes[0]) if theirs == held]
+            fair = sum(map(sum, loads)) / len(loads)
+            assert max(map(sum, loads)) <= fair + max([0, *sum(loads, [])]), case
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_every_replica_is_read_once_by_as_many_targets(num_ranks):
+    everywhere = m.layout((8, 3), (num_ranks,), (m.dtensor.Replicate(),))
+    moves = m.plan("w", everywhere, everywhere)
+    assert sorted(move.source for move in moves) == [*range(num_ranks)]
+
+
+def test_an_element_that_nobody_has_is_named():
+    """Each box of random layouts in turn, taken away from all who have it."""
+    rng, refused = random.Random(0), 0
+    for _ in range(60):
+        wholes = {"w0": torch.zeros(rng.randint(1, 9), rng.randint(1, 9))}
+        source, target = (m.layout(wholes["w0"].shape, mesh, placed["w0"]) for mesh, placed in (
+            random_cut(rng, wholes) for _ in range(2)))
+        for box in {box for held in source for box in held}:
+            without = [[other for other in held if other != box] for held in source]
+            with pytest.raises(m.WeightMismatch, match="^layer.w: "):
+                m.plan("layer.w", without, target)
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize("there, here", [
+    ((6, 4), (7, 4)), ((7, 4), (7, 5)), ((8, 4), (7, 4)), ((7, 5), (7, 4)), ((28,), (7, 4)),
+    ((7, 4), (28,)), ((7, 4), (7, 4, 2)), ((7, 4, 2), (7, 4)), ((4, 7), (7, 4)), ((0, 4), (7, 4)),
+    ((7, 4), (0, 4))])
+def test_different_shapes_have_no_plan(there, here):
+    for placements in itertools.product([rows(), m.dtensor.Replicate()], repeat=2):
+        with pytest.raises(m.WeightMismatch, match="^layer.w: "):
+            m.plan("layer.w", *(m.layout(shape, (2,), (placement,))
+                                for shape, placement in zip((there, here), placements)))
+
+
+def test_parcels_carry_what_is_needed_and_nothing_else():
+    """Several tensors of 1, 2, 4 and 8 bytes an element in one parcel, at any offset."""
+    rng, kinds = random.Random(1), set()
+    for _ in range(100):
+        wholes = random_weights(rng, 4)
+        sides = [random_cut(rng, wholes) for _ in range(2)]
+        have, want = (ranks(wholes, *side) for side in sides)
+        got = [{name: torch.full_like(m.local(t), -1) for name, t in d.items()} for d in want]
+        moves = collections.defaultdict(list)
+        for name, whole in wholes.items():
+            for move in m.plan(name, *(m.layout(whole.shape, mesh, placed[name])
+                                       for mesh, placed in sides)):
+                moves[move.source, move.target].append((name, move))
+        num_bytes = 0
+        for (source, target), both in moves.items():
+            sent = m.Parcel(both, have[source], sending=True)
+            found = m.Parcel(both, got[target], sending=False)
+            sent.pack()
+            found.buffer.copy_(sent.buffer)
+            found.unpack()
+            num_bytes += sent.buffer.nbytes
+            kinds.add(frozenset(wholes[name].dtype.itemsize for name, _ in both))
+        assert all(map(same, got, want)), sides
+        assert num_bytes == sum(m.local(t).nbytes for d in want for t in d.values())
+    assert frozenset([1, 2, 4, 8]) in kinds
+
+
+def test_a_parcel_is_unpacked_while_the_next_is_read():
+    """Each unpacking waits until the next read has begun, so that without overlap none ends."""
+    held = m.layout((8,), (4,), (rows(),))
+    moves = m.plan("w", held, m.layout((8,), (1,), (rows(),)))
+    begun, log = [threading.Event() for _ in range(5)], []
+    begun[4].set()  # nobody is left to wait for
+    target = {"w": torch.zeros(8)}
+    parcels = [m.Parcel([("w", move)], target, sending=False) for move in moves]
+
+    class Handle:
+        def __init__(self, i):
+            self.i = i
+
+        async def read_into(self, buffer):
+            begun[self.i].set()
+            await asyncio.sleep(0.001)
+            buffer.copy_(torch.tensor([2.0 * self.i, 2.0 * self.i + 1]).view(torch.uint8))
+            log.append(f"read {self.i}")
+
+    def slow(i, unpack):
+        assert begun[i + 1].wait(5), "nothing is read meanwhile"
+        time.sleep(0.02)  # so that `receive` would end before the last, if it did not wait
+        unpack()
+        log.append(f"unpack {i}")
+
+    for i, parcel in enumerate(parcels):
+        parcel.unpack = functools.partial(slow, i, parcel.unpack)
+
+    async def received():
+        await m.receive(parcels, [Handle(i) for i in range(4)])
+        return target["w"].tolist(), sorted(log)
+
+    assert asyncio.run(received()) == ([*range(8)], sorted(
+        f"{what} {i}" for i in range(4) for what in ("read", "unpack")))
+
+
+def test_sharded_tensors_are_tied_if_they_are_one():
+    """Also where a rank has nothing of them, and so no address to tell them apart by."""
+    wholes = {name: torch.zeros(2, 5) for name in ("embed", "other", "head")}
+    for mesh_shape, placement in [((2,), rows()), ((4,), rows()), ((4,), m.dtensor.Replicate())]:
+        for found in ranks(wholes, mesh_shape, dict.fromkeys(wholes, [placement])):
+            found["head"] = found["embed"]
+            specs = m.Manifest.of(found).specs
+            assert [spec.tied_to for spec in specs] == ["embed", "other", "embed"], mesh_shape
+            assert specs[0].num_bytes == 40 and specs[1].offset == 64
+
+
+class Grid:
+    """A trainer and a generator, all their ranks in this process, with writers and readers."""
+
+    def __init__(self, wholes, source, target):
+        """source, target: (mesh, name -> placements)"""
+        self.wholes, self.sides = wholes, (source, target)
+        self.have, got = ranks(wholes, *source), ranks(wholes, *target)
+        for tensor in (t for d in got for t in d.values()):
+            m.local(tensor).fill_(-1)
+        lead = m.ShardWriter(self.have[0], len(got), 0, len(self.have))
+        handle = lead.arena.handle
+        self.writers = [lead, *(m.ShardWriter(d, len(got), rank, len(self.have), handle)
+                                for rank, d in enumerate(self.have[1:], 1))]
+        self.readers = [m.ShardReader(handle, i, d) for i, d in enumerate(got)]
+
+    def step(self):
+        for tensor in [*self.wholes.values(), *(m.local(t) for d in self.have for t in d.values())]:
+            tensor += 1
+
+    def pulled(self):
+        """The version that all readers have now, and whether it is what it should be."""
+        (version,) = {reader.pull() for reader in self.readers}
+        want = ranks(self.wholes, *self.sides[1])
+        return version, all(same(r.tensors, d) for r, d in zip(self.readers, want))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slots_give_every_rank_what_distribute_tensor_gives(seed):
+    """Random layouts, ranks that come in any order; nothing is visible before the last has come."""
+    rng = random.Random(seed)
+    for _ in range(15):
+        wholes = random_weights(rng, 4)
+        grid = Grid(wholes, random_cut(rng, wholes), random_cut(rng, wholes))
+        views = grid.writers[0].arena.tensors(0)
+        assert sum(view.nbytes for writer in grid.writers for name, t in writer.tensors.items()
+                   for view, _ in writer.parts(views[name], t)) == sum(
+            whole.nbytes for whole in wholes.values()), "of copies one is written"
+        for version in (1, 2, 3):
+            grid.step()
+            *first, last = rng.sample(grid.writers, len(grid.writers))
+            assert all(writer.start(version) for writer in first)
+            time.sleep(0.003)  # enough to write and to commit, if nobody waited for the last
+            assert {reader.pull() for reader in grid.readers} == {version - 1 if version > 1 else -1}
+            last.publish(version)
+            for writer in first:
+                writer.wait()
+            assert grid.pulled() == (version, True), grid.sides
+        assert all(writer.skipped == 0 for writer in grid.writers)
+
+
+@pytest.fixture
+def two_to_two():
+    wholes = {"w": torch.arange(35.0).view(7, 5), "b": torch.zeros(1)}
+    grid = Grid(wholes, ((2,), dict.fromkeys("wb", [rows()])),
+                ((2,), {"w": [rows(1)], "b": [m.dtensor.Replicate()]}))
+    yield grid
+    for word in range(-3, 0):  # no thread of a failed test waits on
+        grid.writers[0].arena.words[word] = 1 << 62
+
+
+def test_no_rank_waits_for_a_version_without_a_slot(two_to_two, monkeypatch):
+    """Two of four versions are skipped; rank 1 learns it before, while and after rank 0 goes on."""
+    lead, other = two_to_two.writers
+    for version, order in enumerate([(lead, other), (other, lead)] * 3, 1):
+        two_to_two.step()
+        with monkeypatch.context() as patch:
+            if version % 3:
+                patch.setattr(lead.arena, "free_slot", lambda: None)
+            started = {writer: writer.start(version) for writer in order}
+        for writer in order:
+            writer.copying.result(10)
+        assert started[lead] is (version % 3 == 0)
+        latest = lead.arena.words[m.Arena.LATEST] // m.Arena.MAX_SLOTS
+        assert latest == (version - version % 3 or -1) and lead.skipped == version - version // 3
+    assert two_to_two.pulled() == (6, True)
+    with monkeypatch.context() as patch:  # rank 0 is two versions further before rank 1 looks
+        patch.setattr(lead.arena, "free_slot", lambda: None)
+        assert lead.publish(7) is False
+    two_to_two.step()
+    lead.start(8)
+    other.start(7)
+    other.copying.result(10)
+    other.start(8)
+    lead.copying.result(10)
+    assert two_to_two.pulled() == (8, True)
+
+
+def test_a_rank_with_other_tensors_is_refused(two_to_two):
+    handle, mine = two_to_two.writers[0].arena.handle, two_to_two.have[1]
+    for others, named in [({"w": mine["w"]}, "b"), ({**mine, "c": mine["b"]}, "c"),
+                          ({**mine, "w": mine["b"]}, "w")]:
+        with pytest.raises(m.WeightMismatch, match=f"^{named}: "):
+            m.ShardWriter(others, 2, 1, 2, handle)
+        with pytest.raises(m.WeightMismatch, match=f"^{named}: "):
+            m.ShardReader(handle, 1, others)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_fails_the_others(two_to_two, failing):
+    """A copy that raises on one rank leaves no other waiting, and no version becomes visible."""
+    failed, other = two_to_two.writers[failing], two_to_two.writers[1 - failing]
+    failed._write = lambda slot: 1 / 0
+    failed.start(1), other.start(1)
+    with pytest.raises(ZeroDivisionError):
+        failed.copying.result(10)
+    with pytest.raises(m.WeightMismatch, match=f"rank {failing}|another rank"):
+        other.copying.result(10)
+        other.start(2)
+        other.copying.result(10)
+    assert other.arena.words[m.Arena.LATEST] == m.Arena.NOTHING
+
+
+def test_tensors_that_are_not_cut_travel_as_they_are(two_to_two):
+    """Buffers of an FSDP model are plain tensors."""
+    wholes = [{**d, "steps": torch.full((3,), i)} for i, d in enumerate(two_to_two.have)]
+    lead = m.ShardWriter(wholes[0], 1, 0, 2)
+    other = m.ShardWriter(wholes[1], 1, 1, 2, lead.arena.handle)
+    lead.start(1), other.publish(1), lead.wait()
+    mine = {**two_to_two.readers[0].tensors, "steps": torch.full((3,), 9)}
+    m.ShardReader(lead.arena.handle, 0, mine).pull()
+    assert mine["steps"].tolist() == [0, 0, 0]
+
+
+# Between processes. Tensor: (shape, how the trainer cuts it, how the generator does)
+PLACED = {
+    "rows to rows": ((1030, 517), rows, rows), "rows to columns": ((1031, 517), rows, lambda: rows(1)),
+    "columns to rows": ((7, 9), lambda: rows(1), rows), "copies to rows": ((5, 3), m.dtensor.Replicate, rows),
+    "rows to copies": ((5, 3), rows, m.dtensor.Replicate), "one row": ((1, 9), rows, lambda: rows(1)),
+    "one row again": ((1, 9), rows, rows), "vector": ((11,), rows, rows),
+    "strided": ((9, 2, 3), strided, lambda: rows(2)), "to strided": ((10, 3), rows, strided)}
+KINDS = [torch.float32, torch.bfloat16, torch.int64]
+
+
+def placed_weights(rank, side):
+    """What that rank of the trainer (0) or generator (1) has of version 0; element: its index."""
+    wholes = {name: (torch.arange(math.prod(shape)) % 100).to(KINDS[i % 3]).view(shape)
+              for i, (name, (shape, *_)) in enumerate(PLACED.items())}
+    with rank_of((2,), rank) as mesh:
+        return cut(wholes, mesh, {name: [how[side]()] for name, (_, *how) in PLACED.items()})
+
+
+def trainer_rank(pipe, rank, waits):
+    """Publishes the versions that it is told: (first, end, slowly). Slowly: asks before it writes.
+    waits: False for a rank 0 that commits when it has written its own."""
+    torch.set_num_threads(1)
+    base, mine, rng = placed_weights(rank, 0), placed_weights(rank, 0), random.Random(rank)
+    writer = m.ShardWriter(mine, 2, rank, 2, pipe.recv())
+    if not waits:
+        writer.others = ()
+    pipe.send(writer.arena.handle)
+    write = writer._write
+
+    def ask(slot):
+        pipe.send("writing")
+        assert pipe.recv() == "write"
+        write(slot)
+
+    while True:
+        first, end, slowly = pipe.recv()
+        writer._write = ask if slowly else write
+        for version in range(first, end):
+            writer.wait()
+            for name, tensor in mine.items():
+                m.local(tensor).copy_(m.local(base[name]) + version % 100)
+            if not slowly:
+                time.sleep(rng.random() * 0.002)
+            writer.start(version)
+        writer.wait()
+        pipe.send((end - 1, writer.skipped))
+
+
+def generator_rank(pipe, rank):
+    """Pulls so many new versions, ends with that one, and answers (version, names of the tensors
+    that were wrong in any of them, reads)."""
+    torch.set_num_threads(1)
+    base, mine, rng = placed_weights(rank, 1), placed_weights(rank, 1), random.Random(rank)
+    pipe.send("ready")
+    reader = m.ShardReader(pipe.recv(), rank, mine)
+    while True:
+        last, wrong, reads = pipe.recv(), set(), 0
+        while True:
+            before, version = reader.version, reader.pull()
+            time.sleep(rng.random() * 0.002)
+            if version != before:
+                reads += 1
+                wrong |= {name for name, t in mine.items() if not torch.equal(
+                    m.local(t), m.local(base[name]) + version % 100)}
+            if version >= last:
+                break
+        pipe.send((version, sorted(wrong), reads))
+
+
+def four_ranks(sides, waits):
+    readers = [sides(generator_rank, rank) for rank in range(2)]
+    writers = [sides(trainer_rank, rank, waits) for rank in range(2)]
+    writers[0].pipe.send(None)
+    handle = writers[0].hears()
+    writers[1].pipe.send(handle)
+    writers[1].hears()
+    for reader in readers:
+        assert reader.hears() == "ready"
+        reader.pipe.send(handle)
+    return writers, readers, handle
+
+
+def order(sides, *what):
+    for side in sides:
+        side.pipe.send(what if len(what) > 1 else what[0])
+
+
+def test_no_rank_of_a_generator_sees_half_a_version(sides):
+    """Two trainer ranks, two generator ranks, every way to cut; rank 1 writes when it is told, then
+    both without a pause and are stopped at random."""
+    writers, readers, handle = four_ranks(sides, waits=True)
+    for version in (1, 2, 3):
+        slow = writers[version % 2]
+        writers[1 - version % 2].pipe.send((version, version + 1, False))
+        slow.pipe.send((version, version + 1, True))
+        assert slow.hears() == "writing"
+        time.sleep(0.1)  # enough for the other to write and to commit, if it did not wait
+        order(readers, -1)
+        assert [r.hears() for r in readers] == [(version - 1 or -1, [], mock.ANY)] * 2
+        slow.pipe.send("write")
+        assert [w.hears() for w in writers] == [(version, 0)] * 2
+        order(readers, version)
+        assert [r.hears() for r in readers] == [(version, [], 1)] * 2
+    order(writers, 4, 404, False)
+    order(readers, 403)
+    rng = random.Random(0)
+    while not all(w.pipe.poll() for w in writers):
+        victim = rng.choice(writers + readers)
+        victim.kill(signal.SIGSTOP)
+        time.sleep(rng.random() * 0.02)
+        victim.kill(signal.SIGCONT)
+        time.sleep(rng.random() * 0.05)
+    assert [w.hears() for w in writers] == [(403, 0)] * 2
+    found = [r.hears() for r in readers]
+    print("versions that each generator rank saw of 400:", *(reads for *_, reads in found))
+    assert [f[:2] for f in found] == [(403, [])] * 2 and min(reads for *_, reads in found) > 20
+
+
+def test_the_check_sees_half_a_version(sides):
+    """The same with a rank 0 that waits for nobody."""
+    writers, readers, _ = four_ranks(sides, waits=False)
+    writers[1].pipe.send((1, 2, True))
+    writers[0].pipe.send((1, 2, False))
+    assert writers[1].hears() == "writing" and writers[0].hears() == (1, 0)
+    order(readers, 1)
+    assert all("rows to columns" in wrong for _, wrong, _ in (r.hears() for r in readers))
 
 
 # -- the policy -----------------------------------------------------------------------------------
