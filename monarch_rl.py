@@ -1192,19 +1192,16 @@ class WeightReader:
             return self.version
         version, slot = self.lease(self.word + 1 if check else self.word)
         if check:
-            self._verify(slot)
+            for wrong in torch.ne(*self.arena.checksums(slot)).nonzero():
+                self.arena.words[self.word + 1] = Arena.NOTHING
+                name = self.arena.handle.manifest.specs[wrong].name
+                raise WeightMismatch(f"{name}: its checksum is wrong")
             self.arena.words[self.word] = self.arena.words[self.word + 1]
         for name, view in self.arena.tensors(slot).items():
             for part, mine in self.parts(view, self.tensors[name]):
                 mine.data = mine.data.copy_(part) if self.in_place else part
         self.version = version
         return version
-
-    def _verify(self, slot: int) -> None:
-        for wrong in torch.ne(*self.arena.checksums(slot)).nonzero():
-            self.arena.words[self.word + 1] = Arena.NOTHING
-            name = self.arena.handle.manifest.specs[wrong].name
-            raise WeightMismatch(f"{name}: its checksum is wrong")
 
 
 @dataclass(frozen=True)
@@ -1221,11 +1218,10 @@ class Door:
 
     @classmethod
     def of(cls, arena: Arena) -> Door:
-        words = [arena.whole[at : at + 8] for at in range(
-            64 * Arena.LEASES, 64 * (Arena.LEASES + 2 * arena.handle.num_readers), 128)]
-        spans = [slot.split(cls.SPAN_BYTES) for slot in arena.slots]
-        return cls(arena.handle, RDMABuffer(arena.whole[:8]), tuple(map(RDMABuffer, words)),
-                   tuple(tuple(map(RDMABuffer, parts)) for parts in spans))
+        words = arena.whole[: Arena.HEADER_BYTES].view(-1, 64)[:, :8]  # the bytes of each
+        leases = words[Arena.LEASES :: 2][: arena.handle.num_readers]
+        return cls(arena.handle, RDMABuffer(words[Arena.LATEST]), tuple(map(RDMABuffer, leases)),
+                   tuple(tuple(map(RDMABuffer, s.split(cls.SPAN_BYTES))) for s in arena.slots))
 
 
 class Relay(Actor):
@@ -1268,20 +1264,12 @@ class Relay(Actor):
         return self.arena.words[Arena.LATEST] // Arena.MAX_SLOTS
 
 
-class Bench(Actor):
-    """The trainer, rank 0, and the generators of the measurements. Every byte of the weights, 290
-    bf16 tensors of uneven sizes, is their version modulo 120, so that a reader can tell."""
+class Rank(Actor):
+    """A process that is measured, here and in section 8: one endpoint for all its methods."""
 
-    def __init__(self, num_mb: int, seed: int, num_generators: int):
+    def __init__(self):
         torch.set_num_threads(1)
-        self.rank, self.version, rng = current_rank().rank, 0, random.Random(seed)
-        self.held_s: list[float] = []
-        self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
-        cuts = sorted(rng.sample(range(32, len(self.block) // 2, 32), 289))
-        parts = self.block.view(torch.bfloat16).tensor_split(cuts)
-        self.tensors = {f"tensor.{i}": part for i, part in enumerate(parts)}
-        if self.rank == 0:
-            self.writer = WeightWriter(self.tensors, num_generators)
+        self.rank, self.held_s = current_rank().rank, [0.0]
 
     @concurrent_endpoint
     async def do(self, method: str, *args):
@@ -1293,28 +1281,34 @@ class Bench(Actor):
 
     def longest_held_s(self) -> float:
         """By one call, since this was last asked."""
-        longest_s, self.held_s = max(self.held_s, default=0.0), []
+        longest_s, self.held_s = max(self.held_s), [0.0]
         return longest_s
 
-    def _step(self) -> None:
-        """The next version, once the copy of the last one has ended."""
-        self.writer.wait()
-        self.version += 1
-        self.block.fill_(self.version % 120)
+    def form_group(self, port: int, num_ranks: int) -> None:
+        """A process group of the first ranks, which meet at a store at this port."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = torch.distributed.TCPStore("127.0.0.1", port)
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=num_ranks)
 
-    def _broadcast(self) -> None:
-        torch.distributed.broadcast(self.block, 0)
+
+class Bench(Rank):
+    """The trainer, rank 0, and the generators of the measurements. Every byte of the weights, 290
+    bf16 tensors of uneven sizes, is their version modulo 120, so that a reader can tell."""
+
+    def __init__(self, num_mb: int, seed: int, num_generators: int):
+        super().__init__()
+        self.version, rng = 0, random.Random(seed)
+        self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
+        cuts = sorted(rng.sample(range(32, len(self.block) // 2, 32), 289))
+        parts = self.block.view(torch.bfloat16).tensor_split(cuts)
+        self.tensors = {f"tensor.{i}": part for i, part in enumerate(parts)}
+        if self.rank == 0:
+            self.writer = WeightWriter(self.tensors, num_generators)
 
     def roads(self) -> tuple[ArenaHandle, Door, RDMABuffer]:
         """To the trainer's slots, on this host and on others, and to its live weights."""
         return self.writer.arena.handle, Door.of(self.writer.arena), RDMABuffer(self.block)
-
-    def join(self, port: int) -> None:
-        """Makes a process group of the trainer and two generators: what the slots replace."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = torch.distributed.TCPStore("127.0.0.1", port)
-        torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=3)
-        self._broadcast()  # the first one connects
 
     def attach(self, handle: ArenaHandle, trainer, live: RDMABuffer) -> float:
         """A generator joins and has the newest weights: seconds. The other roads for later."""
@@ -1322,6 +1316,12 @@ class Bench(Actor):
         self.reader = WeightReader(handle, self.rank - 1, self.tensors)
         self.reader.pull()
         return time.perf_counter() - start
+
+    def _step(self) -> None:
+        """The next version, once the copy of the last one has ended."""
+        self.writer.wait()
+        self.version += 1
+        self.block.fill_(self.version % 120)
 
     def step(self) -> tuple[int, float]:
         """(the next version, seconds in which memmove copies as many bytes into a slot)"""
@@ -1331,11 +1331,12 @@ class Bench(Actor):
         ctypes.memmove(room.data_ptr(), self.block.data_ptr(), self.block.nbytes)
         return self.version, time.perf_counter() - start
 
-    async def publish(self) -> float:
-        """Seconds of the copy; meanwhile this process's Python is free."""
+    async def publish(self, road: str) -> float:
+        """Seconds of the copy, on roads that need one; meanwhile this process's Python is free."""
         start = time.perf_counter()
-        self.writer.start(self.version)
-        await asyncio.wrap_future(self.writer.copying)
+        if road in ("slots", "relay"):
+            self.writer.start(self.version)
+            await asyncio.wrap_future(self.writer.copying)
         return time.perf_counter() - start
 
     def storm(self, num_versions: int) -> int:
@@ -1345,23 +1346,26 @@ class Bench(Actor):
             self.writer.publish(self.version)
         return self.writer.skipped
 
-    def message(self) -> dict:
-        return {"block": self.block}
+    def message(self):
+        return self.block
+
+    def _broadcast(self) -> None:
+        torch.distributed.broadcast(self.block, 0)
 
     async def get(self, road: str, version: int) -> float:
         """The newest weights by this road, in `weights`: seconds. Slots: from that version on."""
-        start, self.weights = time.perf_counter(), {"block": self.block}
+        start, self.weights = time.perf_counter(), [self.block]
         if road == "gloo broadcast":
             self._broadcast()
         elif road == "RDMABuffer":
             await self.live_weights.read_into(self.block)
         elif road == "actor message":
-            self.weights = await self.trainer.do.call_one("message")
+            self.weights = [await self.trainer.do.call_one("message")]
         else:
             while self.reader.arena.words[Arena.LATEST] // Arena.MAX_SLOTS < version:
                 demand(time.perf_counter() - start < 60, f"arena: no version {version}")
                 time.sleep(0.0005)  # the copy is under way
-            start, self.weights = time.perf_counter(), self.tensors
+            start, self.weights = time.perf_counter(), self.tensors.values()
             self.reader.pull()
         if road == "no leases":
             self.reader.arena.words[self.reader.word] = Arena.NOTHING  # the rule, taken away
@@ -1369,11 +1373,11 @@ class Bench(Actor):
 
     def torn(self) -> bool:
         """Reads all bytes four times, as in decoding four tokens: are they of several versions?"""
-        every = [t.view(torch.int8).aminmax() for _ in range(4) for t in self.weights.values()]
+        every = [t.view(torch.int8).aminmax() for _ in range(4) for t in self.weights]
         return len({int(end) for ends in every for end in ends}) > 1
 
-    async def live(self, how: str, num_rounds: int) -> list[Span]:
-        """Works (asleep: a GPU would work) and syncs, by a broadcast or staged."""
+    async def live(self, how: str) -> list[Span]:
+        """Five rounds of about 0.1 s of work (asleep: a GPU would work) and a sync."""
         if self.rank:
             who, plan, staged = f"generator {self.rank - 1}", [("generate", None)], self.reader.pull
         else:
@@ -1381,40 +1385,34 @@ class Bench(Actor):
             plan = [("pass", None), ("held", self.writer.wait), ("step", self._step)]
         plan.append(("held", staged if how == "staged" else self._broadcast))
         spans, rng = [], random.Random(self.rank)
-        for what, act in plan * num_rounds:
+        for what, act in plan * 5:
             start = time.monotonic()
             await asyncio.sleep(rng.uniform(0.05, 0.15)) if act is None else act()
             spans.append(Span(who, what, start, time.monotonic()))
         return spans
 
 
+# One line of the table: medians in ms but for the ratio to memmove, GB/s and "0 of 4".
+Row = collections.namedtuple("Row", "memmove publish gb_per_s ms ratio trainer generator torn")
+
+
 class WeightBench:
     """A trainer; generators, which join late; and a relay, for when they play another host."""
 
-    def __init__(self, procs: list, num_mb: int, seed: int, num_generators: int):
+    async def open(self, procs: list, num_mb: int, seed: int, num_generators: int) -> WeightBench:
         """procs: meshes of processes for the trainer and the generators, and for the relay."""
-        self.relay_procs, self.num_generators = procs[1], num_generators
-        self.mesh = procs[0].spawn(f"bench_{num_mb}_{num_generators}", Bench, num_mb, seed,
-                                   num_generators)
+        self.relay_procs, self.num_bytes = procs[1], num_mb * MIB
+        self.mesh = procs[0].spawn(
+            f"bench_{num_mb}_{num_generators}", Bench, num_mb, seed, num_generators)
         self.trainer = self.mesh.slice(rank=0)
-
-    async def open(self) -> WeightBench:
-        self.handle, self.door, self.live = await self.trainer.do.call_one("roads")
+        handle, self.door, self.live = await self.trainer.do.call_one("roads")
         await self.trainer.do.call_one("storm", 51)
         self.joined_ms = 1e3 * max([await self.mesh.slice(rank=1 + i).do.call_one(
-            "attach", self.handle, self.trainer, self.live) for i in range(self.num_generators)])
+            "attach", handle, self.trainer, self.live) for i in range(num_generators)])
         return self
 
     def ranks(self, first: int, num_generators: int):
         return self.mesh.slice(rank=slice(first, 1 + num_generators))
-
-    async def timelines(self) -> dict[str, list[Span]]:
-        """Five rounds of about 0.1 s of work of a trainer and two generators, synced two ways."""
-        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True,
-                                                wait_for_workers=False)
-        await self.ranks(0, 2).do.call("join", self.store.port)
-        return {how: [span for _, spans in await self.ranks(0, 2).do.call("live", how, 5)
-                      for span in spans] for how in ("gloo broadcast", "staged")}
 
     async def open_relay(self) -> None:
         """From here on generators 0 and 1 read from the relay's arena, not from the trainer's."""
@@ -1424,23 +1422,12 @@ class WeightBench:
         await self.ranks(1, 2).do.call("attach", handle, self.trainer, self.live)
 
     async def get(self, road: str, num_generators: int, version: int = 0) -> float:
-        """Brings them the newest weights; seconds for which the slowest was held up."""
-        if road == "relay":
-            await self.relay.pull.call_one()
+        """Brings them the newest weights; seconds for which the slowest was held up. Slots and
+        relay: from that version on, which is under way."""
+        while road == "relay" and await self.relay.pull.call_one() < version:
+            continue
         everyone = self.ranks(road != "gloo broadcast", num_generators)
-        return max(s for _, s in await everyone.do.call("get", road, version))
-
-    async def sync(self, road: str, num_generators: int, version: int) -> list[float]:
-        """Seconds: the trainer's copy; until all have the version; a generator held up."""
-        start, copy_s = time.perf_counter(), 0.0
-        if road == "slots":  # they wait for the version, not for the call
-            copy = self.trainer.do.call_one("publish")
-            held_s = await self.get(road, num_generators, version)
-            return [await copy, time.perf_counter() - start, held_s]
-        if road == "relay":
-            copy_s = await self.trainer.do.call_one("publish")
-        held_s = await self.get(road, num_generators)
-        return [copy_s, time.perf_counter() - start, held_s]
+        return max((await everyone.do.call("get", road, version)).values())
 
     async def reads(self, road: str, num_generators: int, num_rounds: int) -> list[int]:
         """[reads, torn, versions skipped], while the trainer publishes without a pause."""
@@ -1448,22 +1435,24 @@ class WeightBench:
         for _ in range(num_rounds):
             storm = self.trainer.do.call_one("storm", 12)
             await self.get(road, num_generators)
-            torn += [t for _, t in await self.ranks(1, num_generators).do.call("torn")]
+            torn += (await self.ranks(1, num_generators).do.call("torn")).values()
             skipped = await storm
         return [len(torn), sum(torn), skipped]
 
-    async def measure(self, road: str, num_generators: int, num_rounds: int) -> dict:
-        """A row of the table: medians in ms."""
+    async def measure(self, road: str, num_generators: int, num_rounds: int) -> Row:
+        """Syncs that often, one memmove before each; then reads."""
         runs = []
         for _ in range(num_rounds):
             version, memmove_s = await self.trainer.do.call_one("step")
             await self.trainer.do.call_one("longest_held_s")
-            times = await self.sync(road, num_generators, version)
-            runs.append([memmove_s, *times, await self.trainer.do.call_one("longest_held_s")])
+            start, copy = time.perf_counter(), self.trainer.do.call_one("publish", road)
+            held_s = await self.get(road, num_generators, version)  # without waiting for the copy
+            runs.append([memmove_s, await copy, time.perf_counter() - start, held_s,
+                         await self.trainer.do.call_one("longest_held_s")])
         memmove, copy, ms, generator, trainer = (statistics.median(c) * 1e3 for c in zip(*runs))
         reads, torn, _ = await self.reads(road, num_generators, 1 + num_rounds // 3)
-        return {"memmove": memmove, "publish": copy, "ms": ms, "ratio": ms / memmove,
-                "trainer": trainer, "generator": generator, "torn": f"{torn} of {reads}"}
+        return Row(memmove, copy, self.num_bytes / 1e6 / (ms - copy), ms, ms / memmove, trainer,
+                   generator, f"{torn} of {reads}")
 
 
 # How weights can travel: (road, generators, rounds to measure)
@@ -1471,10 +1460,15 @@ ROADS = [("slots", 1, 9), ("slots", 2, 9), ("slots", 4, 9), ("gloo broadcast", 2
          ("RDMABuffer", 1, 2), ("actor message", 1, 1), ("relay", 2, 5)]
 
 
-def report_lives(report: Report, lives: dict[str, list[Span]]) -> None:
-    """Two timelines of the same work, and for how long the syncs held the trainer up."""
-    ms = {}
-    for how, spans in lives.items():
+async def report_lives(report: Report, bench: WeightBench) -> None:
+    """Two timelines of the same work of a trainer and two generators, synced two ways, and for how
+    long the syncs held the trainer up."""
+    store, ms = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), {}
+    await bench.ranks(0, 2).do.call("form_group", store.port, 3)
+    await bench.get("gloo broadcast", 2)  # the first one connects
+    for how in ("gloo broadcast", "staged"):
+        lived = (await bench.ranks(0, 2).do.call("live", how)).values()
+        spans = [span for spans in lived for span in spans]
         held = [s.end - s.start for s in spans if (s.who, s.what) == ("trainer", "held")]
         start, ms[how] = min(span.start for span in spans), sum(held) * 1e3 / 5
         report.say(f"{how}: the trainer is held up for {ms[how]:.1f} ms per version",
@@ -1484,22 +1478,21 @@ def report_lives(report: Report, lives: dict[str, list[Span]]) -> None:
     report.check("held up, staged / broadcast", ms["staged"] / ms["gloo broadcast"], "<", 0.5)
 
 
-def report_roads(report: Report, num_mb: int, rows: dict[str, dict]) -> None:
+def report_roads(report: Report, num_mb: int, rows: dict[str, Row]) -> None:
     """The table of all roads, for the same bytes."""
     one, two, four, group, live, message, relay = rows.values()
     report.table([f"{num_mb} MiB, generators", "ms", "x memmove", "trainer held", "generator held",
-                  "torn reads"], ["memmove", two["memmove"], 1.0, "", "", ""],
-                 *([label, *list(row.values())[2:]] for label, row in rows.items()))
-    gb_per_s = {name: num_mb * MIB / 1e6 / (row["ms"] - row["publish"])
-                for name, row in zip(("relay", "gloo", "rdma"), (relay, group, live))}
-    report.figure(memmove_ms=two["memmove"], publish_ms=two["publish"], pull_ms=four["generator"],
-                  sync_ms=two["ms"], sync_over_memmove=two["ratio"], gloo_ms=group["ms"],
-                  sync_over_memmove_1=one["ratio"], sync_over_memmove_4=four["ratio"],
-                  message_ms=message["ms"], **{f"{k}_gb_per_s": v for k, v in gb_per_s.items()})
-    report.check("sync with 4 generators / memmove", four["ratio"], "<", 6)
-    report.check("sync of 4 generators / sync of 1", four["ms"] / one["ms"], "<", 3)
-    report.check("relay / one RDMABuffer, in GB/s", gb_per_s["relay"] / gb_per_s["rdma"], ">", 1)
-    torn = [label for label, row in rows.items() if not row["torn"].startswith("0 ")]
+                  "torn reads"], ["memmove", two.memmove, 1.0, "", "", ""],
+                 *([label, *row[3:]] for label, row in rows.items()))
+    report.figure(memmove_ms=two.memmove, publish_ms=two.publish, pull_ms=four.generator,
+                  sync_ms=two.ms, sync_over_memmove=two.ratio, sync_over_memmove_1=one.ratio,
+                  sync_over_memmove_4=four.ratio, gloo_ms=group.ms, message_ms=message.ms,
+                  relay_gb_per_s=relay.gb_per_s, gloo_gb_per_s=group.gb_per_s,
+                  rdma_gb_per_s=live.gb_per_s)
+    report.check("sync with 4 generators / memmove", four.ratio, "<", 6)
+    report.check("sync of 4 generators / sync of 1", four.ms / one.ms, "<", 3)
+    report.check("relay / one RDMABuffer, in GB/s", relay.gb_per_s / live.gb_per_s, ">", 1)
+    torn = [label for label, row in rows.items() if not row.torn.startswith("0 ")]
     report.check("roads that gave torn weights", ", ".join(torn), "==", "RDMABuffer, 1")
 
 
@@ -1508,7 +1501,7 @@ def report_roads(report: Report, num_mb: int, rows: dict[str, dict]) -> None:
 async def demo_weight_sync(report: Report, cfg: Config) -> None:
     procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     small_mb, rows = min(cfg.model_mb, 16), {}  # hundreds of reads need a small model
-    bench = await WeightBench(procs, small_mb, cfg.seed, 2).open()
+    bench = await WeightBench().open(procs, small_mb, cfg.seed, 2)
     torn, safe = [await bench.reads(road, 2, 50) for road in ("no leases", "slots")]
     report.table([f"{small_mb} MiB in 290 tensors, 2 generators", "reads", "torn", "skipped"],
                  ["without leases", *torn], ["with leases", *safe])
@@ -1516,11 +1509,11 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check(f"torn reads with leases, of {safe[0]}", safe[1], "==", 0)
     report.check("versions of 1251 that found no free slot", safe[2], "==", 0)
     report.say("", f"{cfg.model_mb} MiB, a trainer, 4 generators, a relay: at 96 MiB about 15 s")
-    bench = await WeightBench(procs, cfg.model_mb, cfg.seed, 4).open()
+    bench = await WeightBench().open(procs, cfg.model_mb, cfg.seed, 4)
     report.figure(reads=safe[0], torn_reads=safe[1], torn_reads_without_leases=torn[1],
                   trainer_waits=safe[2], late_join_ms=bench.joined_ms)
     report.check("ms to join after version 50, slowest of 4", bench.joined_ms, "<", 1000)
-    report_lives(report, await bench.timelines())
+    await report_lives(report, bench)
     for road, num_generators, rounds in ROADS:
         if road == "relay":
             await bench.open_relay()
@@ -1713,25 +1706,18 @@ async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> None:
             await unpacking
 
 
-class Cutter(Actor):
+class Cutter(Rank):
     """A rank of the demo's trainer or generator, two ranks each: eight matrices of odd sizes, cut
     by rows (0) and by columns (1). An element of version v is its index modulo 120, plus v."""
 
     def __init__(self, num_mb: int):
-        torch.set_num_threads(1)
-        self.rank, rows = current_rank().rank, num_mb * MIB // (8 * 2 * 1025)
+        super().__init__()
+        rows = num_mb * MIB // (8 * 2 * 1025)
         self.shapes = {f"layer.{i}": (rows + i, 1025) for i in range(8)}
-
-    @concurrent_endpoint
-    async def do(self, method: str, *args):
-        result = getattr(self, method)(*args)
-        return await result if asyncio.iscoroutine(result) else result
 
     def join(self, port: int) -> dict[str, tuple[int, int]]:
         """Meets the other rank of this side, in a process group for DTensors; the shapes."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = torch.distributed.TCPStore("127.0.0.1", port)
-        torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
+        self.form_group(port, 2)
         self.mesh = dtensor.init_device_mesh("cpu", (2,))
         self.by = [self._cut(dim, 0) for dim in (0, 1)]  # [dim][name]
         return self.shapes
