@@ -1068,16 +1068,9 @@ class Arena:
         self.words[self.LATEST] = version * self.MAX_SLOTS + slot
 
 
-def whole_parts(view, tensor) -> list[tuple]:
-    """What to copy between a slot's view of a tensor and mine: all of it (section 8: boxes)."""
-    return [(view, tensor)]
-
-
 class WeightWriter:
     """The trainer's side: owns the arena. A copy runs in a thread, beside the trainer's next
     forward and backward pass; the trainer waits for it before it changes its tensors."""
-
-    parts = staticmethod(whole_parts)
 
     def __init__(self, tensors: dict, num_readers: int, dtype=None, checksums: bool = False,
                  arena: Arena | None = None):
@@ -1118,6 +1111,10 @@ class WeightWriter:
         """start and wait."""
         return self.start(version) and self.wait() >= 0
 
+    def parts(self, view, tensor) -> list[tuple]:
+        """What to copy between a slot's view of a tensor and mine: all of it (section 8: boxes)."""
+        return [(view, tensor)]
+
     def _pick(self, version: int) -> int | None:
         return self.arena.free_slot()
 
@@ -1150,7 +1147,7 @@ class WeightWriter:
 class WeightReader:
     """A generator's side: `pull` makes its tensors the newest weights."""
 
-    parts = staticmethod(whole_parts)
+    parts = WeightWriter.parts
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: dict, in_place: bool = False):
         """reader: 0 .. num_readers-1, mine alone. in_place: copy instead of pointing into the slot,
@@ -1269,7 +1266,7 @@ class Rank(Actor):
 
     def __init__(self):
         torch.set_num_threads(1)
-        self.rank, self.held_s = current_rank().rank, [0.0]
+        self.rank, self.held_s = current_rank().rank, []
 
     @concurrent_endpoint
     async def do(self, method: str, *args):
@@ -1280,16 +1277,14 @@ class Rank(Actor):
         return await result if asyncio.iscoroutine(result) else result
 
     def longest_held_s(self) -> float:
-        """By one call, since this was last asked."""
-        longest_s, self.held_s = max(self.held_s), [0.0]
-        return longest_s
+        """By one call, since the last sync began."""
+        return max(self.held_s)
 
-    def form_group(self, port: int, num_ranks: int) -> None:
+    def form_group(self, port: int, size: int) -> None:
         """A process group of the first ranks, which meet at a store at this port."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = torch.distributed.TCPStore("127.0.0.1", port)
-        torch.distributed.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=num_ranks)
+        torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=size)
 
 
 class Bench(Rank):
@@ -1331,14 +1326,6 @@ class Bench(Rank):
         ctypes.memmove(room.data_ptr(), self.block.data_ptr(), self.block.nbytes)
         return self.version, time.perf_counter() - start
 
-    async def publish(self, road: str) -> float:
-        """Seconds of the copy, on roads that need one; meanwhile this process's Python is free."""
-        start = time.perf_counter()
-        if road in ("slots", "relay"):
-            self.writer.start(self.version)
-            await asyncio.wrap_future(self.writer.copying)
-        return time.perf_counter() - start
-
     def storm(self, num_versions: int) -> int:
         """Steps and publishes without a pause; versions so far that found no free slot."""
         for _ in range(num_versions):
@@ -1352,11 +1339,16 @@ class Bench(Rank):
     def _broadcast(self) -> None:
         torch.distributed.broadcast(self.block, 0)
 
-    async def get(self, road: str, version: int) -> float:
-        """The newest weights by this road, in `weights`: seconds. Slots: from that version on."""
-        start, self.weights = time.perf_counter(), [self.block]
+    async def sync(self, road: str, version: int) -> float:
+        """My part in a sync by this road. Of a generator: seconds until it has the newest weights,
+        in `weights`; by slots: from that version on. Of the trainer: seconds of its copy."""
+        start, self.weights, self.held_s = time.perf_counter(), [self.block], []
         if road == "gloo broadcast":
             self._broadcast()
+        elif self.rank == 0:
+            if road in ("slots", "relay"):  # on the others it only serves
+                self.writer.start(self.version)
+                await asyncio.wrap_future(self.writer.copying)  # meanwhile its Python is free
         elif road == "RDMABuffer":
             await self.live_weights.read_into(self.block)
         elif road == "actor message":
@@ -1392,8 +1384,8 @@ class Bench(Rank):
         return spans
 
 
-# One line of the table: medians in ms but for the ratio to memmove, GB/s and "0 of 4".
-Row = collections.namedtuple("Row", "memmove publish gb_per_s ms ratio trainer generator torn")
+# What one road costs: medians in ms, but for the ratio (ms / memmove) and `torn` ("0 of 4").
+Row = collections.namedtuple("Row", "memmove publish ms ratio trainer generator torn")
 
 
 class WeightBench:
@@ -1401,9 +1393,8 @@ class WeightBench:
 
     async def open(self, procs: list, num_mb: int, seed: int, num_generators: int) -> WeightBench:
         """procs: meshes of processes for the trainer and the generators, and for the relay."""
-        self.relay_procs, self.num_bytes = procs[1], num_mb * MIB
-        self.mesh = procs[0].spawn(
-            f"bench_{num_mb}_{num_generators}", Bench, num_mb, seed, num_generators)
+        self.relay_procs, name = procs[1], f"bench_{num_mb}_{num_generators}"
+        self.mesh = procs[0].spawn(name, Bench, num_mb, seed, num_generators)
         self.trainer = self.mesh.slice(rank=0)
         handle, self.door, self.live = await self.trainer.do.call_one("roads")
         await self.trainer.do.call_one("storm", 51)
@@ -1421,20 +1412,22 @@ class WeightBench:
         handle = await self.relay.handle.call_one()
         await self.ranks(1, 2).do.call("attach", handle, self.trainer, self.live)
 
-    async def get(self, road: str, num_generators: int, version: int = 0) -> float:
-        """Brings them the newest weights; seconds for which the slowest was held up. Slots and
-        relay: from that version on, which is under way."""
+    async def sync(self, road: str, num_generators: int, version: int = 0) -> list[float]:
+        """Brings them the newest weights; seconds for which each was held up. If told the version:
+        the trainer makes it available meanwhile, and they wait for it, not for the trainer's
+        answer; the seconds of its copy come first."""
+        everyone = self.ranks(not version and road != "gloo broadcast", num_generators)
+        answers = asyncio.ensure_future(everyone.do.call("sync", road, version))
         while road == "relay" and await self.relay.pull.call_one() < version:
-            continue
-        everyone = self.ranks(road != "gloo broadcast", num_generators)
-        return max((await everyone.do.call("get", road, version)).values())
+            demand(not answers.done(), f"relay: version {version} never came")
+        return [*(await answers).values()]
 
     async def reads(self, road: str, num_generators: int, num_rounds: int) -> list[int]:
         """[reads, torn, versions skipped], while the trainer publishes without a pause."""
         torn = []
         for _ in range(num_rounds):
             storm = self.trainer.do.call_one("storm", 12)
-            await self.get(road, num_generators)
+            await self.sync(road, num_generators)
             torn += (await self.ranks(1, num_generators).do.call("torn")).values()
             skipped = await storm
         return [len(torn), sum(torn), skipped]
@@ -1444,15 +1437,13 @@ class WeightBench:
         runs = []
         for _ in range(num_rounds):
             version, memmove_s = await self.trainer.do.call_one("step")
-            await self.trainer.do.call_one("longest_held_s")
-            start, copy = time.perf_counter(), self.trainer.do.call_one("publish", road)
-            held_s = await self.get(road, num_generators, version)  # without waiting for the copy
-            runs.append([memmove_s, await copy, time.perf_counter() - start, held_s,
+            start = time.perf_counter()
+            copy_s, *held_s = await self.sync(road, num_generators, version)
+            runs.append([memmove_s, copy_s, time.perf_counter() - start, max(held_s),
                          await self.trainer.do.call_one("longest_held_s")])
         memmove, copy, ms, generator, trainer = (statistics.median(c) * 1e3 for c in zip(*runs))
         reads, torn, _ = await self.reads(road, num_generators, 1 + num_rounds // 3)
-        return Row(memmove, copy, self.num_bytes / 1e6 / (ms - copy), ms, ms / memmove, trainer,
-                   generator, f"{torn} of {reads}")
+        return Row(memmove, copy, ms, ms / memmove, trainer, generator, f"{torn} of {reads}")
 
 
 # How weights can travel: (road, generators, rounds to measure)
@@ -1463,9 +1454,10 @@ ROADS = [("slots", 1, 9), ("slots", 2, 9), ("slots", 4, 9), ("gloo broadcast", 2
 async def report_lives(report: Report, bench: WeightBench) -> None:
     """Two timelines of the same work of a trainer and two generators, synced two ways, and for how
     long the syncs held the trainer up."""
-    store, ms = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), {}
+    ms = {}
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     await bench.ranks(0, 2).do.call("form_group", store.port, 3)
-    await bench.get("gloo broadcast", 2)  # the first one connects
+    await bench.sync("gloo broadcast", 2)  # the first one connects
     for how in ("gloo broadcast", "staged"):
         lived = (await bench.ranks(0, 2).do.call("live", how)).values()
         spans = [span for spans in lived for span in spans]
@@ -1481,17 +1473,18 @@ async def report_lives(report: Report, bench: WeightBench) -> None:
 def report_roads(report: Report, num_mb: int, rows: dict[str, Row]) -> None:
     """The table of all roads, for the same bytes."""
     one, two, four, group, live, message, relay = rows.values()
+    mb, relay_ms = num_mb * MIB / 1e6, relay.ms - relay.publish
     report.table([f"{num_mb} MiB, generators", "ms", "x memmove", "trainer held", "generator held",
                   "torn reads"], ["memmove", two.memmove, 1.0, "", "", ""],
-                 *([label, *row[3:]] for label, row in rows.items()))
+                 *([label, *row[2:]] for label, row in rows.items()))
     report.figure(memmove_ms=two.memmove, publish_ms=two.publish, pull_ms=four.generator,
                   sync_ms=two.ms, sync_over_memmove=two.ratio, sync_over_memmove_1=one.ratio,
                   sync_over_memmove_4=four.ratio, gloo_ms=group.ms, message_ms=message.ms,
-                  relay_gb_per_s=relay.gb_per_s, gloo_gb_per_s=group.gb_per_s,
-                  rdma_gb_per_s=live.gb_per_s)
+                  relay_gb_per_s=mb / relay_ms, gloo_gb_per_s=mb / group.ms,
+                  rdma_gb_per_s=mb / live.ms)
     report.check("sync with 4 generators / memmove", four.ratio, "<", 6)
     report.check("sync of 4 generators / sync of 1", four.ms / one.ms, "<", 3)
-    report.check("relay / one RDMABuffer, in GB/s", relay.gb_per_s / live.gb_per_s, ">", 1)
+    report.check("relay / one RDMABuffer, in GB/s", live.ms / relay_ms, ">", 1)
     torn = [label for label, row in rows.items() if not row.torn.startswith("0 ")]
     report.check("roads that gave torn weights", ", ".join(torn), "==", "RDMABuffer, 1")
 
