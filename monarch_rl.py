@@ -1070,16 +1070,9 @@ class Arena:
         self.words[self.LATEST] = version * self.MAX_SLOTS + slot
 
 
-def whole_parts(view, tensor) -> list[tuple]:
-    """What to copy between a slot's view of a tensor and mine: all of it (section 8: boxes)."""
-    return [(view, tensor)]
-
-
 class WeightWriter:
     """The trainer's side: owns the arena. A copy runs in a thread, beside the trainer's next
     forward and backward pass; the trainer waits for it before it changes its tensors."""
-
-    parts = staticmethod(whole_parts)
 
     def __init__(self, tensors: dict, num_readers: int, dtype=None, checksums: bool = False,
                  arena: Arena | None = None):
@@ -1120,6 +1113,10 @@ class WeightWriter:
         """start and wait."""
         return self.start(version) and self.wait() >= 0
 
+    def parts(self, view, tensor) -> list[tuple]:
+        """What to copy between a slot's view of a tensor and mine: all of it (section 8: boxes)."""
+        return [(view, tensor)]
+
     def _pick(self, version: int) -> int | None:
         return self.arena.free_slot()
 
@@ -1152,7 +1149,7 @@ class WeightWriter:
 class WeightReader:
     """A generator's side: `pull` makes its tensors the newest weights."""
 
-    parts = staticmethod(whole_parts)
+    parts = WeightWriter.parts
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: dict, in_place: bool = False):
         """reader: 0 .. num_readers-1, mine alone. in_place: copy instead of pointing into the slot,
@@ -1194,7 +1191,10 @@ class WeightReader:
             return self.version
         version, slot = self.lease(self.word + 1 if check else self.word)
         if check:
-            self._verify(slot)
+            for wrong in torch.ne(*self.arena.checksums(slot)).nonzero():
+                self.arena.words[self.word + 1] = Arena.NOTHING
+                name = self.arena.handle.manifest.specs[wrong].name
+                raise WeightMismatch(f"{name}: its checksum is wrong")
             self.arena.words[self.word] = self.arena.words[self.word + 1]
         for name, view in self.arena.tensors(slot).items():
             parts = self.parts(view, self.tensors[name])
@@ -1203,12 +1203,6 @@ class WeightReader:
                 mine.data = mine.data.copy_(part) if copy else part
         self.version = version
         return version
-
-    def _verify(self, slot: int) -> None:
-        for wrong in torch.ne(*self.arena.checksums(slot)).nonzero():
-            self.arena.words[self.word + 1] = Arena.NOTHING
-            name = self.arena.handle.manifest.specs[wrong].name
-            raise WeightMismatch(f"{name}: its checksum is wrong")
 
 
 @dataclass(frozen=True)
@@ -1225,11 +1219,10 @@ class Door:
 
     @classmethod
     def of(cls, arena: Arena) -> Door:
-        words = [arena.whole[at : at + 8] for at in range(
-            64 * Arena.LEASES, 64 * (Arena.LEASES + 2 * arena.handle.num_readers), 128)]
-        spans = [slot.split(cls.SPAN_BYTES) for slot in arena.slots]
-        return cls(arena.handle, RDMABuffer(arena.whole[:8]), tuple(map(RDMABuffer, words)),
-                   tuple(tuple(map(RDMABuffer, parts)) for parts in spans))
+        words = arena.whole[: Arena.HEADER_BYTES].view(-1, 64)[:, :8]  # the bytes of each
+        leases = words[Arena.LEASES :: 2][: arena.handle.num_readers]
+        return cls(arena.handle, RDMABuffer(words[Arena.LATEST]), tuple(map(RDMABuffer, leases)),
+                   tuple(tuple(map(RDMABuffer, s.split(cls.SPAN_BYTES))) for s in arena.slots))
 
 
 class Relay(Actor):
@@ -1272,20 +1265,19 @@ class Relay(Actor):
         return self.arena.words[Arena.LATEST] // Arena.MAX_SLOTS
 
 
-class Bench(Actor):
-    """The trainer, rank 0, and the generators of the measurements. Every byte of the weights, 290
-    bf16 tensors of uneven sizes, is their version modulo 120, so that a reader can tell."""
+def form_group(port: int, rank: int, num_ranks: int, backend: str = "gloo") -> None:
+    """A process group of the first ranks, which meet at a store at this port."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = torch.distributed.TCPStore("127.0.0.1", port)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
 
-    def __init__(self, num_mb: int, seed: int, num_generators: int):
+
+class Rank(Actor):
+    """A process that is measured, here and in section 8: one endpoint for all its methods."""
+
+    def __init__(self):
         torch.set_num_threads(1)
-        self.rank, self.version, rng = current_rank().rank, 0, random.Random(seed)
-        self.held_s: list[float] = []
-        self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
-        cuts = sorted(rng.sample(range(32, len(self.block) // 2, 32), 289))
-        parts = self.block.view(torch.bfloat16).tensor_split(cuts)
-        self.tensors = {f"tensor.{i}": part for i, part in enumerate(parts)}
-        if self.rank == 0:
-            self.writer = WeightWriter(self.tensors, num_generators)
+        self.rank, self.held_s = current_rank().rank, []
 
     @concurrent_endpoint
     async def do(self, method: str, *args):
@@ -1296,29 +1288,32 @@ class Bench(Actor):
         return await result if asyncio.iscoroutine(result) else result
 
     def longest_held_s(self) -> float:
-        """By one call, since this was last asked."""
-        longest_s, self.held_s = max(self.held_s, default=0.0), []
-        return longest_s
+        """By one call, since the last sync began."""
+        return max(self.held_s)
 
-    def _step(self) -> None:
-        """The next version, once the copy of the last one has ended."""
-        self.writer.wait()
-        self.version += 1
-        self.block.fill_(self.version % 120)
 
-    def _broadcast(self) -> None:
-        torch.distributed.broadcast(self.block, 0)
+
+class Bench(Rank):
+    """The trainer, rank 0, and the generators of the measurements. Every byte of the weights, 290
+    bf16 tensors of uneven sizes, is their version modulo 120, so that a reader can tell."""
+
+    def __init__(self, num_mb: int, seed: int, num_generators: int):
+        super().__init__()
+        self.version, rng = 0, random.Random(seed)
+        self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
+        cuts = sorted(rng.sample(range(32, len(self.block) // 2, 32), 289))
+        parts = self.block.view(torch.bfloat16).tensor_split(cuts)
+        self.tensors = {f"tensor.{i}": part for i, part in enumerate(parts)}
+        if self.rank == 0:
+            self.writer = WeightWriter(self.tensors, num_generators)
+
+    def join(self, port: int) -> None:
+        """The trainer and two generators meet: what the slots replace."""
+        form_group(port, self.rank, 3)
 
     def roads(self) -> tuple[ArenaHandle, Door, RDMABuffer]:
         """To the trainer's slots, on this host and on others, and to its live weights."""
         return self.writer.arena.handle, Door.of(self.writer.arena), RDMABuffer(self.block)
-
-    def join(self, port: int) -> None:
-        """Makes a process group of the trainer and two generators: what the slots replace."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = torch.distributed.TCPStore("127.0.0.1", port)
-        torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=3)
-        self._broadcast()  # the first one connects
 
     def attach(self, handle: ArenaHandle, trainer, live: RDMABuffer) -> float:
         """A generator joins and has the newest weights: seconds. The other roads for later."""
@@ -1326,6 +1321,12 @@ class Bench(Actor):
         self.reader = WeightReader(handle, self.rank - 1, self.tensors)
         self.reader.pull()
         return time.perf_counter() - start
+
+    def _step(self) -> None:
+        """The next version, once the copy of the last one has ended."""
+        self.writer.wait()
+        self.version += 1
+        self.block.fill_(self.version % 120)
 
     def step(self) -> tuple[int, float]:
         """(the next version, seconds in which memmove copies as many bytes into a slot)"""
@@ -1335,13 +1336,6 @@ class Bench(Actor):
         ctypes.memmove(room.data_ptr(), self.block.data_ptr(), self.block.nbytes)
         return self.version, time.perf_counter() - start
 
-    async def publish(self) -> float:
-        """Seconds of the copy; meanwhile this process's Python is free."""
-        start = time.perf_counter()
-        self.writer.start(self.version)
-        await asyncio.wrap_future(self.writer.copying)
-        return time.perf_counter() - start
-
     def storm(self, num_versions: int) -> int:
         """Steps and publishes without a pause; versions so far that found no free slot."""
         for _ in range(num_versions):
@@ -1349,23 +1343,31 @@ class Bench(Actor):
             self.writer.publish(self.version)
         return self.writer.skipped
 
-    def message(self) -> dict:
-        return {"block": self.block}
+    def message(self):
+        return self.block
 
-    async def get(self, road: str, version: int) -> float:
-        """The newest weights by this road, in `weights`: seconds. Slots: from that version on."""
-        start, self.weights = time.perf_counter(), {"block": self.block}
+    def _broadcast(self) -> None:
+        torch.distributed.broadcast(self.block, 0)
+
+    async def sync(self, road: str, version: int) -> float:
+        """My part in a sync by this road. Of a generator: seconds until it has the newest weights,
+        in `weights`; by slots: from that version on. Of the trainer: seconds of its copy."""
+        start, self.weights, self.held_s = time.perf_counter(), [self.block], []
         if road == "gloo broadcast":
             self._broadcast()
+        elif self.rank == 0:
+            if road in ("slots", "relay"):  # on the others it only serves
+                self.writer.start(self.version)
+                await asyncio.wrap_future(self.writer.copying)  # meanwhile its Python is free
         elif road == "RDMABuffer":
             await self.live_weights.read_into(self.block)
         elif road == "actor message":
-            self.weights = await self.trainer.do.call_one("message")
+            self.weights = [await self.trainer.do.call_one("message")]
         else:
             while self.reader.arena.words[Arena.LATEST] // Arena.MAX_SLOTS < version:
                 demand(time.perf_counter() - start < 60, f"arena: no version {version}")
                 time.sleep(0.0005)  # the copy is under way
-            start, self.weights = time.perf_counter(), self.tensors
+            start, self.weights = time.perf_counter(), self.tensors.values()
             self.reader.pull()
         if road == "no leases":
             self.reader.arena.words[self.reader.word] = Arena.NOTHING  # the rule, taken away
@@ -1373,11 +1375,11 @@ class Bench(Actor):
 
     def torn(self) -> bool:
         """Reads all bytes four times, as in decoding four tokens: are they of several versions?"""
-        every = [t.view(torch.int8).aminmax() for _ in range(4) for t in self.weights.values()]
+        every = [t.view(torch.int8).aminmax() for _ in range(4) for t in self.weights]
         return len({int(end) for ends in every for end in ends}) > 1
 
-    async def live(self, how: str, num_rounds: int) -> list[Span]:
-        """Works (asleep: a GPU would work) and syncs, by a broadcast or staged."""
+    async def live(self, how: str) -> list[Span]:
+        """Five rounds of about 0.1 s of work (asleep: a GPU would work) and a sync."""
         if self.rank:
             who, plan, staged = f"generator {self.rank - 1}", [("generate", None)], self.reader.pull
         else:
@@ -1385,40 +1387,33 @@ class Bench(Actor):
             plan = [("pass", None), ("held", self.writer.wait), ("step", self._step)]
         plan.append(("held", staged if how == "staged" else self._broadcast))
         spans, rng = [], random.Random(self.rank)
-        for what, act in plan * num_rounds:
+        for what, act in plan * 5:
             start = time.monotonic()
             await asyncio.sleep(rng.uniform(0.05, 0.15)) if act is None else act()
             spans.append(Span(who, what, start, time.monotonic()))
         return spans
 
 
+# What one road costs: medians in ms, but for the ratio (ms / memmove) and `torn` ("0 of 4").
+Row = collections.namedtuple("Row", "memmove publish ms ratio trainer generator torn")
+
+
 class WeightBench:
     """A trainer; generators, which join late; and a relay, for when they play another host."""
 
-    def __init__(self, procs: list, num_mb: int, seed: int, num_generators: int):
+    async def open(self, procs: list, num_mb: int, seed: int, num_generators: int) -> WeightBench:
         """procs: meshes of processes for the trainer and the generators, and for the relay."""
-        self.relay_procs, self.num_generators = procs[1], num_generators
-        self.mesh = procs[0].spawn(f"bench_{num_mb}_{num_generators}", Bench, num_mb, seed,
-                                   num_generators)
+        self.relay_procs, name = procs[1], f"bench_{num_mb}_{num_generators}"
+        self.mesh = procs[0].spawn(name, Bench, num_mb, seed, num_generators)
         self.trainer = self.mesh.slice(rank=0)
-
-    async def open(self) -> WeightBench:
-        self.handle, self.door, self.live = await self.trainer.do.call_one("roads")
+        handle, self.door, self.live = await self.trainer.do.call_one("roads")
         await self.trainer.do.call_one("storm", 51)
         self.joined_ms = 1e3 * max([await self.mesh.slice(rank=1 + i).do.call_one(
-            "attach", self.handle, self.trainer, self.live) for i in range(self.num_generators)])
+            "attach", handle, self.trainer, self.live) for i in range(num_generators)])
         return self
 
     def ranks(self, first: int, num_generators: int):
         return self.mesh.slice(rank=slice(first, 1 + num_generators))
-
-    async def timelines(self) -> dict[str, list[Span]]:
-        """Five rounds of about 0.1 s of work of a trainer and two generators, synced two ways."""
-        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True,
-                                                wait_for_workers=False)
-        await self.ranks(0, 2).do.call("join", self.store.port)
-        return {how: [span for _, spans in await self.ranks(0, 2).do.call("live", how, 5)
-                      for span in spans] for how in ("gloo broadcast", "staged")}
 
     async def open_relay(self) -> None:
         """From here on generators 0 and 1 read from the relay's arena, not from the trainer's."""
@@ -1427,47 +1422,38 @@ class WeightBench:
         handle = await self.relay.handle.call_one()
         await self.ranks(1, 2).do.call("attach", handle, self.trainer, self.live)
 
-    async def get(self, road: str, num_generators: int, version: int = 0) -> float:
-        """Brings them the newest weights; seconds for which the slowest was held up."""
-        if road == "relay":
-            await self.relay.pull.call_one()
-        everyone = self.ranks(road != "gloo broadcast", num_generators)
-        return max(s for _, s in await everyone.do.call("get", road, version))
-
-    async def sync(self, road: str, num_generators: int, version: int) -> list[float]:
-        """Seconds: the trainer's copy; until all have the version; a generator held up."""
-        start, copy_s = time.perf_counter(), 0.0
-        if road == "slots":  # they wait for the version, not for the call
-            copy = self.trainer.do.call_one("publish")
-            held_s = await self.get(road, num_generators, version)
-            return [await copy, time.perf_counter() - start, held_s]
-        if road == "relay":
-            copy_s = await self.trainer.do.call_one("publish")
-        held_s = await self.get(road, num_generators)
-        return [copy_s, time.perf_counter() - start, held_s]
+    async def sync(self, road: str, num_generators: int, version: int = 0) -> list[float]:
+        """Brings them the newest weights; seconds for which each was held up. If told the version:
+        the trainer makes it available meanwhile, and they wait for it, not for the trainer's
+        answer; the seconds of its copy come first."""
+        everyone = self.ranks(not version and road != "gloo broadcast", num_generators)
+        answers = asyncio.ensure_future(everyone.do.call("sync", road, version))
+        while road == "relay" and await self.relay.pull.call_one() < version:
+            demand(not answers.done(), f"relay: version {version} never came")
+        return [*(await answers).values()]
 
     async def reads(self, road: str, num_generators: int, num_rounds: int) -> list[int]:
         """[reads, torn, versions skipped], while the trainer publishes without a pause."""
         torn = []
         for _ in range(num_rounds):
             storm = self.trainer.do.call_one("storm", 12)
-            await self.get(road, num_generators)
-            torn += [t for _, t in await self.ranks(1, num_generators).do.call("torn")]
+            await self.sync(road, num_generators)
+            torn += (await self.ranks(1, num_generators).do.call("torn")).values()
             skipped = await storm
         return [len(torn), sum(torn), skipped]
 
-    async def measure(self, road: str, num_generators: int, num_rounds: int) -> dict:
-        """A row of the table: medians in ms."""
+    async def measure(self, road: str, num_generators: int, num_rounds: int) -> Row:
+        """Syncs that often, one memmove before each; then reads."""
         runs = []
         for _ in range(num_rounds):
             version, memmove_s = await self.trainer.do.call_one("step")
-            await self.trainer.do.call_one("longest_held_s")
-            times = await self.sync(road, num_generators, version)
-            runs.append([memmove_s, *times, await self.trainer.do.call_one("longest_held_s")])
+            start = time.perf_counter()
+            copy_s, *held_s = await self.sync(road, num_generators, version)
+            runs.append([memmove_s, copy_s, time.perf_counter() - start, max(held_s),
+                         await self.trainer.do.call_one("longest_held_s")])
         memmove, copy, ms, generator, trainer = (statistics.median(c) * 1e3 for c in zip(*runs))
         reads, torn, _ = await self.reads(road, num_generators, 1 + num_rounds // 3)
-        return {"memmove": memmove, "publish": copy, "ms": ms, "ratio": ms / memmove,
-                "trainer": trainer, "generator": generator, "torn": f"{torn} of {reads}"}
+        return Row(memmove, copy, ms, ms / memmove, trainer, generator, f"{torn} of {reads}")
 
 
 # How weights can travel: (road, generators, rounds to measure)
@@ -1475,10 +1461,16 @@ ROADS = [("slots", 1, 9), ("slots", 2, 9), ("slots", 4, 9), ("gloo broadcast", 2
          ("RDMABuffer", 1, 2), ("actor message", 1, 1), ("relay", 2, 5)]
 
 
-def report_lives(report: Report, lives: dict[str, list[Span]]) -> None:
-    """Two timelines of the same work, and for how long the syncs held the trainer up."""
+async def report_lives(report: Report, bench: WeightBench) -> None:
+    """Two timelines of the same work of a trainer and two generators, synced two ways, and for how
+    long the syncs held the trainer up."""
     ms = {}
-    for how, spans in lives.items():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    await bench.ranks(0, 2).do.call("join", store.port)
+    await bench.sync("gloo broadcast", 2)  # the first one connects
+    for how in ("gloo broadcast", "staged"):
+        lived = (await bench.ranks(0, 2).do.call("live", how)).values()
+        spans = [span for spans in lived for span in spans]
         held = [s.end - s.start for s in spans if (s.who, s.what) == ("trainer", "held")]
         start, ms[how] = min(span.start for span in spans), sum(held) * 1e3 / 5
         report.say(f"{how}: the trainer is held up for {ms[how]:.1f} ms per version",
@@ -1488,22 +1480,22 @@ def report_lives(report: Report, lives: dict[str, list[Span]]) -> None:
     report.check("held up, staged / broadcast", ms["staged"] / ms["gloo broadcast"], "<", 0.5)
 
 
-def report_roads(report: Report, num_mb: int, rows: dict[str, dict]) -> None:
+def report_roads(report: Report, num_mb: int, rows: dict[str, Row]) -> None:
     """The table of all roads, for the same bytes."""
     one, two, four, group, live, message, relay = rows.values()
+    mb, relay_ms = num_mb * MIB / 1e6, relay.ms - relay.publish
     report.table([f"{num_mb} MiB, generators", "ms", "x memmove", "trainer held", "generator held",
-                  "torn reads"], ["memmove", two["memmove"], 1.0, "", "", ""],
-                 *([label, *list(row.values())[2:]] for label, row in rows.items()))
-    gb_per_s = {name: num_mb * MIB / 1e6 / (row["ms"] - row["publish"])
-                for name, row in zip(("relay", "gloo", "rdma"), (relay, group, live))}
-    report.figure(memmove_ms=two["memmove"], publish_ms=two["publish"], pull_ms=four["generator"],
-                  sync_ms=two["ms"], sync_over_memmove=two["ratio"], gloo_ms=group["ms"],
-                  sync_over_memmove_1=one["ratio"], sync_over_memmove_4=four["ratio"],
-                  message_ms=message["ms"], **{f"{k}_gb_per_s": v for k, v in gb_per_s.items()})
-    report.check("sync with 4 generators / memmove", four["ratio"], "<", 6)
-    report.check("sync of 4 generators / sync of 1", four["ms"] / one["ms"], "<", 3)
-    report.check("relay / one RDMABuffer, in GB/s", gb_per_s["relay"] / gb_per_s["rdma"], ">", 1)
-    torn = [label for label, row in rows.items() if not row["torn"].startswith("0 ")]
+                  "torn reads"], ["memmove", two.memmove, 1.0, "", "", ""],
+                 *([label, *row[2:]] for label, row in rows.items()))
+    report.figure(memmove_ms=two.memmove, publish_ms=two.publish, pull_ms=four.generator,
+                  sync_ms=two.ms, sync_over_memmove=two.ratio, sync_over_memmove_1=one.ratio,
+                  sync_over_memmove_4=four.ratio, gloo_ms=group.ms, message_ms=message.ms,
+                  relay_gb_per_s=mb / relay_ms, gloo_gb_per_s=mb / group.ms,
+                  rdma_gb_per_s=mb / live.ms)
+    report.check("sync with 4 generators / memmove", four.ratio, "<", 6)
+    report.check("sync of 4 generators / sync of 1", four.ms / one.ms, "<", 3)
+    report.check("relay / one RDMABuffer, in GB/s", live.ms / relay_ms, ">", 1)
+    torn = [label for label, row in rows.items() if not row.torn.startswith("0 ")]
     report.check("roads that gave torn weights", ", ".join(torn), "==", "RDMABuffer, 1")
 
 
@@ -1512,7 +1504,7 @@ def report_roads(report: Report, num_mb: int, rows: dict[str, dict]) -> None:
 async def demo_weight_sync(report: Report, cfg: Config) -> None:
     procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     small_mb, rows = min(cfg.model_mb, 16), {}  # hundreds of reads need a small model
-    bench = await WeightBench(procs, small_mb, cfg.seed, 2).open()
+    bench = await WeightBench().open(procs, small_mb, cfg.seed, 2)
     torn, safe = [await bench.reads(road, 2, 50) for road in ("no leases", "slots")]
     report.table([f"{small_mb} MiB in 290 tensors, 2 generators", "reads", "torn", "skipped"],
                  ["without leases", *torn], ["with leases", *safe])
@@ -1520,11 +1512,11 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check(f"torn reads with leases, of {safe[0]}", safe[1], "==", 0)
     report.check("versions of 1251 that found no free slot", safe[2], "==", 0)
     report.say("", f"{cfg.model_mb} MiB, a trainer, 4 generators, a relay: at 96 MiB about 15 s")
-    bench = await WeightBench(procs, cfg.model_mb, cfg.seed, 4).open()
+    bench = await WeightBench().open(procs, cfg.model_mb, cfg.seed, 4)
     report.figure(reads=safe[0], torn_reads=safe[1], torn_reads_without_leases=torn[1],
                   trainer_waits=safe[2], late_join_ms=bench.joined_ms)
     report.check("ms to join after version 50, slowest of 4", bench.joined_ms, "<", 1000)
-    report_lives(report, await bench.timelines())
+    await report_lives(report, bench)
     for road, num_generators, rounds in ROADS:
         if road == "relay":
             await bench.open_relay()
@@ -1645,7 +1637,7 @@ def placed(tensor) -> list[Box]:
 def box_parts(view, tensor) -> list[tuple]:
     """[(part of the slot's view of a whole tensor, the same of what this process has of it)]"""
     if local(tensor) is tensor:  # not a DTensor
-        return whole_parts(view, tensor)
+        return [(view, tensor)]
     mine, held = local(tensor), placed(tensor)
     return [(view[region(box.offset, box.size)], mine if len(held) == 1 else
              mine[region(box.local, box.size)]) for box in held]
@@ -1669,7 +1661,7 @@ class ShardWriter(WeightWriter):
 
     def parts(self, view, tensor) -> list[tuple]:
         if local(tensor) is tensor:  # a buffer, the same on all ranks
-            return [] if self.rank else whole_parts(view, tensor)
+            return [] if self.rank else [(view, tensor)]
         pairs = zip(tensor.placements, tensor.device_mesh.get_coordinate())
         first = not any(at for placement, at in pairs if placement.is_replicate())
         return box_parts(view, tensor) if first else []  # of copies the first is written
@@ -1758,10 +1750,7 @@ async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> list[Span
 
 def join_group(device: str, port: int, rank: int, num_ranks: int):
     """Meets the other ranks of a trainer; the DeviceMesh of all."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = torch.distributed.TCPStore("127.0.0.1", port)
-    backend = "nccl" if device == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+    form_group(port, rank, num_ranks, "nccl" if device == "cuda" else "gloo")
     return dtensor.init_device_mesh(device, (num_ranks,))
 
 
@@ -1778,19 +1767,13 @@ def rows_to_columns(shapes: dict) -> dict[tuple[int, int], list[tuple[str, Move]
     return pairs
 
 
-class Cutter(Actor):
+class Cutter(Rank):
     """A rank of the demo's trainer, or of its generator, two ranks each. It has every matrix by
     rows, [0], and by columns, [1]. An element of version v is its index modulo 120, plus v."""
 
     def __init__(self, shapes: dict[str, tuple[int, int]]):
-        torch.set_num_threads(1)
-        self.rank, self.shapes, self.version = current_rank().rank, shapes, 0
-        self.pairs = rows_to_columns(shapes)
-
-    @concurrent_endpoint
-    async def do(self, method: str, *args):
-        result = getattr(self, method)(*args)
-        return await result if asyncio.iscoroutine(result) else result
+        super().__init__()
+        self.shapes, self.version, self.pairs = shapes, 0, rows_to_columns(shapes)
 
     def join(self, port: int) -> None:
         self.mesh = join_group("cpu", port, self.rank, 2)
@@ -1852,6 +1835,7 @@ class Cutter(Actor):
 
     async def unpack(self, handles: list[list[RDMABuffer]]) -> tuple[list[Span], int]:
         """Columns: (what receiving them took, bytes read). handles: [source][target]"""
+        self.by[1] = {name: torch.zeros_like(tensor) for name, tensor in self.by[1].items()}
         parcels = [Parcel(self.pairs[source, self.rank], self.by[1], False) for source in (0, 1)]
         mine = [targets[self.rank] for targets in handles]
         await receive(parcels, mine)  # connects

@@ -956,7 +956,7 @@ import asyncio, json, sys, monarch_rl as m
 
 async def main():
     procs = [m.this_host().spawn_procs(per_host={"rank": n}) for n in (3, 1)]
-    bench = await m.WeightBench(procs, 16, 0, 2).open()
+    bench = await m.WeightBench().open(procs, 16, 0, 2)
     await bench.open_relay()
     reads, torn, skipped = await bench.reads("relay", 2, 150)
     versions = [await bench.relay.pull.call_one() for _ in range(3)]
