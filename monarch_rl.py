@@ -1101,8 +1101,10 @@ class WeightWriter:
         return time.perf_counter() - start
 
     def publish(self, version: int) -> bool:
-        """start and wait."""
-        return self.start(version) and self.wait() >= 0
+        """start, and wait for the copy."""
+        started = self.start(version)
+        self.wait()
+        return started
 
     def _copy(self, version: int, slot: int) -> None:
         """In the thread. memmove where possible: Tensor.copy_ reads what it will overwrite."""
