@@ -166,7 +166,7 @@ class Report:
             self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
             try:
                 await stage.demo(self, cfg)
-            except Exception as error:  # the next stage starts afresh
+            except Exception as error:  # whatever it is: counted, told, and the next stage runs
                 why = f"{type(cause(error)).__name__}: {cause(error)}".split("\n")[0]
                 self.check("errors that ended the stage", why, "==", "none")
                 traceback.print_exc()
@@ -1491,7 +1491,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check(f"torn reads without leases, of {torn[0]}", torn[1], ">", torn[0] / 10)
     report.check(f"torn reads with leases, of {safe[0]}", safe[1], "==", 0)
     report.check("versions of 1251 that found no free slot", safe[2], "==", 0)
-    report.say("", f"{cfg.model_mb} MiB, a trainer, 4 generators, a relay: at 96 MiB about 15 s")
+    report.say("", f"{cfg.model_mb} MiB, a trainer, 4 generators, a relay (15 s at 96 MiB)")
     bench = await WeightBench(procs, cfg.model_mb, cfg.seed, 4).open()
     report.figure(reads=safe[0], torn_reads=safe[1], torn_reads_without_leases=torn[1],
                   trainer_waits=safe[2], late_join_ms=bench.joined_ms)
