@@ -1048,6 +1048,10 @@ class Arena:
         found = [checksum(whole[s.offset : s.offset + s.num_bytes]) for s in specs]
         return torch.tensor(found), whole[-8 * len(specs) :].view(torch.int64)
 
+    def newest(self) -> int:
+        """The latest version; -1 if there is none yet."""
+        return self.words[self.LATEST] // self.MAX_SLOTS
+
     def free_slot(self) -> int | None:
         """For the writer: a slot that is neither latest nor leased by somebody alive."""
         self.fence()  # whoever leased before it could see the last `latest` is seen here
@@ -1159,7 +1163,7 @@ class WeightReader:
         """Returns the version that the tensors are now (-1: none). They are the slot itself, so the
         lease lasts until the next pull. check: also that the writer lives and the checksums of a
         new version are right. Raises WeightMismatch; then the weights are what they were."""
-        newest = self.arena.words[Arena.LATEST] // Arena.MAX_SLOTS  # -1 if there is none
+        newest = self.arena.newest()
         demand(newest >= self.version, f"arena: version {newest}, after version {self.version}")
         self.arena.words[self.word + 1], writer = Arena.NOTHING, self.arena.handle.pid
         demand(not check or self.arena.handle.checksums, "arena: its writer adds no checksums")
@@ -1241,7 +1245,7 @@ class Relay(Actor):
                 self.arena.commit(latest // Arena.MAX_SLOTS, slot)
                 self.here = latest
                 break
-        return self.arena.words[Arena.LATEST] // Arena.MAX_SLOTS
+        return self.arena.newest()
 
 
 class Bench(Actor):
@@ -1334,7 +1338,7 @@ class Bench(Actor):
         elif road == "actor message":
             self.weights = await self.trainer.do.call_one("message")
         else:
-            while self.reader.arena.words[Arena.LATEST] // Arena.MAX_SLOTS < version:
+            while self.reader.arena.newest() < version:
                 demand(time.perf_counter() - start < 60, f"arena: no version {version}")
                 time.sleep(0.0005)  # the copy is under way
             start, self.weights = time.perf_counter(), self.tensors
