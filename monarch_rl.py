@@ -168,7 +168,7 @@ class Report:
             self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
             try:
                 await stage.demo(self, cfg)
-            except Exception as error:  # the next stage starts afresh
+            except Exception as error:  # whatever it is: counted, told, and the next stage runs
                 why = f"{type(cause(error)).__name__}: {cause(error)}".split("\n")[0]
                 self.check("errors that ended the stage", why, "==", "none")
                 traceback.print_exc()
@@ -1055,6 +1055,10 @@ class Arena:
         found = [checksum(whole[s.offset : s.offset + s.num_bytes]) for s in specs]
         return torch.tensor(found), whole[-8 * len(specs) :].view(torch.int64)
 
+    def newest(self) -> int:
+        """The latest version; -1 if there is none yet."""
+        return self.words[self.LATEST] // self.MAX_SLOTS
+
     def free_slot(self) -> int | None:
         """For the writer: a slot that is neither latest nor leased by somebody alive."""
         self.fence()  # whoever leased before it could see the last `latest` is seen here
@@ -1110,8 +1114,10 @@ class WeightWriter:
         return time.perf_counter() - start
 
     def publish(self, version: int) -> bool:
-        """start and wait."""
-        return self.start(version) and self.wait() >= 0
+        """start, and wait for the copy."""
+        started = self.start(version)
+        self.wait()
+        return started
 
     def parts(self, view, tensor) -> list[tuple]:
         """What to copy between a slot's view of a tensor and mine: all of it (section 8: boxes)."""
@@ -1182,7 +1188,7 @@ class WeightReader:
         """Returns the version that the tensors are now (-1: none). They are the slot itself, so the
         lease lasts until the next pull. check: also that the writer lives and the checksums of a
         new version are right. Raises WeightMismatch; then the weights are what they were."""
-        newest = self.arena.words[Arena.LATEST] // Arena.MAX_SLOTS  # -1 if there is none
+        newest = self.arena.newest()
         demand(newest >= self.version, f"arena: version {newest}, after version {self.version}")
         self.arena.words[self.word + 1], writer = Arena.NOTHING, self.arena.handle.pid
         demand(not check or self.arena.handle.checksums, "arena: its writer adds no checksums")
@@ -1262,7 +1268,7 @@ class Relay(Actor):
                 self.arena.commit(latest // Arena.MAX_SLOTS, slot)
                 self.here = latest
                 break
-        return self.arena.words[Arena.LATEST] // Arena.MAX_SLOTS
+        return self.arena.newest()
 
 
 def form_group(port: int, rank: int, num_ranks: int, backend: str = "gloo") -> None:
@@ -1364,7 +1370,7 @@ class Bench(Rank):
         elif road == "actor message":
             self.weights = [await self.trainer.do.call_one("message")]
         else:
-            while self.reader.arena.words[Arena.LATEST] // Arena.MAX_SLOTS < version:
+            while self.reader.arena.newest() < version:
                 demand(time.perf_counter() - start < 60, f"arena: no version {version}")
                 time.sleep(0.0005)  # the copy is under way
             start, self.weights = time.perf_counter(), self.tensors.values()
@@ -1511,7 +1517,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check(f"torn reads without leases, of {torn[0]}", torn[1], ">", torn[0] / 10)
     report.check(f"torn reads with leases, of {safe[0]}", safe[1], "==", 0)
     report.check("versions of 1251 that found no free slot", safe[2], "==", 0)
-    report.say("", f"{cfg.model_mb} MiB, a trainer, 4 generators, a relay: at 96 MiB about 15 s")
+    report.say("", f"{cfg.model_mb} MiB, a trainer, 4 generators, a relay (15 s at 96 MiB)")
     bench = await WeightBench().open(procs, cfg.model_mb, cfg.seed, 4)
     report.figure(reads=safe[0], torn_reads=safe[1], torn_reads_without_leases=torn[1],
                   trainer_waits=safe[2], late_join_ms=bench.joined_ms)
