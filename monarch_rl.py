@@ -1302,14 +1302,21 @@ class Rank(Actor):
         returned, and for how many seconds rank 0 copied the same bytes with memmove before it."""
         rounds = []
         for _ in range(num_rounds):
-            memmove_s, version = self.step(), torch.tensor(self.version)
+            torch.distributed.barrier()  # nobody is busy with the round before
+            copy_s, version = self.step(), torch.tensor(self.version)
             torch.distributed.broadcast(version, 0)
             self.version = int(version)
-            torch.distributed.barrier()
             start = time.monotonic()
             result = await getattr(self, road)(*args)
-            rounds.append((start, time.monotonic(), result, memmove_s))
+            rounds.append((start, time.monotonic(), result, copy_s))
         return rounds
+
+
+def memmove_s(arena: Arena, source) -> float:
+    """Seconds in which memmove copies that into a slot."""
+    room, start = arena.slots[arena.free_slot()], time.perf_counter()
+    ctypes.memmove(room.data_ptr(), source.data_ptr(), source.nbytes)
+    return time.perf_counter() - start
 
 
 async def measure(ranks, num_rounds: int, road: str, *args) -> tuple[float, float, list]:
@@ -1331,7 +1338,7 @@ class Bench(Rank):
         self.num_generators, rng = num_generators, random.Random(seed)
         self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
         cuts = sorted(rng.sample(range(32, len(self.block) // 2, 32), 289))
-        parts = self.block.view(torch.bfloat16).tensor_split(cuts)
+        parts, self.weights = self.block.view(torch.bfloat16).tensor_split(cuts), ()
         self.tensors = {f"tensor.{i}": part for i, part in enumerate(parts)}
 
     def join(self, port: int) -> tuple[Door, float]:
@@ -1352,20 +1359,16 @@ class Bench(Rank):
 
     def attach(self, handle: ArenaHandle, relay=None) -> float:
         """Generators: reads from this arena, which a relay may have to fill; seconds."""
-        self.relay, start = relay, time.perf_counter()
+        self.relay, start = relay if self.rank == 1 else None, time.perf_counter()
         self.reader = WeightReader(handle, self.rank - 1, self.tensors)
         self.reader.pull()
         return time.perf_counter() - start
 
     def step(self) -> float:
-        """The trainer's next version; seconds in which memmove copies as much into a slot."""
         if self.rank:
             return 0.0
         self._next()
-        room = self.writer.arena.slots[self.writer.arena.free_slot()]
-        start = time.perf_counter()
-        ctypes.memmove(room.data_ptr(), self.block.data_ptr(), self.block.nbytes)
-        return time.perf_counter() - start
+        return memmove_s(self.writer.arena, self.block)
 
     def _next(self) -> None:
         self.writer.wait()
@@ -1379,32 +1382,29 @@ class Bench(Rank):
             self.writer.publish(self.version)
         return self.writer.skipped
 
-    async def sync(self, road: str, num_generators: int) -> tuple[float, float]:
-        """This version, from the trainer to the first generators: seconds for which that held my
-        Python up, and seconds in all. Whoever waits for a version looks for it, and is not told."""
-        begin = start = time.perf_counter()
-        held_s, self.weights = 0.0, [self.block]
+    async def sync(self, road: str, num_generators: int) -> float:
+        """This version, from the trainer to the first generators: seconds for which my Python was
+        held up. Whoever waits for a version looks for it, and is not told."""
+        if self.rank > num_generators:
+            return 0.0
+        start, self.weights = time.perf_counter(), [self.block]
         if road == "gloo broadcast":
-            if self.rank <= 2:
-                torch.distributed.broadcast(self.block, 0, group=self.three)
-        elif self.rank == 0 and road != "RDMABuffer":
-            self.writer.start(self.version)
-            held_s = time.perf_counter() - start
-            self.writer.wait()  # a trainer would go on
-        elif 0 < self.rank <= num_generators:
-            if road == "RDMABuffer":
-                await self.live_weights.read_into(self.block)
-            else:
-                while road == "relay" and await self.relay.pull.call_one() < self.version:
-                    pass
-                while self.reader.arena.newest() < self.version:
-                    time.sleep(0.0005)
-                start, self.weights = time.perf_counter(), self.tensors.values()
-                self.reader.pull()
+            torch.distributed.broadcast(self.block, 0, group=self.three)
+        elif self.rank == 0:
+            if road != "RDMABuffer":  # there the trainer takes no part
+                self.writer.start(self.version)
+        elif road == "RDMABuffer":
+            await self.live_weights.read_into(self.block)
+        else:
+            while self.relay and await self.relay.pull.call_one() < self.version:
+                pass
+            while self.reader.arena.newest() < self.version:
+                time.sleep(0.0005)
+            start, self.weights = time.perf_counter(), self.tensors.values()
+            self.reader.pull()
             if road == "no leases":
                 self.reader.arena.words[self.reader.word] = Arena.NOTHING  # the rule, taken away
-        end = time.perf_counter()
-        return held_s or end - start, end - begin
+        return time.perf_counter() - start
 
     async def race(self, road: str, num_generators: int) -> int:
         """A sync, then the trainer publishes 12 versions without a pause, while a generator reads
@@ -1416,14 +1416,6 @@ class Bench(Rank):
         return int(len({int(end) for ends in every for end in ends}) > 1)
 
 
-# What one road costs: medians in ms, but for the ratio (ms / memmove) and `torn` ("0 of 4").
-Row = collections.namedtuple("Row", "memmove publish ms ratio trainer generator torn")
-
-# How weights can travel: (road, generators, rounds to measure)
-ROADS = [("slots", 1, 9), ("slots", 2, 9), ("slots", 4, 9), ("gloo broadcast", 2, 5),
-         ("RDMABuffer", 1, 2), ("relay", 2, 5)]
-
-
 async def race(ranks, road: str, num_generators: int, num_rounds: int) -> list[int]:
     """[reads, torn reads, versions so far that found no free slot]"""
     *_, results = await measure(ranks, num_rounds, "race", road, num_generators)
@@ -1431,28 +1423,33 @@ async def race(ranks, road: str, num_generators: int, num_rounds: int) -> list[i
     return [num_generators * num_rounds, sum(torn), results[-1][0]]
 
 
+# How weights can travel: (road, generators, rounds to measure)
+ROADS = [("slots", 1, 9), ("slots", 2, 9), ("slots", 4, 9), ("gloo broadcast", 2, 5),
+         ("RDMABuffer", 1, 2), ("relay", 2, 5)]
+
+# What one costs: medians in ms, but for the ratio (ms / memmove) and `torn` ("0 of 4").
+Row = collections.namedtuple("Row", "memmove ms ratio trainer generator torn")
+
+
 async def row(ranks, road: str, num_generators: int, num_rounds: int) -> Row:
-    ms, memmove, results = await measure(ranks, num_rounds, "sync", road, num_generators)
-    held, took = zip(*(zip(*of_ranks) for of_ranks in results))  # [round][rank] s each
-    trainer, *generators = (statistics.median(rounds) * 1e3 for rounds in zip(*held))
+    ms, memmove, held_s = await measure(ranks, num_rounds, "sync", road, num_generators)
+    trainer, *generators = (statistics.median(of_rank) * 1e3 for of_rank in zip(*held_s))
     reads, torn, _ = await race(ranks, road, num_generators, 1 + num_rounds // 3)
-    return Row(memmove, statistics.median(rounds[0] for rounds in took) * 1e3, ms, ms / memmove,
-               trainer, max(generators[:num_generators]), f"{torn} of {reads}")
+    return Row(memmove, ms, ms / memmove, trainer, max(generators), f"{torn} of {reads}")
 
 
 def report_roads(report: Report, num_mb: int, rows: dict[str, Row]) -> None:
     """The table of all roads, for the same bytes."""
     one, two, four, group, live, relay = rows.values()
-    mb, relay_ms = num_mb * MIB / 1e6, relay.ms - relay.publish
+    mb, relay_ms = num_mb * MIB / 1e6, relay.ms - two.ms  # what a relay adds
     report.table([f"{num_mb} MiB, generators", "ms", "x memmove", "trainer held", "generator held",
                   "torn reads"], ["memmove", two.memmove, 1.0, "", "", ""],
-                 *([label, *row[2:]] for label, row in rows.items()))
-    report.figure(memmove_ms=two.memmove, publish_ms=two.publish, pull_ms=four.generator,
-                  sync_ms=two.ms, sync_over_memmove=two.ratio, sync_over_memmove_1=one.ratio,
-                  sync_over_memmove_4=four.ratio, gloo_ms=group.ms,
-                  trainer_held_ms=two.trainer, trainer_held_by_group_ms=group.trainer,
-                  relay_gb_per_s=mb / relay_ms, gloo_gb_per_s=mb / group.ms,
-                  rdma_gb_per_s=mb / live.ms)
+                 *([label, *row[1:]] for label, row in rows.items()))
+    report.figure(memmove_ms=two.memmove, pull_ms=four.generator, sync_ms=two.ms,
+                  sync_over_memmove=two.ratio, sync_over_memmove_1=one.ratio,
+                  sync_over_memmove_4=four.ratio, trainer_held_ms=two.trainer,
+                  trainer_held_by_group_ms=group.trainer, relay_gb_per_s=mb / relay_ms,
+                  gloo_gb_per_s=mb / group.ms, rdma_gb_per_s=mb / live.ms)
     report.check("sync with 4 generators / memmove", four.ratio, "<", 6)
     report.check("sync of 4 generators / sync of 1", four.ms / one.ms, "<", 3)
     report.check("trainer held up, slots / broadcast", two.trainer / group.trainer, "<", 0.5)
@@ -1764,10 +1761,7 @@ class Cutter(Rank):
             local(tensor).add_(1)
         if self.rank:
             return 0.0
-        slots, free = self.end.arena.slots, self.end.arena.free_slot()
-        start = time.perf_counter()
-        ctypes.memmove(slots[free].data_ptr(), slots[free - 1].data_ptr(), slots[free].nbytes)
-        return time.perf_counter() - start
+        return memmove_s(self.end.arena, self.end.arena.slots[self.version % 2])
 
     async def slots(self, source: int, target: int) -> tuple:
         """The trainer is cut along source, the generator along target. Of all roads: (bytes that
