@@ -121,10 +121,11 @@ FIGURES = {
     "rdma_transfer": "handle_bytes message_ms pull_ms backend",
     "supervision": "detect_ms respawn_ms",
     "service": "requests answered_once failover_ms route_overhead_us",
-    "weight_sync": "memmove_ms publish_ms pull_ms sync_ms sync_over_memmove message_ms rdma_gb_per_s "
-    "gloo_ms sync_over_memmove_1 sync_over_memmove_4 relay_gb_per_s gloo_gb_per_s rdma_gb_per_s "
-    "trainer_held_ms trainer_held_by_group_ms late_join_ms reads torn_reads "
-    "torn_reads_without_leases trainer_waits",
+    "weight_sync": "memmove_ms pull_ms sync_ms sync_over_memmove sync_over_memmove_1 "
+    "sync_over_memmove_4 relay_gb_per_s gloo_gb_per_s rdma_gb_per_s trainer_held_ms "
+    "trainer_held_by_group_ms late_join_ms reads torn_reads torn_reads_without_leases trainer_waits",
+    "reshard": "reshard_over_same reshard_over_memmove gather_over_reshard overlap_share "
+    "moved_over_needed",
     "sync_rl": "heldout_before heldout_after reward_first reward_last mismatch_k3",
     "async_rl": "heldout_before heldout_after reward_first reward_last async_speedup lag_max started "
     "trained dropped lost in_flight mismatch_k3 trainer_stall_share",
@@ -952,14 +953,17 @@ print(statistics.median(ratios), highest[-1] - highest[1])"""
 # -- the relay ------------------------------------------------------------------------------------
 
 RELAY = """
-import asyncio, json, sys, monarch_rl as m
+import asyncio, json, monarch_rl as m
 
 async def main():
-    procs = [m.this_host().spawn_procs(per_host={"rank": n}) for n in (3, 1)]
-    bench = await m.WeightBench().open(procs, 16, 0, 2)
-    await bench.open_relay()
-    reads, torn, skipped = await bench.reads("relay", 2, 150)
-    versions = [await bench.relay.pull.call_one() for _ in range(3)]
+    procs, relay_procs = [m.this_host().spawn_procs(per_host={"rank": n}) for n in (3, 1)]
+    ranks, store = procs.spawn("ranks", m.Bench, 16, 0, 2), m.open_store()
+    (door, *_), _ = zip(*(await ranks.do.call("join", store.port)).values())
+    relay = relay_procs.spawn("relay", m.Relay, door, 0, 2)
+    handle = await relay.handle.call_one()
+    await ranks.slice(rank=slice(1, 3)).do.call("attach", handle, relay)
+    reads, torn, skipped = await m.race(ranks, "relay", 2, 150)
+    versions = [await relay.pull.call_one() for _ in range(3)]
     print(json.dumps([reads, torn, skipped, versions]), flush=True)
 
 asyncio.run(main())
@@ -978,7 +982,7 @@ def test_relay_is_never_torn_and_the_test_can_tell(tmp_path, lease, torn_expecte
     reads, torn, skipped, versions = json.loads(found.stdout.splitlines()[-1])
     print(f"relay, lease {lease}: {torn} of {reads} reads torn, {skipped} versions skipped")
     assert reads == 300 and skipped == 0 and (torn > 0) is torn_expected
-    assert versions == [51 + 150 * 12] * 3
+    assert versions == [51 + 150 * 13] * 3
 
 
 # -- resharding -----------------------------------------------------------------------------------
@@ -1040,8 +1044,9 @@ def random_cut(rng, wholes):
         return rng.choices(some, [3, 5, 2])[0]
 
     mesh_shape = rng.choice(CUTS)
-    return mesh_shape, {name: [placement(rng.randrange(whole.dim())) for _ in mesh_shape]
-                        for name, whole in wholes.items()}
+    return mesh_shape, {
+        name: tuple(placement(rng.randrange(whole.dim())) for _ in mesh_shape)
+        for name, whole in wholes.items()}
 
 
 def same(left, right):
