@@ -1276,11 +1276,12 @@ def open_store():
     return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def form_group(port: int, rank: int, num_ranks: int, backend: str = "gloo") -> None:
+def form_group(port: int, rank: int, num_ranks: int) -> None:
+    """A process group: gloo for CPU tensors, NCCL for those of GPUs."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not torch.distributed.is_initialized():
         store = torch.distributed.TCPStore("127.0.0.1", port)
-        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+        torch.distributed.init_process_group(store=store, rank=rank, world_size=num_ranks)
 
 
 class Rank(Actor):
@@ -1695,16 +1696,18 @@ class Parcel:
         return start, time.monotonic()
 
 
-async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> tuple[list, list]:
-    """Reads and unpacks; the next is read while threads unpack those before. When each reading, and
-    each unpacking, began and ended, on the monotonic clock."""
+async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> tuple[float, float]:
+    """Reads parcels; each is unpacked in a thread while the next is read. Seconds in which both
+    were at work, and seconds in which both could have been: the shorter of the two, each time."""
     reads, unpacking, loop = [], [], asyncio.get_running_loop()
     for parcel, handle in zip(parcels, handles):
         start = time.monotonic()
         await handle.read_into(parcel.buffer)
         reads.append((start, time.monotonic()))
         unpacking.append(loop.run_in_executor(None, parcel.unpack))
-    return reads, await asyncio.gather(*unpacking)
+    pairs = [*zip(reads[1:], await asyncio.gather(*unpacking))]
+    return (sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs),
+            sum(min(a[1] - a[0], b[1] - b[0]) for a, b in pairs))
 
 
 def two_ranks(shape: tuple, dim: int) -> list[list[Box]]:
@@ -1761,7 +1764,8 @@ class Cutter(Rank):
             local(tensor).add_(1)
         if self.rank:
             return 0.0
-        return memmove_s(self.end.arena, self.end.arena.slots[self.version % 2])
+        arena = self.end.arena
+        return memmove_s(arena, arena.slots[arena.free_slot() - 1])  # out of another slot
 
     async def slots(self, source: int, target: int) -> tuple:
         """The trainer is cut along source, the generator along target. Of all roads: (bytes that
@@ -1789,11 +1793,8 @@ class Cutter(Rank):
         torch.distributed.barrier()
         if self.rank < 2:
             return 0, 0.0, 0.0
-        reads, unpacks = await receive(self.ends, self.handles)
-        pairs = [*zip(reads[1:], unpacks)]
-        return (sum(parcel.buffer.nbytes for parcel in self.ends),
-                sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs),
-                sum(min(a[1] - a[0], b[1] - b[0]) for a, b in pairs))
+        num_bytes = sum(parcel.buffer.nbytes for parcel in self.ends)
+        return num_bytes, *await receive(self.ends, self.handles)
 
     def right(self, dim: int) -> int:
         """Tensors that are what distribute_tensor makes of this version."""
@@ -1821,10 +1822,10 @@ def loses_rows(name: str, shape: tuple[int, int]) -> bool:
     return True
 
 
-# (what is measured, Cutter's method, source and target: 0 by rows, 1 by columns)
-CUTS = [("rows to columns, gather", "gather", 0, 1), ("rows to columns, parcels", "parcels", 0, 1),
-        ("rows to columns, slots", "slots", 0, 1), ("columns to rows, slots", "slots", 1, 0),
-        ("rows to rows, slots", "slots", 0, 0)]
+BY = ["rows", "columns"]
+# (road, a method of Cutter; how the trainer has it cut, and how the generator wants it; rounds)
+CUTS = [("gather", 0, 1, 2), ("parcels", 0, 1, 2), ("slots", 0, 1, 7), ("slots", 1, 0, 7),
+        ("slots", 0, 0, 7)]
 
 
 @stage(8, "reshard", "from sharding A to sharding B every needed byte moves exactly once")
@@ -1840,13 +1841,14 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     procs, store = this_host().spawn_procs(per_host={"rank": 4}), open_store()
     ranks, rows, right = procs.spawn("cutter", Cutter, shapes), [], 0
     await ranks.do.call("join", store.port)
-    for label, road, *cuts in CUTS:
-        await measure(ranks, 1, road, *cuts)  # touches pages, and connects
-        ms, memmove_ms, results = await measure(ranks, 5, road, *cuts)
+    for road, source, target, num_rounds in CUTS:
+        await measure(ranks, 1, road, source, target)  # touches pages, and connects
+        ms, memmove_ms, results = await measure(ranks, num_rounds, road, source, target)
         num_bytes, hidden_s, could_s = map(sum, zip(*results[-1]))
-        found = [n for _, n in await ranks.do.call("right", cuts[1])]
+        found = [n for _, n in await ranks.do.call("right", target)]
         right += sum(found[:2] if road == "gather" else found[2:])
-        rows.append([label, ms, ms / memmove_ms, num_bytes / sum(mib.values()) / MIB])
+        rows.append([f"{BY[source]} to {BY[target]}, {road}", ms, ms / memmove_ms,
+                     num_bytes / sum(mib.values()) / MIB])
         if road == "parcels":
             report.figure(overlap_share=hidden_s / could_s, moved_over_needed=rows[-1][-1])
     await procs.stop()
