@@ -1211,6 +1211,21 @@ class WeightReader:
         return version
 
 
+SPAN_BYTES = 4 * MIB  # as one RDMABuffer, what is large would cross at a third of the speed
+
+
+def spans_of(tensor) -> tuple[RDMABuffer, ...]:
+    """Handles to all of a [num_bytes] uint8 tensor."""
+    return tuple(map(RDMABuffer, tensor.split(SPAN_BYTES)))
+
+
+async def read_spans(spans: tuple[RDMABuffer, ...], room) -> None:
+    """Into room, as long as what they cover. If it raises, no read is under way any more."""
+    reads = [there.read_into(here) for there, here in zip(spans, room.split(SPAN_BYTES))]
+    for error in filter(None, await asyncio.gather(*reads, return_exceptions=True)):
+        raise error
+
+
 @dataclass(frozen=True)
 class Door:
     """What another host needs to read an arena: RDMABuffers over it, a few hundred bytes each.
@@ -1221,14 +1236,12 @@ class Door:
     leases: tuple[RDMABuffer, ...]  # one word of each reader
     slots: tuple[tuple[RDMABuffer, ...], ...]  # spans of each slot
 
-    SPAN_BYTES = 4 * MIB  # in one piece a slot would cross at a third of the speed
-
     @classmethod
     def of(cls, arena: Arena) -> Door:
         words = arena.whole[: Arena.HEADER_BYTES].view(-1, 64)[:, :8]  # the bytes of each
         leases = words[Arena.LEASES :: 2][: arena.handle.num_readers]
         return cls(arena.handle, RDMABuffer(words[Arena.LATEST]), tuple(map(RDMABuffer, leases)),
-                   tuple(tuple(map(RDMABuffer, s.split(cls.SPAN_BYTES))) for s in arena.slots))
+                   tuple(map(spans_of, arena.slots)))
 
 
 class Relay(Actor):
@@ -1260,11 +1273,8 @@ class Relay(Actor):
             self.lease_word.view(torch.int64).fill_(lease)
             await self.lease.write_from(self.lease_word)  # 1. announce, 2. answered
             if await self._look() == latest:  # 3. look again
-                spans = zip(self.door.slots[latest % Arena.MAX_SLOTS],
-                            self.arena.slots[slot].split(Door.SPAN_BYTES))
-                reads = [there.read_into(here) for there, here in spans]
-                for error in filter(None, await asyncio.gather(*reads, return_exceptions=True)):
-                    raise error  # none is under way any more
+                spans = self.door.slots[latest % Arena.MAX_SLOTS]
+                await read_spans(spans, self.arena.slots[slot])
                 self.arena.commit(latest // Arena.MAX_SLOTS, slot)
                 self.here = latest
                 break
@@ -1696,13 +1706,13 @@ class Parcel:
         return start, time.monotonic()
 
 
-async def receive(parcels: list[Parcel], handles: list[RDMABuffer]) -> tuple[float, float]:
+async def receive(parcels: list[Parcel], handles: list[tuple]) -> tuple[float, float]:
     """Reads parcels; each is unpacked in a thread while the next is read. Seconds in which both
     were at work, and seconds in which both could have been: the shorter of the two, each time."""
     reads, unpacking, loop = [], [], asyncio.get_running_loop()
     for parcel, handle in zip(parcels, handles):
         start = time.monotonic()
-        await handle.read_into(parcel.buffer)
+        await read_spans(handle, parcel.buffer)
         reads.append((start, time.monotonic()))
         unpacking.append(loop.run_in_executor(None, parcel.unpack))
     pairs = [*zip(reads[1:], await asyncio.gather(*unpacking))]
@@ -1729,7 +1739,7 @@ class Cutter(Rank):
 
     def __init__(self, shapes: dict[str, tuple[int, int]]):
         super().__init__()
-        self.shapes, self.at, self.pairs = shapes, self.rank % 2, rows_to_columns(shapes)
+        self.shapes, self.trains, self.at = shapes, self.rank < 2, self.rank % 2
 
     def join(self, port: int) -> None:
         form_group(port, self.rank, 4)
@@ -1742,12 +1752,12 @@ class Cutter(Rank):
         torch.distributed.broadcast_object_list(handle, 0)
         if self.rank == 1:
             self.end = ShardWriter(self.by[0], 2, 1, 2, *handle)
-        elif self.rank:
+        elif not self.trains:
             self.end = ShardReader(*handle, self.at, self.by[0])
-        pairs = [(self.at, i) if self.rank < 2 else (i, self.at) for i in (0, 1)]
-        self.ends = [Parcel(self.pairs[p], self.by[self.rank // 2], self.rank < 2) for p in pairs]
-        mine = [RDMABuffer(parcel.buffer) for parcel in self.ends]
-        torch.distributed.all_gather_object(handles, mine)  # [rank][target rank]
+        pairs, mine = rows_to_columns(self.shapes), self.by[0 if self.trains else 1]
+        self.mail = [Parcel(pairs[(self.at, i) if self.trains else (i, self.at)], mine, self.trains)
+                     for i in (0, 1)]  # to each rank of the other side, or from each
+        torch.distributed.all_gather_object(handles, [spans_of(m.buffer) for m in self.mail])
         self.handles = [of_rank[self.at] for of_rank in handles[:2]]
 
     def _cut(self, dim: int) -> dict:
@@ -1758,48 +1768,48 @@ class Cutter(Rank):
             for name, shape in self.shapes.items()}
 
     def step(self) -> float:
-        """The trainer's next version; seconds in which memmove copies as much as all ranks have."""
-        self.version += 1
-        for tensor in [*self.by[0].values(), *self.by[1].values()] if self.rank < 2 else []:
-            local(tensor).add_(1)
+        self.version, self.found = self.version + 1, [0, 0.0, 0.0]
+        for tensor in [*self.by[0].values(), *self.by[1].values()]:
+            if self.trains:  # those of the generator change when it gets them
+                local(tensor).add_(1)
         if self.rank:
             return 0.0
         arena = self.end.arena
         return memmove_s(arena, arena.slots[arena.free_slot() - 1])  # out of another slot
 
-    async def slots(self, source: int, target: int) -> tuple:
-        """The trainer is cut along source, the generator along target. Of all roads: (bytes that
-        went from rank to rank; seconds hidden by overlap; that could have been hidden)"""
-        self.end.tensors = self.by[source if self.rank < 2 else target]
-        if self.rank < 2:
-            self.end.publish(self.version)
-        while self.rank >= 2 and self.end.pull() < self.version:
+    # The roads. source: the dimension along which the trainer is cut; target: the generator.
+
+    async def slots(self, source: int, target: int) -> None:
+        self.end.tensors = self.by[source if self.trains else target]
+        if self.trains:
+            return self.end.publish(self.version)
+        while self.end.pull() < self.version:
             time.sleep(0.0005)
-        return 0, 0.0, 0.0
 
-    async def gather(self, source: int, target: int) -> tuple:
+    async def gather(self, source: int, target: int) -> None:
         """The usual way, among the trainer's ranks."""
-        num_bytes = 0
-        for name in self.shapes if self.rank < 2 else ():
-            gathered = self.by[source][name].full_tensor()
-            local(self.by[target][name]).copy_(gathered.chunk(2, target)[self.at])
-            num_bytes += gathered.nbytes
-        return num_bytes, 0.0, 0.0
+        if self.trains:
+            for there, here in zip(self.by[source].values(), self.by[target].values()):
+                gathered = there.full_tensor()
+                local(here).copy_(gathered.chunk(2, target)[self.at])
+                self.found[0] += gathered.nbytes
 
-    async def parcels(self, *_) -> tuple:
+    async def parcels(self, *_) -> None:
         """By rows to by columns. Before `slots`, which makes tensors of the generator views."""
-        for parcel in self.ends if self.rank < 2 else ():
-            parcel.pack()
+        if self.trains:
+            for parcel in self.mail:
+                parcel.pack()
         torch.distributed.barrier()
-        if self.rank < 2:
-            return 0, 0.0, 0.0
-        num_bytes = sum(parcel.buffer.nbytes for parcel in self.ends)
-        return num_bytes, *await receive(self.ends, self.handles)
+        if not self.trains:
+            num_bytes = sum(parcel.buffer.nbytes for parcel in self.mail)
+            self.found = [num_bytes, *await receive(self.mail, self.handles)]
 
-    def right(self, dim: int) -> int:
-        """Tensors that are what distribute_tensor makes of this version."""
+    def result(self, dim: int) -> list:
+        """Of the last round: [tensors that are what distribute_tensor makes of this version, bytes
+        that came from other ranks, seconds hidden by overlap, seconds that could be hidden]"""
         expected = self._cut(dim)
-        return sum(torch.equal(local(t), local(expected[k])) for k, t in self.by[dim].items())
+        right = sum(torch.equal(local(t), local(expected[k])) for k, t in self.by[dim].items())
+        return [right, *self.found]
 
 
 def picture(shape: tuple[int, int]) -> list[list[str]]:
@@ -1843,10 +1853,10 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     await ranks.do.call("join", store.port)
     for road, source, target, num_rounds in CUTS:
         await measure(ranks, 1, road, source, target)  # touches pages, and connects
-        ms, memmove_ms, results = await measure(ranks, num_rounds, road, source, target)
-        num_bytes, hidden_s, could_s = map(sum, zip(*results[-1]))
-        found = [n for _, n in await ranks.do.call("right", target)]
-        right += sum(found[:2] if road == "gather" else found[2:])
+        ms, memmove_ms, _ = await measure(ranks, num_rounds, road, source, target)
+        found = [*(await ranks.do.call("result", target)).values()]
+        right += sum(n for n, *_ in (found[:2] if road == "gather" else found[2:]))
+        _, num_bytes, hidden_s, could_s = map(sum, zip(*found))
         rows.append([f"{BY[source]} to {BY[target]}, {road}", ms, ms / memmove_ms,
                      num_bytes / sum(mib.values()) / MIB])
         if road == "parcels":

@@ -1170,7 +1170,7 @@ def test_a_parcel_is_unpacked_while_the_next_is_read():
         parcel.unpack = functools.partial(slow, i, parcel.unpack)
 
     async def received():
-        await m.receive(parcels, [Handle(i) for i in range(4)])
+        await m.receive(parcels, [(Handle(i),) for i in range(4)])
         return target["w"].tolist(), sorted(log)
 
     assert asyncio.run(received()) == ([*range(8)], sorted(
