@@ -1352,24 +1352,22 @@ class Bench(Rank):
         parts, self.weights = self.block.view(torch.bfloat16).tensor_split(cuts), ()
         self.tensors = {f"tensor.{i}": part for i, part in enumerate(parts)}
 
-    def join(self, port: int) -> tuple[Door, float]:
-        """(to the trainer's arena, seconds until a generator that joins after version 50 has it)"""
+    def join(self, port: int) -> Door | float:
+        """The trainer publishes 51 versions and opens its door; then generators attach to it."""
         form_group(port, self.rank, 1 + self.num_generators)
-        self.three, roads, joined_s = torch.distributed.new_group([0, 1, 2]), [None, None], 0.0
+        self.three, roads = torch.distributed.new_group([0, 1, 2]), [None, None]
         if self.rank == 0:
             self.writer = WeightWriter(self.tensors, self.num_generators)
             self.storm(51)
             roads = [Door.of(self.writer.arena), RDMABuffer(self.block)]
         torch.distributed.broadcast_object_list(roads, 0)
         door, self.live_weights = roads
-        for rank in range(1, 1 + self.num_generators):  # one after the other
-            torch.distributed.barrier()
-            if rank == self.rank:
-                joined_s = self.attach(door.handle)
-        return door, joined_s
+        time.sleep(0.1 * self.rank)  # one after the other
+        return self.attach(door.handle) if self.rank else door
 
     def attach(self, handle: ArenaHandle, relay=None) -> float:
-        """Generators: reads from this arena, which a relay may have to fill; seconds."""
+        """A generator joins: seconds until it has the newest version of an arena, which a relay may
+        have to fetch from then on."""
         self.relay, start = relay if self.rank == 1 else None, time.perf_counter()
         self.reader = WeightReader(handle, self.rank - 1, self.tensors)
         self.reader.pull()
@@ -1484,7 +1482,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check("versions of 1351 that found no free slot", safe[2], "==", 0)
     report.say("", f"{cfg.model_mb} MiB, a trainer, 4 generators, a relay (10 s at 96 MiB)")
     ranks = procs.spawn("large", Bench, cfg.model_mb, cfg.seed, 4)
-    (door, *_), joined_s = zip(*(await ranks.do.call("join", store.port)).values())
+    door, *joined_s = (await ranks.do.call("join", store.port)).values()
     report.figure(reads=safe[0], torn_reads=safe[1], torn_reads_without_leases=torn[1],
                   trainer_waits=safe[2], late_join_ms=max(joined_s) * 1e3)
     report.check("ms to join after version 50, slowest of 4", max(joined_s) * 1e3, "<", 1000)
@@ -1505,10 +1503,10 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 # Problem. A trainer cuts each weight one way (FSDP: by rows), a generator another way (tensor
 #   parallel: by columns). Gathering the whole first moves several times what is needed, and plans
 #   that take sizes to divide evenly lose what is left over.
-# Rule. Say which boxes of the whole tensor each rank has. Where a box of the one side meets a box of
-#   the other, there is one move. On one host there is nothing to move: a slot holds whole tensors,
-#   each trainer rank writes its boxes, each generator rank views its own. Between hosts all that
-#   one rank has for another travels as one parcel, and one is unpacked while the next is read.
+# Rule. Say which boxes of the whole tensor each rank has. Where boxes of the two sides meet, there
+#   is one move. On one host there is nothing to move: a slot holds whole tensors, each trainer rank
+#   writes its boxes, each generator rank views its own. Between hosts all that one rank has for
+#   another travels as one parcel, and one is unpacked while the next is read.
 # Cost. Rows of a view by columns are not adjacent. Parcels take the memory of what they carry.
 # Not here. Expert parallel layouts; Partial placements (a trainer reduces them first).
 # Source. DTensor placements; cross-mesh resharding (Zhuang, MLSys 2023).
@@ -1734,8 +1732,8 @@ def rows_to_columns(shapes: dict) -> dict[tuple[int, int], list[tuple[str, Move]
 
 
 class Cutter(Rank):
-    """Ranks 0 and 1 are a trainer, 2 and 3 a generator. Each side has every matrix by rows, [0], and
-    by columns, [1]. An element of version v is its index modulo 120, plus v."""
+    """Ranks 0 and 1 are a trainer, 2 and 3 a generator. Each side has every matrix by rows, [0],
+    and by columns, [1]. An element of version v is its index modulo 120, plus v."""
 
     def __init__(self, shapes: dict[str, tuple[int, int]]):
         super().__init__()

@@ -958,7 +958,7 @@ import asyncio, json, monarch_rl as m
 async def main():
     procs, relay_procs = [m.this_host().spawn_procs(per_host={"rank": n}) for n in (3, 1)]
     ranks, store = procs.spawn("ranks", m.Bench, 16, 0, 2), m.open_store()
-    (door, *_), _ = zip(*(await ranks.do.call("join", store.port)).values())
+    door, *_ = (await ranks.do.call("join", store.port)).values()
     relay = relay_procs.spawn("relay", m.Relay, door, 0, 2)
     handle = await relay.handle.call_one()
     await ranks.slice(rank=slice(1, 3)).do.call("attach", handle, relay)
