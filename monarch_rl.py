@@ -30,8 +30,9 @@ Each stage shows a problem, the rule that solves it, and measures both in the sa
     5 supervision     whose failure is it? the owner replaces a dead process
     6 service         every request answered exactly once while replicas fail, hang and die
     7 weight_sync     never torn, the trainer never waits, about one memory copy
-    8 sync_rl         the RL loop, one thing at a time
-    9 async_rl        two loops and a buffer: the same reward in less time, lag bounded
+    8 reshard         every needed byte from one sharding to another, once
+    9 sync_rl         the RL loop, one thing at a time
+   10 async_rl        two loops and a buffer: the same reward in less time, lag bounded
 
 Left out, and what to use instead: paged attention and continuous batching (vLLM, SGLang); tensor,
 pipeline and expert parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools;
@@ -61,11 +62,12 @@ if __name__ == "__main__":  # Ctrl-C during the imports below
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse, asyncio, collections, concurrent.futures, contextlib, ctypes, dataclasses
-import functools, importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib, pickle
-import platform, random, re, statistics, sys, tempfile, textwrap, threading, time, traceback, zlib
+import functools, importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib
+import pickle, random, re, statistics, sys, tempfile, textwrap, threading, time, traceback, zlib
 from dataclasses import dataclass
 
-# Every process inherits these, and each must be set before Monarch or the C library reads it.
+# Every process inherits these, and each must be set before Monarch or the C library reads it. What
+# the environment already has wins.
 os.environ.update({
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",  # 10 s unless told
     # A poll under way when its process dies waits so long for the reply: 30 s unless told.
@@ -75,8 +77,7 @@ os.environ.update({
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # Monarch's RDMA asks for it on GPUs
     # Tokenizers would start threads, which would fight for our cores. The others are chatty.
     "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-} | os.environ)  # what is set already wins
+    "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | os.environ)
 # Workers import this file by its name, from whatever folder the run was started in.
 os.environ["PYTHONPATH"] = f"{pathlib.Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
 
@@ -119,23 +120,24 @@ class Config:
     loss: str = "ppo"  # what an update minimises
     seed: int = 0  # of sampling, initial weights and prompts
     device: str = "cpu"  # where policies compute
-    model_mb: int = 96  # MiB of weights in weight_sync
+    model_mb: int = 96  # MiB of weights in weight_sync and in reshard
     log: str = ""  # file for one JSON line per training step
 
 
 # -- plumbing: the report -------------------------------------------------------------------------
 
 
-# One banner, one section, one demo, one claim. `demo` is async (Report, Config) -> None.
+# One banner, one section, one claim, one demo: an async function (Report, Config) -> None that is
+# called demo_<name of the stage>, closes the section, and has the claim as its docstring. STAGES,
+# at the bottom, lists them.
 Stage = collections.namedtuple("Stage", "number name claim demo line")
-STAGES: dict[str, Stage] = {}  # filled by the decorator below while Python reads this file
 
 
 def stage(number: int, name: str, claim: str):
-    """Registers the demo that closes a section."""
+    """The claim of a demo without a docstring."""
 
     def register(demo):
-        STAGES[name] = Stage(number, name, claim, demo, demo.__code__.co_firstlineno)
+        demo.__doc__ = claim
         return demo
 
     return register
@@ -155,30 +157,28 @@ class Report:
     OPERATORS = {"==": operator.eq, "<": operator.lt, "<=": operator.le, ">": operator.gt}
 
     def __init__(self):
-        self.stages, self.live = [], sys.stdout.isatty()
+        # live: on a terminal, what clears a live line before the next is printed over it; else ""
+        self.stages, self.live = [], "\r\x1b[K" if sys.stdout.isatty() else ""
 
     async def run(self, stages: list[Stage], cfg: Config) -> None:
         """Head, demo and foot of each; an exception in a demo is a failed check."""
-        for stage in stages:
+        for number, name, claim, demo, line in stages:
             start = time.monotonic()
-            self.now = {"name": stage.name, "number": stage.number, "claim": stage.claim,
-                        "ok": True, "seconds": 0.0, "checks": [], "figures": {}}
+            self.now = dict(name=name, number=number, claim=claim, ok=True, checks=[], figures={})
             self.stages.append(self.now)
-            top = f"[{stage.number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {stage.line})"
+            top = f"[{number}/{len(STAGES)}] {name}: {claim}  (line {line})"
             self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
             try:
-                await stage.demo(self, cfg)
+                await demo(self, cfg)
             except Exception as error:  # whatever it is: counted, told, and the next stage runs
-                why = f"{type(cause(error)).__name__}: {cause(error)}".split("\n")[0]
-                self.check("errors that ended the stage", why, "==", "none")
+                self.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
                 traceback.print_exc()
             self.now["seconds"] = round(since(start), 2)
             self.say(f"{len(self.now['checks'])} checks, {self.now['seconds']:.1f} s", "")
 
     def say(self, *lines: str, indent: str = " " * 7, end: str = "\n") -> None:
-        clear = "\r\x1b[K" if self.live else ""  # over a live line, if any
-        for line in lines:
-            print(clear + f"{indent}{line}".rstrip(), end=end, flush=True)
+        texts = (f"{self.live}{indent}{line}".rstrip() for line in lines)
+        print(*texts, sep="\n", end=end, flush=True)
 
     def progress(self, text: str, keep: bool) -> None:
         """One live line on a terminal; in a pipe only the lines to keep."""
@@ -240,20 +240,30 @@ def since(start: float) -> float:
 # Source. Hewitt, Bishop, Steiger 1973; Monarch's `Actor`.
 
 
+# What an addition tells: the rank of the actor among those spawned with it, its process id, and
+# when it began and ended, on the monotonic clock, which is one for all processes of a host.
+Added = collections.namedtuple("Added", "rank process start end")
+
+
 class Tally(Actor):
-    """A counter."""
+    """A counter. Section 2 makes a mesh of it."""
 
     def __init__(self):
-        self.total = 0
+        self.rank, self.total = current_rank().rank, 0
 
     @endpoint  # add
-    async def add(self, pause_s: float = 0.0005) -> tuple[int, int, float, float]:
-        """Adds one, with a pause between reading and writing, for which threads are punished:
-        (process id, total, start, end), times on the monotonic clock, one for all processes."""
+    async def add(self, pause_s: float = 0.0005) -> Added:
+        """Adds one, with a pause between reading and writing, for which threads are punished."""
         start, seen = time.monotonic(), self.total
         await asyncio.sleep(pause_s)
         self.total = seen + 1
-        return os.getpid(), self.total, start, time.monotonic()
+        return Added(self.rank, os.getpid(), start, time.monotonic())
+
+    @endpoint
+    async def take(self) -> int:
+        """The additions since this was last asked."""
+        total, self.total = self.total, 0
+        return total
 
 
 def add_in_a_thread(box: collections.Counter) -> None:
@@ -263,37 +273,29 @@ def add_in_a_thread(box: collections.Counter) -> None:
     box["total"] = seen + 1
 
 
-async def overlap_ms(first, second) -> float:
+async def shared_ms(first, second) -> float:
     """For how long two calls of 200 ms, one to each of these actors, ran at the same time."""
-    calls = [actor.add.call_one(pause_s=0.2) for actor in (first, second)]
-    (_, _, a, b), (_, _, c, d) = await asyncio.gather(*calls)
-    return max(0.0, min(b, d) - max(a, c)) * 1e3
+    a, b = await asyncio.gather(*[actor.add.call_one(pause_s=0.2) for actor in (first, second)])
+    return max(0.0, min(a.end, b.end) - max(a.start, b.start)) * 1e3
 
 
-@stage(1, "hello_actor", "an actor's state lives in its own process; calls to one actor run one "
-       "at a time in the order sent; two actors overlap")
 async def demo_hello_actor(report: Report, cfg: Config) -> None:
+    """an actor's state lives in its own process; calls to one actor run one at a time in the order
+    sent; two actors overlap"""
     procs = this_host().spawn_procs(per_host={"worker": 2})
     near, far = this_proc().spawn("near", Tally), procs.spawn("far", Tally)  # far: one in each
     one, other = far.slice(worker=0), far.slice(worker=1)
-    names = ["controller", "actor, this process", "actor 0", "actor 1"]
-    pids = [os.getpid(), *[(await actor.add.call_one())[0] for actor in (near, one, other)]]
-    report.table(["who", "process", "device"], *zip(names, pids, [cfg.device] * 4))
-    report.check("processes behind these four", len(set(pids)), "==", 3)
     box = collections.Counter()
     await asyncio.gather(*[asyncio.to_thread(add_in_a_thread, box) for _ in range(200)])
+    report.check("additions of 200 that threads lost", 200 - box["total"], ">", 0)
     # All are sent before the first is answered.
-    _, totals, starts, _ = zip(*await asyncio.gather(*[one.add.call_one() for _ in range(200)]))
-    by_threads, by_actor = 200 - box["total"], 201 - totals[-1]  # it had added one before
-    report.table(["200 additions that read, pause, write", "lost"],
-                 ["by threads on one object", by_threads],
-                 ["by one actor, 200 calls in flight", by_actor])
-    report.check("additions that threads lost", by_threads, ">", 0)
-    report.check("additions that the actor lost", by_actor, "==", 0)
+    _, _, starts, _ = zip(*await asyncio.gather(*[one.add.call_one() for _ in range(200)]))
+    report.check("additions of 200 that the actor lost", 200 - await one.take.call_one(), "==", 0)
     report.check("calls that ran out of order", sum(map(operator.gt, starts, starts[1:])), "==", 0)
-    same, both = await overlap_ms(one, one), await overlap_ms(one, other)
-    report.check("overlap of two 200 ms calls to one actor, ms", same, "==", 0)
-    report.check("overlap of two 200 ms calls to two actors, ms", both, ">", 100)
+    report.check("overlap of 200 ms calls to one actor, ms", await shared_ms(one, one), "==", 0)
+    report.check("overlap of 200 ms calls to two actors, ms", await shared_ms(one, other), ">", 100)
+    pids = [os.getpid(), *[(await a.add.call_one()).process for a in (near, one, other)]]
+    report.check("processes of the controller, its actor and 2 others", len(set(pids)), "==", 3)
     report.say(f"try: make `add` (line {line_of('add')}) a concurrent_endpoint: it loses too")
     await procs.stop()
 
@@ -307,51 +309,33 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
 # Not here. Meshes over several hosts.      Source. Monarch's meshes and adverbs.
 
 
-class Member(Actor):
-    """One of several; knows its rank, counts only for itself."""
-
-    def __init__(self):
-        self.rank, self.runs = current_rank().rank, 0
-
-    @endpoint
-    async def ping(self) -> int:
-        self.runs += 1
-        return self.rank
-
-    @endpoint
-    async def runs_since(self) -> int:
-        """How often `ping` ran here since this was last asked."""
-        runs, self.runs = self.runs, 0
-        return runs
-
-
 async def row_of(how: str, mesh, answers) -> list[str]:
-    """(how `ping` was called, the ranks where it ran, those that answered). Messages of one sender
+    """(how `add` was called, the ranks where it ran, those that answered). Messages of one sender
     arrive in the order sent, so this comes after the call it asks about, after a broadcast too."""
-    ran = [point.rank for point, runs in await mesh.runs_since.call() if runs]
-    return [how, " ".join(map(str, ran)), " ".join(map(str, answers))]
+    ran = [point.rank for point, total in await mesh.take.call() if total]
+    return [how, " ".join(map(str, ran)), " ".join(str(a.rank) if a else "-" for a in answers)]
 
 
-@stage(2, "actor_mesh", "one call reaches every member; call, call_one, choose, broadcast and "
-       "slice differ in who runs and who answers")
 async def demo_actor_mesh(report: Report, cfg: Config) -> None:
+    """one call reaches every member; call, call_one, choose, broadcast and slice differ in who runs
+    and who answers"""
     procs = this_host().spawn_procs(per_host={"rank": 4})
-    mesh = procs.spawn("member", Member)
+    mesh = procs.spawn("tally", Tally)
     two, some = mesh.slice(rank=2), mesh.slice(rank=slice(1, 3))
     # `call` answers with a ValueMesh: pairs of point and value.
-    rows = [await row_of("mesh.ping.call()", mesh, (await mesh.ping.call()).values()),
-            await row_of("mesh.slice(rank=2).ping.call_one()", mesh, [await two.ping.call_one()]),
-            await row_of("mesh.ping.choose()", mesh, [await mesh.ping.choose()])]
-    mesh.ping.broadcast()  # returns None at once; nobody answers
-    rows.append(await row_of("mesh.ping.broadcast()", mesh, "-"))
-    answers = (await some.ping.call()).values()
-    rows.append(await row_of("mesh.slice(rank=slice(1, 3)).ping.call()", mesh, answers))
+    rows = [await row_of("mesh.add.call()", mesh, (await mesh.add.call()).values()),
+            await row_of("mesh.slice(rank=2).add.call_one()", mesh, [await two.add.call_one()]),
+            await row_of("mesh.slice(rank=slice(1, 3)).add.call()", mesh,
+                         (await some.add.call()).values()),
+            await row_of("mesh.add.choose()", mesh, [await mesh.add.choose()]),
+            # returns None at once; nobody answers
+            await row_of("mesh.add.broadcast()", mesh, [mesh.add.broadcast()])]
     report.table(["call", "ranks that ran", "ranks that answered"], *rows)
-    expected = [["0 1 2 3"] * 2, ["2"] * 2, [rows[2][2]] * 2, ["0 1 2 3", "-"], ["1 2"] * 2]
+    expected = [["0 1 2 3"] * 2, ["2"] * 2, ["1 2"] * 2, [rows[3][2]] * 2, ["0 1 2 3", "-"]]
     wrong = sum(who != right for (_, *who), right in zip(rows, expected))
     report.check("rows that differ from what the words mean", wrong, "==", 0)
-    report.check("call_one on four members", await outcome(mesh.ping.call_one), "==", "ValueError")
-    report.say("try: replace `mesh.ping.broadcast()` by `await mesh.ping.choose()` in this demo")
+    report.check("call_one on four members", await outcome(mesh.add.call_one), "==", "ValueError")
+    report.say("try: replace `[mesh.add.broadcast()]` by `[await mesh.add.choose()]` in this demo")
     await procs.stop()
 
 
@@ -395,46 +379,36 @@ class Owner(Actor):
         return time.monotonic()
 
 
-async def move(road: str, owner, handle: RDMABuffer, room) -> tuple[float, float, int]:
-    """Between the owner and this process's room, [num_bytes] uint8: (milliseconds, when it ended,
-    checksum of what moved)."""
-    room.add_(1)  # other bytes each time: old ones must not pass
-    start = time.monotonic()
-    if road == "message":
-        room = await owner.as_message.call_one(len(room))
-    elif road == "pull":
-        await handle.read_into(room)
-    else:
-        await handle.write_from(room)
-    return since(start) * 1e3, time.monotonic(), checksum(room)
-
-
-@stage(3, "rdma_transfer", "a handle of about half a kilobyte moves any number of bytes, and the "
-       "owner's Python takes no part in the read")
 async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
+    """a handle of about half a kilobyte moves any number of bytes, and the owner's Python takes no
+    part in the read"""
     procs = this_host().spawn_procs(per_host={"owner": 1})
     owner = procs.spawn("owner", Owner)
     room = torch.zeros(64 * MIB, dtype=torch.uint8)  # touched now: first touches are slow
     backend, rows, wrong = get_rdma_backend(), [], 0
     report.say(f"backend: {backend}" + (", no RDMA card found" if backend == "tcp" else ""))
     for num_bytes in [1 << 10, 1 << 10, 64 << 10, MIB, 16 * MIB, 64 * MIB]:  # the first warms up
-        handle, expected = await owner.register.call_one(num_bytes)
-        roads = [await move(road, owner, handle, room[:num_bytes])
-                 for road in ("message", "pull", "push")]
-        landed = checksum(await owner.as_message.call_one(num_bytes))  # what the push left there
-        wrong += sum(a != b for (*_, a), b in zip(roads, [expected, expected, landed]))
-        rows.append([f"{num_bytes >> 10} KiB", len(pickle.dumps(handle)), *(r[0] for r in roads)])
-    report.table(["moved", "handle bytes", "message ms", "pull ms", "push ms"], *rows[1:])
+        (handle, expected), part = await owner.register.call_one(num_bytes), room[:num_bytes]
+        start = time.monotonic()
+        await handle.read_into(part)  # pull
+        pull_ms, wrong = since(start) * 1e3, wrong + (checksum(part) != expected)
+        await handle.write_from(part.add_(1))  # push other bytes: the message brings them back
+        start = time.monotonic()
+        message = await owner.as_message.call_one(num_bytes)
+        message_ms, wrong = since(start) * 1e3, wrong + (checksum(message) != checksum(part))
+        rows.append([f"{num_bytes >> 10} KiB", len(pickle.dumps(handle)), message_ms, pull_ms])
+    report.table(["moved", "handle bytes", "message ms", "pull ms"], *rows[1:])
+    report.figure(handle_bytes=rows[-1][1], message_ms=message_ms, pull_ms=pull_ms, backend=backend)
     busy = owner.sit.call_one(2.0)  # for two seconds the owner's Python does nothing else
-    pull, message = [await move(road, owner, handle, room) for road in ("pull", "message")]
-    free_at, wrong = await busy, wrong + (pull[2] != landed) + (message[2] != landed)
-    report.table(["64 MiB, owner busy for 2 s", "ms"], ["message", message[0]], ["pull", pull[0]])
-    report.figure(handle_bytes=rows[-1][1], message_ms=rows[-1][2], pull_ms=rows[-1][3],
-                  push_ms=rows[-1][4], backend=backend)
+    await handle.read_into(room.zero_())  # zeroed: bytes pulled before must not pass
+    pulled_at = time.monotonic()
+    message = await owner.as_message.call_one(len(room))
+    answered_at, free_at = time.monotonic(), await busy
+    wrong += checksum(room) != checksum(message)
     report.check(f"wrong checksums in {3 * len(rows) + 2} transfers", wrong, "==", 0)
     report.check("largest handle, bytes", max(row[1] for row in rows), "<", 1024)
-    report.check("pull ended before its owner was free by, s", free_at - pull[1], ">", 0)
-    report.check("message ended after its owner was free by, s", message[1] - free_at, ">", 0)
+    report.check("pull ended before its owner was free by, s", free_at - pulled_at, ">", 0)
+    report.check("message ended after its owner was free by, s", answered_at - free_at, ">", 0)
     report.say("try: register a copy, `self.memory[num_bytes].clone()`: pushes vanish, unseen")
     await procs.stop()
 
@@ -489,28 +463,24 @@ class Metrics(Actor):
 
 
 class Clerk(Actor):
-    """Writes 25 rows to a store: to one of its own, or to the one found by name."""
+    """Writes 25 rows to the store of this name; without one, to a store that nobody else knows."""
 
     @endpoint
     async def write(self, name: str) -> tuple[int, int]:
-        own = this_proc().spawn("own", Metrics)
-        store = await get_or_spawn_controller(name, Metrics) if name else own
+        """Which store that was, as Metrics.note tells it."""
+        store = await get_or_spawn_controller(name or f"store of {os.getpid()}", Metrics)
         return [await store.note.call_one(Span("clerk", "write", 0.0, 1.0)) for _ in range(25)][-1]
 
 
-@stage(4, "controllers", "actors that never met find the same singleton by name, and it is created "
-       "once")
 async def demo_controllers(report: Report, cfg: Config) -> None:
-    procs = this_host().spawn_procs(per_host={"clerk": 4})
-    clerks, rows = procs.spawn("clerk", Clerk), []
-    for how, name in [("makes a store", ""), ("asks for it by name", "demo of section 4")]:
-        stores = {which for _, which in await clerks.write.call(name)}
-        found = await get_or_spawn_controller(name or "nobody's", Metrics)  # after them: they race
-        rows.append([f"each {how}", len(stores), len(await found.spans.call_one(0.0, 1.0))])
-    report.table(["4 processes write 25 rows each, at once", "stores", "rows found, of 100"], *rows)
-    report.check("stores when each makes one", rows[0][1], "==", 4)
-    report.check("stores when each asks by name", rows[1][1], "==", 1)
-    report.check("rows in the store found by name", rows[1][2], "==", 100)
+    """actors that never met find the same singleton by name, and it is created once"""
+    procs, name = this_host().spawn_procs(per_host={"clerk": 4}), "demo of section 4"
+    clerks = procs.spawn("clerk", Clerk)
+    own, shared = await clerks.write.call(""), await clerks.write.call(name)  # all four at once
+    found = await get_or_spawn_controller(name, Metrics)  # only now: the clerks raced to create it
+    report.check("stores of 4 clerks without a common name", len(set(own.values())), "==", 4)
+    report.check("stores of 4 clerks with one", len(set(shared.values())), "==", 1)
+    report.check("rows found by name, of 100", len(await found.spans.call_one(0.0, 1.0)), "==", 100)
     report.say("try: let each clerk ask for a name of its own, f'{name} {os.getpid()}'")
     await procs.stop()
 
@@ -2726,6 +2696,13 @@ def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
 # -- plumbing: the command line -------------------------------------------------------------------
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
 
+DEMOS = [demo_hello_actor, demo_actor_mesh, demo_rdma_transfer, demo_controllers, demo_supervision,
+         demo_service, demo_weight_sync, demo_reshard, demo_sync_rl, demo_async_rl]
+STAGES: dict[str, Stage] = {}  # by name, in the order above
+for number, demo in enumerate(DEMOS, 1):
+    name, claim = demo.__name__.removeprefix("demo_"), " ".join(demo.__doc__.split())
+    STAGES[name] = Stage(number, name, claim, demo, demo.__code__.co_firstlineno)
+
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     """Finds everything that can be wrong with the arguments before a process is spawned."""
@@ -2744,13 +2721,13 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
                             choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
-    for name, least in dict(steps=1, generators=1, trainers=1, max_lag=0, seed=0, model_mb=1).items():
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    for name, low in dict(steps=1, generators=1, trainers=1, max_lag=0, seed=0, model_mb=1).items():
+        if getattr(args, name) < low:
+            parser.error(f"--{name.replace('_', '-')} must be at least {low}")
     for flag, path in [("--json", args.json), ("--log", args.log)]:
         if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
             parser.error(f"{flag} {path}: cannot be written")
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+    if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
         parser.error("this version needs Linux on x86-64: see `Arena` and DOCS, appendix B")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
@@ -2762,21 +2739,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     return args, Config(**{name: getattr(args, name) for name in vars(Config())})
 
 
-def machine_facts() -> dict:
-    """Where the figures were measured."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.machine()}", "memory_gib": round(memory, 1),
-            **{p: importlib.metadata.version(p) for p in ("torch", "transformers", "torchmonarch")}}
-
-
 def descendants() -> list[int]:
     """Process ids of our children, their children, and so on, without those that have ended."""
     found, parents = [os.getpid()], {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):  # 12 (a name) S 1 ...
         with contextlib.suppress(OSError):  # it has ended
-            stat = pathlib.Path(f"/proc/{pid}/stat").read_bytes()  # 12 (a name) S 1 ...
-            parents[int(pid)] = int(stat.rpartition(b") ")[2].split()[1])
+            parents[int(stat.parent.name)] = int(stat.read_bytes().rpartition(b") ")[2].split()[1])
     for mine in found:  # grows while it is read
         found += [pid for pid, parent in parents.items() if parent == mine]
     return [pid for pid in found[1:] if is_alive(pid)]
@@ -2795,8 +2763,7 @@ def leave(status: int, line: str = "") -> None:
             kill_process(pid)
         quiet = 0 if pids else quiet + 1
         time.sleep(0.02)
-    if line:
-        print(f"monarch_rl: {line}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"monarch_rl: {line}\n" if line else "")
     os._exit(status)
 
 
@@ -2813,15 +2780,18 @@ def main(argv: list[str] | None = None) -> None:
     os.dup2(noise.fileno(), 2)
     signal.signal(signal.SIGINT, lambda *_: leave(130, "interrupted"))
     monarch.actor.unhandled_fault_hook = lambda failure: leave(1, f"an actor died: {failure}")
-    report, facts = Report(), machine_facts()
-    if cfg.generators > facts["cores"]:
-        report.say(f"note: {cfg.generators} generators and a trainer on {facts['cores']} cores", "")
+    report, cores = Report(), len(os.sched_getaffinity(0))
+    if cfg.generators > cores:
+        report.say(f"note: {cfg.generators} generators and a trainer on {cores} cores", "")
     try:
         asyncio.run(report.run(stages, cfg))
     except BrokenPipeError:  # `monarch_rl.py | head` has read enough
         leave(1)
     if args.json:
-        whole = {"version": 1, "args": vars(args), "machine": facts, "stages": report.stages}
+        machine = {"cores": cores, "python": sys.version.split()[0]}
+        for name in ("torch", "transformers", "torchmonarch"):
+            machine[name] = importlib.metadata.version(name)
+        whole = {"version": 1, "args": vars(args), "machine": machine, "stages": report.stages}
         pathlib.Path(f"{args.json}.tmp").write_text(json.dumps(whole, indent=1), encoding="utf-8")
         os.replace(f"{args.json}.tmp", args.json)  # readers see the old file or the whole new one
     failed = [found["name"] for found in report.stages if not found["ok"]]
