@@ -185,7 +185,7 @@ BROKEN = {  # stage: (what provides the claim, what is there instead)
     "rdma_transfer": ("await handle.read_into(room.zero_())",
                       "room.copy_(await owner.as_message.call_one(len(room)))"),
     "controllers": ("name or f\"store", "f\"store"),
-    "supervision": ("if told or \"TimeoutError\" in saw:", "if 'broadcast' in trigger:"),
+    "supervision": ("if told or saw == \"TimeoutError\":", "if 'broadcast' in trigger:"),
     "service": ("range(self.MAX_ATTEMPTS)", "range(1)"),
     "weight_sync": ("self.arena.words[word] = os.getpid() * Arena.MAX_SLOTS + slot", "pass"),
     "reshard": ("-(-len(part) // num_ranks)", "len(part) // num_ranks"),
