@@ -1489,6 +1489,15 @@ def test_only_sampled_tokens_carry_loss():
         assert int(rollout.sampled[row].sum()) == num_sampled
 
 
+def test_every_parameter_gets_a_gradient_and_conversations_differ():
+    policy, rollout = generated(group_size=8)
+    every = policy.log_softmax(rollout.ids, rollout.mask)
+    every.gather(2, rollout.ids[:, 1:, None]).squeeze(-1)[rollout.sampled[:, 1:]].sum().backward()
+    for name, parameter in policy.model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any(), name
+    assert len(set(rollout.answers)) > len(rollout.answers) / 5
+
+
 def test_same_seed_samples_the_same_and_another_does_not():
     policy, first = generated()
     again = m.generate(policy, first.prompts[::3], 3, 4, seed=0)
