@@ -319,23 +319,19 @@ def test_two_loops_end_with_every_bound(max_lag):
             await asyncio.sleep(random.random() * 0.01)
             return rollout_of([p.id for p in prompts], version)
 
-        class Step:
-            async def call_one(self, batch):
-                await asyncio.sleep(0.002)
-                fleet.version += 1
-                return fleet.version, int((fleet.version - 1 - batch.versions).max())
+        async def ask(self, method, batch):
+            assert method == "step"
+            await asyncio.sleep(0.002)
+            self.version += 1
+            return self.version, int((self.version - 1 - batch.versions).max())
 
     class History:
         lags = []
 
-        async def begin(self):
-            pass
-
-        async def add(self, stats, batch):
+        def add(self, stats, batch):
             self.lags.append(stats[1])
 
     async def scene():
-        fleet.trainer = type("T", (), {"step": Fleet.Step()})()
         run = m.AsyncRun(fleet, 40, max_lag, History())
         await asyncio.wait_for(run.run(0), 60)
         assert len(run.history.lags) == 40 and max(run.history.lags) <= max_lag
@@ -1496,6 +1492,15 @@ def test_only_sampled_tokens_carry_loss():
         num_sampled = sum(len(a.rstrip("+")) + (not a.endswith("+")) for a in
                           [re.sub(r"<\w+>", "?", answer) for answer in rollout.answers[row]])
         assert int(rollout.sampled[row].sum()) == num_sampled
+
+
+def test_every_parameter_gets_a_gradient_and_conversations_differ():
+    policy, rollout = generated(group_size=8)
+    every = policy.log_softmax(rollout.ids, rollout.mask)
+    every.gather(2, rollout.ids[:, 1:, None]).squeeze(-1)[rollout.sampled[:, 1:]].sum().backward()
+    for name, parameter in policy.model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any(), name
+    assert len(set(rollout.answers)) > len(rollout.answers) / 5
 
 
 def test_same_seed_samples_the_same_and_another_does_not():
