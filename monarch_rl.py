@@ -133,16 +133,6 @@ class Config:
 Stage = collections.namedtuple("Stage", "number name claim demo line")
 
 
-def stage(number: int, name: str, claim: str):
-    """The claim of a demo without a docstring."""
-
-    def register(demo):
-        demo.__doc__ = claim
-        return demo
-
-    return register
-
-
 def line_of(mark: str) -> int:
     """The number of the line that ends with the comment `# mark`. Some short comments below are
     only such marks, for the `try:` lines of the demos."""
@@ -442,20 +432,14 @@ class Metrics(Actor):
     """The run's shared notebook; every process finds it by name."""
 
     def __init__(self):
-        self.busy_s = collections.Counter()  # seconds, by who
         self.history = collections.deque(maxlen=20_000)  # Spans of the last few minutes
 
     @endpoint
     async def note(self, span: Span) -> tuple[int, int]:
         """What an actor did; sent with `broadcast` by those who do not wait. Tells which Metrics
         this is: (process id, id within the process)."""
-        self.busy_s[span.who] += span.end - span.start
         self.history.append(span)
         return os.getpid(), id(self)
-
-    @endpoint
-    async def read(self) -> collections.Counter:
-        return self.busy_s
 
     @endpoint
     async def spans(self, start: float, end: float) -> list[Span]:
@@ -646,9 +630,9 @@ class Trial(Supervisor):
                 await outcome(self.replicas[0].actor.root.call_one, 4, deadline_s=10.0)]
 
 
-@stage(5, "supervision", "an exception belongs to the caller; a dead process belongs to whoever "
-       "spawned it, who replaces it in under a second")
 async def demo_supervision(report: Report, cfg: Config) -> None:
+    """an exception belongs to the caller; a dead process belongs to whoever spawned it, who
+    replaces it in under a second"""
     trial = this_proc().spawn("trial", Trial, "worker", Roots, 1, 10.0)
     rows = [[trigger, *await trial.suffer.call_one(trigger)] for trigger, *_ in TRIGGERS]
     report.table(["trigger", "caller sees", "owner told", "in ms", "cure ms", "next call"], *rows)
@@ -782,8 +766,8 @@ async def storm(ask, faults: dict[int, tuple], deadline_s: float | None = None) 
     return [sum(answered), min(ms), max(ms)]
 
 
-@stage(6, "service", "though replicas fail, hang and die, every request is answered exactly once")
 async def demo_service(report: Report, cfg: Config) -> None:
+    """though replicas fail, hang and die, every request is answered exactly once"""
     procs = this_host().spawn_procs(per_host={"replica": 4})
     pool = procs.spawn("pool", Roots, 0)
     victim = await pool.slice(replica=3).setup.call_one()
@@ -1411,9 +1395,9 @@ def report_roads(report: Report, num_mb: int, rows: dict[str, Row]) -> None:
     report.check("roads that gave torn weights", ", ".join(torn), "==", "RDMABuffer, 1")
 
 
-@stage(7, "weight_sync", "a generator never samples from half-updated weights, the trainer never "
-       "waits, and a sync costs about one memory copy, however many generators there are")
 async def demo_weight_sync(report: Report, cfg: Config) -> None:
+    """a generator never samples from half-updated weights, the trainer never waits, and a sync
+    costs about one memory copy, however many generators there are"""
     procs, relay_procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     small_mb, store, rows = min(cfg.model_mb, 16), open_store(), {}
     ranks = procs.spawn("small", Bench, small_mb, cfg.seed, 4)  # hundreds of reads: a small model
@@ -1780,8 +1764,8 @@ CUTS = [("gather", 0, 1, 2), ("parcels", 0, 1, 2), ("slots", 0, 1, 7), ("slots",
         ("slots", 0, 0, 7)]
 
 
-@stage(8, "reshard", "from sharding A to sharding B every needed byte moves exactly once")
 async def demo_reshard(report: Report, cfg: Config) -> None:
+    """from sharding A to sharding B every needed byte moves exactly once"""
     report.table(["trainer, by rows", "5 x 23, a letter per move", "generator rank 0",
                   "rank 1, by columns"], *picture((5, 23)))
     num_rows = cfg.model_mb * MIB // (8 * 2 * 1025)
@@ -2398,9 +2382,9 @@ async def train_sync(fleet: Fleet, report: Report, num_steps: int, planned: int)
     return history
 
 
-@stage(9, "sync_rl", "trainer and generator give the same log-probabilities for the same weights; "
-       "reward rises; every sample has lag 0")
 async def demo_sync_rl(report: Report, cfg: Config) -> None:
+    """trainer and generator give the same log-probabilities for the same weights; reward rises;
+    every sample has lag 0"""
     num_steps = max(1, cfg.steps // 2)
     report.say(f"seed {cfg.seed}; starting a trainer and {cfg.generators} generators: about 15 s")
     async with Fleet(cfg) as fleet:
@@ -2562,9 +2546,9 @@ class AsyncRun:
             self.history.add(stats, batch)
 
 
-@stage(10, "async_rl", "the same reward in less wall time; lag never exceeds the bound; a "
-       "generator killed mid-run costs no step")
 async def demo_async_rl(report: Report, cfg: Config) -> None:
+    """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
+    costs no step"""
     report.say(f"seed {cfg.seed}; starting a trainer and {cfg.generators} generators: about 10 s")
     timed = max(1, cfg.steps * 4 // 5)  # steps to compare; then a generator is killed
     async with Fleet(cfg) as fleet:
