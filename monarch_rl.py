@@ -2138,6 +2138,7 @@ class StepStats:
     lag_max: int
     loss: float
     mismatch_k3: float  # recorded against recomputed, rows of lag 0 only; -1: there were none
+    ess: float  # effective sample size of the importance weights, as a share
     entropy: float  # nats per sampled token
     clipped: float  # share of sampled tokens without gradient
     grad_norm: float
@@ -2162,8 +2163,7 @@ class Trainer(Actor):
         self.metrics = await get_or_spawn_controller("metrics", Metrics)
         found = warm_start(self.policy) if cfg.model == "tiny" else []
         if cfg.trainers > 1:  # all ranks have the same weights until now
-            backend = "gloo" if cfg.device == "cpu" else "cpu:gloo,cuda:nccl"
-            form_group(port, self.rank, cfg.trainers, backend)
+            form_group(port, self.rank, cfg.trainers)
             mesh = dtensor.init_device_mesh(cfg.device, (cfg.trainers,))
             fsdp.fully_shard(self.policy.model, mesh=mesh)
         self.initial = {k: v.clone() for k, v in self.policy.model.state_dict().items()}
@@ -2219,6 +2219,7 @@ class Trainer(Actor):
         self.schedule.step()  # after a skipped update too: what is planned is the number of steps
         self.optimizer.zero_grad()
         pi, loss, lag = pi.detach(), per_token.detach(), self.version - batch.versions
+        weight = (pi - mu).exp()
         self.version += 1
         self.writer.start(self.version)
         stats = StepStats(
@@ -2226,7 +2227,8 @@ class Trainer(Actor):
             lag_mean=float(lag.float().mean()), lag_max=int(lag.max()), loss=float(loss.mean()),
             mismatch_k3=k3(mu[fresh], pi[fresh]) if fresh.any() else -1.0, stall_s=stall_s,
             entropy=float(entropy.mean()), clipped=float(outside.float().mean()), grad_norm=norm,
-            num_tokens=int(batch.sampled.sum()), step_s=since(start))
+            num_tokens=int(batch.sampled.sum()), step_s=since(start),
+            ess=float(weight.sum() ** 2 / (weight**2).sum() / len(weight)))
         self.metrics.note.broadcast(Span("trainer", "step", start, time.monotonic()))
         return stats
 
@@ -2240,7 +2242,8 @@ class Trainer(Actor):
         mu, advantage, fresh = (column.to(device)[sampled] for column in columns)
         every = self.policy.log_softmax(ids, batch.mask[mine].to(device))[sampled]  # [N, V]
         pi = every.gather(1, ids[:, 1:][sampled][:, None]).squeeze(1)
-        return pi, mu, advantage, -(every.exp() * every).detach().sum(-1), fresh
+        entropy = -(every.detach().exp() * every.detach()).sum(-1)
+        return pi, mu, advantage, entropy, fresh
 
     @endpoint
     async def compare(self, batch: Rollout) -> tuple[float, float]:
