@@ -77,8 +77,9 @@ os.environ.update({
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # Monarch's RDMA asks for it on GPUs
     # Tokenizers would start threads, which would fight for our cores. The others are chatty.
     "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | os.environ)
-# Workers import this file by its name, from whatever folder the run was started in.
+    "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # Workers import this file by its name, and not one of that name where the run was started.
+    "PYTHONSAFEPATH": "1"} | os.environ)
 os.environ["PYTHONPATH"] = f"{pathlib.Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
 
 
@@ -596,10 +597,8 @@ class Roots(Actor):
 
 
 # [what happens, what its caller sees, is the owner told]
-TRIGGERS = [["exception, call_one", "ValueError", "no"],
-            ["exception, broadcast", "nothing", "yes"],
-            ["SIGKILL", "SupervisionError", "yes"],
-            ["SIGSTOP", "TimeoutError", "no"]]
+TRIGGERS = [["raises, call_one", "ValueError", "no"], ["raises, broadcast", "nothing", "yes"],
+            ["SIGKILL", "SupervisionError", "yes"], ["SIGSTOP", "TimeoutError", "no"]]
 
 
 class Trial(Supervisor):
@@ -614,7 +613,7 @@ class Trial(Supervisor):
         if trigger.startswith("SIG"):
             os.kill(victim.pid, signal.Signals[trigger])
             await asyncio.sleep(0.1)  # on a busy machine a stopping process may still answer
-        if trigger == "exception, broadcast":
+        if trigger == "raises, broadcast":
             # The actor is dead though its process lives, and a message to a dead actor would end
             # its sender: nobody asks it again.
             victim.actor.root.broadcast(-1)
@@ -1380,11 +1379,10 @@ def report_roads(report: Report, num_mb: int, rows: dict[str, Row]) -> None:
                  *([label, *row[1:5], f"{row.torn} of {row.reads}"] for label, row in rows.items()))
     reads, torn = map(sum, zip(*((r.reads, r.torn) for r in (one, two, four, relay))))
     report.figure(
-        memmove_ms=two.memmove, pull_ms=four.generator, sync_ms=two.ms, sync_over_memmove=two.ratio,
-        sync_over_memmove_1=one.ratio, sync_over_memmove_4=four.ratio, trainer_held_ms=two.trainer,
-        trainer_held_by_group_ms=group.trainer, relay_gb_per_s=mb / relay_ms, reads=reads,
-        gloo_gb_per_s=mb / group.ms, rdma_gb_per_s=mb / live.ms, torn_reads=torn,
-        torn_reads_without_leases=unsafe.torn)
+        memmove_ms=two.memmove, pull_ms=four.generator, sync_over_memmove_1=one.ratio, reads=reads,
+        sync_over_memmove=two.ratio, sync_over_memmove_4=four.ratio, trainer_held_ms=two.trainer,
+        trainer_held_by_group_ms=group.trainer, relay_gb_per_s=mb / relay_ms, torn_reads=torn,
+        gloo_gb_per_s=mb / group.ms, rdma_gb_per_s=mb / live.ms, torn_reads_unsafe=unsafe.torn)
     report.check(f"torn reads without leases, of {unsafe.reads}", unsafe.torn, ">", 1)
     report.check(f"torn reads of live weights, of {live.reads}", live.torn, ">", 0)
     report.check(f"torn reads through slots, of {reads}", torn, "==", 0)
@@ -2103,17 +2101,16 @@ def ppo_loss(pi, mu, advantage):
 LOSSES = {"reinforce": reinforce_loss, "ppo": ppo_loss}
 
 
-def k3(recorded, recomputed) -> float:
-    """Mean of exp(d) - 1 - d over [N] log-probabilities: an estimate of the KL divergence that is
-    never negative (the third of Schulman's estimators, 2020)."""
+def k3(recorded, recomputed):
+    """[N] log-probabilities -> [N] float64, exp(d) - 1 - d: their mean is an estimate of the KL
+    divergence that is never negative (the third of Schulman's estimators, 2020)."""
     d = (recomputed - recorded).detach().double()
-    return float((d.exp() - 1 - d).mean())
+    return d.exp() - 1 - d
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one training step knows about itself. Of its tokens a sharded trainer tells about those
-    that rank 0 has scored."""
+    """What one training step knows about itself: its batch, on all ranks of the trainer."""
 
     version: int  # after it
     reward: float  # mean over the batch
@@ -2190,7 +2187,8 @@ class Trainer(Actor):
         pi, mu, advantage, entropy, fresh = self._score(batch)
         per_token, outside = LOSSES[self.cfg.loss](pi, mu, advantage)
         # The mean over the tokens of all ranks, given that FSDP takes the mean of their gradients.
-        (per_token.sum() * self.cfg.trainers / batch.sampled[:, 1:].sum()).backward()
+        num_tokens = int(batch.sampled.sum())
+        (per_token.sum() * self.cfg.trainers / num_tokens).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
         norm = float(norm.full_tensor() if self.cfg.trainers > 1 else norm)  # of all ranks
         finite, stall_s = math.isfinite(norm), self.writer.wait()
@@ -2198,17 +2196,19 @@ class Trainer(Actor):
             self.optimizer.step()
         self.schedule.step()  # after a skipped update too: what is planned is the number of steps
         self.optimizer.zero_grad()
-        pi, loss, lag = pi.detach(), per_token.detach(), self.version - batch.versions
-        weight = (pi - mu).exp()
+        lag, weight = self.version - batch.versions, (pi.detach() - mu).exp()
         self.version += 1
         self.writer.start(self.version)
+        columns = fresh, k3(mu, pi) * fresh, per_token, entropy, outside, weight, weight**2
+        means = torch.stack([column.detach().double().sum() for column in columns]) / num_tokens
+        if self.cfg.trainers > 1:
+            torch.distributed.all_reduce(means)  # other ranks have scored the other tokens
+        young, drift, loss, entropy, clipped, weight, squares = means.tolist()
         stats = StepStats(
             version=self.version, reward=float(batch.rewards.mean()), skipped=int(not finite),
-            lag_mean=float(lag.float().mean()), lag_max=int(lag.max()), loss=float(loss.mean()),
-            mismatch_k3=k3(mu[fresh], pi[fresh]) if fresh.any() else -1.0, stall_s=stall_s,
-            ess=float(weight.mean() ** 2 / (weight**2).mean()), grad_norm=norm,
-            entropy=float(entropy.mean()), clipped=float(outside.float().mean()),
-            num_tokens=int(batch.sampled.sum()), step_s=since(start))
+            lag_mean=float(lag.float().mean()), lag_max=int(lag.max()), loss=loss, entropy=entropy,
+            mismatch_k3=drift / young if young else -1.0, ess=weight**2 / squares, grad_norm=norm,
+            clipped=clipped, num_tokens=num_tokens, stall_s=stall_s, step_s=since(start))
         self.metrics.note.broadcast(Span("trainer", "step", start, time.monotonic()))
         return stats
 
@@ -2226,10 +2226,11 @@ class Trainer(Actor):
 
     @endpoint
     async def compare(self, batch: Rollout) -> tuple[float, float]:
-        """k3 of recorded and recomputed log-probabilities, and their largest difference."""
+        """k3 of recorded and recomputed log-probabilities, and the largest difference, in the rows
+        of this rank."""
         with torch.no_grad():
             pi, mu, *_ = self._score(batch)
-        return k3(mu, pi), float((pi - mu).abs().max())
+        return float(k3(mu, pi).mean()), float((pi - mu).abs().max())
 
 
 class Generator(Actor):
@@ -2381,8 +2382,8 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
         (stale, _), after = await fleet.ask("compare", first), await fleet.heldout_exact()
     mismatch = max(history["mismatch_k3"])
     gain = history.report_learning(before, after, mismatch)
-    report.check(f"k3 of the first batch, {len(history.rows)} steps too late, nats", stale, ">", 1e-4)
-    report.check("k3 of recorded and recomputed, largest of all steps, nats", mismatch, "<=", 1e-6)
+    report.check(f"k3 of the first batch, {len(history.rows)} steps too late", stale, ">", 1e-4)
+    report.check("k3 of recorded and recomputed, largest of all steps", mismatch, "<=", 1e-6)
     report.check("lag, largest of all steps", max(history["lag_max"]), "==", 0)
     report.check("reward gained, last tenth over first", gain, ">", 0.1)
     report.say("try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags")

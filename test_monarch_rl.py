@@ -121,9 +121,9 @@ FIGURES = {
     "rdma_transfer": "handle_bytes message_ms pull_ms backend",
     "supervision": "detect_ms respawn_ms",
     "service": "requests answered_once failover_ms route_overhead_us",
-    "weight_sync": "memmove_ms pull_ms sync_ms sync_over_memmove sync_over_memmove_1 "
+    "weight_sync": "memmove_ms pull_ms sync_over_memmove sync_over_memmove_1 "
     "sync_over_memmove_4 relay_gb_per_s gloo_gb_per_s rdma_gb_per_s trainer_held_ms "
-    "trainer_held_by_group_ms late_join_ms reads torn_reads torn_reads_without_leases trainer_waits",
+    "trainer_held_by_group_ms late_join_ms reads torn_reads torn_reads_unsafe trainer_waits",
     "reshard": "reshard_over_same reshard_over_memmove gather_over_reshard overlap_share "
     "moved_over_needed",
     "sync_rl": "heldout_before heldout_after reward_first reward_last mismatch_k3",
@@ -140,7 +140,7 @@ def test_figures_are_there(tour, name):
 def test_weights_are_never_torn_and_the_demo_can_tell(tour):
     found = tour.figures("weight_sync")
     assert found["torn_reads"] == 0 < found["reads"]
-    assert found["torn_reads_without_leases"] > 0
+    assert found["torn_reads_unsafe"] > 0
     assert found["trainer_waits"] == 0
 
 
@@ -170,8 +170,8 @@ def test_training_learns_in_the_tour(tour):
     learned(tour, 0.95)
 
 
-@pytest.mark.parametrize("task, seed, least", [("repeat", 1, 0.95), ("repeat", 2, 0.95),
-                                               ("count", 0, 0.90), ("pattern", 0, 0.90)])
+@pytest.mark.parametrize("task, seed, least", [("repeat", 1, 0.95), ("count", 0, 0.90),
+                                               ("pattern", 0, 0.90)])
 def test_training_learns(tmp_path, task, seed, least):
     learned(Run(tmp_path, "--only", "async_rl", "--steps", "400", "--task", task,
                 "--seed", str(seed)), least)
@@ -275,8 +275,8 @@ def test_ppo_has_no_gradient_outside_its_trust_region(advantage, log_ratio, move
 
 def test_k3_is_zero_for_equals_and_positive_otherwise():
     recorded = torch.randn(100)
-    assert m.k3(recorded, recorded) == 0
-    assert m.k3(recorded, recorded + 0.1 * torch.randn(100)) > 0
+    assert (m.k3(recorded, recorded) == 0).all()
+    assert (m.k3(recorded, recorded + 0.1 * torch.randn(100)) > 0).all()
 
 
 def test_held_out_prompts_are_never_drawn():
@@ -1434,6 +1434,79 @@ def test_the_check_sees_half_a_version(sides):
     assert writers[1].hears() == "writing" and writers[0].hears() == (1, 0)
     order(readers, 1)
     assert all("rows to columns" in wrong for _, wrong, _ in (r.hears() for r in readers))
+
+
+# -- a sharded trainer ----------------------------------------------------------------------------
+
+PROBE = """
+import asyncio, dataclasses, random, sys
+import torch
+import monarch_rl as m
+
+class Probe(m.Trainer):
+    @m.endpoint
+    async def gradients(self, batch):
+        "(name -> the whole gradient with which the optimizer steps, what the step says of itself)"
+        found = {}
+
+        def keep(*_):
+            for name, p in self.policy.model.named_parameters():
+                found[name] = (p.grad.full_tensor() if self.cfg.trainers > 1 else p.grad).clone()
+
+        self.optimizer.register_step_pre_hook(keep)
+        stats = await m.Trainer.__dict__["step"]._method(self, batch)
+        return found, vars(stats)
+
+async def gradients_of(num_ranks, loss, batch):
+    cfg, store = m.Config(trainers=num_ranks, loss=loss), m.open_store()
+    procs = m.this_host().spawn_procs(per_host={"trainer": num_ranks})
+    ranks = procs.spawn("probe", Probe, cfg)
+    await ranks.setup.call(store.port, ranks.slice(trainer=0))
+    await ranks.reset.call(10)
+    answers = [*(await ranks.gradients.call(batch)).values()]
+    await procs.stop()
+    return answers
+
+async def main(loss):
+    cfg = m.Config()
+    rollout = m.generate(m.Policy(cfg), m.Sampler(cfg).draw(5), 3, version=1, seed=0)
+    rng = torch.Generator().manual_seed(0)
+    rewards = torch.rand(15, generator=rng)  # the policy is untrained: all of its own are near 0
+    batch = dataclasses.replace(rollout, rewards=rewards)
+    (alone, stats), = await gradients_of(1, loss, batch)
+    for num_ranks in (2, 3):
+        for found, told in await gradients_of(num_ranks, loss, batch):
+            gaps = [float((found[k] - g).norm() / g.norm()) for k, g in alone.items()]
+            off = {k: abs(told[k] - v) / max(1e-3, abs(v)) for k, v in stats.items()
+                   if not k.endswith("_s")}
+            print(num_ranks, max(gaps), max(off.values()), len(gaps), flush=True)
+
+def run():
+    asyncio.run(main(sys.argv[1]))
+    m.leave(0)
+
+if __name__ == "__main__":
+    import probe
+    probe.run()
+"""
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo"])
+def test_many_trainers_have_the_gradient_of_one(tmp_path, loss):
+    """2 and 3 ranks score 15 rows, in fp32. The log-probabilities come from another policy, so that
+    ratios are far from 1; all ranks say of the step what one trainer says."""
+    (tmp_path / "probe.py").write_text(PROBE, encoding="utf-8")
+    found = subprocess.run(
+        [sys.executable, "probe.py", loss], cwd=tmp_path, text=True, capture_output=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{FOLDER}"})
+    rows = [line.split() for line in found.stdout.splitlines() if line[:2] in ("2 ", "3 ")]
+    assert [row[0] for row in rows] == ["2"] * 2 + ["3"] * 3, found.stdout + found.stderr
+    print(f"{loss}: largest relative difference of gradients and of figures", rows)
+    assert all(float(gap) <= 1e-5 and float(off) <= 1e-4 and int(n) > 20 for _, gap, off, n in rows)
+
+
+def test_training_learns_with_two_trainers(tmp_path):
+    learned(Run(tmp_path, "--only", "async_rl", "--steps", "400", "--trainers", "2"), 0.95)
 
 
 # -- the policy -----------------------------------------------------------------------------------
