@@ -912,6 +912,7 @@ class Arena:
 
     Words lie 64 bytes apart, so that no two share a cache line."""
 
+    # 1024 words: LATEST, RUN, two of each of 400 readers, and from the last one on section 8's
     MAX_SLOTS, MAX_READERS, NOTHING, HEADER_BYTES = 1024, 400, -1, 65536
     LATEST, RUN, LEASES = 0, 1, 2
 
@@ -1035,9 +1036,9 @@ class WeightWriter:
     def wait(self) -> float:
         """Until the copy is complete and the tensors may change: seconds that took. Raises what
         the copy raised, and so does every later call: no version can follow."""
-        start = time.perf_counter()
+        start = time.monotonic()
         self.copying.result()
-        return time.perf_counter() - start
+        return since(start)
 
     def publish(self, version: int) -> bool:
         """start, and wait for the copy."""
@@ -1248,9 +1249,9 @@ class Rank(Actor):
 
 def memmove_s(arena: Arena, source) -> float:
     """Seconds in which memmove copies that into a slot."""
-    room, start = arena.slots[arena.free_slot()], time.perf_counter()
+    room, start = arena.slots[arena.free_slot()], time.monotonic()
     ctypes.memmove(room.data_ptr(), source.data_ptr(), source.nbytes)
-    return time.perf_counter() - start
+    return since(start)
 
 
 async def measure(ranks, num_rounds: int, road: str, *args) -> tuple[float, float, list]:
@@ -1277,7 +1278,7 @@ class Bench(Rank):
     def join(self, port: int) -> Door | float:
         """The trainer publishes 50 versions and opens its door; then generators attach to it."""
         form_group(port, self.rank, 1 + self.num_generators)
-        self.three, roads = torch.distributed.new_group([0, 1, 2]), [None, None]
+        self.three, roads = torch.distributed.new_group([0, 1, 2]), [None, None]  # two generators
         if self.rank == 0:
             self.writer = WeightWriter(self.tensors, self.num_generators)
             self.publish_many(50)
@@ -1290,10 +1291,10 @@ class Bench(Rank):
     def attach(self, handle: ArenaHandle, relay=None) -> float:
         """A generator joins: seconds until it has the newest version of an arena, which a relay may
         have to fetch from then on."""
-        self.relay, start = relay if self.rank == 1 else None, time.perf_counter()
+        self.relay, start = relay if self.rank == 1 else None, time.monotonic()
         self.reader = WeightReader(handle, self.rank - 1, self.tensors)
         self.reader.pull()
-        return time.perf_counter() - start
+        return since(start)
 
     def step(self) -> float:
         """The trainer's next version; its seconds of a memmove of as many bytes."""
@@ -1319,7 +1320,7 @@ class Bench(Rank):
         held up. Whoever waits for a version looks for it, and is not told."""
         if self.rank > num_generators:
             return 0.0
-        start, self.weights = time.perf_counter(), [self.block]
+        start, self.weights = time.monotonic(), [self.block]
         if road == "gloo broadcast":
             torch.distributed.broadcast(self.block, 0, group=self.three)
         elif road == "RDMABuffer":
@@ -1329,7 +1330,7 @@ class Bench(Rank):
             demand(self.writer.start(self.version), "no free slot: who waits for it waits for ever")
         else:
             start = await self._flip(road)
-        return time.perf_counter() - start
+        return since(start)
 
     async def _flip(self, road: str) -> float:
         """A generator waits for this version and points its weights at it; when it began to."""
@@ -1337,7 +1338,7 @@ class Bench(Rank):
             pass
         while self.reader.arena.newest() < self.version:
             time.sleep(0.0005)
-        start, self.weights = time.perf_counter(), self.tensors.values()
+        start, self.weights = time.monotonic(), self.tensors.values()
         self.reader.pull()
         if road == "no leases":
             self.reader.arena.words[self.reader.word] = Arena.NOTHING  # the rule, taken away
@@ -1702,10 +1703,10 @@ class Cutter(Rank):
     async def gather(self, source: int, target: int) -> None:
         """The usual way, among the trainer's ranks."""
         if self.trains:
-            for there, here in zip(self.by[source].values(), self.by[target].values()):
-                gathered = there.full_tensor()
-                local(here).zero_().copy_(gathered.chunk(2, target)[self.at])  # step made it right
-                self.found[0] += gathered.nbytes  # half came, half must still go to a generator
+            for there, here in zip(self.by[source].values(), map(local, self.by[target].values())):
+                here[0] = 0  # step has made all of it right already
+                here.copy_(there.full_tensor().chunk(2, target)[self.at])
+                self.found[0] += 2 * here.nbytes  # in the gather, and from here to a generator
 
     async def parcels(self, *_) -> None:
         """By rows to by columns. Before `slots`, which makes tensors of the generator views."""
