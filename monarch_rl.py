@@ -1454,6 +1454,16 @@ class Move:
     write_at: tuple[int, ...]
 
 
+# A plan, by example: a matrix of 5 x 23, the trainer cut by rows, the generator by columns.
+#
+#     source 0 has   Box(offset (0, 0), size (3, 23))     target 0 needs   Box((0, 0), (5, 12))
+#     source 1 has   Box(offset (3, 0), size (2, 23))     target 1 needs   Box((0, 12), (5, 11))
+#
+#     Move(source 0, target 1, offset (0, 12), size (3, 11), read_at (0, 12), write_at (0, 0))
+#     Move(source 1, target 1, offset (3, 12), size (2, 11), read_at (0, 12), write_at (3, 0))
+#     and two more for target 0
+
+
 def region(offset: tuple, size: tuple) -> tuple[slice, ...]:
     return tuple(slice(start, start + n) for start, n in zip(offset, size))
 
@@ -1536,10 +1546,18 @@ def box_parts(view, tensor) -> list[tuple]:
              mine[region(box.local, box.size)]) for box in held]
 
 
+# Who waits for whom, in a trainer of two ranks; time goes to the right:
+#
+#     rank 0       step 7 | names slot 2 | forward, backward ..................... | wait | step 8
+#       a thread          | writes its boxes | waits for the word of 1 | latest = 7 |
+#     rank 1       step 7 | forward, backward .................................... | wait | step 8
+#       a thread          | waits for the name | writes its boxes | its word = 7 |
+
+
 class ShardWriter(WeightWriter):
-    """One rank of a sharded trainer. All write their boxes into the same slot. Who waits for whom:
-    the thread of a rank waits for rank 0 to name the slot, that of rank 0 waits for all to have
-    written before it commits, and a trainer waits for its own thread, before its next step."""
+    """One rank of a sharded trainer. All write their boxes into the same slot. The thread of a rank
+    waits for rank 0 to name the slot, that of rank 0 waits for all to have written before it
+    commits, and a trainer waits for its own thread, before its next step."""
 
     # The word -1 - rank. Of rank 0: version and slot to write. Of another: the version written.
     NAMED, FAILED = -1, 1 << 62  # FAILED in a word: the copy of that rank raised
