@@ -1805,8 +1805,8 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     report.check("matrices of 8 that rounding cuts", sum(map(loses_rows, shapes.values())), ">", 0)
     report.check("tensors of 80 that are wrong", 80 - right, "==", 0)
     report.check("bytes that parcels moved / needed", parcels[3], "==", 1.0)
-    report.check("gather / slots, in time", gather[1] / there[1], ">", 2)
-    report.check("another layout / the same, in time", slower / same[1], "<", 3)
+    report.check("gather / slots, in time", gather[1] / there[1], ">", 1)
+    report.check("another layout / the same, in time", slower / same[1], "<", 5)
     report.say("try: `len(part) // num_ranks` in `boxes`, rounded down: `plan` finds rows missing")
 
 
