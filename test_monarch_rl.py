@@ -1658,7 +1658,9 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, args, moments):
         time.sleep(moment)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the run
         _, err = process.communicate(timeout=30)
-        assert process.returncode in (130, -signal.SIGINT if moment < 0.1 else 130), (moment, err)
+        # at 0.05 s Python itself may still be starting, and says so in its own ways
+        allowed = (130, -signal.SIGINT, 1) if moment < 0.1 else (130,)
+        assert process.returncode in allowed, (moment, err)
         assert "Traceback" not in err or moment < 0.1
         assert wait_until(lambda: processes_of(mark) == []), moment
     assert os.listdir(tmp_path) == []
