@@ -170,8 +170,7 @@ def test_training_learns_in_the_tour(tour):
     learned(tour, 0.95)
 
 
-@pytest.mark.parametrize("task, seed, least", [("repeat", 1, 0.95), ("count", 0, 0.90),
-                                               ("pattern", 0, 0.90)])
+@pytest.mark.parametrize("task, seed, least", [("count", 0, 0.90), ("pattern", 0, 0.90)])
 def test_training_learns(tmp_path, task, seed, least):
     learned(Run(tmp_path, "--only", "async_rl", "--steps", "400", "--task", task,
                 "--seed", str(seed)), least)
@@ -1505,7 +1504,8 @@ def test_many_trainers_have_the_gradient_of_one(tmp_path, loss="ppo"):
 
 
 def test_training_learns_with_two_trainers(tmp_path):
-    learned(Run(tmp_path, "--only", "async_rl", "--steps", "400", "--trainers", "2"), 0.95)
+    learned(Run(tmp_path, "--only", "async_rl", "--steps", "400", "--trainers", "2", "--seed", "1"),
+            0.95)
 
 
 # -- the policy -----------------------------------------------------------------------------------
