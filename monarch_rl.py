@@ -1272,7 +1272,7 @@ class Bench(Rank):
         self.num_generators, rng = num_generators, random.Random(seed)
         self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
         cuts = sorted(rng.sample(range(32, len(self.block) // 2, 32), 289))
-        parts, self.weights = self.block.view(torch.bfloat16).tensor_split(cuts), ()
+        parts = self.block.view(torch.bfloat16).tensor_split(cuts)
         self.tensors = {f"tensor.{i}": part for i, part in enumerate(parts)}
 
     def join(self, port: int) -> Door | float:
@@ -1513,21 +1513,20 @@ def plan(name: str, source: list[list[Box]], target: list[list[Box]], sent=None)
     for rank, held in enumerate(source):
         for box in held:
             copies[box].append(rank)
-    for rank, needed in enumerate(target):
-        for need in needed:
-            missing = math.prod(need.size)
-            for have, ranks in copies.items():
-                start = tuple(map(max, have.offset, need.offset))
-                ends = zip(have.offset, have.size, need.offset, need.size)
-                size = tuple(min(a + m, b + n) - s for (a, m, b, n), s in zip(ends, start))
-                if min(size, default=1) > 0:
-                    best = min(ranks, key=sent.__getitem__)
-                    read_at, write_at = (tuple(at + s - o for at, o, s in zip(
-                        box.local, box.offset, start)) for box in (have, need))
-                    moves.append(Move(best, rank, start, size, read_at, write_at))
-                    sent[best] += math.prod(size)
-                    missing -= math.prod(size)
-            demand(missing == 0, f"{name}: {missing} elements of {need} are nowhere")
+    for rank, need in ((rank, need) for rank, needed in enumerate(target) for need in needed):
+        missing = math.prod(need.size)
+        for have, ranks in copies.items():
+            start = tuple(map(max, have.offset, need.offset))
+            ends = zip(have.offset, have.size, need.offset, need.size)
+            size = tuple(min(a + m, b + n) - s for (a, m, b, n), s in zip(ends, start))
+            if min(size, default=1) > 0:
+                best = min(ranks, key=sent.__getitem__)
+                read_at, write_at = (tuple(at + s - o for at, o, s in zip(
+                    box.local, box.offset, start)) for box in (have, need))
+                moves.append(Move(best, rank, start, size, read_at, write_at))
+                sent[best] += math.prod(size)
+                missing -= math.prod(size)
+        demand(missing == 0, f"{name}: {missing} elements of {need} are nowhere")
     return moves
 
 
