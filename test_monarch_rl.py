@@ -170,7 +170,8 @@ def test_training_learns_in_the_tour(tour):
     learned(tour, 0.95)
 
 
-@pytest.mark.parametrize("task, seed, least", [("count", 0, 0.90), ("pattern", 0, 0.90)])
+@pytest.mark.parametrize("task, seed, least", [("repeat", 2, 0.95), ("count", 0, 0.90),
+                                               ("pattern", 0, 0.90)])
 def test_training_learns(tmp_path, task, seed, least):
     learned(Run(tmp_path, "--only", "async_rl", "--steps", "400", "--task", task,
                 "--seed", str(seed)), least)
