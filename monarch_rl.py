@@ -500,47 +500,75 @@ LEAVING = threading.Event()  # set when this process is about to end: nothing is
 
 @dataclass
 class Replica:
-    """A process with one actor in it; only the supervisor that owns it touches this record."""
+    """A process with one actor in it, or several ranks that live and die together. Only the
+    supervisor that owns it touches this record."""
 
     id: int
     name: str  # of its meshes; never used twice
     procs: object
-    actor: object
-    pid: int = 0  # until setup() has answered
+    actor: object  # the mesh of its ranks
+    pids: tuple[int, ...] = ()  # of its ranks, once they run
+    ready: bool = False  # setup() has answered
     in_flight: int = 0  # requests; section 6 counts these
     errors: int = 0  # in a row, on requests that another replica then answered
     # (why, when on the monotonic clock), once it is lost: wakes everybody who waits for it
     lost: asyncio.Future = dataclasses.field(default_factory=asyncio.Future)
 
 
-class Supervisor(Actor):
-    """Owns replicas of one actor class.
+class Worker(Actor):
+    """What a supervisor owns. Its subclasses take (replica_id, *args)."""
 
-    The class takes (replica_id, *args) and has an endpoint `setup()` that makes it ready to serve
-    and returns its process id. A replacement joins through the same `setup()`."""
+    @endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
+    async def setup(self) -> None:
+        """Makes it ready to serve; a replacement joins through this too."""
+
+
+class Supervisor(Actor):
+    """Owns replicas of one class of workers."""
 
     SETUP_DEADLINE_S = 120.0  # imports on a loaded machine take seconds, large models minutes
 
-    def __init__(self, name: str, replica_class: type, num_replicas: int, deadline_s: float, *args):
-        """deadline_s: seconds for one attempt at a request, or at stopping what is left."""
+    def __init__(self, name: str, replica_class: type, num_replicas: int, deadline_s: float, *args,
+                 num_ranks: int = 1):
+        """deadline_s: seconds for one attempt at a request, or at stopping what is left. num_ranks:
+        processes of a replica."""
         self.name, self.replica_class, self.args = name, replica_class, args
-        self.num_replicas, self.deadline_s = num_replicas, deadline_s
+        self.num_replicas, self.deadline_s, self.num_ranks = num_replicas, deadline_s, num_ranks
         self.replicas: dict[int, Replica] = {}  # by id, the newest of each
 
     async def _spawn(self, replica_id: int) -> None:
         """(Re)places a replica; done when it is healthy. Kills the old one first: if stopped, it
         would go on later, beside its successor and under the same id."""
         if old := self.replicas.get(replica_id):
-            kill_process(old.pid)
-            old.pid = 0  # the number may soon be somebody else's
+            for pid in old.pids:
+                kill_process(pid)
+            old.pids = ()  # the numbers may soon be somebody else's
             await asyncio.wait_for(old.procs.stop(), self.deadline_s)
         name = f"{self.name}_{replica_id}_{time.monotonic_ns()}"
-        procs = this_host().spawn_procs(per_host={"replica": 1}, name=name)
+        procs = this_host().spawn_procs(per_host={"rank": self.num_ranks}, name=name)
         actor = procs.spawn(name, self.replica_class, replica_id, *self.args)
         new = self.replicas[replica_id] = Replica(replica_id, name, procs, actor)
-        pid = await asyncio.wait_for(actor.setup.call_one(), self.SETUP_DEADLINE_S)
-        on_exit(pid, lambda: self._lose(new, "died"))  # watch
-        new.pid = pid  # healthy
+        found = await asyncio.wait_for(actor.pid.call(), self.SETUP_DEADLINE_S)
+        new.pids = (*found.values(),)
+        for pid in new.pids:
+            on_exit(pid, lambda: self._lose(new, "died"))  # watch
+        setup = asyncio.ensure_future(actor.setup.call())
+        if not await self._answered(new, setup, self.SETUP_DEADLINE_S):
+            raise SupervisionError("died or hung")
+        setup.result()  # raises what it raised
+        new.ready = True  # healthy
+
+    async def _answered(self, replica: Replica, call: asyncio.Future, deadline_s: float) -> bool:
+        """Waits until the call is answered, or the replica lost, or the deadline over."""
+        first = asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait({call, replica.lost}, timeout=deadline_s, return_when=first)
+        if call not in done:
+            call.cancel()  # an answer that comes too late finds nobody
+        return call in done
 
     async def __supervise__(self, failure) -> bool:
         """A process of mine died, or its actor; of one on another host this is how I know."""
@@ -576,16 +604,12 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-class Roots(Actor):
+class Roots(Worker):
     """Somebody to fail, here and in section 6. Negative numbers have no square root, and replica 1
     has a bad spell from 100 to 199."""
 
     def __init__(self, replica_id: int):
         self.replica_id = replica_id
-
-    @endpoint
-    async def setup(self) -> int:
-        return os.getpid()
 
     @endpoint
     async def root(self, number: int) -> float:
@@ -610,7 +634,7 @@ class Trial(Supervisor):
         await self._spawn(0)
         victim, saw, start = self.replicas[0], "nothing", time.monotonic()
         if trigger.startswith("SIG"):
-            os.kill(victim.pid, signal.Signals[trigger])
+            os.kill(victim.pids[0], signal.Signals[trigger])
             await asyncio.sleep(0.1)  # on a busy machine a stopping process may still answer
         if trigger == "raises, broadcast":
             # The actor is dead though its process lives, and a message to a dead actor would end
@@ -664,10 +688,15 @@ class Service(Supervisor):
     when one is lost, every attempt that hangs on it wakes and picks another."""
 
     MAX_ERRORS = 3  # in a row until a replica that raises is replaced
-    MAX_ATTEMPTS = 3  # per request: a request that kills who runs it must not kill them all
     # requests so far; a task per replica, from start until close; per replacement (replica id, why
-    # lost, seconds till replaced)
+    # lost, when on the monotonic clock, seconds till replaced)
     turn, keepers, log = 0, (), ()
+
+    def __init__(self, *args, max_attempts: int = 3, max_in_flight: int = 1000, **kwargs):
+        """max_attempts: per request; one that kills who runs it must not kill them all.
+        max_in_flight: requests to one replica at a time; with 1 none suffers for another."""
+        super().__init__(*args, **kwargs)
+        self.max_attempts, self.max_in_flight = max_attempts, max_in_flight
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -681,27 +710,29 @@ class Service(Supervisor):
             why, when = await self.replicas[replica_id].lost
             try:
                 await self._spawn(replica_id)
-                self.log = (*self.log, (replica_id, why, since(when)))
+                self.log = (*self.log, (replica_id, why, when, since(when)))
             except (ActorError, SupervisionError, asyncio.TimeoutError, OSError) as error:
                 self._lose(self.replicas[replica_id], f"setup failed: {cause(error)}")
                 await asyncio.sleep(0.5)  # a setup that always fails must not spin
 
     @concurrent_endpoint
-    async def route(self, method: str, *args):
-        """Runs method(*args) on a healthy replica and answers exactly once. Raises what the request
-        itself is to blame for, or NoReplica. (A plain endpoint would run one request at a time.)"""
+    async def route(self, method: str, *args, deadline_s: float = 0.0):
+        """Runs method(*args) on all ranks of a healthy replica, and answers exactly once, as rank 0
+        does. Raises what the request itself is to blame for, or NoReplica, or SupervisionError if
+        no attempt is left. (A plain endpoint would run one request at a time.)"""
         raised = None  # the replica that raised first
-        for _ in range(self.MAX_ATTEMPTS):  # attempts
+        for _ in range(self.max_attempts):  # attempts
             replica = await self._pick(raised)
-            call = asyncio.ensure_future(getattr(replica.actor, method).call_one(*args))
+            call = asyncio.ensure_future(getattr(replica.actor, method).call(*args))
             replica.in_flight += 1
-            await asyncio.wait({call, replica.lost}, timeout=self.deadline_s,
-                               return_when=asyncio.FIRST_COMPLETED)
+            answered = await self._answered(replica, call, deadline_s or self.deadline_s)
             replica.in_flight -= 1
-            error = call.exception() if call.done() else SupervisionError("no answer")
-            if isinstance(error, SupervisionError):
-                self._lose(replica, "died" if call.done() else "missed its deadline")
-                call.cancel()  # an answer that comes too late finds nobody
+            error = call.exception() if answered else SupervisionError("no answer")
+            if error and self.num_ranks > 1:  # a rank that loses another one raises; is it that?
+                await asyncio.wait({replica.lost}, timeout=0.2)
+            if isinstance(error, SupervisionError) or replica.lost.done():
+                self._lose(replica, "died" if answered else "missed its deadline")
+                error = error or SupervisionError("no answer")
             elif error and not raised and self.num_replicas > 1:
                 raised = replica  # or the request is bad: another replica will tell
             else:
@@ -713,16 +744,19 @@ class Service(Supervisor):
             raised.errors += 1
             if raised.errors >= self.MAX_ERRORS:
                 self._lose(raised, "kept raising")
-        return call.result()
+        return next(iter(call.result().values()))  # `item(rank=0)` would take 10 ms
 
     def _healthy(self) -> list[Replica]:
-        return [r for r in self.replicas.values() if r.pid and not r.lost.done()]
+        return [r for r in self.replicas.values() if r.ready and not r.lost.done()]
 
     async def _pick(self, raised: Replica | None) -> Replica:
         """The next replica, but not the one that has raised on this request; looks every 5 ms until
         there is one."""
         end = time.monotonic() + self.SETUP_DEADLINE_S
-        while not (fit := [r for r in self._healthy() if r is not raised]):
+        while not (fit := [r for r in self._healthy()
+                           if r is not raised and r.in_flight < self.max_in_flight]):
+            for keeper in filter(asyncio.Future.done, self.keepers):
+                keeper.result()  # none ends by itself: raises why this one did
             if time.monotonic() > end or not self.keepers:
                 raise NoReplica(f"{self.name}: no healthy replica, or closed")
             await asyncio.sleep(0.005)
@@ -737,8 +771,8 @@ class Service(Supervisor):
         end = time.monotonic() + wait_s
         while len(self._healthy()) < self.num_replicas and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        pids = [r.pid for r in self._healthy()]
-        return {"pids": pids, "healthy": len(pids), "log": [*self.log]}
+        pids = [r.pids for r in self._healthy()]
+        return {"pids": sum(pids, ()), "healthy": len(pids), "log": [*self.log]}
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -769,7 +803,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     """though replicas fail, hang and die, every request is answered exactly once"""
     procs = this_host().spawn_procs(per_host={"replica": 4})
     pool = procs.spawn("pool", Roots, 0)
-    victim = await pool.slice(replica=3).setup.call_one()
+    victim = await pool.slice(replica=3).pid.call_one()
     chosen = await storm(pool.root.choose, {0: (victim, signal.SIGSTOP)}, deadline_s=1.0)
     os.kill(victim, signal.SIGCONT)  # so that it can be stopped politely
     await procs.stop()
@@ -786,7 +820,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
                   route_overhead_us=(served[1] - chosen[1]) * 1e3)
     report.check("requests lost with choose", 400 - chosen[0], ">", 0)
     report.check("requests of 400 that the service answered exactly once", served[0], "==", 400)
-    kinds = sorted({why for _, why, _ in last["log"]})
+    kinds = sorted({why for _, why, *_ in last["log"]})
     report.check("kinds of failure", kinds, "==", ["died", "kept raising", "missed its deadline"])
     report.check("bad requests of 20 that raise at their caller", bad.count("ValueError"), "==", 20)
     report.check("replicas replaced for them", len(first["log"]), "==", 0)
