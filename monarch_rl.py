@@ -63,7 +63,8 @@ if __name__ == "__main__":  # Ctrl-C during the imports below
 
 import argparse, asyncio, collections, concurrent.futures, contextlib, ctypes, dataclasses
 import functools, importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib
-import pickle, random, re, statistics, sys, tempfile, textwrap, threading, time, traceback, zlib
+import pickle, random, re, statistics, sys, tempfile, textwrap, threading, time, traceback
+import zipfile, zlib
 from dataclasses import dataclass
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it. What
@@ -95,6 +96,7 @@ class Lazy:
 
 torch, transformers = Lazy("torch"), Lazy("transformers")
 dtensor, fsdp = Lazy("torch.distributed.tensor"), Lazy("torch.distributed.fsdp")
+dcp = Lazy("torch.distributed.checkpoint.state_dict")
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # not public
@@ -122,6 +124,8 @@ class Config:
     device: str = "cpu"  # where policies compute
     model_mb: int = 96  # MiB of weights in weight_sync and in reshard
     log: str = ""  # file for one JSON line per training step
+    checkpoint: str = ""  # folder for the newest two checkpoints, from which a run goes on
+    save_every: int = 50  # steps between checkpoints
 
 
 # -- plumbing: the report -------------------------------------------------------------------------
@@ -1604,6 +1608,15 @@ class ShardWriter(WeightWriter):
         self.rank, self.words = rank, self.arena.words
         self.others = range(self.NAMED - 1, self.NAMED - num_ranks, -1)  # their words
 
+    @classmethod
+    def join(cls, tensors, num_readers: int, rank: int, num_ranks: int) -> ShardWriter:
+        """Of all ranks of a process group: the arena is rank 0's, and it tells the others."""
+        writer = None if rank else cls(tensors, num_readers, rank, num_ranks)
+        handle = [writer and writer.arena.handle]
+        if num_ranks > 1:
+            torch.distributed.broadcast_object_list(handle, 0)
+        return writer or cls(tensors, num_readers, rank, num_ranks, *handle)
+
     def parts(self, view, tensor) -> list[tuple]:
         if local(tensor) is tensor:  # a buffer, the same on all ranks
             return [] if self.rank else [(view, tensor)]
@@ -1908,12 +1921,20 @@ class Sampler:
         task = TASKS[cfg.task]
         some = itertools.islice(task.conversations(f"held out: {cfg.task}"), 1000)
         aside = [*dict.fromkeys(some)][: 256 + 256]  # distinct, in the order drawn
-        fixed, never = [Prompt(-1 - i, turns) for i, turns in enumerate(aside)], {*aside}
+        fixed, self.never = [Prompt(-1 - i, turns) for i, turns in enumerate(aside)], {*aside}
         self.heldout, self.validation = fixed[:256], fixed[256:]
-        fresh = (turns for turns in task.conversations(cfg.seed) if turns not in never)
-        self.prompts = map(Prompt, itertools.count(), fresh)
+        self.cfg = cfg
+        self.rewind(0)
+
+    def rewind(self, num_drawn: int) -> None:
+        """As if so many had been drawn."""
+        turns = TASKS[self.cfg.task].conversations(self.cfg.seed)
+        self.prompts = map(Prompt, itertools.count(), (t for t in turns if t not in self.never))
+        self.num_drawn = 0
+        self.draw(num_drawn)
 
     def draw(self, num_prompts: int) -> list[Prompt]:
+        self.num_drawn += num_prompts
         return [*itertools.islice(self.prompts, num_prompts)]
 
 
@@ -2076,7 +2097,7 @@ class Decoder:
 
 def generate(policy: Policy, prompts: list[Prompt], group_size: int, version: int, seed: int,
              greedy: bool = False) -> Rollout:
-    """Has each conversation group_size times, and scores it."""
+    """Has each conversation group_size times. No rewards yet: nan."""
     rows = [prompt for prompt in prompts for _ in range(group_size)]
     decoder, said = Decoder(policy, len(rows), seed, greedy), []  # said: [turn][B]
     with torch.no_grad():
@@ -2086,7 +2107,13 @@ def generate(policy: Policy, prompts: list[Prompt], group_size: int, version: in
     answers, ids = [*zip(*said)], torch.tensor([prompt.id for prompt in rows])
     return Rollout(*(column.cpu() for column in decoder.columns), group_ids=ids, prompts=rows,
                    versions=torch.full_like(ids, version), answers=answers,
-                   rewards=torch.tensor([*map(score, rows, answers)]))
+                   rewards=torch.full([len(rows)], math.nan))
+
+
+def share_right(policy: Policy, prompts: list[Prompt]) -> float:
+    """Of conversations, held greedily, those in which every answer is right."""
+    rollout = generate(policy, prompts, 1, 0, 0, greedy=True)
+    return statistics.fmean(score(*pair) == 1.0 for pair in zip(prompts, rollout.answers))
 
 
 def warm_start(policy: Policy) -> list[float]:
@@ -2095,7 +2122,7 @@ def warm_start(policy: Policy) -> list[float]:
     answers, made ids and text again, which is the best that can be had."""
     sampler, rng = Sampler(policy.cfg), random.Random(policy.cfg.seed)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-4, weight_decay=0.0)
-    chance, exact = generate(policy, sampler.heldout, 1, 0, 0, greedy=True).exact(), 0.0
+    chance, exact = share_right(policy, sampler.heldout), 0.0
     for num_steps in range(1000):
         ids, mask, spoken = noisy_answers(policy, sampler.draw(64), rng)
         logp = policy.log_softmax(ids, mask).gather(2, ids[:, 1:, None]).squeeze(-1)
@@ -2103,7 +2130,7 @@ def warm_start(policy: Policy) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         if num_steps % 5 == 0 or exact > 0.02:  # near the end it rises by 0.05 a step
-            exact = generate(policy, sampler.validation, 1, 0, 0, greedy=True).exact()
+            exact = share_right(policy, sampler.validation)
         if exact >= 0.11:
             break  # seldom right: room to learn, and something to learn from
     else:
@@ -2188,34 +2215,143 @@ class StepStats:
     step_s: float  # in all
 
 
-class Trainer(Actor):
+class BadCheckpoint(ValueError):
+    """A file that this run cannot go on from; says why, in one line."""
+
+
+class TrainerLost(RuntimeError):
+    """The trainer of this run id has died or hung, or is another one by now."""
+
+    run_id = property(lambda self: self.args[0])
+
+
+def about(cfg: Config) -> dict:
+    """What a checkpoint must have been made by for this run to go on from it."""
+    return {"format": 1, "--task": cfg.task, "--model": cfg.model, "--seed": cfg.seed}
+
+
+def read_checkpoint(path: str, cfg: Config) -> dict:
+    """What `Trainer.save` has written; nothing in it is executed. Raises BadCheckpoint."""
+    try:
+        with zipfile.ZipFile(path) as members:  # torch.load compares no checksums
+            damaged = members.testzip()
+        found = torch.load(path, weights_only=True, mmap=True)
+    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        raise BadCheckpoint(f"{path}: {str(error).splitlines()[0]}") from error
+    theirs = found.get("about", {}) if isinstance(found, dict) else {}
+    wrong = [f"{key} {theirs.get(key)}, not {ours}" for key, ours in about(cfg).items()
+             if theirs.get(key) != ours]
+    if damaged or wrong:
+        raise BadCheckpoint(f"{path}: " + (f"{damaged} is damaged" if damaged else wrong[0]))
+    return found
+
+
+class Vault:
+    """The newest two checkpoints of a run: in a folder or, without one, in the memory of this
+    process, in files that have no name. Only the controller touches it."""
+
+    def __init__(self, folder: str = ""):
+        self.folder = folder
+        self.kept: list[tuple] = []  # (path, the open file, if it has no name), newest first
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+            paths = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True)
+            self.kept = [(str(path), None) for path in paths]
+
+    def room(self) -> tuple:
+        """Where to write the next one: in a folder over one that was cut off."""
+        if self.folder:
+            return f"{self.folder}/unfinished", None
+        file = open(os.memfd_create("checkpoint"), "rb")
+        return f"/proc/{os.getpid()}/fd/{file.fileno()}", file
+
+    def keep(self, room: tuple, step: int) -> None:
+        """It is complete: now, and not before, it becomes the newest."""
+        if self.folder:
+            named = f"{self.folder}/step-{step:08d}.pt"
+            os.replace(room[0], named)
+            folder = os.open(self.folder, os.O_RDONLY)
+            os.fsync(folder)  # the new name too
+            os.close(folder)
+            room = named, None
+        others = [old for old in self.kept if old[0] != room[0]]
+        self.kept = [room, *others[:1]]
+        for path, file in others[1:]:
+            os.remove(path) if self.folder else file.close()
+
+
+class Trainer(Worker):
     """Owns the weights: warm-starts, steps, publishes. With several ranks each owns a part of every
     weight, gradient and moment (FSDP2) and scores a part of each batch; calls go to all of them."""
 
-    def __init__(self, cfg: Config):
-        self.cfg, self.version, self.rank = cfg, 0, current_rank().rank
+    def __init__(self, replica_id: int, cfg: Config):
+        self.cfg, self.version, self.rank = cfg, -1, current_rank().rank
+        self.writer = self.optimizer = None
 
     @endpoint
-    async def setup(self, port: int, first: Trainer) -> list[float]:
-        """Builds the policy, warm-starts the tiny one, and begins to publish it as version 0; what
-        `warm_start` returned. port: where the ranks meet; first: the actor of rank 0."""
-        cfg, self.policy = self.cfg, Policy(self.cfg)
+    async def setup(self) -> None:
+        self.policy = Policy(self.cfg)
         self.metrics = await get_or_spawn_controller("metrics", Metrics)
-        found = warm_start(self.policy) if cfg.model == "tiny" else []
-        if cfg.trainers > 1:  # all ranks have the same weights until now
-            form_group(port, self.rank, cfg.trainers)
-            mesh = dtensor.init_device_mesh(cfg.device, (cfg.trainers,))
-            fsdp.fully_shard(self.policy.model, mesh=mesh)
-        self.initial = {k: v.clone() for k, v in self.policy.model.state_dict().items()}
-        weights = weights_of(self.policy.model)
-        handle = await first.arena.call_one() if self.rank else None  # comes when that is set up
-        self.writer = ShardWriter(weights, cfg.generators, self.rank, cfg.trainers, handle)
-        self.writer.start(self.version)
-        return found
+        # whole tensors, on the CPU of rank 0, however many ranks there are
+        self.whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
     @endpoint
-    async def arena(self) -> ArenaHandle:
-        return self.writer.arena.handle
+    async def begin(self, port: int, warm: bool) -> tuple[ArenaHandle, list[float]]:
+        """Where it publishes, and what `warm_start` returned. port: where the ranks meet. warm: the
+        tiny policy is warm-started. A trainer that has begun does nothing."""
+        cfg, model, found = self.cfg, self.policy.model, []
+        if not self.writer:
+            found = warm_start(self.policy) if warm and cfg.model == "tiny" else []
+            if cfg.trainers > 1:  # all ranks have the same weights until now
+                form_group(port, self.rank, cfg.trainers)
+                mesh = dtensor.init_device_mesh(cfg.device, (cfg.trainers,))
+                fsdp.fully_shard(model, mesh=mesh)
+            self.writer = ShardWriter.join(weights_of(model), cfg.generators, self.rank,
+                                           cfg.trainers)
+        return self.writer.arena.handle, found
+
+    @endpoint
+    async def save(self, run_id: int, path: str, state: str) -> None:
+        """Writes a checkpoint, with this state of the controller; done when it is on the disk."""
+        self._demand(run_id)
+        model, optimizer = self.policy.model, self.optimizer
+        found = {"about": about(self.cfg), "version": self.version, "state": state,
+                 "rng": torch.get_rng_state(), "schedule": optimizer and self.schedule.state_dict(),
+                 "model": dcp.get_model_state_dict(model, options=self.whole),
+                 "optimizer": optimizer and dcp.get_optimizer_state_dict(
+                     model, optimizer, options=self.whole)}
+        if self.rank == 0:
+            with open(path, "wb") as file:
+                torch.save(found, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    @endpoint
+    async def load(self, path: str, num_steps: int) -> tuple[int, str]:
+        """Becomes what a checkpoint says, in a run of so many steps, and publishes that: version,
+        state of the controller. Raises BadCheckpoint; then nothing has changed."""
+        found, model = read_checkpoint(path, self.cfg), self.policy.model
+        self.writer.wait()
+        dcp.set_model_state_dict(model, found["model"], options=self.whole)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), self.policy.learning_rate, weight_decay=0.0, fused=True)
+        # Over the last quarter of the steps the rate falls to 0. With a constant one the policy
+        # gets as good, but dips now and then to 0.9 of that, and a run may end in a dip.
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda done: min(1.0, 4 * max(0.0, 1 - done / num_steps)))
+        if found["optimizer"]:  # else the run begins here
+            dcp.set_optimizer_state_dict(
+                model, self.optimizer, found["optimizer"], options=self.whole)
+            self.schedule.load_state_dict(found["schedule"])
+            torch.set_rng_state(found["rng"])
+        self.version = max(self.version + 1, found["version"])
+        self.writer.start(self.version)
+        return self.version, found["state"]
+
+    def _demand(self, run_id: int) -> None:
+        """Who means the trainer before this one, which was lost, must not be served."""
+        if not self.writer or self.writer.arena.handle.run_id != run_id:
+            raise TrainerLost(run_id)
 
     @endpoint
     async def published(self) -> None:
@@ -2223,24 +2359,10 @@ class Trainer(Actor):
         self.writer.wait()
 
     @endpoint
-    async def reset(self, num_steps: int) -> int:
-        """How a run of so many steps begins: the weights before RL are the next version."""
-        self.writer.wait()
-        self.policy.model.load_state_dict(self.initial)
-        self.optimizer = torch.optim.AdamW(
-            self.policy.model.parameters(), self.policy.learning_rate, weight_decay=0.0, fused=True)
-        # Over the last quarter of the steps the rate falls to 0. With a constant one the policy
-        # gets as good, but dips now and then to 0.9 of that, and a run may end in a dip.
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda done: min(1.0, 4 * max(0.0, 1 - done / num_steps)))
-        self.version += 1
-        self.writer.start(self.version)
-        return self.version
-
-    @endpoint
-    async def step(self, batch: Rollout) -> StepStats:
+    async def step(self, run_id: int, batch: Rollout) -> StepStats:
         """Trains on a batch. The result is copied into a slot while the trainer goes on, and that
         copy has until the next optimizer step, which changes what it reads."""
+        self._demand(run_id)
         start = time.monotonic()
         # `mu` is what the generator recorded, not what this model says of the old weights: only the
         # recorded value is the probability with which the token was really drawn.
@@ -2294,65 +2416,141 @@ class Trainer(Actor):
         return float(k3(mu, pi).mean()), float((pi - mu).abs().max())
 
 
-class Generator(Actor):
+class Generator(Worker):
     """A replica of the generator service: pulls the newest weights, then converses."""
 
-    def __init__(self, replica_id: int, cfg: Config, trainer):
-        self.replica_id, self.cfg, self.trainer = replica_id, cfg, trainer
+    def __init__(self, replica_id: int, cfg: Config):
+        self.replica_id, self.cfg, self.reader = replica_id, cfg, None
 
     @endpoint
-    async def setup(self) -> int:
-        """How a replica joins, at the start and in mid-run: at the newest version."""
+    async def setup(self) -> None:
         self.policy = Policy(self.cfg)
         self.metrics = await get_or_spawn_controller("metrics", Metrics)
-        handle = await self.trainer.arena.call_one()
-        self.reader = WeightReader(handle, self.replica_id, weights_of(self.policy.model))
-        self.reader.pull()
-        return os.getpid()
 
     @endpoint
-    async def rollout(self, prompts: list[Prompt], group_size: int, seed: int, greedy: bool):
-        """Under one version of the weights: the lease lasts until the next pull."""
-        start, version = time.monotonic(), self.reader.pull()
+    async def rollout(self, handle: ArenaHandle, prompts: list[Prompt], group_size: int, seed: int,
+                      greedy: bool) -> tuple[Rollout, float]:
+        """Under one version of the weights: the lease lasts until the next pull. handle: where the
+        trainer publishes; after its restart another place, and this moves there. Also seconds."""
+        start = time.monotonic()
+        if not self.reader or self.reader.arena.handle.run_id != handle.run_id:
+            self.reader = WeightReader(handle, self.replica_id, weights_of(self.policy.model))
+        version = self.reader.pull()
         rollout = generate(self.policy, prompts, group_size, version, seed, greedy)
         span = Span(f"generator {self.replica_id}", "generate", start, time.monotonic())
         self.metrics.note.broadcast(span)
-        return rollout
+        return rollout, since(start)
+
+
+class Judge(Worker):
+    """Runs a reward function. That is somebody else's code: it may hang, or end its process. So it
+    runs here, one request at a time, where it can be killed, and takes nobody along."""
+
+    score = staticmethod(score)
+
+    def __init__(self, replica_id: int, cfg: Config):
+        self.replica_id = replica_id
+
+    @endpoint
+    async def rewards(self, prompts: list[Prompt], answers: list[tuple]) -> list[float]:
+        """Of each episode; nan where the function raises, or answers with something else than a
+        number: not judged is not 0."""
+        return [self._reward(*episode) for episode in zip(prompts, answers)]
+
+    def _reward(self, prompt: Prompt, said: tuple[str, ...]) -> float:
+        try:
+            return float(self.score(prompt, said))
+        except (Exception, SystemExit):  # whatever it is, its caller counts it
+            return math.nan
 
 
 class Fleet:
     """The actors of an RL run, and what one asks of them."""
 
-    DEADLINE_S = 60.0  # rollouts of the tiny policy take 20 ms; real ones seconds
+    # Seconds after which a silent one counts as hung. Steps and rollouts of the tiny policy take
+    # some 30 ms; those of real models get 20 times as long.
+    DEADLINES_S = {"trainer": 10.0, "generator": 5.0, "judge": 2.0}
+    NUM_JUDGES = 2  # one may hang while the other works
+    MAX_LOSSES = 5  # of the trainer since the last checkpoint; more, and it is no accident
 
-    def __init__(self, cfg: Config):
-        self.cfg, self.sampler, self.seeds = cfg, Sampler(cfg), random.Random(cfg.seed)
+    def __init__(self, cfg: Config, judge: type = Judge):
+        self.cfg, self.sampler = cfg, Sampler(cfg)
+        self.num_asked, self.busy_s, self.num_unjudged = 0, 0.0, 0
+        self.handle, self.start, self.interrupted = None, Vault(), False
+        self.last: dict[int, float] = {}  # run id -> its last version that still exists
+        self.trainer = self._service("trainer", Trainer, 1, num_ranks=cfg.trainers, max_attempts=1)
+        self.generators = self._service("generator", Generator, cfg.generators)
+        self.judges = self._service("judge", judge, self.NUM_JUDGES, max_attempts=1,
+                                    max_in_flight=1)
+
+    def _service(self, name: str, worker: type, num_replicas: int, **limits):
+        deadline_s = self.DEADLINES_S[name] * (1 if self.cfg.model == "tiny" else 20)
+        return this_proc().spawn(name, Service, name, worker, num_replicas, deadline_s, self.cfg,
+                                 **limits)
 
     async def __aenter__(self) -> Fleet:
         self.metrics = await get_or_spawn_controller("metrics", Metrics)
-        self.store = open_store()  # NCCL still asks it at the first step
-        self.procs = this_host().spawn_procs(per_host={"trainer": self.cfg.trainers})
-        self.trainers = self.procs.spawn("trainer", Trainer, self.cfg)
-        first, n, deadline_s = self.trainers.slice(trainer=0), self.cfg.generators, self.DEADLINE_S
-        self.generators = this_proc().spawn(
-            "generators", Service, "generator", Generator, n, deadline_s, self.cfg, first)
-        setup = self.ask("setup", self.store.port, first)
-        # both at once: importing takes longer than anything else
-        self.found, _ = await asyncio.gather(setup, self.generators.start.call_one())
+        # all at once: importing takes longer than anything else
+        self.found, *_ = await asyncio.gather(
+            self._warm(), self.generators.start.call_one(), self.judges.start.call_one())
         return self
 
     async def __aexit__(self, *_) -> None:
-        await asyncio.gather(self.generators.close.call_one(), self.procs.stop())
+        services = self.trainer, self.generators, self.judges
+        await asyncio.gather(*(service.close.call_one() for service in services))
 
-    async def ask(self, method: str, *args):
-        """All trainer ranks; the answer of rank 0."""
-        return (await getattr(self.trainers, method).call(*args)).item(trainer=0)
+    async def _warm(self) -> list[float]:
+        """The first trainer; what it has after the warm start, all runs start with."""
+        await self.trainer.start.call_one()
+        found, room = await self._begin(warm=True), self.start.room()
+        await self.ask("save", self.handle.run_id, room[0], "{}")
+        self.start.keep(room, 0)
+        await self.ask("load", room[0], self.cfg.steps)  # publishes it as version 0
+        return found
+
+    async def _begin(self, warm: bool = False) -> list[float]:
+        self.store = open_store()  # NCCL still asks it at the first step
+        self.handle, found = await self.ask("begin", self.store.port, warm, deadline_s=120.0)
+        return found
+
+    async def ask(self, method: str, *args, **kwargs):
+        """All ranks of the trainer; the answer of rank 0. Raises TrainerLost, or what it raised."""
+        run_id = self.handle.run_id if self.handle else 0
+        try:
+            return await self.trainer.route.call_one(method, *args, **kwargs)
+        except (ActorError, SupervisionError) as error:
+            if isinstance(cause(error), (SupervisionError, TrainerLost)):
+                raise TrainerLost(run_id) from error
+            raise cause(error)
+
+    async def step(self, batch: Rollout) -> StepStats:
+        return await self.ask("step", self.handle.run_id, batch)
 
     async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False) -> Rollout:
-        """One request to the service. Its seed goes along: a retry samples the same, if no new
-        weights have come in between."""
-        seed = self.seeds.getrandbits(48)
-        return await self.generators.route.call_one("rollout", prompts, group_size, seed, greedy)
+        """One request to generators, one to judges; without the episodes that could not be judged.
+        The seed goes along: a retry samples the same, if no new weights have come in between."""
+        self.num_asked += 1
+        seed = random.Random(f"{self.cfg.seed} {self.num_asked}").getrandbits(48)
+        rollout, busy_s = await self.generators.route.call_one(
+            "rollout", self.handle, prompts, group_size, seed, greedy)
+        self.busy_s += busy_s
+        rewards = torch.tensor(await self.judge(rollout.prompts, rollout.answers))
+        rollout, judged = dataclasses.replace(rollout, rewards=rewards), rewards.isfinite()
+        self.num_unjudged += int((~judged).sum())
+        return Rollout.join([(rollout, judged.nonzero()[:, 0].tolist())])
+
+    async def judge(self, prompts: list[Prompt], answers: list[tuple]) -> list[float]:
+        """A reward per episode; nan if it could not be judged. If a request for many is lost with
+        its judge, each is asked for alone: only what kills its judge again stays without."""
+        try:
+            return await self.judges.route.call_one("rewards", prompts, answers)
+        except (ActorError, SupervisionError) as error:
+            if not isinstance(cause(error), SupervisionError):
+                raise
+        if len(prompts) == 1:
+            return [math.nan]
+        alone = [self.judge([prompt], [said]) for prompt, said in zip(prompts, answers)]
+        return [reward for rewards in await asyncio.gather(*alone) for reward in rewards]
 
     async def batch(self) -> Rollout:
         """A whole batch under the trainer's newest version, split over all generators."""
@@ -2366,25 +2564,119 @@ class Fleet:
         await self.ask("published")
         return (await self.rollout(self.sampler.heldout, group_size=1, greedy=True)).exact()
 
+    async def start_run(self, history: History, folder: str = "") -> None:
+        """A run begins with the weights before RL, or goes on from the newest checkpoint that the
+        folder has."""
+        self.vault, self.losses, self.busy_s = Vault(folder), 0, 0.0
+        self.origin = self._state(history)
+        await self.restore(history, rewind=True)
+
+    def _state(self, history: History) -> str:
+        return json.dumps({"rows": history.rows, "count": history.count,
+                           "num_drawn": self.sampler.num_drawn, "num_asked": self.num_asked})
+
+    async def restore(self, history: History, rewind: bool) -> None:
+        """The trainer, which may be a new one, and the history become what they were at the newest
+        checkpoint that can be read; with rewind what is sampled next does too."""
+        try:
+            await self._begin()
+            for kept in [*self.vault.kept, *self.start.kept]:
+                try:
+                    self.version, state = await self.ask("load", kept[0], self.cfg.steps)
+                    break
+                except BadCheckpoint as error:
+                    history.report.say(f"{error}; the one before it is used")
+                    self.vault.kept.remove(kept)
+        except TrainerLost:  # another one
+            return await self.lost(history, rewind)
+        versions = {run_id: min(last, self.version) for run_id, last in self.last.items()}
+        self.last.update({**versions, self.handle.run_id: math.inf})
+        found = {**json.loads(self.origin), **json.loads(state)}
+        history.restore(found["rows"], found["count"])
+        if rewind:
+            self.sampler.rewind(found["num_drawn"])
+            self.num_asked = found["num_asked"]
+
+    async def lost(self, history: History, rewind: bool) -> None:
+        """The trainer is: its service is starting another one, which gets the newest checkpoint."""
+        self.losses += 1
+        if self.losses > self.MAX_LOSSES:
+            raise RuntimeError(f"the trainer was lost {self.losses} times without a checkpoint")
+        await self.restore(history, rewind)
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Is there to be a checkpoint of this step?"""
+        return step % self.cfg.save_every == 0 or step == num_steps or self.interrupted
+
+    async def save(self, history: History) -> None:
+        """A checkpoint of the last step, when no other one is under way."""
+        room, step = self.vault.room(), len(history.rows)
+        await self.ask("save", self.handle.run_id, room[0], self._state(history))
+        self.vault.keep(room, step)
+        self.losses = 0
+        if self.interrupted:
+            leave(130, f"interrupted; step {step} is saved, the same command goes on from there")
+
+    @contextlib.contextmanager
+    def stop_politely(self):
+        """Meanwhile the first Ctrl-C lets the step end and saves it, if there is a folder. The
+        second one, or 10 s, ends at once, as without."""
+        def interrupt(*_):
+            self.interrupted = True
+            signal.signal(signal.SIGINT, before)
+            threading.Timer(10.0, before, (signal.SIGINT, None)).start()
+
+        before = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, interrupt if self.vault.folder else before)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+class Books(collections.Counter):
+    """Where groups are: started = trained + dropped + lost + undone + under way."""
+
+    def __init__(self):
+        # undone: trained on by a trainer that died before the next checkpoint
+        super().__init__(started=0, trained=0, dropped=0, lost=0, undone=0)
+
+    def under_way(self) -> int:
+        return 2 * self["started"] - sum(self.values())
+
 
 class History:
     """What a run does, step by step, from now on."""
 
+    MAX_SKIPPED = 10  # updates in a row without a finite gradient, before the run ends
+    NO_SIGNAL = 20  # batches in a row that are all right or all wrong, before that is said
+
     def __init__(self, fleet: Fleet, report: Report, label: str):
         self.fleet, self.report, self.label = fleet, report, label
         self.rows: list[dict] = []  # one per step, the lines of --log
+        self.count, self.signal = Books(), True
         self.every, self.started = max(1, fleet.cfg.steps // 8), time.monotonic()
 
     def __getitem__(self, name: str) -> list:
-        """A column: a field of StepStats, or `seconds`, from the start to the end of each step."""
+        """A column: a field of StepStats; `seconds`, from the start to the end of each step;
+        `busy_s`, of all generators until then."""
         return [row[name] for row in self.rows]
 
     def add(self, stats: StepStats, batch: Rollout) -> None:
         """Logs a step, and shows it now and then, with what was said in one of its episodes."""
         step, seconds = len(self.rows) + 1, since(self.started)
-        self.rows.append({"run": self.label, "step": step, "seconds": seconds} | vars(stats))
+        self.rows.append({"run": self.label, "step": step, "seconds": seconds,
+                          "busy_s": self.fleet.busy_s} | vars(stats))
         with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
             log.write(json.dumps(self.rows[-1]) + "\n")
+        if self["skipped"][-self.MAX_SKIPPED :] == [1] * self.MAX_SKIPPED:
+            raise RuntimeError(f"{self.MAX_SKIPPED} gradients in a row were not finite; the last "
+                               f"loss was {stats.loss}")
+        if self.signal and self["reward"][-self.NO_SIGNAL :] in (
+                [0.0] * self.NO_SIGNAL, [1.0] * self.NO_SIGNAL):
+            self.signal = False
+            self.report.say(f"{self.label}: every reward of the last {self.NO_SIGNAL} batches was "
+                            f"{stats.reward:.0f}: nothing to learn from them")
         keep = step == 1 or step % self.every == 0
         if keep or step % 10 == 0:
             asked = " ".join(said for said, _ in batch.prompts[0].turns)
@@ -2394,15 +2686,28 @@ class History:
                 f"lag {stats.lag_mean:.1f} max {stats.lag_max} {speed:.0f} tokens/s  "
                 f"{asked} > {' '.join(batch.answers[0]):.16s}", keep)
 
-    async def speed(self, num_steps: int) -> list:
+    def restore(self, rows: list[dict], count: dict) -> None:
+        """As it was at a checkpoint. If another process made it, its count too; what was under way
+        there is lost."""
+        if rows or self.rows:
+            self.report.say(f"{self.label}: the trainer goes on from step {len(rows)}")
+        if rows and not self.rows:
+            self.started, self.fleet.busy_s = (
+                time.monotonic() - rows[-1]["seconds"], rows[-1]["busy_s"])
+            self.count.clear()
+            self.count.update(count)
+            self.count["lost"] += self.count.under_way()
+        self.rows[:] = rows
+        undone = self.count["trained"] - GROUPS_PER_BATCH * len(rows)
+        self.count.update(trained=-undone, undone=undone)
+
+    def speed(self, num_steps: int) -> list:
         """Of the first steps: seconds, steps/s, tokens/s, shares of the time that generators and
-        trainer spent waiting, reward in the last tenth. To be asked soon: Metrics forgets."""
+        trainer spent waiting, reward in the last tenth."""
         seconds, tokens = self["seconds"][num_steps - 1], sum(self["num_tokens"][:num_steps])
-        start, end, busy_s = self.started, self.started + seconds, collections.Counter()
-        for span in await self.fleet.metrics.spans.call_one(start, end):
-            busy_s[span.who.split()[0]] += min(span.end, end) - max(span.start, start)
-        sides = {"generator": self.fleet.cfg.generators, "trainer": self.fleet.cfg.trainers}
-        idle = [f"{1 - busy_s[side] / seconds / size:.0%}" for side, size in sides.items()]
+        busy_s = [self["busy_s"][num_steps - 1] / self.fleet.cfg.generators,
+                  sum(self["step_s"][:num_steps])]
+        idle = [f"{1 - busy / seconds:.0%}" for busy in busy_s]
         reward = statistics.fmean(self["reward"][:num_steps][-max(1, num_steps // 10) :])
         return [seconds, num_steps / seconds, tokens / seconds, *idle, reward]
 
@@ -2416,13 +2721,20 @@ class History:
         return last - first
 
 
-async def train_sync(fleet: Fleet, report: Report, num_steps: int) -> History:
+async def train_sync(fleet: Fleet, report: Report, num_steps: int, folder: str = "") -> History:
     """Sample, step, publish, one after the other: the first steps of a run of --steps."""
-    await fleet.ask("reset", fleet.cfg.steps)
     history = History(fleet, report, "sync")
-    for _ in range(num_steps):
-        batch = await fleet.batch()  # generators pull before they sample, so lag is 0
-        history.add(await fleet.ask("step", batch), batch)
+    await fleet.start_run(history, folder)
+    with fleet.stop_politely():
+        while len(history.rows) < num_steps:
+            try:
+                batch = await fleet.batch()  # generators pull before they sample, so lag is 0
+                history.add(await fleet.step(batch), batch)
+                history.count.update(started=GROUPS_PER_BATCH, trained=GROUPS_PER_BATCH)
+                if fleet.is_due(len(history.rows), num_steps):
+                    await fleet.save(history)
+            except TrainerLost:
+                await fleet.lost(history, rewind=True)
     return history
 
 
@@ -2439,7 +2751,8 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
             report.check("room to learn", best - before, ">", 0.5)
         _, gap = await fleet.ask("compare", first)  # before any training
         report.check("log-probabilities, recorded and recomputed, differ by", gap, "<", 1e-4)
-        history = await train_sync(fleet, report, max(1, cfg.steps // 2))
+        folder = cfg.checkpoint and f"{cfg.checkpoint}/sync_rl"
+        history = await train_sync(fleet, report, max(1, cfg.steps // 2), folder)
         (stale, _), after = await fleet.ask("compare", first), await fleet.heldout_exact()
     mismatch = max(history["mismatch_k3"])
     gain = history.report_learning(before, after, mismatch)
@@ -2472,20 +2785,16 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 
 
 class Gate:
-    """Tickets, one per group: started = trained + dropped + lost + under way."""
+    """Tickets, one per group."""
 
-    def __init__(self, max_lag: int):
+    def __init__(self, max_lag: int, count: Books):
         self.limit = (max_lag + 1) * GROUPS_PER_BATCH
-        self.count = collections.Counter(started=0, trained=0, dropped=0, lost=0)
-        self.changed = asyncio.Condition()
-
-    def under_way(self) -> int:
-        return self.count["started"] - sum(self.count[k] for k in ("trained", "dropped", "lost"))
+        self.count, self.changed = count, asyncio.Condition()
 
     async def admit(self, num_groups: int) -> None:
         """Takes tickets; waits while too much is under way; woken by `settle`."""
         async with self.changed:
-            await self.changed.wait_for(lambda: self.under_way() + num_groups <= self.limit)
+            await self.changed.wait_for(lambda: self.count.under_way() + num_groups <= self.limit)
             self.count["started"] += num_groups
 
     async def settle(self, how: str, num_groups: int) -> None:
@@ -2498,23 +2807,32 @@ class Gate:
 class ReplayBuffer:
     """Groups that wait for the trainer, oldest first. Here, and only here, the two loops meet."""
 
-    def __init__(self, gate: Gate, max_lag: int):
-        self.gate, self.max_lag = gate, max_lag
-        self.groups: list[tuple] = []  # (rollout, its rows of the group, version)
+    def __init__(self, gate: Gate, max_lag: int, last: dict[int, float]):
+        """last: run id -> its last version that still exists."""
+        self.gate, self.max_lag, self.last = gate, max_lag, last
+        self.groups: list[tuple] = []  # (rollout, its rows of the group, version, run id)
         self.arrived = asyncio.Condition()
 
-    async def put(self, rollout: Rollout) -> None:
+    async def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
+        """Groups of which less than two episodes were judged are lost."""
         groups = [(rollout.group_ids == g).nonzero()[:, 0] for g in rollout.group_ids.unique()]
+        groups = [rows.tolist() for rows in groups if len(rows) > 1]
         async with self.arrived:
-            self.groups += [(rollout, r.tolist(), int(rollout.versions[r].min())) for r in groups]
+            self.groups += [(rollout, rows, int(rollout.versions[rows].min()), run_id)
+                            for rows in groups]
             self.arrived.notify_all()
+        await self.gate.settle("lost", num_groups - len(groups))
+
+    def _fits(self, group: tuple, version: int) -> bool:
+        _, _, made_by, run_id = group
+        return version - made_by <= self.max_lag and made_by <= self.last[run_id]  # bound
 
     async def take(self, num_groups: int, version: int) -> Rollout:
         """The oldest groups that a trainer at this version may see, as one batch. Drops what is too
-        old; waits until there is enough; woken by `put`."""
+        old, or made by a version that was lost; waits until there is enough; woken by `put`."""
         async with self.arrived:
             while True:
-                fresh = [g for g in self.groups if version - g[2] <= self.max_lag]  # bound
+                fresh = [group for group in self.groups if self._fits(group, version)]
                 dropped, self.groups = len(self.groups) - len(fresh), fresh
                 await self.gate.settle("dropped", dropped)  # refund
                 if len(fresh) >= num_groups:
@@ -2526,104 +2844,167 @@ class ReplayBuffer:
 class AsyncRun:
     """The two kinds of loops. The run ends when the trainer has made its steps."""
 
-    def __init__(self, fleet: Fleet, num_steps: int, max_lag: int, history: History):
-        self.fleet, self.history = fleet, history
-        self.gate = Gate(max_lag)
-        self.buffer = ReplayBuffer(self.gate, max_lag)
-        self.away, self.done = 0, False  # away: groups in requests that are not back
-        self.steps, self.turn = iter(range(num_steps)), asyncio.Lock()  # of the training loops
+    MAX_MISSES = 10  # requests of one loop in a row that came back without a group
 
-    async def run(self, version: int) -> None:
-        """version: the trainer's now.
+    def __init__(self, fleet: Fleet, num_steps: int, max_lag: int, history: History):
+        self.fleet, self.num_steps, self.history = fleet, num_steps, history
+        self.gate = Gate(max_lag, history.count)
+        self.buffer = ReplayBuffer(self.gate, max_lag, fleet.last)
+        self.away, self.done = 0, False  # away: groups in requests that are not back
+        self.turn = asyncio.Lock()  # of the training loops
+
+    async def run(self, folder: str = "") -> None:
+        """folder: of checkpoints.
 
         Shutdown:  training ends (or any loop raises)
                      -> done: no loop asks for tickets again
                      -> loops that wait for a generator get their answer and put it
                      -> loops that wait for a ticket, and steps not answered, are cancelled
-                     -> what raised is raised here; what lies in the buffer is counted"""
-        self.version = version
+                     -> what raised is raised here, without waiting for answers; what lies in the
+                        buffer is counted"""
+        await self.fleet.start_run(self.history, folder)
+        self._follow()
         # Of training two loops: while the trainer works on a batch, the next one waits there, and
         # no more, for it grows older by a version. With K = 0 there are tickets for one batch only,
         # and one loop waits. Of rollouts two per generator; with few tickets the gate lets fewer
         # through.
         loops = [self._training] * 2 + [self._rollouts] * (2 * self.fleet.cfg.generators)
-        tasks = [asyncio.ensure_future(loop()) for loop in loops]
-        ends = [asyncio.gather(*tasks[:2]), *tasks[2:]]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        with self.fleet.stop_politely():
+            tasks = [asyncio.ensure_future(loop()) for loop in loops]
+            ends = [asyncio.gather(*tasks[:2]), *tasks[2:]]
+            ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self.done = True
-        while self.away:
+        while self.away and not any(end.exception() for end in ended):
             await asyncio.sleep(0.005)
-        ended = [end for end in ends if end.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*ended)
 
+    def _follow(self) -> None:
+        """The trainer is where the fleet has put it: its version, and steps sent to it."""
+        self.version, self.sent = self.fleet.version, len(self.history.rows)
+
     async def _rollouts(self) -> None:
         """consumes tickets / waits for the gate, then for a generator / woken by Gate.settle, then
         by the answer / produces groups in the buffer / ends when the run is done"""
+        misses = 0
         while not self.done:
             await self.gate.admit(GROUPS_PER_BATCH)
             self.away += GROUPS_PER_BATCH
             try:
                 prompts = self.fleet.sampler.draw(GROUPS_PER_BATCH)
-                await self.buffer.put(await self.fleet.rollout(prompts))
+                run_id = self.fleet.handle.run_id
+                rollout = await self.fleet.rollout(prompts)
+                await self.buffer.put(rollout, GROUPS_PER_BATCH, run_id)
+                misses = 0 if rollout.prompts else misses + 1
             except (ActorError, SupervisionError) as error:  # after the service's own retries
+                misses += 1
                 await self.gate.settle("lost", GROUPS_PER_BATCH)
                 self.history.report.say(f"{GROUPS_PER_BATCH} groups lost: {cause(error)}")
-                if isinstance(cause(error), NoReplica):
-                    raise  # there is nobody left to generate: the run ends with this cause
+                if isinstance(cause(error), NoReplica) or misses >= self.MAX_MISSES:
+                    raise  # nobody is left to ask: the run ends with this cause
+                await asyncio.sleep(0.1 * misses)  # a trainer that is not back yet, for example
             finally:
                 self.away -= GROUPS_PER_BATCH
+            if misses >= self.MAX_MISSES:
+                raise RuntimeError(f"{misses} rollouts in a row had no episode that was judged")
 
     async def _training(self) -> None:
         """consumes groups / waits for its turn, for the buffer, then for the trainer / woken by the
-        other such loop, by ReplayBuffer.put, by the answer / produces versions / ends when no step
-        is left"""
-        for _ in self.steps:
-            async with self.turn:  # batches reach the trainer in the order taken
-                batch = await self.buffer.take(GROUPS_PER_BATCH, self.version)
-                self.version += 1  # at which the trainer will see the next batch
-            stats = await self.fleet.ask("step", batch)  # is sent before any other task runs
-            await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
-            self.history.add(stats, batch)
+        other such loop, by ReplayBuffer.put, by the answer / produces versions / ends when the last
+        step is sent"""
+        while self.sent < self.num_steps:
+            try:
+                async with self.turn:  # batches reach the trainer in the order taken
+                    if self.sent == self.num_steps:
+                        return  # the other loop has sent it while this one waited
+                    batch = await self.buffer.take(GROUPS_PER_BATCH, self.version)
+                    self.version += 1  # at which the trainer will see the next batch
+                    self.sent += 1
+                    step = asyncio.ensure_future(self._step(batch))  # runs before any other task
+                    if self.fleet.is_due(self.sent, self.num_steps):
+                        await step  # nothing is sent ahead of a checkpoint
+                        await self.fleet.save(self.history)
+                await step
+            except TrainerLost as lost:
+                await self._restore(lost)
+
+    async def _step(self, batch: Rollout) -> None:
+        try:
+            stats = await self.fleet.step(batch)
+        except TrainerLost:
+            await self.gate.settle("lost", GROUPS_PER_BATCH)
+            raise
+        await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
+        self.history.add(stats, batch)
+
+    async def _restore(self, lost: TrainerLost) -> None:
+        async with self.turn:
+            if self.fleet.handle.run_id == lost.run_id:  # else the other loop has done it
+                await self.fleet.lost(self.history, rewind=False)
+                self._follow()
+
+
+async def reach(step: int, history: History, running: asyncio.Future) -> None:
+    """Waits until a run has come so far, or has ended."""
+    while len(history.rows) < step and not running.done():
+        await asyncio.sleep(0.002)
 
 
 async def demo_async_rl(report: Report, cfg: Config) -> None:
     """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
     costs no step"""
     report.say(f"seed {cfg.seed}; starting a trainer and {cfg.generators} generators: about 10 s")
-    timed = max(1, cfg.steps * 4 // 5)  # steps to compare; then a generator is killed
+    timed = max(1, cfg.steps * 4 // 5)  # steps to compare; then the faults begin
     async with Fleet(cfg) as fleet:
         before, few = await fleet.heldout_exact(), min(60, timed)
-        version, loose = await fleet.ask("reset", few), History(fleet, report, "loose")
-        await AsyncRun(fleet, few, 10**6, loose).run(version)  # without the rule
-        version, history = await fleet.ask("reset", cfg.steps), History(fleet, report, "async")
+        loose = AsyncRun(fleet, few, 10**6, History(fleet, report, "loose"))
+        await loose.run()  # without the rule
+        history = History(fleet, report, "async")
         run = AsyncRun(fleet, cfg.steps, cfg.max_lag, history)
-        running = asyncio.ensure_future(run.run(version))
-        while len(history.rows) < timed and not running.done():
-            await asyncio.sleep(0.005)
-        killed = time.monotonic()
-        kill_process((await fleet.generators.status.call_one())["pids"][0])
+        running = asyncio.ensure_future(run.run(cfg.checkpoint and f"{cfg.checkpoint}/async_rl"))
+        await reach(timed, history, running)
+        speed, faults = history.speed(timed), []
+        for part, (name, number) in enumerate(FAULTS):
+            await reach(timed + (cfg.steps - timed) * part // 3, history, running)
+            status = await getattr(fleet, name).status.call_one(60.0)
+            os.kill(status["pids"][0], number)
+            faults.append((name, number, time.monotonic()))
         await running
-        speed, after = await history.speed(timed), await fleet.heldout_exact()
-        status = await fleet.generators.status.call_one(60.0)
+        after = await fleet.heldout_exact()
+        found = [(await getattr(fleet, name).status.call_one(60.0))["log"] for name, *_ in faults]
+        killed = faults[0][-1]
         spans = await fleet.metrics.spans.call_one(killed - 0.3, killed + 0.3)
         peer = await train_sync(fleet, report, timed)  # as far, at the same rates
-        report_speed(report, cfg.max_lag, timed, await peer.speed(timed), speed)
+        report_speed(report, cfg.max_lag, timed, peer.speed(timed), speed)
     report.say("", "0.6 s around the kill: g generate, s step, . wait",
                *timeline(spans, killed - 0.3, killed + 0.3), " " * 51 + "^ SIGKILL")
-    report_lag(report, run, loose)
+    report_faults(report, faults, found)
+    report_lag(report, run, loose.history)
     mismatch = max(peer["mismatch_k3"])  # of the replacement too, and all of lag 0
     history.report_learning(before, after, mismatch)
     stall = sum(history["stall_s"]) / sum(history["step_s"])
     report.figure(trainer_stall_share=stall)
     report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     report.check("k3 of recorded and recomputed log-probabilities", mismatch, "<=", 1e-6)
-    report.check(f"generators replaced, kill at step {timed}", len(status["log"]), ">", 0)
-    report.check("healthy generators at the end", status["healthy"], "==", cfg.generators)
     report.check("held-out exact, gained", after - before, ">", 0)
     report.say(f"try: no bound on lag (line {line_of('bound')}), and `max_lag + 100` in Gate")
+
+
+# What happens in the demo: to a process of this service, this signal.
+FAULTS = [("generators", signal.SIGKILL), ("judges", signal.SIGSTOP), ("trainer", signal.SIGKILL)]
+
+
+def report_faults(report: Report, faults: list[tuple], logs: list[list]) -> None:
+    """What was done to each service, and what it did about that."""
+    rows = []
+    for (name, number, struck), log in zip(faults, logs):
+        for _, why, when, cure_s in log[:1]:
+            rows.append([f"{signal.Signals(number).name}, one of {name}", why,
+                         round((when - struck) * 1e3), round(cure_s * 1e3)])
+    report.table(["fault", "noticed", "after ms", "replaced after ms"], *rows)
+    report.check("faults noticed and cured", len(rows), "==", len(faults))
 
 
 def report_speed(report: Report, max_lag: int, timed: int, sync: list, fast: list) -> None:
@@ -2639,6 +3020,7 @@ def report_speed(report: Report, max_lag: int, timed: int, sync: list, fast: lis
 def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
     """Where all groups went, and how old they were."""
     count, in_flight, bound = run.gate.count, run.away + len(run.buffer.groups), run.buffer.max_lag
+    trained = count["trained"] / GROUPS_PER_BATCH
     rows = [[how, most, statistics.fmean(h["lag_mean"]), max(h["lag_max"])] for how, most, h in (
         ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", run.history))]
     report.table(["lag, in versions", "bound", "mean", "max"], *rows)
@@ -2646,7 +3028,8 @@ def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
     report.figure(**count, in_flight=in_flight)
     report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
     report.check("largest lag", rows[1][-1], "<=", bound)
-    report.check("groups started, not accounted for", run.gate.under_way() - in_flight, "==", 0)
+    report.check("groups started, not accounted for", count.under_way() - in_flight, "==", 0)
+    report.check(f"steps of {run.num_steps} whose groups are counted", trained, "==", run.num_steps)
 
 
 # -- plumbing: the command line -------------------------------------------------------------------
@@ -2677,7 +3060,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
                             choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
-    for name, low in dict(steps=1, generators=1, trainers=1, max_lag=0, seed=0, model_mb=1).items():
+    least = dict(steps=1, generators=1, trainers=1, max_lag=0, seed=0, model_mb=1, save_every=1)
+    for name, low in least.items():
         if getattr(args, name) < low:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
     for flag, path in [("--json", args.json), ("--log", args.log)]:
