@@ -2946,7 +2946,7 @@ class AsyncRun:
                 self._follow()
 
 
-async def reach(step: int, history: History, running: asyncio.Future) -> None:
+async def until_step(step: int, history: History, running: asyncio.Future) -> None:
     """Waits until a run has come so far, or has ended."""
     while len(history.rows) < step and not running.done():
         await asyncio.sleep(0.002)
@@ -2964,10 +2964,10 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         history = History(fleet, report, "async")
         run = AsyncRun(fleet, cfg.steps, cfg.max_lag, history)
         running = asyncio.ensure_future(run.run(cfg.checkpoint and f"{cfg.checkpoint}/async_rl"))
-        await reach(timed, history, running)
+        await until_step(timed, history, running)
         speed, faults = history.speed(timed), []
         for part, (name, number) in enumerate(FAULTS):
-            await reach(timed + (cfg.steps - timed) * part // 3, history, running)
+            await until_step(timed + (cfg.steps - timed) * part // 3, history, running)
             status = await getattr(fleet, name).status.call_one(60.0)
             os.kill(status["pids"][0], number)
             faults.append((name, number, time.monotonic()))
