@@ -2473,14 +2473,14 @@ class Fleet:
     NUM_JUDGES = 2  # one may hang while the other works
     MAX_LOSSES = 5  # of the trainer since the last checkpoint; more, and it is no accident
 
-    def __init__(self, cfg: Config, judge: type = Judge):
+    def __init__(self, cfg: Config):
         self.cfg, self.sampler = cfg, Sampler(cfg)
         self.num_asked, self.busy_s, self.num_unjudged = 0, 0.0, 0
         self.handle, self.start, self.interrupted = None, Vault(), False
         self.last: dict[int, float] = {}  # run id -> its last version that still exists
         self.trainer = self._service("trainer", Trainer, 1, num_ranks=cfg.trainers, max_attempts=1)
         self.generators = self._service("generator", Generator, cfg.generators)
-        self.judges = self._service("judge", judge, self.NUM_JUDGES, max_attempts=1,
+        self.judges = self._service("judge", Judge, self.NUM_JUDGES, max_attempts=1,
                                     max_in_flight=1)
 
     def _service(self, name: str, worker: type, num_replicas: int, **limits):
