@@ -2804,7 +2804,7 @@ class ReplayBuffer:
         """last: run id -> its last version that still exists."""
         self.gate, self.max_lag, self.last = gate, max_lag, last
         self.groups: list[tuple] = []  # (rollout, its rows of the group, version, run id)
-        self.arrived = asyncio.Condition()
+        self.arrived, self.lost = asyncio.Condition(), None
 
     async def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
         """Groups of which less than two episodes were judged are lost."""
@@ -2816,6 +2816,12 @@ class ReplayBuffer:
             self.arrived.notify_all()
         await self.gate.settle("lost", num_groups - len(groups))
 
+    async def interrupt(self, lost: TrainerLost) -> None:
+        """Whoever waits for a batch for this trainer hears that it is lost."""
+        async with self.arrived:
+            self.lost = lost
+            self.arrived.notify_all()
+
     def _fits(self, group: tuple, version: int) -> bool:
         _, _, made_by, run_id = group
         return version - made_by <= self.max_lag and made_by <= self.last[run_id]  # bound
@@ -2825,6 +2831,8 @@ class ReplayBuffer:
         old, or made by a version that was lost; waits until there is enough; woken by `put`."""
         async with self.arrived:
             while True:
+                if self.lost:
+                    raise self.lost
                 fresh = [group for group in self.groups if self._fits(group, version)]
                 dropped, self.groups = len(self.groups) - len(fresh), fresh
                 await self.gate.settle("dropped", dropped)  # refund
@@ -2918,7 +2926,9 @@ class AsyncRun:
                         await self.history.save()
                 await step
             except TrainerLost as lost:
+                await self.buffer.interrupt(lost)  # the other loop may have the turn, and wait
                 async with self.turn:
+                    self.buffer.lost = None
                     if lost.args[0] == self.fleet.handle.run_id:  # else the other loop has done it
                         await self.history.restore()
                         self._follow()
