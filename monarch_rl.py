@@ -570,8 +570,9 @@ class Supervisor(Actor):
         """Waits until the call is answered, or the replica lost, or the deadline over."""
         first = asyncio.FIRST_COMPLETED
         done, _ = await asyncio.wait({call, replica.lost}, timeout=deadline_s, return_when=first)
-        if call not in done:
-            call.cancel()  # an answer that comes too late finds nobody
+        if call not in done:  # an answer that comes too late finds nobody
+            call.add_done_callback(lambda late: late.cancelled() or late.exception())
+            call.cancel()
         return call in done
 
     async def __supervise__(self, failure) -> bool:
@@ -2259,23 +2260,23 @@ class Vault:
         paths = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True) if folder else []
         self.kept = [(str(path), None) for path in paths]  # newest first; the open file in memory
 
-    def newest(self, cfg: Config) -> str:
+    def newest(self, cfg: Config, say=lambda text: None) -> str:
         """The path of the newest that can be read; "" if there are none. Raises BadCheckpoint if
-        there are, and none can be read."""
-        bad = None
+        there are, and none can be read; says which others cannot."""
+        bad = []
         for path, _ in self.kept:
             try:
                 return read_checkpoint(path, cfg) and path
             except BadCheckpoint as error:
-                bad = bad or error
+                bad.append(error)
+                say(f"not used: {error}")
         if bad:
-            raise bad
+            raise bad[0]
         return ""
 
     def room(self) -> tuple:
         """Where to write the next one; in a folder over one that was cut off."""
         if self.folder:
-            os.makedirs(self.folder, exist_ok=True)
             return f"{self.folder}/unfinished", None
         file = open(os.memfd_create("checkpoint"), "rb")
         return f"/proc/{os.getpid()}/fd/{file.fileno()}", file
@@ -2637,7 +2638,7 @@ class History:
         self.losses += 1
         if self.losses > self.MAX_LOSSES:
             raise RuntimeError(f"the trainer was lost {self.losses - 1} times without a checkpoint")
-        path, fleet = self.vault.newest(self.fleet.cfg), self.fleet
+        path, fleet = self.vault.newest(self.fleet.cfg, self.report.say), self.fleet
         try:
             found = json.loads(await fleet.load(path, fleet.cfg.steps))
         except TrainerLost:  # another one
@@ -3073,7 +3074,14 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
             transformers.AutoConfig.from_pretrained(args.model)
         except (OSError, ValueError):
             parser.error(f"--model {args.model}: no folder with a model, no hub id that loads here")
-    return args, Config(**{name: getattr(args, name) for name in vars(Config())})
+    cfg = Config(**{name: getattr(args, name) for name in vars(Config())})
+    try:
+        for folder in filter(None, (folder_of(name, cfg) for name in ("sync_rl", "async_rl"))):
+            os.makedirs(folder, exist_ok=True)
+            Vault(folder).newest(cfg)
+    except (BadCheckpoint, OSError) as error:
+        parser.error(f"--checkpoint: {error}")
+    return args, cfg
 
 
 def descendants() -> list[int]:

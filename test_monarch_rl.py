@@ -1839,7 +1839,7 @@ def chaos(folder, *what, timeout=400):
     return answers
 
 
-@pytest.mark.parametrize("seed", [2, 6, 14])
+@pytest.mark.parametrize("seed", [1, 4, 14])
 def test_three_faults_cost_no_step_and_the_books_are_true(tmp_path, seed):
     """Of twenty seeds three; each draws three faults and three steps."""
     [found] = chaos(tmp_path, f"chaos:{seed}")
@@ -1907,6 +1907,136 @@ def test_a_power_cut_at_any_moment_changes_nothing(tmp_path):
     outside, inside, ends, gap = power_cuts(tmp_path, 2, 1)
     print(f"power cuts: {outside} outside, {inside} inside a checkpoint, {ends} ends, difference {gap}")
     assert outside >= 2 and inside >= 1 and ends >= 1 and gap == 0.0
+
+
+def checkpoint(path, **about):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"about": m.about(m.Config()) | about, "weights": torch.arange(1000.0)}, path)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def spoil(path, how):
+    """A file that no run can go on from."""
+    whole = bytearray(path.read_bytes())
+    if how == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif how == "damaged":
+        whole[whole.index(torch.tensor([500.0]).numpy().tobytes())] ^= 1
+        path.write_bytes(whole)
+    elif how == "newer":
+        checkpoint(path, format=2)
+    elif how == "another task":
+        checkpoint(path, **{"--task": "count"})
+    else:
+        torch.save({"foreign": [1], "code": Bomb(), "nothing": None}[how], path)
+
+
+@pytest.mark.parametrize("how, told", [
+    ("truncated", "not a zip"), ("damaged", "is damaged"), ("newer", "format 2"),
+    ("another task", "--task count"), ("foreign", "no checkpoint"), ("code", "Weights only")])
+def test_a_bad_checkpoint_gets_one_line_and_the_older_one_is_used(tmp_path, how, told):
+    folder = tmp_path / "saved" / "sync_rl"
+    checkpoint(folder / "step-00000002.pt")
+    spoil(folder / "step-00000002.pt", how)
+    found = subprocess.run(
+        [sys.executable, str(FILE), "--only", "sync_rl", "--checkpoint", "saved"], cwd=tmp_path,
+        text=True, capture_output=True, timeout=60)
+    assert found.returncode == 2 and found.stdout == ""
+    assert len(found.stderr.splitlines()) == 1 and told in found.stderr, found.stderr
+    checkpoint(folder / "step-00000001.pt")
+    said = []
+    assert m.Vault(str(folder)).newest(m.Config(), said.append).endswith("step-00000001.pt")
+    assert len(said) == 1 and told in said[0]
+    assert not (tmp_path / "exploded").exists() and not os.path.exists("exploded")
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_vault_keeps_the_newest_two_and_only_whole_ones(tmp_path, in_memory):
+    def fds():
+        return len(os.listdir("/proc/self/fd"))
+
+    vault, before = m.Vault("" if in_memory else str(tmp_path)), fds()
+    assert vault.newest(m.Config(), print) == ""
+    for step in (10, 20, 30, 30):
+        room = vault.room()
+        torch.save({"about": m.about(m.Config()), "step": step}, room[0])
+        expected = [torch.load(path)["step"] for path, _ in vault.kept]
+        vault.keep(room, step)
+        assert [torch.load(path)["step"] for path, _ in vault.kept] == [step, *expected[:1]] or step == 30
+    left_unfinished = vault.room()
+    pathlib.Path(left_unfinished[0]).write_bytes(b"cut off")
+    assert torch.load(vault.newest(m.Config(), print))["step"] == 30 and len(vault.kept) == 2
+    if in_memory:
+        del vault, left_unfinished, room
+        assert fds() == before  # the memory goes with the vault
+    else:
+        assert sorted(os.listdir(tmp_path)) == ["step-00000020.pt", "step-00000030.pt", "unfinished"]
+        assert [path for path, _ in m.Vault(str(tmp_path)).kept] == [path for path, _ in vault.kept]
+
+
+@pytest.mark.parametrize("answer", [
+    ValueError, SystemExit, math.inf, math.nan, None, "many"], ids=str)
+def test_not_judged_is_not_zero(answer):
+    class Odd(m.Judge):
+        @staticmethod
+        def score(prompt, said):
+            if isinstance(answer, type):
+                raise answer
+            return 0.25 if said == "good" else answer
+
+    if isinstance(answer, type):
+        assert math.isnan(Odd(0, m.Config())._reward(None, "bad"))
+    else:
+        found = [Odd(0, m.Config())._reward(None, said) for said in ("good", "bad")]
+        assert found[0] == 0.25 and not math.isfinite(found[1])
+
+
+def stats_of(**changes):
+    zeros = dict.fromkeys(m.StepStats._fields, 0)
+    return m.StepStats(**zeros | {"num_tokens": 8} | changes)
+
+
+def test_ten_gradients_that_are_not_finite_end_the_run_and_no_signal_is_said(capsys):
+    batch = types.SimpleNamespace(prompts=[m.Prompt(0, (("a", "a"),))], answers=[("a",)])
+    fleet = types.SimpleNamespace(cfg=m.Config(steps=10**6), busy_s=0.0)
+
+    def history():
+        made = m.History(fleet, m.Report(), "test", 100)
+        made.started = time.monotonic()
+        return made
+
+    for reward, told in ((0.0, True), (1.0, True), (0.5, False)):
+        run = history()
+        for _ in range(39):
+            run.add(stats_of(reward=reward), batch)
+        assert ("nothing to learn" in capsys.readouterr().out) is told
+    run = history()
+    for skipped in [1] * 9 + [0] + [1] * 9:
+        run.add(stats_of(skipped=skipped), batch)
+    with pytest.raises(RuntimeError, match="10 gradients in a row"):
+        run.add(stats_of(skipped=1), batch)
+
+
+def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
+    command = "--only sync_rl --steps 120 --checkpoint saved --save-every 1000".split()
+    process, mark = start(tmp_path, *command)
+    while "sync " not in process.stdout.readline():
+        pass
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    step = int(re.fullmatch(r"monarch_rl: interrupted; the same command goes on after step (\d+)\n", err)[1])
+    assert wait_until(lambda: processes_of(mark) == []) and 0 < step < 60
+    saved = tmp_path / "saved" / "sync_rl"
+    assert os.listdir(saved) == [f"step-{step:08d}.pt"]
+    run = Run(tmp_path, *command)
+    assert run.status == 0 and f"goes on after step {step}" in run.out, run.out + run.err
+    assert sorted(os.listdir(saved)) == [f"step-{step:08d}.pt", "step-00000060.pt"] and run.left == []
 
 
 # -- the policy -----------------------------------------------------------------------------------
@@ -2167,3 +2297,17 @@ def test_readme_and_docs_agree_with_the_file():
     for field in m.StepStats.__dataclass_fields__:
         assert field in docs, f"{field} is logged but not explained"
     assert shutil.which("bash") and (FOLDER / ".ci" / "run").exists()
+
+
+# -- all of it, at length -------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as room:
+        room = pathlib.Path(room)
+        for number, what in enumerate(["failover", "throughput", "memory"]):
+            print(json.dumps(*chaos(room / str(number), what)), flush=True)
+        answers = [chaos(room / f"chaos {seed}", f"chaos:{seed}")[0] for seed in range(20)]
+        print(*map(json.dumps, answers), sep="\n")
+        print(f"runs with three faults, as they should be: {sum(not a['wrong'] for a in answers)} of 20")
+        print("power cuts outside, inside a checkpoint; runs that ended; largest difference:",
+              power_cuts(room / "cuts", 40, 10))
