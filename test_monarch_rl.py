@@ -2022,7 +2022,7 @@ def test_ten_gradients_that_are_not_finite_end_the_run_and_no_signal_is_said(cap
 
 
 def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
-    command = "--only sync_rl --steps 120 --checkpoint saved --save-every 1000".split()
+    command = "--only sync_rl --steps 240 --checkpoint saved --save-every 1000".split()
     process, mark = start(tmp_path, *command)
     while "sync " not in process.stdout.readline():
         pass
@@ -2031,12 +2031,12 @@ def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
     step = int(re.fullmatch(r"monarch_rl: interrupted; the same command goes on after step (\d+)\n", err)[1])
-    assert wait_until(lambda: processes_of(mark) == []) and 0 < step < 60
+    assert wait_until(lambda: processes_of(mark) == []) and 0 < step < 120
     saved = tmp_path / "saved" / "sync_rl"
     assert os.listdir(saved) == [f"step-{step:08d}.pt"]
     run = Run(tmp_path, *command)
     assert run.status == 0 and f"goes on after step {step}" in run.out, run.out + run.err
-    assert sorted(os.listdir(saved)) == [f"step-{step:08d}.pt", "step-00000060.pt"] and run.left == []
+    assert sorted(os.listdir(saved)) == [f"step-{step:08d}.pt", "step-00000120.pt"] and run.left == []
 
 
 # -- the policy -----------------------------------------------------------------------------------
