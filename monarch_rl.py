@@ -520,7 +520,10 @@ class Replica:
 
 
 class Worker(Actor):
-    """What a supervisor owns. Its subclasses take (replica_id, *args)."""
+    """What a supervisor owns."""
+
+    def __init__(self, replica_id: int, cfg: Config | None = None):
+        self.replica_id, self.cfg, self.rank = replica_id, cfg, current_rank().rank
 
     @endpoint
     async def pid(self) -> int:
@@ -612,9 +615,6 @@ def is_alive(pid: int) -> bool:
 class Roots(Worker):
     """Somebody to fail, here and in section 6. Negative numbers have no square root, and replica 1
     has a bad spell from 100 to 199."""
-
-    def __init__(self, replica_id: int):
-        self.replica_id = replica_id
 
     @endpoint
     async def root(self, number: int) -> float:
@@ -2299,9 +2299,7 @@ class Trainer(Worker):
     """Owns the weights: warm-starts, steps, publishes. With several ranks each owns a part of every
     weight, gradient and moment (FSDP2) and scores a part of each batch; calls go to all of them."""
 
-    def __init__(self, replica_id: int, cfg: Config):
-        self.cfg, self.version, self.rank = cfg, -1, current_rank().rank
-        self.writer = self.optimizer = None
+    version, writer, optimizer = -1, None, None
 
     @endpoint
     async def setup(self) -> None:
@@ -2433,8 +2431,7 @@ class Trainer(Worker):
 class Generator(Worker):
     """A replica of the generator service: pulls the newest weights, then converses."""
 
-    def __init__(self, replica_id: int, cfg: Config):
-        self.replica_id, self.cfg, self.reader = replica_id, cfg, None
+    reader = None
 
     @endpoint
     async def setup(self) -> None:
@@ -2461,9 +2458,6 @@ class Judge(Worker):
     runs here, one request at a time, where it can be killed, and takes nobody along."""
 
     score = staticmethod(score)
-
-    def __init__(self, replica_id: int, cfg: Config):
-        self.replica_id = replica_id
 
     @endpoint
     async def rewards(self, prompts: list[Prompt], answers: list[tuple]) -> list[float]:
@@ -2559,6 +2553,8 @@ class Fleet:
         rewards = torch.tensor(await self.judge(rollout.prompts, rollout.answers))
         rollout, judged = dataclasses.replace(rollout, rewards=rewards), rewards.isfinite()
         self.num_unjudged += int((~judged).sum())
+        if not judged.any():
+            raise RuntimeError(f"none of {len(rewards)} episodes could be judged")
         return Rollout.join([(rollout, judged.nonzero()[:, 0].tolist())])
 
     async def judge(self, prompts: list[Prompt], answers: list[tuple]) -> list[float]:
@@ -2652,7 +2648,7 @@ class History:
             fleet.sampler.rewind(found["num_drawn"])
         if rows or self.rows:
             self.report.say(f"{self.label}: the trainer goes on after step {len(rows)}")
-        self.rows[:] = rows
+        self.rows[:], self.sent = rows, len(rows)  # sent: steps that the trainer has or is to make
         undone = self.count["trained"] - GROUPS_PER_BATCH * len(rows)
         self.count.update(trained=-undone, undone=undone)
 
@@ -2846,7 +2842,7 @@ class ReplayBuffer:
 class AsyncRun:
     """The two kinds of loops. The run ends when the trainer has made its steps."""
 
-    MAX_MISSES = 10  # requests of one loop in a row that came back without a group
+    MAX_MISSES = 10  # requests of one loop in a row that came back with nothing
 
     def __init__(self, history: History, max_lag: int):
         self.history, self.fleet = history, history.fleet
@@ -2863,7 +2859,6 @@ class AsyncRun:
                      -> what raised is raised here, without waiting for answers; what lies in the
                         buffer is counted"""
         await self.history.start()
-        self._follow()
         # Of training two loops: while the trainer works on a batch, the next one waits there, and
         # no more, for it grows older by a version. With K = 0 there are tickets for one batch only,
         # and one loop waits. Of rollouts two per generator; with few tickets the gate lets fewer
@@ -2880,59 +2875,52 @@ class AsyncRun:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*ended)
 
-    def _follow(self) -> None:
-        """The trainer is where the fleet has put it: its version, and steps sent to it."""
-        self.version, self.sent = self.fleet.version, len(self.history.rows)
-
     async def _rollouts(self) -> None:
-        """consumes tickets / waits for the gate, then for a generator / woken by Gate.settle, then
-        by the answer / produces groups in the buffer / ends when the run is done"""
+        """consumes tickets / waits for the gate, then for a generator and a judge / woken by
+        Gate.settle, then by the answers / produces groups in the buffer / ends when the run is
+        done"""
         misses = 0
         while not self.done:
             await self.gate.admit(GROUPS_PER_BATCH)
             self.away += GROUPS_PER_BATCH
+            prompts, run_id = self.fleet.sampler.draw(GROUPS_PER_BATCH), self.fleet.handle.run_id
             try:
-                prompts = self.fleet.sampler.draw(GROUPS_PER_BATCH)
-                run_id = self.fleet.handle.run_id
-                rollout = await self.fleet.rollout(prompts)
-                await self.buffer.put(rollout, GROUPS_PER_BATCH, run_id)
-                misses = 0 if rollout.prompts else misses + 1
-            except (ActorError, SupervisionError) as error:  # after the service's own retries
+                await self.buffer.put(await self.fleet.rollout(prompts), len(prompts), run_id)
+                misses = 0
+            except (ActorError, SupervisionError, RuntimeError) as error:  # after all retries
                 misses += 1
                 await self.gate.settle("lost", GROUPS_PER_BATCH)
                 self.history.report.say(f"{GROUPS_PER_BATCH} groups lost: {cause(error)}")
-                if isinstance(cause(error), NoReplica) or misses >= self.MAX_MISSES:
-                    raise  # nobody is left to ask: the run ends with this cause
+                if isinstance(cause(error), NoReplica) or misses == self.MAX_MISSES:
+                    raise  # the run ends with this cause
                 await asyncio.sleep(0.1 * misses)  # a trainer that is not back yet, for example
             finally:
                 self.away -= GROUPS_PER_BATCH
-            if misses >= self.MAX_MISSES:
-                raise RuntimeError(f"{misses} rollouts in a row had no episode that was judged")
 
     async def _training(self) -> None:
         """consumes groups / waits for its turn, for the buffer, then for the trainer / woken by the
         other such loop, by ReplayBuffer.put, by the answer / produces versions / ends when the last
         step is sent"""
-        while self.sent < self.history.num_steps:
+        fleet, history = self.fleet, self.history
+        while True:
             try:
                 async with self.turn:  # batches reach the trainer in the order taken
-                    if self.sent == self.history.num_steps:
-                        return  # the other loop has sent it while this one waited
-                    batch = await self.buffer.take(GROUPS_PER_BATCH, self.version)
-                    self.version += 1  # at which the trainer will see the next batch
-                    self.sent += 1
+                    if history.sent == history.num_steps:
+                        return
+                    batch = await self.buffer.take(GROUPS_PER_BATCH, fleet.version)
+                    fleet.version += 1  # at which the trainer will see the next batch
+                    history.sent += 1
                     step = asyncio.ensure_future(self._step(batch))  # runs before any other task
-                    if self.history.is_due(self.sent):
+                    if history.is_due(history.sent):
                         await step  # nothing is sent ahead of a checkpoint
-                        await self.history.save()
+                        await history.save()
                 await step
             except TrainerLost as lost:
                 await self.buffer.interrupt(lost)  # the other loop may have the turn, and wait
                 async with self.turn:
                     self.buffer.lost = None
-                    if lost.args[0] == self.fleet.handle.run_id:  # else the other loop has done it
-                        await self.history.restore()
-                        self._follow()
+                    if lost.args[0] == fleet.handle.run_id:  # else the other loop has done it
+                        await history.restore()
 
     async def _step(self, batch: Rollout) -> None:
         try:

@@ -313,23 +313,22 @@ class StubFleet:
 
     def __init__(self, generate_s=0.005, step_s=0.002, lost_at=()):
         self.cfg, self.sampler = m.Config(generators=2), m.Sampler(m.Config())
-        self.version, self.handle, self.last = 0, types.SimpleNamespace(run_id=1), {1: math.inf}
+        self.version = self.made = 0  # version: after the steps that are under way
+        self.handle, self.last = types.SimpleNamespace(run_id=1), {1: math.inf}
         self.generate_s, self.step_s, self.lost_at = generate_s, step_s, [*lost_at]
 
     async def rollout(self, prompts):
-        version = self.version
+        version = self.made
         await asyncio.sleep(random.random() * 2 * self.generate_s)
         return rollout_of([p.id for p in prompts for _ in range(2)], version)
 
     async def step(self, batch):
         run_id = self.handle.run_id
         await asyncio.sleep(self.step_s)
-        if self.lost_at and self.version >= self.lost_at[0]:
+        if run_id != self.handle.run_id or self.lost_at and self.made >= self.lost_at[0]:
             raise m.TrainerLost(run_id)
-        if run_id != self.handle.run_id:
-            raise m.TrainerLost(run_id)
-        self.version += 1
-        return self.version, int((self.version - 1 - batch.versions).max())
+        self.made += 1
+        return self.made, int((self.made - 1 - batch.versions).max())
 
 
 class StubHistory:
@@ -337,7 +336,7 @@ class StubHistory:
 
     def __init__(self, fleet, num_steps):
         self.fleet, self.num_steps, self.count = fleet, num_steps, m.Books()
-        self.rows, self.groups, self.saved = [], [], 0
+        self.rows, self.groups, self.saved, self.sent = [], [], 0, 0
 
     async def start(self):
         pass
@@ -346,14 +345,15 @@ class StubHistory:
         return step % 10 == 0
 
     async def save(self):
-        assert self.fleet.version == len(self.rows)  # nothing has been sent ahead
+        assert self.fleet.made == len(self.rows) == self.sent  # nothing has been sent ahead
         self.saved = len(self.rows)
 
     async def restore(self):
         fleet = self.fleet
         fleet.lost_at.pop(0)
         await asyncio.sleep(0.02)
-        fleet.version, fleet.handle = self.saved, types.SimpleNamespace(run_id=fleet.handle.run_id + 1)
+        fleet.version = fleet.made = self.sent = self.saved
+        fleet.handle = types.SimpleNamespace(run_id=fleet.handle.run_id + 1)
         for run_id in fleet.last:
             fleet.last[run_id] = min(fleet.last[run_id], self.saved)
         fleet.last[fleet.handle.run_id] = math.inf
