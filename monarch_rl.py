@@ -932,11 +932,8 @@ class Arena:
     def create(cls, manifest: Manifest, num_readers: int, checksums: bool = False) -> Arena:
         """Slots: one per reader, the latest, and one to write into."""
         demand(num_readers <= cls.MAX_READERS, f"arena: {num_readers} readers are too many")
-        try:  # memory without a name, so that no kill leaves any, and /dev/shm is no limit
-            fd = os.memfd_create("monarch_rl")
-        except OSError:  # a kernel that refuses
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
+        # memory without a name, so that no kill leaves any, and /dev/shm is no limit
+        fd = os.memfd_create("monarch_rl")
         num_slots = num_readers + 2  # slots
         run_id = random.SystemRandom().getrandbits(62)
         handle = ArenaHandle(os.getpid(), fd, run_id, manifest, num_slots, num_readers, checksums)

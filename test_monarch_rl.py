@@ -22,7 +22,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -901,18 +900,6 @@ def test_kill_leaves_nothing_and_readers_go_on(sides):
         reader.pull(check=True)
     assert sorted(os.listdir("/dev/shm")) == shared_memory
     assert not [name for name in set(os.listdir("/tmp")) - set(files) if "monarch_rl" in name]
-
-
-def test_without_memfd_an_unlinked_file_does(monkeypatch, tmp_path):
-    def refuse(name):
-        raise OSError("no memfd here")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    writer = m.WeightWriter(tensors(), num_readers=1)
-    assert os.listdir(tmp_path) == []
-    reader = m.WeightReader(writer.arena.handle, 0, tensors())
-    assert publish(writer, 2) and reader.pull() == 2 and holds(reader, 2)
 
 
 def test_an_arena_may_be_larger_than_dev_shm():
