@@ -821,25 +821,21 @@ def demand(holds: bool, otherwise: str) -> None:
         raise WeightMismatch(otherwise)
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Where one tensor lies in a slot."""
+# Where one tensor lies in a slot:
+#
+#     name       "lm_head.weight"
+#     shape      (19, 40)
+#     dtype      "bfloat16"
+#     tied_to    the first name of the same memory, which is stored once; mostly the own name
+#     offset     bytes from the start of the slot, a multiple of 64
+#     num_bytes  1520
+TensorSpec = collections.namedtuple("TensorSpec", "name shape dtype tied_to offset num_bytes")
 
-    name: str  # "lm_head.weight"
-    shape: tuple[int, ...]
-    dtype: str  # "bfloat16"
-    tied_to: str  # the first name of the same memory, which is stored once; mostly the own name
-    offset: int  # bytes from the start of the slot, a multiple of 64
-    num_bytes: int
 
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a slot holds. Both sides compare it before a byte moves: a name that one side lacks, or
-    another dtype of equal size, would otherwise be nonsense without an error."""
-
-    specs: tuple[TensorSpec, ...]
-    slot_bytes: int  # the tensors, then a checksum of each
+class Manifest(collections.namedtuple("Manifest", "specs slot_bytes")):
+    """What a slot holds: a TensorSpec per name, and its size, the tensors and then a checksum of
+    each. Both sides compare it before a byte moves: a name that one side lacks, or another dtype of
+    equal size, would otherwise be nonsense without an error."""
 
     @staticmethod
     def of(tensors: dict, dtype=None) -> Manifest:
@@ -878,17 +874,15 @@ def weights_of(module) -> dict:
     return dict(module.state_dict(keep_vars=True))
 
 
-@dataclass(frozen=True)
-class ArenaHandle:
-    """How another process of this host finds the arena; small enough for any message."""
-
-    pid: int  # of the writer
-    fd: int  # there: /proc/<pid>/fd/<fd> is a file without a name, gone when nobody has it open
-    run_id: int  # another one whenever a writer starts
-    manifest: Manifest
-    num_slots: int
-    num_readers: int
-    checksums: bool  # whether the writer adds them
+# How another process of this host finds the arena; small enough for any message:
+#
+#     pid, fd    of the writer: /proc/<pid>/fd/<fd>, a file without a name, gone when nobody has it
+#                open
+#     run_id     another one whenever a writer starts
+#     manifest   what each of the num_slots slots holds
+#     checksums  bool: whether the writer adds them
+ArenaHandle = collections.namedtuple(
+    "ArenaHandle", "pid fd run_id manifest num_slots num_readers checksums")
 
 
 # The arena of two readers, while version 8 is being written:
@@ -1150,22 +1144,17 @@ async def read_pieces(pieces: tuple[RDMABuffer, ...], room) -> None:
         raise error
 
 
-@dataclass(frozen=True)
-class Door:
-    """What another host needs to read an arena: RDMABuffers over it, a few hundred bytes each.
-    Made by the arena's process, and of use as long as that lives."""
+# What another host needs to read an arena, its handle and RDMABuffers over it, a few hundred bytes
+# each: the word `latest`, one word of each reader, and the pieces of each slot.
+Door = collections.namedtuple("Door", "handle latest leases slots")
 
-    handle: ArenaHandle
-    latest: RDMABuffer  # the word
-    leases: tuple[RDMABuffer, ...]  # one word of each reader
-    slots: tuple[tuple[RDMABuffer, ...], ...]  # pieces of each slot
 
-    @classmethod
-    def of(cls, arena: Arena) -> Door:
-        words = arena.whole[: Arena.HEADER_BYTES].view(-1, 64)[:, :8]  # the bytes of each
-        leases = words[Arena.LEASES :: 2][: arena.handle.num_readers]
-        return cls(arena.handle, RDMABuffer(words[Arena.LATEST]), tuple(map(RDMABuffer, leases)),
-                   tuple(map(pieces_of, arena.slots)))
+def door_of(arena: Arena) -> Door:
+    """Made by the arena's process, and of use as long as that lives."""
+    words = arena.whole[: Arena.HEADER_BYTES].view(-1, 64)[:, :8]  # the bytes of each
+    leases = words[Arena.LEASES :: 2][: arena.handle.num_readers]
+    return Door(arena.handle, RDMABuffer(words[Arena.LATEST]), [*map(RDMABuffer, leases)],
+                [*map(pieces_of, arena.slots)])
 
 
 class Relay(Actor):
@@ -1279,7 +1268,7 @@ class Bench(Rank):
         if self.rank == 0:
             self.writer = WeightWriter(self.tensors, self.num_generators)
             self.publish_many(50)
-            roads = [Door.of(self.writer.arena), RDMABuffer(self.block)]
+            roads = [door_of(self.writer.arena), RDMABuffer(self.block)]
         torch.distributed.broadcast_object_list(roads, 0)
         door, self.live_weights = roads
         time.sleep(0.1 * self.rank)  # one after the other
@@ -1430,31 +1419,18 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 # Source. DTensor placements; cross-mesh resharding (Zhuang, MLSys 2023).
 
 
-@dataclass(frozen=True)
-class Box:
-    """A cuboid of a tensor that one rank has."""
+# A cuboid of a tensor that one rank has: where its first element lies in the whole tensor, its size
+# in elements, and where its first element lies in what the rank has of the tensor.
+Box = collections.namedtuple("Box", "offset size local")
 
-    offset: tuple[int, ...]  # of its first element in the whole tensor, (4, 0)
-    size: tuple[int, ...]  # in elements, (4, 7)
-    local: tuple[int, ...]  # of its first element in what the rank has of the tensor, (0, 0)
-
-
-@dataclass(frozen=True)
-class Move:
-    """Elements that one rank has and another needs."""
-
-    source: int  # ranks of the two sides
-    target: int
-    offset: tuple[int, ...]  # of the first one in the whole tensor
-    size: tuple[int, ...]
-    read_at: tuple[int, ...]  # of the first one in what the source has, and in what the target has
-    write_at: tuple[int, ...]
-
+# Elements that one rank (of the source's side) has and another (of the target's) needs: where the
+# first one lies in the whole tensor, how many, where it lies in what each of the two has.
+Move = collections.namedtuple("Move", "source target offset size read_at write_at")
 
 # A plan, by example: a matrix of 5 x 23, the trainer cut by rows, the generator by columns.
 #
-#     source 0 has   Box(offset (0, 0), size (3, 23))     target 0 needs   Box((0, 0), (5, 12))
-#     source 1 has   Box(offset (3, 0), size (2, 23))     target 1 needs   Box((0, 12), (5, 11))
+#     source 0 has   Box((0, 0), (3, 23), (0, 0))     target 0 needs   Box((0, 0), (5, 12), (0, 0))
+#     source 1 has   Box((3, 0), (2, 23), (0, 0))     target 1 needs   Box((0, 12), (5, 11), (0, 0))
 #
 #     Move(source 0, target 1, offset (0, 12), size (3, 11), read_at (0, 12), write_at (0, 0))
 #     Move(source 1, target 1, offset (3, 12), size (2, 11), read_at (0, 12), write_at (3, 0))

@@ -581,7 +581,7 @@ def answer_to(others, said, done):
         if done:
             done(writer.arena)
             reader.pull(check=True)
-        m.WeightReader(dataclasses.replace(writer.arena.handle, **said), 0, small_weights(**others))
+        m.WeightReader(writer.arena.handle._replace(**said), 0, small_weights(**others))
         return "(nothing)"
     except m.WeightMismatch as error:
         kept = reader.version == 1 and all((t == 1).all() for t in reader.tensors.values())
