@@ -1206,7 +1206,8 @@ def form_group(port: int, rank: int, num_ranks: int) -> None:
 
 class Rank(Actor):
     """A process that takes part in measurements, here and in section 8. All ranks of one are in a
-    process group, with which they begin each round at the same moment."""
+    process group, with which they begin each round at the same moment. `end` is what each has of
+    the arena, its writer or a reader, and `block`, of rank 0, as many bytes as a version has."""
 
     def __init__(self):
         torch.set_num_threads(1)
@@ -1214,23 +1215,19 @@ class Rank(Actor):
 
     @endpoint
     async def do(self, method: str, *args):
-        """One endpoint for all methods, plain ones and coroutines."""
-        result = getattr(self, method)(*args)
-        return await result if asyncio.iscoroutine(result) else result
+        """One endpoint for all methods; they are coroutines."""
+        return await getattr(self, method)(*args)
 
-    async def take_part(self, num_rounds: int, road: str, *args) -> list[tuple]:
-        """Of each round: when my part in it began and ended, on the monotonic clock, what it
-        returned, and for how many seconds rank 0 copied the same bytes with memmove before it."""
-        rounds = []
-        for _ in range(num_rounds):
-            torch.distributed.barrier()  # nobody is busy with the round before
-            copy_s, version = self.step(), torch.tensor(self.version)
-            torch.distributed.broadcast(version, 0)
-            self.version = int(version)
-            start = time.monotonic()
-            result = await getattr(self, road)(*args)
-            rounds.append((start, time.monotonic(), result, copy_s))
-        return rounds
+    async def take_part(self, road: str, *args) -> tuple:
+        """A round: when my part in it began and ended, on the monotonic clock, what it returned,
+        and for how many seconds rank 0 copied its block into a slot with memmove before it."""
+        self.step()
+        copy_s = 0.0 if self.rank else memmove_s(self.end.arena, self.block)
+        version = torch.tensor(self.version)
+        torch.distributed.broadcast(version, 0)
+        self.version, start = int(version), time.monotonic()
+        result = await getattr(self, road)(*args)
+        return start, time.monotonic(), result, copy_s
 
 
 def memmove_s(arena: Arena, source) -> float:
@@ -1240,13 +1237,13 @@ def memmove_s(arena: Arena, source) -> float:
     return since(start)
 
 
-async def measure(ranks, num_rounds: int, road: str, *args) -> tuple[float, float, list]:
+async def measure(ranks, num_rounds: int, road: str, *args) -> tuple[float, float, tuple]:
     """(ms from the first beginning to the last end, ms of a memmove: medians of the rounds; what
     each rank returned, [round][rank])"""
-    of_ranks = (await ranks.do.call("take_part", num_rounds, road, *args)).values()
-    starts, ends, results, memmoves = zip(*(zip(*of_round) for of_round in zip(*of_ranks)))
+    rounds = [(await ranks.do.call("take_part", road, *args)).values() for _ in range(num_rounds)]
+    starts, ends, results, memmoves = zip(*(zip(*of_round) for of_round in rounds))
     took_s, median = map(operator.sub, map(max, ends), map(min, starts)), statistics.median
-    return median(took_s) * 1e3, median(map(max, memmoves)) * 1e3, [*results]
+    return median(took_s) * 1e3, median(map(max, memmoves)) * 1e3, results
 
 
 class Bench(Rank):
@@ -1261,45 +1258,40 @@ class Bench(Rank):
         parts = self.block.view(torch.bfloat16).tensor_split(cuts)
         self.tensors = {f"tensor.{i}": part for i, part in enumerate(parts)}
 
-    def join(self, port: int) -> Door | float:
+    async def join(self, port: int) -> Door | float:
         """The trainer publishes 50 versions and opens its door; then generators attach to it."""
         form_group(port, self.rank, 1 + self.num_generators)
         self.three, roads = torch.distributed.new_group([0, 1, 2]), [None, None]  # two generators
         if self.rank == 0:
-            self.writer = WeightWriter(self.tensors, self.num_generators)
-            self.publish_many(50)
-            roads = [door_of(self.writer.arena), RDMABuffer(self.block)]
+            self.end = WeightWriter(self.tensors, self.num_generators)
+            await self.publish_many(50)
+            roads = [door_of(self.end.arena), RDMABuffer(self.block)]
         torch.distributed.broadcast_object_list(roads, 0)
         door, self.live_weights = roads
         time.sleep(0.1 * self.rank)  # one after the other
-        return self.attach(door.handle) if self.rank else door
+        return await self.attach(door.handle) if self.rank else door
 
-    def attach(self, handle: ArenaHandle, relay=None) -> float:
+    async def attach(self, handle: ArenaHandle, relay=None) -> float:
         """A generator joins: seconds until it has the newest version of an arena, which a relay may
         have to fetch from then on."""
         self.relay, start = relay if self.rank == 2 else None, time.monotonic()
-        self.reader = WeightReader(handle, self.rank - 1, self.tensors)
-        self.reader.pull()
+        self.end = WeightReader(handle, self.rank - 1, self.tensors)
+        self.end.pull()
         return since(start)
 
-    def step(self) -> float:
-        """The trainer's next version; its seconds of a memmove of as many bytes."""
-        if self.rank:
-            return 0.0
-        self._next()
-        return memmove_s(self.writer.arena, self.block)
+    def step(self) -> None:
+        """The trainer's next version."""
+        if self.rank == 0:
+            self.end.wait()
+            self.version += 1
+            self.block.fill_(self.version % 120)
 
-    def _next(self) -> None:
-        self.writer.wait()
-        self.version += 1
-        self.block.fill_(self.version % 120)
-
-    def publish_many(self, num_versions: int) -> tuple[int, int]:
+    async def publish_many(self, num_versions: int) -> tuple[int, int]:
         """Steps and publishes without a pause: (versions so far, how many found no free slot)"""
         for _ in range(num_versions):
-            self._next()
-            self.writer.publish(self.version)
-        return self.version, self.writer.skipped
+            self.step()
+            self.end.publish(self.version)
+        return self.version, self.end.skipped
 
     async def sync(self, road: str, num_generators: int) -> float:
         """This version, from the trainer to the first generators: seconds for which my Python was
@@ -1313,7 +1305,7 @@ class Bench(Rank):
             if self.rank:  # the trainer takes no part
                 await self.live_weights.read_into(self.block)
         elif self.rank == 0:
-            self.writer.start(self.version)
+            self.end.start(self.version)
         else:
             start = await self._flip(road, start)
         return since(start)
@@ -1323,12 +1315,12 @@ class Bench(Rank):
         the newest; when it began to."""
         while self.relay and await self.relay.pull.call_one() < self.version and since(start) < 5:
             pass
-        while self.reader.arena.newest() < self.version and since(start) < 5:
+        while self.end.arena.newest() < self.version and since(start) < 5:
             time.sleep(0.0005)
         start, self.weights = time.monotonic(), self.tensors.values()
-        self.reader.pull()
+        self.end.pull()
         if road == "no leases":
-            self.reader.arena.words[self.reader.word] = Arena.NOTHING  # the rule, taken away
+            self.end.arena.words[self.end.word] = Arena.NOTHING  # the rule, taken away
         return start
 
     async def race(self, road: str, num_generators: int) -> int:
@@ -1337,16 +1329,15 @@ class Bench(Rank):
         self.version += self.rank  # each waits for another one, and so leases another slot
         await self.sync(road, num_generators)
         if self.rank == 0:
-            self.publish_many(12)
+            await self.publish_many(12)
         weights = self.weights if 0 < self.rank <= num_generators else ()
         every = [t.view(torch.int8).aminmax() for _ in range(4) for t in weights]
         return int(len({int(end) for ends in every for end in ends}) > 1)
 
 
-# How weights can travel: (road, generators, rounds). The first read of each piece is slow, so that
-# a relay is fast only when it has seen all slots.
+# How weights can travel on one host: (road, generators, rounds).
 ROADS = [("no leases", 2, 9), ("slots", 1, 9), ("slots", 2, 9), ("slots", 4, 9),
-         ("gloo broadcast", 2, 5), ("RDMABuffer", 1, 2), ("relay", 2, 19)]
+         ("gloo broadcast", 2, 5), ("RDMABuffer", 1, 2)]
 
 # What one costs: medians in ms, but for the ratio (ms / memmove), and reads that were torn.
 Row = collections.namedtuple("Row", "memmove ms ratio trainer generator torn reads")
@@ -1389,13 +1380,12 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.say(f"290 tensors, {cfg.model_mb} MiB; seed {cfg.seed} (at 96 MiB about 25 s)")
     procs, relay_procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     store, ranks = open_store(), procs.spawn("bench", Bench, cfg.model_mb, cfg.seed, 4)
-    (door, *joined_s), rows = (await ranks.do.call("join", store.port)).values(), {}
-    for road, *how_many in ROADS:
-        if road == "relay":  # generators 0 and 1 move to its host, so to speak
-            relay = relay_procs.spawn("relay", Relay, door, 0, 2)
-            handle, some = await relay.handle.call_one(), ranks.slice(rank=slice(1, 3))
-            await some.do.call("attach", handle, relay)
-        rows[f"{road}, {how_many[0]}"] = await row(ranks, road, *how_many)
+    door, *joined_s = (await ranks.do.call("join", store.port)).values()
+    rows = {f"{road}, {n}": await row(ranks, road, n, rounds) for road, n, rounds in ROADS}
+    relay, some = relay_procs.spawn("relay", Relay, door, 0, 2), ranks.slice(rank=slice(1, 3))
+    await some.do.call("attach", await relay.handle.call_one(), relay)  # its host's generators now
+    # The first read of each piece is slow: a relay is fast only when it has seen all slots.
+    rows["relay, 2"] = await row(ranks, "relay", 2, 19)
     versions, skipped = await ranks.slice(rank=0).do.call_one("publish_many", 0)
     await asyncio.gather(procs.stop(), relay_procs.stop())
     report_roads(report, cfg.model_mb, rows)
@@ -1646,7 +1636,7 @@ class Cutter(Rank):
         super().__init__()
         self.shapes, self.trains, self.at = shapes, self.rank < 2, self.rank % 2
 
-    def join(self, port: int) -> None:
+    async def join(self, port: int) -> None:
         form_group(port, self.rank, 4)
         sides = dtensor.init_device_mesh("cpu", (2, 2), mesh_dim_names=("side", "rank"))
         self.mesh, handle, handles = sides["rank"], [None], [None] * 4
@@ -1654,6 +1644,7 @@ class Cutter(Rank):
         if self.rank == 0:
             self.end = ShardWriter(self.by[0], 2, 0, 2)
             handle = [self.end.arena.handle]
+            self.block = self.end.arena.slots[-1]  # so few lease slots that it is never written
         torch.distributed.broadcast_object_list(handle, 0)
         if self.rank:
             self.end = (ShardWriter(self.by[0], 2, 1, 2, *handle) if self.trains
@@ -1671,16 +1662,12 @@ class Cutter(Rank):
             .view(shape), self.mesh, [dtensor.Shard(dim)], src_data_rank=None)
             for name, shape in self.shapes.items()}
 
-    def step(self) -> float:
-        """The trainer's next version; on rank 0, seconds of a memmove of as many bytes."""
+    def step(self) -> None:
+        """The trainer's next version."""
         self.version, self.found = self.version + 1, [0, 0.0, 0.0]
         for tensor in [*self.by[0].values(), *self.by[1].values()]:
             if self.trains:  # those of the generator change when it gets them
                 local(tensor).add_(1)
-        if self.rank:
-            return 0.0
-        arena = self.end.arena
-        return memmove_s(arena, arena.slots[arena.free_slot() - 1])  # out of another slot
 
     # The roads. source: the dimension along which the trainer is cut; target: the generator.
 
@@ -1710,7 +1697,7 @@ class Cutter(Rank):
             num_bytes = sum(parcel.buffer.nbytes for parcel in self.mail)
             self.found = [num_bytes, *await receive(self.mail, self.handles)]
 
-    def result(self, dim: int) -> list:
+    async def result(self, dim: int) -> list:
         """Of the last round: [tensors that are what distribute_tensor makes of this version, bytes
         sent from rank to rank, seconds hidden by overlap, seconds that could be hidden]"""
         expected = self._cut(dim)
