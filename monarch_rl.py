@@ -1449,9 +1449,9 @@ def boxes(shape: tuple, mesh_shape: tuple, placements: tuple, at: tuple) -> list
 
 def runs_of(indices) -> list[tuple[int, int, int]]:
     """[n] rising -> of each run of consecutive ones: (the first, how many, its place in the n)"""
-    breaks = ((indices.diff() != 1).nonzero()[:, 0] + 1).tolist() if len(indices) else []
-    ends = [0, *breaks, len(indices)]
-    return [(int(indices[a]), b - a, a) for a, b in zip(ends, ends[1:]) if b > a]
+    breaks = ((indices.diff() != 1).nonzero()[:, 0] + 1).tolist()
+    runs = zip(indices.tensor_split(breaks), [0, *breaks])
+    return [(int(run[0]), len(run), place) for run, place in runs if len(run)]
 
 
 def layout(shape: tuple, mesh: tuple, placements: tuple) -> list[list[Box]]:
@@ -1619,13 +1619,12 @@ def two_ranks(shape: tuple, dim: int) -> list[list[Box]]:
     return layout(shape, (2,), (dtensor.Shard(dim),))
 
 
-def rows_to_columns(shapes: dict) -> dict[tuple[int, int], list[tuple[str, Move]]]:
-    """(source rank, target rank) -> all moves from the one to the other."""
-    pairs, sent = collections.defaultdict(list), collections.Counter()
-    for name, shape in shapes.items():
-        for move in plan(name, two_ranks(shape, 0), two_ranks(shape, 1), sent):
-            pairs[move.source, move.target].append((name, move))
-    return pairs
+def rows_to_columns(shapes: dict) -> list[tuple[str, Move]]:
+    """All moves, with the names of the tensors, from two ranks that have rows to two that need
+    columns."""
+    sent = collections.Counter()
+    return [(name, move) for name, shape in shapes.items()
+            for move in plan(name, two_ranks(shape, 0), two_ranks(shape, 1), sent)]
 
 
 class Cutter(Rank):
@@ -1639,21 +1638,22 @@ class Cutter(Rank):
     async def join(self, port: int) -> None:
         form_group(port, self.rank, 4)
         sides = dtensor.init_device_mesh("cpu", (2, 2), mesh_dim_names=("side", "rank"))
-        self.mesh, handle, handles = sides["rank"], [None], [None] * 4
+        self.mesh, found = sides["rank"], [None] * 4
         self.by = self._cut(0), self._cut(1)
+        moves, mine = rows_to_columns(self.shapes), self.by[0 if self.trains else 1]
+        pairs = [(self.at, i) if self.trains else (i, self.at) for i in (0, 1)]  # (from, to)
+        self.mail = [Parcel([(name, move) for name, move in moves if move[:2] == pair], mine,
+                            self.trains) for pair in pairs]
+        handles = [pieces_of(parcel.buffer) for parcel in self.mail]
         if self.rank == 0:
             self.end = ShardWriter(self.by[0], 2, 0, 2)
-            handle = [self.end.arena.handle]
+            handles.append(self.end.arena.handle)
             self.block = self.end.arena.slots[-1]  # so few lease slots that it is never written
-        torch.distributed.broadcast_object_list(handle, 0)
+        torch.distributed.all_gather_object(found, handles)
+        self.handles, arena = [of_rank[self.at] for of_rank in found[:2]], found[0][-1]
         if self.rank:
-            self.end = (ShardWriter(self.by[0], 2, 1, 2, *handle) if self.trains
-                        else ShardReader(*handle, self.at, self.by[0]))
-        pairs, mine = rows_to_columns(self.shapes), self.by[0 if self.trains else 1]
-        self.mail = [Parcel(pairs[(self.at, i) if self.trains else (i, self.at)], mine, self.trains)
-                     for i in (0, 1)]  # to each rank of the other side, or from each
-        torch.distributed.all_gather_object(handles, [pieces_of(m.buffer) for m in self.mail])
-        self.handles = [of_rank[self.at] for of_rank in handles[:2]]
+            self.end = (ShardWriter(self.by[0], 2, 1, 2, arena) if self.trains
+                        else ShardReader(arena, self.at, self.by[0]))
 
     def _cut(self, dim: int) -> dict:
         """This version, as distribute_tensor cuts it."""
@@ -1718,10 +1718,9 @@ def picture(shape: tuple[int, int]) -> list[list[str]]:
 
 def loses_rows(shape: tuple[int, int]) -> bool:
     """Does a plan lose elements if sizes are rounded down to divide evenly?"""
-    half = shape[0] // 2
-    floored = [[Box((half * i, 0), (half, shape[1]), (0, 0))] for i in (0, 1)]
+    num_rows, num_columns = shape
     with contextlib.suppress(WeightMismatch):
-        return not plan("floored", floored, two_ranks(shape, 1))
+        return not plan("", two_ranks((num_rows // 2 * 2, num_columns), 0), two_ranks(shape, 1))
     return True
 
 
@@ -1736,10 +1735,6 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
                   "rank 1, by columns"], *picture((5, 23)))
     num_rows = cfg.model_mb * MIB // (8 * 2 * 1025)
     shapes = {f"layer.{i}": (num_rows + i, 1025) for i in range(8)}
-    mib = {pair: sum(2 * math.prod(move.size) for _, move in moves) / MIB
-           for pair, moves in rows_to_columns(shapes).items()}
-    report.table(["8 matrices, MiB", "to rank 0", "to rank 1"],
-                 *([f"from rank {a}", mib[a, 0], mib[a, 1]] for a in (0, 1)))
     report.say("", "a trainer and a generator of two ranks each (at 96 MiB about 20 s)")
     procs, store = this_host().spawn_procs(per_host={"rank": 4}), open_store()
     ranks, rows, right = procs.spawn("cutter", Cutter, shapes), [], 0
