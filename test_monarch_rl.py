@@ -942,7 +942,7 @@ async def main():
     procs, relay_procs = [m.this_host().spawn_procs(per_host={"rank": n}) for n in (3, 1)]
     ranks, store = procs.spawn("ranks", m.Bench, 16, 0, 2), m.open_store()
     door, *_ = (await ranks.do.call("join", store.port)).values()
-    relay = relay_procs.spawn("relay", m.Relay, door, 0, 2)
+    relay = relay_procs.spawn("relay", m.Relay, door, 2)
     handle = await relay.handle.call_one()
     await ranks.slice(rank=slice(1, 3)).do.call("attach", handle, relay)
     row = await m.row(ranks, "relay", 2, 150)
@@ -959,7 +959,7 @@ m.leave(0)
 def test_relay_is_never_torn_and_the_test_can_tell(tmp_path, lease, torn_expected):
     """Between two arenas, by one-sided reads and writes, while the trainer publishes without a
     pause; then without the announcement that protects the slot."""
-    changes = [] if lease else [("await self.lease.write_from(self.lease_word)", "await asyncio.sleep(0)")]
+    changes = [] if lease else [("await self.door.lease.write_from(self.lease_word)", "await asyncio.sleep(0)")]
     folder = broken_file(tmp_path, *changes).parent
     found = subprocess.run([sys.executable, "-c", RELAY], cwd=folder, text=True, capture_output=True,
                            timeout=200)
