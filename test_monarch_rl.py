@@ -22,7 +22,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import types
@@ -658,7 +657,7 @@ def answer_to(others, said, done):
         if done:
             done(writer.arena)
             reader.pull(check=True)
-        m.WeightReader(dataclasses.replace(writer.arena.handle, **said), 0, small_weights(**others))
+        m.WeightReader(writer.arena.handle._replace(**said), 0, small_weights(**others))
         return "(nothing)"
     except m.WeightMismatch as error:
         kept = reader.version == 1 and all((t == 1).all() for t in reader.tensors.values())
@@ -979,18 +978,6 @@ def test_kill_leaves_nothing_and_readers_go_on(sides):
     assert not [name for name in set(os.listdir("/tmp")) - set(files) if "monarch_rl" in name]
 
 
-def test_without_memfd_an_unlinked_file_does(monkeypatch, tmp_path):
-    def refuse(name):
-        raise OSError("no memfd here")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    writer = m.WeightWriter(tensors(), num_readers=1)
-    assert os.listdir(tmp_path) == []
-    reader = m.WeightReader(writer.arena.handle, 0, tensors())
-    assert publish(writer, 2) and reader.pull() == 2 and holds(reader, 2)
-
-
 def test_an_arena_may_be_larger_than_dev_shm():
     """It has no entry there, so the 64 MB of a container are no limit."""
     before = os.statvfs("/dev/shm").f_bavail
@@ -1031,7 +1018,7 @@ async def main():
     procs, relay_procs = [m.this_host().spawn_procs(per_host={"rank": n}) for n in (3, 1)]
     ranks, store = procs.spawn("ranks", m.Bench, 16, 0, 2), m.open_store()
     door, *_ = (await ranks.do.call("join", store.port)).values()
-    relay = relay_procs.spawn("relay", m.Relay, door, 0, 2)
+    relay = relay_procs.spawn("relay", m.Relay, door, 2)
     handle = await relay.handle.call_one()
     await ranks.slice(rank=slice(1, 3)).do.call("attach", handle, relay)
     row = await m.row(ranks, "relay", 2, 150)
@@ -1048,7 +1035,7 @@ m.leave(0)
 def test_relay_is_never_torn_and_the_test_can_tell(tmp_path, lease, torn_expected):
     """Between two arenas, by one-sided reads and writes, while the trainer publishes without a
     pause; then without the announcement that protects the slot."""
-    changes = [] if lease else [("await self.lease.write_from(self.lease_word)", "await asyncio.sleep(0)")]
+    changes = [] if lease else [("await self.door.lease.write_from(self.lease_word)", "await asyncio.sleep(0)")]
     folder = broken_file(tmp_path, *changes).parent
     found = subprocess.run([sys.executable, "-c", RELAY], cwd=folder, text=True, capture_output=True,
                            timeout=200)
