@@ -2169,11 +2169,6 @@ def read_checkpoint(path: str, cfg: Config) -> dict:
     return found
 
 
-def folder_of(stage: str, cfg: Config) -> str:
-    """Of the checkpoints of a stage; "" if none was asked for."""
-    return cfg.checkpoint and f"{cfg.checkpoint}/{stage}"
-
-
 class Vault:
     """The newest two checkpoints of a run, in a folder; without one in the memory of this process,
     in files that have no name. Only the controller touches it."""
@@ -2183,18 +2178,17 @@ class Vault:
         paths = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True) if folder else []
         self.kept = [(str(path), None) for path in paths]  # newest first; the open file in memory
 
-    def newest(self, cfg: Config, say=lambda text: None) -> str:
-        """The path of the newest that can be read; "" if there are none. Raises BadCheckpoint if
-        there are, and none can be read; says which others cannot."""
-        bad = []
+    def newest(self, cfg: Config, say) -> str:
+        """The path of the newest that can be read; "" if there are none. Says which others cannot,
+        and raises BadCheckpoint if none can."""
         for path, _ in self.kept:
             try:
                 return read_checkpoint(path, cfg) and path
             except BadCheckpoint as error:
-                bad.append(error)
                 say(f"not used: {error}")
-        if bad:
-            raise bad[0]
+                last = error
+        if self.kept:
+            raise last
         return ""
 
     def room(self) -> tuple:
@@ -2222,7 +2216,7 @@ class Trainer(Worker):
     """Owns the weights: warm-starts, steps, publishes. With several ranks each owns a part of every
     weight, gradient and moment (FSDP2) and scores a part of each batch; calls go to all of them."""
 
-    version, writer, optimizer = -1, None, None
+    version, writer, optimizer, schedule = -1, None, None, None
 
     @endpoint
     async def setup(self) -> None:
@@ -2232,33 +2226,31 @@ class Trainer(Worker):
         self.whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
     @endpoint
-    async def begin(self, port: int, warm: bool) -> tuple[ArenaHandle, list[float]]:
-        """Where it publishes, and what `warm_start` returned. port: where the ranks meet. A trainer
-        that has begun does nothing."""
-        cfg, model, found = self.cfg, self.policy.model, []
+    async def begin(self, port: int, warm: bool) -> ArenaHandle:
+        """Where it publishes. port: where the ranks meet. One that has begun only answers."""
+        cfg, model = self.cfg, self.policy.model
         if not self.writer:
-            found = warm_start(self.policy) if warm else []
+            if warm:
+                warm_start(self.policy)
             if cfg.trainers > 1:  # all ranks have the same weights until now
                 form_group(port, self.rank, cfg.trainers)
                 mesh = dtensor.init_device_mesh(cfg.device, (cfg.trainers,))
                 fsdp.fully_shard(model, mesh=mesh)
             weights = weights_of(model)
             self.writer = ShardWriter.join(weights, cfg.generators, self.rank, cfg.trainers)
-        return self.writer.arena.handle, found
+        return self.writer.arena.handle
 
     @endpoint
     async def save(self, run_id: int, path: str, state: str) -> None:
         """Writes a checkpoint, with this state of the controller; done when it is on the disk."""
         self._demand(run_id)
-        model, optimizer, whole = self.policy.model, self.optimizer, self.whole
-        found = {"about": about(self.cfg), "version": self.version, "state": state,
-                 "model": dcp.get_model_state_dict(model, options=whole), "optimizer": None}
-        if optimizer:
-            found |= {"optimizer": dcp.get_optimizer_state_dict(model, optimizer, options=whole),
-                      "schedule": self.schedule.state_dict(), "rng": torch.get_rng_state()}
+        weights, moments = dcp.get_state_dict(
+            self.policy.model, self.optimizer or [], options=self.whole)
         if self.rank == 0:
             with open(path, "wb") as file:
-                torch.save(found, file)
+                torch.save({"about": about(self.cfg), "version": self.version, "state": state,
+                            "weights": weights, "moments": moments,
+                            "schedule": self.schedule and self.schedule.state_dict()}, file)
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -2266,19 +2258,20 @@ class Trainer(Worker):
     async def load(self, path: str, num_steps: int) -> tuple[int, str]:
         """Becomes what a checkpoint says, in a run of so many steps, and publishes that: version,
         state of the controller. Raises BadCheckpoint; then nothing has changed."""
-        found, model, whole = read_checkpoint(path, self.cfg), self.policy.model, self.whole
+        found, model = read_checkpoint(path, self.cfg), self.policy.model
         self.writer.wait()
-        dcp.set_model_state_dict(model, found["model"], options=whole)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), self.policy.learning_rate, weight_decay=0.0, fused=True)
         # Over the last quarter of the steps the rate falls to 0. With a constant one the policy
         # gets as good, but dips now and then to 0.9 of that, and a run may end in a dip.
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: min(1.0, 4 * max(0.0, 1 - done / num_steps)))
-        if found["optimizer"]:  # else a run begins here
-            dcp.set_optimizer_state_dict(model, self.optimizer, found["optimizer"], options=whole)
-            self.schedule.load_state_dict(found["schedule"])
-            torch.set_rng_state(found["rng"])
+        trained = found["schedule"]  # else these are weights before RL, and there are no moments
+        dcp.set_state_dict(
+            model, self.optimizer if trained else [], model_state_dict=found["weights"],
+            optim_state_dict=found["moments"], options=self.whole)
+        if trained:
+            self.schedule.load_state_dict(trained)
         self.version = max(self.version + 1, found["version"])
         self.writer.start(self.version)
         return self.version, found["state"]
@@ -2413,14 +2406,16 @@ class Fleet:
             "judge", Judge, self.NUM_JUDGES, max_attempts=1, max_in_flight=1)
 
     def _service(self, name: str, worker: type, num_replicas: int, **limits):
-        deadline_s = self.DEADLINES_S[name] * (1 if self.cfg.model == "tiny" else 20)
+        deadline_s = self.DEADLINES_S[name]
+        if self.cfg.model != "tiny" and name != "judge":
+            deadline_s *= 20
         return this_proc().spawn(
             name, Service, name, worker, num_replicas, deadline_s, self.cfg, **limits)
 
     async def __aenter__(self) -> Fleet:
         self.metrics = await get_or_spawn_controller("metrics", Metrics)
         # all at once: importing takes longer than anything else
-        self.found, *_ = await asyncio.gather(
+        await asyncio.gather(
             self._warm(), self.generators.start.call_one(), self.judges.start.call_one())
         return self
 
@@ -2428,19 +2423,18 @@ class Fleet:
         services = self.trainer, self.generators, self.judges
         await asyncio.gather(*(service.close.call_one() for service in services))
 
-    async def _warm(self) -> list[float]:
+    async def _warm(self) -> None:
         """The first trainer. What it has after the warm start, all runs begin with."""
         await self.trainer.start.call_one()
-        found, room = await self._begin(warm=self.cfg.model == "tiny"), self.start.room()
+        await self._begin(warm=self.cfg.model == "tiny")
+        room = self.start.room()
         await self.ask("save", self.handle.run_id, room[0], "{}")
         self.start.keep(room, 0)
         await self.load("", 1)  # publishes it as version 0
-        return found
 
-    async def _begin(self, warm: bool) -> list[float]:
+    async def _begin(self, warm: bool) -> None:
         self.store = open_store()  # NCCL still asks it at the first step
-        self.handle, found = await self.ask("begin", self.store.port, warm, deadline_s=120.0)
-        return found
+        self.handle = await self.ask("begin", self.store.port, warm, deadline_s=120.0)
 
     async def load(self, path: str, num_steps: int) -> str:
         """The trainer, which may be a new one, becomes that of a checkpoint, or with "" that of
@@ -2461,9 +2455,6 @@ class Fleet:
             if isinstance(cause(error), (SupervisionError, TrainerLost)):
                 raise TrainerLost(run_id) from error
             raise cause(error)
-
-    async def step(self, batch: Rollout) -> StepStats:
-        return await self.ask("step", self.handle.run_id, batch)
 
     async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False) -> Rollout:
         """One request to generators, one to judges; without the episodes that could not be judged.
@@ -2526,7 +2517,7 @@ class History:
     MAX_SKIPPED, NO_SIGNAL = 10, 20
 
     def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, folder: str = ""):
-        """folder: of this run's checkpoints."""
+        """folder: for checkpoints; "": in memory."""
         self.fleet, self.report, self.label, self.num_steps = fleet, report, label, num_steps
         self.rows: list[dict] = []  # one per step, the lines of --log
         self.count, self.vault, self.losses, self.interrupted = Books(), Vault(folder), 0, False
@@ -2642,7 +2633,7 @@ async def train_sync(history: History) -> History:
     while len(history.rows) < history.num_steps:
         try:
             batch = await fleet.batch()  # generators pull before they sample, so lag is 0
-            history.add(await fleet.step(batch), batch)
+            history.add(await fleet.ask("step", fleet.handle.run_id, batch), batch)
             history.count.update(started=GROUPS_PER_BATCH, trained=GROUPS_PER_BATCH)
             if history.is_due(len(history.rows)):
                 await history.save()
@@ -2664,7 +2655,7 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
             report.check("room to learn", best - before, ">", 0.5)
         _, gap = await fleet.ask("compare", first)  # before any training
         report.check("log-probabilities, recorded and recomputed, differ by", gap, "<", 1e-4)
-        folder = folder_of("sync_rl", cfg)
+        folder = cfg.checkpoint and f"{cfg.checkpoint}/sync_rl"
         history = await train_sync(History(fleet, report, "sync", max(1, cfg.steps // 2), folder))
         (stale, _), after = await fleet.ask("compare", first), await fleet.heldout_exact()
     mismatch = max(history["mismatch_k3"])
@@ -2847,7 +2838,7 @@ class AsyncRun:
 
     async def _step(self, batch: Rollout) -> None:
         try:
-            stats = await self.fleet.step(batch)
+            stats = await self.fleet.ask("step", self.fleet.handle.run_id, batch)
         except TrainerLost:
             await self.gate.settle("lost", GROUPS_PER_BATCH)
             raise
@@ -2869,26 +2860,27 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     async with Fleet(cfg) as fleet:
         before, loose = await fleet.heldout_exact(), History(fleet, report, "loose", min(60, timed))
         await AsyncRun(loose, max_lag=10**6).run()  # without the rule
-        history = History(fleet, report, "async", cfg.steps, folder_of("async_rl", cfg))
+        folder = cfg.checkpoint and f"{cfg.checkpoint}/async_rl"
+        history = History(fleet, report, "async", cfg.steps, folder)
         run = AsyncRun(history, cfg.max_lag)
-        running = asyncio.ensure_future(run.run())
+        running, services = asyncio.ensure_future(run.run()), operator.attrgetter(*FAULTS)(fleet)
+        victims = [(await service.status.call_one())["pids"][0] for service in services]
         await until_step(timed, history, running)
-        speed, faults = history.speed(timed), []
-        for part, (name, number) in enumerate(FAULTS):
+        speed, struck = history.speed(timed), []
+        for part, (pid, number) in enumerate(zip(victims, FAULTS.values())):
             await until_step(timed + (cfg.steps - timed) * part // 3, history, running)
-            status = await getattr(fleet, name).status.call_one(60.0)
-            os.kill(status["pids"][0], number)
-            faults.append((name, number, time.monotonic()))
+            if not running.done():
+                os.kill(pid, number)
+                struck.append(time.monotonic())
         await running
         after = await fleet.heldout_exact()
-        found = [(await getattr(fleet, name).status.call_one(60.0))["log"] for name, *_ in faults]
-        killed = faults[0][-1]
-        spans = await fleet.metrics.spans.call_one(killed - 0.3, killed + 0.3)
+        spans = await fleet.metrics.spans.call_one(struck[0] - 0.3, struck[0] + 0.3)
         peer = await train_sync(History(fleet, report, "sync", timed))  # as far, at the same rates
-        report_speed(report, cfg.max_lag, timed, peer.speed(timed), speed)
+        logs = [(await service.status.call_one(60.0))["log"] for service in services]
+    report_speed(report, cfg.max_lag, timed, peer.speed(timed), speed)
     report.say("", "0.6 s around the kill: g generate, s step, . wait",
-               *timeline(spans, killed - 0.3, killed + 0.3), " " * 51 + "^ SIGKILL")
-    report_faults(report, faults, found)
+               *timeline(spans, struck[0] - 0.3, struck[0] + 0.3), " " * 51 + "^ SIGKILL")
+    report_faults(report, struck, logs)
     report_lag(report, run, loose)
     mismatch = max(peer["mismatch_k3"])  # of the replacement too, and all of lag 0
     history.report_learning(before, after, mismatch)
@@ -2900,19 +2892,17 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report.say(f"try: no bound on lag (line {line_of('bound')}), and `max_lag + 100` in Gate")
 
 
-# What happens in the demo: to a process of this service, this signal.
-FAULTS = [("generators", signal.SIGKILL), ("judges", signal.SIGSTOP), ("trainer", signal.SIGKILL)]
+# What happens in the demo to a process of each service.
+FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": signal.SIGKILL}
 
 
-def report_faults(report: Report, faults: list[tuple], logs: list[list]) -> None:
-    """What was done to each service, and what it did about that."""
-    rows = []
-    for (name, number, struck), log in zip(faults, logs):
-        for _, why, when, cure_s in log[:1]:
-            rows.append([f"{signal.Signals(number).name}, one of {name}", why,
-                         round((when - struck) * 1e3), round(cure_s * 1e3)])
+def report_faults(report: Report, struck: list[float], logs: list[list]) -> None:
+    """struck: when; logs: what each service has replaced since its start."""
+    rows = [[f"{number.name}, one of {name}", why, (when - start) * 1e3, cure_s * 1e3]
+            for (name, number), start, log in zip(FAULTS.items(), struck, logs)
+            for _, why, when, cure_s in log]
     report.table(["fault", "noticed", "after ms", "replaced after ms"], *rows)
-    report.check("faults noticed and cured", len(rows), "==", len(faults))
+    report.check("faults noticed and cured", len(rows), "==", len(struck))
 
 
 def report_speed(report: Report, max_lag: int, timed: int, sync: list, fast: list) -> None:
@@ -2987,9 +2977,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
             parser.error(f"--model {args.model}: no folder with a model, no hub id that loads here")
     cfg = Config(**{name: getattr(args, name) for name in vars(Config())})
     try:
-        for folder in filter(None, (folder_of(name, cfg) for name in ("sync_rl", "async_rl"))):
-            os.makedirs(folder, exist_ok=True)
-            Vault(folder).newest(cfg)
+        for folder in [f"{cfg.checkpoint}/{name}" for name in ("sync_rl", "async_rl")]:
+            if cfg.checkpoint:
+                os.makedirs(folder, exist_ok=True)
+                Vault(folder).newest(cfg, say=str)
     except (BadCheckpoint, OSError) as error:
         parser.error(f"--checkpoint: {error}")
     return args, cfg

@@ -8,7 +8,6 @@ import ast
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -22,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -321,8 +321,8 @@ class StubFleet:
         await asyncio.sleep(random.random() * 2 * self.generate_s)
         return rollout_of([p.id for p in prompts for _ in range(2)], version)
 
-    async def step(self, batch):
-        run_id = self.handle.run_id
+    async def ask(self, method, run_id, batch):
+        assert method == "step"
         await asyncio.sleep(self.step_s)
         if run_id != self.handle.run_id or self.lost_at and self.made >= self.lost_at[0]:
             raise m.TrainerLost(run_id)
@@ -403,12 +403,12 @@ def test_a_loop_that_raises_ends_the_run_at_once_with_its_cause(broken):
 
             fleet.rollout = rollout
         else:
-            async def step(batch):
+            async def step(*_):
                 fleet.generate_s = 60
                 await asyncio.sleep(0.05)
                 raise KeyError("the cause")
 
-            fleet.step = step
+            fleet.ask = step
         start = time.monotonic()
         with pytest.raises(KeyError, match="the cause"):
             await m.AsyncRun(StubHistory(fleet, 40), 2).run()
@@ -1526,7 +1526,7 @@ async def gradients_of(num_ranks, loss, batch):
     procs = m.this_host().spawn_procs(per_host={"trainer": num_ranks})
     ranks = procs.spawn("probe", Probe, 0, cfg)
     await ranks.setup.call()
-    (handle, _), *_ = (await ranks.begin.call(store.port, True)).values()
+    handle, *_ = (await ranks.begin.call(store.port, True)).values()
     await ranks.save.call(handle.run_id, room[0], "{}")
     await ranks.load.call(room[0], 10)
     answers = [*(await ranks.gradients.call(batch)).values()]
@@ -1844,9 +1844,9 @@ def difference(folders):
     """The largest of parameters and optimizer states in the newest checkpoints of two folders."""
     left, right = (torch.load(max(folder.glob("step-*")), weights_only=True) for folder in folders)
     assert json.loads(left["state"])["num_drawn"] == json.loads(right["state"])["num_drawn"]
-    pairs = [(left["model"][k], right["model"][k]) for k in left["model"]]
-    for name, states in left["optimizer"]["state"].items():
-        pairs += [(states[k], right["optimizer"]["state"][name][k]) for k in states]
+    pairs = [(left["weights"][k], right["weights"][k]) for k in left["weights"]]
+    for name, states in left["moments"]["state"].items():
+        pairs += [(states[k], right["moments"]["state"][name][k]) for k in states]
     assert len(pairs) > 80 and left["version"] == right["version"]
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
