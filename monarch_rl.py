@@ -2144,7 +2144,7 @@ class BadCheckpoint(ValueError):
 
 
 class TrainerLost(RuntimeError):
-    """The trainer whose run id this holds has died or hung, or is another one by now."""
+    """The trainer has died or hung; there may be another one, which has not begun."""
 
 
 def about(cfg: Config) -> dict:
@@ -2241,9 +2241,9 @@ class Trainer(Worker):
         return self.writer.arena.handle
 
     @endpoint
-    async def save(self, run_id: int, path: str, state: str) -> None:
+    async def save(self, path: str, state: str) -> None:
         """Writes a checkpoint, with this state of the controller; done when it is on the disk."""
-        self._demand(run_id)
+        self._demand()
         weights, moments = dcp.get_state_dict(
             self.policy.model, self.optimizer or [], options=self.whole)
         if self.rank == 0:
@@ -2276,10 +2276,10 @@ class Trainer(Worker):
         self.writer.start(self.version)
         return self.version, found["state"]
 
-    def _demand(self, run_id: int) -> None:
-        """Who means the trainer before this one, which was lost, must not be served."""
-        if not self.writer or self.writer.arena.handle.run_id != run_id:
-            raise TrainerLost(run_id)
+    def _demand(self) -> None:
+        """What was meant for the trainer before this one is refused."""
+        if not self.writer:
+            raise TrainerLost
 
     @endpoint
     async def published(self) -> None:
@@ -2287,10 +2287,10 @@ class Trainer(Worker):
         self.writer.wait()
 
     @endpoint
-    async def step(self, run_id: int, batch: Rollout) -> StepStats:
+    async def step(self, batch: Rollout) -> StepStats:
         """Trains on a batch. The result is copied into a slot while the trainer goes on, and that
         copy has until the next optimizer step, which changes what it reads."""
-        self._demand(run_id)
+        self._demand()
         start = time.monotonic()
         # `mu` is what the generator recorded, not what this model says of the old weights: only the
         # recorded value is the probability with which the token was really drawn.
@@ -2428,7 +2428,7 @@ class Fleet:
         await self.trainer.start.call_one()
         await self._begin(warm=self.cfg.model == "tiny")
         room = self.start.room()
-        await self.ask("save", self.handle.run_id, room[0], "{}")
+        await self.ask("save", room[0], "{}")
         self.start.keep(room, 0)
         await self.load("", 1)  # publishes it as version 0
 
@@ -2448,12 +2448,11 @@ class Fleet:
 
     async def ask(self, method: str, *args, **kwargs):
         """All ranks of the trainer; the answer of rank 0. Raises TrainerLost, or what it raised."""
-        run_id = self.handle and self.handle.run_id
         try:
             return await self.trainer.route.call_one(method, *args, **kwargs)
         except (ActorError, SupervisionError) as error:
             if isinstance(cause(error), (SupervisionError, TrainerLost)):
-                raise TrainerLost(run_id) from error
+                raise TrainerLost from error
             raise cause(error)
 
     async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False) -> Rollout:
@@ -2576,7 +2575,7 @@ class History:
         room, step, fleet = self.vault.room(), len(self.rows), self.fleet
         state = json.dumps({"rows": self.rows, "count": self.count, "num_asked": fleet.num_asked,
                             "num_drawn": fleet.sampler.num_drawn})
-        await fleet.ask("save", fleet.handle.run_id, room[0], state)
+        await fleet.ask("save", room[0], state)
         self.vault.keep(room, step)
         self.losses = 0
         if self.interrupted:
@@ -2633,7 +2632,7 @@ async def train_sync(history: History) -> History:
     while len(history.rows) < history.num_steps:
         try:
             batch = await fleet.batch()  # generators pull before they sample, so lag is 0
-            history.add(await fleet.ask("step", fleet.handle.run_id, batch), batch)
+            history.add(await fleet.ask("step", batch), batch)
             history.count.update(started=GROUPS_PER_BATCH, trained=GROUPS_PER_BATCH)
             if history.is_due(len(history.rows)):
                 await history.save()
@@ -2728,7 +2727,7 @@ class ReplayBuffer:
         await self.gate.settle("lost", num_groups - len(groups))
 
     async def interrupt(self, lost: TrainerLost) -> None:
-        """Whoever waits for a batch for this trainer hears that it is lost."""
+        """Who waits for a batch for this trainer hears that it is lost."""
         async with self.arrived:
             self.lost = lost
             self.arrived.notify_all()
@@ -2763,7 +2762,7 @@ class AsyncRun:
         self.gate = Gate(max_lag, history.count)
         self.buffer = ReplayBuffer(self.gate, max_lag, self.fleet.last)
         self.away, self.done = 0, False  # away: groups in requests that are not back
-        self.turn = asyncio.Lock()  # of the training loops
+        self.under_way = collections.deque()  # steps: the trainer's now, and one sent ahead
 
     async def run(self) -> None:
         """Shutdown:  training ends (or any loop raises)
@@ -2773,17 +2772,14 @@ class AsyncRun:
                      -> what raised is raised here, without waiting for answers; what lies in the
                         buffer is counted"""
         await self.history.start()
-        # Of training two loops: while the trainer works on a batch, the next one waits there, and
-        # no more, for it grows older by a version. With K = 0 there are tickets for one batch only,
-        # and one loop waits. Of rollouts two per generator; with few tickets the gate lets fewer
-        # through.
-        loops = [self._training] * 2 + [self._rollouts] * (2 * self.fleet.cfg.generators)
+        # Two loops of rollouts per generator; with few tickets the gate lets fewer through.
+        loops = [self._training] + [self._rollouts] * (2 * self.fleet.cfg.generators)
         tasks = [asyncio.ensure_future(loop()) for loop in loops]
-        ends = [asyncio.gather(*tasks[:2]), *tasks[2:]]
-        ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         self.done = True
-        while self.away and not any(end.exception() for end in ended):
+        while self.away and not any(task.exception() for task in ended):
             await asyncio.sleep(0.005)
+        tasks += self.under_way
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -2812,35 +2808,36 @@ class AsyncRun:
                 self.away -= GROUPS_PER_BATCH
 
     async def _training(self) -> None:
-        """consumes groups / waits for its turn, for the buffer, then for the trainer / woken by the
-        other such loop, by ReplayBuffer.put, by the answer / produces versions / ends when the last
-        step is sent"""
-        fleet, history = self.fleet, self.history
-        while True:
+        """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
+        by the answer / produces versions / ends when all steps are made"""
+        # While the trainer works on a batch, the next one waits there, and no more, for it grows
+        # older by a version. With K = 0 it is not there before the step has ended.
+        fleet, history, under_way = self.fleet, self.history, self.under_way
+        while under_way or history.sent < history.num_steps:
             try:
-                async with self.turn:  # batches reach the trainer in the order taken
-                    if history.sent == history.num_steps:
-                        return
+                # nothing is sent ahead of a checkpoint
+                if not (under_way and history.is_due(history.sent)):
                     batch = await self.buffer.take(GROUPS_PER_BATCH, fleet.version)
                     fleet.version += 1  # at which the trainer will see the next batch
                     history.sent += 1
-                    step = asyncio.ensure_future(self._step(batch))  # runs before any other task
-                    if history.is_due(history.sent):
-                        await step  # nothing is sent ahead of a checkpoint
-                        await history.save()
-                await step
-            except TrainerLost as lost:
-                await self.buffer.interrupt(lost)  # the other loop may have the turn, and wait
-                async with self.turn:
-                    self.buffer.lost = None
-                    if lost.args[0] == fleet.handle.run_id:  # else the other loop has done it
-                        await history.restore()
+                    under_way.append(asyncio.ensure_future(self._step(batch)))
+                    if len(under_way) == 1:
+                        continue
+                await under_way.popleft()
+                if not under_way and history.is_due(history.sent):
+                    await history.save()
+            except TrainerLost:
+                await asyncio.gather(*under_way, return_exceptions=True)  # these are lost too
+                under_way.clear()
+                self.buffer.lost = None
+                await history.restore()
 
     async def _step(self, batch: Rollout) -> None:
         try:
-            stats = await self.fleet.ask("step", self.fleet.handle.run_id, batch)
-        except TrainerLost:
+            stats = await self.fleet.ask("step", batch)
+        except TrainerLost as lost:
             await self.gate.settle("lost", GROUPS_PER_BATCH)
+            await self.buffer.interrupt(lost)
             raise
         await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
         self.history.add(stats, batch)

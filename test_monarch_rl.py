@@ -312,6 +312,7 @@ class StubFleet:
 
     def __init__(self, generate_s=0.005, step_s=0.002, lost_at=()):
         self.cfg, self.sampler = m.Config(generators=2), m.Sampler(m.Config())
+        self.trainer = asyncio.Lock()
         self.version = self.made = 0  # version: after the steps that are under way
         self.handle, self.last = types.SimpleNamespace(run_id=1), {1: math.inf}
         self.generate_s, self.step_s, self.lost_at = generate_s, step_s, [*lost_at]
@@ -321,11 +322,12 @@ class StubFleet:
         await asyncio.sleep(random.random() * 2 * self.generate_s)
         return rollout_of([p.id for p in prompts for _ in range(2)], version)
 
-    async def ask(self, method, run_id, batch):
+    async def ask(self, method, batch):
         assert method == "step"
-        await asyncio.sleep(self.step_s)
-        if run_id != self.handle.run_id or self.lost_at and self.made >= self.lost_at[0]:
-            raise m.TrainerLost(run_id)
+        async with self.trainer:
+            await asyncio.sleep(self.step_s)
+        if self.lost_at and self.made >= self.lost_at[0]:
+            raise m.TrainerLost
         self.made += 1
         return self.made, int((self.made - 1 - batch.versions).max())
 
@@ -1517,8 +1519,7 @@ class Probe(m.Trainer):
                 found[name] = (p.grad.full_tensor() if self.cfg.trainers > 1 else p.grad).clone()
 
         self.optimizer.register_step_pre_hook(keep)
-        run_id = self.writer.arena.handle.run_id
-        stats = await m.Trainer.__dict__["step"]._method(self, run_id, batch)
+        stats = await m.Trainer.__dict__["step"]._method(self, batch)
         return found, vars(stats)
 
 async def gradients_of(num_ranks, loss, batch):
@@ -1526,8 +1527,8 @@ async def gradients_of(num_ranks, loss, batch):
     procs = m.this_host().spawn_procs(per_host={"trainer": num_ranks})
     ranks = procs.spawn("probe", Probe, 0, cfg)
     await ranks.setup.call()
-    handle, *_ = (await ranks.begin.call(store.port, True)).values()
-    await ranks.save.call(handle.run_id, room[0], "{}")
+    await ranks.begin.call(store.port, True)
+    await ranks.save.call(room[0], "{}")
     await ranks.load.call(room[0], 10)
     answers = [*(await ranks.gradients.call(batch)).values()]
     await procs.stop()
