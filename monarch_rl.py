@@ -2195,24 +2195,15 @@ def k3(recorded, recomputed):
     return d.exp() - 1 - d
 
 
-@dataclass(frozen=True)
-class StepStats:
-    """What one training step knows about itself: its batch, on all ranks of the trainer."""
-
-    version: int  # after it
-    reward: float  # mean over the batch
-    lag_mean: float  # versions
-    lag_max: int
-    loss: float  # mean over sampled tokens
-    mismatch_k3: float  # recorded against recomputed, rows of lag 0 only; -1: there were none
-    ess: float  # effective sample size of the importance weights, as a share
-    entropy: float  # nats per sampled token
-    clipped: float  # share of sampled tokens without gradient
-    grad_norm: float  # before clipping
-    num_tokens: int  # sampled
-    skipped: int  # 1 if the gradient was not finite and the update was left out
-    stall_s: float  # of waiting for the copy of the version before
-    step_s: float  # in all
+# What one training step knows about itself, of its batch on all ranks: the version after it; the mean
+# reward; lag in versions; loss, mean over sampled tokens; k3 of recorded and recomputed, in rows of
+# lag 0 (-1: there are none); effective sample size of the importance weights, as a share; entropy,
+# nats per sampled token; share of tokens without gradient; norm of the gradient before it is
+# clipped; sampled tokens; 1 if the gradient was not finite and the update was left out; seconds of
+# waiting for the copy of the version before, and in all.
+StepStats = collections.namedtuple(
+    "StepStats", "version reward lag_mean lag_max loss mismatch_k3 ess entropy clipped grad_norm "
+    "num_tokens skipped stall_s step_s")
 
 
 class BadCheckpoint(ValueError):
@@ -2666,7 +2657,7 @@ class History:
         """Logs a step, and shows it now and then, with what was said in one of its episodes."""
         step, seconds = len(self.rows) + 1, since(self.started)
         self.rows.append({"run": self.label, "step": step, "seconds": seconds,
-                          "busy_s": self.fleet.busy_s} | vars(stats))
+                          "busy_s": self.fleet.busy_s} | stats._asdict())
         with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
             log.write(json.dumps(self.rows[-1]) + "\n")
         if self["skipped"][-self.MAX_SKIPPED :] == [1] * self.MAX_SKIPPED:

@@ -1455,7 +1455,7 @@ class Probe(m.Trainer):
 
         self.optimizer.register_step_pre_hook(keep)
         stats = await m.Trainer.__dict__["step"]._method(self, batch)
-        return found, vars(stats)
+        return found, stats._asdict()
 
 async def gradients_of(num_ranks, loss, batch):
     cfg, store = m.Config(trainers=num_ranks, loss=loss), m.open_store()
@@ -1764,6 +1764,6 @@ def test_readme_and_docs_agree_with_the_file():
     docs = (FOLDER / "DOCS.md").read_text(encoding="utf-8")
     for stage in m.STAGES.values():
         assert stage.name in docs
-    for field in m.StepStats.__dataclass_fields__:
+    for field in m.StepStats._fields:
         assert field in docs, f"{field} is logged but not explained"
     assert shutil.which("bash") and (FOLDER / ".ci" / "run").exists()
