@@ -1879,25 +1879,26 @@ LETTERS = "abcdefghijklmnop"
 Prompt = collections.namedtuple("Prompt", "id turns")
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is to be learned: to answer each letter with those some places on. After p comes a."""
+# What is to be learned: in num_turns turns to answer each of num_letters letters with those so many
+# places on; with [1, 2, 3] "a" is answered by "bcd", and after p comes a. The instruction is for
+# pretrained models; the tiny policy sees examples instead.
+Task = collections.namedtuple("Task", "instruction num_turns num_letters places_on")
+TASKS = {
+    "repeat": Task("Repeat exactly what I say.", 2, 3, [0]),
+    "count": Task("I say a letter from a to p; say the next three (a follows p).", 3, 1, [1, 2, 3]),
+    "pattern": Task("For each letter, a to p, say that eight places on (a follows p).", 2, 3, [8]),
+}
 
-    instruction: str  # for pretrained models; the tiny policy sees examples instead
-    num_turns: int
-    num_letters: int  # that the user says in a turn
-    places_on: tuple[int, ...]  # with (1, 2, 3) the right answer to "a" is "bcd"
 
-    def conversations(self, seed: int | str):
-        """Turns of prompts, without end; the same for the same seed."""
-        rng = random.Random(seed)
-        while True:
-            yield tuple(self._turn(rng) for _ in range(self.num_turns))
-
-    def _turn(self, rng: random.Random) -> tuple[str, str]:
-        said = "".join(rng.choice(LETTERS) for _ in range(self.num_letters))
-        places = [LETTERS.index(letter) + by for letter in said for by in self.places_on]
-        return said, "".join((2 * LETTERS)[place] for place in places)
+def conversations(task: Task, seed: int | str):
+    """Turns of prompts, without end; the same for the same seed."""
+    rng, answer = random.Random(seed), str.maketrans({
+        letter: "".join((2 * LETTERS)[i + by] for by in task.places_on)
+        for i, letter in enumerate(LETTERS)})
+    while True:
+        said = ["".join(rng.choice(LETTERS) for _ in range(task.num_letters))
+                for _ in range(task.num_turns)]
+        yield tuple((text, text.translate(answer)) for text in said)
 
 
 def score(prompt: Prompt, answers) -> float:
@@ -1906,32 +1907,23 @@ def score(prompt: Prompt, answers) -> float:
                for (_, right), said in zip(prompt.turns, answers)) / len(prompt.turns)
 
 
-TASKS = {
-    "repeat": Task("Repeat exactly what I say.", 2, 3, (0,)),
-    "count": Task("I say a letter from a to p; say the next three (a follows p).", 3, 1, (1, 2, 3)),
-    "pattern": Task("For each letter, a to p, say that eight places on (a follows p).", 2, 3, (8,)),
-}
-
-
 class Sampler:
     """Draws prompts to train on, but none of 512 that are set aside, the same for all seeds and
     processes: `heldout` for figures; `validation` decides when a warm start is over."""
 
     def __init__(self, cfg: Config):
-        task = TASKS[cfg.task]
-        some = itertools.islice(task.conversations(f"held out: {cfg.task}"), 1000)
+        self.task, self.seed = TASKS[cfg.task], cfg.seed
+        some = itertools.islice(conversations(self.task, f"held out: {cfg.task}"), 1000)
         aside = [*dict.fromkeys(some)][: 256 + 256]  # distinct, in the order drawn
-        fixed, self.never = [Prompt(-1 - i, turns) for i, turns in enumerate(aside)], {*aside}
-        self.heldout, self.validation = fixed[:256], fixed[256:]
-        self.cfg = cfg
+        fixed = [Prompt(-1 - i, turns) for i, turns in enumerate(aside)]
+        self.heldout, self.validation, self.never = fixed[:256], fixed[256:], {*aside}
         self.rewind(0)
 
     def rewind(self, num_drawn: int) -> None:
         """As if so many had been drawn."""
-        turns = TASKS[self.cfg.task].conversations(self.cfg.seed)
-        self.prompts = map(Prompt, itertools.count(), (t for t in turns if t not in self.never))
-        self.num_drawn = 0
-        self.draw(num_drawn)
+        every = conversations(self.task, self.seed)
+        prompts = map(Prompt, itertools.count(), (t for t in every if t not in self.never))
+        self.prompts, self.num_drawn = itertools.islice(prompts, num_drawn, None), num_drawn
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         self.num_drawn += num_prompts
