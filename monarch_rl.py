@@ -1873,11 +1873,9 @@ CLIP = 0.2  # how far a token's probability may move, as a ratio, before its gra
 MAX_GRAD_NORM = 1.0
 LETTERS = "abcdefghijklmnop"
 
-
 # A conversation to be had: an id, which is also the group id of its episodes, and the turns, pairs
 # of what the user says and what the answer should be, as in (("abc", "abc"), ("dfa", "dfa")).
 Prompt = collections.namedtuple("Prompt", "id turns")
-
 
 # What is to be learned: in num_turns turns to answer each of num_letters letters with those so many
 # places on; with [1, 2, 3] "a" is answered by "bcd", and after p comes a. The instruction is for
@@ -1886,19 +1884,17 @@ Task = collections.namedtuple("Task", "instruction num_turns num_letters places_
 TASKS = {
     "repeat": Task("Repeat exactly what I say.", 2, 3, [0]),
     "count": Task("I say a letter from a to p; say the next three (a follows p).", 3, 1, [1, 2, 3]),
-    "pattern": Task("For each letter, a to p, say that eight places on (a follows p).", 2, 3, [8]),
-}
+    "pattern": Task("For each letter, a to p, say that eight places on (a follows p).", 2, 3, [8])}
 
 
 def conversations(task: Task, seed: int | str):
     """Turns of prompts, without end; the same for the same seed."""
-    rng, answer = random.Random(seed), str.maketrans({
-        letter: "".join((2 * LETTERS)[i + by] for by in task.places_on)
-        for i, letter in enumerate(LETTERS)})
+    rng, ring = random.Random(seed), 2 * LETTERS
     while True:
         said = ["".join(rng.choice(LETTERS) for _ in range(task.num_letters))
                 for _ in range(task.num_turns)]
-        yield tuple((text, text.translate(answer)) for text in said)
+        yield tuple((text, "".join(ring[ring.index(letter) + by] for letter in text
+                                   for by in task.places_on)) for text in said)
 
 
 def score(prompt: Prompt, answers) -> float:
@@ -1930,32 +1926,24 @@ class Sampler:
         return [*itertools.islice(self.prompts, num_prompts)]
 
 
-# Two rows of a Rollout. u: the user's words; <a> begins and <e> ends the assistant's turn; letters
-# are sampled; a dot is a hole. Row two ends its first answer early, and its last one not at all.
-#
-#     ids        <u> u u u <e> <a>  a b c <e>   .   <u> u u u <e> <a>  d e f <e>
-#                <u> u u u <e> <a>  a <e> .  .  .   <u> u u u <e> <a>  d e f g
-#     sampled     .  . . .  .   .   1 1 1  1    .    .  . . .  .   .   1 1 1 1
-#     position    0  1 2 3  4   5   6 7 8  9    .   10 ...             (holes are skipped)
-#
-# With holes all rows have their turns in the same columns, so one batch and one cache do for rows
-# of any length, and no row is ever shifted or tokenized again.
-
-
-@dataclass(frozen=True)
-class Rollout:
+class Rollout(collections.namedtuple("Rollout", "ids mask sampled logprobs rewards group_ids "
+                                     "versions prompts answers")):
     """Episodes as tensors, B rows of T columns. A row is a conversation in order, with holes where
-    another row's turn is longer; a hole is masked and has no position."""
+    another row's turn is longer; a hole is masked and has no position. So all rows have their turns
+    in the same columns: one batch and one cache do for rows of any length, and no row is ever
+    shifted or tokenized again. Two rows (u: the user's words; <a> begins and <e> ends the
+    assistant's turn; letters are sampled; a dot is a hole):
 
-    ids: torch.Tensor  # [B, T] int64
-    mask: torch.Tensor  # [B, T] int64, 1 = token, 0 = hole
-    sampled: torch.Tensor  # [B, T] bool, what the policy chose; nothing else carries loss
-    logprobs: torch.Tensor  # [B, T] float32, with which it was chosen; 0 elsewhere
-    rewards: torch.Tensor  # [B] float32
-    group_ids: torch.Tensor  # [B] int64; rows of a group need not be neighbours
-    versions: torch.Tensor  # [B] int64, of the weights that sampled the row
-    prompts: list[Prompt]  # [B]
-    answers: list[tuple[str, ...]]  # [B][turn]
+        ids        <u> u u u <e> <a>  a b c <e>   .   <u> u u u <e> <a>  d e f <e>
+                   <u> u u u <e> <a>  a <e> .  .  .   <u> u u u <e> <a>  d e f g
+        sampled     .  . . .  .   .   1 1 1  1    .    .  . . .  .   .   1 1 1 1
+        position    0  1 2 3  4   5   6 7 8  9    .   10 ...             (holes are skipped)
+
+    ids, mask: [B, T] int64; mask 1 = token, 0 = hole. sampled: [B, T] bool, what the policy chose;
+    nothing else carries loss. logprobs: [B, T] float32, with which it was chosen; 0 elsewhere.
+    rewards: [B] float32. group_ids: [B] int64; rows of a group need not be neighbours. versions:
+    [B] int64, of the weights that sampled the row. prompts: [B]. answers: [B][turn].
+    """
 
     @staticmethod
     def join(parts: list[tuple[Rollout, list[int]]]) -> Rollout:
@@ -1981,7 +1969,7 @@ class Policy:
         torch.manual_seed(cfg.seed)
         self.cfg, self.task, tiny = cfg, TASKS[cfg.task], cfg.model == "tiny"
         if tiny:
-            self.tokenizer, self.model = tiny_tokenizer(), tiny_model()
+            self.tokenizer, self.model = tiny_policy()
         else:
             dtype = torch.float32 if cfg.device == "cpu" else torch.bfloat16
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
@@ -1991,21 +1979,12 @@ class Policy:
         self.tokenizer.pad_token = self.tokenizer.eos_token  # fills holes; never looked at
         # Room for three letters and the end. Pretrained weights move in small steps.
         self.max_new_tokens, self.learning_rate = (4, 1e-3) if tiny else (12, 1e-6)
-        # What the chat template puts before the user's words, in the first turn and in later ones,
-        # and behind them. So only the new turn is tokenized: ids made text and ids again need not
-        # be the ids that were sampled.
+        # What the chat template puts around the user's words. So only the new turn is tokenized:
+        # ids made text and ids again need not be the ids that were sampled.
         chat = [{"role": role, "content": "SAID"} for role in ("user", "assistant", "user")]
         whole = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         self.head, _, self.later_head, self.tail = whole.split("SAID")
         self.head += "" if tiny else f"{self.task.instruction}\n"
-
-    def turn_ids(self, texts: list[str], first: bool) -> tuple:
-        """What the user says: ([B, L] int64 ids, [B, L] int64 mask). Holes are on the left, so that
-        all rows end together and sampling can begin."""
-        head = self.head if first else self.later_head
-        out = self.tokenizer([head + text + self.tail for text in texts], add_special_tokens=False,
-                             padding=True, padding_side="left", return_tensors="pt")
-        return out["input_ids"].to(self.cfg.device), out["attention_mask"].to(self.cfg.device)
 
     def text(self, ids: list[int]) -> str:
         """Sampled ids as text; a '+' at the end says that the policy did not end its turn."""
@@ -2024,22 +2003,18 @@ def positions(mask):
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def tiny_tokenizer():
-    """A token per letter, three special ones, and a chat template. Byte-pair encoding without pairs
-    to merge, so that every letter stays by itself."""
-    return transformers.Qwen2Tokenizer(
-        {token: i for i, token in enumerate(["<user>", "<assistant>", "<end>", *LETTERS])}, [],
-        extra_special_tokens=["<user>", "<assistant>"], unk_token="<end>", eos_token="<end>",
-        pad_token="<end>", chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>"
-        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
-
-
-def tiny_model():
-    """30 k parameters, Qwen2's architecture: real attention and a real cache at laptop speed."""
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-        vocab_size=3 + len(LETTERS), hidden_size=40, intermediate_size=80, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        tie_word_embeddings=True, attn_implementation="eager"))
+def tiny_policy() -> tuple:
+    """A tokenizer with a token per letter and three special ones, which merges no pairs of bytes,
+    and 30 k parameters of Qwen2's kind: real attention and a real cache at laptop speed."""
+    tokens = ["<user>", "<assistant>", "<end>", *LETTERS]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
+    tokenizer = transformers.Qwen2Tokenizer(
+        {token: i for i, token in enumerate(tokens)}, [], extra_special_tokens=tokens[:2],
+        unk_token="<end>", eos_token="<end>", pad_token="<end>", chat_template=template)
+    return tokenizer, transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+        vocab_size=len(tokens), hidden_size=40, intermediate_size=80, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        attn_implementation="eager"))
 
 
 class Decoder:
@@ -2061,10 +2036,16 @@ class Decoder:
     def hear(self, texts: list[str], repeats: int, first: bool) -> None:
         """The user's turn, each text for `repeats` rows. Where the template begins it with the
         token that ends the assistant's, rows that sampled it get a hole: they have it already."""
-        ids, mask = (t.repeat_interleave(repeats, 0) for t in self.policy.turn_ids(texts, first))
+        policy = self.policy
+        head = policy.head if first else policy.later_head
+        out = policy.tokenizer([head + text + policy.tail for text in texts], return_tensors="pt",
+                               add_special_tokens=False, padding=True, padding_side="left")
+        # [B, L] each, with holes on the left, so that all rows end together and sampling can begin
+        ids, mask = (out[name].to(policy.cfg.device).repeat_interleave(repeats, 0)
+                     for name in ("input_ids", "attention_mask"))
         if not first:
             begin = mask.argmax(1, True)  # [B, 1], the column of each row's first token
-            twice = (ids.gather(1, begin) == self.policy.stop_id) & ~self.alive[:, None]
+            twice = (ids.gather(1, begin) == policy.stop_id) & ~self.alive[:, None]
             mask.scatter_(1, begin, (~twice).long())
         self.append(ids, mask, sampled=False)
 
@@ -2074,9 +2055,8 @@ class Decoder:
         while self.alive.any() and self.columns[0].shape[1] - start < self.policy.max_new_tokens:
             ids, mask, _, _ = self.columns
             new = ids.shape[1] - self.cache.get_seq_length()  # columns that the cache lacks
-            out = self.policy.model(input_ids=ids[:, -new:], attention_mask=mask, use_cache=True,
-                                    position_ids=positions(mask)[:, -new:], logits_to_keep=1,
-                                    past_key_values=self.cache)
+            out = self.policy.model(ids[:, -new:], attention_mask=mask, past_key_values=self.cache,
+                                    position_ids=positions(mask)[:, -new:], logits_to_keep=1)
             logp = out.logits[:, -1].float().log_softmax(-1)  # [B, V]
             token = (logp.argmax(-1, True) if self.greedy
                      else torch.multinomial(logp.exp(), 1, generator=self.rng))
@@ -2097,18 +2077,24 @@ def generate(policy: Policy, prompts: list[Prompt], group_size: int, version: in
             decoder.hear([prompt.turns[turn][0] for prompt in prompts], group_size, turn == 0)
             said.append(decoder.speak())
     answers, ids = [*zip(*said)], torch.tensor([prompt.id for prompt in rows])
-    return Rollout(*(column.cpu() for column in decoder.columns), group_ids=ids, prompts=rows,
-                   versions=torch.full_like(ids, version), answers=answers,
-                   rewards=torch.full([len(rows)], math.nan))
+    return Rollout(*(column.cpu() for column in decoder.columns), torch.full([len(rows)], math.nan),
+                   ids, torch.full_like(ids, version), prompts=rows, answers=answers)
 
 
 def warm_start(policy: Policy) -> None:
-    """Supervised steps on noisy answers, until the policy is bad but not hopeless: from random
-    weights RL has nothing to reinforce."""
+    """Supervised steps until the policy is bad but not hopeless: from random weights RL has nothing
+    to reinforce. In the answers that it learns from, one letter in ten is wrong."""
     sampler, rng, exact = Sampler(policy.cfg), random.Random(policy.cfg.seed), 0.0
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-4, weight_decay=0.0)
     for num_steps in range(1000):
-        ids, mask, spoken = noisy_answers(policy, sampler.draw(64), rng)
+        decoder = Decoder(policy, 64, seed=0, greedy=True)  # says what it is given
+        for turn, pairs in enumerate(zip(*(prompt.turns for prompt in sampler.draw(64)))):
+            decoder.hear([said for said, _ in pairs], 1, turn == 0)
+            noisy = ["".join(rng.choice(LETTERS) if rng.random() < 0.1 else c for c in right)
+                     + "<end>" for _, right in pairs]
+            ids = policy.tokenizer(noisy, return_tensors="pt")["input_ids"].to(policy.cfg.device)
+            decoder.append(ids, torch.ones_like(ids), sampled=True)
+        ids, mask, spoken, _ = decoder.columns
         logp = policy.log_softmax(ids, mask).gather(2, ids[:, 1:, None]).squeeze(-1)
         (-logp[spoken[:, 1:]].mean()).backward()
         optimizer.step()
@@ -2121,24 +2107,10 @@ def warm_start(policy: Policy) -> None:
     raise RuntimeError(f"warm start: {exact:.2f} exact after {num_steps + 1} steps, not 0.11")
 
 
-def noisy_answers(policy: Policy, prompts: list[Prompt], rng: random.Random) -> list:
-    """[[B, T] ids, [B, T] mask, [B, T] bool, the answers' tokens]; one letter in ten is wrong."""
-    decoder = Decoder(policy, len(prompts), seed=0, greedy=True)  # says what it is given
-    for turn, pairs in enumerate(zip(*(prompt.turns for prompt in prompts))):
-        decoder.hear([said for said, _ in pairs], 1, turn == 0)
-        noisy = ["".join(rng.choice(LETTERS) if rng.random() < 0.1 else c for c in right) + "<end>"
-                 for _, right in pairs]
-        ids = policy.tokenizer(noisy, return_tensors="pt")["input_ids"].to(policy.cfg.device)
-        decoder.append(ids, torch.ones_like(ids), sampled=True)
-    return decoder.columns[:3]
-
-
 # Why groups. The gradient of the expected reward is E[A grad log pi], whatever A is reduced
 # by, as long as that does not depend on the answer. The mean over answers to the same prompt costs
 # no second network and removes what is due to the prompt: that a prompt is easy does not teach that
 # all its answers are good. (The own answer is in that mean, which shrinks A by 1 / GROUP_SIZE.)
-
-
 def advantages(rewards, group_ids):
     """[B] float32: how much better an episode was than its group, in standard deviations (GRPO).
     Groups are found by id: found by position, one lost row would mix all later groups."""
@@ -2152,8 +2124,6 @@ def advantages(rewards, group_ids):
 # Losses: ([N] pi, [N] mu, [N] advantage) -> ([N] loss, [N] bool: too far off, so without gradient).
 # pi and mu are log-probabilities of N sampled tokens: under the policy in training, and as recorded
 # when the token was sampled. Where the two are equal, so are the gradients of all losses.
-
-
 def reinforce_loss(pi, mu, advantage):
     return -advantage * pi, torch.zeros_like(pi).bool()
 
@@ -2176,15 +2146,13 @@ def k3(recorded, recomputed):
     return d.exp() - 1 - d
 
 
-# What one training step knows about itself, of its batch on all ranks: the version after it; the mean
-# reward; lag in versions; loss, mean over sampled tokens; k3 of recorded and recomputed, in rows of
-# lag 0 (-1: there are none); effective sample size of the importance weights, as a share; entropy,
-# nats per sampled token; share of tokens without gradient; norm of the gradient before it is
-# clipped; sampled tokens; 1 if the gradient was not finite and the update was left out; seconds of
-# waiting for the copy of the version before, and in all.
-StepStats = collections.namedtuple(
-    "StepStats", "version reward lag_mean lag_max loss mismatch_k3 ess entropy clipped grad_norm "
-    "num_tokens skipped stall_s step_s")
+# What one training step knows about itself, of its batch on all ranks. version: after it; lag: in
+# versions; mismatch_k3: recorded against recomputed, rows of lag 0 only, -1 if there are none; ess:
+# effective sample size of the importance weights; clipped: tokens without gradient; both as shares
+# of the num_tokens sampled; entropy in nats per token; grad_norm before clipping; skipped: 1 if it
+# was not finite and the update was left out; stall_s: of step_s, waiting for the last copy's end.
+StepStats = collections.namedtuple("StepStats", """version reward lag_mean lag_max loss mismatch_k3
+    ess entropy clipped grad_norm num_tokens skipped stall_s step_s""")
 
 
 class BadCheckpoint(ValueError):
@@ -2507,7 +2475,7 @@ class Fleet:
             "rollout", self.handle, prompts, group_size, seed, greedy)
         self.busy_s += busy_s
         rewards = torch.tensor(await self.judge(rollout.prompts, rollout.answers))
-        rollout, judged = dataclasses.replace(rollout, rewards=rewards), rewards.isfinite()
+        rollout, judged = rollout._replace(rewards=rewards), rewards.isfinite()
         self.num_unjudged += int((~judged).sum())
         return Rollout.join([(rollout, judged.nonzero()[:, 0].tolist())])
 

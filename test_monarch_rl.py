@@ -1472,7 +1472,7 @@ async def main(loss):
     rollout = m.generate(m.Policy(cfg), m.Sampler(cfg).draw(5), 3, version=1, seed=0)
     rng = torch.Generator().manual_seed(0)
     rewards = torch.rand(15, generator=rng)  # the policy is untrained: all of its own are near 0
-    batch = dataclasses.replace(rollout, rewards=rewards)
+    batch = rollout._replace(rewards=rewards)
     (alone, stats), = await gradients_of(1, loss, batch)
     for num_ranks in (2, 3):
         for found, told in await gradients_of(num_ranks, loss, batch):
@@ -1589,7 +1589,7 @@ def save_checkpoint(folder, kind):
     """A small model of another architecture, in the hub's format, with a tokenizer and template."""
     import transformers as t
 
-    tokenizer = m.tiny_tokenizer()
+    tokenizer = m.tiny_policy()[0]
     size = len(tokenizer)
     if kind == "llama":
         model = t.LlamaForCausalLM(t.LlamaConfig(
