@@ -483,9 +483,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # Not here. Who restarts the owner. Processes spawned by the controller itself: their death ends it.
 # Source. Erlang's supervisors (Armstrong 2003).
 
-
 LEAVING = threading.Event()  # set when this process is about to end: nothing is replaced any more
-
 
 # Who owns whom, and where news of a death goes:
 #
@@ -495,32 +493,29 @@ LEAVING = threading.Event()  # set when this process is about to end: nothing is
 #           |  +---- __supervise__ (Monarch's poll) ---------+
 #           +------- on_exit (pidfd, at once, this host) ----+
 #
-# The life of a replica, and what moves it on:
-#
-#     spawning --setup() answers--> healthy --dies, misses a deadline, keeps raising--> lost
-#        ^                                                                                |
-#        +------------- _spawn: kill what is left, another Replica of the same id --------+
+# The life of a replica: spawning -- setup() answers --> healthy -- dies, misses a deadline, keeps
+# raising --> lost -- _spawn: kill what is left, another Replica of the same id --> spawning
 
 
-@dataclass
 class Replica:
     """A process with one actor in it, or several ranks that live and die together. Only the
     supervisor that owns it touches this record."""
 
-    id: int
-    name: str  # of its meshes; never used twice
-    procs: object
-    actor: object  # the mesh of its ranks
-    pids: tuple[int, ...] = ()  # of its ranks, once they run
-    ready: bool = False  # setup() has answered
-    in_flight: int = 0  # requests; section 6 counts these
-    errors: int = 0  # in a row, on requests that another replica then answered
-    # (why, when on the monotonic clock), once it is lost: wakes everybody who waits for it
-    lost: asyncio.Future = dataclasses.field(default_factory=asyncio.Future)
+    def __init__(self, owner: Supervisor, replica_id: int):
+        self.id, self.name = replica_id, f"{owner.name}_{replica_id}_{time.monotonic_ns()}"
+        self.procs = this_host().spawn_procs(per_host={"rank": owner.num_ranks}, name=self.name)
+        self.actor = self.procs.spawn(self.name, owner.replica_class, replica_id, *owner.args)
+        self.pids, self.ready = [], False  # of its ranks, once they run; setup() has answered
+        self.in_flight = self.errors = 0  # requests, and errors in a row: section 6 counts these
+        # (why, when on the monotonic clock), once it is lost: wakes everybody who waits for it
+        self.lost = asyncio.Future()
 
 
 class Worker(Actor):
-    """What a supervisor owns. Its subclasses take (replica_id, *args)."""
+    """What a supervisor owns."""
+
+    def __init__(self, replica_id: int, *args):
+        self.replica_id = replica_id
 
     @endpoint
     async def pid(self) -> int:
@@ -538,8 +533,7 @@ class Supervisor(Actor):
 
     def __init__(self, name: str, replica_class: type, num_replicas: int, deadline_s: float, *args,
                  num_ranks: int = 1):
-        """deadline_s: seconds for one attempt at a request, or at stopping what is left. num_ranks:
-        processes of a replica."""
+        """deadline_s: for one attempt at a request, or at stopping what is left of a replica."""
         self.name, self.replica_class, self.args = name, replica_class, args
         self.num_replicas, self.deadline_s, self.num_ranks = num_replicas, deadline_s, num_ranks
         self.replicas: dict[int, Replica] = {}  # by id, the newest of each
@@ -548,31 +542,14 @@ class Supervisor(Actor):
         """(Re)places a replica; done when it is healthy. Kills the old one first: if stopped, it
         would go on later, beside its successor and under the same id."""
         if old := self.replicas.get(replica_id):
-            for pid in old.pids:
-                kill_process(pid)
-            old.pids = ()  # the numbers may soon be somebody else's
+            kill(old.pids)
             await asyncio.wait_for(old.procs.stop(), self.deadline_s)
-        name = f"{self.name}_{replica_id}_{time.monotonic_ns()}"
-        procs = this_host().spawn_procs(per_host={"rank": self.num_ranks}, name=name)
-        actor = procs.spawn(name, self.replica_class, replica_id, *self.args)
-        new = self.replicas[replica_id] = Replica(replica_id, name, procs, actor)
-        found = await asyncio.wait_for(actor.pid.call(), self.SETUP_DEADLINE_S)
-        new.pids = (*found.values(),)
+        new = self.replicas[replica_id] = Replica(self, replica_id)
+        new.pids += (await asyncio.wait_for(new.actor.pid.call(), self.SETUP_DEADLINE_S)).values()
         for pid in new.pids:
             on_exit(pid, lambda: self._lose(new, "died"))  # watch
-        setup = asyncio.ensure_future(actor.setup.call())
-        if not await self._answered(new, setup, self.SETUP_DEADLINE_S):
-            raise SupervisionError("died or hung")
-        setup.result()  # raises what it raised
+        await asyncio.wait_for(new.actor.setup.call(), self.SETUP_DEADLINE_S)
         new.ready = True  # healthy
-
-    async def _answered(self, replica: Replica, call: asyncio.Future, deadline_s: float) -> bool:
-        """Waits until the call is answered, or the replica lost, or the deadline over."""
-        first = asyncio.FIRST_COMPLETED
-        done, _ = await asyncio.wait({call, replica.lost}, timeout=deadline_s, return_when=first)
-        if call not in done:
-            call.cancel()  # an answer that comes too late finds nobody
-        return call in done
 
     async def __supervise__(self, failure) -> bool:
         """A process of mine died, or its actor; of one on another host this is how I know."""
@@ -593,16 +570,15 @@ def on_exit(pid: int, callback) -> None:
     loop.add_reader(fd, lambda: (loop.remove_reader(fd), os.close(fd), callback()))
 
 
-def kill_process(pid: int) -> None:
-    """Also ends stopped processes. Pid 0, which would mean all of our group, is nobody."""
-    if pid:
+def kill(pids: list[int]) -> None:
+    """Also ends stopped processes. Empties the list: the numbers may soon be somebody else's."""
+    while pids:
         with contextlib.suppress(ProcessLookupError):  # it was quicker
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pids.pop(), signal.SIGKILL)
 
 
 def is_alive(pid: int) -> bool:
-    """Of a process of this host. One that has ended, but that its parent has not asked about, is
-    a zombie: dead."""
+    """Of a process of this host. A zombie, which has ended unnoticed by its parent, is dead."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] not in b"ZX"
     return False
@@ -611,9 +587,6 @@ def is_alive(pid: int) -> bool:
 class Roots(Worker):
     """Somebody to fail, here and in section 6. Negative numbers have no square root, and replica 1
     has a bad spell from 100 to 199."""
-
-    def __init__(self, replica_id: int):
-        self.replica_id = replica_id
 
     @endpoint
     async def root(self, number: int) -> float:
@@ -708,8 +681,7 @@ class Service(Supervisor):
         self.keepers = [asyncio.ensure_future(self._keep(i)) for i in self.replicas]
 
     async def _keep(self, replica_id: int) -> None:
-        """waits for the loss of the replica / woken by `_lose` / produces the next / ends with
-        `close`"""
+        """waits for a loss / woken by `_lose` / produces the next replica / ends with `close`"""
         while self.keepers:
             why, when = await self.replicas[replica_id].lost
             try:
@@ -729,14 +701,16 @@ class Service(Supervisor):
             replica = await self._pick(raised)
             call = asyncio.ensure_future(getattr(replica.actor, method).call(*args))
             replica.in_flight += 1
-            answered = await self._answered(replica, call, deadline_s or self.deadline_s)
+            done, _ = await asyncio.wait({call, replica.lost}, return_when=asyncio.FIRST_COMPLETED,
+                                         timeout=deadline_s or self.deadline_s)
             replica.in_flight -= 1
-            error = call.exception() if answered else SupervisionError("no answer")
+            error = call.exception() if call in done else SupervisionError("no answer")
+            call.cancel()  # if it is not done: an answer that comes too late finds nobody
             if error and self.num_ranks > 1:  # a rank that loses another one raises; is it that?
                 await asyncio.wait({replica.lost}, timeout=0.2)
-            if isinstance(error, SupervisionError) or replica.lost.done():
-                self._lose(replica, "died" if answered else "missed its deadline")
-                error = error or SupervisionError("no answer")
+            if error and (isinstance(error, SupervisionError) or replica.lost.done()):
+                self._lose(replica, "died" if call in done else "missed its deadline")
+                error = SupervisionError(f"{replica.name} is lost")
             elif error and not raised and self.num_replicas > 1:
                 raised = replica  # or the request is bad: another replica will tell
             else:
@@ -754,8 +728,7 @@ class Service(Supervisor):
         return [r for r in self.replicas.values() if r.ready and not r.lost.done()]
 
     async def _pick(self, raised: Replica | None) -> Replica:
-        """The next replica, but not the one that has raised on this request; looks every 5 ms until
-        there is one."""
+        """The next replica, but not the one that has raised on this request. Waits for one."""
         end = time.monotonic() + self.SETUP_DEADLINE_S
         while not (fit := [r for r in self._healthy()
                            if r is not raised and r.in_flight < self.max_in_flight]):
@@ -773,10 +746,9 @@ class Service(Supervisor):
     async def status(self, wait_s: float = 0.0) -> dict:
         """A snapshot, taken when all replicas are healthy or wait_s have passed."""
         end = time.monotonic() + wait_s
-        while len(self._healthy()) < self.num_replicas and time.monotonic() < end:
+        while len(well := self._healthy()) < self.num_replicas and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        pids = [r.pids for r in self._healthy()]
-        return {"pids": sum(pids, ()), "healthy": len(pids), "log": [*self.log]}
+        return {"pids": sum((r.pids for r in well), []), "healthy": len(well), "log": self.log}
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -789,8 +761,7 @@ class Service(Supervisor):
 
 async def storm(ask, faults: dict[int, tuple], deadline_s: float | None = None) -> list:
     """400 callers, one every 2 ms: [how many get their root, ms of the fastest, of the slowest].
-    faults: os.kill's process id and signal, by the number of the caller before whom it is sent.
-    deadline_s: the callers'."""
+    faults: (process id, signal) by the number of the caller before whom it is sent."""
     async def request(number: int) -> tuple[bool, float]:
         await asyncio.sleep(number * 0.002)
         if number in faults:
@@ -2970,12 +2941,11 @@ def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
 # -- plumbing: the command line -------------------------------------------------------------------
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
 
-DEMOS = [demo_hello_actor, demo_actor_mesh, demo_rdma_transfer, demo_controllers, demo_supervision,
-         demo_service, demo_weight_sync, demo_reshard, demo_sync_rl, demo_async_rl]
-STAGES: dict[str, Stage] = {}  # by name, in the order above
-for number, demo in enumerate(DEMOS, 1):
-    name, claim = demo.__name__.removeprefix("demo_"), " ".join(demo.__doc__.split())
-    STAGES[name] = Stage(number, name, claim, demo, demo.__code__.co_firstlineno)
+STAGES: dict[str, Stage] = {}  # by name, in the order of the file
+for name, demo in [*globals().items()]:
+    if name.startswith("demo_"):
+        name, claim = name.removeprefix("demo_"), " ".join(demo.__doc__.split())
+        STAGES[name] = Stage(len(STAGES) + 1, name, claim, demo, demo.__code__.co_firstlineno)
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -3034,9 +3004,8 @@ def leave(status: int, line: str = "") -> None:
     quiet = 0  # looks in a row that found nobody; a process may be on its way while we look
     while quiet < 5:
         pids = descendants()
-        for pid in pids:
-            kill_process(pid)
         quiet = 0 if pids else quiet + 1
+        kill(pids)
         time.sleep(0.02)
     sys.stderr.write(f"monarch_rl: {line}\n" if line else "")
     os._exit(status)
@@ -3063,9 +3032,9 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # `monarch_rl.py | head` has read enough
         leave(1)
     if args.json:
-        machine = {"cores": cores, "python": sys.version.split()[0]}
-        for name in ("torch", "transformers", "torchmonarch"):
-            machine[name] = importlib.metadata.version(name)
+        packages = ("torch", "transformers", "torchmonarch")
+        machine = {"cores": cores, "python": sys.version.split()[0],
+                   **{name: importlib.metadata.version(name) for name in packages}}
         whole = {"version": 1, "args": vars(args), "machine": machine, "stages": report.stages}
         pathlib.Path(f"{args.json}.tmp").write_text(json.dumps(whole, indent=1), encoding="utf-8")
         os.replace(f"{args.json}.tmp", args.json)  # readers see the old file or the whole new one
