@@ -64,7 +64,7 @@ if __name__ == "__main__":  # Ctrl-C during the imports below
 import argparse, asyncio, collections, concurrent.futures, contextlib, ctypes, dataclasses
 import functools, importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib
 import pickle, random, re, statistics, sys, tempfile, textwrap, threading, time, traceback
-import zipfile, zlib
+import types, zipfile, zlib
 from dataclasses import dataclass
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it. What
@@ -83,15 +83,12 @@ os.environ.update({
 os.environ["PYTHONPATH"] = f"{pathlib.Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
 
 
-class Lazy:
+class Lazy(types.ModuleType):
     """A module that is imported at its first use: torch costs 1.4 s of CPU in every process that
     uses it, transformers 2.3 s more, and most processes of stages 1 to 6 use neither."""
 
-    def __init__(self, name: str):
-        self._name = name
-
     def __getattr__(self, attribute: str):
-        return getattr(importlib.import_module(self._name), attribute)
+        return getattr(importlib.import_module(self.__name__), attribute)
 
 
 torch, transformers = Lazy("torch"), Lazy("transformers")
