@@ -702,6 +702,7 @@ class Service(Supervisor):
                                          timeout=deadline_s or self.deadline_s)
             replica.in_flight -= 1
             error = call.exception() if call in done else SupervisionError("no answer")
+            call.add_done_callback(lambda late: late.cancelled() or late.exception())
             call.cancel()  # if it is not done: an answer that comes too late finds nobody
             if error and self.num_ranks > 1:  # a rank that loses another one raises; is it that?
                 await asyncio.wait({replica.lost}, timeout=0.2)
@@ -2128,9 +2129,7 @@ class BadCheckpoint(ValueError):
 
 
 class TrainerLost(RuntimeError):
-    """The trainer of this run id has died or hung, or is another one by now."""
-
-    run_id = property(lambda self: self.args[0])
+    """The trainer whose run id this holds has died or hung, or is another one by now."""
 
 
 def about(cfg: Config) -> dict:
@@ -2144,30 +2143,47 @@ def read_checkpoint(path: str, cfg: Config) -> dict:
         with zipfile.ZipFile(path) as members:  # torch.load compares no checksums
             damaged = members.testzip()
         found = torch.load(path, weights_only=True, mmap=True)
-    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        raise BadCheckpoint(f"{path}: {str(error).splitlines()[0]}") from error
-    theirs = found.get("about", {}) if isinstance(found, dict) else {}
-    wrong = [f"{key} {theirs.get(key)}, not {ours}" for key, ours in about(cfg).items()
-             if theirs.get(key) != ours]
+        theirs = found["about"]
+    except (OSError, EOFError, LookupError, RuntimeError, TypeError, zipfile.BadZipFile,
+            pickle.UnpicklingError) as error:
+        raise BadCheckpoint(f"{path}: no checkpoint of this file: {str(error)[:60]!r}") from error
+    wrong = [f"made with {key} {theirs.get(key)}, this run has {ours}"
+             for key, ours in about(cfg).items() if theirs.get(key) != ours]
     if damaged or wrong:
-        raise BadCheckpoint(f"{path}: " + (f"{damaged} is damaged" if damaged else wrong[0]))
+        raise BadCheckpoint(f"{path}: {wrong[0] if wrong else damaged + ' is damaged'}")
     return found
 
 
+def folder_of(stage: str, cfg: Config) -> str:
+    """Of the checkpoints of a stage; "" if none was asked for."""
+    return cfg.checkpoint and f"{cfg.checkpoint}/{stage}"
+
+
 class Vault:
-    """The newest two checkpoints of a run: in a folder or, without one, in the memory of this
-    process, in files that have no name. Only the controller touches it."""
+    """The newest two checkpoints of a run, in a folder; without one in the memory of this process,
+    in files that have no name. Only the controller touches it."""
 
     def __init__(self, folder: str = ""):
         self.folder = folder
-        self.kept: list[tuple] = []  # (path, the open file, if it has no name), newest first
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-            paths = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True)
-            self.kept = [(str(path), None) for path in paths]
+        paths = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True) if folder else []
+        self.kept = [(str(path), None) for path in paths]  # newest first; the open file in memory
+
+    def newest(self, cfg: Config, say=lambda text: None) -> str:
+        """The path of the newest that can be read; "" if there are none. Raises BadCheckpoint if
+        there are, and none can be read; says which others cannot."""
+        bad = []
+        for path, _ in self.kept:
+            try:
+                return read_checkpoint(path, cfg) and path
+            except BadCheckpoint as error:
+                bad.append(error)
+                say(f"not used: {error}")
+        if bad:
+            raise bad[0]
+        return ""
 
     def room(self) -> tuple:
-        """Where to write the next one: in a folder over one that was cut off."""
+        """Where to write the next one; in a folder over one that was cut off."""
         if self.folder:
             return f"{self.folder}/unfinished", None
         file = open(os.memfd_create("checkpoint"), "rb")
@@ -2176,12 +2192,11 @@ class Vault:
     def keep(self, room: tuple, step: int) -> None:
         """It is complete: now, and not before, it becomes the newest."""
         if self.folder:
-            named = f"{self.folder}/step-{step:08d}.pt"
-            os.replace(room[0], named)
+            written, room = room[0], (f"{self.folder}/step-{step:08d}.pt", None)
+            os.replace(written, room[0])
             folder = os.open(self.folder, os.O_RDONLY)
             os.fsync(folder)  # the new name too
             os.close(folder)
-            room = named, None
         others = [old for old in self.kept if old[0] != room[0]]
         self.kept = [room, *others[:1]]
         for path, file in others[1:]:
@@ -2205,29 +2220,29 @@ class Trainer(Worker):
 
     @endpoint
     async def begin(self, port: int, warm: bool) -> tuple[ArenaHandle, list[float]]:
-        """Where it publishes, and what `warm_start` returned. port: where the ranks meet. warm: the
-        tiny policy is warm-started. A trainer that has begun does nothing."""
+        """Where it publishes, and what `warm_start` returned. port: where the ranks meet. A trainer
+        that has begun does nothing."""
         cfg, model, found = self.cfg, self.policy.model, []
         if not self.writer:
-            found = warm_start(self.policy) if warm and cfg.model == "tiny" else []
+            found = warm_start(self.policy) if warm else []
             if cfg.trainers > 1:  # all ranks have the same weights until now
                 form_group(port, self.rank, cfg.trainers)
                 mesh = dtensor.init_device_mesh(cfg.device, (cfg.trainers,))
                 fsdp.fully_shard(model, mesh=mesh)
-            self.writer = ShardWriter.join(weights_of(model), cfg.generators, self.rank,
-                                           cfg.trainers)
+            weights = weights_of(model)
+            self.writer = ShardWriter.join(weights, cfg.generators, self.rank, cfg.trainers)
         return self.writer.arena.handle, found
 
     @endpoint
     async def save(self, run_id: int, path: str, state: str) -> None:
         """Writes a checkpoint, with this state of the controller; done when it is on the disk."""
         self._demand(run_id)
-        model, optimizer = self.policy.model, self.optimizer
+        model, optimizer, whole = self.policy.model, self.optimizer, self.whole
         found = {"about": about(self.cfg), "version": self.version, "state": state,
-                 "rng": torch.get_rng_state(), "schedule": optimizer and self.schedule.state_dict(),
-                 "model": dcp.get_model_state_dict(model, options=self.whole),
-                 "optimizer": optimizer and dcp.get_optimizer_state_dict(
-                     model, optimizer, options=self.whole)}
+                 "model": dcp.get_model_state_dict(model, options=whole), "optimizer": None}
+        if optimizer:
+            found |= {"optimizer": dcp.get_optimizer_state_dict(model, optimizer, options=whole),
+                      "schedule": self.schedule.state_dict(), "rng": torch.get_rng_state()}
         if self.rank == 0:
             with open(path, "wb") as file:
                 torch.save(found, file)
@@ -2238,18 +2253,17 @@ class Trainer(Worker):
     async def load(self, path: str, num_steps: int) -> tuple[int, str]:
         """Becomes what a checkpoint says, in a run of so many steps, and publishes that: version,
         state of the controller. Raises BadCheckpoint; then nothing has changed."""
-        found, model = read_checkpoint(path, self.cfg), self.policy.model
+        found, model, whole = read_checkpoint(path, self.cfg), self.policy.model, self.whole
         self.writer.wait()
-        dcp.set_model_state_dict(model, found["model"], options=self.whole)
+        dcp.set_model_state_dict(model, found["model"], options=whole)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), self.policy.learning_rate, weight_decay=0.0, fused=True)
         # Over the last quarter of the steps the rate falls to 0. With a constant one the policy
         # gets as good, but dips now and then to 0.9 of that, and a run may end in a dip.
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: min(1.0, 4 * max(0.0, 1 - done / num_steps)))
-        if found["optimizer"]:  # else the run begins here
-            dcp.set_optimizer_state_dict(
-                model, self.optimizer, found["optimizer"], options=self.whole)
+        if found["optimizer"]:  # else a run begins here
+            dcp.set_optimizer_state_dict(model, self.optimizer, found["optimizer"], options=whole)
             self.schedule.load_state_dict(found["schedule"])
             torch.set_rng_state(found["rng"])
         self.version = max(self.version + 1, found["version"])
@@ -2379,22 +2393,20 @@ class Fleet:
     # some 30 ms; those of real models get 20 times as long.
     DEADLINES_S = {"trainer": 10.0, "generator": 5.0, "judge": 2.0}
     NUM_JUDGES = 2  # one may hang while the other works
-    MAX_LOSSES = 5  # of the trainer since the last checkpoint; more, and it is no accident
 
-    def __init__(self, cfg: Config, judge: type = Judge):
-        self.cfg, self.sampler = cfg, Sampler(cfg)
+    def __init__(self, cfg: Config):
+        self.cfg, self.sampler, self.handle, self.start = cfg, Sampler(cfg), None, Vault()
         self.num_asked, self.busy_s, self.num_unjudged = 0, 0.0, 0
-        self.handle, self.start, self.interrupted = None, Vault(), False
         self.last: dict[int, float] = {}  # run id -> its last version that still exists
         self.trainer = self._service("trainer", Trainer, 1, num_ranks=cfg.trainers, max_attempts=1)
         self.generators = self._service("generator", Generator, cfg.generators)
-        self.judges = self._service("judge", judge, self.NUM_JUDGES, max_attempts=1,
-                                    max_in_flight=1)
+        self.judges = self._service(
+            "judge", Judge, self.NUM_JUDGES, max_attempts=1, max_in_flight=1)
 
     def _service(self, name: str, worker: type, num_replicas: int, **limits):
         deadline_s = self.DEADLINES_S[name] * (1 if self.cfg.model == "tiny" else 20)
-        return this_proc().spawn(name, Service, name, worker, num_replicas, deadline_s, self.cfg,
-                                 **limits)
+        return this_proc().spawn(
+            name, Service, name, worker, num_replicas, deadline_s, self.cfg, **limits)
 
     async def __aenter__(self) -> Fleet:
         self.metrics = await get_or_spawn_controller("metrics", Metrics)
@@ -2408,22 +2420,32 @@ class Fleet:
         await asyncio.gather(*(service.close.call_one() for service in services))
 
     async def _warm(self) -> list[float]:
-        """The first trainer; what it has after the warm start, all runs start with."""
+        """The first trainer. What it has after the warm start, all runs begin with."""
         await self.trainer.start.call_one()
-        found, room = await self._begin(warm=True), self.start.room()
+        found, room = await self._begin(warm=self.cfg.model == "tiny"), self.start.room()
         await self.ask("save", self.handle.run_id, room[0], "{}")
         self.start.keep(room, 0)
-        await self.ask("load", room[0], self.cfg.steps)  # publishes it as version 0
+        await self.load("", 1)  # publishes it as version 0
         return found
 
-    async def _begin(self, warm: bool = False) -> list[float]:
+    async def _begin(self, warm: bool) -> list[float]:
         self.store = open_store()  # NCCL still asks it at the first step
         self.handle, found = await self.ask("begin", self.store.port, warm, deadline_s=120.0)
         return found
 
+    async def load(self, path: str, num_steps: int) -> str:
+        """The trainer, which may be a new one, becomes that of a checkpoint, or with "" that of
+        version 0; the state that was saved there. Versions after it do not exist any more."""
+        await self._begin(warm=False)
+        path = path or self.start.kept[0][0]
+        self.version, state = await self.ask("load", path, num_steps)
+        versions = {run_id: min(last, self.version) for run_id, last in self.last.items()}
+        self.last.update({**versions, self.handle.run_id: math.inf})
+        return state
+
     async def ask(self, method: str, *args, **kwargs):
         """All ranks of the trainer; the answer of rank 0. Raises TrainerLost, or what it raised."""
-        run_id = self.handle.run_id if self.handle else 0
+        run_id = self.handle and self.handle.run_id
         try:
             return await self.trainer.route.call_one(method, *args, **kwargs)
         except (ActorError, SupervisionError) as error:
@@ -2472,81 +2494,12 @@ class Fleet:
         await self.ask("published")
         return (await self.rollout(self.sampler.heldout, group_size=1, greedy=True)).exact()
 
-    async def start_run(self, history: History, folder: str = "") -> None:
-        """A run begins with the weights before RL, or goes on from the newest checkpoint that the
-        folder has."""
-        self.vault, self.losses, self.busy_s = Vault(folder), 0, 0.0
-        self.origin = self._state(history)
-        await self.restore(history, rewind=True)
-
-    def _state(self, history: History) -> str:
-        return json.dumps({"rows": history.rows, "count": history.count,
-                           "num_drawn": self.sampler.num_drawn, "num_asked": self.num_asked})
-
-    async def restore(self, history: History, rewind: bool) -> None:
-        """The trainer, which may be a new one, and the history become what they were at the newest
-        checkpoint that can be read; with rewind what is sampled next does too."""
-        try:
-            await self._begin()
-            for kept in [*self.vault.kept, *self.start.kept]:
-                try:
-                    self.version, state = await self.ask("load", kept[0], self.cfg.steps)
-                    break
-                except BadCheckpoint as error:
-                    history.report.say(f"{error}; the one before it is used")
-                    self.vault.kept.remove(kept)
-        except TrainerLost:  # another one
-            return await self.lost(history, rewind)
-        versions = {run_id: min(last, self.version) for run_id, last in self.last.items()}
-        self.last.update({**versions, self.handle.run_id: math.inf})
-        found = {**json.loads(self.origin), **json.loads(state)}
-        history.restore(found["rows"], found["count"])
-        if rewind:
-            self.sampler.rewind(found["num_drawn"])
-            self.num_asked = found["num_asked"]
-
-    async def lost(self, history: History, rewind: bool) -> None:
-        """The trainer is: its service is starting another one, which gets the newest checkpoint."""
-        self.losses += 1
-        if self.losses > self.MAX_LOSSES:
-            raise RuntimeError(f"the trainer was lost {self.losses} times without a checkpoint")
-        await self.restore(history, rewind)
-
-    def is_due(self, step: int, num_steps: int) -> bool:
-        """Is there to be a checkpoint of this step?"""
-        return step % self.cfg.save_every == 0 or step == num_steps or self.interrupted
-
-    async def save(self, history: History) -> None:
-        """A checkpoint of the last step, when no other one is under way."""
-        room, step = self.vault.room(), len(history.rows)
-        await self.ask("save", self.handle.run_id, room[0], self._state(history))
-        self.vault.keep(room, step)
-        self.losses = 0
-        if self.interrupted:
-            leave(130, f"interrupted; step {step} is saved, the same command goes on from there")
-
-    @contextlib.contextmanager
-    def stop_politely(self):
-        """Meanwhile the first Ctrl-C lets the step end and saves it, if there is a folder. The
-        second one, or 10 s, ends at once, as without."""
-        def interrupt(*_):
-            self.interrupted = True
-            signal.signal(signal.SIGINT, before)
-            threading.Timer(10.0, before, (signal.SIGINT, None)).start()
-
-        before = signal.getsignal(signal.SIGINT)
-        signal.signal(signal.SIGINT, interrupt if self.vault.folder else before)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
 
 class Books(collections.Counter):
-    """Where groups are: started = trained + dropped + lost + undone + under way."""
+    """Where groups are: started = trained + dropped + lost + undone + under way. Undone: trained
+    on by a trainer that was lost before its next checkpoint."""
 
     def __init__(self):
-        # undone: trained on by a trainer that died before the next checkpoint
         super().__init__(started=0, trained=0, dropped=0, lost=0, undone=0)
 
     def under_way(self) -> int:
@@ -2554,21 +2507,80 @@ class Books(collections.Counter):
 
 
 class History:
-    """What a run does, step by step, from now on."""
+    """What a run has done, step by step, and the checkpoints from which it can go on."""
 
-    MAX_SKIPPED = 10  # updates in a row without a finite gradient, before the run ends
-    NO_SIGNAL = 20  # batches in a row that are all right or all wrong, before that is said
+    MAX_LOSSES = 5  # of the trainer without a checkpoint in between; more is no accident
+    # in a row: updates without a finite gradient, which end the run; batches that are all right or
+    # all wrong, which is said
+    MAX_SKIPPED, NO_SIGNAL = 10, 20
 
-    def __init__(self, fleet: Fleet, report: Report, label: str):
-        self.fleet, self.report, self.label = fleet, report, label
+    def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, folder: str = ""):
+        """folder: of this run's checkpoints."""
+        self.fleet, self.report, self.label, self.num_steps = fleet, report, label, num_steps
         self.rows: list[dict] = []  # one per step, the lines of --log
-        self.count, self.signal = Books(), True
-        self.every, self.started = max(1, fleet.cfg.steps // 8), time.monotonic()
+        self.count, self.vault, self.losses, self.interrupted = Books(), Vault(folder), 0, False
+        self.every = max(1, fleet.cfg.steps // 8)
 
     def __getitem__(self, name: str) -> list:
         """A column: a field of StepStats; `seconds`, from the start to the end of each step;
         `busy_s`, of all generators until then."""
         return [row[name] for row in self.rows]
+
+    async def start(self) -> None:
+        """The run begins, or goes on after the newest checkpoint in its folder. From now on the
+        first Ctrl-C waits for the end of a step and saves that, if there is a folder."""
+        def interrupt(*_):
+            self.interrupted = True
+            signal.signal(signal.SIGINT, before)
+            self.report.say("saving; Ctrl-C again ends at once")
+
+        before = self.before = signal.getsignal(signal.SIGINT)
+        if self.vault.folder:
+            signal.signal(signal.SIGINT, interrupt)
+        self.started, self.fleet.busy_s = time.monotonic(), 0.0
+        await self.restore()
+
+    async def restore(self) -> None:
+        """The trainer, which may be a new one, and this become what they were at the newest
+        checkpoint. If another process made that, sampling goes on from there too."""
+        self.losses += 1
+        if self.losses > self.MAX_LOSSES:
+            raise RuntimeError(f"the trainer was lost {self.losses - 1} times without a checkpoint")
+        path, fleet = self.vault.newest(self.fleet.cfg, self.report.say), self.fleet
+        try:
+            found = json.loads(await fleet.load(path, fleet.cfg.steps))
+        except TrainerLost:  # another one
+            return await self.restore()
+        rows = found.get("rows", [])
+        if rows and not self.rows:
+            self.started, fleet.busy_s = time.monotonic() - rows[-1]["seconds"], rows[-1]["busy_s"]
+            self.count.update({how: n - self.count[how] for how, n in found["count"].items()})
+            self.count["lost"] += self.count.under_way()
+            fleet.num_asked = found["num_asked"]
+            fleet.sampler.rewind(found["num_drawn"])
+        if rows or self.rows:
+            self.report.say(f"{self.label}: the trainer goes on after step {len(rows)}")
+        self.rows[:] = rows
+        undone = self.count["trained"] - GROUPS_PER_BATCH * len(rows)
+        self.count.update(trained=-undone, undone=undone)
+
+    def is_due(self, step: int) -> bool:
+        """Is there to be a checkpoint of this step?"""
+        every = self.fleet.cfg.save_every
+        return step % every == 0 or step == self.num_steps or self.interrupted
+
+    async def save(self) -> None:
+        """A checkpoint of the last step, while no other one is under way."""
+        room, step, fleet = self.vault.room(), len(self.rows), self.fleet
+        state = json.dumps({"rows": self.rows, "count": self.count, "num_asked": fleet.num_asked,
+                            "num_drawn": fleet.sampler.num_drawn})
+        await fleet.ask("save", fleet.handle.run_id, room[0], state)
+        self.vault.keep(room, step)
+        self.losses = 0
+        if self.interrupted:
+            leave(130, f"interrupted; the same command goes on after step {step}")
+        if step == self.num_steps:
+            signal.signal(signal.SIGINT, self.before)
 
     def add(self, stats: StepStats, batch: Rollout) -> None:
         """Logs a step, and shows it now and then, with what was said in one of its episodes."""
@@ -2577,14 +2589,12 @@ class History:
                           "busy_s": self.fleet.busy_s} | stats._asdict())
         with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
             log.write(json.dumps(self.rows[-1]) + "\n")
-        if self["skipped"][-self.MAX_SKIPPED :] == [1] * self.MAX_SKIPPED:
-            raise RuntimeError(f"{self.MAX_SKIPPED} gradients in a row were not finite; the last "
-                               f"loss was {stats.loss}")
-        if self.signal and self["reward"][-self.NO_SIGNAL :] in (
-                [0.0] * self.NO_SIGNAL, [1.0] * self.NO_SIGNAL):
-            self.signal = False
-            self.report.say(f"{self.label}: every reward of the last {self.NO_SIGNAL} batches was "
-                            f"{stats.reward:.0f}: nothing to learn from them")
+        if sum(self["skipped"][-self.MAX_SKIPPED :]) == self.MAX_SKIPPED:
+            raise RuntimeError(f"{self.MAX_SKIPPED} gradients in a row were not finite")
+        recent = {*self["reward"][-self.NO_SIGNAL :]}
+        if step % self.NO_SIGNAL == 0 and recent in ({0.0}, {1.0}):
+            self.report.say(f"{self.label}: the last {self.NO_SIGNAL} batches had reward "
+                            f"{stats.reward:.0f} throughout: nothing to learn from")
         keep = step == 1 or step % self.every == 0
         if keep or step % 10 == 0:
             asked = " ".join(said for said, _ in batch.prompts[0].turns)
@@ -2593,21 +2603,6 @@ class History:
                 f"{self.label:5s} {step:4d} version {stats.version:4d} reward {stats.reward:.2f} "
                 f"lag {stats.lag_mean:.1f} max {stats.lag_max} {speed:.0f} tokens/s  "
                 f"{asked} > {' '.join(batch.answers[0]):.16s}", keep)
-
-    def restore(self, rows: list[dict], count: dict) -> None:
-        """As it was at a checkpoint. If another process made it, its count too; what was under way
-        there is lost."""
-        if rows or self.rows:
-            self.report.say(f"{self.label}: the trainer goes on from step {len(rows)}")
-        if rows and not self.rows:
-            self.started, self.fleet.busy_s = (
-                time.monotonic() - rows[-1]["seconds"], rows[-1]["busy_s"])
-            self.count.clear()
-            self.count.update(count)
-            self.count["lost"] += self.count.under_way()
-        self.rows[:] = rows
-        undone = self.count["trained"] - GROUPS_PER_BATCH * len(rows)
-        self.count.update(trained=-undone, undone=undone)
 
     def speed(self, num_steps: int) -> list:
         """Of the first steps: seconds, steps/s, tokens/s, shares of the time that generators and
@@ -2629,20 +2624,19 @@ class History:
         return last - first
 
 
-async def train_sync(fleet: Fleet, report: Report, num_steps: int, folder: str = "") -> History:
-    """Sample, step, publish, one after the other: the first steps of a run of --steps."""
-    history = History(fleet, report, "sync")
-    await fleet.start_run(history, folder)
-    with fleet.stop_politely():
-        while len(history.rows) < num_steps:
-            try:
-                batch = await fleet.batch()  # generators pull before they sample, so lag is 0
-                history.add(await fleet.step(batch), batch)
-                history.count.update(started=GROUPS_PER_BATCH, trained=GROUPS_PER_BATCH)
-                if fleet.is_due(len(history.rows), num_steps):
-                    await fleet.save(history)
-            except TrainerLost:
-                await fleet.lost(history, rewind=True)
+async def train_sync(history: History) -> History:
+    """Sample, step, publish, one after the other."""
+    await history.start()
+    fleet = history.fleet
+    while len(history.rows) < history.num_steps:
+        try:
+            batch = await fleet.batch()  # generators pull before they sample, so lag is 0
+            history.add(await fleet.step(batch), batch)
+            history.count.update(started=GROUPS_PER_BATCH, trained=GROUPS_PER_BATCH)
+            if history.is_due(len(history.rows)):
+                await history.save()
+        except TrainerLost:
+            await history.restore()
     return history
 
 
@@ -2654,8 +2648,8 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
         first, before = await fleet.batch(), await fleet.heldout_exact()
         _, gap = await fleet.ask("compare", first)  # before any training
         report.check("log-probabilities, recorded and recomputed, differ by", gap, "<", 1e-4)
-        folder = cfg.checkpoint and f"{cfg.checkpoint}/sync_rl"
-        history = await train_sync(fleet, report, max(1, cfg.steps // 2), folder)
+        folder = folder_of("sync_rl", cfg)
+        history = await train_sync(History(fleet, report, "sync", max(1, cfg.steps // 2), folder))
         (stale, _), after = await fleet.ask("compare", first), await fleet.heldout_exact()
     mismatch = max(history["mismatch_k3"])
     gain = history.report_learning(before, after, mismatch)
@@ -2714,7 +2708,7 @@ class ReplayBuffer:
         """last: run id -> its last version that still exists."""
         self.gate, self.max_lag, self.last = gate, max_lag, last
         self.groups: list[tuple] = []  # (rollout, its rows of the group, version, run id)
-        self.arrived = asyncio.Condition()
+        self.arrived, self.lost = asyncio.Condition(), None
 
     async def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
         """Groups of which less than two episodes were judged are lost."""
@@ -2726,6 +2720,12 @@ class ReplayBuffer:
             self.arrived.notify_all()
         await self.gate.settle("lost", num_groups - len(groups))
 
+    async def interrupt(self, lost: TrainerLost) -> None:
+        """Whoever waits for a batch for this trainer hears that it is lost."""
+        async with self.arrived:
+            self.lost = lost
+            self.arrived.notify_all()
+
     def _fits(self, group: tuple, version: int) -> bool:
         _, _, made_by, run_id = group
         return version - made_by <= self.max_lag and made_by <= self.last[run_id]  # bound
@@ -2735,6 +2735,8 @@ class ReplayBuffer:
         old, or made by a version that was lost; waits until there is enough; woken by `put`."""
         async with self.arrived:
             while True:
+                if self.lost:
+                    raise self.lost
                 fresh = [group for group in self.groups if self._fits(group, version)]
                 dropped, self.groups = len(self.groups) - len(fresh), fresh
                 await self.gate.settle("dropped", dropped)  # refund
@@ -2749,33 +2751,30 @@ class AsyncRun:
 
     MAX_MISSES = 10  # requests of one loop in a row that came back without a group
 
-    def __init__(self, fleet: Fleet, num_steps: int, max_lag: int, history: History):
-        self.fleet, self.num_steps, self.history = fleet, num_steps, history
+    def __init__(self, history: History, max_lag: int):
+        self.history, self.fleet = history, history.fleet
         self.gate = Gate(max_lag, history.count)
-        self.buffer = ReplayBuffer(self.gate, max_lag, fleet.last)
+        self.buffer = ReplayBuffer(self.gate, max_lag, self.fleet.last)
         self.away, self.done = 0, False  # away: groups in requests that are not back
         self.turn = asyncio.Lock()  # of the training loops
 
-    async def run(self, folder: str = "") -> None:
-        """folder: of checkpoints.
-
-        Shutdown:  training ends (or any loop raises)
+    async def run(self) -> None:
+        """Shutdown:  training ends (or any loop raises)
                      -> done: no loop asks for tickets again
                      -> loops that wait for a generator get their answer and put it
                      -> loops that wait for a ticket, and steps not answered, are cancelled
                      -> what raised is raised here, without waiting for answers; what lies in the
                         buffer is counted"""
-        await self.fleet.start_run(self.history, folder)
+        await self.history.start()
         self._follow()
         # Of training two loops: while the trainer works on a batch, the next one waits there, and
         # no more, for it grows older by a version. With K = 0 there are tickets for one batch only,
         # and one loop waits. Of rollouts two per generator; with few tickets the gate lets fewer
         # through.
         loops = [self._training] * 2 + [self._rollouts] * (2 * self.fleet.cfg.generators)
-        with self.fleet.stop_politely():
-            tasks = [asyncio.ensure_future(loop()) for loop in loops]
-            ends = [asyncio.gather(*tasks[:2]), *tasks[2:]]
-            ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        tasks = [asyncio.ensure_future(loop()) for loop in loops]
+        ends = [asyncio.gather(*tasks[:2]), *tasks[2:]]
+        ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self.done = True
         while self.away and not any(end.exception() for end in ended):
             await asyncio.sleep(0.005)
@@ -2817,21 +2816,26 @@ class AsyncRun:
         """consumes groups / waits for its turn, for the buffer, then for the trainer / woken by the
         other such loop, by ReplayBuffer.put, by the answer / produces versions / ends when the last
         step is sent"""
-        while self.sent < self.num_steps:
+        while self.sent < self.history.num_steps:
             try:
                 async with self.turn:  # batches reach the trainer in the order taken
-                    if self.sent == self.num_steps:
+                    if self.sent == self.history.num_steps:
                         return  # the other loop has sent it while this one waited
                     batch = await self.buffer.take(GROUPS_PER_BATCH, self.version)
                     self.version += 1  # at which the trainer will see the next batch
                     self.sent += 1
                     step = asyncio.ensure_future(self._step(batch))  # runs before any other task
-                    if self.fleet.is_due(self.sent, self.num_steps):
+                    if self.history.is_due(self.sent):
                         await step  # nothing is sent ahead of a checkpoint
-                        await self.fleet.save(self.history)
+                        await self.history.save()
                 await step
             except TrainerLost as lost:
-                await self._restore(lost)
+                await self.buffer.interrupt(lost)  # the other loop may have the turn, and wait
+                async with self.turn:
+                    self.buffer.lost = None
+                    if lost.args[0] == self.fleet.handle.run_id:  # else the other loop has done it
+                        await self.history.restore()
+                        self._follow()
 
     async def _step(self, batch: Rollout) -> None:
         try:
@@ -2841,12 +2845,6 @@ class AsyncRun:
             raise
         await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
         self.history.add(stats, batch)
-
-    async def _restore(self, lost: TrainerLost) -> None:
-        async with self.turn:
-            if self.fleet.handle.run_id == lost.run_id:  # else the other loop has done it
-                await self.fleet.lost(self.history, rewind=False)
-                self._follow()
 
 
 async def until_step(step: int, history: History, running: asyncio.Future) -> None:
@@ -2861,12 +2859,11 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report.say(f"seed {cfg.seed}; starting a trainer and {cfg.generators} generators: about 10 s")
     timed = max(1, cfg.steps * 4 // 5)  # steps to compare; then the faults begin
     async with Fleet(cfg) as fleet:
-        before, few = await fleet.heldout_exact(), min(60, timed)
-        loose = AsyncRun(fleet, few, 10**6, History(fleet, report, "loose"))
-        await loose.run()  # without the rule
-        history = History(fleet, report, "async")
-        run = AsyncRun(fleet, cfg.steps, cfg.max_lag, history)
-        running = asyncio.ensure_future(run.run(cfg.checkpoint and f"{cfg.checkpoint}/async_rl"))
+        before, loose = await fleet.heldout_exact(), History(fleet, report, "loose", min(60, timed))
+        await AsyncRun(loose, max_lag=10**6).run()  # without the rule
+        history = History(fleet, report, "async", cfg.steps, folder_of("async_rl", cfg))
+        run = AsyncRun(history, cfg.max_lag)
+        running = asyncio.ensure_future(run.run())
         await until_step(timed, history, running)
         speed, faults = history.speed(timed), []
         for part, (name, number) in enumerate(FAULTS):
@@ -2879,12 +2876,12 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         found = [(await getattr(fleet, name).status.call_one(60.0))["log"] for name, *_ in faults]
         killed = faults[0][-1]
         spans = await fleet.metrics.spans.call_one(killed - 0.3, killed + 0.3)
-        peer = await train_sync(fleet, report, timed)  # as far, at the same rates
+        peer = await train_sync(History(fleet, report, "sync", timed))  # as far, at the same rates
         report_speed(report, cfg.max_lag, timed, peer.speed(timed), speed)
     report.say("", "0.6 s around the kill: g generate, s step, . wait",
                *timeline(spans, killed - 0.3, killed + 0.3), " " * 51 + "^ SIGKILL")
     report_faults(report, faults, found)
-    report_lag(report, run, loose.history)
+    report_lag(report, run, loose)
     mismatch = max(peer["mismatch_k3"])  # of the replacement too, and all of lag 0
     history.report_learning(before, after, mismatch)
     stall = sum(history["stall_s"]) / sum(history["step_s"])
@@ -2932,7 +2929,8 @@ def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
     report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
     report.check("largest lag", rows[1][-1], "<=", bound)
     report.check("groups started, not accounted for", count.under_way() - in_flight, "==", 0)
-    report.check(f"steps of {run.num_steps} whose groups are counted", trained, "==", run.num_steps)
+    report.check(f"steps of {run.history.num_steps} whose groups are counted", trained, "==",
+                 run.history.num_steps)
 
 
 # -- plumbing: the command line -------------------------------------------------------------------
@@ -2962,9 +2960,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
                             choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
-    least = dict(steps=1, generators=1, trainers=1, max_lag=0, seed=0, model_mb=1, save_every=1)
-    for name, low in least.items():
-        if getattr(args, name) < low:
+    for name, value in vars(args).items():
+        if type(value) is int and value < (low := 0 if name in ("max_lag", "seed") else 1):
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
     for flag, path in [("--json", args.json), ("--log", args.log)]:
         if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
@@ -2978,7 +2975,14 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
             transformers.AutoConfig.from_pretrained(args.model)
         except (OSError, ValueError):
             parser.error(f"--model {args.model}: no folder with a model, no hub id that loads here")
-    return args, Config(**{name: getattr(args, name) for name in vars(Config())})
+    cfg = Config(**{name: getattr(args, name) for name in vars(Config())})
+    try:
+        for folder in filter(None, (folder_of(name, cfg) for name in ("sync_rl", "async_rl"))):
+            os.makedirs(folder, exist_ok=True)
+            Vault(folder).newest(cfg)
+    except (BadCheckpoint, OSError) as error:
+        parser.error(f"--checkpoint: {error}")
+    return args, cfg
 
 
 def descendants() -> list[int]:

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import uuid
 from unittest import mock
 
@@ -307,57 +308,132 @@ def rollout_of(group_ids, version, width=5):
         versions=torch.full((rows,), version), prompts=[None] * rows, answers=[[]] * rows)
 
 
+class StubFleet:
+    """Generators and a trainer that only sleep, in one process."""
+
+    def __init__(self, generate_s=0.005, step_s=0.002, lost_at=()):
+        self.cfg, self.sampler = m.Config(generators=2), m.Sampler(m.Config())
+        self.version, self.handle, self.last = 0, types.SimpleNamespace(run_id=1), {1: math.inf}
+        self.generate_s, self.step_s, self.lost_at = generate_s, step_s, [*lost_at]
+
+    async def rollout(self, prompts):
+        version = self.version
+        await asyncio.sleep(random.random() * 2 * self.generate_s)
+        return rollout_of([p.id for p in prompts for _ in range(2)], version)
+
+    async def step(self, batch):
+        run_id = self.handle.run_id
+        await asyncio.sleep(self.step_s)
+        if self.lost_at and self.version >= self.lost_at[0]:
+            raise m.TrainerLost(run_id)
+        if run_id != self.handle.run_id:
+            raise m.TrainerLost(run_id)
+        self.version += 1
+        return self.version, int((self.version - 1 - batch.versions).max())
+
+
+class StubHistory:
+    """Every tenth step is a checkpoint."""
+
+    def __init__(self, fleet, num_steps):
+        self.fleet, self.num_steps, self.count = fleet, num_steps, m.Books()
+        self.rows, self.groups, self.saved = [], [], 0
+
+    async def start(self):
+        pass
+
+    def is_due(self, step):
+        return step % 10 == 0
+
+    async def save(self):
+        assert self.fleet.version == len(self.rows)  # nothing has been sent ahead
+        self.saved = len(self.rows)
+
+    async def restore(self):
+        fleet = self.fleet
+        fleet.lost_at.pop(0)
+        await asyncio.sleep(0.02)
+        fleet.version, fleet.handle = self.saved, types.SimpleNamespace(run_id=fleet.handle.run_id + 1)
+        for run_id in fleet.last:
+            fleet.last[run_id] = min(fleet.last[run_id], self.saved)
+        fleet.last[fleet.handle.run_id] = math.inf
+        undone = len(self.rows) - self.saved
+        del self.rows[self.saved :], self.groups[self.saved :]
+        self.count.update(trained=-16 * undone, undone=16 * undone)
+
+    def add(self, stats, batch):
+        self.rows.append(stats)
+        self.groups.append({*batch.group_ids.tolist()})
+
+
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
-def test_two_loops_end_with_every_bound(max_lag):
-    """Against a fleet of one process: no wait without an end, lag within the bound, books in order."""
-    class Fleet:
-        cfg, version = m.Config(generators=2), 0
-        sampler = m.Sampler(cfg)
-
-        async def rollout(self, prompts):
-            version = self.version
-            await asyncio.sleep(random.random() * 0.01)
-            return rollout_of([p.id for p in prompts], version)
-
-        async def ask(self, method, batch):
-            assert method == "step"
-            await asyncio.sleep(0.002)
-            self.version += 1
-            return self.version, int((self.version - 1 - batch.versions).max())
-
-    class History:
-        lags = []
-
-        def add(self, stats, batch):
-            self.lags.append(stats[1])
-
+@pytest.mark.parametrize("generate_s, step_s, lost_at", [
+    (0.005, 0.002, []), (0.002, 0.012, []), (0.03, 0.002, []), (0.005, 0.002, [7, 23, 25])])
+def test_two_loops_end_with_every_bound(max_lag, generate_s, step_s, lost_at):
+    """Against a fleet of one process, also with one side much faster, and with a trainer that is
+    lost: no wait without an end, lag and memory bounded, books in order, no group trained twice."""
     async def scene():
-        run = m.AsyncRun(fleet, 40, max_lag, History())
-        await asyncio.wait_for(run.run(0), 60)
-        assert len(run.history.lags) == 40 and max(run.history.lags) <= max_lag
-        count = run.gate.count
-        assert count["started"] == count["trained"] + count["dropped"] + len(run.buffer.groups)
-        History.lags.clear()
+        history = StubHistory(StubFleet(generate_s, step_s, lost_at), 40)
+        run, most = m.AsyncRun(history, max_lag), 0
+        running = asyncio.ensure_future(run.run())
+        while not running.done():
+            most = max(most, run.away + len(run.buffer.groups))
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(running, 60)
+        assert len(history.rows) == 40 and max(lag for _, lag in history.rows) <= max_lag
+        assert most <= run.gate.limit
+        assert history.count["trained"] == 16 * 40
+        assert history.count.under_way() == len(run.buffer.groups)
+        assert len(set.union(*history.groups)) == 16 * 40
+        assert bool(history.count["undone"]) is bool(lost_at)
 
-    fleet = Fleet()
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("broken", ["rollout", "step"])
+def test_a_loop_that_raises_ends_the_run_at_once_with_its_cause(broken):
+    """Though other rollouts hang for a minute."""
+    async def scene():
+        fleet = StubFleet()
+        if broken == "rollout":
+            answers = itertools.chain([0.05], itertools.repeat(60))
+
+            async def rollout(prompts):
+                await asyncio.sleep(next(answers))
+                raise KeyError("the cause")
+
+            fleet.rollout = rollout
+        else:
+            async def step(batch):
+                fleet.generate_s = 60
+                await asyncio.sleep(0.05)
+                raise KeyError("the cause")
+
+            fleet.step = step
+        start = time.monotonic()
+        with pytest.raises(KeyError, match="the cause"):
+            await m.AsyncRun(StubHistory(fleet, 40), 2).run()
+        assert time.monotonic() - start < 30
+
     asyncio.run(scene())
 
 
 async def history_of_gate_and_buffer(seed):
     """Random rollouts, late and early, against a trainer; checks the books after every event."""
     rng, max_lag = random.Random(seed), random.Random(seed).randrange(4)
-    gate = m.Gate(max_lag)
-    buffer, version, away, trained = m.ReplayBuffer(gate, max_lag), 0, [], 0
+    gate = m.Gate(max_lag, m.Books())
+    buffer, version, away, trained = m.ReplayBuffer(gate, max_lag, {1: math.inf}), 0, [], 0
     for group_id in range(0, 6000, m.GROUPS_PER_BATCH):
-        if gate.under_way() + m.GROUPS_PER_BATCH <= gate.limit:
+        if gate.count.under_way() + m.GROUPS_PER_BATCH <= gate.limit:
             await gate.admit(m.GROUPS_PER_BATCH)
-            away.append(rollout_of([g for g in range(group_id, group_id + m.GROUPS_PER_BATCH)], version))
+            ids = range(group_id, group_id + m.GROUPS_PER_BATCH)
+            away.append(rollout_of([g for g in ids for _ in (0, 1)], version))
         if away and rng.random() < 0.6:
             rollout = away.pop(rng.randrange(len(away)))  # any order: stragglers are overtaken
             if rng.random() < 0.1:
                 await gate.settle("lost", m.GROUPS_PER_BATCH)
             else:
-                await buffer.put(rollout)
+                await buffer.put(rollout, m.GROUPS_PER_BATCH, 1)
         fresh = [g for g in buffer.groups if version - g[2] <= max_lag]
         if len(fresh) >= m.GROUPS_PER_BATCH:
             batch = await buffer.take(m.GROUPS_PER_BATCH, version)
@@ -365,7 +441,7 @@ async def history_of_gate_and_buffer(seed):
             await gate.settle("trained", m.GROUPS_PER_BATCH)
             version, trained = version + 1, trained + m.GROUPS_PER_BATCH
         in_flight = m.GROUPS_PER_BATCH * len(away) + len(buffer.groups)
-        assert gate.under_way() == in_flight <= gate.limit
+        assert gate.count.under_way() == in_flight <= gate.limit
         assert gate.count["trained"] == trained
     return gate.count
 
@@ -378,7 +454,7 @@ def test_lag_is_bounded_and_tickets_add_up(seed):
 
 def test_gate_waits_until_tickets_come_back():
     async def scene():
-        gate = m.Gate(0)
+        gate = m.Gate(0, m.Books())
         await gate.admit(m.GROUPS_PER_BATCH)
         waiting = asyncio.ensure_future(gate.admit(m.GROUPS_PER_BATCH))
         await asyncio.sleep(0.02)
@@ -1454,15 +1530,18 @@ class Probe(m.Trainer):
                 found[name] = (p.grad.full_tensor() if self.cfg.trainers > 1 else p.grad).clone()
 
         self.optimizer.register_step_pre_hook(keep)
-        stats = await m.Trainer.__dict__["step"]._method(self, batch)
+        run_id = self.writer.arena.handle.run_id
+        stats = await m.Trainer.__dict__["step"]._method(self, run_id, batch)
         return found, stats._asdict()
 
 async def gradients_of(num_ranks, loss, batch):
-    cfg, store = m.Config(trainers=num_ranks, loss=loss), m.open_store()
+    cfg, store, room = m.Config(trainers=num_ranks, loss=loss), m.open_store(), m.Vault().room()
     procs = m.this_host().spawn_procs(per_host={"trainer": num_ranks})
-    ranks = procs.spawn("probe", Probe, cfg)
-    await ranks.setup.call(store.port, ranks.slice(trainer=0))
-    await ranks.reset.call(10)
+    ranks = procs.spawn("probe", Probe, 0, cfg)
+    await ranks.setup.call()
+    (handle, _), *_ = (await ranks.begin.call(store.port, True)).values()
+    await ranks.save.call(handle.run_id, room[0], "{}")
+    await ranks.load.call(room[0], 10)
     answers = [*(await ranks.gradients.call(batch)).values()]
     await procs.stop()
     return answers
@@ -1507,6 +1586,456 @@ def test_many_trainers_have_the_gradient_of_one(tmp_path, loss="ppo"):
 def test_training_learns_with_two_trainers(tmp_path):
     learned(Run(tmp_path, "--only", "async_rl", "--steps", "400", "--trainers", "2", "--seed", "1"),
             0.95)
+
+
+# -- faults ---------------------------------------------------------------------------------------
+# What runs is this file, and this, in processes of its own. `python test_monarch_rl.py` runs it at
+# length and prints the figures of DOCS 10.
+
+CHAOS = r'''import asyncio, contextlib, json, math, os, pathlib, random, signal, statistics, sys, time, zlib
+import monarch_rl as m
+
+FLAG = pathlib.Path(os.environ.get("CHAOS_FLAG", "/nowhere"))  # what goes wrong now, if anything
+
+
+def goes_wrong():
+    with contextlib.suppress(OSError):
+        return FLAG.read_text()
+
+
+class Shaky(m.Generator):
+    """Replica 1 raises while that is told, replica 0 cannot start."""
+
+    @m.endpoint
+    async def setup(self):
+        if self.replica_id == 0 and goes_wrong() == "no replica 0":
+            raise RuntimeError("cannot start")
+        await m.Generator.__dict__["setup"]._method(self)
+
+    @m.endpoint
+    async def rollout(self, *args):
+        if self.replica_id == 1 and goes_wrong() == "generator raises":
+            raise RuntimeError("a bad spell")
+        return await m.Generator.__dict__["rollout"]._method(self, *args)
+
+
+class Wicked(m.Judge):
+    """A reward function that does to one answer in 50 what is told."""
+
+    @staticmethod
+    def score(prompt, said):
+        what = goes_wrong() if zlib.crc32(repr((prompt, said)).encode()) % 50 == 0 else None
+        if what == "judge raises":
+            raise ValueError("no reward")
+        if what == "judge hangs":
+            while True:
+                pass
+        if what == "judge exits":
+            os._exit(3)
+        return math.inf if what == "judge says infinity" else m.score(prompt, said)
+
+
+TOLD = ["generator raises", "judge raises", "judge hangs", "judge exits", "judge says infinity"]
+FAULTS = TOLD + [
+    "SIGKILL generators", "SIGSTOP generators", "slow generators", "two generators", "killed again",
+    "SIGKILL judges", "SIGSTOP judges", "SIGKILL trainer", "SIGSTOP trainer"]
+
+
+class Quiet(m.Report):
+    def __init__(self):
+        super().__init__()
+        self.now = dict(checks=[], figures={}, ok=True)
+
+    def say(self, *lines, **_):
+        for line in lines:
+            print("   ", line, file=sys.stderr, flush=True)
+
+
+class Record(m.History):
+    """Also: which groups each step that counts has trained on, and when it ended."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.groups = {}
+
+    def add(self, stats, batch):
+        super().add(stats, batch)
+        self.groups[len(self.rows)] = {*batch.group_ids.tolist()}
+
+
+class Watched(m.Fleet):
+    """Counts rollouts of versions older than the run had reached when they were asked for."""
+
+    old = 0
+
+    async def rollout(self, prompts, *args, **kwargs):
+        rows, run_id = getattr(self, "rows", []), self.handle.run_id
+        reached = rows[-1]["version"] - 1 if rows else -1
+        found = await super().rollout(prompts, *args, **kwargs)
+        if run_id == self.handle.run_id and len(found.versions):
+            self.old += int(found.versions.min()) < reached
+        return found
+
+
+async def pids(fleet, name):
+    return (await getattr(fleet, name).status.call_one(30.0))["pids"]
+
+
+async def do(fault, fleet, rng):
+    how, _, name = fault.partition(" ")
+    if fault in TOLD:
+        FLAG.write_text(fault)
+        await asyncio.sleep(0.5)
+        FLAG.unlink()
+    elif how.startswith("SIG"):
+        os.kill(rng.choice(await pids(fleet, name)), signal.Signals[how])
+    elif how == "two":
+        for pid in rng.sample(await pids(fleet, name), 2):
+            os.kill(pid, signal.SIGKILL)
+    elif how == "killed":
+        before = {*m.descendants()}
+        os.kill(rng.choice(await pids(fleet, "generators")), signal.SIGKILL)
+        await asyncio.sleep(1.0)  # its replacement is importing
+        m.kill([*{*m.descendants()} - before])
+    elif how == "slow":  # a tenth of the time
+        pid = rng.choice(await pids(fleet, name))
+        for _ in range(30):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(0.09)
+                os.kill(pid, signal.SIGCONT)
+                await asyncio.sleep(0.01)
+
+
+async def chaos(seed, num_steps=100):
+    """A run with three random faults at random steps; what is wrong with it."""
+    rng = random.Random(f"chaos {seed}")
+    faults = rng.sample(FAULTS, 3)
+    at = sorted(rng.randrange(1, num_steps) for _ in faults)
+    cfg, report = m.Config(generators=3, steps=num_steps, save_every=20, seed=seed), Quiet()
+    print("   ", seed, [*zip(at, faults)], file=sys.stderr, flush=True)
+    async with Watched(cfg) as fleet:
+        history = Record(fleet, report, "chaos", num_steps)
+        fleet.rows = history.rows
+        run = m.AsyncRun(history, cfg.max_lag)
+        running = asyncio.ensure_future(run.run())
+        for step, fault in zip(at, faults):
+            await m.until_step(step, history, running)
+            if not running.done():
+                await do(fault, fleet, rng)
+        await running
+    count, groups = history.count, history.groups.values()
+    in_flight = run.away + len(run.buffer.groups)
+    wrong = {
+        "steps": [row["step"] for row in history.rows] != [*range(1, num_steps + 1)],
+        "lag": max(history["lag_max"]) > cfg.max_lag, "old versions": fleet.old,
+        "trained": count["trained"] != 16 * num_steps,
+        "in flight": count.under_way() != in_flight,
+        "trained twice": len({g for ids in groups for g in ids}) != sum(map(len, groups))}
+    return dict(seed=seed, faults=faults, count={**count}, unjudged=fleet.num_unjudged,
+                wrong=[k for k, v in wrong.items() if v])
+
+
+async def failover(num_kills=9):
+    """ms from a SIGKILL or SIGSTOP to the last answer of four requests that were under way."""
+    cfg, ms, late = m.Config(generators=3), [], []
+    async with m.Fleet(cfg) as fleet:
+        prompts = fleet.sampler.draw(16)
+        for kill in range(num_kills + 2):
+            found = await pids(fleet, "generators")
+            asked = [asyncio.ensure_future(fleet.rollout(prompts)) for _ in range(4)]
+            await asyncio.sleep(0.008)
+            struck = time.monotonic()
+            os.kill(found[kill % 3], signal.SIGKILL if kill < num_kills else signal.SIGSTOP)
+            await asyncio.gather(*asked)
+            ms.append(m.since(struck) * 1e3)
+        log = (await fleet.generators.status.call_one(30.0))["log"]
+        late = [when - struck for _, why, when, _ in log if why == "missed its deadline"]
+    return dict(failover_ms=statistics.median(ms[:num_kills]), failover_all_ms=ms,
+                freeze_found_s=late, deadline_s=m.Fleet.DEADLINES_S["generator"])
+
+
+async def throughput(num_steps=300):
+    """steps/s with three generators, and with one of them dead all the time."""
+    cfg, rates = m.Config(generators=3, steps=num_steps, save_every=10**6), []
+    async with m.Fleet(cfg) as fleet:
+        for dead in (False, True):
+            if dead:
+                FLAG.write_text("no replica 0")
+                found = (await pids(fleet, "generators"))[0]
+                os.kill(found, signal.SIGKILL)
+                await asyncio.sleep(6.0)
+            history = m.History(fleet, Quiet(), "two" if dead else "three", num_steps)
+            await m.AsyncRun(history, cfg.max_lag).run()
+            rates.append(num_steps / history["seconds"][-1])
+        FLAG.unlink()
+    return dict(steps_per_s_three=rates[0], steps_per_s_two=rates[1], share=rates[1] / rates[0])
+
+
+async def memory(num_steps=2000):
+    """Resident memory of all processes, after 200 steps and after all."""
+    def resident():
+        found = 0
+        for pid in [os.getpid(), *m.descendants()]:
+            with contextlib.suppress(OSError):
+                text = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text()
+                found += int(text.split("Pss:")[1].split()[0])
+        return found / 1024
+
+    cfg = m.Config(steps=num_steps)
+    async with m.Fleet(cfg) as fleet:
+        history = m.History(fleet, Quiet(), "memory", num_steps)
+        running = asyncio.ensure_future(m.AsyncRun(history, cfg.max_lag).run())
+        await m.until_step(200, history, running)
+        early = resident()
+        await running
+        late = resident()
+    return dict(mib_after_200=early, mib_at_the_end=late, ratio=late / early)
+
+
+async def sync(folder, num_steps=60):
+    """A synchronous run with checkpoints; goes on from what the folder has."""
+    cfg = m.Config(steps=2 * num_steps, save_every=5)
+    async with m.Fleet(cfg) as fleet:
+        print("begun", flush=True)
+        history = await m.train_sync(m.History(fleet, Quiet(), "sync", num_steps, folder))
+    return dict(steps=len(history.rows))
+
+
+def run():
+    m.Generator = Shaky
+    m.Judge = Wicked
+    for what in sys.argv[1:]:
+        name, _, arg = what.partition(":")
+        answer = asyncio.run({"chaos": lambda: chaos(int(arg)), "failover": failover,
+                              "throughput": throughput, "memory": memory,
+                              "sync": lambda: sync(arg)}[name]())
+        print(json.dumps(answer), flush=True)
+    m.leave(0)
+
+
+if __name__ == "__main__":
+    import chaos as by_name
+
+    by_name.run()
+'''
+
+
+def chaos(folder, *what, timeout=400):
+    """The answers of CHAOS to each of these, its exit status, and the processes it has left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "chaos.py").write_text(CHAOS, encoding="utf-8")
+    mark = uuid.uuid4().hex
+    found = subprocess.run(
+        [sys.executable, "chaos.py", *what], cwd=folder, text=True, capture_output=True,
+        timeout=timeout, env={**os.environ, MARK: mark, "PYTHONPATH": f"{folder}:{FOLDER}",
+                              "CHAOS_FLAG": str(folder / "flag")})
+    print(found.stderr[-4000:])
+    answers = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
+    assert found.returncode == 0 and len(answers) == len(what), found.stdout + found.stderr
+    assert wait_until(lambda: processes_of(mark) == [])
+    assert sorted(os.listdir(folder)) in (["chaos.py"], ["__pycache__", "chaos.py"], ["chaos.py", "saved"])
+    return answers
+
+
+@pytest.mark.parametrize("seed", [1, 4, 14])
+def test_three_faults_cost_no_step_and_the_books_are_true(tmp_path, seed):
+    """Of twenty seeds three; each draws three faults and three steps."""
+    [found] = chaos(tmp_path, f"chaos:{seed}")
+    print(found)
+    assert found["wrong"] == []
+
+
+def test_requests_of_a_killed_generator_are_answered_elsewhere(tmp_path):
+    [found] = chaos(tmp_path, "failover")
+    print(found)
+    assert len(found["failover_all_ms"]) == 11 and found["freeze_found_s"]
+
+
+def difference(folders):
+    """The largest of parameters and optimizer states in the newest checkpoints of two folders."""
+    left, right = (torch.load(max(folder.glob("step-*")), weights_only=True) for folder in folders)
+    assert json.loads(left["state"])["num_drawn"] == json.loads(right["state"])["num_drawn"]
+    pairs = [(left["model"][k], right["model"][k]) for k in left["model"]]
+    for name, states in left["optimizer"]["state"].items():
+        pairs += [(states[k], right["optimizer"]["state"][name][k]) for k in states]
+    assert len(pairs) > 80 and left["version"] == right["version"]
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def power_cuts(folder, num_outside, num_inside, seed=0):
+    """Kills all processes of a synchronous run at random moments, some while a checkpoint is being
+    written, and starts it again, until there were so many: (kills outside, kills inside, ends of
+    runs, largest difference of such a run's end from one that nobody has killed)"""
+    [straight] = chaos(folder / "straight", "sync:saved")
+    assert straight["steps"] == 60
+    rng, outside, inside, ends, gap = random.Random(seed), 0, 0, 0, 0.0
+    room = folder / "cut"
+    room.mkdir()
+    (room / "chaos.py").write_text(CHAOS, encoding="utf-8")
+    while outside < num_outside or inside < num_inside or (room / "saved").exists():
+        mark, unfinished = uuid.uuid4().hex, room / "saved" / "unfinished"
+        process = subprocess.Popen(
+            [sys.executable, "chaos.py", "sync:saved"], cwd=room, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, MARK: mark, "PYTHONPATH": f"{room}:{FOLDER}"})
+        assert process.stdout.readline() == "begun\n"
+        unfinished.unlink(missing_ok=True)
+        within = inside < num_inside and (outside >= num_outside or rng.random() < 0.5)
+        end = time.monotonic() + (20 if within else rng.random() * 3.5)
+        if within or outside < num_outside:
+            while time.monotonic() < end and process.poll() is None and not (
+                    within and unfinished.exists() and rng.random() < 0.5):
+                time.sleep(0.0002 if within else 0.002)
+            cut_off = process.poll() is None
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # all at once
+        process.wait()
+        assert wait_until(lambda: processes_of(mark) == [], 90)
+        if process.returncode == 0:
+            ends += 1
+            gap = max(gap, difference([folder / "straight" / "saved", room / "saved"]))
+            shutil.rmtree(room / "saved")
+        elif cut_off:
+            inside += unfinished.exists()
+            outside += not unfinished.exists()
+    return outside, inside, ends, gap
+
+
+def test_a_power_cut_at_any_moment_changes_nothing(tmp_path):
+    outside, inside, ends, gap = power_cuts(tmp_path, 2, 1)
+    print(f"power cuts: {outside} outside, {inside} inside a checkpoint, {ends} ends, difference {gap}")
+    assert outside >= 2 and inside >= 1 and ends >= 1 and gap == 0.0
+
+
+def checkpoint(path, **about):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"about": m.about(m.Config()) | about, "weights": torch.arange(1000.0)}, path)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def spoil(path, how):
+    """A file that no run can go on from."""
+    whole = bytearray(path.read_bytes())
+    if how == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif how == "damaged":
+        whole[whole.index(torch.tensor([500.0]).numpy().tobytes())] ^= 1
+        path.write_bytes(whole)
+    elif how == "newer":
+        checkpoint(path, format=2)
+    elif how == "another task":
+        checkpoint(path, **{"--task": "count"})
+    else:
+        torch.save({"foreign": [1], "code": Bomb(), "nothing": None}[how], path)
+
+
+@pytest.mark.parametrize("how, told", [
+    ("truncated", "not a zip"), ("damaged", "is damaged"), ("newer", "format 2"),
+    ("another task", "--task count"), ("foreign", "no checkpoint"), ("code", "Weights only")])
+def test_a_bad_checkpoint_gets_one_line_and_the_older_one_is_used(tmp_path, how, told):
+    folder = tmp_path / "saved" / "sync_rl"
+    checkpoint(folder / "step-00000002.pt")
+    spoil(folder / "step-00000002.pt", how)
+    found = subprocess.run(
+        [sys.executable, str(FILE), "--only", "sync_rl", "--checkpoint", "saved"], cwd=tmp_path,
+        text=True, capture_output=True, timeout=60)
+    assert found.returncode == 2 and found.stdout == ""
+    assert len(found.stderr.splitlines()) == 1 and told in found.stderr, found.stderr
+    checkpoint(folder / "step-00000001.pt")
+    said = []
+    assert m.Vault(str(folder)).newest(m.Config(), said.append).endswith("step-00000001.pt")
+    assert len(said) == 1 and told in said[0]
+    assert not (tmp_path / "exploded").exists() and not os.path.exists("exploded")
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_vault_keeps_the_newest_two_and_only_whole_ones(tmp_path, in_memory):
+    def fds():
+        return len(os.listdir("/proc/self/fd"))
+
+    vault, before = m.Vault("" if in_memory else str(tmp_path)), fds()
+    assert vault.newest(m.Config(), print) == ""
+    for step in (10, 20, 30, 30):
+        room = vault.room()
+        torch.save({"about": m.about(m.Config()), "step": step}, room[0])
+        expected = [torch.load(path)["step"] for path, _ in vault.kept]
+        vault.keep(room, step)
+        assert [torch.load(path)["step"] for path, _ in vault.kept] == [step, *expected[:1]] or step == 30
+    left_unfinished = vault.room()
+    pathlib.Path(left_unfinished[0]).write_bytes(b"cut off")
+    assert torch.load(vault.newest(m.Config(), print))["step"] == 30 and len(vault.kept) == 2
+    if in_memory:
+        del vault, left_unfinished, room
+        assert fds() == before  # the memory goes with the vault
+    else:
+        assert sorted(os.listdir(tmp_path)) == ["step-00000020.pt", "step-00000030.pt", "unfinished"]
+        assert [path for path, _ in m.Vault(str(tmp_path)).kept] == [path for path, _ in vault.kept]
+
+
+@pytest.mark.parametrize("answer", [
+    ValueError, SystemExit, math.inf, math.nan, None, "many"], ids=str)
+def test_not_judged_is_not_zero(answer):
+    class Odd(m.Judge):
+        @staticmethod
+        def score(prompt, said):
+            if isinstance(answer, type):
+                raise answer
+            return 0.25 if said == "good" else answer
+
+    if isinstance(answer, type):
+        assert math.isnan(Odd(0, m.Config())._reward(None, "bad"))
+    else:
+        found = [Odd(0, m.Config())._reward(None, said) for said in ("good", "bad")]
+        assert found[0] == 0.25 and not math.isfinite(found[1])
+
+
+def stats_of(**changes):
+    zeros = dict.fromkeys(m.StepStats._fields, 0)
+    return m.StepStats(**zeros | {"num_tokens": 8} | changes)
+
+
+def test_ten_gradients_that_are_not_finite_end_the_run_and_no_signal_is_said(capsys):
+    batch = types.SimpleNamespace(prompts=[m.Prompt(0, (("a", "a"),))], answers=[("a",)])
+    fleet = types.SimpleNamespace(cfg=m.Config(steps=10**6), busy_s=0.0)
+
+    def history():
+        made = m.History(fleet, m.Report(), "test", 100)
+        made.started = time.monotonic()
+        return made
+
+    for reward, told in ((0.0, True), (1.0, True), (0.5, False)):
+        run = history()
+        for _ in range(39):
+            run.add(stats_of(reward=reward), batch)
+        assert ("nothing to learn" in capsys.readouterr().out) is told
+    run = history()
+    for skipped in [1] * 9 + [0] + [1] * 9:
+        run.add(stats_of(skipped=skipped), batch)
+    with pytest.raises(RuntimeError, match="10 gradients in a row"):
+        run.add(stats_of(skipped=1), batch)
+
+
+def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
+    command = "--only sync_rl --steps 240 --checkpoint saved --save-every 1000".split()
+    process, mark = start(tmp_path, *command)
+    while "sync " not in process.stdout.readline():
+        pass
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    step = int(re.fullmatch(r"monarch_rl: interrupted; the same command goes on after step (\d+)\n", err)[1])
+    assert wait_until(lambda: processes_of(mark) == []) and 0 < step < 120
+    saved = tmp_path / "saved" / "sync_rl"
+    assert os.listdir(saved) == [f"step-{step:08d}.pt"]
+    run = Run(tmp_path, *command)
+    assert run.status == 0 and f"goes on after step {step}" in run.out, run.out + run.err
+    assert sorted(os.listdir(saved)) == [f"step-{step:08d}.pt", "step-00000120.pt"] and run.left == []
 
 
 # -- the policy -----------------------------------------------------------------------------------
@@ -1767,3 +2296,17 @@ def test_readme_and_docs_agree_with_the_file():
     for field in m.StepStats._fields:
         assert field in docs, f"{field} is logged but not explained"
     assert shutil.which("bash") and (FOLDER / ".ci" / "run").exists()
+
+
+# -- all of it, at length -------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as room:
+        room = pathlib.Path(room)
+        for number, what in enumerate(["failover", "throughput", "memory"]):
+            print(json.dumps(*chaos(room / str(number), what)), flush=True)
+        answers = [chaos(room / f"chaos {seed}", f"chaos:{seed}")[0] for seed in range(20)]
+        print(*map(json.dumps, answers), sep="\n")
+        print(f"runs with three faults, as they should be: {sum(not a['wrong'] for a in answers)} of 20")
+        print("power cuts outside, inside a checkpoint; runs that ended; largest difference:",
+              power_cuts(room / "cuts", 40, 10))
