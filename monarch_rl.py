@@ -64,7 +64,7 @@ if __name__ == "__main__":  # Ctrl-C during the imports below
 import argparse, asyncio, collections, concurrent.futures, contextlib, ctypes, dataclasses
 import functools, importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib
 import pickle, random, re, statistics, sys, tempfile, textwrap, threading, time, traceback
-import zipfile, zlib
+import types, zipfile, zlib
 from dataclasses import dataclass
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it. What
@@ -83,15 +83,12 @@ os.environ.update({
 os.environ["PYTHONPATH"] = f"{pathlib.Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
 
 
-class Lazy:
+class Lazy(types.ModuleType):
     """A module that is imported at its first use: torch costs 1.4 s of CPU in every process that
     uses it, transformers 2.3 s more, and most processes of stages 1 to 6 use neither."""
 
-    def __init__(self, name: str):
-        self._name = name
-
     def __getattr__(self, attribute: str):
-        return getattr(importlib.import_module(self._name), attribute)
+        return getattr(importlib.import_module(self.__name__), attribute)
 
 
 torch, transformers = Lazy("torch"), Lazy("transformers")
@@ -483,9 +480,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # Not here. Who restarts the owner. Processes spawned by the controller itself: their death ends it.
 # Source. Erlang's supervisors (Armstrong 2003).
 
-
 LEAVING = threading.Event()  # set when this process is about to end: nothing is replaced any more
-
 
 # Who owns whom, and where news of a death goes:
 #
@@ -495,28 +490,22 @@ LEAVING = threading.Event()  # set when this process is about to end: nothing is
 #           |  +---- __supervise__ (Monarch's poll) ---------+
 #           +------- on_exit (pidfd, at once, this host) ----+
 #
-# The life of a replica, and what moves it on:
-#
-#     spawning --setup() answers--> healthy --dies, misses a deadline, keeps raising--> lost
-#        ^                                                                                |
-#        +------------- _spawn: kill what is left, another Replica of the same id --------+
+# The life of a replica: spawning -- setup() answers --> healthy -- dies, misses a deadline, keeps
+# raising --> lost -- _spawn: kill what is left, another Replica of the same id --> spawning
 
 
-@dataclass
 class Replica:
     """A process with one actor in it, or several ranks that live and die together. Only the
     supervisor that owns it touches this record."""
 
-    id: int
-    name: str  # of its meshes; never used twice
-    procs: object
-    actor: object  # the mesh of its ranks
-    pids: tuple[int, ...] = ()  # of its ranks, once they run
-    ready: bool = False  # setup() has answered
-    in_flight: int = 0  # requests; section 6 counts these
-    errors: int = 0  # in a row, on requests that another replica then answered
-    # (why, when on the monotonic clock), once it is lost: wakes everybody who waits for it
-    lost: asyncio.Future = dataclasses.field(default_factory=asyncio.Future)
+    def __init__(self, owner: Supervisor, replica_id: int):
+        self.id, self.name = replica_id, f"{owner.name}_{replica_id}_{time.monotonic_ns()}"
+        self.procs = this_host().spawn_procs(per_host={"rank": owner.num_ranks}, name=self.name)
+        self.actor = self.procs.spawn(self.name, owner.replica_class, replica_id, *owner.args)
+        self.pids, self.ready = [], False  # of its ranks, once they run; setup() has answered
+        self.in_flight = self.errors = 0  # requests, and errors in a row: section 6 counts these
+        # (why, when on the monotonic clock), once it is lost: wakes everybody who waits for it
+        self.lost = asyncio.Future()
 
 
 class Worker(Actor):
@@ -541,8 +530,7 @@ class Supervisor(Actor):
 
     def __init__(self, name: str, replica_class: type, num_replicas: int, deadline_s: float, *args,
                  num_ranks: int = 1):
-        """deadline_s: seconds for one attempt at a request, or at stopping what is left. num_ranks:
-        processes of a replica."""
+        """deadline_s: for one attempt at a request, or at stopping what is left of a replica."""
         self.name, self.replica_class, self.args = name, replica_class, args
         self.num_replicas, self.deadline_s, self.num_ranks = num_replicas, deadline_s, num_ranks
         self.replicas: dict[int, Replica] = {}  # by id, the newest of each
@@ -551,32 +539,14 @@ class Supervisor(Actor):
         """(Re)places a replica; done when it is healthy. Kills the old one first: if stopped, it
         would go on later, beside its successor and under the same id."""
         if old := self.replicas.get(replica_id):
-            for pid in old.pids:
-                kill_process(pid)
-            old.pids = ()  # the numbers may soon be somebody else's
+            kill(old.pids)
             await asyncio.wait_for(old.procs.stop(), self.deadline_s)
-        name = f"{self.name}_{replica_id}_{time.monotonic_ns()}"
-        procs = this_host().spawn_procs(per_host={"rank": self.num_ranks}, name=name)
-        actor = procs.spawn(name, self.replica_class, replica_id, *self.args)
-        new = self.replicas[replica_id] = Replica(replica_id, name, procs, actor)
-        found = await asyncio.wait_for(actor.pid.call(), self.SETUP_DEADLINE_S)
-        new.pids = (*found.values(),)
+        new = self.replicas[replica_id] = Replica(self, replica_id)
+        new.pids += (await asyncio.wait_for(new.actor.pid.call(), self.SETUP_DEADLINE_S)).values()
         for pid in new.pids:
             on_exit(pid, lambda: self._lose(new, "died"))  # watch
-        setup = asyncio.ensure_future(actor.setup.call())
-        if not await self._answered(new, setup, self.SETUP_DEADLINE_S):
-            raise SupervisionError("died or hung")
-        setup.result()  # raises what it raised
+        await asyncio.wait_for(new.actor.setup.call(), self.SETUP_DEADLINE_S)
         new.ready = True  # healthy
-
-    async def _answered(self, replica: Replica, call: asyncio.Future, deadline_s: float) -> bool:
-        """Waits until the call is answered, or the replica lost, or the deadline over."""
-        first = asyncio.FIRST_COMPLETED
-        done, _ = await asyncio.wait({call, replica.lost}, timeout=deadline_s, return_when=first)
-        if call not in done:  # an answer that comes too late finds nobody
-            call.add_done_callback(lambda late: late.cancelled() or late.exception())
-            call.cancel()
-        return call in done
 
     async def __supervise__(self, failure) -> bool:
         """A process of mine died, or its actor; of one on another host this is how I know."""
@@ -597,16 +567,15 @@ def on_exit(pid: int, callback) -> None:
     loop.add_reader(fd, lambda: (loop.remove_reader(fd), os.close(fd), callback()))
 
 
-def kill_process(pid: int) -> None:
-    """Also ends stopped processes. Pid 0, which would mean all of our group, is nobody."""
-    if pid:
+def kill(pids: list[int]) -> None:
+    """Also ends stopped processes. Empties the list: the numbers may soon be somebody else's."""
+    while pids:
         with contextlib.suppress(ProcessLookupError):  # it was quicker
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pids.pop(), signal.SIGKILL)
 
 
 def is_alive(pid: int) -> bool:
-    """Of a process of this host. One that has ended, but that its parent has not asked about, is
-    a zombie: dead."""
+    """Of a process of this host. A zombie, which has ended unnoticed by its parent, is dead."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] not in b"ZX"
     return False
@@ -709,8 +678,7 @@ class Service(Supervisor):
         self.keepers = [asyncio.ensure_future(self._keep(i)) for i in self.replicas]
 
     async def _keep(self, replica_id: int) -> None:
-        """waits for the loss of the replica / woken by `_lose` / produces the next / ends with
-        `close`"""
+        """waits for a loss / woken by `_lose` / produces the next replica / ends with `close`"""
         while self.keepers:
             why, when = await self.replicas[replica_id].lost
             try:
@@ -730,14 +698,17 @@ class Service(Supervisor):
             replica = await self._pick(raised)
             call = asyncio.ensure_future(getattr(replica.actor, method).call(*args))
             replica.in_flight += 1
-            answered = await self._answered(replica, call, deadline_s or self.deadline_s)
+            done, _ = await asyncio.wait({call, replica.lost}, return_when=asyncio.FIRST_COMPLETED,
+                                         timeout=deadline_s or self.deadline_s)
             replica.in_flight -= 1
-            error = call.exception() if answered else SupervisionError("no answer")
+            error = call.exception() if call in done else SupervisionError("no answer")
+            call.add_done_callback(lambda late: late.cancelled() or late.exception())
+            call.cancel()  # if it is not done: an answer that comes too late finds nobody
             if error and self.num_ranks > 1:  # a rank that loses another one raises; is it that?
                 await asyncio.wait({replica.lost}, timeout=0.2)
-            if isinstance(error, SupervisionError) or replica.lost.done():
-                self._lose(replica, "died" if answered else "missed its deadline")
-                error = error or SupervisionError("no answer")
+            if error and (isinstance(error, SupervisionError) or replica.lost.done()):
+                self._lose(replica, "died" if call in done else "missed its deadline")
+                error = SupervisionError(f"{replica.name} is lost")
             elif error and not raised and self.num_replicas > 1:
                 raised = replica  # or the request is bad: another replica will tell
             else:
@@ -755,8 +726,7 @@ class Service(Supervisor):
         return [r for r in self.replicas.values() if r.ready and not r.lost.done()]
 
     async def _pick(self, raised: Replica | None) -> Replica:
-        """The next replica, but not the one that has raised on this request; looks every 5 ms until
-        there is one."""
+        """The next replica, but not the one that has raised on this request. Waits for one."""
         end = time.monotonic() + self.SETUP_DEADLINE_S
         while not (fit := [r for r in self._healthy()
                            if r is not raised and r.in_flight < self.max_in_flight]):
@@ -774,10 +744,9 @@ class Service(Supervisor):
     async def status(self, wait_s: float = 0.0) -> dict:
         """A snapshot, taken when all replicas are healthy or wait_s have passed."""
         end = time.monotonic() + wait_s
-        while len(self._healthy()) < self.num_replicas and time.monotonic() < end:
+        while len(well := self._healthy()) < self.num_replicas and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        pids = [r.pids for r in self._healthy()]
-        return {"pids": sum(pids, ()), "healthy": len(pids), "log": [*self.log]}
+        return {"pids": sum((r.pids for r in well), []), "healthy": len(well), "log": self.log}
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -790,8 +759,7 @@ class Service(Supervisor):
 
 async def storm(ask, faults: dict[int, tuple], deadline_s: float | None = None) -> list:
     """400 callers, one every 2 ms: [how many get their root, ms of the fastest, of the slowest].
-    faults: os.kill's process id and signal, by the number of the caller before whom it is sent.
-    deadline_s: the callers'."""
+    faults: (process id, signal) by the number of the caller before whom it is sent."""
     async def request(number: int) -> tuple[bool, float]:
         await asyncio.sleep(number * 0.002)
         if number in faults:
@@ -1797,31 +1765,28 @@ CLIP = 0.2  # how far a token's probability may move, as a ratio, before its gra
 MAX_GRAD_NORM = 1.0
 LETTERS = "abcdefghijklmnop"
 
-
 # A conversation to be had: an id, which is also the group id of its episodes, and the turns, pairs
 # of what the user says and what the answer should be, as in (("abc", "abc"), ("dfa", "dfa")).
 Prompt = collections.namedtuple("Prompt", "id turns")
 
+# What is to be learned: in num_turns turns to answer each of num_letters letters with those so many
+# places on; with [1, 2, 3] "a" is answered by "bcd", and after p comes a. The instruction is for
+# pretrained models; the tiny policy sees examples instead.
+Task = collections.namedtuple("Task", "instruction num_turns num_letters places_on")
+TASKS = {
+    "repeat": Task("Repeat exactly what I say.", 2, 3, [0]),
+    "count": Task("I say a letter from a to p; say the next three (a follows p).", 3, 1, [1, 2, 3]),
+    "pattern": Task("For each letter, a to p, say that eight places on (a follows p).", 2, 3, [8])}
 
-@dataclass(frozen=True)
-class Task:
-    """What is to be learned: to answer each letter with those some places on. After p comes a."""
 
-    instruction: str  # for pretrained models; the tiny policy sees examples instead
-    num_turns: int
-    num_letters: int  # that the user says in a turn
-    places_on: tuple[int, ...]  # with (1, 2, 3) the right answer to "a" is "bcd"
-
-    def conversations(self, seed: int | str):
-        """Turns of prompts, without end; the same for the same seed."""
-        rng = random.Random(seed)
-        while True:
-            yield tuple(self._turn(rng) for _ in range(self.num_turns))
-
-    def _turn(self, rng: random.Random) -> tuple[str, str]:
-        said = "".join(rng.choice(LETTERS) for _ in range(self.num_letters))
-        places = [LETTERS.index(letter) + by for letter in said for by in self.places_on]
-        return said, "".join((2 * LETTERS)[place] for place in places)
+def conversations(task: Task, seed: int | str):
+    """Turns of prompts, without end; the same for the same seed."""
+    rng, ring = random.Random(seed), 2 * LETTERS
+    while True:
+        said = ["".join(rng.choice(LETTERS) for _ in range(task.num_letters))
+                for _ in range(task.num_turns)]
+        yield tuple((text, "".join(ring[ring.index(letter) + by] for letter in text
+                                   for by in task.places_on)) for text in said)
 
 
 def score(prompt: Prompt, answers) -> float:
@@ -1830,64 +1795,47 @@ def score(prompt: Prompt, answers) -> float:
                for (_, right), said in zip(prompt.turns, answers)) / len(prompt.turns)
 
 
-TASKS = {
-    "repeat": Task("Repeat exactly what I say.", 2, 3, (0,)),
-    "count": Task("I say a letter from a to p; say the next three (a follows p).", 3, 1, (1, 2, 3)),
-    "pattern": Task("For each letter, a to p, say that eight places on (a follows p).", 2, 3, (8,)),
-}
-
-
 class Sampler:
     """Draws prompts to train on, but none of 512 that are set aside, the same for all seeds and
     processes: `heldout` for figures; `validation` decides when a warm start is over."""
 
     def __init__(self, cfg: Config):
-        task = TASKS[cfg.task]
-        some = itertools.islice(task.conversations(f"held out: {cfg.task}"), 1000)
+        self.task, self.seed = TASKS[cfg.task], cfg.seed
+        some = itertools.islice(conversations(self.task, f"held out: {cfg.task}"), 1000)
         aside = [*dict.fromkeys(some)][: 256 + 256]  # distinct, in the order drawn
-        fixed, self.never = [Prompt(-1 - i, turns) for i, turns in enumerate(aside)], {*aside}
-        self.heldout, self.validation = fixed[:256], fixed[256:]
-        self.cfg = cfg
+        fixed = [Prompt(-1 - i, turns) for i, turns in enumerate(aside)]
+        self.heldout, self.validation, self.never = fixed[:256], fixed[256:], {*aside}
         self.rewind(0)
 
     def rewind(self, num_drawn: int) -> None:
         """As if so many had been drawn."""
-        turns = TASKS[self.cfg.task].conversations(self.cfg.seed)
-        self.prompts = map(Prompt, itertools.count(), (t for t in turns if t not in self.never))
-        self.num_drawn = 0
-        self.draw(num_drawn)
+        every = conversations(self.task, self.seed)
+        prompts = map(Prompt, itertools.count(), (t for t in every if t not in self.never))
+        self.prompts, self.num_drawn = itertools.islice(prompts, num_drawn, None), num_drawn
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         self.num_drawn += num_prompts
         return [*itertools.islice(self.prompts, num_prompts)]
 
 
-# Two rows of a Rollout. u: the user's words; <a> begins and <e> ends the assistant's turn; letters
-# are sampled; a dot is a hole. Row two ends its first answer early, and its last one not at all.
-#
-#     ids        <u> u u u <e> <a>  a b c <e>   .   <u> u u u <e> <a>  d e f <e>
-#                <u> u u u <e> <a>  a <e> .  .  .   <u> u u u <e> <a>  d e f g
-#     sampled     .  . . .  .   .   1 1 1  1    .    .  . . .  .   .   1 1 1 1
-#     position    0  1 2 3  4   5   6 7 8  9    .   10 ...             (holes are skipped)
-#
-# With holes all rows have their turns in the same columns, so one batch and one cache do for rows
-# of any length, and no row is ever shifted or tokenized again.
-
-
-@dataclass(frozen=True)
-class Rollout:
+class Rollout(collections.namedtuple("Rollout", "ids mask sampled logprobs rewards group_ids "
+                                     "versions prompts answers")):
     """Episodes as tensors, B rows of T columns. A row is a conversation in order, with holes where
-    another row's turn is longer; a hole is masked and has no position."""
+    another row's turn is longer; a hole is masked and has no position. So all rows have their turns
+    in the same columns: one batch and one cache do for rows of any length, and no row is ever
+    shifted or tokenized again. Two rows (u: the user's words; <a> begins and <e> ends the
+    assistant's turn; letters are sampled; a dot is a hole):
 
-    ids: torch.Tensor  # [B, T] int64
-    mask: torch.Tensor  # [B, T] int64, 1 = token, 0 = hole
-    sampled: torch.Tensor  # [B, T] bool, what the policy chose; nothing else carries loss
-    logprobs: torch.Tensor  # [B, T] float32, with which it was chosen; 0 elsewhere
-    rewards: torch.Tensor  # [B] float32
-    group_ids: torch.Tensor  # [B] int64; rows of a group need not be neighbours
-    versions: torch.Tensor  # [B] int64, of the weights that sampled the row
-    prompts: list[Prompt]  # [B]
-    answers: list[tuple[str, ...]]  # [B][turn]
+        ids        <u> u u u <e> <a>  a b c <e>   .   <u> u u u <e> <a>  d e f <e>
+                   <u> u u u <e> <a>  a <e> .  .  .   <u> u u u <e> <a>  d e f g
+        sampled     .  . . .  .   .   1 1 1  1    .    .  . . .  .   .   1 1 1 1
+        position    0  1 2 3  4   5   6 7 8  9    .   10 ...             (holes are skipped)
+
+    ids, mask: [B, T] int64; mask 1 = token, 0 = hole. sampled: [B, T] bool, what the policy chose;
+    nothing else carries loss. logprobs: [B, T] float32, with which it was chosen; 0 elsewhere.
+    rewards: [B] float32. group_ids: [B] int64; rows of a group need not be neighbours. versions:
+    [B] int64, of the weights that sampled the row. prompts: [B]. answers: [B][turn].
+    """
 
     @staticmethod
     def join(parts: list[tuple[Rollout, list[int]]]) -> Rollout:
@@ -1913,7 +1861,7 @@ class Policy:
         torch.manual_seed(cfg.seed)
         self.cfg, self.task, tiny = cfg, TASKS[cfg.task], cfg.model == "tiny"
         if tiny:
-            self.tokenizer, self.model = tiny_tokenizer(), tiny_model()
+            self.tokenizer, self.model = tiny_policy()
         else:
             dtype = torch.float32 if cfg.device == "cpu" else torch.bfloat16
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
@@ -1923,21 +1871,12 @@ class Policy:
         self.tokenizer.pad_token = self.tokenizer.eos_token  # fills holes; never looked at
         # Room for three letters and the end. Pretrained weights move in small steps.
         self.max_new_tokens, self.learning_rate = (4, 1e-3) if tiny else (12, 1e-6)
-        # What the chat template puts before the user's words, in the first turn and in later ones,
-        # and behind them. So only the new turn is tokenized: ids made text and ids again need not
-        # be the ids that were sampled.
+        # What the chat template puts around the user's words. So only the new turn is tokenized:
+        # ids made text and ids again need not be the ids that were sampled.
         chat = [{"role": role, "content": "SAID"} for role in ("user", "assistant", "user")]
         whole = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         self.head, _, self.later_head, self.tail = whole.split("SAID")
         self.head += "" if tiny else f"{self.task.instruction}\n"
-
-    def turn_ids(self, texts: list[str], first: bool) -> tuple:
-        """What the user says: ([B, L] int64 ids, [B, L] int64 mask). Holes are on the left, so that
-        all rows end together and sampling can begin."""
-        head = self.head if first else self.later_head
-        out = self.tokenizer([head + text + self.tail for text in texts], add_special_tokens=False,
-                             padding=True, padding_side="left", return_tensors="pt")
-        return out["input_ids"].to(self.cfg.device), out["attention_mask"].to(self.cfg.device)
 
     def text(self, ids: list[int]) -> str:
         """Sampled ids as text; a '+' at the end says that the policy did not end its turn."""
@@ -1956,22 +1895,18 @@ def positions(mask):
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def tiny_tokenizer():
-    """A token per letter, three special ones, and a chat template. Byte-pair encoding without pairs
-    to merge, so that every letter stays by itself."""
-    return transformers.Qwen2Tokenizer(
-        {token: i for i, token in enumerate(["<user>", "<assistant>", "<end>", *LETTERS])}, [],
-        extra_special_tokens=["<user>", "<assistant>"], unk_token="<end>", eos_token="<end>",
-        pad_token="<end>", chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>"
-        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
-
-
-def tiny_model():
-    """30 k parameters, Qwen2's architecture: real attention and a real cache at laptop speed."""
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-        vocab_size=3 + len(LETTERS), hidden_size=40, intermediate_size=80, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        tie_word_embeddings=True, attn_implementation="eager"))
+def tiny_policy() -> tuple:
+    """A tokenizer with a token per letter and three special ones, which merges no pairs of bytes,
+    and 30 k parameters of Qwen2's kind: real attention and a real cache at laptop speed."""
+    tokens = ["<user>", "<assistant>", "<end>", *LETTERS]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
+    tokenizer = transformers.Qwen2Tokenizer(
+        {token: i for i, token in enumerate(tokens)}, [], extra_special_tokens=tokens[:2],
+        unk_token="<end>", eos_token="<end>", pad_token="<end>", chat_template=template)
+    return tokenizer, transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+        vocab_size=len(tokens), hidden_size=40, intermediate_size=80, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        attn_implementation="eager"))
 
 
 class Decoder:
@@ -1993,10 +1928,16 @@ class Decoder:
     def hear(self, texts: list[str], repeats: int, first: bool) -> None:
         """The user's turn, each text for `repeats` rows. Where the template begins it with the
         token that ends the assistant's, rows that sampled it get a hole: they have it already."""
-        ids, mask = (t.repeat_interleave(repeats, 0) for t in self.policy.turn_ids(texts, first))
+        policy = self.policy
+        head = policy.head if first else policy.later_head
+        out = policy.tokenizer([head + text + policy.tail for text in texts], return_tensors="pt",
+                               add_special_tokens=False, padding=True, padding_side="left")
+        # [B, L] each, with holes on the left, so that all rows end together and sampling can begin
+        ids, mask = (out[name].to(policy.cfg.device).repeat_interleave(repeats, 0)
+                     for name in ("input_ids", "attention_mask"))
         if not first:
             begin = mask.argmax(1, True)  # [B, 1], the column of each row's first token
-            twice = (ids.gather(1, begin) == self.policy.stop_id) & ~self.alive[:, None]
+            twice = (ids.gather(1, begin) == policy.stop_id) & ~self.alive[:, None]
             mask.scatter_(1, begin, (~twice).long())
         self.append(ids, mask, sampled=False)
 
@@ -2006,9 +1947,8 @@ class Decoder:
         while self.alive.any() and self.columns[0].shape[1] - start < self.policy.max_new_tokens:
             ids, mask, _, _ = self.columns
             new = ids.shape[1] - self.cache.get_seq_length()  # columns that the cache lacks
-            out = self.policy.model(input_ids=ids[:, -new:], attention_mask=mask, use_cache=True,
-                                    position_ids=positions(mask)[:, -new:], logits_to_keep=1,
-                                    past_key_values=self.cache)
+            out = self.policy.model(ids[:, -new:], attention_mask=mask, past_key_values=self.cache,
+                                    position_ids=positions(mask)[:, -new:], logits_to_keep=1)
             logp = out.logits[:, -1].float().log_softmax(-1)  # [B, V]
             token = (logp.argmax(-1, True) if self.greedy
                      else torch.multinomial(logp.exp(), 1, generator=self.rng))
@@ -2029,59 +1969,40 @@ def generate(policy: Policy, prompts: list[Prompt], group_size: int, version: in
             decoder.hear([prompt.turns[turn][0] for prompt in prompts], group_size, turn == 0)
             said.append(decoder.speak())
     answers, ids = [*zip(*said)], torch.tensor([prompt.id for prompt in rows])
-    return Rollout(*(column.cpu() for column in decoder.columns), group_ids=ids, prompts=rows,
-                   versions=torch.full_like(ids, version), answers=answers,
-                   rewards=torch.full([len(rows)], math.nan))
+    return Rollout(*(column.cpu() for column in decoder.columns), torch.full([len(rows)], math.nan),
+                   ids, torch.full_like(ids, version), prompts=rows, answers=answers)
 
 
-def share_right(policy: Policy, prompts: list[Prompt]) -> float:
-    """Of conversations, held greedily, those in which every answer is right."""
-    rollout = generate(policy, prompts, 1, 0, 0, greedy=True)
-    return statistics.fmean(score(*pair) == 1.0 for pair in zip(prompts, rollout.answers))
-
-
-def warm_start(policy: Policy) -> list[float]:
-    """Supervised steps on noisy answers, until the policy is bad but not hopeless: from random
-    weights RL has nothing to reinforce. Returns exact shares, held out: at first, and of the right
-    answers, made ids and text again, which is the best that can be had."""
-    sampler, rng = Sampler(policy.cfg), random.Random(policy.cfg.seed)
+def warm_start(policy: Policy) -> None:
+    """Supervised steps until the policy is bad but not hopeless: from random weights RL has nothing
+    to reinforce. In the answers that it learns from, one letter in ten is wrong."""
+    sampler, rng, exact = Sampler(policy.cfg), random.Random(policy.cfg.seed), 0.0
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-4, weight_decay=0.0)
-    chance, exact = share_right(policy, sampler.heldout), 0.0
     for num_steps in range(1000):
-        ids, mask, spoken = noisy_answers(policy, sampler.draw(64), rng)
+        decoder = Decoder(policy, 64, seed=0, greedy=True)  # says what it is given
+        for turn, pairs in enumerate(zip(*(prompt.turns for prompt in sampler.draw(64)))):
+            decoder.hear([said for said, _ in pairs], 1, turn == 0)
+            noisy = ["".join(rng.choice(LETTERS) if rng.random() < 0.1 else c for c in right)
+                     + "<end>" for _, right in pairs]
+            ids = policy.tokenizer(noisy, return_tensors="pt")["input_ids"].to(policy.cfg.device)
+            decoder.append(ids, torch.ones_like(ids), sampled=True)
+        ids, mask, spoken, _ = decoder.columns
         logp = policy.log_softmax(ids, mask).gather(2, ids[:, 1:, None]).squeeze(-1)
         (-logp[spoken[:, 1:]].mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
         if num_steps % 5 == 0 or exact > 0.02:  # near the end it rises by 0.05 a step
-            exact = share_right(policy, sampler.validation)
+            said = generate(policy, sampler.validation, 1, 0, 0, greedy=True).answers
+            exact = statistics.fmean(r == 1.0 for r in map(score, sampler.validation, said))
         if exact >= 0.11:
-            break  # seldom right: room to learn, and something to learn from
-    else:
-        raise RuntimeError(f"warm start: {exact:.2f} exact after {num_steps + 1} steps, not 0.11")
-    right = [policy.tokenizer([f"{a}<end>" for _, a in p.turns]) for p in sampler.heldout]
-    best = [score(p, map(policy.text, r["input_ids"])) for p, r in zip(sampler.heldout, right)]
-    return [chance, best.count(1) / len(best)]
-
-
-def noisy_answers(policy: Policy, prompts: list[Prompt], rng: random.Random) -> list:
-    """[[B, T] ids, [B, T] mask, [B, T] bool, the answers' tokens]; one letter in ten is wrong."""
-    decoder = Decoder(policy, len(prompts), seed=0, greedy=True)  # says what it is given
-    for turn, pairs in enumerate(zip(*(prompt.turns for prompt in prompts))):
-        decoder.hear([said for said, _ in pairs], 1, turn == 0)
-        noisy = ["".join(rng.choice(LETTERS) if rng.random() < 0.1 else c for c in right) + "<end>"
-                 for _, right in pairs]
-        ids = policy.tokenizer(noisy, return_tensors="pt")["input_ids"].to(policy.cfg.device)
-        decoder.append(ids, torch.ones_like(ids), sampled=True)
-    return decoder.columns[:3]
+            return  # seldom right: room to learn, and something to learn from
+    raise RuntimeError(f"warm start: {exact:.2f} exact after {num_steps + 1} steps, not 0.11")
 
 
 # Why groups. The gradient of the expected reward is E[A grad log pi], whatever A is reduced
 # by, as long as that does not depend on the answer. The mean over answers to the same prompt costs
 # no second network and removes what is due to the prompt: that a prompt is easy does not teach that
 # all its answers are good. (The own answer is in that mean, which shrinks A by 1 / GROUP_SIZE.)
-
-
 def advantages(rewards, group_ids):
     """[B] float32: how much better an episode was than its group, in standard deviations (GRPO).
     Groups are found by id: found by position, one lost row would mix all later groups."""
@@ -2095,8 +2016,6 @@ def advantages(rewards, group_ids):
 # Losses: ([N] pi, [N] mu, [N] advantage) -> ([N] loss, [N] bool: too far off, so without gradient).
 # pi and mu are log-probabilities of N sampled tokens: under the policy in training, and as recorded
 # when the token was sampled. Where the two are equal, so are the gradients of all losses.
-
-
 def reinforce_loss(pi, mu, advantage):
     return -advantage * pi, torch.zeros_like(pi).bool()
 
@@ -2119,24 +2038,13 @@ def k3(recorded, recomputed):
     return d.exp() - 1 - d
 
 
-@dataclass(frozen=True)
-class StepStats:
-    """What one training step knows about itself: its batch, on all ranks of the trainer."""
-
-    version: int  # after it
-    reward: float  # mean over the batch
-    lag_mean: float  # versions
-    lag_max: int
-    loss: float  # mean over sampled tokens
-    mismatch_k3: float  # recorded against recomputed, rows of lag 0 only; -1: there were none
-    ess: float  # effective sample size of the importance weights, as a share
-    entropy: float  # nats per sampled token
-    clipped: float  # share of sampled tokens without gradient
-    grad_norm: float  # before clipping
-    num_tokens: int  # sampled
-    skipped: int  # 1 if the gradient was not finite and the update was left out
-    stall_s: float  # of waiting for the copy of the version before
-    step_s: float  # in all
+# What one training step knows about itself, of its batch on all ranks. version: after it; lag: in
+# versions; mismatch_k3: recorded against recomputed, rows of lag 0 only, -1 if there are none; ess:
+# effective sample size of the importance weights; clipped: tokens without gradient; both as shares
+# of the num_tokens sampled; entropy in nats per token; grad_norm before clipping; skipped: 1 if it
+# was not finite and the update was left out; stall_s: of step_s, waiting for the last copy's end.
+StepStats = collections.namedtuple("StepStats", """version reward lag_mean lag_max loss mismatch_k3
+    ess entropy clipped grad_norm num_tokens skipped stall_s step_s""")
 
 
 class BadCheckpoint(ValueError):
@@ -2464,7 +2372,7 @@ class Fleet:
             "rollout", self.handle, prompts, group_size, seed, greedy)
         self.busy_s += busy_s
         rewards = torch.tensor(await self.judge(rollout.prompts, rollout.answers))
-        rollout, judged = dataclasses.replace(rollout, rewards=rewards), rewards.isfinite()
+        rollout, judged = rollout._replace(rewards=rewards), rewards.isfinite()
         self.num_unjudged += int((~judged).sum())
         if not judged.any():
             raise RuntimeError(f"none of {len(rewards)} episodes could be judged")
@@ -2587,7 +2495,7 @@ class History:
         """Logs a step, and shows it now and then, with what was said in one of its episodes."""
         step, seconds = len(self.rows) + 1, since(self.started)
         self.rows.append({"run": self.label, "step": step, "seconds": seconds,
-                          "busy_s": self.fleet.busy_s} | vars(stats))
+                          "busy_s": self.fleet.busy_s} | stats._asdict())
         with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
             log.write(json.dumps(self.rows[-1]) + "\n")
         if sum(self["skipped"][-self.MAX_SKIPPED :]) == self.MAX_SKIPPED:
@@ -2647,11 +2555,6 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
     report.say(f"seed {cfg.seed}; starting a trainer and {cfg.generators} generators: about 15 s")
     async with Fleet(cfg) as fleet:
         first, before = await fleet.batch(), await fleet.heldout_exact()
-        if fleet.found:
-            chance, best = fleet.found
-            report.table(["256 held-out prompts, exact", "chance", "warm-started", "best possible"],
-                         [cfg.task, chance, before, best])
-            report.check("room to learn", best - before, ">", 0.5)
         _, gap = await fleet.ask("compare", first)  # before any training
         report.check("log-probabilities, recorded and recomputed, differ by", gap, "<", 1e-4)
         folder = cfg.checkpoint and f"{cfg.checkpoint}/sync_rl"
@@ -2931,12 +2834,11 @@ def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
 # -- plumbing: the command line -------------------------------------------------------------------
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
 
-DEMOS = [demo_hello_actor, demo_actor_mesh, demo_rdma_transfer, demo_controllers, demo_supervision,
-         demo_service, demo_weight_sync, demo_reshard, demo_sync_rl, demo_async_rl]
-STAGES: dict[str, Stage] = {}  # by name, in the order above
-for number, demo in enumerate(DEMOS, 1):
-    name, claim = demo.__name__.removeprefix("demo_"), " ".join(demo.__doc__.split())
-    STAGES[name] = Stage(number, name, claim, demo, demo.__code__.co_firstlineno)
+STAGES: dict[str, Stage] = {}  # by name, in the order of the file
+for name, demo in [*globals().items()]:
+    if name.startswith("demo_"):
+        name, claim = name.removeprefix("demo_"), " ".join(demo.__doc__.split())
+        STAGES[name] = Stage(len(STAGES) + 1, name, claim, demo, demo.__code__.co_firstlineno)
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -2956,9 +2858,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
                             choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
-    least = dict(steps=1, generators=1, trainers=1, max_lag=0, seed=0, model_mb=1, save_every=1)
-    for name, low in least.items():
-        if getattr(args, name) < low:
+    for name, value in vars(args).items():
+        if type(value) is int and value < (low := 0 if name in ("max_lag", "seed") else 1):
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
     for flag, path in [("--json", args.json), ("--log", args.log)]:
         if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
@@ -3003,9 +2904,8 @@ def leave(status: int, line: str = "") -> None:
     quiet = 0  # looks in a row that found nobody; a process may be on its way while we look
     while quiet < 5:
         pids = descendants()
-        for pid in pids:
-            kill_process(pid)
         quiet = 0 if pids else quiet + 1
+        kill(pids)
         time.sleep(0.02)
     sys.stderr.write(f"monarch_rl: {line}\n" if line else "")
     os._exit(status)
@@ -3032,9 +2932,9 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # `monarch_rl.py | head` has read enough
         leave(1)
     if args.json:
-        machine = {"cores": cores, "python": sys.version.split()[0]}
-        for name in ("torch", "transformers", "torchmonarch"):
-            machine[name] = importlib.metadata.version(name)
+        packages = ("torch", "transformers", "torchmonarch")
+        machine = {"cores": cores, "python": sys.version.split()[0],
+                   **{name: importlib.metadata.version(name) for name in packages}}
         whole = {"version": 1, "args": vars(args), "machine": machine, "stages": report.stages}
         pathlib.Path(f"{args.json}.tmp").write_text(json.dumps(whole, indent=1), encoding="utf-8")
         os.replace(f"{args.json}.tmp", args.json)  # readers see the old file or the whole new one

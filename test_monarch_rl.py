@@ -186,7 +186,7 @@ BROKEN = {  # stage: (what provides the claim, what is there instead)
                       "room.copy_(await owner.as_message.call_one(len(room)))"),
     "controllers": ("name or f\"store", "f\"store"),
     "supervision": ("if told or saw == \"TimeoutError\":", "if 'broadcast' in trigger:"),
-    "service": ("range(self.MAX_ATTEMPTS)", "range(1)"),
+    "service": ("range(self.max_attempts)", "range(1)"),
     "weight_sync": ("self.arena.words[word] = os.getpid() * Arena.MAX_SLOTS + slot", "pass"),
     "reshard": ("-(-len(part) // num_ranks)", "len(part) // num_ranks"),
     "sync_rl": ("start, version = time.monotonic(), self.reader.pull()",
@@ -222,7 +222,7 @@ def test_stage_fails_without_its_mechanism(tmp_path, name):
     ("hello_actor", ("other = far.slice(worker=0), far.slice(worker=1)",
                      "other = far.slice(worker=0), far.slice(worker=0)"), "two actors"),
     ("weight_sync", ("num_readers + 2  # slots", "num_readers + 1  # slots"), "no free slot"),
-    ("service", ("self._lose(replica, \"died\" if call.done() else \"missed its deadline\")",
+    ("service", ("self._lose(replica, \"died\" if call in done else \"missed its deadline\")",
                  "pass"), "kinds of failure"),
     ("sync_rl", ("attention_mask=mask, position_ids=positions(mask))", "attention_mask=mask)"),
      "recorded and recomputed"),
@@ -1520,7 +1520,7 @@ class Probe(m.Trainer):
 
         self.optimizer.register_step_pre_hook(keep)
         stats = await m.Trainer.__dict__["step"]._method(self, batch)
-        return found, vars(stats)
+        return found, stats._asdict()
 
 async def gradients_of(num_ranks, loss, batch):
     cfg, store, room = m.Config(trainers=num_ranks, loss=loss), m.open_store(), m.Vault().room()
@@ -1539,7 +1539,7 @@ async def main(loss):
     rollout = m.generate(m.Policy(cfg), m.Sampler(cfg).draw(5), 3, version=1, seed=0)
     rng = torch.Generator().manual_seed(0)
     rewards = torch.rand(15, generator=rng)  # the policy is untrained: all of its own are near 0
-    batch = dataclasses.replace(rollout, rewards=rewards)
+    batch = rollout._replace(rewards=rewards)
     (alone, stats), = await gradients_of(1, loss, batch)
     for num_ranks in (2, 3):
         for found, told in await gradients_of(num_ranks, loss, batch):
@@ -1684,8 +1684,7 @@ async def do(fault, fleet, rng):
         before = {*m.descendants()}
         os.kill(rng.choice(await pids(fleet, "generators")), signal.SIGKILL)
         await asyncio.sleep(1.0)  # its replacement is importing
-        for pid in {*m.descendants()} - before:
-            m.kill_process(pid)
+        m.kill([*{*m.descendants()} - before])
     elif how == "slow":  # a tenth of the time
         pid = rng.choice(await pids(fleet, name))
         for _ in range(30):
@@ -2107,7 +2106,7 @@ def save_checkpoint(folder, kind):
     """A small model of another architecture, in the hub's format, with a tokenizer and template."""
     import transformers as t
 
-    tokenizer = m.tiny_tokenizer()
+    tokenizer = m.tiny_policy()[0]
     size = len(tokenizer)
     if kind == "llama":
         model = t.LlamaForCausalLM(t.LlamaConfig(
@@ -2282,7 +2281,7 @@ def test_readme_and_docs_agree_with_the_file():
     docs = (FOLDER / "DOCS.md").read_text(encoding="utf-8")
     for stage in m.STAGES.values():
         assert stage.name in docs
-    for field in m.StepStats.__dataclass_fields__:
+    for field in m.StepStats._fields:
         assert field in docs, f"{field} is logged but not explained"
     assert shutil.which("bash") and (FOLDER / ".ci" / "run").exists()
 
