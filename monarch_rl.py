@@ -1755,6 +1755,8 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 # Rule. One loop: pull, sample, score, step, publish. Every sampled token keeps the log-probability
 #   it was sampled with; the trainer recomputes it, and the two agree. Only sampled tokens carry
 #   loss. A new turn starts from the exact ids of the turns before.
+#   A reward function is somebody else's code: it runs where it can be killed, and not judged is
+#   not 0. Every n steps all that the run needs is saved, whole or not at all.
 # Cost. Each side waits while the other works (section 10).
 # Not here. Value networks, reward models, tools.
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), group advantage (GRPO, Shao 2024).
@@ -2081,7 +2083,7 @@ class Vault:
     in files that have no name. Only the controller touches it."""
 
     def __init__(self, folder: str = ""):
-        self.folder, self.kept = folder, []  # kept: (path, the open file if in memory), newest first
+        self.folder, self.kept = folder, []  # (path, the open file if in memory), newest first
         if folder:
             os.makedirs(folder, exist_ok=True)
             paths = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True)
@@ -2572,8 +2574,10 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 #   A ticket per group keeps what is under way to K + 1 batches. Tickets alone do not bound lag, for
 #   stragglers are overtaken: a group more than K versions old when a batch is taken is dropped, and
 #   its ticket given back. Without the refund the run turns synchronous, then stops.
+#   A trainer that dies goes on from its checkpoint: what came from versions that are lost with it
+#   is dropped too, and the rest stays.
 # Cost. Lag: samples are off-policy. The clip against the recorded probability corrects for it.
-# Not here. New weights during a rollout; judges in processes of their own.
+# Not here. New weights during a rollout.
 # Source. IMPALA (Espeholt 2018), AReaL (Fu 2025).
 
 
