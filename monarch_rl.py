@@ -63,7 +63,7 @@ if __name__ == "__main__":  # Ctrl-C during the imports below
 
 import argparse, asyncio, collections, concurrent.futures, contextlib, ctypes
 import functools, importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib
-import pickle, random, re, statistics, sys, tempfile, textwrap, threading, time, traceback
+import pickle, random, re, socket, statistics, sys, tempfile, textwrap, threading, time, traceback
 import types, zipfile, zlib
 from dataclasses import dataclass
 
@@ -1194,7 +1194,9 @@ class Relay(Actor):
 
 def open_store():
     """Where the ranks of a process group meet, at its `port`; keep it until they have."""
-    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0))  # TCPStore's own would listen to all networks
+    return torch.distributed.TCPStore(*listener.getsockname(), is_master=True,
+                                      wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def form_group(port: int, rank: int, num_ranks: int) -> None:
