@@ -2129,7 +2129,7 @@ class Trainer(Worker):
     """Owns the weights: warm-starts, steps, publishes. With several ranks each owns a part of every
     weight, gradient and moment (FSDP2) and scores a part of each batch; calls go to all of them."""
 
-    version, writer, optimizer, schedule = -1, None, None, None
+    version, writer, optimizer, schedule = -1, None, [], None
 
     @endpoint
     async def setup(self) -> None:
@@ -2157,8 +2157,7 @@ class Trainer(Worker):
     async def save(self, path: str, state: str) -> None:
         """Writes a checkpoint, with this state of the controller; done when it is on the disk."""
         self._demand()
-        weights, moments = dcp.get_state_dict(
-            self.policy.model, self.optimizer or [], options=self.whole)
+        weights, moments = dcp.get_state_dict(self.policy.model, self.optimizer, options=self.whole)
         if self.rank == 0:
             with open(path, "wb") as file:
                 torch.save({"about": about(self.cfg), "version": self.version, "state": state,
@@ -2306,7 +2305,6 @@ class Fleet:
     # Seconds after which a silent one counts as hung. Steps and rollouts of the tiny policy take
     # some 30 ms; real models get 20 times as long.
     DEADLINES_S = {"trainer": 10.0, "generator": 5.0, "judge": 2.0}
-    NUM_JUDGES = 2  # one may hang while the other works
 
     def __init__(self, cfg: Config):
         self.cfg, self.sampler, self.handle, self.start = cfg, Sampler(cfg), None, Vault()
@@ -2314,8 +2312,8 @@ class Fleet:
         self.last: dict[int, float] = {}  # run id -> its last version that still exists
         self.trainer = self._service("trainer", Trainer, 1, num_ranks=cfg.trainers, max_attempts=1)
         self.generators = self._service("generator", Generator, cfg.generators)
-        self.judges = self._service(
-            "judge", Judge, self.NUM_JUDGES, max_attempts=1, max_in_flight=1)
+        # two: one may hang while the other works
+        self.judges = self._service("judge", Judge, 2, max_attempts=1, max_in_flight=1)
 
     def _service(self, name: str, worker: type, num_replicas: int, **limits):
         patience = 1 if self.cfg.model == "tiny" or name == "judge" else 20
@@ -2338,7 +2336,7 @@ class Fleet:
         await self.trainer.start.call_one()
         await self._begin(warm=self.cfg.model == "tiny")
         room = self.start.room()
-        await self.ask("save", room[0], "{}")
+        await self.ask("save", room[0], "[[], {}, 0, 0]")
         self.start.keep(room, 0)
         await self.load("", 1)  # publishes it as version 0
 
@@ -2459,16 +2457,15 @@ class History:
             raise RuntimeError(f"the trainer was lost {self.losses - 1} times without a checkpoint")
         path, fleet = self.vault.newest(self.fleet.cfg, self.report.say), self.fleet
         try:
-            found = json.loads(await fleet.load(path, fleet.cfg.steps))
+            rows, count, num_asked, num_drawn = json.loads(await fleet.load(path, fleet.cfg.steps))
         except TrainerLost:  # another one
             return await self.restore()
-        rows = found.get("rows", [])
         if rows and not self.rows:
             self.started, fleet.busy_s = time.monotonic() - rows[-1]["seconds"], rows[-1]["busy_s"]
-            self.count.update({how: n - self.count[how] for how, n in found["count"].items()})
+            self.count.update({how: n - self.count[how] for how, n in count.items()})
             self.count["lost"] += self.count.under_way()
-            fleet.num_asked = found["num_asked"]
-            fleet.sampler.rewind(found["num_drawn"])
+            fleet.num_asked = num_asked
+            fleet.sampler.rewind(num_drawn)
         if rows or self.rows:
             self.report.say(f"{self.label}: the trainer goes on after step {len(rows)}")
         self.rows[:], self.sent = rows, len(rows)  # sent: steps that the trainer has or is to make
@@ -2483,8 +2480,7 @@ class History:
     async def save(self) -> None:
         """A checkpoint of the last step, while no other one is under way."""
         room, step, fleet = self.vault.room(), len(self.rows), self.fleet
-        state = json.dumps({"rows": self.rows, "count": self.count, "num_asked": fleet.num_asked,
-                            "num_drawn": fleet.sampler.num_drawn})
+        state = json.dumps([self.rows, self.count, fleet.num_asked, fleet.sampler.num_drawn])
         await fleet.ask("save", room[0], state)
         self.vault.keep(room, step)
         self.losses = 0
@@ -2626,8 +2622,7 @@ class ReplayBuffer:
         groups = [(rollout.group_ids == g).nonzero()[:, 0] for g in rollout.group_ids.unique()]
         groups = [rows.tolist() for rows in groups if len(rows) > 1]
         async with self.arrived:
-            self.groups += [(rollout, rows, run_id, int(rollout.versions[rows].min()))
-                            for rows in groups]
+            self.groups += [(rollout, r, run_id, int(rollout.versions[r].min())) for r in groups]
             self.arrived.notify_all()
         await self.gate.settle("lost", num_groups - len(groups))
 

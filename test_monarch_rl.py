@@ -1527,7 +1527,7 @@ async def gradients_of(num_ranks, loss, batch):
     ranks = procs.spawn("probe", Probe, 0, cfg)
     await ranks.setup.call()
     await ranks.begin.call(store.port, True)
-    await ranks.save.call(room[0], "{}")
+    await ranks.save.call(room[0], "")
     await ranks.load.call(room[0], 10)
     answers = [*(await ranks.gradients.call(batch)).values()]
     await procs.stop()
@@ -1842,7 +1842,7 @@ def test_requests_of_a_killed_generator_are_answered_elsewhere(tmp_path):
 def difference(folders):
     """The largest of parameters and optimizer states in the newest checkpoints of two folders."""
     left, right = (torch.load(max(folder.glob("step-*")), weights_only=True) for folder in folders)
-    assert json.loads(left["state"])["num_drawn"] == json.loads(right["state"])["num_drawn"]
+    assert json.loads(left["state"])[2:] == json.loads(right["state"])[2:]  # asked and drawn
     pairs = [(left["weights"][k], right["weights"][k]) for k in left["weights"]]
     for name, states in left["moments"]["state"].items():
         pairs += [(states[k], right["moments"]["state"][name][k]) for k in states]
