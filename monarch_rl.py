@@ -2134,7 +2134,6 @@ class Trainer(Worker):
     @endpoint
     async def setup(self) -> None:
         self.policy = Policy(self.cfg)
-        self.metrics = await get_or_spawn_controller("metrics", Metrics)
         # whole tensors, on the CPU of rank 0, however many ranks there are
         self.whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -2227,13 +2226,11 @@ class Trainer(Worker):
         if self.cfg.trainers > 1:
             torch.distributed.all_reduce(means)  # other ranks have scored the other tokens
         young, drift, loss, entropy, clipped, weight, squares = means.tolist()
-        stats = StepStats(
+        return StepStats(
             version=self.version, reward=float(batch.rewards.mean()), skipped=int(not finite),
             lag_mean=float(lag.float().mean()), lag_max=int(lag.max()), loss=loss, entropy=entropy,
             mismatch_k3=drift / young if young else -1.0, ess=weight**2 / squares, grad_norm=norm,
             clipped=clipped, num_tokens=num_tokens, stall_s=stall_s, step_s=since(start))
-        self.metrics.note.broadcast(Span("trainer", "step", start, time.monotonic()))
-        return stats
 
     def _score(self, batch: Rollout) -> tuple:
         """Of the N sampled tokens in this rank's rows, [N] each: log-probability, the recorded one,
@@ -2263,7 +2260,6 @@ class Generator(Worker):
     @endpoint
     async def setup(self) -> None:
         self.policy = Policy(self.cfg)
-        self.metrics = await get_or_spawn_controller("metrics", Metrics)
 
     @endpoint
     async def rollout(self, handle: ArenaHandle, prompts: list[Prompt], group_size: int, seed: int,
@@ -2275,8 +2271,6 @@ class Generator(Worker):
             self.reader = WeightReader(handle, self.replica_id, weights_of(self.policy.model))
         version = self.reader.pull()
         rollout = generate(self.policy, prompts, group_size, version, seed, greedy)
-        span = Span(f"generator {self.replica_id}", "generate", start, time.monotonic())
-        self.metrics.note.broadcast(span)
         return rollout, since(start)
 
 
@@ -2321,7 +2315,6 @@ class Fleet:
                                  patience * self.DEADLINES_S[name], self.cfg, **limits)
 
     async def __aenter__(self) -> Fleet:
-        self.metrics = await get_or_spawn_controller("metrics", Metrics)
         # all at once: importing takes longer than anything else
         await asyncio.gather(
             self._warm(), self.generators.start.call_one(), self.judges.start.call_one())
@@ -2758,21 +2751,19 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         run = AsyncRun(history, cfg.max_lag)
         running, services = asyncio.ensure_future(run.run()), operator.attrgetter(*FAULTS)(fleet)
         victims = [(await service.status.call_one())["pids"][0] for service in services]
-        await until_step(timed, history, running)
-        speed, struck = history.speed(timed), []
+        struck = []
         for part, (pid, number) in enumerate(zip(victims, FAULTS.values())):
             await until_step(timed + (cfg.steps - timed) * part // 3, history, running)
+            speed = history.speed(timed)
             if not running.done():
                 os.kill(pid, number)
                 struck.append(time.monotonic())
         await running
         after = await fleet.heldout_exact()
-        spans = await fleet.metrics.spans.call_one(struck[0] - 0.3, struck[0] + 0.3)
         peer = await train_sync(History(fleet, report, "sync", timed))  # as far, at the same rates
         logs = [(await service.status.call_one(60.0))["log"] for service in services]
     report_speed(report, cfg.max_lag, timed, peer.speed(timed), speed)
-    report.say("", "0.6 s around the kill: g generate, s step, . wait",
-               *timeline(spans, struck[0] - 0.3, struck[0] + 0.3), " " * 51 + "^ SIGKILL")
+    report.say()
     report_faults(report, struck, logs)
     report_lag(report, run, loose)
     mismatch = max(peer["mismatch_k3"])  # of the replacement too, and all of lag 0
