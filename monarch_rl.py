@@ -1214,6 +1214,7 @@ class Rank(Actor):
     async def take_part(self, road: str, *args) -> tuple:
         """A round: when my part in it began, what it returned, when it ended, on the monotonic
         clock, and for how many seconds rank 0 copied its block into a slot with memmove before."""
+        torch.distributed.barrier()  # messages do not reach all at the same moment
         self.step()
         copy_s = 0.0 if self.rank else memmove_s(self.end.arena, self.block)
         version = torch.tensor(self.version)
