@@ -1223,6 +1223,7 @@ class Rank(Actor):
     async def take_part(self, road: str, *args) -> tuple:
         """A round: when my part in it began, what it returned, when it ended, on the monotonic
         clock, and for how many seconds rank 0 copied its block into a slot with memmove before."""
+        torch.distributed.barrier()  # messages do not reach all at the same moment
         self.step()
         copy_s = 0.0 if self.rank else memmove_s(self.end.arena, self.block)
         version = torch.tensor(self.version)
@@ -1631,19 +1632,18 @@ class Cutter(Rank):
         form_group(port, self.rank, 4)
         self.mesh = dtensor.init_device_mesh("cpu", (2, 2), mesh_dim_names=("side", "rank"))["rank"]
         self.by, found = (self._cut(0), self._cut(1)), [None] * 4
+        if self.rank == 0:
+            self.end = ShardWriter(self.by[0], 2, 0, 2)
+            self.block = self.end.arena.slots[-1]  # never written: two leases leave others free
         sent, mine = collections.Counter(), self.by[0 if self.trains else 1]
         moves = [(name, move) for name, shape in self.shapes.items()
                  for move in plan(name, two_ranks(shape, 0), two_ranks(shape, 1), sent)]
         pairs = [(self.at, i) if self.trains else (i, self.at) for i in (0, 1)]  # (from, to)
         self.mail = [Parcel([(name, move) for name, move in moves if move[:2] == pair], mine,
                             self.trains) for pair in pairs]
-        handles = [pieces_of(parcel.buffer) for parcel in self.mail]
-        if self.rank == 0:
-            self.end = ShardWriter(self.by[0], 2, 0, 2)
-            handles.append(self.end.arena.handle)
-            self.block = self.end.arena.slots[-1]  # never written: two leases leave others free
-        torch.distributed.all_gather_object(found, handles)
-        self.handles, arena = [of_rank[self.at] for of_rank in found[:2]], found[0][-1]
+        arena, mail = None if self.rank else self.end.arena.handle, [p.buffer for p in self.mail]
+        torch.distributed.all_gather_object(found, (arena, [*map(pieces_of, mail)]))
+        self.handles, arena = [handles[self.at] for _, handles in found[:2]], found[0][0]
         if self.rank:
             self.end = (ShardWriter(self.by[0], 2, 1, 2, arena) if self.trains
                         else ShardReader(arena, self.at, self.by[0]))
