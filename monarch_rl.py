@@ -2303,7 +2303,6 @@ class Fleet:
     def __init__(self, cfg: Config):
         self.cfg, self.sampler, self.handle, self.start = cfg, Sampler(cfg), None, Vault()
         self.num_asked, self.busy_s, self.num_unjudged = 0, 0.0, 0
-        self.last: dict[int, float] = {}  # run id -> its last version that still exists
         self.trainer = self._service("trainer", Trainer, 1, num_ranks=cfg.trainers, max_attempts=1)
         self.generators = self._service("generator", Generator, cfg.generators)
         # two: one may hang while the other works
@@ -2339,12 +2338,10 @@ class Fleet:
 
     async def load(self, path: str, num_steps: int) -> str:
         """The trainer, which may be a new one, becomes that of a checkpoint, or with "" that of
-        version 0; the state that was saved there. Versions after it do not exist any more."""
+        version 0. Returns the state that was saved there."""
         await self._begin(warm=False)
         path = path or self.start.kept[0][0]
         self.version, state = await self.ask("load", path, num_steps)
-        versions = {run_id: min(last, self.version) for run_id, last in self.last.items()}
-        self.last.update({**versions, self.handle.run_id: math.inf})
         return state
 
     async def ask(self, method: str, *args, **kwargs):
@@ -2604,11 +2601,9 @@ class Gate:
 class ReplayBuffer:
     """Groups that wait for the trainer, oldest first. Here, and only here, the two loops meet."""
 
-    def __init__(self, gate: Gate, max_lag: int, last: dict[int, float]):
-        """last: run id -> its last version that still exists."""
-        self.gate, self.max_lag, self.last = gate, max_lag, last
+    def __init__(self, gate: Gate, max_lag: int):
+        self.gate, self.max_lag, self.arrived = gate, max_lag, asyncio.Condition()
         self.groups: list[tuple] = []  # (rollout, its rows of the group, run id, version)
-        self.arrived, self.lost = asyncio.Condition(), None
 
     async def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
         """Groups of which less than two episodes were judged are lost."""
@@ -2619,21 +2614,14 @@ class ReplayBuffer:
             self.arrived.notify_all()
         await self.gate.settle("lost", num_groups - len(groups))
 
-    async def interrupt(self, lost: TrainerLost) -> None:
-        """Who waits for a batch for this trainer hears that it is lost."""
-        async with self.arrived:
-            self.lost = lost
-            self.arrived.notify_all()
-
-    async def take(self, num_groups: int, version: int) -> Rollout:
-        """The oldest groups that a trainer at this version may see, as one batch. Drops what is too
-        old, or made by a version that was lost; waits until there is enough; woken by `put`."""
+    async def take(self, num_groups: int, run_id: int, version: int) -> Rollout:
+        """The oldest groups that a trainer of this run id may see at this version, as one batch.
+        Drops what is too old, and what comes from a trainer that was lost; waits until there is
+        enough; woken by `put`."""
         async with self.arrived:
             while True:
-                if self.lost:
-                    raise self.lost
-                fresh = [(*group, run_id, made_by) for *group, run_id, made_by in self.groups
-                         if version - self.max_lag <= made_by <= self.last[run_id]]  # bound
+                fresh = [group for group in self.groups
+                         if group[2] == run_id and version - group[3] <= self.max_lag]  # bound
                 dropped, self.groups = len(self.groups) - len(fresh), fresh
                 await self.gate.settle("dropped", dropped)  # refund
                 if len(fresh) >= num_groups:
@@ -2645,12 +2633,12 @@ class ReplayBuffer:
 class AsyncRun:
     """The two kinds of loops. The run ends when the trainer has made its steps."""
 
-    MAX_MISSES = 10  # requests of one loop in a row that came back with nothing
+    MAX_LOST = 320  # groups, more than were trained on: nobody gets anywhere
 
     def __init__(self, history: History, max_lag: int):
         self.history, self.fleet = history, history.fleet
         self.gate = Gate(max_lag, history.count)
-        self.buffer = ReplayBuffer(self.gate, max_lag, self.fleet.last)
+        self.buffer = ReplayBuffer(self.gate, max_lag)
         self.away, self.done = 0, False  # away: groups in requests that are not back
         self.under_way = collections.deque()  # steps: the trainer's now, and one sent ahead
 
@@ -2679,21 +2667,19 @@ class AsyncRun:
         """consumes tickets / waits for the gate, then for a generator and a judge / woken by
         Gate.settle, then by the answers / produces groups in the buffer / ends when the run is
         done"""
-        misses = 0
         while not self.done:
             await self.gate.admit(GROUPS_PER_BATCH)
             self.away += GROUPS_PER_BATCH
             prompts, run_id = self.fleet.sampler.draw(GROUPS_PER_BATCH), self.fleet.handle.run_id
             try:
                 await self.buffer.put(await self.fleet.rollout(prompts), len(prompts), run_id)
-                misses = 0
             except (ActorError, SupervisionError, RuntimeError) as error:  # after all retries
-                misses += 1
                 await self.gate.settle("lost", GROUPS_PER_BATCH)
                 self.history.report.say(f"{GROUPS_PER_BATCH} groups lost: {cause(error)}")
-                if isinstance(cause(error), NoReplica) or misses == self.MAX_MISSES:
+                spare = self.MAX_LOST + self.gate.count["trained"] - self.gate.count["lost"]
+                if isinstance(cause(error), NoReplica) or spare < 0:
                     raise  # the run ends with this cause
-                await asyncio.sleep(0.1 * misses)  # a trainer that is not back yet, for example
+                await asyncio.sleep(0.2)  # a trainer that is not back yet, for example
             finally:
                 self.away -= GROUPS_PER_BATCH
 
@@ -2701,13 +2687,14 @@ class AsyncRun:
         """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
         by the answer / produces versions / ends when all steps are made"""
         # While the trainer works on a batch, the next one waits there, and no more, for it grows
-        # older by a version. With K = 0 it is not there before the step has ended.
+        # older by a version. With K = 0 it could not be used then, and nothing is sent ahead of a
+        # checkpoint.
         fleet, history, under_way = self.fleet, self.history, self.under_way
         while under_way or history.sent < history.num_steps:
             try:
-                # nothing is sent ahead of a checkpoint
-                if not (under_way and history.is_due(history.sent)):
-                    batch = await self.buffer.take(GROUPS_PER_BATCH, fleet.version)
+                if not under_way or self.buffer.max_lag and not history.is_due(history.sent):
+                    run_id = fleet.handle.run_id
+                    batch = await self.buffer.take(GROUPS_PER_BATCH, run_id, fleet.version)
                     fleet.version += 1  # at which the trainer will see the next batch
                     history.sent += 1
                     under_way.append(asyncio.ensure_future(self._step(batch)))
@@ -2719,15 +2706,13 @@ class AsyncRun:
             except TrainerLost:
                 await asyncio.gather(*under_way, return_exceptions=True)  # these are lost too
                 under_way.clear()
-                self.buffer.lost = None
                 await history.restore()
 
     async def _step(self, batch: Rollout) -> None:
         try:
             stats = await self.fleet.ask("step", batch)
-        except TrainerLost as lost:
+        except TrainerLost:
             await self.gate.settle("lost", GROUPS_PER_BATCH)
-            await self.buffer.interrupt(lost)
             raise
         await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
         self.history.add(stats, batch)
@@ -2807,7 +2792,7 @@ def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
         ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", run.history))]
     report.table(["lag, in versions", "bound", "mean", "max"], *rows)
     report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
-    report.figure(**count, in_flight=in_flight)
+    report.figure(**count, in_flight=in_flight, unjudged=run.fleet.num_unjudged)  # episodes
     report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
     report.check("largest lag", rows[1][-1], "<=", bound)
     report.check("groups started, not accounted for", count.under_way() - in_flight, "==", 0)

@@ -190,7 +190,7 @@ BROKEN = {  # stage: (what provides the claim, what is there instead)
     "weight_sync": ("self.arena.words[word] = os.getpid() * Arena.MAX_SLOTS + slot", "pass"),
     "reshard": ("-(-len(part) // num_ranks)", "len(part) // num_ranks"),
     "sync_rl": ("        version = self.reader.pull()", "        version = self.reader.version"),
-    "async_rl": ("version - self.max_lag <= made_by", "made_by"),
+    "async_rl": (" and version - group[3] <= self.max_lag]", "]"),
 }
 
 
@@ -313,7 +313,7 @@ class StubFleet:
         self.cfg, self.sampler = m.Config(generators=2), m.Sampler(m.Config())
         self.trainer = asyncio.Lock()
         self.version = self.made = 0  # version: after the steps that are under way
-        self.handle, self.last = types.SimpleNamespace(run_id=1), {1: math.inf}
+        self.handle = types.SimpleNamespace(run_id=1)
         self.generate_s, self.step_s, self.lost_at = generate_s, step_s, [*lost_at]
 
     async def rollout(self, prompts):
@@ -354,9 +354,6 @@ class StubHistory:
         await asyncio.sleep(0.02)
         fleet.version = fleet.made = self.sent = self.saved
         fleet.handle = types.SimpleNamespace(run_id=fleet.handle.run_id + 1)
-        for run_id in fleet.last:
-            fleet.last[run_id] = min(fleet.last[run_id], self.saved)
-        fleet.last[fleet.handle.run_id] = math.inf
         undone = len(self.rows) - self.saved
         del self.rows[self.saved :], self.groups[self.saved :]
         self.count.update(trained=-16 * undone, undone=16 * undone)
@@ -422,7 +419,7 @@ async def history_of_gate_and_buffer(seed):
     """Random rollouts, late and early, against a trainer; checks the books after every event."""
     rng, max_lag = random.Random(seed), random.Random(seed).randrange(4)
     gate = m.Gate(max_lag, m.Books())
-    buffer, version, away, trained = m.ReplayBuffer(gate, max_lag, {1: math.inf}), 0, [], 0
+    buffer, version, away, trained = m.ReplayBuffer(gate, max_lag), 0, [], 0
     for group_id in range(0, 6000, m.GROUPS_PER_BATCH):
         if gate.count.under_way() + m.GROUPS_PER_BATCH <= gate.limit:
             await gate.admit(m.GROUPS_PER_BATCH)
@@ -436,7 +433,7 @@ async def history_of_gate_and_buffer(seed):
                 await buffer.put(rollout, m.GROUPS_PER_BATCH, 1)
         fresh = [g for g in buffer.groups if version - g[3] <= max_lag]
         if len(fresh) >= m.GROUPS_PER_BATCH:
-            batch = await buffer.take(m.GROUPS_PER_BATCH, version)
+            batch = await buffer.take(m.GROUPS_PER_BATCH, 1, version)
             assert int((version - batch.versions).max()) <= max_lag
             await gate.settle("trained", m.GROUPS_PER_BATCH)
             version, trained = version + 1, trained + m.GROUPS_PER_BATCH
