@@ -2394,15 +2394,10 @@ class Fleet:
         return (await self.rollout(self.sampler.heldout, group_size=1, greedy=True)).exact()
 
 
-class Books(collections.Counter):
-    """Where groups are: started = trained + dropped + lost + undone + under way. Undone: trained
-    on by a trainer that was lost before its next checkpoint."""
-
-    def __init__(self):
-        super().__init__(started=0, trained=0, dropped=0, lost=0, undone=0)
-
-    def under_way(self) -> int:
-        return 2 * self["started"] - sum(self.values())
+def under_way(count: collections.Counter) -> int:
+    """Of the groups of History.count, those that are nowhere yet: started = trained + dropped +
+    lost + undone + under way. Undone: trained on, by a trainer lost before its next checkpoint."""
+    return 2 * count["started"] - sum(count.values())
 
 
 class History:
@@ -2417,7 +2412,8 @@ class History:
         """saved: the folder inside --checkpoint; "": in memory."""
         self.fleet, self.report, self.label, self.num_steps = fleet, report, label, num_steps
         self.rows: list[dict] = []  # one per step, the lines of --log
-        self.count, self.losses, self.interrupted, folder = Books(), 0, False, fleet.cfg.checkpoint
+        self.count = collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0)
+        self.losses, self.interrupted, folder = 0, False, fleet.cfg.checkpoint
         self.vault = Vault(f"{folder}/{saved}" if folder and saved else "")
 
     def __getitem__(self, name: str) -> list:
@@ -2453,7 +2449,7 @@ class History:
         if rows and not self.rows:
             self.started, fleet.busy_s = time.monotonic() - rows[-1]["seconds"], rows[-1]["busy_s"]
             self.count.update({how: n - self.count[how] for how, n in count.items()})
-            self.count["lost"] += self.count.under_way()
+            self.count["lost"] += under_way(self.count)
             fleet.num_asked = num_asked
             fleet.sampler.rewind(num_drawn)
         if rows or self.rows:
@@ -2581,14 +2577,14 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 class Gate:
     """Tickets, one per group."""
 
-    def __init__(self, max_lag: int, count: Books):
+    def __init__(self, max_lag: int, count: collections.Counter):
         self.limit = (max_lag + 1) * GROUPS_PER_BATCH
         self.count, self.changed = count, asyncio.Condition()
 
     async def admit(self, num_groups: int) -> None:
         """Takes tickets; waits while too much is under way; woken by `settle`."""
         async with self.changed:
-            await self.changed.wait_for(lambda: self.count.under_way() + num_groups <= self.limit)
+            await self.changed.wait_for(lambda: under_way(self.count) + num_groups <= self.limit)
             self.count["started"] += num_groups
 
     async def settle(self, how: str, num_groups: int) -> None:
@@ -2640,7 +2636,7 @@ class AsyncRun:
         self.gate = Gate(max_lag, history.count)
         self.buffer = ReplayBuffer(self.gate, max_lag)
         self.away, self.done = 0, False  # away: groups in requests that are not back
-        self.under_way = collections.deque()  # steps: the trainer's now, and one sent ahead
+        self.steps = collections.deque()  # tasks: the trainer's step now, and one sent ahead
 
     async def run(self) -> None:
         """Shutdown:  training ends (or any loop raises)
@@ -2657,7 +2653,7 @@ class AsyncRun:
         self.done = True
         while self.away and not any(task.exception() for task in ended):
             await asyncio.sleep(0.005)
-        tasks += self.under_way
+        tasks += self.steps
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -2689,23 +2685,23 @@ class AsyncRun:
         # While the trainer works on a batch, the next one waits there, and no more, for it grows
         # older by a version. With K = 0 it could not be used then, and nothing is sent ahead of a
         # checkpoint.
-        fleet, history, under_way = self.fleet, self.history, self.under_way
-        while under_way or history.sent < history.num_steps:
+        fleet, history, steps = self.fleet, self.history, self.steps
+        while steps or history.sent < history.num_steps:
             try:
-                if not under_way or self.buffer.max_lag and not history.is_due(history.sent):
+                if not steps or self.buffer.max_lag and not history.is_due(history.sent):
                     run_id = fleet.handle.run_id
                     batch = await self.buffer.take(GROUPS_PER_BATCH, run_id, fleet.version)
                     fleet.version += 1  # at which the trainer will see the next batch
                     history.sent += 1
-                    under_way.append(asyncio.ensure_future(self._step(batch)))
-                    if len(under_way) == 1:
+                    steps.append(asyncio.ensure_future(self._step(batch)))
+                    if len(steps) == 1:
                         continue
-                await under_way.popleft()
-                if not under_way and history.is_due(history.sent):
+                await steps.popleft()
+                if not steps and history.is_due(history.sent):
                     await history.save()
             except TrainerLost:
-                await asyncio.gather(*under_way, return_exceptions=True)  # these are lost too
-                under_way.clear()
+                await asyncio.gather(*steps, return_exceptions=True)  # these are lost too
+                steps.clear()
                 await history.restore()
 
     async def _step(self, batch: Rollout) -> None:
@@ -2795,7 +2791,7 @@ def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
     report.figure(**count, in_flight=in_flight, unjudged=run.fleet.num_unjudged)  # episodes
     report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
     report.check("largest lag", rows[1][-1], "<=", bound)
-    report.check("groups started, not accounted for", count.under_way() - in_flight, "==", 0)
+    report.check("groups started, not accounted for", under_way(count) - in_flight, "==", 0)
     report.check(f"steps of {steps} whose groups are counted", trained, "==", steps)
 
 

@@ -335,7 +335,7 @@ class StubHistory:
     """Every tenth step is a checkpoint."""
 
     def __init__(self, fleet, num_steps):
-        self.fleet, self.num_steps, self.count = fleet, num_steps, m.Books()
+        self.fleet, self.num_steps, self.count = fleet, num_steps, collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0)
         self.rows, self.groups, self.saved, self.sent = [], [], 0, 0
 
     async def start(self):
@@ -380,7 +380,7 @@ def test_two_loops_end_with_every_bound(max_lag, generate_s, step_s, lost_at):
         assert len(history.rows) == 40 and max(lag for _, lag in history.rows) <= max_lag
         assert most <= run.gate.limit
         assert history.count["trained"] == 16 * 40
-        assert history.count.under_way() == len(run.buffer.groups)
+        assert m.under_way(history.count) == len(run.buffer.groups)
         assert len(set.union(*history.groups)) == 16 * 40
         assert bool(history.count["undone"]) is bool(lost_at)
 
@@ -418,10 +418,10 @@ def test_a_loop_that_raises_ends_the_run_at_once_with_its_cause(broken):
 async def history_of_gate_and_buffer(seed):
     """Random rollouts, late and early, against a trainer; checks the books after every event."""
     rng, max_lag = random.Random(seed), random.Random(seed).randrange(4)
-    gate = m.Gate(max_lag, m.Books())
+    gate = m.Gate(max_lag, collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0))
     buffer, version, away, trained = m.ReplayBuffer(gate, max_lag), 0, [], 0
     for group_id in range(0, 6000, m.GROUPS_PER_BATCH):
-        if gate.count.under_way() + m.GROUPS_PER_BATCH <= gate.limit:
+        if m.under_way(gate.count) + m.GROUPS_PER_BATCH <= gate.limit:
             await gate.admit(m.GROUPS_PER_BATCH)
             ids = range(group_id, group_id + m.GROUPS_PER_BATCH)
             away.append(rollout_of([g for g in ids for _ in (0, 1)], version))
@@ -438,7 +438,7 @@ async def history_of_gate_and_buffer(seed):
             await gate.settle("trained", m.GROUPS_PER_BATCH)
             version, trained = version + 1, trained + m.GROUPS_PER_BATCH
         in_flight = m.GROUPS_PER_BATCH * len(away) + len(buffer.groups)
-        assert gate.count.under_way() == in_flight <= gate.limit
+        assert m.under_way(gate.count) == in_flight <= gate.limit
         assert gate.count["trained"] == trained
     return gate.count
 
@@ -451,7 +451,7 @@ def test_lag_is_bounded_and_tickets_add_up(seed):
 
 def test_gate_waits_until_tickets_come_back():
     async def scene():
-        gate = m.Gate(0, m.Books())
+        gate = m.Gate(0, collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0))
         await gate.admit(m.GROUPS_PER_BATCH)
         waiting = asyncio.ensure_future(gate.admit(m.GROUPS_PER_BATCH))
         await asyncio.sleep(0.02)
@@ -1714,7 +1714,7 @@ async def chaos(seed, num_steps=100):
         "steps": [row["step"] for row in history.rows] != [*range(1, num_steps + 1)],
         "lag": max(history["lag_max"]) > cfg.max_lag, "old versions": fleet.old,
         "trained": count["trained"] != 16 * num_steps,
-        "in flight": count.under_way() != in_flight,
+        "in flight": m.under_way(count) != in_flight,
         "trained twice": len({g for ids in groups for g in ids}) != sum(map(len, groups))}
     return dict(seed=seed, faults=faults, count={**count}, unjudged=fleet.num_unjudged,
                 wrong=[k for k, v in wrong.items() if v])
