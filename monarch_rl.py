@@ -281,8 +281,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     a, b = await asyncio.gather(*[actor.add.call_one(pause_s=0.2) for actor in (one, other)])
     shared_ms = (min(a.end, b.end) - max(a.start, b.start)) * 1e3
     report.check("overlap of 200 ms calls to two actors, ms", shared_ms, ">", 100)
-    pids = {os.getpid(), a.process, b.process}
-    report.check("processes of the controller and two actors", len(pids), "==", 3)
+    report.check("processes, this one included", len({os.getpid(), a.process, b.process}), "==", 3)
     report.say(f"try: make `add` (line {line_of('add')}) a concurrent_endpoint: it loses too")
     await procs.stop()
 
@@ -308,17 +307,15 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     and who answers"""
     procs = this_host().spawn_procs(per_host={"rank": 4})
     mesh = procs.spawn("tally", Tally)
-    two, some = mesh.slice(rank=2), mesh.slice(rank=slice(1, 3))
+    two = mesh.slice(rank=2)  # rank=slice(1, 3) would be a mesh of two
     # `call` answers with a ValueMesh: pairs of point and value.
     rows = [await row_of("mesh.add.call()", mesh, (await mesh.add.call()).values()),
             await row_of("mesh.slice(rank=2).add.call_one()", mesh, [await two.add.call_one()]),
-            await row_of("mesh.slice(rank=slice(1, 3)).add.call()", mesh,
-                         (await some.add.call()).values()),
             await row_of("mesh.add.choose()", mesh, [await mesh.add.choose()]),
             # returns None at once; nobody answers
             await row_of("mesh.add.broadcast()", mesh, [mesh.add.broadcast()])]
     report.table(["call", "ranks that ran", "ranks that answered"], *rows)
-    expected = [["0 1 2 3"] * 2, ["2"] * 2, ["1 2"] * 2, [rows[3][2]] * 2, ["0 1 2 3", "-"]]
+    expected = [["0 1 2 3"] * 2, ["2"] * 2, [rows[2][2]] * 2, ["0 1 2 3", "-"]]
     wrong = sum(who != right for (_, *who), right in zip(rows, expected))
     report.check("rows that differ from what the words mean", wrong, "==", 0)
     report.check("call_one on four members", await outcome(mesh.add.call_one), "==", "ValueError")
@@ -348,16 +345,16 @@ class Owner(Actor):
     """Owns memory and hands out handles to it."""
 
     def __init__(self):
-        self.memory = {}  # num_bytes -> [num_bytes] uint8, kept alive here for the readers
+        self.memory = []  # of [num_bytes] uint8 each, kept alive here for the readers
 
     @endpoint
-    async def register(self, num_bytes: int) -> tuple[RDMABuffer, int]:
-        self.memory[num_bytes] = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
-        return RDMABuffer(self.memory[num_bytes]), checksum(self.memory[num_bytes])
+    async def register(self, num_bytes: int) -> RDMABuffer:
+        self.memory.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return RDMABuffer(self.memory[-1])
 
     @endpoint
-    async def as_message(self, num_bytes: int):
-        return self.memory[num_bytes]
+    async def as_message(self):
+        return self.memory[-1]
 
     @endpoint
     async def sit(self, duration_s: float) -> float:
@@ -371,32 +368,30 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     part in the read"""
     procs = this_host().spawn_procs(per_host={"owner": 1})
     owner = procs.spawn("owner", Owner)
-    room = torch.zeros(64 * MIB, dtype=torch.uint8)  # touched now: first touches are slow
     backend, rows, wrong = get_rdma_backend(), [], 0
-    report.say(f"backend: {backend}" + (", no RDMA card found" if backend == "tcp" else ""))
-    for num_bytes in [1 << 10, 1 << 10, 64 << 10, MIB, 16 * MIB, 64 * MIB]:  # the first warms up
-        (handle, expected), part = await owner.register.call_one(num_bytes), room[:num_bytes]
+    # The first warms up. In the last the owner's Python does nothing else for two seconds.
+    for kib, busy_s in [(1, 0), (1, 0), (1 << 10, 0), (64 << 10, 0), (64 << 10, 2)]:
+        handle = await owner.register.call_one(kib << 10)
+        pushed = torch.randint(0, 256, (kib << 10,), dtype=torch.uint8)
+        pulled = torch.ones_like(pushed)  # touched now: first touches are slow
+        busy = owner.sit.call_one(busy_s)
+        await handle.write_from(pushed)
         start = time.monotonic()
-        await handle.read_into(part)  # pull
-        pull_ms, wrong = since(start) * 1e3, wrong + (checksum(part) != expected)
-        await handle.write_from(part.add_(1))  # push other bytes: the message brings them back
-        start = time.monotonic()
-        message = await owner.as_message.call_one(num_bytes)
-        message_ms, wrong = since(start) * 1e3, wrong + (checksum(message) != checksum(part))
-        rows.append([f"{num_bytes >> 10} KiB", len(pickle.dumps(handle)), message_ms, pull_ms])
-    report.table(["moved", "handle bytes", "message ms", "pull ms"], *rows[1:])
-    report.figure(handle_bytes=rows[-1][1], message_ms=message_ms, pull_ms=pull_ms, backend=backend)
-    busy = owner.sit.call_one(2.0)  # for two seconds the owner's Python does nothing else
-    await handle.read_into(room.zero_())  # zeroed: bytes pulled before must not pass
-    pulled_at = time.monotonic()
-    message = await owner.as_message.call_one(len(room))
-    answered_at, free_at = time.monotonic(), await busy
-    wrong += checksum(room) != checksum(message)
-    report.check(f"wrong checksums in {3 * len(rows) + 2} transfers", wrong, "==", 0)
-    report.check("largest handle, bytes", max(row[1] for row in rows), "<", 1024)
+        await handle.read_into(pulled)
+        pulled_at = time.monotonic()
+        message = await owner.as_message.call_one()
+        answered_at, free_at = time.monotonic(), await busy
+        wrong += not checksum(pushed) == checksum(pulled) == checksum(message)
+        ms = (answered_at - pulled_at) * 1e3, (pulled_at - start) * 1e3
+        rows.append([f"{kib} KiB", busy_s, len(pickle.dumps(handle)), *ms])
+    report.table([f"moved over {backend}", "owner busy, s", "handle bytes", "message ms", "pull ms"], *rows[1:])
+    _, _, handle_bytes, message_ms, pull_ms = rows[-2]
+    report.figure(handle_bytes=handle_bytes, message_ms=message_ms, pull_ms=pull_ms, backend=backend)
+    report.check(f"times of {len(rows)} that bytes were wrong", wrong, "==", 0)
+    report.check("largest handle, bytes", max(row[2] for row in rows), "<", 1024)
     report.check("pull ended before its owner was free by, s", free_at - pulled_at, ">", 0)
     report.check("message ended after its owner was free by, s", answered_at - free_at, ">", 0)
-    report.say("try: register a copy, `self.memory[num_bytes].clone()`: pushes vanish, unseen")
+    report.say("try: register a copy, `self.memory[-1].clone()`: pushes vanish, unseen")
     await procs.stop()
 
 
@@ -416,13 +411,11 @@ Span = collections.namedtuple("Span", "who what start end")
 
 def timeline(spans: list[Span], start: float, end: float, width: int = 76) -> list[str]:
     """A row per actor: the first letter of what it did at each of these times, or a dot."""
-    times = [start + (i + 0.5) * (end - start) / width for i in range(width)]
-
-    def did(who: str, t: float) -> str:
-        return next((s.what[0] for s in spans if s.who == who and s.start <= t < s.end), ".")
-
-    actors = sorted({span.who for span in spans})
-    return [f"{who:<12s} " + "".join(did(who, t) for t in times) for who in actors]
+    rows = {who: ["."] * width for who in sorted({span.who for span in spans})}
+    for span, i in itertools.product(spans, range(width)):
+        if span.start <= start + (i + 0.5) * (end - start) / width < span.end:
+            rows[span.who][i] = span.what[0]
+    return [f"{who:<12s} {''.join(row)}" for who, row in rows.items()]
 
 
 class Metrics(Actor):
@@ -444,13 +437,13 @@ class Metrics(Actor):
 
 
 class Clerk(Actor):
-    """Writes 25 rows to the store of this name; without one, to a store that nobody else knows."""
+    """Writes to the store of this name; without one, to a store that nobody else knows."""
 
     @endpoint
     async def write(self, name: str) -> tuple[int, int]:
         """Which store that was, as Metrics.note tells it."""
         store = await get_or_spawn_controller(name or f"store of {os.getpid()}", Metrics)
-        return [await store.note.call_one(Span("clerk", "write", 0.0, 1.0)) for _ in range(25)][-1]
+        return await store.note.call_one(Span("clerk", "write", 0.0, 1.0))
 
 
 async def demo_controllers(report: Report, cfg: Config) -> None:
@@ -458,10 +451,8 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
     procs, name = this_host().spawn_procs(per_host={"clerk": 4}), "demo of section 4"
     clerks = procs.spawn("clerk", Clerk)
     own, shared = await clerks.write.call(""), await clerks.write.call(name)  # all four at once
-    found = await get_or_spawn_controller(name, Metrics)  # only now: the clerks raced to create it
     report.check("stores of 4 clerks without a common name", len(set(own.values())), "==", 4)
     report.check("stores of 4 clerks with one", len(set(shared.values())), "==", 1)
-    report.check("rows found by name, of 100", len(await found.spans.call_one(0.0, 1.0)), "==", 100)
     report.say("try: let each clerk ask for a name of its own, f'{name} {os.getpid()}'")
     await procs.stop()
 
@@ -525,10 +516,13 @@ class Supervisor(Actor):
     SETUP_DEADLINE_S = 120.0  # imports on a loaded machine take seconds, large models minutes
 
     def __init__(self, name: str, replica_class: type, num_replicas: int, deadline_s: float, *args,
-                 num_ranks: int = 1):
-        """deadline_s: for one attempt at a request, or at stopping what is left of a replica."""
+                 num_ranks: int = 1, max_attempts: int = 3, max_in_flight: int = 1000):
+        """deadline_s: for one attempt at a request, or at stopping what is left of a replica.
+        max_attempts: per request; one that kills who runs it must not kill them all.
+        max_in_flight: requests to one replica at a time; with 1 none suffers for another."""
         self.name, self.replica_class, self.args = name, replica_class, args
         self.num_replicas, self.deadline_s, self.num_ranks = num_replicas, deadline_s, num_ranks
+        self.max_attempts, self.max_in_flight = max_attempts, max_in_flight
         self.replicas: dict[int, Replica] = {}  # by id, the newest of each
 
     async def _spawn(self, replica_id: int) -> None:
@@ -662,12 +656,6 @@ class Service(Supervisor):
     # lost, when on the monotonic clock, seconds till replaced)
     turn, keepers, log = 0, (), ()
 
-    def __init__(self, *args, max_attempts: int = 3, max_in_flight: int = 1000, **kwargs):
-        """max_attempts: per request; one that kills who runs it must not kill them all.
-        max_in_flight: requests to one replica at a time; with 1 none suffers for another."""
-        super().__init__(*args, **kwargs)
-        self.max_attempts, self.max_in_flight = max_attempts, max_in_flight
-
     @concurrent_endpoint
     async def start(self) -> None:
         await asyncio.gather(*(self._spawn(i) for i in range(self.num_replicas)))
@@ -742,7 +730,7 @@ class Service(Supervisor):
         end = time.monotonic() + wait_s
         while len(well := self._healthy()) < self.num_replicas and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        return {"pids": sum((r.pids for r in well), []), "healthy": len(well), "log": self.log}
+        return {"pids": sum((r.pids for r in well), []), "log": self.log}
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -793,7 +781,6 @@ async def demo_service(report: Report, cfg: Config) -> None:
     report.check("kinds of failure", kinds, "==", ["died", "kept raising", "missed its deadline"])
     report.check("bad requests of 20 that raise at their caller", bad.count("ValueError"), "==", 20)
     report.check("replicas replaced for them", len(first["log"]), "==", 0)
-    report.check("healthy replicas of 4 at the end", last["healthy"], "==", 4)
     report.say(f"try: range(1) in `route` (line {line_of('attempts')}): a request gets one attempt")
     await service.close.call_one()
 
@@ -2920,20 +2907,17 @@ def main(argv: list[str] | None = None) -> None:
     os.dup2(noise.fileno(), 2)
     signal.signal(signal.SIGINT, lambda *_: leave(130, "interrupted"))
     monarch.actor.unhandled_fault_hook = lambda failure: leave(1, f"an actor died: {failure}")
-    report, cores = Report(), len(os.sched_getaffinity(0))
-    if cfg.generators > cores:
-        report.say(f"note: {cfg.generators} generators and a trainer on {cores} cores", "")
+    report = Report()
     try:
         asyncio.run(report.run(stages, cfg))
     except BrokenPipeError:  # `monarch_rl.py | head` has read enough
         leave(1)
     if args.json:
         packages = ("torch", "transformers", "torchmonarch")
-        machine = {"cores": cores, "python": sys.version.split()[0],
-                   **{name: importlib.metadata.version(name) for name in packages}}
+        machine = {name: importlib.metadata.version(name) for name in packages}
+        machine |= {"cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
         whole = {"version": 1, "args": vars(args), "machine": machine, "stages": report.stages}
-        pathlib.Path(f"{args.json}.tmp").write_text(json.dumps(whole, indent=1), encoding="utf-8")
-        os.replace(f"{args.json}.tmp", args.json)  # readers see the old file or the whole new one
+        pathlib.Path(args.json).write_text(json.dumps(whole, indent=1), encoding="utf-8")
     failed = [found["name"] for found in report.stages if not found["ok"]]
     if failed:
         noise.seek(0)
