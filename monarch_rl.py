@@ -2858,10 +2858,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
             parser.error(f"--model {args.model}: no folder with a model, no hub id that loads here")
     cfg = Config(**{name: getattr(args, name) for name in vars(Config())})
     try:
-        for folder in [f"{cfg.checkpoint}/{name}" for name in ("sync_rl", "async_rl")]:
-            if cfg.checkpoint:
-                os.makedirs(folder, exist_ok=True)
-                Vault(folder).newest(cfg, say=str)
+        for name in ("sync_rl", "async_rl") if cfg.checkpoint else ():
+            os.makedirs(f"{cfg.checkpoint}/{name}", exist_ok=True)
+            Vault(f"{cfg.checkpoint}/{name}").newest(cfg, say=str)
     except (BadCheckpoint, OSError) as error:
         parser.error(f"--checkpoint: {error}")
     return args, cfg
@@ -2913,8 +2912,7 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # `monarch_rl.py | head` has read enough
         leave(1)
     if args.json:
-        packages = ("torch", "transformers", "torchmonarch")
-        machine = {name: importlib.metadata.version(name) for name in packages}
+        machine = {name: importlib.metadata.version(name) for name in ("torch", "torchmonarch")}
         machine |= {"cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
         whole = {"version": 1, "args": vars(args), "machine": machine, "stages": report.stages}
         pathlib.Path(args.json).write_text(json.dumps(whole, indent=1), encoding="utf-8")
