@@ -127,7 +127,6 @@ class Config:
 
 # -- plumbing: the report -------------------------------------------------------------------------
 
-
 # One banner, one section, one claim, one demo: an async function (Report, Config) -> None that is
 # called demo_<name of the stage>, closes the section, and has the claim as its docstring. STAGES,
 # at the bottom, lists them.
@@ -426,8 +425,7 @@ class Metrics(Actor):
 
     @endpoint
     async def note(self, span: Span) -> tuple[int, int]:
-        """What an actor did; sent with `broadcast` by those who do not wait. Tells which Metrics
-        this is: (process id, id within the process)."""
+        """Tells which Metrics this is: (process id, id within the process)."""
         self.history.append(span)
         return os.getpid(), id(self)
 
@@ -593,8 +591,7 @@ class Trial(Supervisor):
 
     @endpoint
     async def suffer(self, trigger: str) -> list:
-        """Of a new worker: [what the caller sees, is the owner told, ms until then, ms of replacing
-        it, what the next caller, of root(4), sees]"""
+        """A row of the demo's table, of a new worker; the next call is of root(4)."""
         await self._spawn(0)
         victim, saw, start = self.replicas[0], "nothing", time.monotonic()
         if trigger.startswith("SIG"):
@@ -770,14 +767,13 @@ async def demo_service(report: Report, cfg: Config) -> None:
     first = await service.status.call_one(10.0)
     faults = {100: (first["pids"][2], signal.SIGKILL), 200: (first["pids"][3], signal.SIGSTOP)}
     served = await storm(functools.partial(service.route.call_one, "root"), faults)
-    last = await service.status.call_one(10.0)
+    kinds = sorted({why for _, why, *_ in (await service.status.call_one(10.0))["log"]})
     report.table(["400 requests to 4 replicas", "answered once", "fastest ms", "slowest ms"],
                  ["choose; 3 stops", *chosen], ["Service; 1 raises, 2 dies, 3 stops", *served])
     report.figure(requests=400, answered_once=served[0], failover_ms=served[2],
                   route_overhead_us=(served[1] - chosen[1]) * 1e3)
     report.check("requests lost with choose", 400 - chosen[0], ">", 0)
     report.check("requests of 400 that the service answered exactly once", served[0], "==", 400)
-    kinds = sorted({why for _, why, *_ in last["log"]})
     report.check("kinds of failure", kinds, "==", ["died", "kept raising", "missed its deadline"])
     report.check("bad requests of 20 that raise at their caller", bad.count("ValueError"), "==", 20)
     report.check("replicas replaced for them", len(first["log"]), "==", 0)
@@ -2883,11 +2879,9 @@ def leave(status: int, line: str = "") -> None:
     if LEAVING.is_set():  # a second Ctrl-C, or the news of a process that the first one killed
         return time.sleep(1.0)
     LEAVING.set()
-    quiet = 0  # looks in a row that found nobody; a process may be on its way while we look
-    while quiet < 5:
-        pids = descendants()
-        quiet = 0 if pids else quiet + 1
-        kill(pids)
+    for _ in range(5):  # a process may be on its way while we look
+        while pids := descendants():
+            kill(pids)
         time.sleep(0.02)
     sys.stderr.write(f"monarch_rl: {line}\n" if line else "")
     os._exit(status)
