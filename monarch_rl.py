@@ -278,8 +278,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     early = sum(after.start < before.end for before, after in itertools.pairwise(calls))
     report.check("calls that began before the one sent before had ended", early, "==", 0)
     a, b = await asyncio.gather(*[actor.add.call_one(pause_s=0.2) for actor in (one, other)])
-    shared_ms = (min(a.end, b.end) - max(a.start, b.start)) * 1e3
-    report.check("overlap of 200 ms calls to two actors, ms", shared_ms, ">", 100)
+    report.check("overlap of two actors, s", min(a.end, b.end) - max(a.start, b.start), ">", 0.1)
     report.check("processes, this one included", len({os.getpid(), a.process, b.process}), "==", 3)
     report.say(f"try: make `add` (line {line_of('add')}) a concurrent_endpoint: it loses too")
     await procs.stop()
@@ -383,9 +382,9 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
         wrong += not checksum(pushed) == checksum(pulled) == checksum(message)
         ms = (answered_at - pulled_at) * 1e3, (pulled_at - start) * 1e3
         rows.append([f"{kib} KiB", busy_s, len(pickle.dumps(handle)), *ms])
-    report.table([f"moved over {backend}", "owner busy, s", "handle bytes", "message ms", "pull ms"], *rows[1:])
-    _, _, handle_bytes, message_ms, pull_ms = rows[-2]
-    report.figure(handle_bytes=handle_bytes, message_ms=message_ms, pull_ms=pull_ms, backend=backend)
+    report.table([f"by {backend}", "busy, s", "handle bytes", "message ms", "pull ms"], *rows[1:])
+    _, _, of_handle, message_ms, pull_ms = rows[-2]  # of 64 MiB
+    report.figure(handle_bytes=of_handle, message_ms=message_ms, pull_ms=pull_ms, backend=backend)
     report.check(f"times of {len(rows)} that bytes were wrong", wrong, "==", 0)
     report.check("largest handle, bytes", max(row[2] for row in rows), "<", 1024)
     report.check("pull ended before its owner was free by, s", free_at - pulled_at, ">", 0)
