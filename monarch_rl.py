@@ -402,8 +402,7 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 # Not here. Singletons that survive that process.      Source. Monarch's get_or_spawn_controller.
 
 
-# What an actor did: who ("generator 0"), what ("generate"), and from when to when, in monotonic
-# seconds; all processes of a host share that clock.
+# Who ("generator 0") did what ("generate"), and from when to when, in monotonic seconds.
 Span = collections.namedtuple("Span", "who what start end")
 
 
@@ -473,9 +472,6 @@ LEAVING = threading.Event()  # set when this process is about to end: nothing is
 #           ^  ^                                             |  dies
 #           |  +---- __supervise__ (Monarch's poll) ---------+
 #           +------- on_exit (pidfd, at once, this host) ----+
-#
-# The life of a replica: spawning -- setup() answers --> healthy -- dies, misses a deadline, keeps
-# raising --> lost -- _spawn: kill what is left, another Replica of the same id --> spawning
 
 
 class Replica:
