@@ -894,10 +894,10 @@ class Manifest(collections.namedtuple("Manifest", "specs slot_bytes")):
 
     def require(self, tensors: dict) -> None:
         """Raises WeightMismatch, naming the tensor, unless these are the tensors described."""
-        there, here = ({s.name: f"{s.dtype}{list(s.shape)} in the place of {s.tied_to}"
-                        for s in side.specs} for side in (self, Manifest.of(tensors)))
-        for name in {**there, **here}:
-            theirs, mine = there.get(name, "nothing"), here.get(name, "nothing")
+        there, here = ({spec.name: spec._replace(offset=0) for spec in side.specs}
+                       for side in (self, Manifest.of(tensors)))
+        for name in there | here:
+            theirs, mine = there.get(name), here.get(name)
             demand(theirs == mine, f"{name}: {theirs} there, {mine} here")
 
 
@@ -1251,30 +1251,26 @@ class Rank(Actor):
         return await getattr(self, method)(*args)
 
     async def take_part(self, road: str, *args) -> tuple:
-        """A round: when my part in it began, what it returned, when it ended, on the monotonic
-        clock, and for how many seconds rank 0 copied its block into a slot with memmove before."""
+        """A round: for how many seconds rank 0 copied its block into a slot with memmove, then when
+        my part began, what it returned, and when it ended, on the monotonic clock."""
         self.step()
-        copy_s = 0.0 if self.rank else memmove_s(self.end.arena, self.block)
-        version = torch.tensor(self.version)
+        version, start = torch.tensor(self.version), time.monotonic()
+        if self.rank == 0:
+            room = self.end.arena.slots[self.end.arena.free_slot()]
+            ctypes.memmove(room.data_ptr(), self.block.data_ptr(), self.block.nbytes)
+        copy_s = since(start)
         torch.distributed.broadcast(version, 0)
         self.version, start = int(version), time.monotonic()
-        return start, await getattr(self, road)(*args), time.monotonic(), copy_s
-
-
-def memmove_s(arena: Arena, source) -> float:
-    """Seconds in which memmove copies that into a slot."""
-    room, start = arena.slots[arena.free_slot()], time.monotonic()
-    ctypes.memmove(room.data_ptr(), source.data_ptr(), source.nbytes)
-    return since(start)
+        return copy_s, start, await getattr(self, road)(*args), time.monotonic()
 
 
 async def measure(ranks, num_rounds: int, road: str, *args) -> tuple[float, float, tuple]:
     """(ms from the first beginning to the last end, ms of a memmove: medians of the rounds; what
     each rank returned, [round][rank])"""
     rounds = [(await ranks.do.call("take_part", road, *args)).values() for _ in range(num_rounds)]
-    starts, results, ends, memmoves = zip(*(zip(*of_round) for of_round in rounds))
+    copies, starts, results, ends = zip(*(zip(*of_round) for of_round in rounds))
     took_s, median = map(operator.sub, map(max, ends), map(min, starts)), statistics.median
-    return median(took_s) * 1e3, median(map(max, memmoves)) * 1e3, results
+    return median(took_s) * 1e3, median(copy_s for copy_s, *_ in copies) * 1e3, results
 
 
 class Bench(Rank):
@@ -1540,12 +1536,12 @@ def box_parts(view, tensor) -> list[tuple]:
 
 
 class ShardWriter(WeightWriter):
-    """One rank of a sharded trainer. All write their boxes into the same slot. The thread of a rank
-    waits for rank 0 to name the slot, that of rank 0 waits for all to have written before it
+    """One rank of a sharded trainer. All write their boxes into the same slot. The threads of all
+    wait for rank 0 to name the slot, that of rank 0 waits for all to have written before it
     commits, and a trainer waits for its own thread, before its next step."""
 
-    # The word -1 - rank. Of rank 0: version and slot to write. Of another: the version written.
-    NAMED, FAILED = -1, 1 << 62  # FAILED in a word: the copy of that rank raised
+    # The word -1 - rank holds version and slot: of rank 0 what to write, of another what it wrote.
+    SKIPPED, FAILED = Arena.MAX_SLOTS - 1, 1 << 62  # no slot is free; that rank's copy raised
 
     def __init__(self, tensors, num_readers: int, rank: int, num_ranks: int, handle=None):
         """tensors: DTensors, or plain ones, the same on all ranks. handle: of rank 0's arena, for
@@ -1554,7 +1550,8 @@ class ShardWriter(WeightWriter):
             handle.manifest.require(tensors)
         super().__init__(tensors, num_readers, arena=Arena.attach(handle) if rank else None)
         self.rank, self.words = rank, self.arena.words
-        self.others = range(self.NAMED - 1, self.NAMED - num_ranks, -1)  # their words
+        self.done = -1 - rank if rank else Arena.LATEST  # where I say what I wrote
+        self.others = () if rank else range(1, num_ranks)  # for whom I wait before
 
     @classmethod
     def join(cls, tensors, num_readers: int, rank: int, num_ranks: int) -> ShardWriter:
@@ -1573,34 +1570,30 @@ class ShardWriter(WeightWriter):
         return [] if any(copies) else box_parts(view, tensor)  # the first copy is written
 
     def _pick(self, version: int) -> int | None:
-        if self.rank:
-            return 0  # rank 0 will say
-        slot = self.arena.free_slot()
-        self.words[self.NAMED] = version * Arena.MAX_SLOTS + (
-            Arena.NOTHING % Arena.MAX_SLOTS if slot is None else slot)
+        slot = 0 if self.rank else self.arena.free_slot()  # another than rank 0 hears it later
+        if self.rank == 0:
+            self.words[-1] = version * Arena.MAX_SLOTS + (self.SKIPPED if slot is None else slot)
         return slot
 
     def _copy(self, version: int, slot: int) -> None:
         try:
-            self._follow(version) if self.rank else self._lead(version, slot)
+            word = self._word_of(0, version)
+            named, slot = divmod(word, Arena.MAX_SLOTS)
+            if named == version and slot != self.SKIPPED:
+                self._write(slot)
+                for rank in self.others:
+                    self._word_of(rank, version)
+                self.words[self.done] = word
         except Exception:  # whoever waits for my word must not wait forever
-            self.words[self.NAMED - self.rank] = self.FAILED
+            self.words[-1 - self.rank] = self.FAILED
             raise
 
-    def _lead(self, version: int, slot: int) -> None:
-        self._write(slot)
-        while min(found := [version, *map(self.words.__getitem__, self.others)]) < version:
+    def _word_of(self, rank: int, version: int) -> int:
+        """Waits until that rank has come to this version, or beyond."""
+        while (word := self.words[-1 - rank]) // Arena.MAX_SLOTS < version:
             time.sleep(0.0002)
-        demand(self.FAILED not in found, "arena: the copy of another rank failed")
-        self.arena.commit(version, slot)
-
-    def _follow(self, version: int) -> None:
-        while (named := self.words[self.NAMED]) // Arena.MAX_SLOTS < version:
-            time.sleep(0.0002)
-        demand(named != self.FAILED, "arena: the copy of rank 0 failed")
-        if named // Arena.MAX_SLOTS == version and (named + 1) % Arena.MAX_SLOTS:  # else: skipped
-            self._write(named % Arena.MAX_SLOTS)
-            self.words[self.NAMED - self.rank] = version
+        demand(word != self.FAILED, f"arena: the copy of rank {rank} failed")
+        return word
 
 
 class ShardReader(WeightReader):
