@@ -860,14 +860,9 @@ def demand(holds: bool, otherwise: str) -> None:
         raise WeightMismatch(otherwise)
 
 
-# Where one tensor lies in a slot:
-#
-#     name       "lm_head.weight"
-#     shape      (19, 40)
-#     dtype      "bfloat16"
-#     tied_to    the first name of the same memory, which is stored once; mostly the own name
-#     offset     bytes from the start of the slot, a multiple of 64
-#     num_bytes  1520
+# Where one tensor lies in a slot, such as ("lm_head.weight", (19, 40), "bfloat16", "embed.weight",
+# 64, 1520). tied_to: the first name of the same memory, which is stored once; mostly the own name.
+# offset: bytes from the start of the slot, a multiple of 64.
 TensorSpec = collections.namedtuple("TensorSpec", "name shape dtype tied_to offset num_bytes")
 
 
@@ -878,8 +873,7 @@ class Manifest(collections.namedtuple("Manifest", "specs slot_bytes")):
 
     @staticmethod
     def of(tensors: dict, dtype=None) -> Manifest:
-        """The layout of these name -> tensor, in their order, aligned to cache lines; in the slot
-        all that is floating-point has this dtype."""
+        """The layout of these name -> tensor, in their order; floating-point as this dtype."""
         specs, offset, stored = [], 0, {}  # stored: memory -> (its first name, offset)
         for name, t in tensors.items():
             kind = dtype if dtype and t.is_floating_point() else t.dtype
@@ -913,13 +907,10 @@ def weights_of(module) -> dict:
     return dict(module.state_dict(keep_vars=True))
 
 
-# How another process of this host finds the arena; small enough for any message:
-#
-#     pid, fd    of the writer: /proc/<pid>/fd/<fd>, a file without a name, gone when nobody has it
-#                open
-#     run_id     another one whenever a writer starts
-#     manifest   what each of the num_slots slots holds
-#     checksums  bool: whether the writer adds them
+# How another process of this host finds the arena; small enough for any message. pid, fd: of the
+# writer, as /proc/<pid>/fd/<fd>, a file without a name, gone when nobody has it open. run_id:
+# another one whenever a writer starts. manifest: what each of the num_slots slots holds.
+# checksums: bool, whether the writer adds them.
 ArenaHandle = collections.namedtuple(
     "ArenaHandle", "pid fd run_id manifest num_slots num_readers checksums")
 
@@ -952,9 +943,7 @@ class Arena:
     def __init__(self, handle: ArenaHandle, fd: int):
         self.handle, self.lock = handle, threading.Lock()
         num_bytes = self.HEADER_BYTES + handle.num_slots * handle.manifest.slot_bytes
-        found = os.fstat(fd).st_size  # a read beyond it would be SIGBUS
-        demand(found >= num_bytes, f"arena: {found} bytes, {num_bytes} expected")
-        self.memory = mmap.mmap(fd, num_bytes)
+        self.memory = mmap.mmap(fd, num_bytes)  # ValueError if the file is shorter
         # An aligned 8-byte load or store each: never half of an old value.
         self.words = memoryview(self.memory)[: self.HEADER_BYTES].cast("q")[::8]
         self.whole = torch.frombuffer(self.memory, dtype=torch.uint8)
@@ -971,19 +960,19 @@ class Arena:
         handle = ArenaHandle(os.getpid(), fd, run_id, manifest, num_slots, num_readers, checksums)
         os.ftruncate(fd, cls.HEADER_BYTES + num_slots * manifest.slot_bytes)
         arena = cls(handle, fd)
-        arena.whole.zero_()  # fresh pages cost 5-25 times a copy into them: have them now
-        arena.whole[: cls.HEADER_BYTES] = 255  # NOTHING in all words
+        arena.whole.fill_(255)  # NOTHING in all words. Fresh pages cost 5-25 times a copy into them
         arena.words[cls.RUN] = run_id
         return arena
 
     @classmethod
-    def attach(cls, handle: ArenaHandle) -> Arena:
-        """Maps another process's arena. That process must be alive now; later it may end. Raises
-        WeightMismatch. Takes no time: pages are mapped when they are first read."""
+    def attach(cls, handle: ArenaHandle, tensors: dict) -> Arena:
+        """Maps another process's arena, for these tensors. That process must be alive now; later it
+        may end. Raises WeightMismatch. Takes no time: pages are mapped when they are first read."""
+        handle.manifest.require(tensors)
         try:
             with open(f"/proc/{handle.pid}/fd/{handle.fd}", "r+b", buffering=0) as file:
                 arena = cls(handle, file.fileno())  # mapped, so the file may be closed
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise WeightMismatch(f"arena: its writer, process {handle.pid}: {error}") from error
         # the process or its file may be another one by now
         demand(arena.words[cls.RUN] == handle.run_id, f"arena: not of run {handle.run_id}")
@@ -1115,8 +1104,7 @@ class WeightReader:
         as GPUs do, and as code needs that was compiled or captured with the old addresses. Raises
         WeightMismatch and changes nothing."""
         demand(0 <= reader < handle.num_readers, f"arena: it has no reader {reader}")
-        handle.manifest.require(tensors)
-        self.arena, self.word = Arena.attach(handle), Arena.LEASES + 2 * reader
+        self.arena, self.word = Arena.attach(handle, tensors), Arena.LEASES + 2 * reader
         self.tensors, self.version = tensors, -1
         self.in_place = in_place or any(t.is_cuda for t in tensors.values())
         # Whoever was reader before me is dead.
@@ -1141,19 +1129,18 @@ class WeightReader:
         """Returns the version that the tensors are now (-1: none). They are the slot itself, so the
         lease lasts until the next pull. check: also that the writer lives and the checksums of a
         new version are right. Raises WeightMismatch; then the weights are what they were."""
-        newest = self.arena.newest()
+        newest, handle = self.arena.newest(), self.arena.handle
         demand(newest >= self.version, f"arena: version {newest}, after version {self.version}")
-        self.arena.words[self.word + 1], writer = Arena.NOTHING, self.arena.handle.pid
-        demand(not check or self.arena.handle.checksums, "arena: its writer adds no checksums")
-        demand(not check or is_alive(writer), f"arena: its writer, process {writer}, has ended")
+        self.arena.words[self.word + 1] = Arena.NOTHING
+        demand(not check or handle.checksums, "arena: its writer adds no checksums")
+        demand(not check or is_alive(handle.pid), f"arena: its writer, process {handle.pid}, ended")
         if newest == self.version:
             return self.version
         version, slot = self.lease(self.word + 1 if check else self.word)
         if check:
             for wrong in torch.ne(*self.arena.checksums(slot)).nonzero():
                 self.arena.words[self.word + 1] = Arena.NOTHING
-                name = self.arena.handle.manifest.specs[wrong].name
-                raise WeightMismatch(f"{name}: its checksum is wrong")
+                raise WeightMismatch(f"{handle.manifest.specs[wrong].name}: its checksum is wrong")
             self.arena.words[self.word] = self.arena.words[self.word + 1]
         for name, view in self.arena.tensors(slot).items():
             parts = self.parts(view, self.tensors[name])
@@ -1282,8 +1269,7 @@ class Bench(Rank):
         self.num_generators, rng = num_generators, random.Random(seed)
         self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
         cuts = sorted(rng.sample(range(32, len(self.block) // 2, 32), 289))
-        parts = self.block.view(torch.bfloat16).tensor_split(cuts)
-        self.tensors = {f"tensor.{i}": part for i, part in enumerate(parts)}
+        self.tensors = dict(enumerate(self.block.view(torch.bfloat16).tensor_split(cuts)))
 
     async def join(self, port: int) -> Door | float:
         """The trainer publishes 50 versions and opens its door; then generators attach to it."""
@@ -1546,9 +1532,7 @@ class ShardWriter(WeightWriter):
     def __init__(self, tensors, num_readers: int, rank: int, num_ranks: int, handle=None):
         """tensors: DTensors, or plain ones, the same on all ranks. handle: of rank 0's arena, for
         the others."""
-        if rank:
-            handle.manifest.require(tensors)
-        super().__init__(tensors, num_readers, arena=Arena.attach(handle) if rank else None)
+        super().__init__(tensors, num_readers, arena=handle and Arena.attach(handle, tensors))
         self.rank, self.words = rank, self.arena.words
         self.done = -1 - rank if rank else Arena.LATEST  # where I say what I wrote
         self.others = () if rank else range(1, num_ranks)  # for whom I wait before
