@@ -1073,25 +1073,22 @@ class WeightWriter:
         self.arena.commit(version, slot)
 
     def _write(self, slot: int) -> None:
-        """In the thread. memmove where possible: Tensor.copy_ reads what it will overwrite."""
+        """In the thread."""
         views = self.arena.tensors(slot)
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name in (s.name for s in self.arena.handle.manifest.specs if s.name == s.tied_to):
                 for view, mine in self.parts(views[name], self.tensors[name]):
                     demand(view.shape == mine.shape, f"{name}: another shape than at the start")
-                    self._move(view, mine)
+                    plain = view.is_contiguous() and mine.is_contiguous() and not mine.is_cuda
+                    if plain and view.dtype == mine.dtype:  # copy_ reads what it will overwrite
+                        ctypes.memmove(view.data_ptr(), mine.data_ptr(), view.nbytes)
+                    else:
+                        view.copy_(mine, non_blocking=True)
         if self.stream:
             self.stream.synchronize()
         if self.arena.handle.checksums:
             found, stored = self.arena.checksums(slot)
             stored.copy_(found)
-
-    def _move(self, view, mine) -> None:
-        whole = view.is_contiguous() and mine.is_contiguous() and not mine.is_cuda
-        if whole and view.dtype == mine.dtype:
-            ctypes.memmove(view.data_ptr(), mine.data_ptr(), view.nbytes)
-        else:
-            view.copy_(mine, non_blocking=True)
 
 
 class WeightReader:
@@ -1224,9 +1221,9 @@ def form_group(port: int, rank: int, num_ranks: int) -> None:
 
 
 class Rank(Actor):
-    """A process that takes part in measurements, here and in section 8. All ranks of one are in a
-    process group, with which they begin each round at the same moment. `end` is what each has of
-    the arena, its writer or a reader, and `block`, of rank 0, as many bytes as a version has."""
+    """A process that takes part in measurements, here and in section 8. A process group lets all
+    begin a round at the same moment. `end` is a rank's writer or reader of the arena, `block`, of
+    rank 0, as many bytes as a version has."""
 
     def __init__(self):
         torch.set_num_threads(1)
@@ -1476,8 +1473,7 @@ def plan(name: str, source: list[list[Box]], target: list[list[Box]], sent=None)
     or if the two sides are not cut from tensors of the same shape."""
     copies, moves = collections.defaultdict(list), []
     sent = collections.Counter() if sent is None else sent  # elements, by source rank
-    there, here = reach(source), reach(target)
-    demand(there == here, f"{name}: {there} there, {here} here")
+    demand(reach(source) == reach(target), f"{name}: {reach(source)} there, {reach(target)} here")
     for rank, held in enumerate(source):
         for box in held:
             copies[box].append(rank)
@@ -1534,7 +1530,7 @@ class ShardWriter(WeightWriter):
         the others."""
         super().__init__(tensors, num_readers, arena=handle and Arena.attach(handle, tensors))
         self.rank, self.words = rank, self.arena.words
-        self.done = -1 - rank if rank else Arena.LATEST  # where I say what I wrote
+        self.done = -1 - rank if rank else Arena.LATEST  # where I say what I wrote; rank 0 so commits
         self.others = () if rank else range(1, num_ranks)  # for whom I wait before
 
     @classmethod
@@ -1554,7 +1550,7 @@ class ShardWriter(WeightWriter):
         return [] if any(copies) else box_parts(view, tensor)  # the first copy is written
 
     def _pick(self, version: int) -> int | None:
-        slot = 0 if self.rank else self.arena.free_slot()  # another than rank 0 hears it later
+        slot = 0 if self.rank else self.arena.free_slot()  # 0: rank 0 will say
         if self.rank == 0:
             self.words[-1] = version * Arena.MAX_SLOTS + (self.SKIPPED if slot is None else slot)
         return slot
