@@ -926,15 +926,14 @@ ArenaHandle = collections.namedtuple(
 
 
 class Arena:
-    """One process's mapping of the shared memory: 8-byte words, then slots.
+    """One process's mapping of the shared memory: 8-byte words, 64 bytes apart, so that no two share
+    a cache line; then slots.
 
     LATEST      version * MAX_SLOTS + slot. One word, so that both change at once
     RUN         the run id of the writer
     LEASES ...  two of each reader: its process id * MAX_SLOTS + slot. The second one protects a
                 slot that is looked at while the first still protects the weights in use
-    NOTHING     in any of them: nothing published, nothing leased; reads as version -1
-
-    Words lie 64 bytes apart, so that no two share a cache line."""
+    NOTHING     in any of them: nothing published, nothing leased; reads as version -1"""
 
     # 1024 words: LATEST, RUN, two of each of 400 readers, and from the last one on section 8's
     MAX_SLOTS, MAX_READERS, NOTHING, HEADER_BYTES = 1024, 400, -1, 65536
@@ -1333,8 +1332,8 @@ class Bench(Rank):
         if self.rank == 0:
             await self.publish_many(12)
         weights = self.weights if 0 < self.rank <= num_generators else ()
-        every = [t.view(torch.int8).aminmax() for _ in range(4) for t in weights]
-        return int(len({int(end) for ends in every for end in ends}) > 1)
+        ends = {int(end) for _ in range(4) for t in weights for end in t.view(torch.int8).aminmax()}
+        return int(len(ends) > 1)
 
 
 # How weights can travel on one host: (road, generators, rounds).
@@ -1518,9 +1517,7 @@ def box_parts(view, tensor) -> list[tuple]:
 
 
 class ShardWriter(WeightWriter):
-    """One rank of a sharded trainer. All write their boxes into the same slot. The threads of all
-    wait for rank 0 to name the slot, that of rank 0 waits for all to have written before it
-    commits, and a trainer waits for its own thread, before its next step."""
+    """One rank of a sharded trainer: all write their boxes into the same slot, as drawn above."""
 
     # The word -1 - rank holds version and slot: of rank 0 what to write, of another what it wrote.
     SKIPPED, FAILED = Arena.MAX_SLOTS - 1, 1 << 62  # no slot is free; that rank's copy raised
@@ -1551,7 +1548,7 @@ class ShardWriter(WeightWriter):
 
     def _pick(self, version: int) -> int | None:
         slot = 0 if self.rank else self.arena.free_slot()  # 0: rank 0 will say
-        if self.rank == 0:
+        if self.rank == 0:  # the threads of all wait for this word
             self.words[-1] = version * Arena.MAX_SLOTS + (self.SKIPPED if slot is None else slot)
         return slot
 
