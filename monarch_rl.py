@@ -926,8 +926,8 @@ ArenaHandle = collections.namedtuple(
 
 
 class Arena:
-    """One process's mapping of the shared memory: 8-byte words, 64 bytes apart, so that no two share
-    a cache line; then slots.
+    """One process's mapping of the shared memory: 8-byte words, 64 bytes apart, so that no two
+    share a cache line; then slots.
 
     LATEST      version * MAX_SLOTS + slot. One word, so that both change at once
     RUN         the run id of the writer
@@ -1527,7 +1527,7 @@ class ShardWriter(WeightWriter):
         the others."""
         super().__init__(tensors, num_readers, arena=handle and Arena.attach(handle, tensors))
         self.rank, self.words = rank, self.arena.words
-        self.done = -1 - rank if rank else Arena.LATEST  # where I say what I wrote; rank 0 so commits
+        self.done = -1 - rank if rank else Arena.LATEST  # says what I wrote; so rank 0 commits
         self.others = () if rank else range(1, num_ranks)  # for whom I wait before
 
     @classmethod
