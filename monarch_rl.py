@@ -887,7 +887,7 @@ class Manifest(collections.namedtuple("Manifest", "specs slot_bytes")):
         return Manifest(tuple(specs), pages * mmap.PAGESIZE)
 
     def require(self, tensors: dict) -> None:
-        """Raises WeightMismatch, naming the tensor, unless these are the tensors described."""
+        """Raises WeightMismatch, naming the tensor, unless these are the ones, at any offsets."""
         there, here = ({spec.name: spec._replace(offset=0) for spec in side.specs}
                        for side in (self, Manifest.of(tensors)))
         for name in there | here:
@@ -959,7 +959,7 @@ class Arena:
         handle = ArenaHandle(os.getpid(), fd, run_id, manifest, num_slots, num_readers, checksums)
         os.ftruncate(fd, cls.HEADER_BYTES + num_slots * manifest.slot_bytes)
         arena = cls(handle, fd)
-        arena.whole.fill_(255)  # NOTHING in all words. Fresh pages cost 5-25 times a copy into them
+        arena.whole.fill_(255)  # NOTHING in all words, and no page fresh: that costs 5-25 copies
         arena.words[cls.RUN] = run_id
         return arena
 
