@@ -802,14 +802,9 @@ def demand(holds: bool, otherwise: str) -> None:
         raise WeightMismatch(otherwise)
 
 
-# Where one tensor lies in a slot:
-#
-#     name       "lm_head.weight"
-#     shape      (19, 40)
-#     dtype      "bfloat16"
-#     tied_to    the first name of the same memory, which is stored once; mostly the own name
-#     offset     bytes from the start of the slot, a multiple of 64
-#     num_bytes  1520
+# Where one tensor lies in a slot, such as ("lm_head.weight", (19, 40), "bfloat16", "embed.weight",
+# 64, 1520). tied_to: the first name of the same memory, which is stored once; mostly the own name.
+# offset: bytes from the start of the slot, a multiple of 64.
 TensorSpec = collections.namedtuple("TensorSpec", "name shape dtype tied_to offset num_bytes")
 
 
@@ -820,8 +815,7 @@ class Manifest(collections.namedtuple("Manifest", "specs slot_bytes")):
 
     @staticmethod
     def of(tensors: dict, dtype=None) -> Manifest:
-        """The layout of these name -> tensor, in their order, aligned to cache lines; in the slot
-        all that is floating-point has this dtype."""
+        """The layout of these name -> tensor, in their order; floating-point as this dtype."""
         specs, offset, stored = [], 0, {}  # stored: memory -> (its first name, offset)
         for name, t in tensors.items():
             kind = dtype if dtype and t.is_floating_point() else t.dtype
@@ -835,11 +829,11 @@ class Manifest(collections.namedtuple("Manifest", "specs slot_bytes")):
         return Manifest(tuple(specs), pages * mmap.PAGESIZE)
 
     def require(self, tensors: dict) -> None:
-        """Raises WeightMismatch, naming the tensor, unless these are the tensors described."""
-        there, here = ({s.name: f"{s.dtype}{list(s.shape)} in the place of {s.tied_to}"
-                        for s in side.specs} for side in (self, Manifest.of(tensors)))
-        for name in {**there, **here}:
-            theirs, mine = there.get(name, "nothing"), here.get(name, "nothing")
+        """Raises WeightMismatch, naming the tensor, unless these are the ones, at any offsets."""
+        there, here = ({spec.name: spec._replace(offset=0) for spec in side.specs}
+                       for side in (self, Manifest.of(tensors)))
+        for name in there | here:
+            theirs, mine = there.get(name), here.get(name)
             demand(theirs == mine, f"{name}: {theirs} there, {mine} here")
 
 
@@ -855,13 +849,10 @@ def weights_of(module) -> dict:
     return dict(module.state_dict(keep_vars=True))
 
 
-# How another process of this host finds the arena; small enough for any message:
-#
-#     pid, fd    of the writer: /proc/<pid>/fd/<fd>, a file without a name, gone when nobody has it
-#                open
-#     run_id     another one whenever a writer starts
-#     manifest   what each of the num_slots slots holds
-#     checksums  bool: whether the writer adds them
+# How another process of this host finds the arena; small enough for any message. pid, fd: of the
+# writer, as /proc/<pid>/fd/<fd>, a file without a name, gone when nobody has it open. run_id:
+# another one whenever a writer starts. manifest: what each of the num_slots slots holds.
+# checksums: bool, whether the writer adds them.
 ArenaHandle = collections.namedtuple(
     "ArenaHandle", "pid fd run_id manifest num_slots num_readers checksums")
 
@@ -877,15 +868,14 @@ ArenaHandle = collections.namedtuple(
 
 
 class Arena:
-    """One process's mapping of the shared memory: 8-byte words, then slots.
+    """One process's mapping of the shared memory: 8-byte words, 64 bytes apart, so that no two
+    share a cache line; then slots.
 
     LATEST      version * MAX_SLOTS + slot. One word, so that both change at once
     RUN         the run id of the writer
     LEASES ...  two of each reader: its process id * MAX_SLOTS + slot. The second one protects a
                 slot that is looked at while the first still protects the weights in use
-    NOTHING     in any of them: nothing published, nothing leased; reads as version -1
-
-    Words lie 64 bytes apart, so that no two share a cache line."""
+    NOTHING     in any of them: nothing published, nothing leased; reads as version -1"""
 
     # 1024 words: LATEST, RUN, two of each of 400 readers, and from the last one on section 8's
     MAX_SLOTS, MAX_READERS, NOTHING, HEADER_BYTES = 1024, 400, -1, 65536
@@ -894,9 +884,7 @@ class Arena:
     def __init__(self, handle: ArenaHandle, fd: int):
         self.handle, self.lock = handle, threading.Lock()
         num_bytes = self.HEADER_BYTES + handle.num_slots * handle.manifest.slot_bytes
-        found = os.fstat(fd).st_size  # a read beyond it would be SIGBUS
-        demand(found >= num_bytes, f"arena: {found} bytes, {num_bytes} expected")
-        self.memory = mmap.mmap(fd, num_bytes)
+        self.memory = mmap.mmap(fd, num_bytes)  # ValueError if the file is shorter
         # An aligned 8-byte load or store each: never half of an old value.
         self.words = memoryview(self.memory)[: self.HEADER_BYTES].cast("q")[::8]
         self.whole = torch.frombuffer(self.memory, dtype=torch.uint8)
@@ -913,19 +901,19 @@ class Arena:
         handle = ArenaHandle(os.getpid(), fd, run_id, manifest, num_slots, num_readers, checksums)
         os.ftruncate(fd, cls.HEADER_BYTES + num_slots * manifest.slot_bytes)
         arena = cls(handle, fd)
-        arena.whole.zero_()  # fresh pages cost 5-25 times a copy into them: have them now
-        arena.whole[: cls.HEADER_BYTES] = 255  # NOTHING in all words
+        arena.whole.fill_(255)  # NOTHING in all words, and no page fresh: that costs 5-25 copies
         arena.words[cls.RUN] = run_id
         return arena
 
     @classmethod
-    def attach(cls, handle: ArenaHandle) -> Arena:
-        """Maps another process's arena. That process must be alive now; later it may end. Raises
-        WeightMismatch. Takes no time: pages are mapped when they are first read."""
+    def attach(cls, handle: ArenaHandle, tensors: dict) -> Arena:
+        """Maps another process's arena, for these tensors. That process must be alive now; later it
+        may end. Raises WeightMismatch. Takes no time: pages are mapped when they are first read."""
+        handle.manifest.require(tensors)
         try:
             with open(f"/proc/{handle.pid}/fd/{handle.fd}", "r+b", buffering=0) as file:
                 arena = cls(handle, file.fileno())  # mapped, so the file may be closed
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise WeightMismatch(f"arena: its writer, process {handle.pid}: {error}") from error
         # the process or its file may be another one by now
         demand(arena.words[cls.RUN] == handle.run_id, f"arena: not of run {handle.run_id}")
@@ -1026,25 +1014,22 @@ class WeightWriter:
         self.arena.commit(version, slot)
 
     def _write(self, slot: int) -> None:
-        """In the thread. memmove where possible: Tensor.copy_ reads what it will overwrite."""
+        """In the thread."""
         views = self.arena.tensors(slot)
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name in (s.name for s in self.arena.handle.manifest.specs if s.name == s.tied_to):
                 for view, mine in self.parts(views[name], self.tensors[name]):
                     demand(view.shape == mine.shape, f"{name}: another shape than at the start")
-                    self._move(view, mine)
+                    plain = view.is_contiguous() and mine.is_contiguous() and not mine.is_cuda
+                    if plain and view.dtype == mine.dtype:  # copy_ reads what it will overwrite
+                        ctypes.memmove(view.data_ptr(), mine.data_ptr(), view.nbytes)
+                    else:
+                        view.copy_(mine, non_blocking=True)
         if self.stream:
             self.stream.synchronize()
         if self.arena.handle.checksums:
             found, stored = self.arena.checksums(slot)
             stored.copy_(found)
-
-    def _move(self, view, mine) -> None:
-        whole = view.is_contiguous() and mine.is_contiguous() and not mine.is_cuda
-        if whole and view.dtype == mine.dtype:
-            ctypes.memmove(view.data_ptr(), mine.data_ptr(), view.nbytes)
-        else:
-            view.copy_(mine, non_blocking=True)
 
 
 class WeightReader:
@@ -1057,8 +1042,7 @@ class WeightReader:
         as GPUs do, and as code needs that was compiled or captured with the old addresses. Raises
         WeightMismatch and changes nothing."""
         demand(0 <= reader < handle.num_readers, f"arena: it has no reader {reader}")
-        handle.manifest.require(tensors)
-        self.arena, self.word = Arena.attach(handle), Arena.LEASES + 2 * reader
+        self.arena, self.word = Arena.attach(handle, tensors), Arena.LEASES + 2 * reader
         self.tensors, self.version = tensors, -1
         self.in_place = in_place or any(t.is_cuda for t in tensors.values())
         # Whoever was reader before me is dead.
@@ -1083,19 +1067,18 @@ class WeightReader:
         """Returns the version that the tensors are now (-1: none). They are the slot itself, so the
         lease lasts until the next pull. check: also that the writer lives and the checksums of a
         new version are right. Raises WeightMismatch; then the weights are what they were."""
-        newest = self.arena.newest()
+        newest, handle = self.arena.newest(), self.arena.handle
         demand(newest >= self.version, f"arena: version {newest}, after version {self.version}")
-        self.arena.words[self.word + 1], writer = Arena.NOTHING, self.arena.handle.pid
-        demand(not check or self.arena.handle.checksums, "arena: its writer adds no checksums")
-        demand(not check or is_alive(writer), f"arena: its writer, process {writer}, has ended")
+        self.arena.words[self.word + 1] = Arena.NOTHING
+        demand(not check or handle.checksums, "arena: its writer adds no checksums")
+        demand(not check or is_alive(handle.pid), f"arena: its writer, process {handle.pid}, ended")
         if newest == self.version:
             return self.version
         version, slot = self.lease(self.word + 1 if check else self.word)
         if check:
             for wrong in torch.ne(*self.arena.checksums(slot)).nonzero():
                 self.arena.words[self.word + 1] = Arena.NOTHING
-                name = self.arena.handle.manifest.specs[wrong].name
-                raise WeightMismatch(f"{name}: its checksum is wrong")
+                raise WeightMismatch(f"{handle.manifest.specs[wrong].name}: its checksum is wrong")
             self.arena.words[self.word] = self.arena.words[self.word + 1]
         for name, view in self.arena.tensors(slot).items():
             parts = self.parts(view, self.tensors[name])
@@ -1181,9 +1164,9 @@ def form_group(port: int, rank: int, num_ranks: int) -> None:
 
 
 class Rank(Actor):
-    """A process that takes part in measurements, here and in section 8. All ranks of one are in a
-    process group, with which they begin each round at the same moment. `end` is what each has of
-    the arena, its writer or a reader, and `block`, of rank 0, as many bytes as a version has."""
+    """A process that takes part in measurements, here and in section 8. A process group lets all
+    begin a round at the same moment. `end` is a rank's writer or reader of the arena, `block`, of
+    rank 0, as many bytes as a version has."""
 
     def __init__(self):
         torch.set_num_threads(1)
@@ -1195,31 +1178,27 @@ class Rank(Actor):
         return await getattr(self, method)(*args)
 
     async def take_part(self, road: str, *args) -> tuple:
-        """A round: when my part in it began, what it returned, when it ended, on the monotonic
-        clock, and for how many seconds rank 0 copied its block into a slot with memmove before."""
+        """A round: for how many seconds rank 0 copied its block into a slot with memmove, then when
+        my part began, what it returned, and when it ended, on the monotonic clock."""
         torch.distributed.barrier()  # messages do not reach all at the same moment
         self.step()
-        copy_s = 0.0 if self.rank else memmove_s(self.end.arena, self.block)
-        version = torch.tensor(self.version)
+        version, start = torch.tensor(self.version), time.monotonic()
+        if self.rank == 0:
+            room = self.end.arena.slots[self.end.arena.free_slot()]
+            ctypes.memmove(room.data_ptr(), self.block.data_ptr(), self.block.nbytes)
+        copy_s = since(start)
         torch.distributed.broadcast(version, 0)
         self.version, start = int(version), time.monotonic()
-        return start, await getattr(self, road)(*args), time.monotonic(), copy_s
-
-
-def memmove_s(arena: Arena, source) -> float:
-    """Seconds in which memmove copies that into a slot."""
-    room, start = arena.slots[arena.free_slot()], time.monotonic()
-    ctypes.memmove(room.data_ptr(), source.data_ptr(), source.nbytes)
-    return since(start)
+        return copy_s, start, await getattr(self, road)(*args), time.monotonic()
 
 
 async def measure(ranks, num_rounds: int, road: str, *args) -> tuple[float, float, tuple]:
     """(ms from the first beginning to the last end, ms of a memmove: medians of the rounds; what
     each rank returned, [round][rank])"""
     rounds = [(await ranks.do.call("take_part", road, *args)).values() for _ in range(num_rounds)]
-    starts, results, ends, memmoves = zip(*(zip(*of_round) for of_round in rounds))
+    copies, starts, results, ends = zip(*(zip(*of_round) for of_round in rounds))
     took_s, median = map(operator.sub, map(max, ends), map(min, starts)), statistics.median
-    return median(took_s) * 1e3, median(map(max, memmoves)) * 1e3, results
+    return median(took_s) * 1e3, median(copy_s for copy_s, *_ in copies) * 1e3, results
 
 
 class Bench(Rank):
@@ -1231,8 +1210,7 @@ class Bench(Rank):
         self.num_generators, rng = num_generators, random.Random(seed)
         self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
         cuts = sorted(rng.sample(range(32, len(self.block) // 2, 32), 289))
-        parts = self.block.view(torch.bfloat16).tensor_split(cuts)
-        self.tensors = {f"tensor.{i}": part for i, part in enumerate(parts)}
+        self.tensors = dict(enumerate(self.block.view(torch.bfloat16).tensor_split(cuts)))
 
     async def join(self, port: int) -> Door | float:
         """The trainer publishes 50 versions and opens its door; then generators attach to it."""
@@ -1299,8 +1277,8 @@ class Bench(Rank):
         if self.rank == 0:
             await self.publish_many(12)
         weights = self.weights if 0 < self.rank <= num_generators else ()
-        every = [t.view(torch.int8).aminmax() for _ in range(4) for t in weights]
-        return int(len({int(end) for ends in every for end in ends}) > 1)
+        ends = {int(end) for _ in range(4) for t in weights for end in t.view(torch.int8).aminmax()}
+        return int(len(ends) > 1)
 
 
 # How weights can travel on one host: (road, generators, rounds).
@@ -1439,8 +1417,7 @@ def plan(name: str, source: list[list[Box]], target: list[list[Box]], sent=None)
     or if the two sides are not cut from tensors of the same shape."""
     copies, moves = collections.defaultdict(list), []
     sent = collections.Counter() if sent is None else sent  # elements, by source rank
-    there, here = reach(source), reach(target)
-    demand(there == here, f"{name}: {there} there, {here} here")
+    demand(reach(source) == reach(target), f"{name}: {reach(source)} there, {reach(target)} here")
     for rank, held in enumerate(source):
         for box in held:
             copies[box].append(rank)
@@ -1485,21 +1462,18 @@ def box_parts(view, tensor) -> list[tuple]:
 
 
 class ShardWriter(WeightWriter):
-    """One rank of a sharded trainer. All write their boxes into the same slot. The thread of a rank
-    waits for rank 0 to name the slot, that of rank 0 waits for all to have written before it
-    commits, and a trainer waits for its own thread, before its next step."""
+    """One rank of a sharded trainer: all write their boxes into the same slot, as drawn above."""
 
-    # The word -1 - rank. Of rank 0: version and slot to write. Of another: the version written.
-    NAMED, FAILED = -1, 1 << 62  # FAILED in a word: the copy of that rank raised
+    # The word -1 - rank holds version and slot: of rank 0 what to write, of another what it wrote.
+    SKIPPED, FAILED = Arena.MAX_SLOTS - 1, 1 << 62  # no slot is free; that rank's copy raised
 
     def __init__(self, tensors, num_readers: int, rank: int, num_ranks: int, handle=None):
         """tensors: DTensors, or plain ones, the same on all ranks. handle: of rank 0's arena, for
         the others."""
-        if rank:
-            handle.manifest.require(tensors)
-        super().__init__(tensors, num_readers, arena=Arena.attach(handle) if rank else None)
+        super().__init__(tensors, num_readers, arena=handle and Arena.attach(handle, tensors))
         self.rank, self.words = rank, self.arena.words
-        self.others = range(self.NAMED - 1, self.NAMED - num_ranks, -1)  # their words
+        self.done = -1 - rank if rank else Arena.LATEST  # says what I wrote; so rank 0 commits
+        self.others = () if rank else range(1, num_ranks)  # for whom I wait before
 
     @classmethod
     def join(cls, tensors, num_readers: int, rank: int, num_ranks: int) -> ShardWriter:
@@ -1518,34 +1492,30 @@ class ShardWriter(WeightWriter):
         return [] if any(copies) else box_parts(view, tensor)  # the first copy is written
 
     def _pick(self, version: int) -> int | None:
-        if self.rank:
-            return 0  # rank 0 will say
-        slot = self.arena.free_slot()
-        self.words[self.NAMED] = version * Arena.MAX_SLOTS + (
-            Arena.NOTHING % Arena.MAX_SLOTS if slot is None else slot)
+        slot = 0 if self.rank else self.arena.free_slot()  # 0: rank 0 will say
+        if self.rank == 0:  # the threads of all wait for this word
+            self.words[-1] = version * Arena.MAX_SLOTS + (self.SKIPPED if slot is None else slot)
         return slot
 
     def _copy(self, version: int, slot: int) -> None:
         try:
-            self._follow(version) if self.rank else self._lead(version, slot)
+            word = self._word_of(0, version)
+            named, slot = divmod(word, Arena.MAX_SLOTS)
+            if named == version and slot != self.SKIPPED:
+                self._write(slot)
+                for rank in self.others:
+                    self._word_of(rank, version)
+                self.words[self.done] = word
         except Exception:  # whoever waits for my word must not wait forever
-            self.words[self.NAMED - self.rank] = self.FAILED
+            self.words[-1 - self.rank] = self.FAILED
             raise
 
-    def _lead(self, version: int, slot: int) -> None:
-        self._write(slot)
-        while min(found := [version, *map(self.words.__getitem__, self.others)]) < version:
+    def _word_of(self, rank: int, version: int) -> int:
+        """Waits until that rank has come to this version, or beyond."""
+        while (word := self.words[-1 - rank]) // Arena.MAX_SLOTS < version:
             time.sleep(0.0002)
-        demand(self.FAILED not in found, "arena: the copy of another rank failed")
-        self.arena.commit(version, slot)
-
-    def _follow(self, version: int) -> None:
-        while (named := self.words[self.NAMED]) // Arena.MAX_SLOTS < version:
-            time.sleep(0.0002)
-        demand(named != self.FAILED, "arena: the copy of rank 0 failed")
-        if named // Arena.MAX_SLOTS == version and (named + 1) % Arena.MAX_SLOTS:  # else: skipped
-            self._write(named % Arena.MAX_SLOTS)
-            self.words[self.NAMED - self.rank] = version
+        demand(word != self.FAILED, f"arena: the copy of rank {rank} failed")
+        return word
 
 
 class ShardReader(WeightReader):
