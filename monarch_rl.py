@@ -133,13 +133,6 @@ class Config:
 Stage = collections.namedtuple("Stage", "number name claim demo line")
 
 
-def line_of(mark: str) -> int:
-    """The number of the line that ends with the comment `# mark`. Some short comments below are
-    only such marks, for the `try:` lines of the demos."""
-    text = pathlib.Path(__file__).read_text(encoding="utf-8")
-    return text.partition(f"  # {mark}\n")[0].count("\n") + 1
-
-
 class Report:
     """The only thing that prints: output of workers arrives late and out of order. Checks and
     figures it also keeps, for --json."""
@@ -241,7 +234,7 @@ class Tally(Actor):
     def __init__(self):
         self.rank, self.total = current_rank().rank, 0
 
-    @endpoint  # add
+    @endpoint
     async def add(self, pause_s: float = 0.0005) -> Added:
         """Adds one, with a pause between reading and writing, for which threads are punished."""
         start, seen = time.monotonic(), self.total
@@ -280,7 +273,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     a, b = await asyncio.gather(*[actor.add.call_one(pause_s=0.2) for actor in (one, other)])
     report.check("overlap of two actors, s", min(a.end, b.end) - max(a.start, b.start), ">", 0.1)
     report.check("processes, this one included", len({os.getpid(), a.process, b.process}), "==", 3)
-    report.say(f"try: make `add` (line {line_of('add')}) a concurrent_endpoint: it loses too")
+    report.say(f"try: make `add` a concurrent_endpoint: it loses too")
     await procs.stop()
 
 
@@ -402,34 +395,17 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 # Not here. Singletons that survive that process.      Source. Monarch's get_or_spawn_controller.
 
 
-# Who ("generator 0") did what ("generate"), and from when to when, in monotonic seconds.
-Span = collections.namedtuple("Span", "who what start end")
-
-
-def timeline(spans: list[Span], start: float, end: float, width: int = 76) -> list[str]:
-    """A row per actor: the first letter of what it did at each of these times, or a dot."""
-    rows = {who: ["."] * width for who in sorted({span.who for span in spans})}
-    for span, i in itertools.product(spans, range(width)):
-        if span.start <= start + (i + 0.5) * (end - start) / width < span.end:
-            rows[span.who][i] = span.what[0]
-    return [f"{who:<12s} {''.join(row)}" for who, row in rows.items()]
-
-
 class Metrics(Actor):
-    """The run's shared notebook; every process finds it by name."""
+    """A notebook that every process finds by its name."""
 
     def __init__(self):
-        self.history = collections.deque(maxlen=200_000)  # Spans of the last hour
+        self.rows = []
 
     @endpoint
-    async def note(self, span: Span) -> tuple[int, int]:
-        """Tells which Metrics this is: (process id, id within the process)."""
-        self.history.append(span)
+    async def note(self, row: str) -> tuple[int, int]:
+        """Tells which notebook this is: (process id, id within the process)."""
+        self.rows.append(row)
         return os.getpid(), id(self)
-
-    @endpoint
-    async def spans(self, start: float, end: float) -> list[Span]:
-        return [span for span in self.history if span.end > start and span.start < end]
 
 
 class Clerk(Actor):
@@ -439,7 +415,7 @@ class Clerk(Actor):
     async def write(self, name: str) -> tuple[int, int]:
         """Which store that was, as Metrics.note tells it."""
         store = await get_or_spawn_controller(name or f"store of {os.getpid()}", Metrics)
-        return await store.note.call_one(Span("clerk", "write", 0.0, 1.0))
+        return await store.note.call_one("a row")
 
 
 async def demo_controllers(report: Report, cfg: Config) -> None:
@@ -495,10 +471,13 @@ class Worker(Actor):
         self.replica_id, self.cfg, self.rank = replica_id, cfg, current_rank().rank
 
     @endpoint
+    async def do(self, method: str, *args):
+        """One endpoint for all methods; they are coroutines."""
+        return await getattr(self, method)(*args)
+
     async def pid(self) -> int:
         return os.getpid()
 
-    @endpoint
     async def setup(self) -> None:
         """Makes it ready to serve; a replacement joins through this too."""
 
@@ -525,10 +504,10 @@ class Supervisor(Actor):
             kill(old.pids)
             await asyncio.wait_for(old.procs.stop(), self.deadline_s)
         new = self.replicas[replica_id] = Replica(self, replica_id)
-        new.pids += (await asyncio.wait_for(new.actor.pid.call(), self.SETUP_DEADLINE_S)).values()
+        new.pids += (await asyncio.wait_for(new.actor.do.call("pid"), self.SETUP_DEADLINE_S)).values()
         for pid in new.pids:
-            on_exit(pid, lambda: self._lose(new, "died"))  # watch
-        await asyncio.wait_for(new.actor.setup.call(), self.SETUP_DEADLINE_S)
+            on_exit(pid, lambda: self._lose(new, "died"))
+        await asyncio.wait_for(new.actor.do.call("setup"), self.SETUP_DEADLINE_S)
         new.ready = True  # healthy
 
     async def __supervise__(self, failure) -> bool:
@@ -568,7 +547,6 @@ class Roots(Worker):
     """Somebody to fail, here and in section 6. Negative numbers have no square root, and replica 1
     has a bad spell from 100 to 199."""
 
-    @endpoint
     async def root(self, number: int) -> float:
         if self.replica_id == 1 and 100 <= number < 200:
             raise RuntimeError("a bad spell")
@@ -595,17 +573,17 @@ class Trial(Supervisor):
         if trigger == "raises, broadcast":
             # The actor is dead though its process lives, and a message to a dead actor would end
             # its sender: nobody asks it again.
-            victim.actor.root.broadcast(-1)
+            victim.actor.do.broadcast("root", -1)
         else:  # of a death Monarch tells callers, of a stop nobody does
             deadline_s = 0.3 if trigger == "SIGSTOP" else 10.0
-            saw = await outcome(victim.actor.root.call_one, -1, deadline_s=deadline_s)
+            saw = await outcome(victim.actor.do.call_one, "root", -1, deadline_s=deadline_s)
         told, _ = await asyncio.wait({victim.lost}, timeout=1.0)  # five polls: "no" means something
         told_ms = (victim.lost.result()[1] - start) * 1e3 if told else ""
         cure = time.monotonic()
         if told or saw == "TimeoutError":  # else it lives on
             await self._spawn(0)
         return [saw, "yes" if told else "no", told_ms, round(since(cure) * 1e3),
-                await outcome(self.replicas[0].actor.root.call_one, 4, deadline_s=10.0)]
+                await outcome(self.replicas[0].actor.do.call_one, "root", 4, deadline_s=10.0)]
 
 
 async def demo_supervision(report: Report, cfg: Config) -> None:
@@ -619,7 +597,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     report.check("triggers that did otherwise", sum(r[:3] not in TRIGGERS for r in rows), "==", 0)
     report.check("answers of 4 calls after the cure", [r[5] for r in rows].count(2.0), "==", 4)
     report.check("SIGKILL found and worker replaced, ms", detect_ms + respawn_ms, "<", 1000)
-    report.say(f"try: remove line {line_of('watch')}: Monarch's poll tells the owner, but later")
+    report.say(f"try: remove `on_exit` in `_spawn`: Monarch's poll tells the owner, but later")
     await trial.stop()
 
 
@@ -670,9 +648,9 @@ class Service(Supervisor):
         does. Raises what the request itself is to blame for, or NoReplica, or SupervisionError if
         no attempt is left. (A plain endpoint would run one request at a time.)"""
         raised = None  # the replica that raised first
-        for _ in range(self.max_attempts):  # attempts
+        for _ in range(self.max_attempts):
             replica = await self._pick(raised)
-            call = asyncio.ensure_future(getattr(replica.actor, method).call(*args))
+            call = asyncio.ensure_future(replica.actor.do.call(method, *args))
             replica.in_flight += 1
             done, _ = await asyncio.wait({call, replica.lost}, return_when=asyncio.FIRST_COMPLETED,
                                          timeout=deadline_s or self.deadline_s)
@@ -752,8 +730,8 @@ async def demo_service(report: Report, cfg: Config) -> None:
     """though replicas fail, hang and die, every request is answered exactly once"""
     procs = this_host().spawn_procs(per_host={"replica": 4})
     pool = procs.spawn("pool", Roots, 0)
-    victim = await pool.slice(replica=3).pid.call_one()
-    chosen = await storm(pool.root.choose, {0: (victim, signal.SIGSTOP)}, deadline_s=1.0)
+    victim = await pool.slice(replica=3).do.call_one("pid")
+    chosen = await storm(functools.partial(pool.do.choose, "root"), {0: (victim, signal.SIGSTOP)}, deadline_s=1.0)
     os.kill(victim, signal.SIGCONT)  # so that it can be stopped politely
     await procs.stop()
     service = this_proc().spawn("roots", Service, "root", Roots, 4, 0.5)
@@ -772,7 +750,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     report.check("kinds of failure", kinds, "==", ["died", "kept raising", "missed its deadline"])
     report.check("bad requests of 20 that raise at their caller", bad.count("ValueError"), "==", 20)
     report.check("replicas replaced for them", len(first["log"]), "==", 0)
-    report.say(f"try: range(1) in `route` (line {line_of('attempts')}): a request gets one attempt")
+    report.say(f"try: range(1) in `route`: a request gets one attempt")
     await service.close.call_one()
 
 
@@ -896,7 +874,7 @@ class Arena:
         """Slots: one per reader, the latest, and one to write into."""
         demand(num_readers <= cls.MAX_READERS, f"arena: {num_readers} readers are too many")
         # memory without a name, so that no kill leaves any, and /dev/shm is no limit
-        fd, num_slots = os.memfd_create("monarch_rl"), num_readers + 2  # slots
+        fd, num_slots = os.memfd_create("monarch_rl"), num_readers + 2
         run_id = random.SystemRandom().getrandbits(62)
         handle = ArenaHandle(os.getpid(), fd, run_id, manifest, num_slots, num_readers, checksums)
         os.ftruncate(fd, cls.HEADER_BYTES + num_slots * manifest.slot_bytes)
@@ -1163,7 +1141,7 @@ def form_group(port: int, rank: int, num_ranks: int) -> None:
     torch.distributed.init_process_group(store=store, rank=rank, world_size=num_ranks)
 
 
-class Rank(Actor):
+class Rank(Worker):
     """A process that takes part in measurements, here and in section 8. A process group lets all
     begin a round at the same moment. `end` is a rank's writer or reader of the arena, `block`, of
     rank 0, as many bytes as a version has."""
@@ -1171,11 +1149,6 @@ class Rank(Actor):
     def __init__(self):
         torch.set_num_threads(1)
         self.rank, self.version = current_rank().rank, 0
-
-    @endpoint
-    async def do(self, method: str, *args):
-        """One endpoint for all methods; they are coroutines."""
-        return await getattr(self, method)(*args)
 
     async def take_part(self, road: str, *args) -> tuple:
         """A round: for how many seconds rank 0 copied its block into a slot with memmove, then when
@@ -1339,7 +1312,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check(f"versions of {versions} that found no free slot", skipped, "==", 0)
     report.check("ms to join after version 50, slowest of 4", max(joined_s) * 1e3, "<", 1000)
     report.say("try: --model-mb 1024: what does not depend on size weighs less there;",
-               f"num_readers + 1 slots (line {line_of('slots')}): versions find none free")
+               "num_readers + 1 slots in `Arena.create`: versions find none free")
 
 
 # == 8. RESHARD ===================================================================================
@@ -2075,13 +2048,11 @@ class Trainer(Worker):
 
     version, writer, optimizer, schedule = -1, None, [], None
 
-    @endpoint
     async def setup(self) -> None:
         self.policy = Policy(self.cfg)
         # whole tensors, on the CPU of rank 0, however many ranks there are
         self.whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
-    @endpoint
     async def begin(self, port: int, warm: bool) -> ArenaHandle:
         """Where it publishes. port: where the ranks meet. One that has begun only answers."""
         cfg, model = self.cfg, self.policy.model
@@ -2096,7 +2067,6 @@ class Trainer(Worker):
             self.writer = ShardWriter.join(weights, cfg.generators, self.rank, cfg.trainers)
         return self.writer.arena.handle
 
-    @endpoint
     async def save(self, path: str, state: str) -> None:
         """Writes a checkpoint, with this state of the controller; done when it is on the disk."""
         self._demand()
@@ -2109,7 +2079,6 @@ class Trainer(Worker):
                 file.flush()
                 os.fsync(file.fileno())
 
-    @endpoint
     async def load(self, path: str, num_steps: int) -> tuple[int, str]:
         """Becomes what a checkpoint says, in a run of so many steps, and publishes that: version,
         state of the controller. Raises BadCheckpoint; then nothing has changed."""
@@ -2136,12 +2105,10 @@ class Trainer(Worker):
         if not self.writer:
             raise TrainerLost
 
-    @endpoint
     async def published(self) -> None:
         """Answers when generators can pull this trainer's version."""
         self.writer.wait()
 
-    @endpoint
     async def step(self, batch: Rollout) -> StepStats:
         """Trains on a batch. The result is copied into a slot while the trainer goes on, and that
         copy has until the next optimizer step, which changes what it reads."""
@@ -2188,7 +2155,6 @@ class Trainer(Worker):
         pi = every.gather(1, ids[:, 1:][sampled][:, None]).squeeze(1)
         return pi, mu, advantage, torch.special.entr(every.detach().exp()).sum(-1), fresh
 
-    @endpoint
     async def compare(self, batch: Rollout) -> float:
         """k3 of recorded and recomputed log-probabilities, in the rows of this rank."""
         with torch.no_grad():
@@ -2201,11 +2167,9 @@ class Generator(Worker):
 
     reader = None
 
-    @endpoint
     async def setup(self) -> None:
         self.policy = Policy(self.cfg)
 
-    @endpoint
     async def rollout(self, handle: ArenaHandle, prompts: list[Prompt], group_size: int, seed: int,
                       greedy: bool) -> tuple[Rollout, float]:
         """Under one version of the weights: the lease lasts until the next pull. handle: where the
@@ -2224,7 +2188,6 @@ class Judge(Worker):
 
     score = staticmethod(score)
 
-    @endpoint
     async def rewards(self, prompts: list[Prompt], answers: list[tuple]) -> list[float]:
         """Of each episode; nan where the function raises, or answers with something else than a
         number: not judged is not 0."""
@@ -2561,7 +2524,7 @@ class ReplayBuffer:
         async with self.arrived:
             while True:
                 fresh = [group for group in self.groups
-                         if group[2] == run_id and version - group[3] <= self.max_lag]  # bound
+                         if group[2] == run_id and version - group[3] <= self.max_lag]
                 dropped, self.groups = len(self.groups) - len(fresh), fresh
                 await self.gate.settle("dropped", dropped)  # refund
                 if len(fresh) >= num_groups:
@@ -2698,7 +2661,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     report.check("k3 of recorded and recomputed log-probabilities", mismatch, "<=", 1e-6)
     report.check("held-out exact, gained", after - before, ">", 0)
-    report.say(f"try: no bound on lag (line {line_of('bound')}), and `max_lag + 100` in Gate")
+    report.say(f"try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
 
 
 # What happens in the demo to a process of each service.
