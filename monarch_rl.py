@@ -273,7 +273,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     a, b = await asyncio.gather(*[actor.add.call_one(pause_s=0.2) for actor in (one, other)])
     report.check("overlap of two actors, s", min(a.end, b.end) - max(a.start, b.start), ">", 0.1)
     report.check("processes, this one included", len({os.getpid(), a.process, b.process}), "==", 3)
-    report.say(f"try: make `add` a concurrent_endpoint: it loses too")
+    report.say("try: make `add` a concurrent_endpoint: it loses too")
     await procs.stop()
 
 
@@ -504,7 +504,8 @@ class Supervisor(Actor):
             kill(old.pids)
             await asyncio.wait_for(old.procs.stop(), self.deadline_s)
         new = self.replicas[replica_id] = Replica(self, replica_id)
-        new.pids += (await asyncio.wait_for(new.actor.do.call("pid"), self.SETUP_DEADLINE_S)).values()
+        found = await asyncio.wait_for(new.actor.do.call("pid"), self.SETUP_DEADLINE_S)
+        new.pids += found.values()
         for pid in new.pids:
             on_exit(pid, lambda: self._lose(new, "died"))
         await asyncio.wait_for(new.actor.do.call("setup"), self.SETUP_DEADLINE_S)
@@ -597,7 +598,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     report.check("triggers that did otherwise", sum(r[:3] not in TRIGGERS for r in rows), "==", 0)
     report.check("answers of 4 calls after the cure", [r[5] for r in rows].count(2.0), "==", 4)
     report.check("SIGKILL found and worker replaced, ms", detect_ms + respawn_ms, "<", 1000)
-    report.say(f"try: remove `on_exit` in `_spawn`: Monarch's poll tells the owner, but later")
+    report.say("try: remove `on_exit` in `_spawn`: Monarch's poll tells the owner, but later")
     await trial.stop()
 
 
@@ -731,7 +732,8 @@ async def demo_service(report: Report, cfg: Config) -> None:
     procs = this_host().spawn_procs(per_host={"replica": 4})
     pool = procs.spawn("pool", Roots, 0)
     victim = await pool.slice(replica=3).do.call_one("pid")
-    chosen = await storm(functools.partial(pool.do.choose, "root"), {0: (victim, signal.SIGSTOP)}, deadline_s=1.0)
+    some, stop = functools.partial(pool.do.choose, "root"), {0: (victim, signal.SIGSTOP)}
+    chosen = await storm(some, stop, deadline_s=1.0)
     os.kill(victim, signal.SIGCONT)  # so that it can be stopped politely
     await procs.stop()
     service = this_proc().spawn("roots", Service, "root", Roots, 4, 0.5)
@@ -750,7 +752,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     report.check("kinds of failure", kinds, "==", ["died", "kept raising", "missed its deadline"])
     report.check("bad requests of 20 that raise at their caller", bad.count("ValueError"), "==", 20)
     report.check("replicas replaced for them", len(first["log"]), "==", 0)
-    report.say(f"try: range(1) in `route`: a request gets one attempt")
+    report.say("try: range(1) in `route`: a request gets one attempt")
     await service.close.call_one()
 
 
@@ -2222,8 +2224,8 @@ class Fleet:
 
     async def __aenter__(self) -> Fleet:
         # all at once: importing takes longer than anything else
-        await asyncio.gather(
-            self._warm(), self.generators.start.call_one(), self.judges.start.call_one())
+        await asyncio.gather(self._warm(), *(
+            service.start.call_one() for service in (self.generators, self.judges)))
         return self
 
     async def __aexit__(self, *_) -> None:
@@ -2661,7 +2663,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     report.check("k3 of recorded and recomputed log-probabilities", mismatch, "<=", 1e-6)
     report.check("held-out exact, gained", after - before, ">", 0)
-    report.say(f"try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
+    report.say("try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
 
 
 # What happens in the demo to a process of each service.
