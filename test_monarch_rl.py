@@ -1905,14 +1905,14 @@ def spoil(path, how):
     elif how == "newer":
         checkpoint(path, format=2)
     elif how == "another task":
-        checkpoint(path, **{"--task": "count"})
+        checkpoint(path, task="count")
     else:
         torch.save({"foreign": [1], "code": Bomb(), "nothing": None}[how], path)
 
 
 @pytest.mark.parametrize("how, told", [
-    ("truncated", "not a zip"), ("damaged", "damaged in"), ("newer", "format is 2 there"),
-    ("another task", "--task is count there"), ("foreign", "no checkpoint"), ("code", "Weights only")])
+    ("truncated", "not a zip"), ("damaged", "damaged in"), ("newer", "'format': 2"),
+    ("another task", "'task': 'count'"), ("foreign", "no checkpoint"), ("code", "Weights only")])
 def test_a_bad_checkpoint_gets_one_line_and_the_older_one_is_used(tmp_path, how, told):
     folder = tmp_path / "saved" / "sync_rl"
     checkpoint(folder / "step-00000002.pt")
