@@ -170,8 +170,7 @@ def test_training_learns_in_the_tour(tour):
     learned(tour, 0.95)
 
 
-@pytest.mark.parametrize("task, seed, least", [("repeat", 2, 0.95), ("count", 0, 0.90),
-                                               ("pattern", 0, 0.90)])
+@pytest.mark.parametrize("task, seed, least", [("count", 0, 0.90), ("pattern", 0, 0.90)])
 def test_training_learns(tmp_path, task, seed, least):
     learned(Run(tmp_path, "--only", "async_rl", "--steps", "400", "--task", task,
                 "--seed", str(seed)), least)
@@ -1712,7 +1711,7 @@ async def chaos(seed, num_steps=100):
                 wrong=[k for k, v in wrong.items() if v])
 
 
-async def failover(num_kills=9):
+async def failover(num_kills):
     """ms from a SIGKILL or SIGSTOP to the last answer of four requests that were under way."""
     cfg, ms, late = m.Config(generators=3), [], []
     async with m.Fleet(cfg) as fleet:
@@ -1783,7 +1782,7 @@ def run():
     m.Judge = Wicked
     for what in sys.argv[1:]:
         name, _, arg = what.partition(":")
-        answer = asyncio.run({"chaos": lambda: chaos(int(arg)), "failover": failover,
+        answer = asyncio.run({"chaos": lambda: chaos(int(arg)), "failover": lambda: failover(int(arg)),
                               "throughput": throughput, "memory": memory,
                               "sync": lambda: sync(arg)}[name]())
         print(json.dumps(answer), flush=True)
@@ -1823,9 +1822,9 @@ def test_three_faults_cost_no_step_and_the_books_are_true(tmp_path, seed):
 
 
 def test_requests_of_a_killed_generator_are_answered_elsewhere(tmp_path):
-    [found] = chaos(tmp_path, "failover")
+    [found] = chaos(tmp_path, "failover:3")
     print(found)
-    assert len(found["failover_all_ms"]) == 11 and found["freeze_found_s"]
+    assert len(found["failover_all_ms"]) == 5 and found["freeze_found_s"]
 
 
 def difference(folders):
@@ -2269,7 +2268,7 @@ def test_readme_and_docs_agree_with_the_file():
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as room:
         room = pathlib.Path(room)
-        for number, what in enumerate(["failover", "throughput", "memory"]):
+        for number, what in enumerate(["failover:15", "throughput", "memory"]):
             print(json.dumps(*chaos(room / str(number), what)), flush=True)
         answers = [chaos(room / f"chaos {seed}", f"chaos:{seed}")[0] for seed in range(20)]
         print(*map(json.dumps, answers), sep="\n")
