@@ -5,21 +5,22 @@
 # ///
 """monarch_rl: an asynchronous RL system for language models, in one file that teaches itself.
 
-    python monarch_rl.py                      the whole tour, about two minutes on a Linux laptop
+    python monarch_rl.py                      the whole tour, about three minutes on a Linux laptop
     python monarch_rl.py --stage service      stages 1 to 6
     python monarch_rl.py --only async_rl      one stage
+    python monarch_rl.py --checkpoint DIR     the tour; if cut off, the same command goes on
     python monarch_rl.py --list               the stages, with line numbers
 
 Each stage shows a problem, the rule that solves it, and measures both in the same run.
 
-                prompts                    rollouts                    batch
-      Sampler ------------> Generators ----------------> ReplayBuffer ---------> Trainer
-      (Gate)                (a Service of replicas)      (groups, versions)         |
-         ^                      ^                              |                    | publish
-         |                      | pull                         |                    v
-         +---- tickets back ----|------------------------------+              WeightWriter
-                                |                                                   |
-                           WeightReader <-------- Arena (slots, leases) <-----------+
+              prompts             episodes            rewards                    batch
+      Sampler --------> Generators --------> Judges ---------> ReplayBuffer ---------> Trainer
+      (Gate)            (a Service)          (a Service)       (groups, versions)         |
+         ^                   ^                                       |                    | publish
+         |                   | pull                                  |                    v
+         +--- tickets back --|---------------------------------------+              WeightWriter
+                             |                                                            |
+                        WeightReader <---------- Arena (slots, leases) <------------------+
 
       control plane: actor messages, small          data plane: shared memory or RDMA, bulk
 
@@ -51,6 +52,8 @@ The words, each with an example:
     lease      the slot that a generator says it is reading                               3
     torn       of weights: some tensors of one version, some of another             6, 6, 7
     replica    one of several interchangeable actors, in a process of its own             0
+    judge      a replica that runs the reward function, and may be killed for it          0
+    run id     of one trainer's life: after a restart another one              3141592653589
 """
 
 from __future__ import annotations
@@ -1640,11 +1643,11 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 # Problem. In RL the policy makes its own training set, so the same network runs in two programs:
 #   one decodes token by token with a cache, the other scores whole sequences for a gradient. If
 #   they disagree about a probability, or about what was sampled, the gradient is nobody's.
-# Rule. One loop: pull, sample, score, step, publish. Every sampled token keeps the log-probability
+# Rule. One loop: pull, sample, judge, step, publish. Every sampled token keeps the log-probability
 #   it was sampled with; the trainer recomputes it, and the two agree. Only sampled tokens carry
-#   loss. A new turn starts from the exact ids of the turns before.
-#   A reward function is somebody else's code: it runs where it can be killed, and not judged is
-#   not 0. Every n steps all that the run needs is saved, whole or not at all.
+#   loss. A new turn starts from the exact ids of the turns before. A reward function is somebody
+#   else's code: it runs where it can be killed, and not judged is not 0. Every n steps all that
+#   the run needs is saved, whole or not at all.
 # Cost. Each side waits while the other works (section 10).
 # Not here. Value networks, reward models, tools.
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), group advantage (GRPO, Shao 2024).
@@ -2414,9 +2417,8 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 # Rule. Two loops and a buffer: rollouts (admit, generate, put) and training (take, step, publish).
 #   A ticket per group keeps what is under way to K + 1 batches. Tickets alone do not bound lag, for
 #   stragglers are overtaken: a group more than K versions old when a batch is taken is dropped, and
-#   its ticket given back. Without the refund the run turns synchronous, then stops.
-#   A trainer that dies goes on from its checkpoint: what came from versions that are lost with it
-#   is dropped too, and the rest stays.
+#   its ticket given back. Without the refund the run turns synchronous, then stops. A trainer that
+#   dies goes on from its checkpoint; what is left of versions that were lost with it is dropped.
 # Cost. Lag: samples are off-policy. The clip against the recorded probability corrects for it.
 # Not here. New weights during a rollout.
 # Source. IMPALA (Espeholt 2018), AReaL (Fu 2025).
@@ -2588,7 +2590,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         for part, (pid, number) in enumerate(zip(victims, FAULTS.values())):
             await until_step(timed + (cfg.steps - timed) * part // 3, history, running)
             speed = history.speed(timed)
-            if not running.done():
+            if history.sent < cfg.steps:  # else nobody would notice
                 os.kill(pid, number)
                 struck.append(time.monotonic())
         await running
@@ -2618,6 +2620,7 @@ def report_faults(report: Report, struck: list[float], logs: list[list]) -> None
     rows = [[f"{number.name}, one of {name}", why, (when - start) * 1e3, cure_s * 1e3]
             for (name, number), start, log in zip(FAULTS.items(), struck, logs)
             for _, why, when, cure_s in log]
+    if not struck: return report.say("the run had ended before: no faults")
     report.table(["fault", "noticed", "after ms", "replaced after ms"], *rows)
     report.check("faults noticed and cured", len(rows), "==", len(struck))
 
