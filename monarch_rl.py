@@ -2572,6 +2572,7 @@ class AsyncRun:
 async def until_step(step: int, history: History, running: asyncio.Future) -> None:
     """Waits until a run has come so far, or has ended."""
     while len(history.rows) < step and not running.done(): await asyncio.sleep(0.002)
+    if running.done(): running.result()  # raises what ended it
 
 
 async def demo_async_rl(report: Report, cfg: Config) -> None:
@@ -2585,8 +2586,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         history = History(fleet, report, "async", cfg.steps, "async_rl")
         run = AsyncRun(history, cfg.max_lag)
         running, services = asyncio.ensure_future(run.run()), operator.attrgetter(*FAULTS)(fleet)
-        victims = [(await service.status.call_one())["pids"][0] for service in services]
-        struck = []
+        victims, struck = [(await s.status.call_one())["pids"][0] for s in services], []
         for part, (pid, number) in enumerate(zip(victims, FAULTS.values())):
             await until_step(timed + (cfg.steps - timed) * part // 3, history, running)
             speed = history.speed(timed)
