@@ -128,7 +128,7 @@ FIGURES = {
     "moved_over_needed",
     "sync_rl": "heldout_before heldout_after reward_first reward_last mismatch_k3",
     "async_rl": "heldout_before heldout_after reward_first reward_last async_speedup lag_max started "
-    "trained dropped lost in_flight mismatch_k3 trainer_stall_share",
+    "trained dropped lost undone in_flight unjudged mismatch_k3 trainer_stall_share",
 }
 
 
@@ -152,7 +152,10 @@ def test_service_answered_every_request_once(tour):
 def test_log_has_a_line_per_training_step(tour):
     rows = [json.loads(line) for line in (tour.folder / "log.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if row["run"] == "async"]
-    assert steps == list(range(1, tour.json["args"]["steps"] + 1))
+    # the trainer was killed on the way: some steps appear again, after a checkpoint
+    assert sorted({*steps}) == list(range(1, tour.json["args"]["steps"] + 1))
+    [back] = [b for a, b in zip(steps, steps[1:]) if b != a + 1]
+    assert (back - 1) % m.Config().save_every == 0
     assert {"version", "reward", "lag_max", "mismatch_k3", "entropy", "clipped"} <= set(rows[0])
 
 
@@ -163,7 +166,9 @@ def learned(run, least_after):
     assert found["heldout_after"] >= least_after
     assert found["lag_max"] <= run.json["args"]["max_lag"]
     assert found["mismatch_k3"] <= 1e-6
-    assert found["started"] == sum(found[k] for k in ("trained", "dropped", "lost", "in_flight"))
+    whither = "trained", "dropped", "lost", "undone", "in_flight"
+    assert found["started"] == sum(found[k] for k in whither)
+    assert found["trained"] == m.GROUPS_PER_BATCH * run.json["args"]["steps"]
 
 
 def test_training_learns_in_the_tour(tour):
