@@ -2718,8 +2718,10 @@ def leave(status: int, line: str = "") -> None:
     if LEAVING.is_set():  # a second Ctrl-C, or the news of a process that the first one killed
         return time.sleep(1.0)
     LEAVING.set()
-    for _ in range(5):  # a process may be on its way while we look
-        while pids := descendants(): kill(pids)
+    quiet, end = 0, time.monotonic() + 10.0  # quiet: looks in a row that found nobody
+    while quiet < 5 and time.monotonic() < end:  # a process may be on its way while we look
+        quiet = 0 if (pids := descendants()) else quiet + 1
+        kill(pids)
         time.sleep(0.02)
     sys.stderr.write(f"monarch_rl: {line}\n" if line else "")
     os._exit(status)

@@ -2175,7 +2175,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, args, moments):
 def test_killing_the_controller_ends_its_processes(tmp_path):
     process, mark = start(tmp_path, "--only", "weight_sync")
     assert wait_until(lambda: len(processes_of(mark)) >= 4, 30)
-    time.sleep(2)  # a process killed between fork and exec would only end a minute later
+    time.sleep(6)  # a process killed between fork and exec would only end a minute later
     process.kill()
     process.wait()
     assert wait_until(lambda: processes_of(mark) == [], 30)
