@@ -2643,7 +2643,8 @@ def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
         ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", run.history))]
     report.table(["lag, in versions", "bound", "mean", "max"], *rows)
     report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
-    report.figure(**count, in_flight=in_flight, unjudged=run.fleet.num_unjudged)  # episodes
+    report.say(f"episodes that no judge could score: {run.fleet.num_unjudged}")
+    report.figure(**count, in_flight=in_flight, unjudged=run.fleet.num_unjudged)
     report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
     report.check("largest lag", rows[1][-1], "<=", bound)
     report.check("groups started, not accounted for", under_way(count) - in_flight, "==", 0)
