@@ -64,10 +64,10 @@ import os, signal
 if __name__ == "__main__":  # Ctrl-C during the imports below
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
-import argparse, asyncio, collections, concurrent.futures, contextlib, ctypes
+import argparse, asyncio, collections, concurrent.futures, contextlib, copy, ctypes
 import functools, importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib
-import pickle, random, re, socket, statistics, sys, tempfile, textwrap, threading, time, traceback
-import types, typing, zipfile, zlib
+import pickle, random, re, runpy, socket, statistics, sys, tempfile, textwrap, threading, time
+import traceback, types, typing, zipfile, zlib
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it. What
 # the environment already has wins.
@@ -118,6 +118,12 @@ class Config(typing.NamedTuple):
     trainers: int = 1  # ranks over which the trainer is sharded with FSDP2
     max_lag: int = 2  # K: nothing older than K versions is trained on
     loss: str = "ppo"  # what an update minimises
+    baseline: str = "group"  # what a reward is compared with
+    passes: int = 1  # updates per batch
+    lr: float = 0.0  # learning rate; 0: 1e-3 for tiny, 1e-6 for others
+    kl: float = 0.0  # weight of the divergence from the policy before RL
+    pull: str = "rollout"  # generators take new weights before a rollout, or before a token
+    ablate: bool = False  # async_rl shows what lag does, with every correction, instead
     seed: int = 0  # of sampling, initial weights and prompts
     device: str = "cpu"  # where policies compute
     model_mb: int = 96  # MiB of weights in weight_sync and in reshard
@@ -1654,65 +1660,91 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 
 GROUPS_PER_BATCH = 16  # prompts per optimizer step
 GROUP_SIZE = 8  # episodes per prompt; of fewer the mean is a poor baseline
-CLIP = 0.2  # how far a token's probability may move, as a ratio, before its gradient stops
 MAX_GRAD_NORM = 1.0
-LETTERS = "abcdefghijklmnop"
+MAX_LOGITS = 1 << 27  # that a forward pass of the trainer may make: half a GiB in fp32
 
-# A conversation to be had: an id, which is also the group id of its episodes, and the turns, pairs
-# of what the user says and what the answer should be, as in (("abc", "abc"), ("dfa", "dfa")).
+# A conversation to be had: an id, which is also the group id of its episodes, and of each turn what
+# the user says and what would be right, as in (("abc", "abc"), ("dfa", "dfa")).
 Prompt = collections.namedtuple("Prompt", "id turns")
 
-# What is to be learned: in num_turns turns to answer each of num_letters letters with those so many
-# places on; with [1, 2, 3] "a" is answered by "bcd", and after p comes a. The instruction is for
-# pretrained models; the tiny policy sees examples instead.
-Task = collections.namedtuple("Task", "instruction num_turns num_letters places_on")
+
+class Task:
+    """What is to be learned. For one of your own write a subclass into a file and say --task
+    FILE.py:CLASS (DOCS 7). `user` runs in generators, `score` in judges."""
+
+    instruction = ""  # for pretrained models; the tiny policy sees examples instead
+    letters = "abcdefghijklmnop"  # a token each: all that the tiny policy can hear and say
+    num_turns, max_new_tokens = 2, 4  # tokens of a turn: a letter each, and the end
+
+    def conversation(self, rng: random.Random) -> tuple[tuple[str, str], ...]:
+        """Draws the turns of a Prompt."""
+        raise NotImplementedError
+
+    def user(self, turns, said: list[str]) -> str | None:
+        """The user's words after these answers, on which they may depend; None ends it here."""
+        return turns[len(said)][0]
+
+    def score(self, turns, said: list[str]) -> list[float]:
+        """A reward per turn; only if all is right they add up to 1. Here: shares of right
+        characters."""
+        return [sum(map(operator.eq, right, text)) / max(len(right), len(text)) / self.num_turns
+                for (_, right), text in itertools.zip_longest(turns, said, fillvalue="")]
+
+
+class Shift(Task):
+    """To answer each letter with those so many places on: with [1, 2, 3] "a" is answered by "bcd",
+    and after p comes a."""
+
+    def __init__(self, instruction: str, num_turns: int, num_letters: int, places_on: list[int]):
+        self.instruction, self.num_turns = instruction, num_turns
+        self.num_letters, self.places_on = num_letters, places_on
+
+    def conversation(self, rng: random.Random) -> tuple[tuple[str, str], ...]:
+        ring = 2 * self.letters
+        texts = ["".join(rng.choices(self.letters, k=self.num_letters))
+                 for _ in range(self.num_turns)]
+        return tuple((text, "".join(ring[ring.index(letter) + by] for letter in text
+                                    for by in self.places_on)) for text in texts)
+
+
 TASKS = {
-    "repeat": Task("Repeat exactly what I say.", 2, 3, [0]),
-    "count": Task("I say a letter from a to p; say the next three (a follows p).", 3, 1, [1, 2, 3]),
-    "pattern": Task("For each letter, a to p, say that eight places on (a follows p).", 2, 3, [8])}
+    "repeat": Shift("Repeat exactly what I say.", 2, 3, [0]),
+    "count": Shift("I say a letter, a to p; say the next three (a follows p).", 3, 1, [1, 2, 3]),
+    "pattern": Shift("For each letter, a to p, say that eight places on (a follows p).", 2, 3, [8])}
 
 
-def conversations(task: Task, seed: int | str):
-    """Turns of prompts, without end; the same for the same seed."""
-    rng, ring = random.Random(seed), 2 * LETTERS
-    while True:
-        said = ["".join(rng.choice(LETTERS) for _ in range(task.num_letters))
-                for _ in range(task.num_turns)]
-        yield tuple((text, "".join(ring[ring.index(letter) + by] for letter in text
-                                   for by in task.places_on)) for text in said)
-
-
-def score(prompt: Prompt, answers) -> float:
-    """The reward: share of right characters, averaged over turns; 1.0 only if all is right."""
-    return sum(sum(map(operator.eq, right, said)) / max(len(right), len(said))
-               for (_, right), said in zip(prompt.turns, answers)) / len(prompt.turns)
+def task_of(name: str) -> Task:
+    """A built-in one, or an object of somebody's class."""
+    path, _, kind = name.rpartition(":")
+    return runpy.run_path(path)[kind]() if path else TASKS[name]
 
 
 class Sampler:
-    """Draws prompts to train on, but none of 512 that are set aside, the same for all seeds and
-    processes: `heldout` for figures; `validation` decides when a warm start is over."""
+    """Draws prompts to train on, but none of up to 512 that are set aside, the same for all seeds
+    and processes: `heldout` for figures; `validation` decides when a warm start is over."""
 
     def __init__(self, cfg: Config):
-        self.task, self.seed = TASKS[cfg.task], cfg.seed
-        some = itertools.islice(conversations(self.task, f"held out: {cfg.task}"), 1000)
-        aside = [*dict.fromkeys(some)][: 256 + 256]  # distinct, in the order drawn
+        self.task, self.seed, rng = task_of(cfg.task), cfg.seed, random.Random("held out")
+        some = [*dict.fromkeys(self.task.conversation(rng) for _ in range(2000))]  # distinct
+        aside = some[: min(512, len(some) // 2)]
         fixed = [Prompt(-1 - i, turns) for i, turns in enumerate(aside)]
-        self.heldout, self.validation, self.never = fixed[:256], fixed[256:], {*aside}
+        self.heldout, self.validation, self.never = fixed[::2], fixed[1::2], {*aside}
         self.rewind(0)
 
     def rewind(self, num_drawn: int) -> None:
         """As if so many had been drawn."""
-        every = conversations(self.task, self.seed)
+        rng, self.num_drawn = random.Random(self.seed), num_drawn
+        every = (self.task.conversation(rng) for _ in itertools.count())
         prompts = map(Prompt, itertools.count(), (t for t in every if t not in self.never))
-        self.prompts, self.num_drawn = itertools.islice(prompts, num_drawn, None), num_drawn
+        self.prompts = itertools.islice(prompts, num_drawn, None)
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         self.num_drawn += num_prompts
         return [*itertools.islice(self.prompts, num_prompts)]
 
 
-class Rollout(collections.namedtuple("Rollout", "ids mask sampled logprobs rewards group_ids "
-                                     "versions prompts answers")):
+class Rollout(collections.namedtuple("Rollout", "ids mask turns logprobs versions rewards "
+                                     "group_ids prompts answers")):
     """Episodes as tensors, B rows of T columns. A row is a conversation in order, with holes where
     another row's turn is longer; a hole is masked and has no position. So all rows have their turns
     in the same columns: one batch and one cache do for rows of any length, and no row is ever
@@ -1721,25 +1753,38 @@ class Rollout(collections.namedtuple("Rollout", "ids mask sampled logprobs rewar
 
         ids        <u> u u u <e> <a>  a b c <e>   .   <u> u u u <e> <a>  d e f <e>
                    <u> u u u <e> <a>  a <e> .  .  .   <u> u u u <e> <a>  d e f g
-        sampled     .  . . .  .   .   1 1 1  1    .    .  . . .  .   .   1 1 1 1
+        turns       .  . . .  .   .   1 1 1  1    .    .  . . .  .   .   2 2 2 2
         position    0  1 2 3  4   5   6 7 8  9    .   10 ...             (holes are skipped)
 
-    ids, mask: [B, T] int64; mask 1 = token, 0 = hole. sampled: [B, T] bool, what the policy chose;
-    nothing else carries loss. logprobs: [B, T] float32, with which it was chosen; 0 elsewhere.
-    rewards: [B] float32. group_ids: [B] int64; rows of a group need not be neighbours. versions:
-    [B] int64, of the weights that sampled the row. prompts: [B]. answers: [B][turn].
+    ids, mask: [B, T] int64; mask 1 = token, 0 = hole. turns: [B, T] int64, in which turn the policy
+    chose the token; 0 = it did not, and nothing else carries loss. logprobs: [B, T] float32, with
+    which it was chosen. versions: [B, T] int64, of the weights that chose it. rewards: [B, turns]
+    float32. group_ids: [B] int64; rows of a group need not be neighbours. prompts: [B]. answers:
+    [B][turn].
     """
 
     @staticmethod
     def join(parts: list[tuple[Rollout, list[int]]]) -> Rollout:
         """The given rows of the given rollouts as one batch."""
         width, pad, joined = max(r.ids.shape[1] for r, _ in parts), torch.nn.functional.pad, {}
-        for name in ("ids", "mask", "sampled", "logprobs", "rewards", "group_ids", "versions"):
+        for name in Rollout._fields[:-2]:
             rows = [getattr(rollout, name)[rows] for rollout, rows in parts]
-            rows = [pad(r, (0, width - r.shape[1])) if r.dim() == 2 else r for r in rows]
+            if name not in ("rewards", "group_ids"):
+                rows = [pad(r, (0, width - r.shape[1])) for r in rows]
             joined[name] = torch.cat(rows)
         return Rollout(**joined, prompts=[r.prompts[row] for r, rows in parts for row in rows],
                        answers=[r.answers[row] for r, rows in parts for row in rows])
+
+    def oldest(self, rows: list[int]) -> int:
+        """The version of the oldest sampled token in these rows."""
+        return int(self.versions[rows][self.turns[rows] > 0].min())
+
+
+def packed(mask, *columns) -> list:
+    """[B, T] each -> [B, longest row] each: holes only at the ends, where causal attention needs no
+    mask to ignore them."""
+    kept = mask.argsort(dim=1, descending=True, stable=True)[:, : int(mask.sum(1).max())]
+    return [column.gather(1, kept) for column in columns]
 
 
 class Policy:
@@ -1748,9 +1793,9 @@ class Policy:
     def __init__(self, cfg: Config):
         torch.set_num_threads(1)  # several processes share the cores
         torch.manual_seed(cfg.seed)
-        self.cfg, self.task, tiny = cfg, TASKS[cfg.task], cfg.model == "tiny"
+        self.cfg, self.task, tiny = cfg, task_of(cfg.task), cfg.model == "tiny"
         if tiny:
-            self.tokenizer, self.model = tiny_policy()
+            self.tokenizer, self.model = tiny_policy(self.task.letters)
         else:
             dtype = torch.float32 if cfg.device == "cpu" else torch.bfloat16
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
@@ -1758,8 +1803,9 @@ class Policy:
         self.model.to(cfg.device).eval()  # dropout would make the two programs disagree
         self.stop_id = self.tokenizer.eos_token_id
         self.tokenizer.pad_token = self.tokenizer.eos_token  # fills holes; never looked at
-        # Room for three letters and the end. Pretrained weights move in small steps.
-        self.max_new_tokens, self.learning_rate = (4, 1e-3) if tiny else (12, 1e-6)
+        # Pretrained tokenizers may need several tokens for a letter.
+        self.max_new_tokens = self.task.max_new_tokens * (1 if tiny else 3)
+        self.context = self.model.config.max_position_embeddings  # tokens
         # What the chat template puts around the user's words. So only the new turn is tokenized:
         # ids made text and ids again need not be the ids that were sampled.
         chat = [{"role": role, "content": "SAID"} for role in ("user", "assistant", "user")]
@@ -1772,11 +1818,12 @@ class Policy:
         end = ids.index(self.stop_id) if self.stop_id in ids else None
         return self.tokenizer.decode(ids[:end]).strip() + ("+" if end is None else "")
 
-    def log_softmax(self, ids, mask):
-        """[B, T] ids -> [B, T-1, V] float32, the log-probabilities of what follows each column. In
-        bf16 the probabilities would miss summing to 1 by 1e-3."""
-        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions(mask))
-        return out.logits[:, :-1].float().log_softmax(-1)
+
+def log_softmax(model, ids, chosen):
+    """[B, T] packed ids, [B, T-1] bool -> [N, V] float32, the log-probabilities of what follows at
+    N places. In bf16 the probabilities would miss summing to 1 by 1e-3."""
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return logits[chosen].float().log_softmax(-1)
 
 
 def positions(mask):
@@ -1784,10 +1831,10 @@ def positions(mask):
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def tiny_policy() -> tuple:
+def tiny_policy(letters: str) -> tuple:
     """A tokenizer with a token per letter and three special ones, which merges no pairs of bytes,
     and 30 k parameters of Qwen2's kind: real attention and a real cache at laptop speed."""
-    tokens = ["<user>", "<assistant>", "<end>", *LETTERS]
+    tokens = ["<user>", "<assistant>", "<end>", *letters]
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
     tokenizer = transformers.Qwen2Tokenizer(
         {token: i for i, token in enumerate(tokens)}, [], extra_special_tokens=tokens[:2],
@@ -1801,115 +1848,163 @@ def tiny_policy() -> tuple:
 class Decoder:
     """Converses, one token per row and step, with a KV cache."""
 
-    def __init__(self, policy: Policy, num_rows: int, seed: int, greedy: bool):
-        self.policy, self.greedy = policy, greedy
+    def __init__(self, policy: Policy, num_rows: int, group_size: int = 1, seed: int = 0,
+                 greedy: bool = True, pull=int):
+        """pull: makes the policy's weights those to sample with, and tells their version."""
+        self.policy, self.group_size, self.greedy, self.pull = policy, group_size, greedy, pull
+        self.turn = 0  # counts from 1
         self.rng = torch.Generator(policy.cfg.device).manual_seed(seed)
         empty = torch.zeros(num_rows, 0, device=policy.cfg.device)
-        self.columns = [empty.long(), empty.long(), empty.bool(), empty]  # see Rollout
-        # alive: who has not ended the turn. cache: keys and values of all columns but the newest.
-        self.alive, self.cache = empty.any(1), transformers.DynamicCache(config=policy.model.config)
+        none = empty.long()
+        self.columns = [none, none, none, empty, none]  # ids to versions, see Rollout
+        # [B] bool: who has not ended the turn, the conversation; whose next turn had no room
+        self.alive, self.over, self.cut = empty.any(1), empty.any(1), empty.any(1)
+        self._take(pull())
 
-    def append(self, ids, mask, sampled: bool, logprobs=0.0) -> None:
-        """ids, mask, logprobs: [B, L] each; sampled: whether the policy chose these tokens."""
-        new = ids, mask.long(), mask.bool() & sampled, mask * logprobs
+    def _take(self, version: int) -> None:
+        """New weights: the keys and values that old ones made are of no use."""
+        self.version = version
+        self.cache = transformers.DynamicCache(config=self.policy.model.config)
+
+    def append(self, ids, mask, turn: int, logprobs=0.0) -> None:
+        """ids, mask, logprobs: [B, L] each; turn: in which the policy chose them, or 0."""
+        mask = mask.long()
+        new = ids, mask, mask * turn, mask * logprobs, mask * self.version
         self.columns = [torch.cat([old, more], 1) for old, more in zip(self.columns, new)]
 
-    def hear(self, texts: list[str], repeats: int, first: bool) -> None:
-        """The user's turn, each text for `repeats` rows. Where the template begins it with the
-        token that ends the assistant's, rows that sampled it get a hole: they have it already."""
-        policy = self.policy
+    def hear(self, texts: list[str | None]) -> None:
+        """The user's turn, a text per row; None ends the row's conversation, and so does a turn
+        that leaves no room in the model's context. Where the template begins it with the token that
+        ends the assistant's, rows that sampled it get a hole: they have it already."""
+        policy, device, first = self.policy, self.policy.cfg.device, self.turn == 0
+        self.turn += 1
+        self.over |= torch.tensor([text is None for text in texts], device=device)
+        some = {text: i for i, text in enumerate(dict.fromkeys(text or "" for text in texts))}
         head = policy.head if first else policy.later_head
-        out = policy.tokenizer([head + text + policy.tail for text in texts], return_tensors="pt",
+        out = policy.tokenizer([head + text + policy.tail for text in some], return_tensors="pt",
                                add_special_tokens=False, padding=True, padding_side="left")
         # [B, L] each, with holes on the left, so that all rows end together and sampling can begin
-        ids, mask = (out[name].to(policy.cfg.device).repeat_interleave(repeats, 0)
-                     for name in ("input_ids", "attention_mask"))
+        which = torch.tensor([some[text or ""] for text in texts], device=device)
+        ids, mask = (out[name].to(device)[which] for name in ("input_ids", "attention_mask"))
         if not first:
             begin = mask.argmax(1, True)  # [B, 1], the column of each row's first token
             twice = (ids.gather(1, begin) == policy.stop_id) & ~self.alive[:, None]
             mask.scatter_(1, begin, (~twice).long())
-        self.append(ids, mask, sampled=False)
+        length = self.columns[1].sum(1) + mask.sum(1) + policy.max_new_tokens
+        self.cut |= (length > policy.context) & ~self.over
+        self.over |= self.cut
+        self.append(ids, mask * ~self.over[:, None], 0)
 
     def speak(self) -> list[str]:
         """The assistant's turn, until every row has ended it; what each row said."""
-        start, self.alive = self.columns[0].shape[1], torch.ones_like(self.alive)
+        start, self.alive = self.columns[0].shape[1], ~self.over
         while self.alive.any() and self.columns[0].shape[1] - start < self.policy.max_new_tokens:
-            ids, mask, _, _ = self.columns
+            if (version := self.pull()) != self.version: self._take(version)
+            ids, mask, *_ = self.columns
             new = ids.shape[1] - self.cache.get_seq_length()  # columns that the cache lacks
-            out = self.policy.model(ids[:, -new:], attention_mask=mask, past_key_values=self.cache,
-                                    position_ids=positions(mask)[:, -new:], logits_to_keep=1)
-            logp = out.logits[:, -1].float().log_softmax(-1)  # [B, V]
+            # The rows of a group begin alike: what they have heard first is computed once.
+            repeats = 1 if self.turn > 1 or ids.shape[1] > start else self.group_size
+            one = slice(None, None, repeats)
+            out = self.policy.model(
+                ids[one, -new:], attention_mask=mask[one], past_key_values=self.cache,
+                position_ids=positions(mask[one])[:, -new:], logits_to_keep=1)
+            self.cache.batch_repeat_interleave(repeats)
+            logp = out.logits[:, -1].float().log_softmax(-1).repeat_interleave(repeats, 0)  # [B, V]
             token = (logp.argmax(-1, True) if self.greedy
                      else torch.multinomial(logp.exp(), 1, generator=self.rng))
             on = self.alive[:, None]  # [B, 1]; rows that have ended get a hole
-            self.append(token * on, on, True, logp.gather(1, token))
+            self.append(token * on, on, self.turn, logp.gather(1, token))
             self.alive = self.alive & (token[:, 0] != self.policy.stop_id)
-        ids, _, sampled, _ = (column[:, start:].tolist() for column in self.columns)
-        return [self.policy.text([i for i, kept in zip(*row) if kept]) for row in zip(ids, sampled)]
+        ids, _, chosen, *_ = (column[:, start:].tolist() for column in self.columns)
+        return [self.policy.text([i for i, kept in zip(*row) if kept]) for row in zip(ids, chosen)]
 
 
-def generate(policy: Policy, prompts: list[Prompt], group_size: int, version: int, seed: int,
-             greedy: bool = False) -> Rollout:
-    """Has each conversation group_size times. No rewards yet: nan."""
+def generate(policy: Policy, prompts: list[Prompt], group_size: int, seed: int = 0,
+             greedy: bool = True, pull=int) -> tuple[Rollout, int]:
+    """Has each conversation group_size times. No rewards yet: nan. Also how many did not fit into
+    the model's context: they end early and carry no loss."""
     rows = [prompt for prompt in prompts for _ in range(group_size)]
-    decoder, said = Decoder(policy, len(rows), seed, greedy), []  # said: [turn][B]
-    with torch.no_grad():
-        for turn in range(policy.task.num_turns):
-            decoder.hear([prompt.turns[turn][0] for prompt in prompts], group_size, turn == 0)
-            said.append(decoder.speak())
-    answers, ids = [*zip(*said)], torch.tensor([prompt.id for prompt in rows])
-    return Rollout(*(column.cpu() for column in decoder.columns), torch.full([len(rows)], math.nan),
-                   ids, torch.full_like(ids, version), prompts=rows, answers=answers)
+    decoder, said = Decoder(policy, len(rows), group_size, seed, greedy, pull), [[] for _ in rows]
+    with torch.inference_mode():
+        for _ in range(policy.task.num_turns):
+            decoder.hear([policy.task.user(p.turns, so_far) for p, so_far in zip(rows, said)])
+            for so_far, text, over in zip(said, decoder.speak(), decoder.over.tolist()):
+                if not over: so_far.append(text)
+        decoder.columns[2][decoder.cut] = 0
+    rewards = torch.full([len(rows), policy.task.num_turns], math.nan)
+    return Rollout(*(column.cpu() for column in decoder.columns), rewards,
+                   torch.tensor([prompt.id for prompt in rows]), rows, said), int(decoder.cut.sum())
+
+
+def exact(task: Task, rollout: Rollout) -> float:
+    """The share of episodes in which all is right."""
+    said = zip(rollout.prompts, rollout.answers)
+    return statistics.fmean(sum(task.score(p.turns, answers)) > 0.999 for p, answers in said)
 
 
 def warm_start(policy: Policy) -> None:
     """Supervised steps until the policy is bad but not hopeless: from random weights RL has nothing
     to reinforce. In the answers that it learns from, one letter in ten is wrong."""
-    sampler, rng, exact = Sampler(policy.cfg), random.Random(policy.cfg.seed), 0.0
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-4, weight_decay=0.0)
+    sampler, rng, task = Sampler(policy.cfg), random.Random(policy.cfg.seed), policy.task
+    found, optimizer = 0.0, torch.optim.AdamW(policy.model.parameters(), 3e-4, weight_decay=0.0)
     for num_steps in range(1000):
-        decoder = Decoder(policy, 64, seed=0, greedy=True)  # says what it is given
-        for turn, pairs in enumerate(zip(*(prompt.turns for prompt in sampler.draw(64)))):
-            decoder.hear([said for said, _ in pairs], 1, turn == 0)
-            noisy = ["".join(rng.choice(LETTERS) if rng.random() < 0.1 else c for c in right)
+        decoder = Decoder(policy, 64)  # says what it is given
+        for pairs in zip(*(prompt.turns for prompt in sampler.draw(64))):
+            decoder.hear([said for said, _ in pairs])
+            noisy = ["".join(rng.choice(task.letters) if rng.random() < 0.1 else c for c in right)
                      + "<end>" for _, right in pairs]
-            ids = policy.tokenizer(noisy, return_tensors="pt")["input_ids"].to(policy.cfg.device)
-            decoder.append(ids, torch.ones_like(ids), sampled=True)
-        ids, mask, spoken, _ = decoder.columns
-        logp = policy.log_softmax(ids, mask).gather(2, ids[:, 1:, None]).squeeze(-1)
-        (-logp[spoken[:, 1:]].mean()).backward()
+            out = policy.tokenizer(noisy, return_tensors="pt", padding=True)
+            decoder.append(*(out[name].to(policy.cfg.device)
+                             for name in ("input_ids", "attention_mask")), decoder.turn)
+        ids, turns = packed(decoder.columns[1], decoder.columns[0], decoder.columns[2])
+        chosen = turns[:, 1:] > 0
+        logp = log_softmax(policy.model, ids, chosen).gather(1, ids[:, 1:][chosen][:, None])
+        (-logp.mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if num_steps % 5 == 0 or exact > 0.02:  # near the end it rises by 0.05 a step
-            said = generate(policy, sampler.validation, 1, 0, 0, greedy=True).answers
-            exact = statistics.fmean(r == 1.0 for r in map(score, sampler.validation, said))
-        if exact >= 0.11:
-            return  # seldom right: room to learn, and something to learn from
-    raise RuntimeError(f"warm start: {exact:.2f} exact after {num_steps + 1} steps, not 0.11")
+        if num_steps % 5 == 0 or found > 0.02:  # near the end it rises by 0.05 a step
+            found = exact(task, generate(policy, sampler.validation, 1)[0])
+        if found >= 0.11: return  # seldom right: room to learn, and something to learn from
+    raise RuntimeError(f"warm start: {found:.2f} exact after {num_steps + 1} steps, not 0.11")
 
 
-# Why groups. The gradient of the expected reward is E[A grad log pi], whatever A is reduced
+# Why a baseline. The gradient of the expected reward is E[A grad log pi], whatever A is reduced
 # by, as long as that does not depend on the answer. The mean over answers to the same prompt costs
 # no second network and removes what is due to the prompt: that a prompt is easy does not teach that
-# all its answers are good. (The own answer is in that mean, which shrinks A by 1 / GROUP_SIZE.)
-def advantages(rewards, group_ids):
-    """[B] float32: how much better an episode was than its group, in standard deviations (GRPO).
+# all its answers are good. (The own answer is in that mean, which shrinks A by 1 / GROUP_SIZE;
+# leave_one_out is the mean of the others.)
+BASELINES = ["group", "none", "batch", "leave_one_out"]
+
+
+def advantages(returns, group_ids, baseline: str = "group"):
+    """[B, turns] rewards from a turn on -> [B, turns] float32, how much better they were than
+    expected; with `group` and `batch` in standard deviations (GRPO), else as they are (RLOO).
     Groups are found by id: found by position, one lost row would mix all later groups."""
     same = (group_ids[:, None] == group_ids).double()  # [B, B]
-    same /= same.sum(1, keepdim=True)  # times a [B] it averages, in each row, over the row's group
-    centred = rewards.double() - same @ rewards.double()
-    # divided by the standard deviation; a group without any teaches nothing: 0
+    if baseline == "none": return returns
+    if baseline == "batch": same.fill_(1)
+    if baseline == "leave_one_out": same.fill_diagonal_(0)
+    same /= same.sum(1, keepdim=True).clamp(min=1)  # times a [B] it averages, row by row
+    centred = returns.double() - same @ returns.double()
+    if baseline == "leave_one_out": return centred.float()
+    # a group without any deviation teaches nothing: 0
     return (centred / ((same @ centred**2).sqrt() + 1e-4)).float()
 
 
-# Losses: ([N] pi, [N] mu, [N] advantage) -> ([N] loss, [N] bool: too far off, so without gradient).
-# pi and mu are log-probabilities of N sampled tokens: under the policy in training, and as recorded
-# when the token was sampled. Where the two are equal, so are the gradients of all losses.
-def reinforce_loss(pi, mu, advantage):
+# Losses: [N] each, pi, mu, near, advantage -> (loss, bool: too far off, so without gradient). The
+# log-probabilities of N sampled tokens: pi under the policy in training; mu as recorded when the
+# token was sampled; near under the policy as it was before the first update with this batch. Where
+# the three are equal, so are the gradients of all losses.
+CLIP = 0.2  # how far a token's probability may move, as a ratio, before its gradient stops
+MAX_WEIGHT = 2.0  # larger importance weights are cut off, or a few tokens would outweigh all others
+MAX_SHIFT = 0.2  # how far a token's probability may move, as a difference
+
+
+def reinforce_loss(pi, mu, near, advantage):
     return -advantage * pi, torch.zeros_like(pi).bool()
 
 
-def ppo_loss(pi, mu, advantage):
+def ppo_loss(pi, mu, near, advantage):
     # Once a token has become 1 + CLIP times as likely (or 1 - CLIP times, if it was bad), the batch
     # says nothing more about it: its samples came from a policy that is too far away by now.
     ratio = (pi - mu).exp()
@@ -1917,7 +2012,28 @@ def ppo_loss(pi, mu, advantage):
     return -torch.min(advantage * ratio, advantage * ratio.clamp(1 - CLIP, 1 + CLIP)), outside
 
 
-LOSSES = {"reinforce": reinforce_loss, "ppo": ppo_loss}
+def decoupled_loss(pi, mu, near, advantage):
+    # How old the samples are is one question, how far these updates go another (AReaL).
+    loss, outside = ppo_loss(pi, near, near, advantage)
+    return loss * (near - mu).exp().clamp(max=MAX_WEIGHT), outside
+
+
+def cispo_loss(pi, mu, near, advantage):
+    # The weight is cut off, not the gradient: every token counts (MiniMax-M1).
+    weight = (pi.detach() - mu).exp().clamp(max=MAX_WEIGHT)
+    return -weight * advantage * pi, torch.zeros_like(pi).bool()
+
+
+def dppo_loss(pi, mu, near, advantage):
+    # As ppo, by the difference: for a rare token a ratio of 2 is nothing, for a frequent one 1.2 is
+    # much. Inside, a small pull back to where the sample came from.
+    shift = (pi.exp() - mu.exp()).detach()
+    outside = torch.where(advantage > 0, shift > MAX_SHIFT, shift < -MAX_SHIFT)
+    return (0.05 * (pi - mu) ** 2 - advantage * (pi - mu).exp()) * ~outside, outside
+
+
+LOSSES = {"reinforce": reinforce_loss, "ppo": ppo_loss, "decoupled": decoupled_loss,
+          "cispo": cispo_loss, "dppo": dppo_loss}
 
 
 def k3(recorded, recomputed):
@@ -1927,13 +2043,14 @@ def k3(recorded, recomputed):
     return d.exp() - 1 - d
 
 
-# What one training step knows about itself, of its batch on all ranks. version: after it; lag: in
-# versions; mismatch_k3: recorded against recomputed, rows of lag 0 only, -1 if there are none; ess:
-# effective sample size of the importance weights; clipped: tokens without gradient; both as shares
-# of the num_tokens sampled; entropy in nats per token; grad_norm before clipping; skipped: 1 if it
-# was not finite and the update was left out; stall_s: of step_s, waiting for the last copy's end.
+# What one training step knows about itself, of its batch on all ranks. version: after it; lag: of
+# tokens, in versions; mismatch_k3: recorded against recomputed, tokens of lag 0 only, -1 if there
+# are none; ess: effective sample size of the importance weights; clipped: tokens without gradient;
+# both as shares of the num_tokens sampled; entropy in nats per token; kl: to the reference, k2, in
+# nats per token; grad_norm before clipping; skipped: updates left out because that was not finite;
+# stall_s: of step_s, waiting for the last copy's end. Of several passes the last one tells.
 StepStats = collections.namedtuple("StepStats", """version reward lag_mean lag_max loss mismatch_k3
-    ess entropy clipped grad_norm num_tokens skipped stall_s step_s""")
+    ess entropy clipped kl grad_norm num_tokens skipped stall_s step_s""")
 
 
 class BadCheckpoint(ValueError):
@@ -2006,6 +2123,12 @@ class Vault:
         for path, _ in others[1:] if self.folder else (): os.remove(path)
 
 
+# Rows of a batch for one forward pass. ids: [b, t], packed; chosen: [b, t-1] bool, after which of
+# them a token was sampled; of these N tokens [N] each: mu (see LOSSES), advantage, fresh: bool, of
+# lag 0.
+Part = collections.namedtuple("Part", "ids chosen mu advantage fresh")
+
+
 class Trainer(Worker):
     """Owns the weights: warm-starts, steps, publishes. With several ranks each owns a part of every
     weight, gradient and moment (FSDP2) and scores a part of each batch; calls go to all of them."""
@@ -2013,6 +2136,7 @@ class Trainer(Worker):
     version, writer, optimizer, schedule = -1, None, [], None
 
     async def setup(self) -> None:
+        self.cfg = on_device(self.cfg, "trainer", self.rank)
         self.policy = Policy(self.cfg)
         # whole tensors, on the CPU of rank 0, however many ranks there are
         self.whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -2022,42 +2146,51 @@ class Trainer(Worker):
         cfg, model = self.cfg, self.policy.model
         if not self.writer:
             if warm: warm_start(self.policy)
+            self.reference = copy.deepcopy(model) if cfg.kl else None  # the policy before RL
             if cfg.trainers > 1:  # all ranks have the same weights until now
                 form_group(port, self.rank, cfg.trainers)
-                mesh = dtensor.init_device_mesh(cfg.device, (cfg.trainers,))
-                fsdp.fully_shard(model, mesh=mesh)
+                mesh = dtensor.init_device_mesh(cfg.device.split(":")[0], (cfg.trainers,))
+                for whole in filter(None, (model, self.reference)):
+                    fsdp.fully_shard(whole, mesh=mesh)
             own = weights_of(model)
             self.writer = ShardWriter.join(own, cfg.generators, self.rank, cfg.trainers)
         return self.writer.arena.handle
 
     async def save(self, path: str, state: str) -> None:
-        """Writes a checkpoint, with this state of the controller; done when it is on the disk."""
+        """Writes a checkpoint, with this state of the controller; done when it is on the disk. With
+        "" it is one to begin from: weights alone."""
         self._demand()
-        weights, moments = dcp.get_state_dict(self.policy.model, self.optimizer, options=self.whole)
+        weights, moments = dcp.get_state_dict(
+            self.policy.model, self.optimizer if state else [], options=self.whole)
         if self.rank == 0:
             with open(path, "wb") as file:
                 torch.save({"about": about(self.cfg), "version": self.version, "state": state,
                             "weights": weights, "moments": moments,
-                            "schedule": self.schedule and self.schedule.state_dict()}, file)
+                            "schedule": self.schedule.state_dict() if state else None}, file)
                 file.flush()
                 os.fsync(file.fileno())
 
-    async def load(self, path: str, num_steps: int) -> tuple[int, str]:
-        """Becomes what a checkpoint says, in a run of so many steps, and publishes that: version,
-        state of the controller. Raises BadCheckpoint; then nothing has changed."""
-        found, model = read_checkpoint(path, self.cfg), self.policy.model
+    async def load(self, path: str, start: str, cfg: Config) -> tuple[int, str]:
+        """Becomes what a checkpoint says, for a run as this Config has it, and publishes that:
+        version, state of the controller. start: the checkpoint of version 0. Raises BadCheckpoint;
+        then nothing has changed."""
+        found, model = read_checkpoint(path, cfg), self.policy.model
+        self.cfg = cfg._replace(device=self.cfg.device)
         self.writer.wait()
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), self.policy.learning_rate, weight_decay=0.0, fused=True)
+        rate = cfg.lr or (1e-3 if cfg.model == "tiny" else 1e-6)
+        self.optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0, fused=True)
         # Over the last quarter of the steps the rate falls to 0. With a constant one the policy
         # gets as good, but dips now and then to 0.9 of that, and a run may end in a dip.
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda done: min(1.0, 4 * max(0.0, 1 - done / num_steps)))
-        trained = found["schedule"]  # else these are weights before RL, and there are no moments
+            self.optimizer, lambda done: min(1.0, 4 * max(0.0, 1 - done / cfg.steps)))
+        trained = found["schedule"]
         dcp.set_state_dict(
             model, self.optimizer if trained else [], model_state_dict=found["weights"],
             optim_state_dict=found["moments"], options=self.whole)
         if trained: self.schedule.load_state_dict(trained)
+        if cfg.kl:
+            dcp.set_model_state_dict(
+                self.reference, read_checkpoint(start, cfg)["weights"], options=self.whole)
         self.version = max(self.version + 1, found["version"])
         self.writer.start(self.version)
         return self.version, found["state"]
@@ -2074,52 +2207,111 @@ class Trainer(Worker):
         """Trains on a batch. The result is copied into a slot while the trainer goes on, and that
         copy has until the next optimizer step, which changes what it reads."""
         self._demand()
-        start = time.monotonic()
-        # `mu` is what the generator recorded, not what this model says of the old weights: only the
-        # recorded value is the probability with which the token was really drawn.
-        pi, mu, advantage, entropy, fresh = self._score(batch)
-        per_token, outside = LOSSES[self.cfg.loss](pi, mu, advantage)
-        # The mean over the tokens of all ranks, given that FSDP takes the mean of their gradients.
-        num_tokens = int(batch.sampled.sum())
-        (per_token.sum() * self.cfg.trainers / num_tokens).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
-        norm = float(norm.full_tensor() if self.cfg.trainers > 1 else norm)  # of all ranks
-        finite, stall_s = math.isfinite(norm), self.writer.wait()
-        if finite: self.optimizer.step()
+        start, cfg, model, stall_s, skipped = time.monotonic(), self.cfg, self.policy.model, 0.0, 0
+        lag, parts, near = (self.version - batch.versions)[batch.turns > 0], self._parts(batch), {}
+        num_tokens = max(1, len(lag))
+        for _ in range(cfg.passes):
+            sums = torch.zeros(8, dtype=torch.float64)
+            for i, part in enumerate(parts):
+                # `mu` is what the generator recorded, not what this model says of the old weights:
+                # only the recorded value is the probability with which the token was really drawn.
+                pi, entropy = self._score(model, part)
+                near.setdefault(i, pi.detach())  # of the first pass
+                per_token, outside = LOSSES[cfg.loss](pi, part.mu, near[i], part.advantage)
+                # k2: its gradient is that of the KL divergence, which k1's and k3's are not
+                kl = (pi - self._score(self.reference, part)[0]) ** 2 / 2 if cfg.kl else 0 * pi
+                # The mean over all tokens, given that FSDP takes the mean of the ranks' gradients.
+                ((per_token + cfg.kl * kl).sum() * cfg.trainers / num_tokens).backward()
+                weight = (near[i] - part.mu).exp()
+                columns = (part.fresh, k3(part.mu, near[i]) * part.fresh, per_token, entropy,
+                           outside, kl, weight, weight**2)
+                sums += torch.stack([column.detach().double().sum().cpu() for column in columns])
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            norm = float(norm.full_tensor() if cfg.trainers > 1 else norm)  # of all ranks
+            stall_s += self.writer.wait()
+            if math.isfinite(norm): self.optimizer.step()
+            skipped += not math.isfinite(norm)
+            self.optimizer.zero_grad()
         self.schedule.step()  # after a skipped update too: what is planned is the number of steps
-        self.optimizer.zero_grad()
-        lag, weight = self.version - batch.versions, (pi.detach() - mu).exp()
         self.version += 1
         self.writer.start(self.version)
-        columns = fresh, k3(mu, pi) * fresh, per_token, entropy, outside, weight, weight**2
-        # [7] float64
-        means = torch.stack([column.detach().double().sum() for column in columns]) / num_tokens
-        if self.cfg.trainers > 1:
-            torch.distributed.all_reduce(means)  # other ranks have scored the other tokens
-        young, drift, loss, entropy, clipped, weight, squares = means.tolist()
+        if cfg.trainers > 1:
+            sums = sums.to(cfg.device)
+            torch.distributed.all_reduce(sums)  # other ranks have scored the other tokens
+        young, drift, loss, entropy, clipped, kl, weight, squares = (sums / num_tokens).tolist()
+        lag = lag if len(lag) else torch.zeros(1)
         return StepStats(
-            version=self.version, reward=float(batch.rewards.mean()), skipped=int(not finite),
+            version=self.version, reward=float(batch.rewards.sum(1).mean()), skipped=skipped,
             lag_mean=float(lag.float().mean()), lag_max=int(lag.max()), loss=loss, entropy=entropy,
-            mismatch_k3=drift / young if young else -1.0, ess=weight**2 / squares, grad_norm=norm,
-            clipped=clipped, num_tokens=num_tokens, stall_s=stall_s, step_s=since(start))
+            mismatch_k3=drift / young if young else -1.0, ess=weight**2 / max(squares, 1e-9), kl=kl,
+            clipped=clipped, grad_norm=norm, num_tokens=num_tokens, stall_s=stall_s,
+            step_s=since(start))
 
-    def _score(self, batch: Rollout) -> tuple:
-        """Of the N sampled tokens in this rank's rows, [N] each: log-probability, the recorded one,
-        advantage, entropy in nats, bool: lag 0. Column t is predicted at t-1."""
-        mine, device = slice(self.rank, None, self.cfg.trainers), self.cfg.device  # my rows
-        ids, sampled = batch.ids[mine].to(device), batch.sampled[mine, 1:].to(device)
-        rows = [advantages(batch.rewards, batch.group_ids), batch.versions == self.version]
-        columns = [batch.logprobs[mine, 1:], *(r[mine, None].expand(sampled.shape) for r in rows)]
-        mu, advantage, fresh = (column.to(device)[sampled] for column in columns)
-        every = self.policy.log_softmax(ids, batch.mask[mine].to(device))[sampled]  # [N, V]
-        pi = every.gather(1, ids[:, 1:][sampled][:, None]).squeeze(1)
-        return pi, mu, advantage, torch.special.entr(every.detach().exp()).sum(-1), fresh
+    def _parts(self, batch: Rollout) -> list[Part]:
+        """This rank's rows, in as many forward passes as MAX_LOGITS makes of them: long rows with
+        long ones, so that there is little to fill up."""
+        cfg, tokens = self.cfg, batch.mask.sum(1)
+        returns = batch.rewards.flip(1).cumsum(1).flip(1)  # what comes after a token is due to it
+        table = advantages(returns, batch.group_ids, cfg.baseline)
+        vocabulary = self.policy.model.config.vocab_size
+        num_parts = -(-batch.ids.numel() * vocabulary // (MAX_LOGITS * cfg.trainers))
+        mine = tokens.argsort(descending=True, stable=True)[self.rank :: cfg.trainers]
+        parts = []
+        for rows in mine.tensor_split(num_parts):  # as many on every rank, or they would hang
+            ids, turns, mu, versions = packed(*(column[rows] for column in (
+                batch.mask, batch.ids, batch.turns, batch.logprobs, batch.versions)))
+            chosen, turns = turns[:, 1:] > 0, turns[:, 1:]  # column t is predicted at t - 1
+            advantage = table[rows].gather(1, (turns - 1).clamp(min=0))
+            parts.append(Part(*(column.to(cfg.device) for column in (
+                ids, chosen, mu[:, 1:][chosen], advantage[chosen],
+                versions[:, 1:][chosen] == self.version))))
+        return parts
+
+    def _score(self, model, part: Part) -> tuple:
+        """Of the sampled tokens, [N] each: log-probability, and entropy in nats."""
+        with contextlib.nullcontext() if model is self.policy.model else torch.no_grad():
+            every = log_softmax(model, part.ids, part.chosen)  # [N, V]
+            pi = every.gather(1, part.ids[:, 1:][part.chosen][:, None]).squeeze(1)
+        return pi, torch.special.entr(every.detach().exp()).sum(-1)
 
     async def compare(self, batch: Rollout) -> float:
         """k3 of recorded and recomputed log-probabilities, in the rows of this rank."""
         with torch.no_grad():
-            pi, mu, *_ = self._score(batch)
-        return float(k3(mu, pi).mean())
+            drift = [k3(part.mu, self._score(self.policy.model, part)[0])
+                     for part in self._parts(batch)]
+        return float(torch.cat(drift).mean())
+
+    async def examine(self, batch: Rollout) -> list[tuple]:
+        """What must hold, or nothing is learned: (what, found, relation, wanted)."""
+        model, part = self.policy.model, self._parts(batch)[0]
+        logp = log_softmax(model, part.ids, part.chosen)
+        logp.gather(1, part.ids[:, 1:][part.chosen][:, None]).sum().backward()
+        still = sum(not p.grad.any() for p in model.parameters())
+        self.optimizer.zero_grad()
+        table = advantages(batch.rewards, batch.group_ids)
+        means = [float(table[batch.group_ids == g].mean(0).abs().max())
+                 for g in batch.group_ids.unique()]
+        said, off = [*map(tuple, batch.answers)], float((logp.exp().sum(1) - 1).abs().max())
+        return [("probabilities, how far from a sum of 1", off, "<", 1e-4),
+                ("log-probabilities above 0", int((batch.logprobs > 0).sum()), "==", 0),
+                ("parameters without a gradient", still, "==", 0),
+                ("mean advantage of a group, largest", max(means), "<", 1e-4),
+                ("conversations that differ / all", len({*said}) / len(said), ">", 0.1)]
+
+
+def on_device(cfg: Config, name: str, index: int) -> Config:
+    """With a device of its own: trainer ranks have the first GPUs, generators share the others, or
+    all if there are no others."""
+    if cfg.device == "cpu": return cfg
+    num_gpus = torch.cuda.device_count()
+    first = cfg.trainers if name == "generator" and num_gpus > cfg.trainers else 0
+    return cfg._replace(device=f"cuda:{first + index % (num_gpus - first)}")
+
+
+def where(cfg: Config) -> str:
+    trainer, generators = (", ".join(on_device(cfg, name, i).device for i in range(num))
+                           for name, num in (("trainer", cfg.trainers), ("generator", cfg.generators)))
+    return f"seed {cfg.seed}; trainer on {trainer}, generators on {generators}"
 
 
 class Generator(Worker):
@@ -2128,36 +2320,41 @@ class Generator(Worker):
     reader = None
 
     async def setup(self) -> None:
+        self.cfg = on_device(self.cfg, "generator", self.replica_id)
         self.policy = Policy(self.cfg)
 
     async def rollout(self, handle: ArenaHandle, prompts: list[Prompt], group_size: int, seed: int,
-                      greedy: bool) -> tuple[Rollout, float]:
-        """Under one version of the weights: the lease lasts until the next pull. handle: where the
-        trainer publishes; after its restart another place, and this moves there. Also seconds."""
+                      greedy: bool, in_flight: bool) -> tuple[Rollout, int, float]:
+        """Under one version of the weights (the lease lasts until the next pull) or, in flight,
+        under the newest at each token. handle: where the trainer publishes; after its restart
+        another place, and this moves there. Also how many episodes were cut off, and seconds."""
         start = time.monotonic()
         if not self.reader or self.reader.arena.handle.run_id != handle.run_id:
             self.reader = WeightReader(handle, self.replica_id, weights_of(self.policy.model))
         version = self.reader.pull()
-        rollout = generate(self.policy, prompts, group_size, version, seed, greedy)
-        return rollout, since(start)
+        pull = self.reader.pull if in_flight else lambda: version
+        return *generate(self.policy, prompts, group_size, seed, greedy, pull), since(start)
 
 
 class Judge(Worker):
-    """Runs a reward function. That is somebody else's code: it may hang, or end its process. So it
-    runs here, one request at a time, where it can be killed, and takes nobody along."""
+    """Runs a task's reward function. That is somebody else's code: it may hang, or end its process.
+    So it runs here, one request at a time, where it can be killed, and takes nobody along."""
 
-    score = staticmethod(score)
+    async def setup(self) -> None:
+        self.task = task_of(self.cfg.task)
 
-    async def rewards(self, prompts: list[Prompt], answers: list[tuple]) -> list[float]:
-        """Of each episode; nan where the function raises, or answers with something else than a
-        number: not judged is not 0."""
-        return [self._reward(*episode) for episode in zip(prompts, answers)]
+    async def rewards(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
+        """Of each turn of each episode; nan where the function raises, or answers with something
+        else than numbers: not judged is not 0."""
+        return [self._rewards(*episode) for episode in zip(prompts, answers)]
 
-    def _reward(self, prompt: Prompt, said: tuple[str, ...]) -> float:
+    def _rewards(self, prompt: Prompt, said: list[str]) -> list[float]:
         try:
-            return float(self.score(prompt, said))
+            found = [*map(float, self.task.score(prompt.turns, said))]
         except (Exception, SystemExit):  # whatever it is, its caller counts it
-            return math.nan
+            found = []
+        num_turns = self.task.num_turns
+        return found if len(found) == num_turns else [math.nan] * num_turns
 
 
 class Fleet:
@@ -2169,7 +2366,7 @@ class Fleet:
 
     def __init__(self, cfg: Config):
         self.cfg, self.sampler, self.handle, self.start = cfg, Sampler(cfg), None, Vault()
-        self.num_asked, self.busy_s, self.num_unjudged = 0, 0.0, 0
+        self.num_asked, self.busy_s, self.num_unjudged, self.num_cut = 0, 0.0, 0, 0
         self.trainer = self._service("trainer", Trainer, 1, num_ranks=cfg.trainers, max_attempts=1)
         self.generators = self._service("generator", Generator, cfg.generators)
         # two: one may hang while the other works
@@ -2194,21 +2391,25 @@ class Fleet:
         """The first trainer. What it has after the warm start, all runs begin with."""
         await self.trainer.start.call_one()
         await self._begin(warm=self.cfg.model == "tiny")
+        await self.begin_here()
+        await self.load("", self.cfg)  # publishes it as version 0
+
+    async def begin_here(self) -> None:
+        """The weights that the trainer has are now those with which runs begin."""
         room = self.start.room()
-        await self.ask("save", room[0], "[[], {}, 0, 0]")
+        await self.ask("save", room[0], "")
         self.start.keep(room, 0)
-        await self.load("", 1)  # publishes it as version 0
 
     async def _begin(self, warm: bool) -> None:
         self.store = open_store()  # NCCL still asks it at the first step
         self.handle = await self.ask("begin", self.store.port, warm, deadline_s=120.0)
 
-    async def load(self, path: str, num_steps: int) -> str:
+    async def load(self, path: str, cfg: Config) -> str:
         """The trainer, which may be a new one, becomes that of a checkpoint, or with "" that of
-        version 0. Returns the state that was saved there."""
+        version 0, for a run with this Config. Returns the state that was saved there."""
         await self._begin(warm=False)
-        path = path or self.start.kept[0][0]
-        self.version, state = await self.ask("load", path, num_steps)
+        start = self.start.kept[0][0]
+        self.version, state = await self.ask("load", path or start, start, cfg)
         return state
 
     async def ask(self, method: str, *args, **kwargs):
@@ -2223,25 +2424,27 @@ class Fleet:
     async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False) -> Rollout:
         """One request to generators, one to judges; without the episodes that could not be judged.
         The seed goes along: a retry samples the same, if no new weights have come in between."""
-        self.num_asked += 1
+        self.num_asked += not greedy  # what counts seeds
         seed = random.Random(f"{self.cfg.seed} {self.num_asked}").getrandbits(48)
-        rollout, busy_s = await self.generators.route.call_one(
-            "rollout", self.handle, prompts, group_size, seed, greedy)
+        rollout, num_cut, busy_s = await self.generators.route.call_one(
+            "rollout", self.handle, prompts, group_size, seed, greedy,
+            self.cfg.pull == "token" and not greedy)
         self.busy_s += busy_s
+        self.num_cut += num_cut
         rewards = torch.tensor(await self.judge(rollout.prompts, rollout.answers))
-        rollout, judged = rollout._replace(rewards=rewards), rewards.isfinite()
+        rollout, judged = rollout._replace(rewards=rewards), rewards.isfinite().all(1)
         self.num_unjudged += int((~judged).sum())
         if not judged.any(): raise RuntimeError(f"none of {len(rewards)} episodes could be judged")
         return Rollout.join([(rollout, judged.nonzero()[:, 0].tolist())])
 
-    async def judge(self, prompts: list[Prompt], answers: list[tuple]) -> list[float]:
-        """A reward per episode; nan if it could not be judged. If a request for many is lost with
+    async def judge(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
+        """Rewards per episode; nan if it could not be judged. If a request for many is lost with
         its judge, each is asked for alone: only what kills its judge again stays without."""
         try:
             return await self.judges.route.call_one("rewards", prompts, answers)
         except (ActorError, SupervisionError) as error:
             if not isinstance(cause(error), SupervisionError): raise
-        if len(prompts) == 1: return [math.nan]
+        if len(prompts) == 1: return [[math.nan] * self.sampler.task.num_turns]
         alone = [self.judge([prompt], [said]) for prompt, said in zip(prompts, answers)]
         return [reward for rewards in await asyncio.gather(*alone) for reward in rewards]
 
@@ -2252,17 +2455,31 @@ class Fleet:
         rollouts = await asyncio.gather(*(self.rollout(prompts[i::n]) for i in range(n)))
         return Rollout.join([(r, list(range(len(r.prompts)))) for r in rollouts])
 
-    async def heldout_exact(self) -> float:
-        """Of the trainer's newest weights, greedy, over prompts never trained on."""
-        await self.ask("published")
+    async def evaluate(self) -> tuple[int, float]:
+        """Greedy, over prompts never trained on: the share that is all right, and of which version.
+        One request, so one generator and one version, whatever the trainer does meanwhile."""
         rollout = await self.rollout(self.sampler.heldout, group_size=1, greedy=True)
-        return float((rollout.rewards == 1.0).float().mean())
+        right = rollout.rewards.sum(1) > 0.999
+        return int(rollout.versions.max()), float(right.float().mean())
+
+    async def heldout_exact(self) -> float:
+        """Of the trainer's newest version."""
+        await self.ask("published")
+        return (await self.evaluate())[1]
 
 
 def under_way(count: collections.Counter) -> int:
     """Of the groups of History.count, those that are nowhere yet: started = trained + dropped +
     lost + undone + under way. Undone: trained on, by a trainer lost before its next checkpoint."""
     return 2 * count["started"] - sum(count.values())
+
+
+# What a number of StepStats says when it is so, told once per run.
+ALARMS = {"mismatch_k3": (">", 0.01, "trainer and generator disagree about the same weights"),
+          "ess": ("<", 0.3, "few samples carry all the weight: too old, or steps too long"),
+          "clipped": (">", 0.5, "most tokens have left the trust region before they were used"),
+          "entropy": ("<", 0.002, "the policy has no alternatives left to compare"),
+          "grad_norm": (">", 100.0, "gradients explode")}
 
 
 class History:
@@ -2272,11 +2489,19 @@ class History:
     # in a row: updates without a finite gradient, which end the run; batches that are all right or
     # all wrong, which is said
     MAX_SKIPPED, NO_SIGNAL = 10, 20
+    EVALUATE_EVERY = 25  # steps
+    # exact: held-out, at the last evaluation; nats: entropy; gen, train: shares of time at work
+    COLUMNS = "step reward exact lag max k3 ess nats clip gen train tok/s"
 
-    def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = ""):
-        """saved: the folder inside --checkpoint; "": in memory."""
+    def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = "",
+                 **changes):
+        """label: "" is quiet. saved: the folder inside --checkpoint; "": in memory. changes: to the
+        fleet's Config."""
         self.fleet, self.report, self.label, self.num_steps = fleet, report, label, num_steps
+        self.cfg, self.alarms = fleet.cfg._replace(**changes), {*ALARMS} if label else set()
         self.rows: list[dict] = []  # one per step, the lines of --log
+        # version -> held-out exact, the latest of these; tasks that find it out
+        self.heldout, self.latest, self.evaluating = {}, math.nan, []
         self.count = collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0)
         self.losses, self.interrupted, folder = 0, False, fleet.cfg.checkpoint
         self.vault = Vault(f"{folder}/{saved}" if folder and saved else "")
@@ -2295,6 +2520,8 @@ class History:
 
         before = self.before = signal.getsignal(signal.SIGINT)
         if self.vault.folder: signal.signal(signal.SIGINT, interrupt)
+        if (self.cfg.loss, self.cfg.passes) == ("decoupled", 1):
+            self.report.say("decoupled with one pass: its clip can never fire; see --passes")
         self.started, self.fleet.busy_s = time.monotonic(), 0.0
         await self.restore()
 
@@ -2306,7 +2533,8 @@ class History:
             raise RuntimeError(f"the trainer was lost {self.losses - 1} times without a checkpoint")
         path, fleet = self.vault.newest(self.fleet.cfg, self.report.say), self.fleet
         try:
-            rows, count, num_asked, num_drawn = json.loads(await fleet.load(path, fleet.cfg.steps))
+            state = await fleet.load(path, self.cfg) or "[[], {}, 0, 0]"
+            rows, count, num_asked, num_drawn = json.loads(state)
         except TrainerLost:  # another one
             return await self.restore()
         if rows and not self.rows:
@@ -2336,6 +2564,22 @@ class History:
         if self.interrupted: leave(130, f"interrupted; the same command goes on after step {step}")
         if step == self.num_steps: signal.signal(signal.SIGINT, self.before)
 
+    async def _evaluate(self) -> None:
+        """While the run goes on."""
+        with contextlib.suppress(ActorError, SupervisionError, RuntimeError):  # else without it
+            version, share = await self.fleet.evaluate()
+            self.heldout[version] = self.latest = share
+
+    async def end(self) -> History:
+        await asyncio.gather(*self.evaluating)
+        return self
+
+    def reached(self, share: float) -> float:
+        """Seconds from the start to the version that was the first to have it; nan if none has."""
+        made = dict(zip(self["version"], self["seconds"]))
+        return min((made[v] for v, found in self.heldout.items() if v in made and found >= share),
+                   default=math.nan)
+
     def add(self, stats: StepStats, batch: Rollout) -> None:
         """Logs a step, and shows it now and then, with what was said in one of its episodes."""
         step, seconds = len(self.rows) + 1, since(self.started)
@@ -2349,24 +2593,37 @@ class History:
         if step % self.NO_SIGNAL == 0 and recent in ({0.0}, {1.0}):
             self.report.say(f"{self.label}: the last {self.NO_SIGNAL} batches had reward "
                             f"{stats.reward:.0f} throughout: nothing to learn from")
-        keep = step == 1 or step % max(1, self.fleet.cfg.steps // 8) == 0
+        for name in [*self.alarms]:
+            relation, limit, meaning = ALARMS[name]
+            if Report.OPERATORS[relation](self.rows[-1][name], limit):
+                self.alarms.remove(name)  # once is enough
+                found = show(self.rows[-1][name])
+                self.report.say(f"{self.label} {step}: {name} {found}: {meaning}")
+        if step % self.EVALUATE_EVERY == 0:
+            self.evaluating.append(asyncio.ensure_future(self._evaluate()))
+        if step == 1 and self.label: self._show(self.COLUMNS.split(), "said > answered", keep=True)
+        keep = bool(self.label) and (step == 1 or step % max(1, self.cfg.steps // 8) == 0)
         if keep or step % 10 == 0:
+            seconds, _, speed, *busy, _ = self.speed(step)
+            ends = [f"{number:.2f}" for number in (stats.ess, stats.entropy, stats.clipped, *busy)]
+            cells = [f"{step}", f"{stats.reward:.2f}", f"{self.latest:.2f}",
+                     f"{stats.lag_mean:.1f}", f"{stats.lag_max}", f"{stats.mismatch_k3:.0e}", *ends,
+                     f"{speed:.0f}"]
             asked = " ".join(said for said, _ in batch.prompts[0].turns)
-            speed = sum(self["num_tokens"]) / seconds
-            self.report.progress(
-                f"{self.label:5s} {step:4d} version {stats.version:4d} reward {stats.reward:.2f} "
-                f"lag {stats.lag_mean:.1f} max {stats.lag_max} {speed:.0f} tokens/s  "
-                f"{asked} > {' '.join(batch.answers[0]):.16s}", keep)
+            self._show(cells, f"{asked} > {' '.join(batch.answers[0])}", keep)
+
+    def _show(self, cells: list[str], said: str, keep: bool) -> None:
+        cells = map(str.rjust, cells, [5, 7, 6, 5, 4, 6, 5, 5, 5, 5, 6, 6])
+        self.report.progress(f"{self.label:5s}{''.join(cells)}  {said}"[:92], keep)
 
     def speed(self, num_steps: int) -> list:
         """Of the first steps: seconds, steps/s, tokens/s, shares of the time that generators and
-        trainer spent waiting, reward in the last tenth."""
+        trainer were at work, reward in the last tenth."""
         seconds, tokens = self["seconds"][num_steps - 1], sum(self["num_tokens"][:num_steps])
-        busy_s = [self["busy_s"][num_steps - 1] / self.fleet.cfg.generators,
-                  sum(self["step_s"][:num_steps])]
-        idle = [f"{1 - busy / seconds:.0%}" for busy in busy_s]
+        busy = [self["busy_s"][num_steps - 1] / self.cfg.generators / seconds,
+                sum(self["step_s"][:num_steps]) / seconds]
         reward = statistics.fmean(self["reward"][:num_steps][-max(1, num_steps // 10) :])
-        return [seconds, num_steps / seconds, tokens / seconds, *idle, reward]
+        return [seconds, num_steps / seconds, tokens / seconds, *busy, reward]
 
     def report_learning(self, before: float, after: float, mismatch: float) -> float:
         """before, after: held-out exact. Returns the reward gained, last tenth over first."""
@@ -2378,27 +2635,30 @@ class History:
         return last - first
 
 
-async def train_sync(history: History) -> History:
-    """Sample, step, publish, one after the other."""
+async def train_sync(history: History, lag: int = 0) -> History:
+    """Sample, step, publish, one after the other. lag: batches that wait before they are used."""
     await history.start()
-    fleet = history.fleet
+    fleet, waiting = history.fleet, collections.deque()
     while len(history.rows) < history.num_steps:
         try:
-            batch = await fleet.batch()  # generators pull before they sample, so lag is 0
+            waiting.append(await fleet.batch())  # generators pull before they sample: lag is 0
+            if len(waiting) <= lag: continue
+            batch = waiting.popleft()
             history.add(await fleet.ask("step", batch), batch)
             history.count.update(started=GROUPS_PER_BATCH, trained=GROUPS_PER_BATCH)
             if history.is_due(len(history.rows)): await history.save()
         except TrainerLost:
             await history.restore()
-    return history
+    return await history.end()
 
 
 async def demo_sync_rl(report: Report, cfg: Config) -> None:
     """trainer and generator give the same log-probabilities for the same weights; reward rises;
     every sample has lag 0"""
-    report.say(f"seed {cfg.seed}; starting a trainer and {cfg.generators} generators: about 15 s")
+    report.say(f"{where(cfg)}; starting them takes about 15 s")
     async with Fleet(cfg) as fleet:
         first, before = await fleet.batch(), await fleet.heldout_exact()
+        for what, *found in await fleet.ask("examine", first): report.check(what, *found)
         history = History(fleet, report, "sync", max(1, cfg.steps // 2), "sync_rl")
         await train_sync(history)
         stale, after = await fleet.ask("compare", first), await fleet.heldout_exact()
@@ -2461,11 +2721,12 @@ class ReplayBuffer:
         self.groups: list[tuple] = []  # (rollout, its rows of the group, run id, version)
 
     async def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
-        """Groups of which less than two episodes were judged are lost."""
+        """Groups with less than two episodes that were judged, or nothing to learn from, are lost.
+        """
         groups = [(rollout.group_ids == g).nonzero()[:, 0] for g in rollout.group_ids.unique()]
-        groups = [rows.tolist() for rows in groups if len(rows) > 1]
+        groups = [rows.tolist() for rows in groups if len(rows) > 1 and rollout.turns[rows].any()]
         async with self.arrived:
-            self.groups += [(rollout, r, run_id, int(rollout.versions[r].min())) for r in groups]
+            self.groups += [(rollout, rows, run_id, rollout.oldest(rows)) for rows in groups]
             self.arrived.notify_all()
         await self.gate.settle("lost", num_groups - len(groups))
 
@@ -2515,6 +2776,7 @@ class AsyncRun:
         for task in tasks: task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*ended)
+        await self.history.end()
 
     async def _rollouts(self) -> None:
         """consumes tickets / waits for the gate, then for a generator and a judge / woken by
@@ -2569,6 +2831,40 @@ class AsyncRun:
         self.history.add(stats, batch)
 
 
+async def ablate(report: Report, cfg: Config) -> None:
+    """What lag does and what saves it: the same policy goes on with samples of exactly that lag, at
+    a rate at which it shows. And what weights taken in flight do to lag."""
+    cells, gains = [*itertools.product((0, 4, 8), ("reinforce", cfg.loss))], []
+    num_steps, rate = max(1, cfg.steps // 7), cfg.lr or 3e-3
+    for seed in range(cfg.seed, cfg.seed + 3):
+        async with Fleet(cfg._replace(seed=seed)) as fleet:
+            await train_sync(History(fleet, report, "base", max(1, cfg.steps * 4 // 9)))
+            await fleet.begin_here()
+            for lag, loss in cells:  # without a decay: `steps` is far away
+                run = History(fleet, report, "", num_steps, loss=loss, lr=rate, steps=10**9)
+                rewards = (await train_sync(run, lag))["reward"]
+                gains.append([statistics.fmean(some) for some in (rewards[:5], rewards[-10:])])
+            lags = []
+            for pull in ("rollout", "token"):
+                fleet.cfg = fleet.cfg._replace(pull=pull)
+                run = History(fleet, report, "", num_steps)
+                await AsyncRun(run, cfg.max_lag).run()
+                lags.append([pull, statistics.fmean(run["lag_mean"]), max(run["lag_max"])])
+    rows = []
+    for i, (lag, loss) in enumerate(cells):
+        first, last = zip(*gains[i :: len(cells)])  # of the three seeds
+        means = map(statistics.fmean, (first, last))
+        rows.append([f"lag {lag}, {loss}", *means, min(last), max(last)])
+    report.table([f"{num_steps} steps at rate {rate}, 3 seeds", "reward first", "last", "least",
+                  "most"], *rows)
+    report.table(["new weights before a", "lag, mean", "max"], *lags)
+    (_, start, bare, *_), (_, saved_start, saved, *_) = rows[-2:]
+    report.figure(reward_lag8_uncorrected=bare - start, reward_lag8=saved - saved_start)
+    report.check("reward gained at lag 8, uncorrected", bare - start, "<", 0)
+    report.check(f"reward gained at lag 8, {cfg.loss}", saved - saved_start, ">", 0)
+    report.check("mean lag, weights taken in flight / not", lags[1][1] / lags[0][1], "<", 1)
+
+
 async def until_step(step: int, history: History, running: asyncio.Future) -> None:
     """Waits until a run has come so far, or has ended."""
     while len(history.rows) < step and not running.done(): await asyncio.sleep(0.002)
@@ -2578,7 +2874,8 @@ async def until_step(step: int, history: History, running: asyncio.Future) -> No
 async def demo_async_rl(report: Report, cfg: Config) -> None:
     """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
     costs no step"""
-    report.say(f"seed {cfg.seed}; starting a trainer and {cfg.generators} generators: about 10 s")
+    if cfg.ablate: return await ablate(report, cfg)
+    report.say(f"{where(cfg)}; starting them takes about 10 s")
     timed = max(1, cfg.steps * 4 // 5)  # steps to compare; then the faults begin
     async with Fleet(cfg) as fleet:
         before, loose = await fleet.heldout_exact(), History(fleet, report, "loose", min(60, timed))
@@ -2604,7 +2901,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     mismatch = max(peer["mismatch_k3"])  # of the replacement too, and all of lag 0
     history.report_learning(before, after, mismatch)
     stall = sum(history["stall_s"]) / sum(history["step_s"])
-    report.figure(trainer_stall_share=stall)
+    report.figure(trainer_stall_share=stall, seconds_to_95=history.reached(0.95))
     report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     report.check("k3 of recorded and recomputed log-probabilities", mismatch, "<=", 1e-6)
     report.check("held-out exact, gained", after - before, ">", 0)
@@ -2627,11 +2924,15 @@ def report_faults(report: Report, struck: list[float], logs: list[list]) -> None
 
 def report_speed(report: Report, max_lag: int, timed: int, sync: list, fast: list) -> None:
     """The two ways to run: equal numbers of trained samples, the same actors, a thread each."""
-    report.table([f"{timed} steps", "s", "steps/s", "tokens/s", "generators idle", "trainer idle",
+    report.table([f"{timed} steps", "s", "steps/s", "tokens/s", "generators busy", "trainer busy",
                   "reward then"], ["sync", *sync], ["async", *fast])
-    report.figure(async_speedup=sync[0] / fast[0], sync_s=sync[0], async_s=fast[0])
+    # Alone, in the synchronous run, sides take t1 and t2. At best only the longer of them counts.
+    speedup, alone, both = sync[0] / fast[0], [share * sync[0] for share in sync[3:5]], fast[3:5]
+    report.figure(async_speedup=speedup, sync_s=sync[0], async_s=fast[0],
+                  bottleneck_busy_share=max(both),
+                  speedup_of_ideal=speedup / (sum(alone) / max(alone)))
     if max_lag:  # with K = 0 the asynchronous run is a synchronous one
-        report.check("sync seconds / async seconds", sync[0] / fast[0], ">", 1)
+        report.check("sync seconds / async seconds", speedup, ">", 1)
     report.check("reward lost to lag", sync[-1] - fast[-1], "<", 0.1)
 
 
@@ -2672,14 +2973,18 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     which.add_argument("--only", help="run this stage", **known)
     which.add_argument("--list", action="store_true", help="print the stages")
     meaning = dict(re.findall(r"(\w+): .*  # (.*)", inspect.getsource(Config)))
-    choices = {"task": TASKS, "loss": LOSSES, "device": ("cpu", "cuda")}
+    choices = {"loss": LOSSES, "baseline": BASELINES, "pull": ("rollout", "token"),
+               "device": ("cpu", "cuda")}
     for name, value in Config()._asdict().items():
-        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value,
-                            choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
+        how = {"action": "store_true"} if value is False else dict(
+            type=type(value), default=value, choices=choices.get(name))
+        parser.add_argument("--" + name.replace("_", "-"),
+                            help=f"{meaning[name]} (default: {value!r})", **how)
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        if type(value) is int and value < (low := 0 if name in ("max_lag", "seed") else 1):
+        low = 0 if name in ("max_lag", "seed", "lr", "kl") else 1
+        if type(value) in (int, float) and not value >= low:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
     for flag, path in [("--json", args.json), ("--log", args.log)]:
         if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
@@ -2688,18 +2993,36 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         parser.error("this version needs Linux on x86-64: see `Arena` and DOCS, appendix B")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
-    if args.model != "tiny":
-        try:
-            transformers.AutoConfig.from_pretrained(args.model)
-        except (OSError, ValueError):
-            parser.error(f"--model {args.model}: no folder with a model, no hub id that loads here")
     cfg = Config(*(getattr(args, name) for name in Config._fields))
+    if cfg.device == "cuda" and cfg.trainers > torch.cuda.device_count():
+        parser.error(f"--trainers {cfg.trainers}: one GPU each, of {torch.cuda.device_count()}")
+    if wrong := cfg.model != "tiny" and not_a_policy(cfg.model):
+        parser.error(f"--model {cfg.model}: {wrong}")
+    try:
+        task_of(cfg.task).conversation(random.Random())
+    except Exception as error:  # whatever somebody's file raises
+        parser.error(f"--task {cfg.task}: {error!r}; built in are {', '.join(TASKS)}, "
+                     "your own is FILE.py:CLASS")
     try:
         for stage in ("sync_rl", "async_rl") if cfg.checkpoint else ():
             Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
     except (BadCheckpoint, OSError) as error:
         parser.error(f"--checkpoint: {error}")
     return args, cfg
+
+
+def not_a_policy(name: str) -> str:
+    """Why this is no model to begin with; "" if it may be one."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return "no folder with a model and a tokenizer, no hub id that can be reached from here"
+    files = [*map(str, pathlib.Path(name).glob("*"))]
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING: return "not a causal LM"
+    if not tokenizer.chat_template: return "its tokenizer has no chat template"
+    if files and not any(f.endswith((".safetensors", ".bin")) for f in files): return "no weights"
+    return ""
 
 
 def descendants() -> list[int]:
