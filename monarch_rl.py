@@ -228,7 +228,8 @@ Added = collections.namedtuple("Added", "rank process total start end")
 class Tally(Actor):
     """A counter. Section 2 makes a mesh of it, section 4 a singleton."""
 
-    total = 0
+    def __init__(self):
+        self.rank, self.total = current_rank().rank, 0
 
     @endpoint
     async def add(self, pause_s: float = 0.0005) -> Added:
@@ -236,7 +237,7 @@ class Tally(Actor):
         start, seen = time.monotonic(), self.total
         await asyncio.sleep(pause_s)
         self.total = seen + 1
-        return Added(current_rank().rank, os.getpid(), self.total, start, time.monotonic())
+        return Added(self.rank, os.getpid(), self.total, start, time.monotonic())
 
     @endpoint
     async def take(self) -> int:
