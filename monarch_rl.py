@@ -59,9 +59,8 @@ The words, each with an example:
 from __future__ import annotations
 
 # -- plumbing: before Monarch starts --------------------------------------------------------------
-import os, signal
+import os, signal  # two first, for Ctrl-C during the imports below
 
-# Ctrl-C during the imports below
 if __name__ == "__main__": signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse, asyncio, collections, concurrent.futures, contextlib, ctypes, functools, zlib
@@ -390,12 +389,12 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 
 
 class Clerk(Actor):
-    """Adds a row to the store of this name, or without one to a store that nobody else knows. A
-    Tally stands for the store: it only counts rows."""
+    """Writes to the store of this name, or without one to a store that nobody else knows. The
+    store is a Tally, which only counts the rows."""
 
     @endpoint
     async def write(self, name: str) -> int:
-        """The rows that the store has then."""
+        """The number of rows then: 1 for exactly one clerk of each store."""
         store = await get_or_spawn_controller(name or f"store of {os.getpid()}", Tally)
         return (await store.add.call_one()).total
 
@@ -405,7 +404,6 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
     procs, name = this_host().spawn_procs(per_host={"clerk": 4}), "demo of section 4"
     clerks = procs.spawn("clerk", Clerk)
     own, shared = await clerks.write.call(""), await clerks.write.call(name)  # all four at once
-    # Every store has one first row.
     report.check("stores of 4 clerks without a common name", [*own.values()].count(1), "==", 4)
     report.check("stores of 4 clerks with one", [*shared.values()].count(1), "==", 1)
     report.say("try: let each clerk ask for a name of its own, f'{name} {os.getpid()}'")
@@ -444,8 +442,7 @@ class Replica:
         self.id, self.name = replica_id, f"{owner.name}_{replica_id}_{time.monotonic_ns()}"
         self.procs = this_host().spawn_procs(per_host={"rank": owner.num_ranks}, name=self.name)
         self.actor = self.procs.spawn(self.name, owner.replica_class, replica_id, *owner.args)
-        # process ids of its ranks, once they run; (why, when on the monotonic clock), once it is
-        # lost: wakes everybody who waits for it
+        # of its ranks, once they run; (why, monotonic time), once lost: wakes all who wait for it
         self.pids, self.lost = [], asyncio.Future()
 
 
@@ -514,8 +511,7 @@ def on_exit(pid: int, callback) -> None:
 
 
 def kill(pids: list[int]) -> None:
-    """Also ends stopped processes; some have ended by themselves. Empties the list: the numbers may
-    soon be somebody else's."""
+    """Also ends stopped processes. Empties the list: the numbers may soon be somebody else's."""
     while pids:
         with contextlib.suppress(ProcessLookupError): os.kill(pids.pop(), signal.SIGKILL)
 
@@ -553,8 +549,7 @@ class Trial(Supervisor):
         if trigger.startswith("SIG"):
             os.kill(victim.pids[0], signal.Signals[trigger])
             await asyncio.sleep(0.1)  # on a busy machine a stopping process may still answer
-        # Then the actor is dead though its process lives, and a message to a dead actor would end
-        # its sender: nobody asks it again.
+        # Then the actor is dead, in a living process, and a message to it would end its sender.
         if trigger == "raises, broadcast": victim.actor.do.broadcast("root", -1)
         else:  # of a death Monarch tells callers, of a stop nobody does
             deadline_s = 0.3 if trigger == "SIGSTOP" else 10.0
