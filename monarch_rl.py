@@ -59,15 +59,14 @@ The words, each with an example:
 from __future__ import annotations
 
 # -- plumbing: before Monarch starts --------------------------------------------------------------
-import os, signal
+import os, signal  # two first, for Ctrl-C during the imports below
 
-if __name__ == "__main__":  # Ctrl-C during the imports below
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+if __name__ == "__main__": signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
-import argparse, asyncio, collections, concurrent.futures, contextlib, copy, ctypes
-import functools, importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib
-import pickle, random, re, runpy, socket, statistics, sys, tempfile, textwrap, threading, time
-import traceback, types, typing, zipfile, zlib
+import argparse, asyncio, collections, concurrent.futures, contextlib, copy, ctypes, functools
+import importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib, pickle, random
+import re, runpy, socket, statistics, sys, tempfile, textwrap, threading, time, types, typing
+import zipfile, zlib
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it. What
 # the environment already has wins.
@@ -145,13 +144,12 @@ class Report:
     figures it also keeps, for --json."""
 
     OPERATORS = {"==": operator.eq, "<": operator.lt, "<=": operator.le, ">": operator.gt}
-
-    def __init__(self):
-        # live: on a terminal, what clears a live line before the next is printed over it; else ""
-        self.stages, self.live = [], "\r\x1b[K" if sys.stdout.isatty() else ""
+    # on a terminal, what clears a live line before the next is printed over it
+    live = "\r\x1b[K" if sys.stdout.isatty() else ""
 
     async def run(self, stages: list[Stage], cfg: Config) -> None:
         """Head, demo and foot of each; an exception in a demo is a failed check."""
+        self.stages = []
         for number, name, claim, demo, line in stages:
             start = time.monotonic()
             self.now = dict(name=name, number=number, claim=claim, ok=True, checks=[], figures={})
@@ -162,7 +160,7 @@ class Report:
                 await demo(self, cfg)
             except Exception as error:  # whatever it is: counted, told, and the next stage runs
                 self.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
-                traceback.print_exc()
+                sys.excepthook(*sys.exc_info())
             self.now["seconds"] = round(since(start), 2)
             self.say(f"{len(self.now['checks'])} checks, {self.now['seconds']:.1f} s", "")
 
@@ -228,13 +226,13 @@ def since(start: float) -> float:
 # Source. Hewitt, Bishop, Steiger 1973; Monarch's `Actor`.
 
 
-# What an addition tells: the rank of the actor among those spawned with it, its process id, and
-# when it began and ended, on the monotonic clock, which is one for all processes of a host.
-Added = collections.namedtuple("Added", "rank process start end")
+# What an addition tells: the rank of the actor among those spawned with it, its process id, the
+# total after it, and when it began and ended, on the monotonic clock, which is one for a host.
+Added = collections.namedtuple("Added", "rank process total start end")
 
 
 class Tally(Actor):
-    """A counter. Section 2 makes a mesh of it."""
+    """A counter. Section 2 makes a mesh of it, section 4 a singleton."""
 
     def __init__(self):
         self.rank, self.total = current_rank().rank, 0
@@ -245,7 +243,7 @@ class Tally(Actor):
         start, seen = time.monotonic(), self.total
         await asyncio.sleep(pause_s)
         self.total = seen + 1
-        return Added(self.rank, os.getpid(), start, time.monotonic())
+        return Added(self.rank, os.getpid(), self.total, start, time.monotonic())
 
     @endpoint
     async def take(self) -> int:
@@ -340,17 +338,14 @@ def checksum(tensor) -> int:
 class Owner(Actor):
     """Owns memory and hands out handles to it."""
 
-    def __init__(self):
-        self.memory = []  # of [num_bytes] uint8 each, kept alive here for the readers
-
     @endpoint
     async def register(self, num_bytes: int) -> RDMABuffer:
-        self.memory.append(torch.zeros(num_bytes, dtype=torch.uint8))
-        return RDMABuffer(self.memory[-1])
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8)  # kept alive here for the readers
+        return RDMABuffer(self.memory)
 
     @endpoint
     async def as_message(self):
-        return self.memory[-1]
+        return self.memory
 
     @endpoint
     async def sit(self, duration_s: float) -> float:
@@ -387,7 +382,7 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     report.check("largest handle, bytes", max(row[2] for row in rows), "<", 1024)
     report.check("pull ended before its owner was free by, s", free_at - pulled_at, ">", 0)
     report.check("message ended after its owner was free by, s", answered_at - free_at, ">", 0)
-    report.say("try: register a copy, `self.memory[-1].clone()`: pushes vanish, unseen")
+    report.say("try: register a copy, `self.memory.clone()`: pushes vanish, unseen")
     await procs.stop()
 
 
@@ -400,27 +395,15 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 # Not here. Singletons that survive that process.      Source. Monarch's get_or_spawn_controller.
 
 
-class Metrics(Actor):
-    """A notebook that every process finds by its name."""
-
-    def __init__(self):
-        self.rows = []
-
-    @endpoint
-    async def note(self, row: str) -> tuple[int, int]:
-        """Tells which notebook this is: (process id, id within the process)."""
-        self.rows.append(row)
-        return os.getpid(), id(self)
-
-
 class Clerk(Actor):
-    """Writes to the store of this name; without one, to a store that nobody else knows."""
+    """Writes to the store of this name, or without one to a store that nobody else knows. The
+    store is a Tally, which only counts the rows."""
 
     @endpoint
-    async def write(self, name: str) -> tuple[int, int]:
-        """Which store that was, as Metrics.note tells it."""
-        store = await get_or_spawn_controller(name or f"store of {os.getpid()}", Metrics)
-        return await store.note.call_one("a row")
+    async def write(self, name: str) -> int:
+        """The number of rows then: 1 for exactly one clerk of each store."""
+        store = await get_or_spawn_controller(name or f"store of {os.getpid()}", Tally)
+        return (await store.add.call_one()).total
 
 
 async def demo_controllers(report: Report, cfg: Config) -> None:
@@ -428,8 +411,8 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
     procs, name = this_host().spawn_procs(per_host={"clerk": 4}), "demo of section 4"
     clerks = procs.spawn("clerk", Clerk)
     own, shared = await clerks.write.call(""), await clerks.write.call(name)  # all four at once
-    report.check("stores of 4 clerks without a common name", len(set(own.values())), "==", 4)
-    report.check("stores of 4 clerks with one", len(set(shared.values())), "==", 1)
+    report.check("stores of 4 clerks without a common name", [*own.values()].count(1), "==", 4)
+    report.check("stores of 4 clerks with one", [*shared.values()].count(1), "==", 1)
     report.say("try: let each clerk ask for a name of its own, f'{name} {os.getpid()}'")
     await procs.stop()
 
@@ -459,14 +442,15 @@ class Replica:
     """A process with one actor in it, or several ranks that live and die together. Only the
     supervisor that owns it touches this record."""
 
+    # setup() has answered; requests, and errors in a row: section 6 counts these
+    ready, in_flight, errors = False, 0, 0
+
     def __init__(self, owner: Supervisor, replica_id: int):
         self.id, self.name = replica_id, f"{owner.name}_{replica_id}_{time.monotonic_ns()}"
         self.procs = this_host().spawn_procs(per_host={"rank": owner.num_ranks}, name=self.name)
         self.actor = self.procs.spawn(self.name, owner.replica_class, replica_id, *owner.args)
-        self.pids, self.ready = [], False  # of its ranks, once they run; setup() has answered
-        self.in_flight = self.errors = 0  # requests, and errors in a row: section 6 counts these
-        # (why, when on the monotonic clock), once it is lost: wakes everybody who waits for it
-        self.lost = asyncio.Future()
+        # of its ranks, once they run; (why, monotonic time), once lost: wakes all who wait for it
+        self.pids, self.lost = [], asyncio.Future()
 
 
 class Worker(Actor):
@@ -536,8 +520,7 @@ def on_exit(pid: int, callback) -> None:
 def kill(pids: list[int]) -> None:
     """Also ends stopped processes. Empties the list: the numbers may soon be somebody else's."""
     while pids:
-        with contextlib.suppress(ProcessLookupError):  # it was quicker
-            os.kill(pids.pop(), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError): os.kill(pids.pop(), signal.SIGKILL)
 
 
 def is_alive(pid: int) -> bool:
@@ -573,18 +556,15 @@ class Trial(Supervisor):
         if trigger.startswith("SIG"):
             os.kill(victim.pids[0], signal.Signals[trigger])
             await asyncio.sleep(0.1)  # on a busy machine a stopping process may still answer
-        if trigger == "raises, broadcast":
-            # The actor is dead though its process lives, and a message to a dead actor would end
-            # its sender: nobody asks it again.
-            victim.actor.do.broadcast("root", -1)
+        # Then the actor is dead, in a living process, and a message to it would end its sender.
+        if trigger == "raises, broadcast": victim.actor.do.broadcast("root", -1)
         else:  # of a death Monarch tells callers, of a stop nobody does
             deadline_s = 0.3 if trigger == "SIGSTOP" else 10.0
             saw = await outcome(victim.actor.do.call_one, "root", -1, deadline_s=deadline_s)
         told, _ = await asyncio.wait({victim.lost}, timeout=1.0)  # five polls: "no" means something
         told_ms = (victim.lost.result()[1] - start) * 1e3 if told else ""
         cure = time.monotonic()
-        if told or saw == "TimeoutError":  # else it lives on
-            await self._spawn(0)
+        if told or saw == "TimeoutError": await self._spawn(0)  # else it lives on
         return [saw, "yes" if told else "no", told_ms, round(since(cure) * 1e3),
                 await outcome(self.replicas[0].actor.do.call_one, "root", 4, deadline_s=10.0)]
 
@@ -655,21 +635,19 @@ class Service(Supervisor):
             replica = await self._pick(raised)
             call = asyncio.ensure_future(replica.actor.do.call(method, *args))
             replica.in_flight += 1
-            done, _ = await asyncio.wait({call, replica.lost}, return_when=asyncio.FIRST_COMPLETED,
-                                         timeout=deadline_s or self.deadline_s)
+            await asyncio.wait({call, replica.lost}, return_when=asyncio.FIRST_COMPLETED,
+                               timeout=deadline_s or self.deadline_s)
             replica.in_flight -= 1
-            error = call.exception() if call in done else SupervisionError("no answer")
-            call.add_done_callback(lambda late: late.cancelled() or late.exception())
-            call.cancel()  # if it is not done: an answer that comes too late finds nobody
-            if error and self.num_ranks > 1:  # a rank that loses another one raises; is it that?
-                await asyncio.wait({replica.lost}, timeout=0.2)
-            if error and (isinstance(error, SupervisionError) or replica.lost.done()):
-                self._lose(replica, "died" if call in done else "missed its deadline")
+            late = call.cancel()  # True: it was not done, and if an answer comes, it finds nobody
+            error = SupervisionError("no answer") if late else call.exception()
+            if not error: break
+            # a rank that loses another one raises; is it that?
+            if self.num_ranks > 1: await asyncio.wait({replica.lost}, timeout=0.2)
+            if isinstance(error, SupervisionError) or replica.lost.done():
+                self._lose(replica, "missed its deadline" if late else "died")
                 error = SupervisionError(f"{replica.name} is lost")
-            elif error and not raised and self.num_replicas > 1:
-                raised = replica  # or the request is bad: another replica will tell
-            else:
-                break
+            elif raised or self.num_replicas == 1: break  # two have raised, or there is only one
+            else: raised = replica  # or the request is bad: another replica will tell
         if error: raise cause(error)
         replica.errors = 0
         if raised:  # the request was good, so it is the replica that is not
@@ -685,8 +663,8 @@ class Service(Supervisor):
         end = time.monotonic() + self.SETUP_DEADLINE_S
         while not (fit := [r for r in self._healthy()
                            if r is not raised and r.in_flight < self.max_in_flight]):
-            for keeper in filter(asyncio.Future.done, self.keepers):
-                keeper.result()  # none ends by itself: raises why this one did
+            # none ends by itself: raises why this one did
+            for keeper in filter(asyncio.Future.done, self.keepers): keeper.result()
             if time.monotonic() > end or not self.keepers:
                 raise NoReplica(f"{self.name}: no healthy replica, or closed")
             await asyncio.sleep(0.005)
@@ -706,20 +684,19 @@ class Service(Supervisor):
     @concurrent_endpoint
     async def close(self) -> None:
         keepers, self.keepers = self.keepers, ()
-        for keeper in keepers:
-            keeper.cancel()  # a replacement under way must not outlive this
+        for keeper in keepers: keeper.cancel()  # a replacement under way must not outlive this
         await asyncio.gather(*keepers, return_exceptions=True)
         await asyncio.gather(*(r.procs.stop() for r in self.replicas.values()))
 
 
 async def storm(ask, faults: dict[int, tuple], deadline_s: float | None = None) -> list:
-    """400 callers, one every 2 ms: [how many get their root, ms of the fastest, of the slowest].
+    """400 callers of `ask`, one every 2 ms: [roots answered, ms of the fastest, of the slowest].
     faults: (process id, signal) by the number of the caller before whom it is sent."""
     async def request(number: int) -> tuple[bool, float]:
         await asyncio.sleep(number * 0.002)
         if number in faults: os.kill(*faults[number])
         start = time.monotonic()
-        answer = await outcome(ask, number, deadline_s=deadline_s)
+        answer = await outcome(ask, "root", number, deadline_s=deadline_s)
         return answer == math.sqrt(number), since(start) * 1e3
 
     answered, ms = zip(*await asyncio.gather(*map(request, range(400))))
@@ -731,8 +708,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     procs = this_host().spawn_procs(per_host={"replica": 4})
     pool = procs.spawn("pool", Roots, 0)
     victim = await pool.slice(replica=3).do.call_one("pid")
-    some, stop = functools.partial(pool.do.choose, "root"), {0: (victim, signal.SIGSTOP)}
-    chosen = await storm(some, stop, deadline_s=1.0)
+    chosen = await storm(pool.do.choose, {0: (victim, signal.SIGSTOP)}, deadline_s=1.0)
     os.kill(victim, signal.SIGCONT)  # so that it can be stopped politely
     await procs.stop()
     service = this_proc().spawn("roots", Service, "root", Roots, 4, 0.5)
@@ -740,7 +716,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     bad = [await outcome(service.route.call_one, "root", -1) for _ in range(20)]
     first = await service.status.call_one(10.0)
     faults = {100: (first["pids"][2], signal.SIGKILL), 200: (first["pids"][3], signal.SIGSTOP)}
-    served = await storm(functools.partial(service.route.call_one, "root"), faults)
+    served = await storm(service.route.call_one, faults)
     kinds = sorted({why for _, why, *_ in (await service.status.call_one(10.0))["log"]})
     report.table(["400 requests to 4 replicas", "answered once", "fastest ms", "slowest ms"],
                  ["choose; 3 stops", *chosen], ["Service; 1 raises, 2 dies, 3 stops", *served])
@@ -2955,11 +2931,9 @@ def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
 # -- plumbing: the command line -------------------------------------------------------------------
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
 
-STAGES: dict[str, Stage] = {}  # by name, in the order of the file
-for name, demo in [*globals().items()]:
-    if name.startswith("demo_"):
-        name, claim = name.removeprefix("demo_"), " ".join(demo.__doc__.split())
-        STAGES[name] = Stage(len(STAGES) + 1, name, claim, demo, demo.__code__.co_firstlineno)
+demos = [(name[5:], run) for name, run in globals().items() if name.startswith("demo_")]
+STAGES = {name: Stage(n, name, " ".join(run.__doc__.split()), run, run.__code__.co_firstlineno)
+          for n, (name, run) in enumerate(demos, 1)}  # by name, in the order of the file
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -3039,8 +3013,8 @@ def descendants() -> list[int]:
 def leave(status: int, line: str = "") -> None:
     """Ends now, from wherever we are: kills our processes, stopped ones too. Their shared memory
     has no name and goes with them."""
-    if LEAVING.is_set():  # a second Ctrl-C, or the news of a process that the first one killed
-        return time.sleep(1.0)
+    # a second Ctrl-C, or the news of a process that the first one killed
+    if LEAVING.is_set(): return time.sleep(1.0)
     LEAVING.set()
     quiet, end = 0, time.monotonic() + 10.0  # quiet: looks in a row that found nobody
     while quiet < 5 and time.monotonic() < end:  # a process may be on its way while we look
@@ -3085,6 +3059,4 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     # By name: the classes of a script are pickled by value, those of a module by reference, and
     # only by reference has every process the same ones.
-    import monarch_rl
-
-    monarch_rl.main()
+    importlib.import_module("monarch_rl").main()

@@ -226,7 +226,7 @@ def test_stage_fails_without_its_mechanism(tmp_path, name):
     ("hello_actor", ("one, other = tallies.slice(worker=0), tallies.slice(worker=1)",
                      "one = other = tallies.slice(worker=0)"), "overlap of two actors"),
     ("weight_sync", ("num_readers + 2\n", "num_readers + 1\n"), "no free slot"),
-    ("service", ("self._lose(replica, \"died\" if call in done else \"missed its deadline\")",
+    ("service", ("self._lose(replica, \"missed its deadline\" if late else \"died\")",
                  "pass"), "kinds of failure"),
     ("sync_rl", ("attention_mask=mask, position_ids=positions(mask))", "attention_mask=mask)"),
      "recorded and recomputed"),
