@@ -800,8 +800,8 @@ def manifest_of(tensors: dict, dtype=None) -> Manifest:
 
 
 def local(tensor):
-    """What this process has of a tensor: all, unless it is a DTensor (section 8). (With gradients
-    that would answer with a new view of it each time.)"""
+    """What this process has of a tensor: all, unless it is a DTensor (section 8)."""
+    # with gradients a DTensor answers with a new view of it
     with torch.no_grad(): return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -1154,7 +1154,7 @@ class Bench(Rank):
     tensors of uneven sizes, is their version modulo 120, so that a reader can tell."""
 
     async def join(self, port: int, num_mb: int, seed: int, num_generators: int) -> tuple | None:
-        """Of the trainer, which publishes 50 versions: its door, and a handle of its own weights"""
+        """The trainer publishes 50 versions; its door, and a handle of the weights it writes to."""
         form_group(port, self.rank, 1 + num_generators)
         self.three = torch.distributed.new_group([0, 1, 2])  # the trainer and two generators
         self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
@@ -1227,7 +1227,7 @@ Row = collections.namedtuple("Row", "road ms ratio trainer generator torn reads 
 
 
 async def row(ranks, num_rounds: int, *road) -> Row:
-    """road: its name, generators, and where it starts, as Bench.sync has it"""
+    """road: its name, generators and source, as Bench.sync has them"""
     ms, memmove, held_s = await measure(ranks, num_rounds, "sync", *road)
     trainer, *generators = (statistics.median(of_rank) * 1e3 for of_rank in zip(*held_s))
     *_, torn = await measure(ranks, num_rounds, "race", *road)
