@@ -736,7 +736,7 @@ def test_tied_weights_and_buffers_arrive_as_such():
     model = m.Policy(m.Config()).model
     model.register_buffer("steps", torch.tensor([3.0]))
     weights = m.weights_of(model)
-    manifest = m.Manifest.of(weights)
+    manifest = m.manifest_of(weights)
     spec = {spec.name: spec for spec in manifest.specs}
     assert "steps" in spec and spec["lm_head.weight"].tied_to == "model.embed_tokens.weight"
     assert spec["lm_head.weight"].offset == spec["model.embed_tokens.weight"].offset
@@ -1014,14 +1014,14 @@ import asyncio, json, monarch_rl as m
 
 async def main():
     procs, relay_procs = [m.this_host().spawn_procs(per_host={"rank": n}) for n in (3, 1)]
-    ranks, store = procs.spawn("ranks", m.Bench, 16, 0, 2), m.open_store()
-    door, *_ = (await ranks.do.call("join", store.port)).values()
+    ranks, store = procs.spawn("ranks", m.Bench), m.open_store()
+    door, _ = (await ranks.do.call("join", store.port, 16, 0, 2)).item(rank=0)
     relay = relay_procs.spawn("relay", m.Relay, door, 2)
-    handle = await relay.handle.call_one()
-    await ranks.slice(rank=slice(1, 3)).do.call("attach", handle, relay)
-    row = await m.row(ranks, "relay", 2, 150)
+    handle = await relay.do.call_one("handle")
+    await ranks.slice(rank=slice(1, 3)).do.call("attach", handle)
+    row = await m.row(ranks, 150, "relay", 2, relay)
     (_, skipped) = await ranks.slice(rank=0).do.call_one("publish_many", 0)
-    versions = [await relay.pull.call_one() for _ in range(3)]
+    versions = [await relay.do.call_one("pull") for _ in range(3)]
     print(json.dumps([row.reads, row.torn, skipped, versions]), flush=True)
 
 asyncio.run(main())
@@ -1241,7 +1241,7 @@ def test_sharded_tensors_are_tied_if_they_are_one():
     for mesh_shape, placement in [((2,), rows()), ((4,), rows()), ((4,), m.dtensor.Replicate())]:
         for found in ranks(wholes, mesh_shape, dict.fromkeys(wholes, [placement])):
             found["head"] = found["embed"]
-            specs = m.Manifest.of(found).specs
+            specs = m.manifest_of(found).specs
             assert [spec.tied_to for spec in specs] == ["embed", "other", "embed"], mesh_shape
             assert specs[0].num_bytes == 40 and specs[1].offset == 64
 
