@@ -1275,17 +1275,17 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 # in elements, and where its first element lies in what the rank has of the tensor.
 Box = collections.namedtuple("Box", "offset size local")
 
-# Elements that one rank (of the source's side) has and another (of the target's) needs: where the
-# first one lies in the whole tensor, how many, where it lies in what each of the two has.
-Move = collections.namedtuple("Move", "source target offset size read_at write_at")
+# Elements of a tensor that one rank (of the source's side) has and another (of the target's) needs:
+# where the first one lies in the whole, how many, where it lies in what each of the two has.
+Move = collections.namedtuple("Move", "name source target offset size read_at write_at")
 
-# A plan, by example: a matrix of 5 x 23, the trainer cut by rows, the generator by columns.
+# A plan, by example: a matrix "w" of 5 x 23, the trainer cut by rows, the generator by columns.
 #
 #     source 0 has   Box((0, 0), (3, 23), (0, 0))     target 0 needs   Box((0, 0), (5, 12), (0, 0))
 #     source 1 has   Box((3, 0), (2, 23), (0, 0))     target 1 needs   Box((0, 12), (5, 11), (0, 0))
 #
-#     Move(source 0, target 1, offset (0, 12), size (3, 11), read_at (0, 12), write_at (0, 0))
-#     Move(source 1, target 1, offset (3, 12), size (2, 11), read_at (0, 12), write_at (3, 0))
+#     Move("w", source 0, target 1, offset (0, 12), size (3, 11), read_at (0, 12), write_at (0, 0))
+#     Move("w", source 1, target 1, offset (3, 12), size (2, 11), read_at (0, 12), write_at (3, 0))
 #     and two more for target 0
 
 
@@ -1302,7 +1302,7 @@ def boxes(shape: tuple, mesh_shape: tuple, placements: tuple, at: tuple) -> list
         if not placement.is_replicate():
             parts = indices[placement.dim].chunk(getattr(placement, "split_factor", 1))
             # torch.chunk: all shards but the last ones have ceil(n / ranks); those may be empty
-            widths = [max(1, -(-len(part) // num_ranks)) for part in parts]
+            widths = [-(-len(part) // num_ranks) for part in parts]
             indices[placement.dim] = torch.cat(
                 [part[i * width : (i + 1) * width] for part, width in zip(parts, widths)])
     return [Box(*(tuple(run[k] for run in runs) for k in range(3)))
@@ -1346,24 +1346,23 @@ def plan(name: str, source: list[list[Box]], target: list[list[Box]], sent=None)
                 best = min(ranks, key=sent.__getitem__)
                 read_at, write_at = (tuple(at + s - o for at, o, s in zip(
                     box.local, box.offset, start)) for box in (have, need))
-                moves.append(Move(best, rank, start, size, read_at, write_at))
+                moves.append(Move(name, best, rank, start, size, read_at, write_at))
                 sent[best] += math.prod(size)
                 missing -= math.prod(size)
         demand(missing == 0, f"{name}: {missing} elements of {need} are nowhere")
     return moves
 
 
-def placed(tensor) -> list[Box]:
-    """What this process has of a DTensor."""
-    mesh = tensor.device_mesh
-    return boxes(tensor.shape, mesh.shape, tensor.placements, tuple(mesh.get_coordinate()))
+def placed(tensor) -> tuple[tuple, tuple, tuple]:
+    """How a DTensor is cut, and where this process is in its mesh: the last three arguments of
+    `boxes`. A plain tensor is one that a mesh of no dimensions leaves whole."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return (mesh.shape, tensor.placements, tuple(mesh.get_coordinate())) if mesh else ((), (), ())
 
 
 def box_parts(view, tensor) -> list[tuple]:
     """[(part of the slot's view of a whole tensor, the same of what this process has of it)]"""
-    if local(tensor) is tensor:  # not a DTensor
-        return [(view, tensor)]
-    mine, held = local(tensor), placed(tensor)
+    mine, held = local(tensor), boxes(tensor.shape, *placed(tensor))
     return [(view[region(box.offset, box.size)], mine if len(held) == 1 else
              mine[region(box.local, box.size)]) for box in held]
 
@@ -1387,7 +1386,6 @@ class ShardWriter(WeightWriter):
         the others."""
         super().__init__(tensors, num_readers, arena=handle and Arena.attach(handle, tensors))
         self.rank, self.words = rank, self.arena.words
-        self.done = -1 - rank if rank else Arena.LATEST  # says what I wrote; so rank 0 commits
         self.others = () if rank else range(1, num_ranks)  # for whom I wait before
 
     @classmethod
@@ -1399,26 +1397,25 @@ class ShardWriter(WeightWriter):
         return writer or cls(tensors, num_readers, rank, num_ranks, *handle)
 
     def parts(self, view, tensor) -> list[tuple]:
-        copies = [self.rank]  # of a plain tensor, such as a buffer, every rank has a copy
-        if local(tensor) is not tensor:
-            pairs = zip(tensor.placements, tensor.device_mesh.get_coordinate())
-            copies = [at for placement, at in pairs if placement.is_replicate()]
+        _, placements, at = placed(tensor)
+        copies = [i for placement, i in zip(placements, at) if placement.is_replicate()]
+        if not placements: copies = [self.rank]  # of a buffer, say, every rank has one
         return [] if any(copies) else box_parts(view, tensor)  # the first copy is written
 
     def _pick(self, version: int) -> int | None:
-        slot = 0 if self.rank else self.arena.free_slot()  # 0: rank 0 will say
-        if self.rank == 0:  # the threads of all wait for this word
-            self.words[-1] = version * Arena.MAX_SLOTS + (self.SKIPPED if slot is None else slot)
+        if self.rank: return 0  # rank 0 will say
+        slot = self.arena.free_slot()  # and the threads of all wait for this word:
+        self.words[-1] = version * Arena.MAX_SLOTS + (self.SKIPPED if slot is None else slot)
         return slot
 
     def _copy(self, version: int, slot: int) -> None:
         try:
-            word = self._word_of(0, version)
-            named, slot = divmod(word, Arena.MAX_SLOTS)
-            if named == version and slot != self.SKIPPED:
+            slot = self._word_of(0, version) - version * Arena.MAX_SLOTS
+            if slot < self.SKIPPED:  # else no slot is free, or rank 0 is at a later version by now
                 self._write(slot)
                 for rank in self.others: self._word_of(rank, version)
-                self.words[self.done] = word
+                done = -1 - self.rank if self.rank else Arena.LATEST  # so rank 0 commits
+                self.words[done] = version * Arena.MAX_SLOTS + slot
         except Exception:  # whoever waits for my word must not wait forever
             self.words[-1 - self.rank] = self.FAILED
             raise
@@ -1440,10 +1437,10 @@ class Parcel:
     """All that one rank has for another, packed in one buffer, the widest dtype first: then each
     part starts at a multiple of its own, without gaps."""
 
-    def __init__(self, moves: list[tuple[str, Move]], tensors: dict, sending: bool):
-        """moves: (tensor, move) of one pair of ranks, the same on both sides."""
-        parts = [local(tensors[name])[region(move.read_at if sending else move.write_at, move.size)]
-                 for name, move in moves]
+    def __init__(self, moves: list[Move], tensors: dict, pair: tuple[int, int], sending: bool):
+        """moves: of all, the same on both sides; pair: which source and target it is for."""
+        parts = [local(tensors[m.name])[region(m.read_at if sending else m.write_at, m.size)]
+                 for m in moves if (m.source, m.target) == pair]
         parts.sort(key=lambda part: -part.itemsize)
         self.buffer = torch.zeros(sum(part.nbytes for part in parts), dtype=torch.uint8)
         rooms = self.buffer.split([part.nbytes for part in parts])
@@ -1471,37 +1468,28 @@ async def receive(parcels: list[Parcel], handles: list[tuple]) -> tuple[float, f
             sum(min(a[1] - a[0], b[1] - b[0]) for a, b in pairs))
 
 
-def two_ranks(shape: tuple, dim: int) -> list[list[Box]]:
-    return layout(shape, (2,), (dtensor.Shard(dim),))
+def rows_to_columns(name: str, shape: tuple, sent=None) -> list[Move]:
+    """From two ranks to two."""
+    return plan(name, *(layout(shape, (2,), (dtensor.Shard(dim),)) for dim in (0, 1)), sent)
 
 
 class Cutter(Rank):
-    """Ranks 0 and 1 are a trainer, 2 and 3 a generator. Each side has every matrix by rows, [0],
-    and by columns, [1]. An element of version v is its index modulo 120, plus v."""
+    """One rank of a trainer and one of a generator, as where both share GPUs: each has every matrix
+    by rows, [0], and by columns, [1]. An element of version v is its index modulo 120, plus v."""
 
-    def __init__(self, shapes: dict[str, tuple[int, int]]):
-        super().__init__()
-        self.shapes, self.trains, self.at = shapes, self.rank < 2, self.rank % 2
-
-    async def join(self, port: int) -> None:
-        form_group(port, self.rank, 4)
-        self.mesh = dtensor.init_device_mesh("cpu", (2, 2), mesh_dim_names=("side", "rank"))["rank"]
-        self.by, found = (self._cut(0), self._cut(1)), [None] * 4
-        if self.rank == 0:
-            self.end = ShardWriter(self.by[0], 2, 0, 2)
-            self.block = self.end.arena.slots[-1]  # never written: two leases leave others free
-        sent, mine = collections.Counter(), self.by[0 if self.trains else 1]
-        moves = [(name, move) for name, shape in self.shapes.items()
-                 for move in plan(name, two_ranks(shape, 0), two_ranks(shape, 1), sent)]
-        pairs = [(self.at, i) if self.trains else (i, self.at) for i in (0, 1)]  # (from, to)
-        self.mail = [Parcel([(name, move) for name, move in moves if move[:2] == pair], mine,
-                            self.trains) for pair in pairs]
-        arena, mail = None if self.rank else self.end.arena.handle, [p.buffer for p in self.mail]
-        torch.distributed.all_gather_object(found, (arena, [*map(pieces_of, mail)]))
-        self.handles, arena = [handles[self.at] for _, handles in found[:2]], found[0][0]
-        if self.rank:
-            self.end = (ShardWriter(self.by[0], 2, 1, 2, arena) if self.trains
-                        else ShardReader(arena, self.at, self.by[0]))
+    async def join(self, port: int, shapes: dict[str, tuple[int, int]]) -> None:
+        form_group(port, self.rank, 2)
+        self.mesh, self.shapes = dtensor.init_device_mesh("cpu", (2,)), shapes
+        self.have, self.got = ([self._cut(0), self._cut(1)] for _ in range(2))
+        self.end = ShardWriter.join(self.have[0], 2, self.rank, 2)
+        self.reader = ShardReader(self.end.arena.handle, self.rank, self.got[0])
+        self.block = self.end.arena.slots[-1]  # never written: two leases leave others free
+        sent, handles = collections.Counter(), [None] * 2
+        moves = [m for name, shape in shapes.items() for m in rows_to_columns(name, shape, sent)]
+        self.outgoing = [Parcel(moves, self.have[0], (self.rank, i), True) for i in (0, 1)]
+        self.incoming = [Parcel(moves, self.got[1], (i, self.rank), False) for i in (0, 1)]
+        torch.distributed.all_gather_object(handles, [pieces_of(p.buffer) for p in self.outgoing])
+        self.handles = [of_source[self.rank] for of_source in handles]
 
     def _cut(self, dim: int) -> dict:
         """This version, as distribute_tensor cuts it."""
@@ -1511,41 +1499,35 @@ class Cutter(Rank):
             for name, shape in self.shapes.items()}
 
     def step(self) -> None:
-        """The trainer's next version."""
+        """The trainer's next version, of which nothing has been sent."""
         self.version, self.found = self.version + 1, [0, 0.0, 0.0]
-        for tensor in [*self.by[0].values(), *self.by[1].values()]:
-            if self.trains:  # those of the generator change when it gets them
-                local(tensor).add_(1)
+        for tensor in [*self.have[0].values(), *self.have[1].values()]: local(tensor).add_(1)
 
     # The roads. source: the dimension along which the trainer is cut; target: the generator.
 
-    async def slots(self, source: int, target: int) -> None:
-        """The generator looks every half millisecond until it has this version."""
-        self.end.tensors = self.by[source if self.trains else target]
-        if self.trains: return self.end.publish(self.version)
-        while self.end.pull() < self.version: time.sleep(0.0005)
-
     async def gather(self, source: int, target: int) -> None:
-        """The usual way, among the trainer's ranks."""
-        if self.trains:
-            for there, here in zip(self.by[source].values(), map(local, self.by[target].values())):
-                here[0] = 0  # step has made all of it right already
-                here.copy_(there.full_tensor().chunk(2, target)[self.at])
-                self.found[0] += 2 * here.nbytes  # in the gather, and from here to a generator
+        """The usual way: the trainer's ranks tell each other all, and cut that."""
+        for there, here in zip(self.have[source].values(), map(local, self.got[target].values())):
+            here.copy_(there.full_tensor().chunk(2, target)[self.rank])
+            self.found[0] += 2 * here.nbytes  # in the gather, and from here to a generator
 
     async def parcels(self, *_) -> None:
         """By rows to by columns. Before `slots`, which makes tensors of the generator views."""
-        if self.trains:
-            for parcel in self.mail: parcel.copy()
+        for parcel in self.outgoing: parcel.copy()
         torch.distributed.barrier()
-        if not self.trains:
-            num_bytes = sum(parcel.buffer.nbytes for parcel in self.mail)
-            self.found = [num_bytes, *await receive(self.mail, self.handles)]
+        num_bytes = sum(parcel.buffer.nbytes for parcel in self.incoming)
+        self.found = [num_bytes, *await receive(self.incoming, self.handles)]
+
+    async def slots(self, source: int, target: int) -> None:
+        """The generator looks every half millisecond until it has this version."""
+        self.end.tensors, self.reader.tensors = self.have[source], self.got[target]
+        self.end.publish(self.version)
+        while self.reader.pull() < self.version: time.sleep(0.0005)
 
     async def result(self, dim: int) -> list:
         """Of the last round: [tensors that are what distribute_tensor makes of this version, bytes
         sent from rank to rank, seconds hidden by overlap, seconds that could be hidden]"""
-        pairs = zip(self.by[dim].values(), self._cut(dim).values())
+        pairs = zip(self.got[dim].values(), self._cut(dim).values())
         return [sum(torch.equal(local(a), local(b)) for a, b in pairs), *self.found]
 
 
@@ -1556,34 +1538,31 @@ CUTS = [("gather", 0, 1), ("parcels", 0, 1), ("slots", 0, 1), ("slots", 1, 0), (
 
 async def demo_reshard(report: Report, cfg: Config) -> None:
     """from sharding A to sharding B every needed byte moves exactly once"""
-    moves = plan("5 x 23", two_ranks((5, 23), 0), two_ranks((5, 23), 1))
+    moves = rows_to_columns("5 x 23", (5, 23))
     report.table(["5 x 23, trainer by rows", "generator by columns", "from element", "size"],
                  *([f"rank {m.source}", f"rank {m.target}", m.offset, m.size] for m in moves))
-    num_rows = cfg.model_mb * MIB // (8 * 2 * 1025)
-    shapes = {f"layer.{i}": (num_rows + i, 1025) for i in range(8)}
-    report.say("", "a trainer and a generator of two ranks each (at 96 MiB about 20 s)")
-    procs, store = this_host().spawn_procs(per_host={"rank": 4}), open_store()
-    ranks, rows, right = procs.spawn("cutter", Cutter, shapes), [], 0
+    shapes = {f"layer.{i}": (cfg.model_mb * MIB // (8 * 2 * 1025) + i, 1025) for i in range(8)}
     needed = sum(2 * math.prod(shape) for shape in shapes.values())  # bytes
-    await ranks.do.call("join", store.port)
+    report.say("", "a trainer and a generator of two ranks each (at 96 MiB about 15 s)")
+    procs, store = this_host().spawn_procs(per_host={"rank": 2}), open_store()
+    ranks, rows, found = procs.spawn("cutter", Cutter), [], []
+    await ranks.do.call("join", store.port, shapes)
     for road, source, target in CUTS:
         # the first round touches pages, and connects: the median hides it
-        ms, memmove_ms, _ = await measure(ranks, 7 if road == "slots" else 3, road, source, target)
-        found = [*(await ranks.do.call("result", target)).values()]
-        right += sum(n for n, *_ in (found[:2] if road == "gather" else found[2:]))
-        _, num_bytes, hidden_s, could_s = map(sum, zip(*found))
+        ms, memmove_ms, _ = await measure(ranks, 7, road, source, target)
+        results = (await ranks.do.call("result", target)).values()
+        found.append([sum(of_ranks) for of_ranks in zip(*results)])
         rows.append([f"{BY[source]} to {BY[target]}, {road}", ms, ms / memmove_ms,
-                     num_bytes / needed if num_bytes else ""])
-        if road == "parcels":
-            report.figure(overlap_share=hidden_s / could_s, moved_over_needed=rows[-1][-1])
+                     found[-1][1] / needed or ""])
     await procs.stop()
     report.table(["trainer to generator", "ms", "x memmove", "bytes sent / needed"], *rows)
     gather, parcels, there, back, same = rows
     slower = max(there[2], back[2])  # x memmove: it was measured in the same rounds
+    right, _, hidden_s, could_s = map(sum, zip(*found))
     report.figure(reshard_over_same=slower / same[2], reshard_over_memmove=slower,
-                  gather_over_reshard=gather[1] / there[1])
-    # if each of two ranks has half of the n rows, rounded down
-    cut = sum(reach(two_ranks((n // 2 * 2, k), 0)) != [n, k] for n, k in shapes.values())
+                  gather_over_reshard=gather[1] / there[1], overlap_share=hidden_s / could_s,
+                  moved_over_needed=parcels[3])
+    cut = sum(num_rows // 2 * 2 < num_rows for num_rows, _ in shapes.values())  # among two ranks
     report.check("matrices of 8 that rounding cuts", cut, ">", 0)
     report.check("tensors of 80 that are wrong", 80 - right, "==", 0)
     report.check("bytes that parcels moved / needed", parcels[3], "==", 1.0)

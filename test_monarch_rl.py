@@ -1120,7 +1120,8 @@ def test_plan_gives_every_rank_what_distribute_tensor_gives(seed):
         whole, sides = wholes["w0"], [random_cut(rng, wholes) for _ in range(2)]
         have, want = (ranks(wholes, *side) for side in sides)
         boxes = [m.layout(whole.shape, mesh, placed["w0"]) for mesh, placed in sides]
-        assert boxes == [[m.placed(d["w0"]) for d in side] for side in (have, want)]
+        assert boxes == [
+            [m.boxes(whole.shape, *m.placed(d["w0"])) for d in side] for side in (have, want)]
         got = [torch.full_like(m.local(d["w0"]), -1) for d in want]
         writes, sent = [torch.zeros(t.shape) for t in got], [[] for _ in have]
         for move in m.plan("w0", *boxes):
@@ -1180,20 +1181,18 @@ def test_parcels_carry_what_is_needed_and_nothing_else():
         sides = [random_cut(rng, wholes) for _ in range(2)]
         have, want = (ranks(wholes, *side) for side in sides)
         got = [{name: torch.full_like(m.local(t), -1) for name, t in d.items()} for d in want]
-        moves = collections.defaultdict(list)
-        for name, whole in wholes.items():
-            for move in m.plan(name, *(m.layout(whole.shape, mesh, placed[name])
-                                       for mesh, placed in sides)):
-                moves[move.source, move.target].append((name, move))
+        moves = [move for name, whole in wholes.items() for move in m.plan(
+            name, *(m.layout(whole.shape, mesh, placed[name]) for mesh, placed in sides))]
         num_bytes = 0
-        for (source, target), both in moves.items():
-            sent = m.Parcel(both, have[source], sending=True)
-            found = m.Parcel(both, got[target], sending=False)
+        for source, target in itertools.product(range(len(have)), range(len(got))):
+            sent = m.Parcel(moves, have[source], (source, target), sending=True)
+            found = m.Parcel(moves, got[target], (source, target), sending=False)
             sent.copy()
             found.buffer.copy_(sent.buffer)
             found.copy()
             num_bytes += sent.buffer.nbytes
-            kinds.add(frozenset(wholes[name].dtype.itemsize for name, _ in both))
+            kinds.add(frozenset(wholes[move.name].dtype.itemsize for move in moves
+                                if (move.source, move.target) == (source, target)))
         assert all(map(same, got, want)), sides
         assert num_bytes == sum(m.local(t).nbytes for d in want for t in d.values())
     assert frozenset([1, 2, 4, 8]) in kinds
@@ -1206,7 +1205,7 @@ def test_a_parcel_is_unpacked_while_the_next_is_read():
     begun, log = [threading.Event() for _ in range(5)], []
     begun[4].set()  # nobody is left to wait for
     target = {"w": torch.zeros(8)}
-    parcels = [m.Parcel([("w", move)], target, sending=False) for move in moves]
+    parcels = [m.Parcel(moves, target, (i, 0), sending=False) for i in range(4)]
 
     class Handle:
         def __init__(self, i):
