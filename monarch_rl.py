@@ -2236,7 +2236,8 @@ def on_device(cfg: Config, name: str, index: int) -> Config:
 
 def where(cfg: Config) -> str:
     trainer, generators = (", ".join(on_device(cfg, name, i).device for i in range(num))
-                           for name, num in (("trainer", cfg.trainers), ("generator", cfg.generators)))
+                           for name, num in (("trainer", cfg.trainers),
+                                             ("generator", cfg.generators)))
     return f"seed {cfg.seed}; trainer on {trainer}, generators on {generators}"
 
 
