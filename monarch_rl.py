@@ -2235,10 +2235,10 @@ def on_device(cfg: Config, name: str, index: int) -> Config:
 
 
 def where(cfg: Config) -> str:
-    trainer, generators = (", ".join(on_device(cfg, name, i).device for i in range(num))
-                           for name, num in (("trainer", cfg.trainers),
-                                             ("generator", cfg.generators)))
-    return f"seed {cfg.seed}; trainer on {trainer}, generators on {generators}"
+    sides = {"trainer": cfg.trainers, "generator": cfg.generators}
+    places = (", ".join(on_device(cfg, name, i).device for i in range(num))
+              for name, num in sides.items())
+    return "seed {}; trainer on {}, generators on {}".format(cfg.seed, *places)
 
 
 class Generator(Worker):
@@ -2273,53 +2273,38 @@ class Judge(Worker):
     async def rewards(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
         """Of each turn of each episode; nan where the function raises, or answers with something
         else than numbers: not judged is not 0."""
-        return [self._rewards(*episode) for episode in zip(prompts, answers)]
-
-    def _rewards(self, prompt: Prompt, said: list[str]) -> list[float]:
-        try:
-            found = [*map(float, self.task.score(prompt.turns, said))]
-        except (Exception, SystemExit):  # whatever it is, its caller counts it
-            found = []
-        num_turns = self.task.num_turns
-        return found if len(found) == num_turns else [math.nan] * num_turns
+        rewards = [[math.nan] * self.task.num_turns for _ in prompts]
+        for row, prompt, said in zip(itertools.count(), prompts, answers):
+            with contextlib.suppress(Exception, SystemExit):  # whatever it is, its caller counts it
+                found = [*map(float, self.task.score(prompt.turns, said))]
+                if len(found) == self.task.num_turns: rewards[row] = found
+        return rewards
 
 
 class Fleet:
     """The actors of an RL run, and what one asks of them."""
 
-    # Seconds after which a silent one counts as hung. Steps and rollouts of the tiny policy take
-    # some 30 ms; real models get 20 times as long.
-    DEADLINES_S = {"trainer": 10.0, "generator": 5.0, "judge": 2.0}
-
     def __init__(self, cfg: Config):
         self.cfg, self.sampler, self.handle, self.start = cfg, Sampler(cfg), None, Vault()
         self.num_asked, self.busy_s, self.num_unjudged, self.num_cut = 0, 0.0, 0, 0
-        self.trainer = self._service("trainer", Trainer, 1, num_ranks=cfg.trainers, max_attempts=1)
-        self.generators = self._service("generator", Generator, cfg.generators)
-        # two: one may hang while the other works
-        self.judges = self._service("judge", Judge, 2, max_attempts=1, max_in_flight=1)
-
-    def _service(self, name: str, worker: type, num_replicas: int, **limits):
-        patience = 1 if self.cfg.model == "tiny" or name == "judge" else 20
-        return this_proc().spawn(name, Service, name, worker, num_replicas,
-                                 patience * self.DEADLINES_S[name], self.cfg, **limits)
+        # The numbers are replicas, and seconds after which a silent one counts as hung: steps and
+        # rollouts of the tiny policy take some 30 ms. Two judges: one may hang, the other works.
+        slow = 1 if cfg.model == "tiny" else 20
+        self.services = self.trainer, self.generators, self.judges = [
+            this_proc().spawn(name, Service, name, worker, num, deadline_s, cfg, **limits)
+            for name, worker, num, deadline_s, limits in (
+                ("trainer", Trainer, 1, 10.0 * slow, dict(num_ranks=cfg.trainers, max_attempts=1)),
+                ("generator", Generator, cfg.generators, 5.0 * slow, {}),
+                ("judge", Judge, 2, 2.0, dict(max_attempts=1, max_in_flight=1)))]
 
     async def __aenter__(self) -> Fleet:
         # all at once: importing takes longer than anything else
-        await asyncio.gather(self._warm(), *(
-            service.start.call_one() for service in (self.generators, self.judges)))
+        await asyncio.gather(*(service.start.call_one() for service in self.services))
+        await self.load("", self.cfg)
         return self
 
     async def __aexit__(self, *_) -> None:
-        services = self.trainer, self.generators, self.judges
-        await asyncio.gather(*(service.close.call_one() for service in services))
-
-    async def _warm(self) -> None:
-        """The first trainer. What it has after the warm start, all runs begin with."""
-        await self.trainer.start.call_one()
-        await self._begin(warm=self.cfg.model == "tiny")
-        await self.begin_here()
-        await self.load("", self.cfg)  # publishes it as version 0
+        await asyncio.gather(*(service.close.call_one() for service in self.services))
 
     async def begin_here(self) -> None:
         """The weights that the trainer has are now those with which runs begin."""
@@ -2327,14 +2312,14 @@ class Fleet:
         await self.ask("save", room[0], "")
         self.start.keep(room, 0)
 
-    async def _begin(self, warm: bool) -> None:
-        self.store = open_store()  # NCCL still asks it at the first step
-        self.handle = await self.ask("begin", self.store.port, warm, deadline_s=120.0)
-
     async def load(self, path: str, cfg: Config) -> str:
         """The trainer, which may be a new one, becomes that of a checkpoint, or with "" that of
         version 0, for a run with this Config. Returns the state that was saved there."""
-        await self._begin(warm=False)
+        first = not self.start.kept  # what it has after its warm start, all runs begin with
+        self.store = open_store()  # NCCL still asks it at the first step
+        self.handle = await self.ask("begin", self.store.port, first and cfg.model == "tiny",
+                                     deadline_s=120.0)
+        if first: await self.begin_here()
         start = self.start.kept[0][0]
         self.version, state = await self.ask("load", path or start, start, cfg)
         return state
@@ -2344,9 +2329,8 @@ class Fleet:
         try:
             return await self.trainer.route.call_one(method, *args, **kwargs)
         except (ActorError, SupervisionError) as error:
-            if isinstance(cause(error), (SupervisionError, TrainerLost)):
-                raise TrainerLost from error
-            raise cause(error)
+            lost = isinstance(cause(error), (SupervisionError, TrainerLost))
+            raise TrainerLost if lost else cause(error)
 
     async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False) -> Rollout:
         """One request to generators, one to judges; without the episodes that could not be judged.
@@ -2359,10 +2343,10 @@ class Fleet:
         self.busy_s += busy_s
         self.num_cut += num_cut
         rewards = torch.tensor(await self.judge(rollout.prompts, rollout.answers))
-        rollout, judged = rollout._replace(rewards=rewards), rewards.isfinite().all(1)
-        self.num_unjudged += int((~judged).sum())
-        if not judged.any(): raise RuntimeError(f"none of {len(rewards)} episodes could be judged")
-        return Rollout.join([(rollout, judged.nonzero()[:, 0].tolist())])
+        judged = rewards.isfinite().all(1).nonzero()[:, 0].tolist()
+        self.num_unjudged += len(rewards) - len(judged)
+        if not judged: raise RuntimeError(f"none of {len(rewards)} episodes could be judged")
+        return Rollout.join([(rollout._replace(rewards=rewards), judged)])
 
     async def judge(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
         """Rewards per episode; nan if it could not be judged. If a request for many is lost with
@@ -2382,17 +2366,16 @@ class Fleet:
         rollouts = await asyncio.gather(*(self.rollout(prompts[i::n]) for i in range(n)))
         return Rollout.join([(r, list(range(len(r.prompts)))) for r in rollouts])
 
-    async def evaluate(self) -> tuple[int, float]:
-        """Greedy, over prompts never trained on: the share that is all right, and of which version.
-        One request, so one generator and one version, whatever the trainer does meanwhile."""
+    async def evaluate(self) -> float:
+        """Greedy, over prompts never trained on: the share that is all right. One request, so one
+        generator and one version, whatever the trainer does meanwhile."""
         rollout = await self.rollout(self.sampler.heldout, group_size=1, greedy=True)
-        right = rollout.rewards.sum(1) > 0.999
-        return int(rollout.versions.max()), float(right.float().mean())
+        return float((rollout.rewards.sum(1) > 0.999).float().mean())
 
     async def heldout_exact(self) -> float:
         """Of the trainer's newest version."""
         await self.ask("published")
-        return (await self.evaluate())[1]
+        return await self.evaluate()
 
 
 def under_way(count: collections.Counter) -> int:
