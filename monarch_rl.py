@@ -2384,41 +2384,43 @@ def under_way(count: collections.Counter) -> int:
     return 2 * count["started"] - sum(count.values())
 
 
-# What a number of StepStats says when it is so, told once per run.
-ALARMS = {"mismatch_k3": (">", 0.01, "trainer and generator disagree about the same weights"),
-          "ess": ("<", 0.3, "few samples carry all the weight: too old, or steps too long"),
-          "clipped": (">", 0.5, "most tokens have left the trust region before they were used"),
-          "entropy": ("<", 0.002, "the policy has no alternatives left to compare"),
-          "grad_norm": (">", 100.0, "gradients explode")}
+# What a number of StepStats says when it is so for so many steps in a row: told once per run.
+ALARMS = [("skipped", ">", 0, 10, "10 gradients in a row were not finite"),  # ends the run
+          ("mismatch_k3", ">", 0.01, 1, "trainer and generator disagree about the same weights"),
+          ("ess", "<", 0.3, 1, "few samples carry all the weight: too old, or steps too long"),
+          ("clipped", ">", 0.5, 1, "most tokens have left the trust region before they were used"),
+          ("entropy", "<", 0.002, 1, "the policy has no alternatives left to compare"),
+          ("grad_norm", ">", 100.0, 1, "gradients explode"),
+          ("reward", "==", 0.0, 20, "all wrong in 20 batches: nothing to learn from"),
+          ("reward", "==", 1.0, 20, "all right in 20 batches: nothing to learn from")]
 
 
 class History:
     """What a run has done, step by step, and the checkpoints from which it can go on."""
 
     MAX_LOSSES = 5  # of the trainer without a checkpoint in between; more is no accident
-    # in a row: updates without a finite gradient, which end the run; batches that are all right or
-    # all wrong, which is said
-    MAX_SKIPPED, NO_SIGNAL = 10, 20
     EVALUATE_EVERY = 25  # steps
-    # exact: held-out, at the last evaluation; nats: entropy; gen, train: shares of time at work
-    COLUMNS = "step reward exact lag max k3 ess nats clip gen train tok/s"
+    # exact: see `heldout`; nats: entropy; gen, train: shares of the time that these were at work
+    HEAD = "      step reward exact  lag max    k3  ess nats clip  gen train tok/s  said > answered"
+    LINE = ("{run:5s}{step:5d}{reward:7.2f}{heldout:6.2f}{lag_mean:5.1f}{lag_max:4d}"
+            "{mismatch_k3:6.0e}{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{:5.2f}{:6.2f}{:6.0f}  {}")
 
     def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = "",
                  **changes):
         """label: "" is quiet. saved: the folder inside --checkpoint; "": in memory. changes: to the
         fleet's Config."""
         self.fleet, self.report, self.label, self.num_steps = fleet, report, label, num_steps
-        self.cfg, self.alarms = fleet.cfg._replace(**changes), {*ALARMS} if label else set()
+        self.cfg, self.alarms = fleet.cfg._replace(**changes), ALARMS[:] if label else ALARMS[:1]
         self.rows: list[dict] = []  # one per step, the lines of --log
-        # version -> held-out exact, the latest of these; tasks that find it out
-        self.heldout, self.latest, self.evaluating = {}, math.nan, []
+        # held-out exact, of the last evaluation, or -1; tasks that evaluate
+        self.heldout, self.evaluating = -1.0, []
         self.count = collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0)
         self.losses, self.interrupted, folder = 0, False, fleet.cfg.checkpoint
         self.vault = Vault(f"{folder}/{saved}" if folder and saved else "")
 
     def __getitem__(self, name: str) -> list:
-        """A column: a field of StepStats; `seconds`, from the start to the end of each step;
-        `busy_s`, of all generators until then."""
+        """A column: a field of StepStats; until the end of each step `seconds` of the run, and
+        `busy_s` of all generators; `heldout`."""
         return [row[name] for row in self.rows]
 
     async def start(self) -> None:
@@ -2430,8 +2432,9 @@ class History:
 
         before = self.before = signal.getsignal(signal.SIGINT)
         if self.vault.folder: signal.signal(signal.SIGINT, interrupt)
-        if (self.cfg.loss, self.cfg.passes) == ("decoupled", 1):
+        if self.label and (self.cfg.loss, self.cfg.passes) == ("decoupled", 1):
             self.report.say("decoupled with one pass: its clip can never fire; see --passes")
+        if self.label: self.report.say(self.HEAD)
         self.started, self.fleet.busy_s = time.monotonic(), 0.0
         await self.restore()
 
@@ -2449,7 +2452,7 @@ class History:
             return await self.restore()
         if rows and not self.rows:
             self.started, fleet.busy_s = time.monotonic() - rows[-1]["seconds"], rows[-1]["busy_s"]
-            self.count.update({how: n - self.count[how] for how, n in count.items()})
+            self.count.update(count)
             self.count["lost"] += under_way(self.count)
             fleet.num_asked = num_asked
             fleet.sampler.rewind(num_drawn)
@@ -2472,59 +2475,39 @@ class History:
         self.vault.keep(room, step)
         self.losses = 0
         if self.interrupted: leave(130, f"interrupted; the same command goes on after step {step}")
-        if step == self.num_steps: signal.signal(signal.SIGINT, self.before)
+        if step == self.num_steps:
+            signal.signal(signal.SIGINT, self.before)
+            await asyncio.gather(*self.evaluating)
 
     async def _evaluate(self) -> None:
         """While the run goes on."""
         with contextlib.suppress(ActorError, SupervisionError, RuntimeError):  # else without it
-            version, share = await self.fleet.evaluate()
-            self.heldout[version] = self.latest = share
-
-    async def end(self) -> History:
-        await asyncio.gather(*self.evaluating)
-        return self
-
-    def reached(self, share: float) -> float:
-        """Seconds from the start to the version that was the first to have it; nan if none has."""
-        made = dict(zip(self["version"], self["seconds"]))
-        return min((made[v] for v, found in self.heldout.items() if v in made and found >= share),
-                   default=math.nan)
+            self.heldout = await self.fleet.evaluate()
 
     def add(self, stats: StepStats, batch: Rollout) -> None:
         """Logs a step, and shows it now and then, with what was said in one of its episodes."""
-        step, seconds = len(self.rows) + 1, since(self.started)
-        self.rows.append({"run": self.label, "step": step, "seconds": seconds,
-                          "busy_s": self.fleet.busy_s} | stats._asdict())
+        step = len(self.rows) + 1
+        self.rows.append({"run": self.label, "step": step, "seconds": since(self.started),
+                          "busy_s": self.fleet.busy_s, "heldout": self.heldout} | stats._asdict())
         with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
             log.write(json.dumps(self.rows[-1]) + "\n")
-        if sum(self["skipped"][-self.MAX_SKIPPED :]) == self.MAX_SKIPPED:
-            raise RuntimeError(f"{self.MAX_SKIPPED} gradients in a row were not finite")
-        recent = {*self["reward"][-self.NO_SIGNAL :]}
-        if step % self.NO_SIGNAL == 0 and recent in ({0.0}, {1.0}):
-            self.report.say(f"{self.label}: the last {self.NO_SIGNAL} batches had reward "
-                            f"{stats.reward:.0f} throughout: nothing to learn from")
-        for name in [*self.alarms]:
-            relation, limit, meaning = ALARMS[name]
-            if Report.OPERATORS[relation](self.rows[-1][name], limit):
-                self.alarms.remove(name)  # once is enough
-                found = show(self.rows[-1][name])
-                self.report.say(f"{self.label} {step}: {name} {found}: {meaning}")
+        for alarm in self.alarms[:]:
+            name, relation, limit, num_steps, meaning = alarm
+            recent = [row[name] for row in self.rows[-num_steps:]]
+            if sum(Report.OPERATORS[relation](found, limit) for found in recent) == num_steps:
+                self.alarms.remove(alarm)
+                told = f"{self.label} {step}: {name} {show(recent[-1])}: {meaning}"
+                if name == "skipped": raise RuntimeError(told)
+                self.report.say(told)
         if step % self.EVALUATE_EVERY == 0:
             self.evaluating.append(asyncio.ensure_future(self._evaluate()))
-        if step == 1 and self.label: self._show(self.COLUMNS.split(), "said > answered", keep=True)
         keep = bool(self.label) and (step == 1 or step % max(1, self.cfg.steps // 8) == 0)
         if keep or step % 10 == 0:
-            seconds, _, speed, *busy, _ = self.speed(step)
-            ends = [f"{number:.2f}" for number in (stats.ess, stats.entropy, stats.clipped, *busy)]
-            cells = [f"{step}", f"{stats.reward:.2f}", f"{self.latest:.2f}",
-                     f"{stats.lag_mean:.1f}", f"{stats.lag_max}", f"{stats.mismatch_k3:.0e}", *ends,
-                     f"{speed:.0f}"]
-            asked = " ".join(said for said, _ in batch.prompts[0].turns)
-            self._show(cells, f"{asked} > {' '.join(batch.answers[0])}", keep)
-
-    def _show(self, cells: list[str], said: str, keep: bool) -> None:
-        cells = map(str.rjust, cells, [5, 7, 6, 5, 4, 6, 5, 5, 5, 5, 6, 6])
-        self.report.progress(f"{self.label:5s}{''.join(cells)}  {said}"[:92], keep)
+            _, _, speed, gen, train, _ = self.speed(step)
+            said = " ".join(text for text, _ in batch.prompts[0].turns)
+            said += f" > {' '.join(batch.answers[0])}"
+            line = self.LINE.format(gen, train, speed, said, **self.rows[-1])
+            self.report.progress(line[:92], keep)
 
     def speed(self, num_steps: int) -> list:
         """Of the first steps: seconds, steps/s, tokens/s, shares of the time that generators and
@@ -2559,7 +2542,7 @@ async def train_sync(history: History, lag: int = 0) -> History:
             if history.is_due(len(history.rows)): await history.save()
         except TrainerLost:
             await history.restore()
-    return await history.end()
+    return history
 
 
 async def demo_sync_rl(report: Report, cfg: Config) -> None:
@@ -2686,7 +2669,6 @@ class AsyncRun:
         for task in tasks: task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*ended)
-        await self.history.end()
 
     async def _rollouts(self) -> None:
         """consumes tickets / waits for the gate, then for a generator and a judge / woken by
@@ -2743,36 +2725,35 @@ class AsyncRun:
 
 async def ablate(report: Report, cfg: Config) -> None:
     """What lag does and what saves it: the same policy goes on with samples of exactly that lag, at
-    a rate at which it shows. And what weights taken in flight do to lag."""
-    cells, gains = [*itertools.product((0, 4, 8), ("reinforce", cfg.loss))], []
-    num_steps, rate = max(1, cfg.steps // 7), cfg.lr or 3e-3
+    a rate at which it shows. And what weights taken in flight do to the lag of a real run."""
+    cells = [*itertools.product((0, 4, 8), ("reinforce", cfg.loss), ["rollout"]),
+             *itertools.product(["async"], [cfg.loss], ("rollout", "token"))]
+    num_steps, rate, found = max(1, cfg.steps // 7), cfg.lr or 3e-3, {cell: [] for cell in cells}
     for seed in range(cfg.seed, cfg.seed + 3):
         async with Fleet(cfg._replace(seed=seed)) as fleet:
             await train_sync(History(fleet, report, "base", max(1, cfg.steps * 4 // 9)))
             await fleet.begin_here()
-            for lag, loss in cells:  # without a decay: `steps` is far away
-                run = History(fleet, report, "", num_steps, loss=loss, lr=rate, steps=10**9)
-                rewards = (await train_sync(run, lag))["reward"]
-                gains.append([statistics.fmean(some) for some in (rewards[:5], rewards[-10:])])
-            lags = []
-            for pull in ("rollout", "token"):
+            for lag, loss, pull in cells:
                 fleet.cfg = fleet.cfg._replace(pull=pull)
-                run = History(fleet, report, "", num_steps)
-                await AsyncRun(run, cfg.max_lag).run()
-                lags.append([pull, statistics.fmean(run["lag_mean"]), max(run["lag_max"])])
+                # without a decay: `steps` is far away
+                run = History(fleet, report, "", num_steps, loss=loss, lr=rate, steps=10**9)
+                await (AsyncRun(run, cfg.max_lag).run() if lag == "async" else train_sync(run, lag))
+                columns = run["reward"][:5], run["reward"][-10:], run["lag_mean"]
+                found[lag, loss, pull].append([*map(statistics.fmean, columns)])
     rows = []
-    for i, (lag, loss) in enumerate(cells):
-        first, last = zip(*gains[i :: len(cells)])  # of the three seeds
-        means = map(statistics.fmean, (first, last))
-        rows.append([f"lag {lag}, {loss}", *means, min(last), max(last)])
-    report.table([f"{num_steps} steps at rate {rate}, 3 seeds", "reward first", "last", "least",
-                  "most"], *rows)
-    report.table(["new weights before a", "lag, mean", "max"], *lags)
-    (_, start, bare, *_), (_, saved_start, saved, *_) = rows[-2:]
-    report.figure(reward_lag8_uncorrected=bare - start, reward_lag8=saved - saved_start)
-    report.check("reward gained at lag 8, uncorrected", bare - start, "<", 0)
-    report.check(f"reward gained at lag 8, {cfg.loss}", saved - saved_start, ">", 0)
-    report.check("mean lag, weights taken in flight / not", lags[1][1] / lags[0][1], "<", 1)
+    for cell, seeds in found.items():
+        first, last, lags = zip(*seeds)
+        means = map(statistics.fmean, (lags, first, last))
+        rows.append([*cell, *means, min(last), max(last)])
+    report.say(f"{num_steps} steps at rate {rate}, 3 seeds")
+    report.table(["lag", "loss", "new weights before a", "lag, mean", "reward first", "last",
+                  "least", "most"], *rows)
+    *_, bare, saved, calm, fresh = rows
+    gained, uncorrected = saved[5] - saved[4], bare[5] - bare[4]
+    report.figure(reward_lag8_uncorrected=uncorrected, reward_lag8=gained)
+    report.check("reward gained at lag 8, uncorrected", uncorrected, "<", 0)
+    report.check(f"reward gained at lag 8, {cfg.loss}", gained, ">", 0)
+    report.check("mean lag, weights taken in flight", fresh[3], "<", calm[3])
 
 
 async def until_step(step: int, history: History, running: asyncio.Future) -> None:
@@ -2781,85 +2762,74 @@ async def until_step(step: int, history: History, running: asyncio.Future) -> No
     if running.done(): running.result()  # raises what ended it
 
 
+# What happens in the demo to a process of each service.
+FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": signal.SIGKILL}
+
+
 async def demo_async_rl(report: Report, cfg: Config) -> None:
     """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
     costs no step"""
     if cfg.ablate: return await ablate(report, cfg)
     report.say(f"{where(cfg)}; starting them takes about 10 s")
-    timed = max(1, cfg.steps * 4 // 5)  # steps to compare; then the faults begin
+    timed, struck, faults = max(1, cfg.steps * 4 // 5), {}, []  # steps to compare; then the faults
     async with Fleet(cfg) as fleet:
         before, loose = await fleet.heldout_exact(), History(fleet, report, "loose", min(60, timed))
         await AsyncRun(loose, max_lag=10**6).run()  # without the rule
         history = History(fleet, report, "async", cfg.steps, "async_rl")
         run = AsyncRun(history, cfg.max_lag)
-        running, services = asyncio.ensure_future(run.run()), operator.attrgetter(*FAULTS)(fleet)
-        victims, struck = [(await s.status.call_one())["pids"][0] for s in services], []
-        for part, (pid, number) in enumerate(zip(victims, FAULTS.values())):
+        running = asyncio.ensure_future(run.run())
+        for part, (name, number) in enumerate(FAULTS.items()):
             await until_step(timed + (cfg.steps - timed) * part // 3, history, running)
-            speed = history.speed(timed)
+            speed, victims = history.speed(timed), await getattr(fleet, name).status.call_one()
             if history.sent < cfg.steps:  # else nobody would notice
-                os.kill(pid, number)
-                struck.append(time.monotonic())
+                os.kill(victims["pids"][0], number)
+                struck[name] = time.monotonic()
         await running
         after = await fleet.heldout_exact()
         peer = await train_sync(History(fleet, report, "sync", timed))  # as far, at the same rates
-        logs = [(await service.status.call_one(60.0))["log"] for service in services]
-    report_speed(report, cfg.max_lag, timed, peer.speed(timed), speed)
-    report.say()
-    report_faults(report, struck, logs)
-    report_lag(report, run, loose)
+        for name, start in struck.items():
+            found = await getattr(fleet, name).status.call_one(60.0)
+            faults += [[f"{FAULTS[name].name}, one of {name}", why, (when - start) * 1e3,
+                        cure_s * 1e3] for _, why, when, cure_s in found["log"]]
+    report_run(report, run, speed, peer, loose)
+    if struck: report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults)
+    else: report.say("the run had ended before: no faults")
+    report.check("faults noticed and cured", len(faults), "==", len(struck))
     mismatch = max(peer["mismatch_k3"])  # of the replacement too, and all of lag 0
     history.report_learning(before, after, mismatch)
-    stall = sum(history["stall_s"]) / sum(history["step_s"])
-    report.figure(trainer_stall_share=stall, seconds_to_95=history.reached(0.95))
-    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     report.check("k3 of recorded and recomputed log-probabilities", mismatch, "<=", 1e-6)
     report.check("held-out exact, gained", after - before, ">", 0)
     report.say("try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
 
 
-# What happens in the demo to a process of each service.
-FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": signal.SIGKILL}
-
-
-def report_faults(report: Report, struck: list[float], logs: list[list]) -> None:
-    """struck: when; logs: what each service has replaced since its start."""
-    rows = [[f"{number.name}, one of {name}", why, (when - start) * 1e3, cure_s * 1e3]
-            for (name, number), start, log in zip(FAULTS.items(), struck, logs)
-            for _, why, when, cure_s in log]
-    if not struck: return report.say("the run had ended before: no faults")
-    report.table(["fault", "noticed", "after ms", "replaced after ms"], *rows)
-    report.check("faults noticed and cured", len(rows), "==", len(struck))
-
-
-def report_speed(report: Report, max_lag: int, timed: int, sync: list, fast: list) -> None:
-    """The two ways to run: equal numbers of trained samples, the same actors, a thread each."""
+def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: History) -> None:
+    """fast: speed of the run until the faults; peer: synchronous, as many trained samples and the
+    same actors, a thread each; loose: without a bound on lag. And where all groups went."""
+    history, fleet, bound, timed = run.history, run.fleet, run.buffer.max_lag, peer.num_steps
+    sync, count, in_flight = peer.speed(timed), history.count, run.away + len(run.buffer.groups)
     report.table([f"{timed} steps", "s", "steps/s", "tokens/s", "generators busy", "trainer busy",
                   "reward then"], ["sync", *sync], ["async", *fast])
-    # Alone, in the synchronous run, sides take t1 and t2. At best only the longer of them counts.
-    speedup, alone, both = sync[0] / fast[0], [share * sync[0] for share in sync[3:5]], fast[3:5]
-    report.figure(async_speedup=speedup, sync_s=sync[0], async_s=fast[0],
-                  bottleneck_busy_share=max(both),
-                  speedup_of_ideal=speedup / (sum(alone) / max(alone)))
-    if max_lag:  # with K = 0 the asynchronous run is a synchronous one
-        report.check("sync seconds / async seconds", speedup, ">", 1)
-    report.check("reward lost to lag", sync[-1] - fast[-1], "<", 0.1)
-
-
-def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
-    """Where all groups went, and how old they were."""
-    count, in_flight, bound = run.gate.count, run.away + len(run.buffer.groups), run.buffer.max_lag
-    all_groups = run.history.num_steps * GROUPS_PER_BATCH
     rows = [[how, most, statistics.fmean(h["lag_mean"]), max(h["lag_max"])] for how, most, h in (
-        ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", run.history))]
+        ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", history))]
     report.table(["lag, in versions", "bound", "mean", "max"], *rows)
     report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
-    report.say(f"episodes that no judge could score: {run.fleet.num_unjudged}")
-    report.figure(**count, in_flight=in_flight, unjudged=run.fleet.num_unjudged)
+    report.say(f"episodes that no judge could score: {fleet.num_unjudged}, that did not fit into "
+               f"the model's context: {fleet.num_cut}")
+    # At best, of the shares of time that the sides need in turn only the longer one is left.
+    speedup, ideal = sync[0] / fast[0], sum(sync[3:5]) / max(sync[3:5])
+    stall = sum(history["stall_s"]) / sum(history["step_s"])
+    good = [row["seconds"] for row in history.rows if row["heldout"] >= 0.95]
+    report.figure(async_speedup=speedup, speedup_of_ideal=speedup / ideal, sync_s=sync[0],
+                  async_s=fast[0], bottleneck_busy_share=max(fast[3:5]), trainer_stall_share=stall,
+                  seconds_to_95=min(good, default=-1.0),  # -1: never
+                  **count, in_flight=in_flight, unjudged=fleet.num_unjudged)
+    if bound: report.check("sync seconds / async seconds", speedup, ">", 1)  # K = 0 is synchronous
+    report.check("reward lost to lag", sync[-1] - fast[-1], "<", 0.1)
+    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
     report.check("largest lag", rows[1][-1], "<=", bound)
     report.check("groups started, not accounted for", under_way(count) - in_flight, "==", 0)
-    report.check("groups trained on", count["trained"], "==", all_groups)
+    report.check("groups trained on", count["trained"], "==", history.num_steps * GROUPS_PER_BATCH)
 
 
 # -- plumbing: the command line -------------------------------------------------------------------
