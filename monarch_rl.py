@@ -1651,23 +1651,21 @@ class Sampler:
     and processes: `heldout` for figures; `validation` decides when a warm start is over."""
 
     def __init__(self, cfg: Config):
-        self.task, self.seed, rng = task_of(cfg.task), cfg.seed, random.Random("held out")
+        # num_drawn: all that the next prompt depends on, beside the seed
+        self.task, self.seed, self.num_drawn = task_of(cfg.task), cfg.seed, 0
+        rng = random.Random("held out")
         some = [*dict.fromkeys(self.task.conversation(rng) for _ in range(2000))]  # distinct
         aside = some[: min(512, len(some) // 2)]
         fixed = [Prompt(-1 - i, turns) for i, turns in enumerate(aside)]
         self.heldout, self.validation, self.never = fixed[::2], fixed[1::2], {*aside}
-        self.rewind(0)
-
-    def rewind(self, num_drawn: int) -> None:
-        """As if so many had been drawn."""
-        rng, self.num_drawn = random.Random(self.seed), num_drawn
-        every = (self.task.conversation(rng) for _ in itertools.count())
-        prompts = map(Prompt, itertools.count(), (t for t in every if t not in self.never))
-        self.prompts = itertools.islice(prompts, num_drawn, None)
 
     def draw(self, num_prompts: int) -> list[Prompt]:
-        self.num_drawn += num_prompts
-        return [*itertools.islice(self.prompts, num_prompts)]
+        prompts = []
+        while len(prompts) < num_prompts:
+            turns = self.task.conversation(random.Random(f"{self.seed} {self.num_drawn}"))
+            if turns not in self.never: prompts.append(Prompt(self.num_drawn, turns))
+            self.num_drawn += 1
+        return prompts
 
 
 class Rollout(collections.namedtuple("Rollout", "ids mask turns logprobs versions rewards "
@@ -2166,21 +2164,18 @@ class Trainer(Worker):
     def _parts(self, batch: Rollout) -> list[Part]:
         """This rank's rows, in as many forward passes as MAX_LOGITS makes of them: long rows with
         long ones, so that there is little to fill up."""
-        cfg, tokens = self.cfg, batch.mask.sum(1)
         returns = batch.rewards.flip(1).cumsum(1).flip(1)  # what comes after a token is due to it
-        table = advantages(returns, batch.group_ids, cfg.baseline)
-        vocabulary = self.policy.model.config.vocab_size
-        num_parts = -(-batch.ids.numel() * vocabulary // (MAX_LOGITS * cfg.trainers))
-        mine = tokens.argsort(descending=True, stable=True)[self.rank :: cfg.trainers]
-        parts = []
-        for rows in mine.tensor_split(num_parts):  # as many on every rank, or they would hang
-            ids, turns, mu, versions = packed(*(column[rows] for column in (
-                batch.mask, batch.ids, batch.turns, batch.logprobs, batch.versions)))
-            chosen, turns = turns[:, 1:] > 0, turns[:, 1:]  # column t is predicted at t - 1
-            advantage = table[rows].gather(1, (turns - 1).clamp(min=0))
-            parts.append(Part(*(column.to(cfg.device) for column in (
-                ids, chosen, mu[:, 1:][chosen], advantage[chosen],
-                versions[:, 1:][chosen] == self.version))))
+        table = advantages(returns, batch.group_ids, self.cfg.baseline)
+        columns = (batch.mask, batch.ids, batch.turns, batch.logprobs,
+                   table.gather(1, (batch.turns - 1).clamp(min=0)), batch.versions == self.version)
+        num_logits = batch.ids.numel() * self.policy.model.config.vocab_size // self.cfg.trainers
+        by_length = batch.mask.sum(1).argsort(descending=True, stable=True)
+        mine, parts = by_length[self.rank :: self.cfg.trainers], []
+        # as many parts on every rank, or they would hang
+        for rows in mine.tensor_split(-(-num_logits // MAX_LOGITS)):
+            ids, turns, *others = packed(*(c[rows].to(self.cfg.device) for c in columns))
+            chosen = turns[:, 1:] > 0  # column t is predicted at t - 1
+            parts.append(Part(ids, chosen, *(column[:, 1:][chosen] for column in others)))
         return parts
 
     def _score(self, model, part: Part) -> tuple:
@@ -2196,7 +2191,8 @@ class Trainer(Worker):
         pi.sum().backward()
         still = sum(not p.grad.any() for p in model.parameters())
         self.optimizer.zero_grad()
-        off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
+        with torch.no_grad():
+            off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
         same = (batch.group_ids[:, None] == batch.group_ids).float()
         centre = same @ advantages(batch.rewards, batch.group_ids)
         said = {*map(tuple, batch.answers)}
@@ -2453,7 +2449,7 @@ class History:
             self.count.update({how: n - self.count[how] for how, n in count.items()})
             self.count["lost"] += under_way(self.count)
             fleet.num_asked = num_asked
-            fleet.sampler.rewind(num_drawn)
+            fleet.sampler.num_drawn = num_drawn
         if rows or self.rows:
             self.report.say(f"{self.label}: the trainer goes on after step {len(rows)}")
         self.rows[:], self.sent = rows, len(rows)  # sent: steps that the trainer has or is to make
