@@ -2346,16 +2346,12 @@ class Fleet:
         rollouts = await asyncio.gather(*(self.rollout(prompts[i::n]) for i in range(n)))
         return Rollout.join([(r, list(range(len(r.prompts)))) for r in rollouts])
 
-    async def evaluate(self) -> float:
+    async def evaluate(self, newest: bool = True) -> float:
         """Greedy, over prompts never trained on: the share that is all right. One request, so one
-        generator and one version, whatever the trainer does meanwhile."""
+        generator and one version, whatever the trainer does meanwhile. newest: waits for its."""
+        if newest: await self.ask("published")
         rollout = await self.rollout(self.sampler.heldout, group_size=1, greedy=True)
         return float((rollout.rewards.sum(1) > 0.999).float().mean())
-
-    async def heldout_exact(self) -> float:
-        """Of the trainer's newest version."""
-        await self.ask("published")
-        return await self.evaluate()
 
 
 def under_way(count: collections.Counter) -> int:
@@ -2462,7 +2458,7 @@ class History:
     async def _evaluate(self) -> None:
         """While the run goes on."""
         with contextlib.suppress(ActorError, SupervisionError, RuntimeError):  # else without it
-            self.heldout = await self.fleet.evaluate()
+            self.heldout = await self.fleet.evaluate(newest=False)
 
     def add(self, stats: StepStats, batch: Rollout) -> None:
         """Logs a step, and shows it now and then, with what was said in one of its episodes."""
@@ -2530,15 +2526,16 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
     every sample has lag 0"""
     report.say(f"{where(cfg)}; starting them takes about 15 s")
     async with Fleet(cfg) as fleet:
-        first, before = await fleet.batch(), await fleet.heldout_exact()
+        first, before = await fleet.batch(), await fleet.evaluate()
         for what, *found in await fleet.ask("examine", first): report.check(what, *found)
         history = History(fleet, report, "sync", max(1, cfg.steps // 2), "sync_rl")
         await train_sync(history)
-        stale, after = (await fleet.ask("examine", first))[0][1], await fleet.heldout_exact()
+        stale, after = (await fleet.ask("examine", first))[0][1], await fleet.evaluate()
     mismatch = max(history["mismatch_k3"])
     gain = history.report_learning(before, after, mismatch)
     report.check(f"k3 of the first batch, {len(history.rows)} steps too late", stale, ">", 1e-4)
-    report.check("k3 of recorded and recomputed, largest of all steps", mismatch, "<=", 1e-6)
+    report.check("k3 of recorded and recomputed, largest of all steps", mismatch, "<=",
+                 MAX_K3[cfg.device])
     report.check("lag, largest of all steps", max(history["lag_max"]), "==", 0)
     report.check("reward gained, last tenth over first", gain, ">", 0.1)
     report.say("try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags")
@@ -2603,7 +2600,7 @@ class ReplayBuffer:
             self.arrived.notify_all()
         await self.gate.settle("lost", num_groups - len(groups))
 
-    async def take(self, num_groups: int, run_id: int, version: int) -> Rollout:
+    async def take(self, run_id: int, version: int) -> Rollout:
         """The oldest groups that a trainer of this run id may see at this version, as one batch.
         Drops what is too old, and what comes from a trainer that was lost; waits until there is
         enough; woken by `put`."""
@@ -2613,9 +2610,9 @@ class ReplayBuffer:
                          if group[2] == run_id and version - group[3] <= self.max_lag]
                 dropped, self.groups = len(self.groups) - len(fresh), fresh
                 await self.gate.settle("dropped", dropped)  # refund
-                if len(fresh) >= num_groups:
-                    self.groups = fresh[num_groups:]
-                    return Rollout.join([group[:2] for group in fresh[:num_groups]])
+                if len(fresh) >= GROUPS_PER_BATCH:
+                    self.groups = fresh[GROUPS_PER_BATCH:]
+                    return Rollout.join([group[:2] for group in fresh[:GROUPS_PER_BATCH]])
                 await self.arrived.wait()
 
 
@@ -2680,8 +2677,7 @@ class AsyncRun:
         while steps or history.sent < history.num_steps:
             try:
                 if not steps or self.buffer.max_lag and not history.is_due(history.sent):
-                    run_id = fleet.handle.run_id
-                    batch = await self.buffer.take(GROUPS_PER_BATCH, run_id, fleet.version)
+                    batch = await self.buffer.take(fleet.handle.run_id, fleet.version)
                     fleet.version += 1  # at which the trainer will see the next batch
                     history.sent += 1
                     steps.append(asyncio.ensure_future(self._step(batch)))
@@ -2718,16 +2714,14 @@ async def ablate(report: Report, cfg: Config) -> None:
                 # without a decay: `steps` is far away
                 run = History(fleet, report, "", num_steps, loss=loss, lr=rate, steps=10**9)
                 await (AsyncRun(run, cfg.max_lag).run() if lag == "async" else train_sync(run, lag))
-                columns = run["reward"][:5], run["reward"][-10:], run["lag_mean"]
+                columns = run["lag_mean"], run["reward"][:5], run["reward"][-10:]
                 found[lag, loss, pull].append([*map(statistics.fmean, columns)])
     rows = []
     for cell, seeds in found.items():
-        first, last, lags = zip(*seeds)
-        means = map(statistics.fmean, (lags, first, last))
-        rows.append([*cell, *means, min(last), max(last)])
-    report.say(f"{num_steps} steps at rate {rate}, 3 seeds")
-    report.table(["lag", "loss", "new weights before a", "lag, mean", "reward first", "last",
-                  "least", "most"], *rows)
+        lags, first, last = zip(*seeds)
+        rows.append([*cell, *map(statistics.fmean, (lags, first, last)), min(last), max(last)])
+    report.table([f"{num_steps} steps at rate {rate}, lag", "loss", "pull before a", "lag, mean",
+                  "reward first", "last", "least", "most"], *rows)
     *_, bare, saved, calm, fresh = rows
     gained, uncorrected = saved[5] - saved[4], bare[5] - bare[4]
     report.figure(reward_lag8_uncorrected=uncorrected, reward_lag8=gained)
@@ -2749,11 +2743,11 @@ FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": sig
 async def demo_async_rl(report: Report, cfg: Config) -> None:
     """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
     costs no step"""
-    if cfg.ablate: return await ablate(report, cfg)
     report.say(f"{where(cfg)}; starting them takes about 10 s")
+    if cfg.ablate: return await ablate(report, cfg)
     timed, struck, faults = max(1, cfg.steps * 4 // 5), {}, []  # steps to compare; then the faults
     async with Fleet(cfg) as fleet:
-        before, loose = await fleet.heldout_exact(), History(fleet, report, "loose", min(60, timed))
+        before, loose = await fleet.evaluate(), History(fleet, report, "loose", min(60, timed))
         await AsyncRun(loose, max_lag=10**6).run()  # without the rule
         history = History(fleet, report, "async", cfg.steps, "async_rl")
         run = AsyncRun(history, cfg.max_lag)
@@ -2765,7 +2759,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
                 os.kill(victims["pids"][0], number)
                 struck[name] = time.monotonic()
         await running
-        after = await fleet.heldout_exact()
+        after = await fleet.evaluate()
         peer = await train_sync(History(fleet, report, "sync", timed))  # as far, at the same rates
         for name, start in struck.items():
             found = await getattr(fleet, name).status.call_one(60.0)
@@ -2777,7 +2771,8 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report.check("faults noticed and cured", len(faults), "==", len(struck))
     mismatch = max(peer["mismatch_k3"])  # of the replacement too, and all of lag 0
     history.report_learning(before, after, mismatch)
-    report.check("k3 of recorded and recomputed log-probabilities", mismatch, "<=", 1e-6)
+    report.check("k3 of recorded and recomputed log-probabilities", mismatch, "<=",
+                 MAX_K3[cfg.device])
     report.check("held-out exact, gained", after - before, ">", 0)
     report.say("try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
 
@@ -2844,43 +2839,38 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         low = 0 if name in ("max_lag", "seed", "lr", "kl") else 1
         if type(value) in (int, float) and not value >= low:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
-    for flag, path in [("--json", args.json), ("--log", args.log)]:
-        if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
-            parser.error(f"{flag} {path}: cannot be written")
     if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
         parser.error("this version needs Linux on x86-64: see `Arena` and DOCS, appendix B")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here")
+    num_gpus = torch.cuda.device_count() if args.device == "cuda" else args.trainers
+    if num_gpus < args.trainers:
+        parser.error(f"--device cuda: {args.trainers} trainers, one GPU each; torch has {num_gpus}")
     cfg = Config(*(getattr(args, name) for name in Config._fields))
-    if cfg.device == "cuda" and cfg.trainers > torch.cuda.device_count():
-        parser.error(f"--trainers {cfg.trainers}: one GPU each, of {torch.cuda.device_count()}")
-    if wrong := cfg.model != "tiny" and not_a_policy(cfg.model):
-        parser.error(f"--model {cfg.model}: {wrong}")
-    try:
-        task_of(cfg.task).conversation(random.Random())
-    except Exception as error:  # whatever somebody's file raises
-        parser.error(f"--task {cfg.task}: {error!r}; built in are {', '.join(TASKS)}, "
-                     "your own is FILE.py:CLASS")
-    try:
-        for stage in ("sync_rl", "async_rl") if cfg.checkpoint else ():
-            Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
-    except (BadCheckpoint, OSError) as error:
-        parser.error(f"--checkpoint: {error}")
+    attempts = {  # which raise why not
+        f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
+            lambda: task_of(cfg.task).conversation(random.Random()),
+        f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
+        "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
+                                 for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
+        "--log": lambda: open(cfg.log or os.devnull, "a").close(),
+        "--json": lambda: open(args.json or os.devnull, "a").close()}
+    for flag, attempt in attempts.items():
+        try:
+            attempt()
+        except Exception as error:  # whatever somebody's file raises
+            why = " ".join(str(error).split())
+            parser.error(f"{flag}: {type(error).__name__}: {why}")
     return args, cfg
 
 
-def not_a_policy(name: str) -> str:
-    """Why this is no model to begin with; "" if it may be one."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError):
-        return "no folder with a model and a tokenizer, no hub id that can be reached from here"
-    files = [*map(str, pathlib.Path(name).glob("*"))]
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING: return "not a causal LM"
-    if not tokenizer.chat_template: return "its tokenizer has no chat template"
-    if files and not any(f.endswith((".safetensors", ".bin")) for f in files): return "no weights"
-    return ""
+def demand_policy(name: str) -> None:
+    """Raises why this is no model to begin with."""
+    config = transformers.AutoConfig.from_pretrained(name)
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if not causal: raise ValueError("not a causal LM")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    if not tokenizer.chat_template: raise ValueError("its tokenizer has no chat template")
+    kinds = {file.suffix for file in pathlib.Path(name).glob("*")}  # none: it is a hub id
+    if kinds and not kinds & {".safetensors", ".bin"}: raise ValueError("no weights")
 
 
 def descendants() -> list[int]:
