@@ -2050,7 +2050,7 @@ class Trainer(Worker):
     version, writer, optimizer, schedule = -1, None, [], None
 
     async def setup(self) -> None:
-        self.cfg = on_device(self.cfg, "trainer", self.rank)
+        self.cfg = self.cfg._replace(device=devices(self.cfg)["trainer"][self.rank])
         self.policy = Policy(self.cfg)
         # whole tensors, on the CPU of rank 0, however many ranks there are
         self.whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -2205,20 +2205,13 @@ class Trainer(Worker):
                 ("conversations that differ / all", len(said) / len(batch.answers), ">", 0.1)]
 
 
-def on_device(cfg: Config, name: str, index: int) -> Config:
-    """With a device of its own: trainer ranks have the first GPUs, generators share the others, or
-    all if there are no others."""
-    if cfg.device == "cpu": return cfg
-    num_gpus = torch.cuda.device_count()
-    first = cfg.trainers if name == "generator" and num_gpus > cfg.trainers else 0
-    return cfg._replace(device=f"cuda:{first + index % (num_gpus - first)}")
-
-
-def where(cfg: Config) -> str:
-    sides = {"trainer": cfg.trainers, "generator": cfg.generators}
-    places = (", ".join(on_device(cfg, name, i).device for i in range(num))
-              for name, num in sides.items())
-    return "seed {}; trainer on {}, generators on {}".format(cfg.seed, *places)
+def devices(cfg: Config) -> dict[str, list[str]]:
+    """Trainer ranks have the first GPUs, generators share the others, or all if there are none."""
+    num_gpus = torch.cuda.device_count() if cfg.device == "cuda" else 0
+    every = [f"cuda:{i}" for i in range(num_gpus)] or ["cpu"] * cfg.trainers
+    others = every[cfg.trainers :] or every
+    return {"trainer": every[: cfg.trainers],
+            "generators": [others[i % len(others)] for i in range(cfg.generators)]}
 
 
 class Generator(Worker):
@@ -2227,8 +2220,8 @@ class Generator(Worker):
     reader = None
 
     async def setup(self) -> None:
-        self.cfg = on_device(self.cfg, "generator", self.replica_id)
-        self.policy = Policy(self.cfg)
+        device = devices(self.cfg)["generators"][self.replica_id]
+        self.policy = Policy(self.cfg._replace(device=device))
 
     async def rollout(self, handle: ArenaHandle, prompts: list[Prompt], group_size: int, seed: int,
                       greedy: bool, in_flight: bool) -> tuple[Rollout, int, float]:
@@ -2286,11 +2279,11 @@ class Fleet:
     async def __aexit__(self, *_) -> None:
         await asyncio.gather(*(service.close.call_one() for service in self.services))
 
-    async def begin_here(self) -> None:
-        """The weights that the trainer has are now those with which runs begin."""
-        room = self.start.room()
-        await self.ask("save", room[0], "")
-        self.start.keep(room, 0)
+    async def save(self, vault: Vault, step: int, state: str = "") -> None:
+        """A checkpoint; no other one may be under way."""
+        room = vault.room()
+        await self.ask("save", room[0], state)
+        vault.keep(room, step)
 
     async def load(self, path: str, cfg: Config) -> str:
         """The trainer, which may be a new one, becomes that of a checkpoint, or with "" that of
@@ -2299,7 +2292,7 @@ class Fleet:
         self.store = open_store()  # NCCL still asks it at the first step
         self.handle = await self.ask("begin", self.store.port, first and cfg.model == "tiny",
                                      deadline_s=120.0)
-        if first: await self.begin_here()
+        if first: await self.save(self.start, 0)
         start = self.start.kept[0][0]
         self.version, state = await self.ask("load", path or start, start, cfg)
         return state
@@ -2377,9 +2370,9 @@ class History:
     MAX_LOSSES = 5  # of the trainer without a checkpoint in between; more is no accident
     EVALUATE_EVERY = 25  # steps
     # exact: see `heldout`; nats: entropy; gen, train: shares of the time that these were at work
-    HEAD = "      step reward exact  lag max    k3  ess nats clip  gen train tok/s  said > answered"
+    HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  said > answered"
     LINE = ("{run:5s}{step:5d}{reward:7.2f}{heldout:6.2f}{lag_mean:5.1f}{lag_max:4d}"
-            "{mismatch_k3:6.0e}{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{:5.2f}{:6.2f}{:6.0f}  {}")
+            "{mismatch_k3:7.0e}{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{:5.2f}{:6.2f}{:6.0f}  {}")
 
     def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = "",
                  **changes):
@@ -2440,15 +2433,12 @@ class History:
 
     def is_due(self, step: int) -> bool:
         """Is there to be a checkpoint of this step?"""
-        every = self.fleet.cfg.save_every
-        return step % every == 0 or step == self.num_steps or self.interrupted
+        return step % self.cfg.save_every == 0 or step == self.num_steps or self.interrupted
 
     async def save(self) -> None:
-        """A checkpoint of the last step, while no other one is under way."""
-        room, step, fleet = self.vault.room(), len(self.rows), self.fleet
+        step, fleet = len(self.rows), self.fleet
         state = json.dumps([self.rows, self.count, fleet.num_asked, fleet.sampler.num_drawn])
-        await fleet.ask("save", room[0], state)
-        self.vault.keep(room, step)
+        await fleet.save(self.vault, step, state)
         self.losses = 0
         if self.interrupted: leave(130, f"interrupted; the same command goes on after step {step}")
         if step == self.num_steps:
@@ -2524,7 +2514,7 @@ async def train_sync(history: History, lag: int = 0) -> History:
 async def demo_sync_rl(report: Report, cfg: Config) -> None:
     """trainer and generator give the same log-probabilities for the same weights; reward rises;
     every sample has lag 0"""
-    report.say(f"{where(cfg)}; starting them takes about 15 s")
+    report.say(f"seed {cfg.seed}, {devices(cfg)}; starting them takes about 15 s")
     async with Fleet(cfg) as fleet:
         first, before = await fleet.batch(), await fleet.evaluate()
         for what, *found in await fleet.ask("examine", first): report.check(what, *found)
@@ -2708,7 +2698,7 @@ async def ablate(report: Report, cfg: Config) -> None:
     for seed in range(cfg.seed, cfg.seed + 3):
         async with Fleet(cfg._replace(seed=seed)) as fleet:
             await train_sync(History(fleet, report, "base", max(1, cfg.steps * 4 // 9)))
-            await fleet.begin_here()
+            await fleet.save(fleet.start, 0)  # here the runs below begin
             for lag, loss, pull in cells:
                 fleet.cfg = fleet.cfg._replace(pull=pull)
                 # without a decay: `steps` is far away
@@ -2743,7 +2733,7 @@ FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": sig
 async def demo_async_rl(report: Report, cfg: Config) -> None:
     """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
     costs no step"""
-    report.say(f"{where(cfg)}; starting them takes about 10 s")
+    report.say(f"seed {cfg.seed}, {devices(cfg)}; starting them takes about 10 s")
     if cfg.ablate: return await ablate(report, cfg)
     timed, struck, faults = max(1, cfg.steps * 4 // 5), {}, []  # steps to compare; then the faults
     async with Fleet(cfg) as fleet:
@@ -2782,29 +2772,29 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
     same actors, a thread each; loose: without a bound on lag. And where all groups went."""
     history, fleet, bound, timed = run.history, run.fleet, run.buffer.max_lag, peer.num_steps
     sync, count, in_flight = peer.speed(timed), history.count, run.away + len(run.buffer.groups)
-    report.table([f"{timed} steps", "s", "steps/s", "tokens/s", "generators busy", "trainer busy",
-                  "reward then"], ["sync", *sync], ["async", *fast])
-    rows = [[how, most, statistics.fmean(h["lag_mean"]), max(h["lag_max"])] for how, most, h in (
-        ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", history))]
-    report.table(["lag, in versions", "bound", "mean", "max"], *rows)
-    report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
-    report.say(f"episodes that no judge could score: {fleet.num_unjudged}, that did not fit into "
-               f"the model's context: {fleet.num_cut}")
     # At best, of the shares of time that the sides need in turn only the longer one is left.
     speedup, ideal = sync[0] / fast[0], sum(sync[3:5]) / max(sync[3:5])
     stall = sum(history["stall_s"]) / sum(history["step_s"])
     good = [row["seconds"] for row in history.rows if row["heldout"] >= 0.95]
+    report.table([f"{timed} steps", "s", "steps/s", "tokens/s", "generators busy", "trainer busy",
+                  "reward then"], ["sync", *sync], ["async", *fast])
+    if bound: report.check("sync seconds / async seconds", speedup, ">", 1)  # K = 0 is synchronous
+    report.check("reward lost to lag", sync[-1] - fast[-1], "<", 0.1)
+    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
+    rows = [[how, most, statistics.fmean(h["lag_mean"]), max(h["lag_max"])] for how, most, h in (
+        ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", history))]
+    report.table(["lag, in versions", "bound", "mean", "max"], *rows)
+    report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
+    report.check("largest lag", rows[1][-1], "<=", bound)
+    report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
+    report.check("groups started, not accounted for", under_way(count) - in_flight, "==", 0)
+    report.check("groups trained on", count["trained"], "==", history.num_steps * GROUPS_PER_BATCH)
+    report.say(f"episodes that no judge could score: {fleet.num_unjudged}, that did not fit into "
+               f"the model's context: {fleet.num_cut}")
     report.figure(async_speedup=speedup, speedup_of_ideal=speedup / ideal, sync_s=sync[0],
                   async_s=fast[0], bottleneck_busy_share=max(fast[3:5]), trainer_stall_share=stall,
                   seconds_to_95=min(good, default=-1.0),  # -1: never
                   **count, in_flight=in_flight, unjudged=fleet.num_unjudged)
-    if bound: report.check("sync seconds / async seconds", speedup, ">", 1)  # K = 0 is synchronous
-    report.check("reward lost to lag", sync[-1] - fast[-1], "<", 0.1)
-    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
-    report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
-    report.check("largest lag", rows[1][-1], "<=", bound)
-    report.check("groups started, not accounted for", under_way(count) - in_flight, "==", 0)
-    report.check("groups trained on", count["trained"], "==", history.num_steps * GROUPS_PER_BATCH)
 
 
 # -- plumbing: the command line -------------------------------------------------------------------
