@@ -2370,7 +2370,7 @@ class History:
     MAX_LOSSES = 5  # of the trainer without a checkpoint in between; more is no accident
     EVALUATE_EVERY = 25  # steps
     # exact: see `heldout`; nats: entropy; gen, train: shares of the time that these were at work
-    HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  said > answered"
+    HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  heard > said"
     LINE = ("{run:5s}{step:5d}{reward:7.2f}{heldout:6.2f}{lag_mean:5.1f}{lag_max:4d}"
             "{mismatch_k3:7.0e}{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{:5.2f}{:6.2f}{:6.0f}  {}")
 
