@@ -2227,7 +2227,7 @@ class Generator(Worker):
                       greedy: bool, in_flight: bool) -> tuple[Rollout, int, float]:
         """Under one version of the weights (the lease lasts until the next pull) or, in flight,
         under the newest at each token. handle: where the trainer publishes; after its restart
-        another place, and this moves there. Also how many episodes were cut off, and seconds."""
+        another place. Also how many episodes were cut off, and seconds."""
         start = time.monotonic()
         if not self.reader or self.reader.arena.handle.run_id != handle.run_id:
             self.reader = WeightReader(handle, self.replica_id, weights_of(self.policy.model))
@@ -2258,8 +2258,8 @@ class Fleet:
     """The actors of an RL run, and what one asks of them."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.sampler, self.handle, self.start = cfg, Sampler(cfg), None, Vault()
-        self.num_asked, self.busy_s, self.num_unjudged, self.num_cut = 0, 0.0, 0, 0
+        self.cfg, self.sampler, self.start = cfg, Sampler(cfg), Vault()
+        self.busy_s, self.num_unjudged, self.num_cut = 0.0, 0, 0
         # The numbers are replicas, and seconds after which a silent one counts as hung: steps and
         # rollouts of the tiny policy take some 30 ms. Two judges: one may hang, the other works.
         slow = 1 if cfg.model == "tiny" else 20
@@ -2308,8 +2308,7 @@ class Fleet:
     async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False) -> Rollout:
         """One request to generators, one to judges; without the episodes that could not be judged.
         The seed goes along: a retry samples the same, if no new weights have come in between."""
-        self.num_asked += not greedy  # what counts seeds
-        seed = random.Random(f"{self.cfg.seed} {self.num_asked}").getrandbits(48)
+        seed = random.Random(f"{self.cfg.seed} {prompts[0].id}").getrandbits(48)
         rollout, num_cut, busy_s = await self.generators.route.call_one(
             "rollout", self.handle, prompts, group_size, seed, greedy,
             self.cfg.pull == "token" and not greedy)
@@ -2397,15 +2396,16 @@ class History:
         first Ctrl-C waits for the end of a step and saves that, if there is a folder."""
         def interrupt(*_):
             self.interrupted = True
-            signal.signal(signal.SIGINT, before)  # a second one ends at once
+            signal.signal(signal.SIGINT, self.before)  # a second one ends at once
 
-        before = self.before = signal.getsignal(signal.SIGINT)
-        if self.vault.folder: signal.signal(signal.SIGINT, interrupt)
         if self.label and (self.cfg.loss, self.cfg.passes) == ("decoupled", 1):
             self.report.say("decoupled with one pass: its clip can never fire; see --passes")
         if self.label: self.report.say(self.HEAD)
         self.started, self.fleet.busy_s = time.monotonic(), 0.0
         await self.restore()
+        self.before = signal.getsignal(signal.SIGINT)
+        if self.vault.folder and len(self.rows) < self.num_steps:
+            signal.signal(signal.SIGINT, interrupt)
 
     async def restore(self) -> None:
         """The trainer, which may be a new one, and this become what they were at the newest
@@ -2415,15 +2415,14 @@ class History:
             raise RuntimeError(f"the trainer was lost {self.losses - 1} times without a checkpoint")
         path, fleet = self.vault.newest(self.fleet.cfg, self.report.say), self.fleet
         try:
-            state = await fleet.load(path, self.cfg) or "[[], {}, 0, 0]"
-            rows, count, num_asked, num_drawn = json.loads(state)
+            state = await fleet.load(path, self.cfg) or "[[], {}, 0]"
+            rows, count, num_drawn = json.loads(state)
         except TrainerLost:  # another one
             return await self.restore()
         if rows and not self.rows:
             self.started, fleet.busy_s = time.monotonic() - rows[-1]["seconds"], rows[-1]["busy_s"]
             self.count.update(count)
             self.count["lost"] += under_way(self.count)
-            fleet.num_asked = num_asked
             fleet.sampler.num_drawn = num_drawn
         if rows or self.rows:
             self.report.say(f"{self.label}: the trainer goes on after step {len(rows)}")
@@ -2436,9 +2435,9 @@ class History:
         return step % self.cfg.save_every == 0 or step == self.num_steps or self.interrupted
 
     async def save(self) -> None:
-        step, fleet = len(self.rows), self.fleet
-        state = json.dumps([self.rows, self.count, fleet.num_asked, fleet.sampler.num_drawn])
-        await fleet.save(self.vault, step, state)
+        step = len(self.rows)
+        state = json.dumps([self.rows, self.count, self.fleet.sampler.num_drawn])
+        await self.fleet.save(self.vault, step, state)
         self.losses = 0
         if self.interrupted: leave(130, f"interrupted; the same command goes on after step {step}")
         if step == self.num_steps:
@@ -2486,9 +2485,10 @@ class History:
 
     def report_learning(self, before: float, after: float, mismatch: float) -> float:
         """before, after: held-out exact. Returns the reward gained, last tenth over first."""
-        task, rewards, tenth = self.fleet.cfg.task, self["reward"], max(1, len(self.rows) // 10)
+        task, num = self.cfg.task, len(self.fleet.sampler.heldout)
+        rewards, tenth = self["reward"], max(1, len(self.rows) // 10)
         first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
-        self.report.say(f"held-out exact, 256 prompts, task {task}: {before:.3f} -> {after:.3f}")
+        self.report.say(f"held-out exact, {num} prompts, task {task}: {before:.3f} -> {after:.3f}")
         self.report.figure(heldout_before=before, heldout_after=after, reward_first=first,
                            reward_last=last, mismatch_k3=mismatch, lag_max=max(self["lag_max"]))
         return last - first
@@ -2540,9 +2540,8 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 #   its ticket given back. Without the refund the run turns synchronous, then stops. A trainer that
 #   dies goes on from its checkpoint; what is left of versions that were lost with it is dropped.
 # Cost. Lag: samples are off-policy. The clip against the recorded probability corrects for it.
-# Not here. New weights during a rollout.
-# Source. IMPALA (Espeholt 2018), AReaL (Fu 2025).
-
+# Not here. Rollouts that another generator finishes.
+# Source. IMPALA (Espeholt 2018), AReaL (Fu 2025), also for weights taken in flight.
 
 # Lag, by example, with K = 1 (two batches of tickets; v = the trainer's version):
 #
@@ -2581,8 +2580,7 @@ class ReplayBuffer:
         self.groups: list[tuple] = []  # (rollout, its rows of the group, run id, version)
 
     async def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
-        """Groups with less than two episodes that were judged, or nothing to learn from, are lost.
-        """
+        """Groups with less than two judged episodes, or nothing to learn from, are lost."""
         groups = [(rollout.group_ids == g).nonzero()[:, 0] for g in rollout.group_ids.unique()]
         groups = [rows.tolist() for rows in groups if len(rows) > 1 and rollout.turns[rows].any()]
         async with self.arrived:
@@ -2626,7 +2624,7 @@ class AsyncRun:
                      -> what raised is raised here, without waiting for answers; what lies in the
                         buffer is counted"""
         await self.history.start()
-        # Two loops of rollouts per generator; with few tickets the gate lets fewer through.
+        # two loops of rollouts per generator; with few tickets the gate lets fewer through
         loops = [self._training] + [self._rollouts] * (2 * self.fleet.cfg.generators)
         tasks = [asyncio.ensure_future(loop()) for loop in loops]
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -2651,8 +2649,7 @@ class AsyncRun:
                 await self.gate.settle("lost", GROUPS_PER_BATCH)
                 self.history.report.say(f"{GROUPS_PER_BATCH} groups lost: {cause(error)}")
                 spare = self.MAX_LOST + self.gate.count["trained"] - self.gate.count["lost"]
-                if isinstance(cause(error), NoReplica) or spare < 0:
-                    raise  # the run ends with this cause
+                if isinstance(cause(error), NoReplica) or spare < 0: raise  # the run ends
                 await asyncio.sleep(0.2)  # a trainer that is not back yet, for example
             finally:
                 self.away -= GROUPS_PER_BATCH
@@ -2660,9 +2657,8 @@ class AsyncRun:
     async def _training(self) -> None:
         """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
         by the answer / produces versions / ends when all steps are made"""
-        # While the trainer works on a batch, the next one waits there, and no more, for it grows
-        # older by a version. With K = 0 it could not be used then, and nothing is sent ahead of a
-        # checkpoint.
+        # While the trainer works on a batch, one more waits there, and grows older by a version.
+        # With K = 0 it would be too old then; and nothing is sent ahead of a checkpoint.
         fleet, history, steps = self.fleet, self.history, self.steps
         while steps or history.sent < history.num_steps:
             try:
@@ -2700,8 +2696,7 @@ async def ablate(report: Report, cfg: Config) -> None:
             await train_sync(History(fleet, report, "base", max(1, cfg.steps * 4 // 9)))
             await fleet.save(fleet.start, 0)  # here the runs below begin
             for lag, loss, pull in cells:
-                fleet.cfg = fleet.cfg._replace(pull=pull)
-                # without a decay: `steps` is far away
+                fleet.cfg = fleet.cfg._replace(pull=pull)  # below, no decay: `steps` is far away
                 run = History(fleet, report, "", num_steps, loss=loss, lr=rate, steps=10**9)
                 await (AsyncRun(run, cfg.max_lag).run() if lag == "async" else train_sync(run, lag))
                 columns = run["lag_mean"], run["reward"][:5], run["reward"][-10:]
@@ -2847,20 +2842,18 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         try:
             attempt()
         except Exception as error:  # whatever somebody's file raises
-            why = " ".join(str(error).split())
-            parser.error(f"{flag}: {type(error).__name__}: {why}")
+            parser.error(f"{flag}: {type(error).__name__}: {' '.join(str(error).split())}")
     return args, cfg
 
 
 def demand_policy(name: str) -> None:
     """Raises why this is no model to begin with."""
-    config = transformers.AutoConfig.from_pretrained(name)
-    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if not causal: raise ValueError("not a causal LM")
+    kind = type(transformers.AutoConfig.from_pretrained(name))
+    if kind not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING: raise ValueError("not a causal LM")
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     if not tokenizer.chat_template: raise ValueError("its tokenizer has no chat template")
-    kinds = {file.suffix for file in pathlib.Path(name).glob("*")}  # none: it is a hub id
-    if kinds and not kinds & {".safetensors", ".bin"}: raise ValueError("no weights")
+    files = {file.suffix for file in pathlib.Path(name).glob("*")}  # none: it is a hub id
+    if files and not files & {".safetensors", ".bin"}: raise ValueError("no weights")
 
 
 def descendants() -> list[int]:
