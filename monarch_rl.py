@@ -1719,8 +1719,7 @@ class Policy:
         torch.set_num_threads(1)  # several processes share the cores
         torch.manual_seed(cfg.seed)
         self.cfg, self.task, tiny = cfg, task_of(cfg.task), cfg.model == "tiny"
-        if tiny:
-            self.tokenizer, self.model = tiny_policy(self.task.letters)
+        if tiny: self.tokenizer, self.model = tiny_policy(self.task.letters)
         else:
             dtype = torch.float32 if cfg.device == "cpu" else torch.bfloat16
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
@@ -1900,22 +1899,20 @@ def advantages(returns, group_ids, baseline: str = "group"):
     if baseline == "leave_one_out": same.fill_diagonal_(0)
     same /= same.sum(1, keepdim=True).clamp(min=1)  # times a [B] it averages, row by row
     centred = returns.double() - same @ returns.double()
-    if baseline == "leave_one_out": return centred.float()
-    # a group without any deviation teaches nothing: 0
-    return (centred / ((same @ centred**2).sqrt() + 1e-4)).float()
+    deviation = (same @ centred**2).sqrt() + 1e-4  # a group without any teaches nothing: 0
+    return (centred if baseline == "leave_one_out" else centred / deviation).float()
 
 
 # Losses: [N] each, pi, mu, near, advantage -> (loss, bool: too far off, so without gradient). The
 # log-probabilities of N sampled tokens: pi under the policy in training; mu as recorded when the
 # token was sampled; near under the policy as it was before the first update with this batch. Where
-# the three are equal, so are the gradients of all losses.
+# the three are equal, so are the gradients of all losses. (pi > 0 holds nowhere: none is too far.)
 CLIP = 0.2  # how far a token's probability may move, as a ratio, before its gradient stops
 MAX_WEIGHT = 2.0  # larger importance weights are cut off, or a few tokens would outweigh all others
 MAX_SHIFT = 0.2  # how far a token's probability may move, as a difference
 
 
-def reinforce_loss(pi, mu, near, advantage):
-    return -advantage * pi, torch.zeros_like(pi).bool()
+def reinforce_loss(pi, mu, near, advantage): return -advantage * pi, pi > 0
 
 
 def ppo_loss(pi, mu, near, advantage):
@@ -1934,8 +1931,7 @@ def decoupled_loss(pi, mu, near, advantage):
 
 def cispo_loss(pi, mu, near, advantage):
     # The weight is cut off, not the gradient: every token counts (MiniMax-M1).
-    weight = (pi.detach() - mu).exp().clamp(max=MAX_WEIGHT)
-    return -weight * advantage * pi, torch.zeros_like(pi).bool()
+    return -advantage * (pi.detach() - mu).exp().clamp(max=MAX_WEIGHT) * pi, pi > 0
 
 
 def dppo_loss(pi, mu, near, advantage):
