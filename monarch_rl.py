@@ -156,8 +156,7 @@ class Report:
             self.stages.append(self.now)
             top = f"[{number}/{len(STAGES)}] {name}: {claim}  (line {line})"
             self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
-            try:
-                await demo(self, cfg)
+            try: await demo(self, cfg)
             except Exception as error:  # whatever it is: counted, told, and the next stage runs
                 self.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
                 sys.excepthook(*sys.exc_info())
@@ -204,8 +203,7 @@ def cause(error: BaseException) -> BaseException:
 
 async def outcome(call, *args, deadline_s: float | None = None):
     """What the caller sees: the answer, or the name of the exception that it gets instead."""
-    try:
-        return await asyncio.wait_for(call(*args), deadline_s)
+    try: return await asyncio.wait_for(call(*args), deadline_s)
     except (ActorError, SupervisionError, ValueError, asyncio.TimeoutError) as error:
         return type(cause(error)).__name__
 
@@ -234,8 +232,7 @@ Added = collections.namedtuple("Added", "rank process total start end")
 class Tally(Actor):
     """A counter. Section 2 makes a mesh of it, section 4 a singleton."""
 
-    def __init__(self):
-        self.rank, self.total = current_rank().rank, 0
+    def __init__(self): self.rank, self.total = current_rank().rank, 0
 
     @endpoint
     async def add(self, pause_s: float = 0.0005) -> Added:
@@ -344,8 +341,7 @@ class Owner(Actor):
         return RDMABuffer(self.memory)
 
     @endpoint
-    async def as_message(self):
-        return self.memory
+    async def as_message(self): return self.memory
 
     @endpoint
     async def sit(self, duration_s: float) -> float:
@@ -2006,8 +2002,7 @@ class Vault:
         """The path of the newest that can be read; "" if there are none. Says which others cannot,
         and raises BadCheckpoint if none can."""
         for path, _ in self.kept:
-            try:
-                return read_checkpoint(path, cfg) and path
+            try: return read_checkpoint(path, cfg) and path
             except BadCheckpoint as error:
                 say(f"not used: {error}")
                 last = error
@@ -2187,8 +2182,7 @@ class Trainer(Worker):
         pi.sum().backward()
         still = sum(not p.grad.any() for p in model.parameters())
         self.optimizer.zero_grad()
-        with torch.no_grad():
-            off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
+        with torch.no_grad(): off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
         same = (batch.group_ids[:, None] == batch.group_ids).float()
         centre = same @ advantages(batch.rewards, batch.group_ids)
         said = {*map(tuple, batch.answers)}
@@ -2236,8 +2230,7 @@ class Judge(Worker):
     """Runs a task's reward function. That is somebody else's code: it may hang, or end its process.
     So it runs here, one request at a time, where it can be killed, and takes nobody along."""
 
-    async def setup(self) -> None:
-        self.task = task_of(self.cfg.task)
+    async def setup(self) -> None: self.task = task_of(self.cfg.task)
 
     async def rewards(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
         """Of each turn of each episode; nan where the function raises, or answers with something
@@ -2295,8 +2288,7 @@ class Fleet:
 
     async def ask(self, method: str, *args, **kwargs):
         """All ranks of the trainer; the answer of rank 0. Raises TrainerLost, or what it raised."""
-        try:
-            return await self.trainer.route.call_one(method, *args, **kwargs)
+        try: return await self.trainer.route.call_one(method, *args, **kwargs)
         except (ActorError, SupervisionError) as error:
             lost = isinstance(cause(error), (SupervisionError, TrainerLost))
             raise TrainerLost if lost else cause(error)
@@ -2319,8 +2311,7 @@ class Fleet:
     async def judge(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
         """Rewards per episode; nan if it could not be judged. If a request for many is lost with
         its judge, each is asked for alone: only what kills its judge again stays without."""
-        try:
-            return await self.judges.route.call_one("rewards", prompts, answers)
+        try: return await self.judges.route.call_one("rewards", prompts, answers)
         except (ActorError, SupervisionError) as error:
             if not isinstance(cause(error), SupervisionError): raise
         if len(prompts) == 1: return [[math.nan] * self.sampler.task.num_turns]
@@ -2502,8 +2493,7 @@ async def train_sync(history: History, lag: int = 0) -> History:
             history.add(await fleet.ask("step", batch), batch)
             history.count.update(started=GROUPS_PER_BATCH, trained=GROUPS_PER_BATCH)
             if history.is_due(len(history.rows)): await history.save()
-        except TrainerLost:
-            await history.restore()
+        except TrainerLost: await history.restore()
     return history
 
 
@@ -2672,8 +2662,7 @@ class AsyncRun:
                 await history.restore()
 
     async def _step(self, batch: Rollout) -> None:
-        try:
-            stats = await self.fleet.ask("step", batch)
+        try: stats = await self.fleet.ask("step", batch)
         except TrainerLost:
             await self.gate.settle("lost", GROUPS_PER_BATCH)
             raise
@@ -2835,8 +2824,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         "--log": lambda: open(cfg.log or os.devnull, "a").close(),
         "--json": lambda: open(args.json or os.devnull, "a").close()}
     for flag, attempt in attempts.items():
-        try:
-            attempt()
+        try: attempt()
         except Exception as error:  # whatever somebody's file raises
             parser.error(f"{flag}: {type(error).__name__}: {' '.join(str(error).split())}")
     return args, cfg
@@ -2892,10 +2880,8 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, lambda *_: leave(130, "interrupted"))
     monarch.actor.unhandled_fault_hook = lambda failure: leave(1, f"an actor died: {failure}")
     report = Report()
-    try:
-        asyncio.run(report.run(stages, cfg))
-    except BrokenPipeError:  # `monarch_rl.py | head` has read enough
-        leave(1)
+    try: asyncio.run(report.run(stages, cfg))
+    except BrokenPipeError: leave(1)  # `monarch_rl.py | head` has read enough
     if args.json:
         machine = {name: importlib.metadata.version(name) for name in ("torch", "torchmonarch")}
         machine |= {"cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
