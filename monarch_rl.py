@@ -122,7 +122,6 @@ class Config(typing.NamedTuple):
     lr: float = 0.0  # learning rate; 0: 1e-3 for tiny, 1e-6 for others
     kl: float = 0.0  # weight of the divergence from the policy before RL
     pull: str = "rollout"  # generators take new weights before a rollout, or before a token
-    ablate: bool = False  # async_rl shows what lag does, with every correction, instead
     seed: int = 0  # of sampling, initial weights and prompts
     device: str = "cpu"  # where policies compute
     model_mb: int = 96  # MiB of weights in weight_sync and in reshard
@@ -2475,6 +2474,8 @@ class History:
         task, num = self.cfg.task, len(self.fleet.sampler.heldout)
         rewards, tenth = self["reward"], max(1, len(self.rows) // 10)
         first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
+        what = "k3 of recorded and recomputed log-probabilities, largest"
+        self.report.check(what, mismatch, "<=", MAX_K3[self.cfg.device])
         self.report.say(f"held-out exact, {num} prompts, task {task}: {before:.3f} -> {after:.3f}")
         self.report.figure(heldout_before=before, heldout_after=after, reward_first=first,
                            reward_last=last, mismatch_k3=mismatch, lag_max=max(self["lag_max"]))
@@ -2507,11 +2508,8 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
         history = History(fleet, report, "sync", max(1, cfg.steps // 2), "sync_rl")
         await train_sync(history)
         stale, after = (await fleet.ask("examine", first))[0][1], await fleet.evaluate()
-    mismatch = max(history["mismatch_k3"])
-    gain = history.report_learning(before, after, mismatch)
+    gain = history.report_learning(before, after, max(history["mismatch_k3"]))
     report.check(f"k3 of the first batch, {len(history.rows)} steps too late", stale, ">", 1e-4)
-    report.check("k3 of recorded and recomputed, largest of all steps", mismatch, "<=",
-                 MAX_K3[cfg.device])
     report.check("lag, largest of all steps", max(history["lag_max"]), "==", 0)
     report.check("reward gained, last tenth over first", gain, ">", 0.1)
     report.say("try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags")
@@ -2670,36 +2668,6 @@ class AsyncRun:
         self.history.add(stats, batch)
 
 
-async def ablate(report: Report, cfg: Config) -> None:
-    """What lag does and what saves it: the same policy goes on with samples of exactly that lag, at
-    a rate at which it shows. And what weights taken in flight do to the lag of a real run."""
-    cells = [*itertools.product((0, 4, 8), ("reinforce", cfg.loss), ["rollout"]),
-             *itertools.product(["async"], [cfg.loss], ("rollout", "token"))]
-    num_steps, rate, found = max(1, cfg.steps // 7), cfg.lr or 3e-3, {cell: [] for cell in cells}
-    for seed in range(cfg.seed, cfg.seed + 3):
-        async with Fleet(cfg._replace(seed=seed)) as fleet:
-            await train_sync(History(fleet, report, "base", max(1, cfg.steps * 4 // 9)))
-            await fleet.save(fleet.start, 0)  # here the runs below begin
-            for lag, loss, pull in cells:
-                fleet.cfg = fleet.cfg._replace(pull=pull)  # below, no decay: `steps` is far away
-                run = History(fleet, report, "", num_steps, loss=loss, lr=rate, steps=10**9)
-                await (AsyncRun(run, cfg.max_lag).run() if lag == "async" else train_sync(run, lag))
-                columns = run["lag_mean"], run["reward"][:5], run["reward"][-10:]
-                found[lag, loss, pull].append([*map(statistics.fmean, columns)])
-    rows = []
-    for cell, seeds in found.items():
-        lags, first, last = zip(*seeds)
-        rows.append([*cell, *map(statistics.fmean, (lags, first, last)), min(last), max(last)])
-    report.table([f"{num_steps} steps at rate {rate}, lag", "loss", "pull before a", "lag, mean",
-                  "reward first", "last", "least", "most"], *rows)
-    *_, bare, saved, calm, fresh = rows
-    gained, uncorrected = saved[5] - saved[4], bare[5] - bare[4]
-    report.figure(reward_lag8_uncorrected=uncorrected, reward_lag8=gained)
-    report.check("reward gained at lag 8, uncorrected", uncorrected, "<", 0)
-    report.check(f"reward gained at lag 8, {cfg.loss}", gained, ">", 0)
-    report.check("mean lag, weights taken in flight", fresh[3], "<", calm[3])
-
-
 async def until_step(step: int, history: History, running: asyncio.Future) -> None:
     """Waits until a run has come so far, or has ended."""
     while len(history.rows) < step and not running.done(): await asyncio.sleep(0.002)
@@ -2714,7 +2682,6 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
     costs no step"""
     report.say(f"seed {cfg.seed}, {devices(cfg)}; starting them takes about 10 s")
-    if cfg.ablate: return await ablate(report, cfg)
     timed, struck, faults = max(1, cfg.steps * 4 // 5), {}, []  # steps to compare; then the faults
     async with Fleet(cfg) as fleet:
         before, loose = await fleet.evaluate(), History(fleet, report, "loose", min(60, timed))
@@ -2739,10 +2706,8 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     if struck: report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults)
     else: report.say("the run had ended before: no faults")
     report.check("faults noticed and cured", len(faults), "==", len(struck))
-    mismatch = max(peer["mismatch_k3"])  # of the replacement too, and all of lag 0
-    history.report_learning(before, after, mismatch)
-    report.check("k3 of recorded and recomputed log-probabilities", mismatch, "<=",
-                 MAX_K3[cfg.device])
+    # of the replacement too, and all of lag 0
+    history.report_learning(before, after, max(peer["mismatch_k3"]))
     report.check("held-out exact, gained", after - before, ">", 0)
     report.say("try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
 
@@ -2799,10 +2764,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     choices = {"loss": LOSSES, "baseline": BASELINES, "pull": ("rollout", "token"),
                "device": ("cpu", "cuda")}
     for name, value in Config()._asdict().items():
-        how = {"action": "store_true"} if value is False else dict(
-            type=type(value), default=value, choices=choices.get(name))
-        parser.add_argument("--" + name.replace("_", "-"),
-                            help=f"{meaning[name]} (default: {value!r})", **how)
+        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value,
+                            choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
