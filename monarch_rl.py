@@ -751,7 +751,7 @@ class WeightMismatch(ValueError):
     """The two sides do not mean the same weights. Raised before anything has changed."""
 
 
-def demand(holds: bool, otherwise: str) -> None:
+def demand(holds, otherwise: str) -> None:
     """Raises WeightMismatch with these words if it does not hold."""
     if not holds: raise WeightMismatch(otherwise)
 
@@ -762,7 +762,7 @@ def demand(holds: bool, otherwise: str) -> None:
 TensorSpec = collections.namedtuple("TensorSpec", "name shape dtype tied_to offset num_bytes")
 
 
-# What a slot holds: a TensorSpec per name, and its size, the tensors and then a checksum of each.
+# A TensorSpec per name; the size of a slot, which holds the tensors and then a checksum of each.
 Manifest = collections.namedtuple("Manifest", "specs slot_bytes")
 
 
@@ -889,9 +889,9 @@ class Arena:
         busy = {self.words[self.LATEST] % self.MAX_SLOTS,  # of NOTHING: a slot that no arena has
                 *(lease % self.MAX_SLOTS for lease in leases
                   if lease != self.NOTHING and is_alive(lease // self.MAX_SLOTS))}
-        free = {*range(self.handle.num_slots)} - busy
-        demand(bool(free), "arena: no free slot")
-        return min(free)
+        free = [slot for slot in range(self.handle.num_slots) if slot not in busy]
+        demand(free, "arena: no free slot")
+        return free[0]
 
     def commit(self, version: int, slot: int) -> None:
         """For the writer, when the slot is complete: now readers may look."""
@@ -905,7 +905,7 @@ class WeightWriter:
     def __init__(self, tensors: dict, num_readers: int, dtype=None, checksums: bool = False,
                  arena: Arena | None = None):
         """tensors: name -> the trainer's own, changed in place. dtype: cast to it in the copy.
-        arena: a new one, unless another rank of the same trainer has made it."""
+        checksums: for readers that check. arena: another rank's, or a new one."""
         self.tensors, self.version, self.checksums = tensors, -1, checksums
         self.arena = arena or Arena.create(manifest_of(tensors, dtype), num_readers)
         self.stream, self.thread = None, concurrent.futures.ThreadPoolExecutor(1)
@@ -933,7 +933,6 @@ class WeightWriter:
         return since(start)
 
     def publish(self, version: int) -> None:
-        """start, and wait for the copy."""
         self.start(version)
         self.wait()
 
@@ -1161,12 +1160,9 @@ class Bench(Rank):
         weights, in which the trainer takes no part."""
         start, self.weights = time.monotonic(), [self.block]
         if self.rank > num_generators or (road, self.rank) == ("RDMABuffer", 0): return 0.0
-        if road == "gloo broadcast":
-            torch.distributed.broadcast(self.block, 0, group=self.three)
-        elif road == "RDMABuffer":
-            await source.read_into(self.block)
-        elif self.rank == 0:
-            self.end.start(self.version)
+        if road == "gloo broadcast": torch.distributed.broadcast(self.block, 0, group=self.three)
+        elif road == "RDMABuffer": await source.read_into(self.block)
+        elif self.rank == 0: self.end.start(self.version)
         else:
             while self.end.arena.newest() < self.version:
                 await source.do.call_one("pull") if road == "relay" else time.sleep(0.0005)
@@ -1475,7 +1471,7 @@ class Cutter(Rank):
             for name, shape in self.shapes.items()}
 
     def step(self) -> None:
-        """The trainer's next version, of which nothing has been sent."""
+        """The trainer's next version."""
         self.version, self.found = self.version + 1, [0, 0.0, 0.0]
         for tensor in [*self.have[0].values(), *self.have[1].values()]: local(tensor).add_(1)
 
