@@ -2203,8 +2203,9 @@ class Trainer(Worker):
 
 def devices(cfg: Config) -> dict[str, list[str]]:
     """Trainer ranks have the first GPUs, generators share the others, or all if there are none."""
-    num_gpus = torch.cuda.device_count() if cfg.device == "cuda" else 0
-    every = [f"cuda:{i}" for i in range(num_gpus)] or ["cpu"] * cfg.trainers
+    every = ["cpu"] * cfg.trainers
+    if cfg.device == "cuda": every = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if len(every) < cfg.trainers: raise ValueError(f"{len(every)} GPUs, each trainer needs one")
     others = every[cfg.trainers :] or every
     return {"trainer": every[: cfg.trainers],
             "generators": [others[i % len(others)] for i in range(cfg.generators)]}
@@ -2701,8 +2702,9 @@ async def ablate(report: Report, cfg: Config) -> None:
     for cell, seeds in found.items():
         lags, first, last = zip(*seeds)
         rows.append([*cell, *map(statistics.fmean, (lags, first, last)), min(last), max(last)])
-    report.table([f"{num_steps} steps at rate {rate}, lag", "loss", "pull before a", "lag, mean",
-                  "reward first", "last", "least", "most"], *rows)
+    report.say(f"{num_steps} steps at learning rate {rate}, 3 seeds")
+    report.table(["lag", "loss", "pull before a", "lag, mean", "reward first", "last", "least",
+                  "most"], *rows)
     *_, bare, saved, calm, fresh = rows
     gained, uncorrected = saved[5] - saved[4], bare[5] - bare[4]
     report.figure(reward_lag8_uncorrected=uncorrected, reward_lag8=gained)
@@ -2794,6 +2796,8 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
 demos = [(name[5:], run) for name, run in globals().items() if name.startswith("demo_")]
 STAGES = {name: Stage(n, name, " ".join(run.__doc__.split()), run, run.__code__.co_firstlineno)
           for n, (name, run) in enumerate(demos, 1)}  # by name, in the order of the file
+CHOICES = {"loss": LOSSES, "baseline": BASELINES, "pull": ("rollout", "token"),
+           "device": ("cpu", "cuda")}
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -2807,11 +2811,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     which.add_argument("--only", help="run this stage", **known)
     which.add_argument("--list", action="store_true", help="print the stages")
     meaning = dict(re.findall(r"(\w+): .*  # (.*)", inspect.getsource(Config)))
-    choices = {"loss": LOSSES, "baseline": BASELINES, "pull": ("rollout", "token"),
-               "device": ("cpu", "cuda")}
     for name, value in Config()._asdict().items():
         how = {"action": "store_true"} if value is False else dict(
-            type=type(value), default=value, choices=choices.get(name))
+            type=type(value), default=value, choices=CHOICES.get(name))
         parser.add_argument("--" + name.replace("_", "-"),
                             help=f"{meaning[name]} (default: {value!r})", **how)
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
@@ -2822,13 +2824,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
     if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
         parser.error("this version needs Linux on x86-64: see `Arena` and DOCS, appendix B")
-    num_gpus = torch.cuda.device_count() if args.device == "cuda" else args.trainers
-    if num_gpus < args.trainers:
-        parser.error(f"--device cuda: {args.trainers} trainers, one GPU each; torch has {num_gpus}")
     cfg = Config(*(getattr(args, name) for name in Config._fields))
     attempts = {  # which raise why not
         f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
             lambda: task_of(cfg.task).conversation(random.Random()),
+        "--device cuda": lambda: devices(cfg),
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
