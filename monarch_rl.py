@@ -122,7 +122,6 @@ class Config(typing.NamedTuple):
     lr: float = 0.0  # learning rate; 0: 1e-3 for tiny, 1e-6 for others
     kl: float = 0.0  # weight of the divergence from the policy before RL
     pull: str = "rollout"  # generators take new weights before a rollout, or before a token
-    ablate: bool = False  # async_rl shows what lag does, with every correction, instead
     seed: int = 0  # of sampling, initial weights and prompts
     device: str = "cpu"  # where policies compute
     model_mb: int = 96  # MiB of weights in weight_sync and in reshard
@@ -156,8 +155,7 @@ class Report:
             self.stages.append(self.now)
             top = f"[{number}/{len(STAGES)}] {name}: {claim}  (line {line})"
             self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
-            try:
-                await demo(self, cfg)
+            try: await demo(self, cfg)
             except Exception as error:  # whatever it is: counted, told, and the next stage runs
                 self.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
                 sys.excepthook(*sys.exc_info())
@@ -204,8 +202,7 @@ def cause(error: BaseException) -> BaseException:
 
 async def outcome(call, *args, deadline_s: float | None = None):
     """What the caller sees: the answer, or the name of the exception that it gets instead."""
-    try:
-        return await asyncio.wait_for(call(*args), deadline_s)
+    try: return await asyncio.wait_for(call(*args), deadline_s)
     except (ActorError, SupervisionError, ValueError, asyncio.TimeoutError) as error:
         return type(cause(error)).__name__
 
@@ -234,8 +231,7 @@ Added = collections.namedtuple("Added", "rank process total start end")
 class Tally(Actor):
     """A counter. Section 2 makes a mesh of it, section 4 a singleton."""
 
-    def __init__(self):
-        self.rank, self.total = current_rank().rank, 0
+    def __init__(self): self.rank, self.total = current_rank().rank, 0
 
     @endpoint
     async def add(self, pause_s: float = 0.0005) -> Added:
@@ -344,8 +340,7 @@ class Owner(Actor):
         return RDMABuffer(self.memory)
 
     @endpoint
-    async def as_message(self):
-        return self.memory
+    async def as_message(self): return self.memory
 
     @endpoint
     async def sit(self, duration_s: float) -> float:
@@ -2006,8 +2001,7 @@ class Vault:
         """The path of the newest that can be read; "" if there are none. Says which others cannot,
         and raises BadCheckpoint if none can."""
         for path, _ in self.kept:
-            try:
-                return read_checkpoint(path, cfg) and path
+            try: return read_checkpoint(path, cfg) and path
             except BadCheckpoint as error:
                 say(f"not used: {error}")
                 last = error
@@ -2187,8 +2181,7 @@ class Trainer(Worker):
         pi.sum().backward()
         still = sum(not p.grad.any() for p in model.parameters())
         self.optimizer.zero_grad()
-        with torch.no_grad():
-            off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
+        with torch.no_grad(): off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
         same = (batch.group_ids[:, None] == batch.group_ids).float()
         centre = same @ advantages(batch.rewards, batch.group_ids)
         said = {*map(tuple, batch.answers)}
@@ -2237,8 +2230,7 @@ class Judge(Worker):
     """Runs a task's reward function. That is somebody else's code: it may hang, or end its process.
     So it runs here, one request at a time, where it can be killed, and takes nobody along."""
 
-    async def setup(self) -> None:
-        self.task = task_of(self.cfg.task)
+    async def setup(self) -> None: self.task = task_of(self.cfg.task)
 
     async def rewards(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
         """Of each turn of each episode; nan where the function raises, or answers with something
@@ -2296,8 +2288,7 @@ class Fleet:
 
     async def ask(self, method: str, *args, **kwargs):
         """All ranks of the trainer; the answer of rank 0. Raises TrainerLost, or what it raised."""
-        try:
-            return await self.trainer.route.call_one(method, *args, **kwargs)
+        try: return await self.trainer.route.call_one(method, *args, **kwargs)
         except (ActorError, SupervisionError) as error:
             lost = isinstance(cause(error), (SupervisionError, TrainerLost))
             raise TrainerLost if lost else cause(error)
@@ -2320,8 +2311,7 @@ class Fleet:
     async def judge(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
         """Rewards per episode; nan if it could not be judged. If a request for many is lost with
         its judge, each is asked for alone: only what kills its judge again stays without."""
-        try:
-            return await self.judges.route.call_one("rewards", prompts, answers)
+        try: return await self.judges.route.call_one("rewards", prompts, answers)
         except (ActorError, SupervisionError) as error:
             if not isinstance(cause(error), SupervisionError): raise
         if len(prompts) == 1: return [[math.nan] * self.sampler.task.num_turns]
@@ -2485,6 +2475,8 @@ class History:
         task, num = self.cfg.task, len(self.fleet.sampler.heldout)
         rewards, tenth = self["reward"], max(1, len(self.rows) // 10)
         first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
+        what = "k3 of recorded and recomputed log-probabilities, largest"
+        self.report.check(what, mismatch, "<=", MAX_K3[self.cfg.device])
         self.report.say(f"held-out exact, {num} prompts, task {task}: {before:.3f} -> {after:.3f}")
         self.report.figure(heldout_before=before, heldout_after=after, reward_first=first,
                            reward_last=last, mismatch_k3=mismatch, lag_max=max(self["lag_max"]))
@@ -2503,8 +2495,7 @@ async def train_sync(history: History, lag: int = 0) -> History:
             history.add(await fleet.ask("step", batch), batch)
             history.count.update(started=GROUPS_PER_BATCH, trained=GROUPS_PER_BATCH)
             if history.is_due(len(history.rows)): await history.save()
-        except TrainerLost:
-            await history.restore()
+        except TrainerLost: await history.restore()
     return history
 
 
@@ -2518,11 +2509,8 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
         history = History(fleet, report, "sync", max(1, cfg.steps // 2), "sync_rl")
         await train_sync(history)
         stale, after = (await fleet.ask("examine", first))[0][1], await fleet.evaluate()
-    mismatch = max(history["mismatch_k3"])
-    gain = history.report_learning(before, after, mismatch)
+    gain = history.report_learning(before, after, max(history["mismatch_k3"]))
     report.check(f"k3 of the first batch, {len(history.rows)} steps too late", stale, ">", 1e-4)
-    report.check("k3 of recorded and recomputed, largest of all steps", mismatch, "<=",
-                 MAX_K3[cfg.device])
     report.check("lag, largest of all steps", max(history["lag_max"]), "==", 0)
     report.check("reward gained, last tenth over first", gain, ">", 0.1)
     report.say("try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags")
@@ -2673,44 +2661,12 @@ class AsyncRun:
                 await history.restore()
 
     async def _step(self, batch: Rollout) -> None:
-        try:
-            stats = await self.fleet.ask("step", batch)
+        try: stats = await self.fleet.ask("step", batch)
         except TrainerLost:
             await self.gate.settle("lost", GROUPS_PER_BATCH)
             raise
         await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
         self.history.add(stats, batch)
-
-
-async def ablate(report: Report, cfg: Config) -> None:
-    """What lag does and what saves it: the same policy goes on with samples of exactly that lag, at
-    a rate at which it shows. And what weights taken in flight do to the lag of a real run."""
-    cells = [*itertools.product((0, 4, 8), ("reinforce", cfg.loss), ["rollout"]),
-             *itertools.product(["async"], [cfg.loss], ("rollout", "token"))]
-    num_steps, rate, found = max(1, cfg.steps // 7), cfg.lr or 3e-3, {cell: [] for cell in cells}
-    for seed in range(cfg.seed, cfg.seed + 3):
-        async with Fleet(cfg._replace(seed=seed)) as fleet:
-            await train_sync(History(fleet, report, "base", max(1, cfg.steps * 4 // 9)))
-            await fleet.save(fleet.start, 0)  # here the runs below begin
-            for lag, loss, pull in cells:
-                fleet.cfg = fleet.cfg._replace(pull=pull)  # below, no decay: `steps` is far away
-                run = History(fleet, report, "", num_steps, loss=loss, lr=rate, steps=10**9)
-                await (AsyncRun(run, cfg.max_lag).run() if lag == "async" else train_sync(run, lag))
-                columns = run["lag_mean"], run["reward"][:5], run["reward"][-10:]
-                found[lag, loss, pull].append([*map(statistics.fmean, columns)])
-    rows = []
-    for cell, seeds in found.items():
-        lags, first, last = zip(*seeds)
-        rows.append([*cell, *map(statistics.fmean, (lags, first, last)), min(last), max(last)])
-    report.say(f"{num_steps} steps at learning rate {rate}, 3 seeds")
-    report.table(["lag", "loss", "pull before a", "lag, mean", "reward first", "last", "least",
-                  "most"], *rows)
-    *_, bare, saved, calm, fresh = rows
-    gained, uncorrected = saved[5] - saved[4], bare[5] - bare[4]
-    report.figure(reward_lag8_uncorrected=uncorrected, reward_lag8=gained)
-    report.check("reward gained at lag 8, uncorrected", uncorrected, "<", 0)
-    report.check(f"reward gained at lag 8, {cfg.loss}", gained, ">", 0)
-    report.check("mean lag, weights taken in flight", fresh[3], "<", calm[3])
 
 
 async def until_step(step: int, history: History, running: asyncio.Future) -> None:
@@ -2727,7 +2683,6 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
     costs no step"""
     report.say(f"seed {cfg.seed}, {devices(cfg)}; starting them takes about 10 s")
-    if cfg.ablate: return await ablate(report, cfg)
     timed, struck, faults = max(1, cfg.steps * 4 // 5), {}, []  # steps to compare; then the faults
     async with Fleet(cfg) as fleet:
         before, loose = await fleet.evaluate(), History(fleet, report, "loose", min(60, timed))
@@ -2752,10 +2707,8 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     if struck: report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults)
     else: report.say("the run had ended before: no faults")
     report.check("faults noticed and cured", len(faults), "==", len(struck))
-    mismatch = max(peer["mismatch_k3"])  # of the replacement too, and all of lag 0
-    history.report_learning(before, after, mismatch)
-    report.check("k3 of recorded and recomputed log-probabilities", mismatch, "<=",
-                 MAX_K3[cfg.device])
+    # of the replacement too, and all of lag 0
+    history.report_learning(before, after, max(peer["mismatch_k3"]))
     report.check("held-out exact, gained", after - before, ">", 0)
     report.say("try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
 
@@ -2796,8 +2749,6 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
 demos = [(name[5:], run) for name, run in globals().items() if name.startswith("demo_")]
 STAGES = {name: Stage(n, name, " ".join(run.__doc__.split()), run, run.__code__.co_firstlineno)
           for n, (name, run) in enumerate(demos, 1)}  # by name, in the order of the file
-CHOICES = {"loss": LOSSES, "baseline": BASELINES, "pull": ("rollout", "token"),
-           "device": ("cpu", "cuda")}
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -2811,11 +2762,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     which.add_argument("--only", help="run this stage", **known)
     which.add_argument("--list", action="store_true", help="print the stages")
     meaning = dict(re.findall(r"(\w+): .*  # (.*)", inspect.getsource(Config)))
+    choices = {"loss": LOSSES, "baseline": BASELINES, "pull": ("rollout", "token"),
+               "device": ("cpu", "cuda")}
     for name, value in Config()._asdict().items():
-        how = {"action": "store_true"} if value is False else dict(
-            type=type(value), default=value, choices=CHOICES.get(name))
-        parser.add_argument("--" + name.replace("_", "-"),
-                            help=f"{meaning[name]} (default: {value!r})", **how)
+        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value,
+                            choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
@@ -2835,8 +2786,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         "--log": lambda: open(cfg.log or os.devnull, "a").close(),
         "--json": lambda: open(args.json or os.devnull, "a").close()}
     for flag, attempt in attempts.items():
-        try:
-            attempt()
+        try: attempt()
         except Exception as error:  # whatever somebody's file raises
             parser.error(f"{flag}: {type(error).__name__}: {' '.join(str(error).split())}")
     return args, cfg
@@ -2892,10 +2842,8 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, lambda *_: leave(130, "interrupted"))
     monarch.actor.unhandled_fault_hook = lambda failure: leave(1, f"an actor died: {failure}")
     report = Report()
-    try:
-        asyncio.run(report.run(stages, cfg))
-    except BrokenPipeError:  # `monarch_rl.py | head` has read enough
-        leave(1)
+    try: asyncio.run(report.run(stages, cfg))
+    except BrokenPipeError: leave(1)  # `monarch_rl.py | head` has read enough
     if args.json:
         machine = {name: importlib.metadata.version(name) for name in ("torch", "torchmonarch")}
         machine |= {"cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
