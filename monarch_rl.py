@@ -2168,8 +2168,9 @@ class Trainer(Worker):
 
 def devices(cfg: Config) -> dict[str, list[str]]:
     """Trainer ranks have the first GPUs, generators share the others, or all if there are none."""
-    num_gpus = torch.cuda.device_count() if cfg.device == "cuda" else 0
-    every = [f"cuda:{i}" for i in range(num_gpus)] or ["cpu"] * cfg.trainers
+    every = ["cpu"] * cfg.trainers
+    if cfg.device == "cuda": every = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if len(every) < cfg.trainers: raise ValueError(f"{len(every)} GPUs, each trainer needs one")
     others = every[cfg.trainers :] or every
     return {"trainer": every[: cfg.trainers],
             "generators": [others[i % len(others)] for i in range(cfg.generators)]}
@@ -2746,13 +2747,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
     if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
         parser.error("this version needs Linux on x86-64: see `Arena` and DOCS, appendix B")
-    num_gpus = torch.cuda.device_count() if args.device == "cuda" else args.trainers
-    if num_gpus < args.trainers:
-        parser.error(f"--device cuda: {args.trainers} trainers, one GPU each; torch has {num_gpus}")
     cfg = Config(*(getattr(args, name) for name in Config._fields))
     attempts = {  # which raise why not
         f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
             lambda: task_of(cfg.task).conversation(random.Random()),
+        "--device cuda": lambda: devices(cfg),
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
