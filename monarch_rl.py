@@ -459,8 +459,7 @@ class Worker(Actor):
         """One endpoint for all methods; they are coroutines."""
         return await getattr(self, method)(*args)
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def pid(self) -> int: return os.getpid()
 
     async def setup(self) -> None:
         """Makes it ready to serve; a replacement joins through this too."""
@@ -1044,8 +1043,7 @@ class Relay(Worker):
         self.door, self.arena = door, Arena.create(door.handle.manifest, num_readers)
         self.latest_word, self.lease_word = torch.zeros(2, 1, dtype=torch.int64)
 
-    async def handle(self) -> ArenaHandle:
-        return self.arena.handle
+    async def handle(self) -> ArenaHandle: return self.arena.handle
 
     async def _look(self) -> int:
         await self.door.latest.read_into(self.latest_word)
@@ -1594,9 +1592,8 @@ class Shift(Task):
         self.num_letters, self.places_on = num_letters, places_on
 
     def conversation(self, rng: random.Random) -> tuple[tuple[str, str], ...]:
-        ring = 2 * self.letters
-        texts = ["".join(rng.choices(self.letters, k=self.num_letters))
-                 for _ in range(self.num_turns)]
+        ring, turns = 2 * self.letters, range(self.num_turns)
+        texts = ["".join(rng.choices(self.letters, k=self.num_letters)) for _ in turns]
         return tuple((text, "".join(ring[ring.index(letter) + by] for letter in text
                                     for by in self.places_on)) for text in texts)
 
@@ -1666,10 +1663,6 @@ class Rollout(collections.namedtuple("Rollout", "ids mask turns logprobs version
             joined[name] = torch.cat(rows)
         return Rollout(**joined, prompts=[r.prompts[row] for r, rows in parts for row in rows],
                        answers=[r.answers[row] for r, rows in parts for row in rows])
-
-    def oldest(self, rows: list[int]) -> int:
-        """The version of the oldest sampled token in these rows."""
-        return int(self.versions[rows][self.turns[rows] > 0].min())
 
 
 def packed(mask, *columns) -> list:
@@ -2021,7 +2014,7 @@ class Trainer(Worker):
         """Where it publishes. port: where the ranks meet. One that has begun only answers."""
         cfg, model = self.cfg, self.policy.model
         if not self.writer:
-            if warm: warm_start(self.policy)
+            if warm and cfg.model == "tiny": warm_start(self.policy)
             # the policy before RL
             self.reference = copy.deepcopy(model).requires_grad_(False) if cfg.kl else None
             if cfg.trainers > 1:  # all ranks have the same weights until now
@@ -2036,7 +2029,7 @@ class Trainer(Worker):
     async def save(self, path: str, state: str) -> None:
         """Writes a checkpoint, with this state of the controller; done when it is on the disk. With
         "" it is one to begin from: weights alone."""
-        self._demand()
+        if not self.writer: raise TrainerLost  # this was meant for the one before
         weights, moments = dcp.get_state_dict(
             self.policy.model, self.optimizer if state else [], options=self.whole)
         if self.rank == 0:
@@ -2072,10 +2065,6 @@ class Trainer(Worker):
         self.writer.start(self.version)
         return self.version, found["state"]
 
-    def _demand(self) -> None:
-        """What was meant for the trainer before this one is refused."""
-        if not self.writer: raise TrainerLost
-
     async def published(self) -> None:
         """Answers when generators can pull this trainer's version."""
         self.writer.wait()
@@ -2083,7 +2072,7 @@ class Trainer(Worker):
     async def step(self, batch: Rollout) -> StepStats:
         """Trains on a batch. The result is copied into a slot while the trainer goes on, and that
         copy has until the next optimizer step, which changes what it reads."""
-        self._demand()
+        if not self.writer: raise TrainerLost  # this was meant for the one before
         start, cfg, model, stall_s, skipped = time.monotonic(), self.cfg, self.policy.model, 0.0, 0
         chosen, parts, near = batch.turns > 0, self._parts(batch), {}
         lag, num_tokens = (self.version - batch.versions) * chosen, max(1, int(chosen.sum()))
@@ -2112,9 +2101,8 @@ class Trainer(Worker):
         self.schedule.step()  # after a skipped update too: what is planned is the number of steps
         self.version += 1
         self.writer.start(self.version)
-        if cfg.trainers > 1:
-            sums = sums.to(cfg.device)
-            torch.distributed.all_reduce(sums)  # other ranks have scored the other tokens
+        # other ranks have scored the other tokens
+        if cfg.trainers > 1: torch.distributed.all_reduce(sums)
         young, drift, loss, entropy, clipped, kl, weight, squares = (sums / num_tokens).tolist()
         return StepStats(
             version=self.version, reward=float(batch.rewards.sum(1).mean()), skipped=skipped,
@@ -2251,8 +2239,7 @@ class Fleet:
         version 0, for a run with this Config. Returns the state that was saved there."""
         first = not self.start.kept  # what it has after its warm start, all runs begin with
         self.store = open_store()  # NCCL still asks it at the first step
-        self.handle = await self.ask("begin", self.store.port, first and cfg.model == "tiny",
-                                     deadline_s=120.0)
+        self.handle = await self.ask("begin", self.store.port, first, deadline_s=120.0)
         if first: await self.save(self.start, 0)
         start = self.start.kept[0][0]
         self.version, state = await self.ask("load", path or start, start, cfg)
@@ -2455,15 +2442,13 @@ class History:
         return last - first
 
 
-async def train_sync(history: History, lag: int = 0) -> History:
-    """Sample, step, publish, one after the other. lag: batches that wait before they are used."""
+async def train_sync(history: History) -> History:
+    """Sample, step, publish, one after the other."""
     await history.start()
-    fleet, waiting = history.fleet, collections.deque()
+    fleet = history.fleet
     while len(history.rows) < history.num_steps:
         try:
-            waiting.append(await fleet.batch())  # generators pull before they sample: lag is 0
-            if len(waiting) <= lag: continue
-            batch = waiting.popleft()
+            batch = await fleet.batch()  # generators pull before they sample, so lag is 0
             history.add(await fleet.ask("step", batch), batch)
             history.count.update(started=GROUPS_PER_BATCH, trained=GROUPS_PER_BATCH)
             if history.is_due(len(history.rows)): await history.save()
@@ -2541,7 +2526,9 @@ class ReplayBuffer:
         groups = [(rollout.group_ids == g).nonzero()[:, 0] for g in rollout.group_ids.unique()]
         groups = [rows.tolist() for rows in groups if len(rows) > 1 and rollout.turns[rows].any()]
         async with self.arrived:
-            self.groups += [(rollout, rows, run_id, rollout.oldest(rows)) for rows in groups]
+            for rows in groups:  # the oldest token counts
+                oldest = int(rollout.versions[rows][rollout.turns[rows] > 0].min())
+                self.groups.append((rollout, rows, run_id, oldest))
             self.arrived.notify_all()
         await self.gate.settle("lost", num_groups - len(groups))
 
