@@ -19,6 +19,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -228,8 +229,8 @@ def test_stage_fails_without_its_mechanism(tmp_path, name):
     ("weight_sync", ("num_readers + 2\n", "num_readers + 1\n"), "no free slot"),
     ("service", ("self._lose(replica, \"missed its deadline\" if late else \"died\")",
                  "pass"), "kinds of failure"),
-    ("sync_rl", ("attention_mask=mask, position_ids=positions(mask))", "attention_mask=mask)"),
-     "recorded and recomputed"),
+    ("sync_rl", ("position_ids=positions(mask[one])[:, -new:], logits_to_keep=1)",
+                 "logits_to_keep=1)"), "recorded and recomputed"),
 ])
 def test_second_line_of_a_claim(tmp_path, name, change, check):
     run = Run(tmp_path, "--only", name, "--steps", "40", "--model-mb", "16",
@@ -241,40 +242,90 @@ def test_second_line_of_a_claim(tmp_path, name, change, check):
 # -- pure parts -----------------------------------------------------------------------------------
 
 
-def test_advantages_against_closed_form_in_any_order():
-    rewards = torch.tensor([0.0, 1.0, 0.5, 0.5, 1.0, 0.0, 0.25])
-    ids = torch.tensor([7, 7, 3, 3, 9, 9, 9])  # the last group is uneven
-    expected = torch.empty(7)
-    for group in (3, 7, 9):
-        rows = ids == group
-        centred = rewards[rows] - rewards[rows].mean()
-        expected[rows] = centred / (rewards[rows].std(correction=0) + 1e-4)
+def expected_advantage(returns, ids, row, baseline):
+    """Of one row and turn, by the textbook."""
+    group = [r for r, g in zip(returns, ids) if g == ids[row]]
+    others = [r for i, (r, g) in enumerate(zip(returns, ids)) if g == ids[row] and i != row]
+    spread = lambda some: statistics.pstdev(some) + 1e-4
+    return {"none": lambda: returns[row],
+            "batch": lambda: (returns[row] - statistics.fmean(returns)) / spread(returns),
+            "group": lambda: (returns[row] - statistics.fmean(group)) / spread(group),
+            "leave_one_out": lambda: returns[row] - statistics.fmean(others or [0.0])}[baseline]()
+
+
+@pytest.mark.parametrize("baseline", m.BASELINES)
+def test_advantages_against_closed_form_per_turn_and_in_any_order(baseline):
+    ids = torch.tensor([7, 7, 3, 3, 9, 9, 9, 5])  # uneven groups, one of a single row
+    returns = torch.tensor([[0.0, 1.0, 0.5, 0.5, 1.0, 0.0, 0.25, 0.75],
+                            [0.5, 0.0, 0.25, 0.25, 0.0, 1.0, 1.0, 0.5]]).T
+    expected = torch.tensor([[expected_advantage(turn.tolist(), ids.tolist(), row, baseline)
+                              for turn in returns.T] for row in range(8)])
     for _ in range(20):
-        order = torch.randperm(7)
-        found = m.advantages(rewards[order], ids[order])
-        assert torch.allclose(found, expected[order], atol=1e-6)
-    assert m.advantages(rewards, ids)[ids == 3].abs().max() == 0  # no spread, no signal
+        order = torch.randperm(8)
+        found = m.advantages(returns[order], ids[order], baseline)
+        assert found.dtype == torch.float32 and torch.allclose(found, expected[order], atol=1e-5)
+    if baseline == "group":  # no spread, no signal
+        assert m.advantages(returns, ids)[(ids == 3) | (ids == 5)].abs().max() == 0
 
 
-def test_losses_have_reinforces_gradient_on_policy():
-    mu, advantage = torch.randn(64).sub(3).double(), torch.randn(64).double()
-    gradients = {}
-    for name, loss in m.LOSSES.items():
-        pi = mu.clone().requires_grad_()
-        loss(pi, mu, advantage)[0].mean().backward()
-        gradients[name] = pi.grad
-    for gradient in gradients.values():
-        assert torch.allclose(gradient, gradients["reinforce"], atol=1e-12)
+def gradient_of(loss, pi, mu, near, advantage):
+    pi = pi.clone().requires_grad_()
+    per_token, outside = m.LOSSES[loss](pi, mu, near, advantage)
+    per_token.sum().backward()
+    return pi.grad, outside
 
 
-@pytest.mark.parametrize("advantage, log_ratio, moves", [(1, 0.3, False), (1, -0.3, True),
-                                                         (-1, -0.3, False), (-1, 0.3, True)])
-def test_ppo_has_no_gradient_outside_its_trust_region(advantage, log_ratio, moves):
-    mu = torch.tensor([-1.0])
-    pi = (mu + log_ratio).requires_grad_()
-    loss, outside = m.LOSSES["ppo"](pi, mu, torch.tensor([float(advantage)]))
-    loss.sum().backward()
-    assert bool(pi.grad.abs() > 0) is moves and bool(outside) is not moves
+@pytest.mark.parametrize("loss", m.LOSSES)
+@pytest.mark.parametrize("seed", range(3))
+def test_losses_have_reinforces_gradient_on_policy(loss, seed):
+    rng = torch.Generator().manual_seed(seed)
+    mu, advantage = -torch.rand(64, generator=rng) * 8, torch.randn(64, generator=rng)
+    found, outside = gradient_of(loss, mu, mu, mu, advantage)
+    assert torch.cosine_similarity(found, -advantage, dim=0) >= 1 - 1e-6
+    assert torch.allclose(found, -advantage, atol=1e-5) and not outside.any()
+
+
+@pytest.mark.parametrize("loss, stops", [("ppo", True), ("decoupled", True), ("dppo", True),
+                                         ("cispo", False), ("reinforce", False)])
+@pytest.mark.parametrize("advantage", [1.0, -2.0])
+def test_a_token_outside_the_trust_region_has_no_gradient_if_the_loss_has_one(
+        loss, stops, advantage):
+    mu, good = torch.tensor([-0.7]), math.copysign(1, advantage)
+    for way, log_ratio in ((1, 0.6), (-1, -0.6), (1, 0.01), (-1, -0.01)):
+        found, outside = gradient_of(loss, mu + log_ratio, mu, mu, torch.tensor([advantage]))
+        too_far = stops and way == good and abs(log_ratio) > 0.1
+        assert bool(outside) is too_far and bool(found == 0) is too_far, (way, log_ratio)
+        if not too_far: assert found.sign() == -good
+
+
+def test_ratios_and_differences_are_different_trust_regions():
+    """A rare token may double for dppo, a frequent one move by a fifth for neither."""
+    for mu, log_ratio, outside in ((-8.0, 0.7, {"ppo": True, "dppo": False}),
+                                   (-0.3, 0.19, {"ppo": True, "dppo": False}),
+                                   (-0.3, 0.28, {"ppo": True, "dppo": True})):
+        mu = torch.tensor([mu])
+        for loss, expected in outside.items():
+            found = m.LOSSES[loss](mu + log_ratio, mu, mu, torch.ones(1))[1]
+            assert bool(found) is expected, (loss, mu, log_ratio)
+
+
+def test_decoupled_corrects_for_age_apart_from_its_trust_region():
+    """With near = mu it is ppo; else ppo around near, times the importance weight of near."""
+    pi, mu, near, advantage = -torch.rand(4, 256) * 2 + torch.tensor([[0], [0], [0], [1]])
+    for found, expected in zip(gradient_of("decoupled", pi, mu, mu, advantage),
+                               gradient_of("ppo", pi, mu, mu, advantage)):
+        assert torch.equal(found, expected)
+    found, outside = gradient_of("decoupled", pi, mu, near, advantage)
+    plain, far = gradient_of("ppo", pi, near, near, advantage)
+    weight = (near - mu).exp().clamp(max=m.MAX_WEIGHT)
+    assert torch.allclose(found, plain * weight) and torch.equal(outside, far)
+    assert outside.any() and not outside.all() and (weight == m.MAX_WEIGHT).any()
+
+
+def test_cispo_cuts_the_weight_and_not_the_gradient():
+    mu, advantage = torch.tensor([-5.0, -5.0, -1.0]), torch.tensor([1.0, -1.0, 1.0])
+    found, _ = gradient_of("cispo", torch.tensor([-1.0, -1.0, -1.5]), mu, mu, advantage)
+    assert found.tolist() == pytest.approx([-m.MAX_WEIGHT, m.MAX_WEIGHT, -math.exp(-0.5)])
 
 
 def test_k3_is_zero_for_equals_and_positive_otherwise():
@@ -294,21 +345,22 @@ def test_held_out_prompts_are_never_drawn():
         assert len({prompt.id for prompt in drawn}) == 3000
 
 
-def test_score_is_one_only_for_right_answers():
-    prompt = m.Prompt(0, (("abc", "abc"), ("d", "efg")))
-    assert m.score(prompt, ["abc", "efg"]) == 1
-    assert m.score(prompt, ["abc+", "efg"]) < 1  # did not stop
-    assert m.score(prompt, ["abd", "efg"]) == pytest.approx(5 / 6)
-    assert m.score(prompt, ["", ""]) == 0
+def test_rewards_add_up_to_one_only_for_right_answers():
+    turns, task = (("abc", "abc"), ("d", "efg")), m.task_of("repeat")
+    assert task.score(turns, ["abc", "efg"]) == [0.5, 0.5]
+    assert task.score(turns, ["abc+", "efg"]) == [pytest.approx(3 / 8), 0.5]  # did not stop
+    assert task.score(turns, ["abd", "efg"]) == [pytest.approx(1 / 3), 0.5]
+    assert task.score(turns, ["", ""]) == task.score(turns, []) == [0, 0]
+    assert task.score(turns, ["abc"]) == [0.5, 0]  # cut off after a turn
 
 
 def rollout_of(group_ids, version, width=5):
     rows = len(group_ids)
+    ones = torch.ones(rows, width, dtype=torch.int64)
     return m.Rollout(
-        ids=torch.arange(rows * width).view(rows, width), mask=torch.ones(rows, width, dtype=torch.int64),
-        sampled=torch.ones(rows, width).bool(), logprobs=torch.zeros(rows, width),
-        rewards=torch.rand(rows), group_ids=torch.tensor(group_ids),
-        versions=torch.full((rows,), version), prompts=[None] * rows, answers=[[]] * rows)
+        ids=torch.arange(rows * width).view(rows, width), mask=ones, turns=ones,
+        logprobs=torch.zeros(rows, width), versions=ones * version, rewards=torch.rand(rows, 1),
+        group_ids=torch.tensor(group_ids), prompts=[None] * rows, answers=[[]] * rows)
 
 
 class StubFleet:
@@ -344,6 +396,9 @@ class StubHistory:
         self.rows, self.groups, self.saved, self.sent = [], [], 0, 0
 
     async def start(self):
+        pass
+
+    async def end(self):
         pass
 
     def is_due(self, step):
@@ -470,8 +525,9 @@ def test_gate_waits_until_tickets_come_back():
 def test_join_pads_and_keeps_rows_together():
     a, b = rollout_of([1, 2, 1], 4, width=3), rollout_of([5, 6], 7, width=5)
     joined = m.Rollout.join([(a, [0, 2]), (b, [1])])
+    assert joined.turns[0].tolist() == [1, 1, 1, 0, 0] and joined.rewards.shape == (3, 1)
     assert joined.ids.shape == (3, 5) and joined.group_ids.tolist() == [1, 1, 6]
-    assert joined.versions.tolist() == [4, 4, 7] and joined.mask[0].tolist() == [1, 1, 1, 0, 0]
+    assert joined.oldest([0, 1]) == 4 and joined.oldest([2]) == 7 and joined.mask[0].tolist() == [1, 1, 1, 0, 0]
 
 
 # -- weight slots, in one process -----------------------------------------------------------------
@@ -1523,16 +1579,16 @@ async def gradients_of(num_ranks, loss, batch):
     await ranks.do.call("setup")
     await ranks.do.call("begin", store.port, True)
     await ranks.do.call("save", room[0], "")
-    await ranks.do.call("load", room[0], 10)
+    await ranks.do.call("load", room[0], room[0], cfg)
     answers = [*(await ranks.do.call("gradients", batch)).values()]
     await procs.stop()
     return answers
 
 async def main(loss):
     cfg = m.Config()
-    rollout = m.generate(m.Policy(cfg), m.Sampler(cfg).draw(5), 3, version=1, seed=0)
+    rollout, _ = m.generate(m.Policy(cfg), m.Sampler(cfg).draw(5), 3, seed=0, greedy=False)
     rng = torch.Generator().manual_seed(0)
-    rewards = torch.rand(15, generator=rng)  # the policy is untrained: all of its own are near 0
+    rewards = torch.rand(15, 2, generator=rng)  # the policy is untrained: all of its own are near 0
     batch = rollout._replace(rewards=rewards)
     (alone, stats), = await gradients_of(1, loss, batch)
     for num_ranks in (2, 3):
@@ -1602,17 +1658,22 @@ class Shaky(m.Generator):
 class Wicked(m.Judge):
     """A reward function that does to one answer in 50 what is told."""
 
-    @staticmethod
-    def score(prompt, said):
-        what = goes_wrong() if zlib.crc32(repr((prompt, said)).encode()) % 50 == 0 else None
-        if what == "judge raises":
-            raise ValueError("no reward")
-        if what == "judge hangs":
-            while True:
-                pass
-        if what == "judge exits":
-            os._exit(3)
-        return math.inf if what == "judge says infinity" else m.score(prompt, said)
+    async def setup(self):
+        await super().setup()
+        score = self.task.score
+
+        def wicked(turns, said):
+            what = goes_wrong() if zlib.crc32(repr((turns, said)).encode()) % 50 == 0 else None
+            if what == "judge raises":
+                raise ValueError("no reward")
+            if what == "judge hangs":
+                while True:
+                    pass
+            if what == "judge exits":
+                os._exit(3)
+            return [math.inf, 0.5] if what == "judge says infinity" else score(turns, said)
+
+        self.task.score = wicked
 
 
 TOLD = ["generator raises", "judge raises", "judge hangs", "judge exits", "judge says infinity"]
@@ -1634,8 +1695,8 @@ class Quiet(m.Report):
 class Record(m.History):
     """Also: which groups each step that counts has trained on, and when it ended."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **changes):
+        super().__init__(*args, **changes)
         self.groups = {}
 
     def add(self, stats, batch):
@@ -1652,8 +1713,8 @@ class Watched(m.Fleet):
         rows, run_id = getattr(self, "rows", []), self.handle.run_id
         reached = rows[-1]["version"] - 1 if rows else -1
         found = await super().rollout(prompts, *args, **kwargs)
-        if run_id == self.handle.run_id and len(found.versions):
-            self.old += int(found.versions.min()) < reached
+        if run_id == self.handle.run_id and found.turns.any():
+            self.old += found.oldest([*range(len(found.turns))]) < reached
         return found
 
 
@@ -1958,20 +2019,21 @@ def test_a_vault_keeps_the_newest_two_and_only_whole_ones(tmp_path, in_memory):
 
 
 @pytest.mark.parametrize("answer", [
-    ValueError, SystemExit, math.inf, math.nan, None, "many"], ids=str)
+    ValueError, SystemExit, 1.0, None, "many", [1.0], [0.1, 0.2, 0.3], [0.5, None], [0.5, "x"],
+    [0.5, math.inf], [math.nan, 0.5]], ids=str)
 def test_not_judged_is_not_zero(answer):
-    class Odd(m.Judge):
-        @staticmethod
-        def score(prompt, said):
-            if isinstance(answer, type):
-                raise answer
-            return 0.25 if said == "good" else answer
+    class Odd(m.Task):
+        def score(self, turns, said):
+            if said == ["bad"]:
+                if isinstance(answer, type):
+                    raise answer
+                return answer
+            return [0.25, 0.5]
 
-    if isinstance(answer, type):
-        assert math.isnan(Odd(0, m.Config())._reward(None, "bad"))
-    else:
-        found = [Odd(0, m.Config())._reward(None, said) for said in ("good", "bad")]
-        assert found[0] == 0.25 and not math.isfinite(found[1])
+    judge = m.Judge(0, m.Config())
+    judge.task = Odd()
+    bad, good = asyncio.run(judge.rewards([m.Prompt(0, ())] * 2, [["bad"], ["good"]]))
+    assert good == [0.25, 0.5] and len(bad) == 2 and not all(map(math.isfinite, bad))
 
 
 def stats_of(**changes):
@@ -2024,13 +2086,13 @@ def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
 def test_rows_of_any_length_hear_the_end_of_a_turn_once():
     """Later user turns of different lengths: who has said <end> does not hear it again."""
     policy = m.Policy(m.Config())
-    decoder = m.Decoder(policy, 2, seed=0, greedy=False)
+    decoder = m.Decoder(policy, 2)
     with torch.no_grad():
-        decoder.hear(["abc", "d"], 1, first=True)
+        decoder.hear(["abc", "d"])
         decoder.speak()
         decoder.alive = torch.tensor([False, True])  # row 0 ended its turn, row 1 did not
         before = decoder.columns[0].shape[1]
-        decoder.hear(["e", "fgh"], 1, first=False)
+        decoder.hear(["e", "fgh"])
     ids, mask = (column[:, before:] for column in decoder.columns[:2])
     heard = [policy.tokenizer.decode(row[keep == 1], skip_special_tokens=False)
              for row, keep in zip(ids, mask)]
@@ -2041,21 +2103,46 @@ def generated(task="repeat", seed=0, group_size=3):
     cfg = m.Config(task=task, seed=seed)
     policy = m.Policy(cfg)
     prompts = m.Sampler(cfg).draw(6)
-    return policy, m.generate(policy, prompts, group_size, version=4, seed=seed)
+    rollout, num_cut = m.generate(policy, prompts, group_size, seed, greedy=False, pull=lambda: 4)
+    assert num_cut == 0
+    return policy, rollout
+
+
+def recomputed(model, rollout):
+    """[N] of all sampled tokens, row by row: the log-probabilities that one forward pass gives, as
+    the trainer's. Each row alone and without its holes: nothing of the file is used here."""
+    found = []
+    for ids, mask, turns in zip(rollout.ids, rollout.mask, rollout.turns):
+        ids, turns = ids[mask == 1], turns[mask == 1]
+        if turns.any():
+            with torch.no_grad():
+                logp = model(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1)
+            found.append(logp.gather(1, ids[1:, None])[:, 0][turns[1:] > 0])
+    return torch.cat(found)
+
+
+def assert_recorded_is_recomputed(policy, rollout, tolerance=1e-5):
+    recorded, mine = rollout.logprobs[rollout.turns > 0], recomputed(policy.model, rollout)
+    assert len(recorded) and (mine - recorded).abs().max() < tolerance
+    assert m.k3(recorded, mine).mean() <= 1e-6
+    assert (rollout.logprobs[rollout.turns == 0] == 0).all()
+    assert (rollout.mask[rollout.turns > 0] == 1).all()
 
 
 @pytest.mark.parametrize("task", list(m.TASKS))
 @pytest.mark.parametrize("seed", [0, 1])
 def test_recorded_log_probabilities_are_the_trainers(task, seed):
     policy, rollout = generated(task, seed)
-    with torch.no_grad():
-        every = policy.log_softmax(rollout.ids, rollout.mask)
-    mine = every.gather(2, rollout.ids[:, 1:, None]).squeeze(-1)
-    sampled = rollout.sampled[:, 1:]
     assert (rollout.mask == 0).any(), "rows should end at different times, or holes are not tested"
-    assert (mine - rollout.logprobs[:, 1:])[sampled].abs().max() < 1e-5
-    assert (rollout.logprobs[~rollout.sampled] == 0).all()
-    assert (rollout.mask[rollout.sampled] == 1).all()
+    assert_recorded_is_recomputed(policy, rollout)
+    assert (rollout.versions[rollout.turns > 0] == 4).all()
+    # the trainer's own way: all rows at once, packed, the chosen places alone
+    ids, turns = m.packed(rollout.mask, rollout.ids, rollout.turns)
+    chosen = turns[:, 1:] > 0
+    with torch.no_grad():
+        every = m.log_softmax(policy.model, ids, chosen)
+    mine = every.gather(1, ids[:, 1:][chosen][:, None])[:, 0]
+    assert (mine - recomputed(policy.model, rollout)).abs().max() < 1e-5
 
 
 def test_conversations_are_exactly_what_the_template_renders():
@@ -2071,25 +2158,29 @@ def test_conversations_are_exactly_what_the_template_renders():
 
 def test_only_sampled_tokens_carry_loss():
     _, rollout = generated("count", seed=1)
-    for row, prompt in enumerate(rollout.prompts):
-        num_sampled = sum(len(a.rstrip("+")) + (not a.endswith("+")) for a in
-                          [re.sub(r"<\w+>", "?", answer) for answer in rollout.answers[row]])
-        assert int(rollout.sampled[row].sum()) == num_sampled
+    for row, answers in enumerate(rollout.answers):
+        for turn, answer in enumerate(answers, 1):
+            letters = re.sub(r"<\w+>", "?", answer)
+            num_sampled = len(letters.rstrip("+")) + (not letters.endswith("+"))
+            assert int((rollout.turns[row] == turn).sum()) == num_sampled
+        assert int(rollout.turns[row].max()) == len(answers) == 3
 
 
 def test_every_parameter_gets_a_gradient_and_conversations_differ():
     policy, rollout = generated(group_size=8)
-    every = policy.log_softmax(rollout.ids, rollout.mask)
-    every.gather(2, rollout.ids[:, 1:, None]).squeeze(-1)[rollout.sampled[:, 1:]].sum().backward()
+    ids, turns = m.packed(rollout.mask, rollout.ids, rollout.turns)
+    chosen = turns[:, 1:] > 0
+    every = m.log_softmax(policy.model, ids, chosen)
+    every.gather(1, ids[:, 1:][chosen][:, None]).sum().backward()
     for name, parameter in policy.model.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
-    assert len(set(rollout.answers)) > len(rollout.answers) / 5
+    assert len({*map(tuple, rollout.answers)}) > len(rollout.answers) / 5
 
 
 def test_same_seed_samples_the_same_and_another_does_not():
     policy, first = generated()
-    again = m.generate(policy, first.prompts[::3], 3, 4, seed=0)
-    other = m.generate(policy, first.prompts[::3], 3, 4, seed=1)
+    again, _ = m.generate(policy, first.prompts[::3], 3, seed=0, greedy=False)
+    other, _ = m.generate(policy, first.prompts[::3], 3, seed=1, greedy=False)
     assert torch.equal(first.ids, again.ids) and first.answers == again.answers
     assert first.answers != other.answers
 
@@ -2098,7 +2189,7 @@ def save_checkpoint(folder, kind):
     """A small model of another architecture, in the hub's format, with a tokenizer and template."""
     import transformers as t
 
-    tokenizer = m.tiny_policy()[0]
+    tokenizer = m.tiny_policy(m.Task.letters)[0]
     size = len(tokenizer)
     if kind == "llama":
         model = t.LlamaForCausalLM(t.LlamaConfig(
@@ -2115,11 +2206,8 @@ def save_checkpoint(folder, kind):
 def test_other_models_take_the_same_path(tmp_path, kind):
     save_checkpoint(tmp_path / "model", kind)
     policy = m.Policy(m.Config(model=str(tmp_path / "model")))
-    rollout = m.generate(policy, m.Sampler(m.Config()).draw(4), 2, 0, seed=0)
-    with torch.no_grad():
-        every = policy.log_softmax(rollout.ids, rollout.mask)
-    mine = every.gather(2, rollout.ids[:, 1:, None]).squeeze(-1)
-    assert (mine - rollout.logprobs[:, 1:])[rollout.sampled[:, 1:]].abs().max() < 1e-4
+    rollout, _ = m.generate(policy, m.Sampler(m.Config()).draw(4), 2, seed=0, greedy=False)
+    assert_recorded_is_recomputed(policy, rollout, 1e-4)
 
 
 def test_a_model_from_a_folder_runs_through_the_stage(tmp_path):
