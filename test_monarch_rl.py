@@ -2185,29 +2185,529 @@ def test_same_seed_samples_the_same_and_another_does_not():
     assert first.answers != other.answers
 
 
-def save_checkpoint(folder, kind):
+# -- conversations of any shape -------------------------------------------------------------------
+
+
+class Chat(m.Task):
+    """The user says what the prompt has; None there ends the conversation."""
+
+
+def talk(texts, policy=None, group_size=1, greedy=True, **changes):
+    """A rollout of these conversations, a tuple of what the user says each; and who was cut off."""
+    policy = policy or m.Policy(m.Config(**changes))
+    policy.task = Chat()
+    policy.task.num_turns = len(texts[0])
+    prompts = [m.Prompt(i, tuple((text, "a") for text in turns)) for i, turns in enumerate(texts)]
+    return policy, *m.generate(policy, prompts, group_size, seed=3, greedy=greedy)
+
+
+def row_of(rollout, row):
+    """ids, log-probabilities and turns of one row, without its holes."""
+    kept = rollout.mask[row] == 1
+    return tuple(column[row][kept] for column in (rollout.ids, rollout.logprobs, rollout.turns))
+
+
+def assert_same_rows(found, expected, pairs):
+    for row, other in pairs:
+        (ids, logp, turns), (ids_2, logp_2, turns_2) = row_of(found, row), row_of(expected, other)
+        assert torch.equal(ids, ids_2) and torch.equal(turns, turns_2), (row, other)
+        assert (logp - logp_2).abs().max() < 1e-5
+        assert found.answers[row] == expected.answers[other]
+
+
+MIXED = [("abc", "d", "efgh"), ("a", "bcdefghijklmnop", "c"), ("ponmlkjihgfedcba", "a", "b"),
+         ("b", "b", "b")]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_texts_of_different_lengths_are_one_batch(greedy):
+    policy, rollout, num_cut = talk(MIXED, group_size=4, greedy=greedy)
+    assert num_cut == 0 and len({*rollout.mask.sum(1).tolist()}) > 2
+    assert_recorded_is_recomputed(policy, rollout)
+    if greedy:  # a row is what it is alone
+        for row, turns in enumerate(MIXED):
+            assert_same_rows(rollout, talk([turns])[1], [(4 * row, 0)])
+
+
+@pytest.mark.parametrize("model", ["tiny", "llama"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_user_who_says_nothing_more_ends_that_conversation_only(tmp_path, model, at):
+    texts = [tuple(None if (row, i) == (1, at) else text for i, text in enumerate(turns))
+             for row, turns in enumerate(MIXED)]
+    changes = {} if model == "tiny" else {"model": save_checkpoint(tmp_path, model)}
+    policy, rollout, num_cut = talk(texts, **changes)
+    assert num_cut == 0 and [len(said) for said in rollout.answers] == [3, at, 3, 3]
+    assert int(rollout.turns[1].max()) == at and rollout.logprobs.isfinite().all()
+    assert_same_rows(rollout, talk(MIXED, policy)[1], [(0, 0), (2, 2), (3, 3)])
+    assert_recorded_is_recomputed(policy, rollout)
+
+
+@pytest.mark.parametrize("model", ["tiny", "llama"])
+@pytest.mark.parametrize("context, least, most", [(12, 4, 4), (28, 1, 3), (36, 1, 3), (60, 0, 0)])
+def test_a_conversation_too_long_for_the_context_is_cut_and_no_other(
+        tmp_path, model, context, least, most):
+    """Some rows have no room for their first turn, some none for a later one."""
+    changes = {} if model == "tiny" else {"model": save_checkpoint(tmp_path, model)}
+    policy, whole, _ = talk(MIXED, **changes)
+    policy.max_new_tokens = 4  # of `llama` too, which also hears an instruction
+    context += len(policy.tokenizer(policy.head, add_special_tokens=False).input_ids) - 1
+    whole, policy.context = talk(MIXED, policy)[1], context
+    _, rollout, found = talk(MIXED, policy)
+    cut = [row for row in range(4) if not rollout.turns[row].any()]
+    expected = []  # a turn needs room for all that the policy may say
+    for row in range(4):
+        turns = row_of(whole, row)[2].tolist()
+        if max(turns.index(i) for i in (1, 2, 3)) + policy.max_new_tokens > context:
+            expected.append(row)
+    assert cut == expected and found == len(cut) and least <= found <= most
+    assert int(rollout.mask.sum(1).max()) <= context
+    assert rollout.logprobs.isfinite().all()
+    assert_same_rows(rollout, whole, [(row, row) for row in range(4) if row not in cut])
+    if model == "tiny":  # and the trainer has no trouble with it
+        _, stats = gradients_of(trainer_of(), rollout._replace(rewards=torch.rand(4, 3)))
+        assert stats.num_tokens == max(1, int((rollout.turns > 0).sum())) and not stats.skipped
+        assert math.isfinite(stats.loss)
+
+
+def test_groups_of_which_all_was_cut_are_lost_and_not_waited_for():
+    async def scene():
+        gate = m.Gate(0, collections.Counter(started=3, trained=0, dropped=0, lost=0, undone=0))
+        buffer, rollout = m.ReplayBuffer(gate, 0), rollout_of([1, 1, 2, 2, 3], 0)
+        rollout.turns[:2] = 0
+        await buffer.put(rollout, 3, 1)
+        assert gate.count["lost"] == 2 and len(buffer.groups) == 1
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("model", ["tiny", "gpt2"])
+def test_a_group_shares_its_first_prefill(tmp_path, model):
+    changes = {} if model == "tiny" else {"model": save_checkpoint(tmp_path, model)}
+    policy, shared, _ = talk(MIXED, group_size=8, greedy=False, **changes)
+    _, alone, _ = talk([turns for turns in MIXED for _ in range(8)], policy, greedy=False)
+    assert_same_rows(shared, alone, [(row, row) for row in range(32)])
+    assert shared.group_ids.tolist() == [i for i in range(4) for _ in range(8)]
+    assert len({*map(tuple, shared.answers)}) > 8  # the rows of a group sample on their own
+    seen = []  # rows of each forward pass
+    policy.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    talk(MIXED, policy, group_size=8)
+    assert seen[0] == 4 and {*seen[1:]} == {32}
+
+
+# -- new weights between two tokens ---------------------------------------------------------------
+
+
+def in_flight(schedule, group_size):
+    """A rollout during which weights change, and those of every version. schedule: the version at
+    each pull; the last one stays."""
+    states = [m.Policy(m.Config(seed=seed)).model.state_dict() for seed in range(3)]
+    states = [{name: 2 * tensor for name, tensor in state.items()} for state in states]
+    policy, versions = m.Policy(m.Config()), itertools.chain(schedule, itertools.repeat(schedule[-1]))
+
+    def pull():
+        version = next(versions)
+        policy.model.load_state_dict(states[version])
+        return version
+
+    prompts = m.Sampler(m.Config()).draw(8 // group_size)
+    return policy, states, m.generate(policy, prompts, group_size, 5, False, pull)[0]
+
+
+def off_by(policy, states, rollout):
+    """[N] of every sampled token: recorded log-probability minus that of the version it names."""
+    versions, recorded = (c[rollout.turns > 0] for c in (rollout.versions, rollout.logprobs))
+    gaps = torch.full_like(recorded, math.nan)
+    for version, state in enumerate(states):
+        policy.model.load_state_dict(state)
+        mine = versions == version
+        gaps[mine] = (recomputed(policy.model, rollout) - recorded)[mine]
+    return gaps
+
+
+SCHEDULES = [[0, 0, 0, 1, 1, 1, 2], [0, 1, 2], [0, 0, 0, 0, 0, 1, 1, 2], [0, 0, 2, 2, 1], [2, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("group_size", [1, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_every_token_is_recorded_under_the_version_that_it_names(monkeypatch, schedule, group_size):
+    policy, states, rollout = in_flight(schedule, group_size)
+    per_row = [{*v[t > 0].tolist()} for v, t in zip(rollout.versions, rollout.turns)]
+    assert max(map(len, per_row)) >= 2 and {*schedule[1:]} <= set.union(*per_row)
+    gaps = off_by(policy, states, rollout)
+    assert gaps.abs().max() < 1e-5 and m.k3(torch.zeros(len(gaps)), gaps).mean() <= 1e-6
+    for row, versions in enumerate(per_row):
+        assert rollout.oldest([row]) == min(versions)
+    take = m.Decoder._take  # with the keys and values of the weights before it is wrong
+
+    def keep_cache(decoder, version):
+        decoder.version = version
+        if not hasattr(decoder, "cache"): take(decoder, version)
+
+    monkeypatch.setattr(m.Decoder, "_take", keep_cache)
+    gaps = off_by(*in_flight(schedule, group_size))
+    assert not gaps.abs().max() <= 1e-3
+
+
+# -- the trainer, in this process -----------------------------------------------------------------
+
+
+def trainer_of(model=None, start=None, **changes):
+    """A trainer that has published its first version. model: instead of the tiny one's, with `start`
+    as the weights before RL."""
+    cfg = m.Config(**changes)
+    trainer, rooms = m.Trainer(0, cfg), [m.Vault().room(), m.Vault().room()]
+
+    async def begin():
+        await trainer.setup()
+        trainer.policy.model = model = start or trainer.policy.model
+        await trainer.begin(0, False)
+        await trainer.save(rooms[0][0], "")
+        if now: model.load_state_dict(now)
+        await trainer.save(rooms[1][0], "")
+        await trainer.load(rooms[1][0], rooms[0][0], cfg)
+
+    now = model and model.state_dict()
+    asyncio.run(begin())
+    return trainer
+
+
+def batch_of(trainer, num_groups=4, group_size=3, seed=0):
+    """What it says itself, with random rewards."""
+    prompts = m.Sampler(trainer.cfg).draw(num_groups)
+    rollout, _ = m.generate(trainer.policy, prompts, group_size, seed, False, lambda: trainer.version)
+    rng = torch.Generator().manual_seed(seed)
+    return rollout._replace(rewards=torch.rand(rollout.rewards.shape, generator=rng))
+
+
+def gradients_of(trainer, batch):
+    """(name -> gradient with which it steps, per optimizer step), what the step says of itself."""
+    found, named = [], [*trainer.policy.model.named_parameters()]
+    hook = trainer.optimizer.register_step_pre_hook(
+        lambda *_: found.append({name: p.grad.clone() for name, p in named}))
+    stats = asyncio.run(trainer.step(batch))
+    hook.remove()
+    return found, stats
+
+
+def gap(left, right):
+    """Largest relative difference of two gradients, by parameter."""
+    return max(float((left[name] - g).norm() / g.norm()) for name, g in right.items())
+
+
+def seen_by_loss(trainer, batch):
+    """(row, column) of each token -> (pi, near, advantage), per pass. A token's recorded
+    log-probability is used as a mark to find it again."""
+    width, passes, spied = batch.ids.shape[1], [], []
+    marks = torch.arange(batch.ids.numel()).view_as(batch.ids) / -1024
+
+    def spy(pi, mu, near, advantage):
+        places = (divmod(int(mark), width) for mark in (mu * -1024).tolist())
+        spied.extend(zip(places, zip(*(c.tolist() for c in (pi, near, advantage)))))
+        return m.reinforce_loss(pi, mu, near, advantage)
+
+    with mock.patch.dict(m.LOSSES, spy=spy):
+        trainer.cfg = trainer.cfg._replace(loss="spy")
+        asyncio.run(trainer.step(batch._replace(logprobs=marks * (batch.turns > 0))))
+    num_tokens = int((batch.turns > 0).sum())
+    while spied:
+        passes.append(dict(spied[:num_tokens]))
+        del spied[:num_tokens]
+        assert len(passes[-1]) == num_tokens
+    return passes
+
+
+def turns_that_differ(batch, left, right, which):
+    """In which turns the loss sees something else."""
+    return {int(batch.turns[place]) for place in left
+            if abs(left[place][which] - right[place][which]) > 1e-6}
+
+
+@pytest.mark.parametrize("baseline", m.BASELINES)
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_a_reward_is_due_to_its_own_turn_and_the_turns_before(baseline, turn):
+    trainer = trainer_of(task="count", lr=1e-12, baseline=baseline)
+    batch = batch_of(trainer)
+    rewards = batch.rewards.clone()
+    rewards[:, turn - 1] = torch.rand(len(rewards))
+    [left], [right] = seen_by_loss(trainer, batch), seen_by_loss(trainer, batch._replace(rewards=rewards))
+    assert turns_that_differ(batch, left, right, 2) == {*range(1, turn + 1)}
+    returns = batch.rewards.flip(1).cumsum(1).flip(1)
+    expected = m.advantages(returns, batch.group_ids, baseline)
+    for (row, column), (_, _, advantage) in left.items():
+        assert advantage == pytest.approx(float(expected[row, batch.turns[row, column] - 1]), abs=1e-6)
+
+
+def test_what_comes_later_changes_nothing_of_what_was_said_before():
+    """Neither log-probabilities nor the gradient of turn 1 know the user's words of turn 2."""
+    trainer = trainer_of(lr=1e-12, baseline="none")
+    batch = batch_of(trainer)
+    batch.rewards[:, 1] = -batch.rewards[:, 0]  # turn 1 alone has an advantage, all else has
+    batch.rewards[:, 0], batch.rewards[:, 1] = batch.rewards[:, 0] + 1, 0  # none in turn 2
+    ids = batch.ids.clone()
+    for row in range(len(ids)):
+        first = int((batch.turns[row] == 1).nonzero().max())
+        later = ((batch.turns[row] == 0) & (batch.mask[row] == 1)).nonzero()[:, 0]
+        heard = later[later > first + 1][2:3]  # a letter of the user's second text
+        assert 3 <= int(ids[row, heard])
+        ids[row, heard] = 3 + (ids[row, heard] - 2) % 16
+    other = batch._replace(ids=ids)
+    [left], [right] = seen_by_loss(trainer, batch), seen_by_loss(trainer, other)
+    assert turns_that_differ(batch, left, right, 0) == {2}
+    trainer.cfg = trainer.cfg._replace(loss="reinforce")
+    [left], [right] = gradients_of(trainer, batch)[0], gradients_of(trainer, other)[0]
+    assert gap(left, right) < 1e-4
+
+
+@pytest.mark.parametrize("max_logits", [3000, 1000, 400, 1])
+def test_several_forward_passes_have_the_gradient_of_one(monkeypatch, max_logits):
+    """Also if a single row has more logits than one pass may have."""
+    found = []
+    for limit in (m.MAX_LOGITS, max_logits):
+        monkeypatch.setattr(m, "MAX_LOGITS", limit)
+        trainer, rows = trainer_of(kl=0.5), []
+        batch = batch_of(trainer)
+        for parameter in trainer.policy.model.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        trainer.policy.model.register_forward_pre_hook(
+            lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+        found.append((*gradients_of(trainer, batch), rows))
+    ([whole], stats, one), ([parts], told, several) = found
+    assert len(one) == 1 < len(several) and sum(several) == 12 and gap(parts, whole) < 1e-5
+    for name in stats._fields:
+        if not name.endswith("_s"):
+            assert getattr(told, name) == pytest.approx(getattr(stats, name), rel=1e-4, abs=1e-7), name
+
+
+def test_two_passes_are_two_updates_around_the_same_near():
+    trainer = trainer_of(passes=2)
+    batch = batch_of(trainer)
+    gradients, stats = gradients_of(trainer, batch)
+    assert len(gradients) == 2 and gap(*gradients) > 1e-4
+    assert stats.version == trainer.version == 1 and stats.skipped == 0
+    first, second = seen_by_loss(trainer_of(passes=2), batch)
+    for place, (pi, near, advantage) in first.items():
+        assert near == pi and second[place][1:] == (near, advantage)
+    assert max(abs(second[place][0] - pi) for place, (pi, *_) in first.items()) > 1e-4
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
+    trainer = trainer_of(passes=2)
+    before = {name: p.clone() for name, p in trainer.policy.model.named_parameters()}
+    batch = batch_of(trainer)
+    batch.rewards[0] = math.inf
+    gradients, stats = gradients_of(trainer, batch)
+    assert gradients == [] and stats.skipped == 2 and stats.version == 1
+    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
+
+
+class Unigram(torch.nn.Module):
+    """A policy of six symbols that listens to nobody."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits.clone())
+        self.config = types.SimpleNamespace(vocab_size=6, max_position_embeddings=99)
+
+    def forward(self, input_ids, **_):
+        return types.SimpleNamespace(logits=self.logits.expand(*input_ids.shape, 6))
+
+
+def exact_batch(counts, logits):
+    """Each symbol as often as the policy says it: means over tokens are expectations."""
+    said = torch.arange(6).repeat_interleave(torch.tensor(counts))
+    ids = torch.cat([torch.zeros(1).long(), said])[None]
+    turns = torch.ones_like(ids)
+    turns[0, 0] = 0
+    logprobs = logits.log_softmax(0)[ids] * turns
+    return m.Rollout(ids, torch.ones_like(ids), turns, logprobs, torch.zeros_like(ids),
+                     torch.zeros(1, 1), torch.zeros(1).long(), [None], [("",)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("weight", [1.0, 0.1])
+def test_kl_has_the_gradient_of_the_divergence(seed, weight):
+    """Its expectation over the policy's own samples, against autograd of the exact sum."""
+    counts, rng = [1, 2, 3, 4, 5, 1], torch.Generator().manual_seed(seed)
+    logits, before = torch.tensor(counts).log(), torch.randn(6, generator=rng) / 3
+    trainer = trainer_of(Unigram(logits), Unigram(before), kl=weight, baseline="none", loss="reinforce")
+    [found], stats = gradients_of(trainer, exact_batch(counts, logits))
+
+    theta = logits.clone().requires_grad_()
+    logp, reference = theta.log_softmax(0), before.log_softmax(0)
+    p = logp.detach().exp()
+    [expected] = torch.autograd.grad(weight * (logp.exp() * (logp - reference)).sum(), theta, retain_graph=True)
+    assert expected.norm() < m.MAX_GRAD_NORM and expected.norm() > 0.01
+    assert torch.allclose(found["logits"], expected, atol=1e-6)
+    assert stats.kl == pytest.approx(float((p * (logp - reference) ** 2).sum() / 2), rel=1e-5)
+    # why k2: k1 has no gradient at all, and k3 another one
+    ratio = reference - logp
+    k1, k3 = (torch.autograd.grad((p * k).sum(), theta, retain_graph=True)[0]
+              for k in (-ratio, ratio.exp() - 1 - ratio))
+    assert k1.abs().max() < 1e-6 and (weight * k3 - expected).norm() > 0.1 * expected.norm()
+
+
+def test_the_reference_is_the_policy_before_rl_and_stays():
+    """After steps, and for a trainer that goes on from a checkpoint."""
+    trainer = trainer_of(kl=0.1)
+    before = trainer.policy.model.state_dict()["model.embed_tokens.weight"].clone()
+    batch = batch_of(trainer)
+    assert gradients_of(trainer, batch)[1].kl == 0  # nothing has been learned yet
+    kls = [gradients_of(trainer, batch)[1].kl for _ in range(3)]
+    assert 0 < kls[0] < kls[2]
+    assert torch.equal(trainer.reference.state_dict()["model.embed_tokens.weight"], before)
+
+
+@pytest.mark.parametrize("broken, what", [
+    (None, None), ("frozen", "without a gradient"), ("certain", "log-probabilities above 0"),
+    ("alike", "conversations that differ")])
+def test_examine_finds_what_is_broken(broken, what):
+    trainer = trainer_of()
+    batch = batch_of(trainer)
+    if broken == "frozen": next(trainer.policy.model.parameters()).requires_grad_(False)
+    if broken == "certain": batch = batch._replace(logprobs=batch.logprobs + 9.0 * (batch.turns > 0))
+    if broken == "alike": batch = batch._replace(answers=[("a", "b")] * 12)
+    found = asyncio.run(trainer.examine(batch))
+    failed = [row[0] for row in found if not m.Report.OPERATORS[row[2]](row[1], row[3])]
+    assert len(failed) == bool(broken) and all(what in name for name in failed), failed
+    assert all(p.grad is None or not p.grad.any() for p in trainer.policy.model.parameters())
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_batches_may_wait_before_they_are_used(lag):
+    """What `--ablate` compares: every batch is exactly so many versions old, but for the first."""
+    async def scene():
+        fleet = StubFleet(0, 0)
+
+        async def batch():
+            return rollout_of([1] * 2, fleet.made)
+
+        fleet.batch, history = batch, StubHistory(fleet, 8)
+        history.is_due, history.end = lambda step: False, mock.AsyncMock()
+        await m.train_sync(history, lag)
+        assert [found for _, found in history.rows] == [min(lag, step) for step in range(8)]
+
+    asyncio.run(scene())
+
+
+# -- a task and models of one's own ---------------------------------------------------------------
+
+
+def save_checkpoint(folder, kind, shard="1GB", **generation):
     """A small model of another architecture, in the hub's format, with a tokenizer and template."""
     import transformers as t
 
+    torch.manual_seed(7)
     tokenizer = m.tiny_policy(m.Task.letters)[0]
-    size = len(tokenizer)
-    if kind == "llama":
-        model = t.LlamaForCausalLM(t.LlamaConfig(
-            vocab_size=size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128))
-    else:
-        model = t.GPT2LMHeadModel(t.GPT2Config(vocab_size=size, n_embd=32, n_layer=1, n_head=2,
-                                               n_positions=512, bos_token_id=2, eos_token_id=2))
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                 num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128)
+    model = {
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes, tie_word_embeddings=False)),
+        "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**sizes, tie_word_embeddings=True)),
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(
+            vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=512,
+            bos_token_id=2, eos_token_id=2)),
+        "t5": lambda: t.T5ForConditionalGeneration(t.T5Config(
+            vocab_size=len(tokenizer), d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)),
+    }[kind]()
+    with torch.no_grad():  # far from uniform, so that temperature and top_k would show
+        for parameter in model.parameters():
+            if parameter.dim() > 1: parameter *= 4
+    model.generation_config = t.GenerationConfig(**generation)
     tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return str(folder)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_other_models_take_the_same_path(tmp_path, kind):
-    save_checkpoint(tmp_path / "model", kind)
-    policy = m.Policy(m.Config(model=str(tmp_path / "model")))
-    rollout, _ = m.generate(policy, m.Sampler(m.Config()).draw(4), 2, seed=0, greedy=False)
+@pytest.mark.parametrize("kind, shard, tied", [
+    ("qwen2", "1GB", True), ("llama", "1GB", False), ("llama", "10KB", False),
+    ("qwen2", "10KB", True), ("gpt2", "1GB", True)])
+def test_other_models_take_the_same_path(tmp_path, kind, shard, tied):
+    """What the folder says of sampling, for others, is not obeyed."""
+    folder = save_checkpoint(tmp_path / "model", kind, shard, do_sample=True, temperature=0.01, top_k=1)
+    assert (len([*pathlib.Path(folder).glob("*.safetensors")]) > 1) is (shard == "10KB")
+    policy, prompts = m.Policy(m.Config(model=folder)), m.Sampler(m.Config()).draw(4)
+    assert tied is (policy.model.get_input_embeddings().weight is policy.model.get_output_embeddings().weight)
+    rollout, _ = m.generate(policy, prompts, 8, seed=0, greedy=False)
     assert_recorded_is_recomputed(policy, rollout, 1e-4)
+    assert len({*map(tuple, rollout.answers)}) > 16  # top_k 1 has one answer per prompt
+    os.remove(f"{folder}/generation_config.json")
+    again, _ = m.generate(m.Policy(m.Config(model=folder)), prompts, 8, seed=0, greedy=False)
+    assert torch.equal(rollout.ids, again.ids)
+
+
+def test_other_models_learn_in_this_process(tmp_path):
+    """A step changes every parameter, and the reader of what it publishes has the same weights."""
+    trainer = trainer_of(model=None, **{"lr": 1e-3, "kl": 0.1})
+    folder = save_checkpoint(tmp_path / "model", "qwen2", "10KB")
+    trainer = m.Trainer(0, m.Config(model=folder, lr=1e-3))
+    room = m.Vault().room()
+
+    async def begin():
+        await trainer.setup()
+        handle = await trainer.begin(0, False)
+        await trainer.save(room[0], "")
+        await trainer.load(room[0], room[0], trainer.cfg)
+        return handle
+
+    handle = asyncio.run(begin())
+    before = {name: p.clone() for name, p in trainer.policy.model.named_parameters()}
+    [found], stats = gradients_of(trainer, batch_of(trainer))
+    assert stats.mismatch_k3 <= 1e-6 and all(g.any() for g in found.values())
+    asyncio.run(trainer.published())
+    other = m.Policy(m.Config(model=folder)).model
+    assert m.WeightReader(handle, 0, m.weights_of(other)).pull() == 1
+    for name, p in other.named_parameters():
+        assert not torch.equal(p, before[name]), name
+        assert torch.equal(p, dict(trainer.policy.model.named_parameters())[name]), name
+
+
+def bad_model(folder, how):
+    """A folder, or a name, with which no run can begin."""
+    path = pathlib.Path(folder) / "model"
+    if how == "unreachable": return "nobody/nothing-that-exists"
+    save_checkpoint(path, "t5" if how == "not causal" else "llama", "10KB")
+    if how == "no weights":
+        for file in path.glob("*.safetensors*"): file.unlink()
+    if how == "no template":
+        for file in path.glob("chat_template*"): file.unlink()
+        about = json.loads((path / "tokenizer_config.json").read_text())
+        (path / "tokenizer_config.json").write_text(json.dumps(
+            {key: value for key, value in about.items() if key != "chat_template"}))
+    if how == "no tokenizer":
+        for file in path.glob("*token*"): file.unlink()
+    if how == "no config": (path / "config.json").unlink()
+    return str(path)
+
+
+@pytest.mark.parametrize("how, told", [
+    ("no weights", "no weights"), ("no template", "no chat template"), ("not causal", "causal"),
+    ("no tokenizer", "tokenizer"), ("no config", "no folder"), ("unreachable", "no hub id")])
+def test_a_model_that_cannot_be_trained_gets_one_line_and_exit_2(tmp_path, how, told):
+    found = subprocess.run(
+        [sys.executable, str(FILE), "--only", "sync_rl", "--model", bad_model(tmp_path, how)],
+        cwd=tmp_path, text=True, capture_output=True, timeout=120,
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert found.returncode == 2 and found.stdout == "", found.stdout + found.stderr
+    assert len(found.stderr.splitlines()) == 1 and found.stderr.startswith("monarch_rl: --model ")
+    assert told in found.stderr, found.stderr
+
+
+def calculator(folder):
+    """DOCS has a task of one's own, whole."""
+    blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", (FOLDER / "DOCS.md").read_text("utf-8"), re.M | re.S)
+    found = [block for block in blocks if "class Calculator" in block]
+    assert len(found) == 1, "DOCS has no recipe with a class Calculator"
+    (folder / "calculator.py").write_text(found[0], encoding="utf-8")
+
+
+def test_the_recipe_for_a_task_of_ones_own_runs(tmp_path):
+    """Forty steps need not teach enough; nothing else may fail."""
+    calculator(tmp_path)
+    run = Run(tmp_path, "--only", "sync_rl", "--task", "calculator.py:Calculator", "--steps", "40")
+    failed = [check["what"] for check in run.stage("sync_rl")["checks"] if not check["ok"]]
+    assert run.status == bool(failed) and run.left == [], run.out + run.err
+    assert all(what.startswith("reward gained") for what in failed), run.out + run.err
+    assert "Traceback" not in run.out + run.err
 
 
 def test_a_model_from_a_folder_runs_through_the_stage(tmp_path):
@@ -2225,7 +2725,8 @@ def test_a_model_from_a_folder_runs_through_the_stage(tmp_path):
 @pytest.mark.parametrize("args", [
     "--stage nope", "--only 12", "--task sums", "--loss none", "--steps 0", "--steps x",
     "--generators -2", "--max-lag -1", "--model-mb 0", "--model /nowhere/model", "--bogus",
-    "--json /nowhere/out.json", "--log /nowhere/log", "--stage 1 --only 2",
+    "--json /nowhere/out.json", "--task nowhere.py:X", "--task :X", "--kl -1", "--kl nan", "--lr -1",
+    "--passes 0", "--baseline x", "--loss x", "--pull never", "--log /nowhere/log", "--stage 1 --only 2",
 ] + ([] if torch.cuda.is_available() else ["--device cuda"]))
 def test_bad_input_gets_one_line_and_exit_2(tmp_path, args):
     found = subprocess.run([sys.executable, str(FILE), *args.split()], cwd=tmp_path, text=True,
