@@ -2351,22 +2351,20 @@ def test_every_token_is_recorded_under_the_version_that_it_names(monkeypatch, sc
 # -- the trainer, in this process -----------------------------------------------------------------
 
 
-def trainer_of(model=None, start=None, **changes):
-    """A trainer that has published its first version. model: instead of the tiny one's, with `start`
-    as the weights before RL."""
-    cfg = m.Config(**changes)
-    trainer, rooms = m.Trainer(0, cfg), [m.Vault().room(), m.Vault().room()]
+def trainer_of(now=None, before=None, **changes):
+    """A trainer that has published its first version. now, before: modules, what it is now and was
+    before RL, instead of the policy that the changes to the Config make."""
+    trainer, rooms = m.Trainer(0, m.Config(**changes)), [m.Vault().room() for _ in range(2)]
 
     async def begin():
         await trainer.setup()
-        trainer.policy.model = model = start or trainer.policy.model
+        trainer.policy.model = before or trainer.policy.model
         await trainer.begin(0, False)
         await trainer.save(rooms[0][0], "")
-        if now: model.load_state_dict(now)
+        if now: before.load_state_dict(now.state_dict())
         await trainer.save(rooms[1][0], "")
-        await trainer.load(rooms[1][0], rooms[0][0], cfg)
+        await trainer.load(rooms[1][0], rooms[0][0], trainer.cfg)
 
-    now = model and model.state_dict()
     asyncio.run(begin())
     return trainer
 
@@ -2635,30 +2633,18 @@ def test_other_models_take_the_same_path(tmp_path, kind, shard, tied):
     assert torch.equal(rollout.ids, again.ids)
 
 
-def test_other_models_learn_in_this_process(tmp_path):
-    """A step changes every parameter, and the reader of what it publishes has the same weights."""
-    trainer = trainer_of(model=None, **{"lr": 1e-3, "kl": 0.1})
-    folder = save_checkpoint(tmp_path / "model", "qwen2", "10KB")
-    trainer = m.Trainer(0, m.Config(model=folder, lr=1e-3))
-    room = m.Vault().room()
-
-    async def begin():
-        await trainer.setup()
-        handle = await trainer.begin(0, False)
-        await trainer.save(room[0], "")
-        await trainer.load(room[0], room[0], trainer.cfg)
-        return handle
-
-    handle = asyncio.run(begin())
-    before = {name: p.clone() for name, p in trainer.policy.model.named_parameters()}
+def test_a_step_of_another_model_reaches_its_generators(tmp_path):
+    """It changes every parameter, and who reads what is published has the same weights."""
+    changes = dict(model=save_checkpoint(tmp_path / "model", "qwen2", "10KB"), lr=1e-3)
+    trainer, other = trainer_of(**changes), m.Policy(m.Config(**changes)).model
     [found], stats = gradients_of(trainer, batch_of(trainer))
     assert stats.mismatch_k3 <= 1e-6 and all(g.any() for g in found.values())
+    handle = asyncio.run(trainer.begin(0, False))
     asyncio.run(trainer.published())
-    other = m.Policy(m.Config(model=folder)).model
+    before = {name: p.clone() for name, p in other.named_parameters()}
     assert m.WeightReader(handle, 0, m.weights_of(other)).pull() == 1
-    for name, p in other.named_parameters():
-        assert not torch.equal(p, before[name]), name
-        assert torch.equal(p, dict(trainer.policy.model.named_parameters())[name]), name
+    for name, p in trainer.policy.model.named_parameters():
+        assert torch.equal(other.get_parameter(name), p) and not torch.equal(p, before[name]), name
 
 
 def bad_model(folder, how):
