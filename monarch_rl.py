@@ -122,7 +122,6 @@ class Config(typing.NamedTuple):
     lr: float = 0.0  # learning rate; 0: 1e-3 for tiny, 1e-6 for others
     kl: float = 0.0  # weight of the divergence from the policy before RL
     pull: str = "rollout"  # generators take new weights before a rollout, or before a token
-    ablate: bool = False  # async_rl shows what lag does, with every correction, instead
     seed: int = 0  # of sampling, initial weights and prompts
     device: str = "cpu"  # where policies compute
     model_mb: int = 96  # MiB of weights in weight_sync and in reshard
@@ -156,8 +155,7 @@ class Report:
             self.stages.append(self.now)
             top = f"[{number}/{len(STAGES)}] {name}: {claim}  (line {line})"
             self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
-            try:
-                await demo(self, cfg)
+            try: await demo(self, cfg)
             except Exception as error:  # whatever it is: counted, told, and the next stage runs
                 self.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
                 sys.excepthook(*sys.exc_info())
@@ -204,8 +202,7 @@ def cause(error: BaseException) -> BaseException:
 
 async def outcome(call, *args, deadline_s: float | None = None):
     """What the caller sees: the answer, or the name of the exception that it gets instead."""
-    try:
-        return await asyncio.wait_for(call(*args), deadline_s)
+    try: return await asyncio.wait_for(call(*args), deadline_s)
     except (ActorError, SupervisionError, ValueError, asyncio.TimeoutError) as error:
         return type(cause(error)).__name__
 
@@ -234,8 +231,7 @@ Added = collections.namedtuple("Added", "rank process total start end")
 class Tally(Actor):
     """A counter. Section 2 makes a mesh of it, section 4 a singleton."""
 
-    def __init__(self):
-        self.rank, self.total = current_rank().rank, 0
+    def __init__(self): self.rank, self.total = current_rank().rank, 0
 
     @endpoint
     async def add(self, pause_s: float = 0.0005) -> Added:
@@ -344,8 +340,7 @@ class Owner(Actor):
         return RDMABuffer(self.memory)
 
     @endpoint
-    async def as_message(self):
-        return self.memory
+    async def as_message(self): return self.memory
 
     @endpoint
     async def sit(self, duration_s: float) -> float:
@@ -1719,8 +1714,7 @@ class Policy:
         torch.set_num_threads(1)  # several processes share the cores
         torch.manual_seed(cfg.seed)
         self.cfg, self.task, tiny = cfg, task_of(cfg.task), cfg.model == "tiny"
-        if tiny:
-            self.tokenizer, self.model = tiny_policy(self.task.letters)
+        if tiny: self.tokenizer, self.model = tiny_policy(self.task.letters)
         else:
             dtype = torch.float32 if cfg.device == "cpu" else torch.bfloat16
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
@@ -1900,22 +1894,20 @@ def advantages(returns, group_ids, baseline: str = "group"):
     if baseline == "leave_one_out": same.fill_diagonal_(0)
     same /= same.sum(1, keepdim=True).clamp(min=1)  # times a [B] it averages, row by row
     centred = returns.double() - same @ returns.double()
-    if baseline == "leave_one_out": return centred.float()
-    # a group without any deviation teaches nothing: 0
-    return (centred / ((same @ centred**2).sqrt() + 1e-4)).float()
+    deviation = (same @ centred**2).sqrt() + 1e-4  # a group without any teaches nothing: 0
+    return (centred if baseline == "leave_one_out" else centred / deviation).float()
 
 
 # Losses: [N] each, pi, mu, near, advantage -> (loss, bool: too far off, so without gradient). The
 # log-probabilities of N sampled tokens: pi under the policy in training; mu as recorded when the
 # token was sampled; near under the policy as it was before the first update with this batch. Where
-# the three are equal, so are the gradients of all losses.
+# the three are equal, so are the gradients of all losses. (pi > 0 holds nowhere: none is too far.)
 CLIP = 0.2  # how far a token's probability may move, as a ratio, before its gradient stops
 MAX_WEIGHT = 2.0  # larger importance weights are cut off, or a few tokens would outweigh all others
 MAX_SHIFT = 0.2  # how far a token's probability may move, as a difference
 
 
-def reinforce_loss(pi, mu, near, advantage):
-    return -advantage * pi, torch.zeros_like(pi).bool()
+def reinforce_loss(pi, mu, near, advantage): return -advantage * pi, pi > 0
 
 
 def ppo_loss(pi, mu, near, advantage):
@@ -1934,8 +1926,7 @@ def decoupled_loss(pi, mu, near, advantage):
 
 def cispo_loss(pi, mu, near, advantage):
     # The weight is cut off, not the gradient: every token counts (MiniMax-M1).
-    weight = (pi.detach() - mu).exp().clamp(max=MAX_WEIGHT)
-    return -weight * advantage * pi, torch.zeros_like(pi).bool()
+    return -advantage * (pi.detach() - mu).exp().clamp(max=MAX_WEIGHT) * pi, pi > 0
 
 
 def dppo_loss(pi, mu, near, advantage):
@@ -2010,8 +2001,7 @@ class Vault:
         """The path of the newest that can be read; "" if there are none. Says which others cannot,
         and raises BadCheckpoint if none can."""
         for path, _ in self.kept:
-            try:
-                return read_checkpoint(path, cfg) and path
+            try: return read_checkpoint(path, cfg) and path
             except BadCheckpoint as error:
                 say(f"not used: {error}")
                 last = error
@@ -2050,7 +2040,7 @@ class Trainer(Worker):
     version, writer, optimizer, schedule = -1, None, [], None
 
     async def setup(self) -> None:
-        self.cfg = on_device(self.cfg, "trainer", self.rank)
+        self.cfg = self.cfg._replace(device=devices(self.cfg)["trainer"][self.rank])
         self.policy = Policy(self.cfg)
         # whole tensors, on the CPU of rank 0, however many ranks there are
         self.whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -2191,8 +2181,7 @@ class Trainer(Worker):
         pi.sum().backward()
         still = sum(not p.grad.any() for p in model.parameters())
         self.optimizer.zero_grad()
-        with torch.no_grad():
-            off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
+        with torch.no_grad(): off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
         same = (batch.group_ids[:, None] == batch.group_ids).float()
         centre = same @ advantages(batch.rewards, batch.group_ids)
         said = {*map(tuple, batch.answers)}
@@ -2205,20 +2194,13 @@ class Trainer(Worker):
                 ("conversations that differ / all", len(said) / len(batch.answers), ">", 0.1)]
 
 
-def on_device(cfg: Config, name: str, index: int) -> Config:
-    """With a device of its own: trainer ranks have the first GPUs, generators share the others, or
-    all if there are no others."""
-    if cfg.device == "cpu": return cfg
-    num_gpus = torch.cuda.device_count()
-    first = cfg.trainers if name == "generator" and num_gpus > cfg.trainers else 0
-    return cfg._replace(device=f"cuda:{first + index % (num_gpus - first)}")
-
-
-def where(cfg: Config) -> str:
-    trainer, generators = (", ".join(on_device(cfg, name, i).device for i in range(num))
-                           for name, num in (("trainer", cfg.trainers),
-                                             ("generator", cfg.generators)))
-    return f"seed {cfg.seed}; trainer on {trainer}, generators on {generators}"
+def devices(cfg: Config) -> dict[str, list[str]]:
+    """Trainer ranks have the first GPUs, generators share the others, or all if there are none."""
+    num_gpus = torch.cuda.device_count() if cfg.device == "cuda" else 0
+    every = [f"cuda:{i}" for i in range(num_gpus)] or ["cpu"] * cfg.trainers
+    others = every[cfg.trainers :] or every
+    return {"trainer": every[: cfg.trainers],
+            "generators": [others[i % len(others)] for i in range(cfg.generators)]}
 
 
 class Generator(Worker):
@@ -2227,14 +2209,14 @@ class Generator(Worker):
     reader = None
 
     async def setup(self) -> None:
-        self.cfg = on_device(self.cfg, "generator", self.replica_id)
-        self.policy = Policy(self.cfg)
+        device = devices(self.cfg)["generators"][self.replica_id]
+        self.policy = Policy(self.cfg._replace(device=device))
 
     async def rollout(self, handle: ArenaHandle, prompts: list[Prompt], group_size: int, seed: int,
                       greedy: bool, in_flight: bool) -> tuple[Rollout, int, float]:
         """Under one version of the weights (the lease lasts until the next pull) or, in flight,
         under the newest at each token. handle: where the trainer publishes; after its restart
-        another place, and this moves there. Also how many episodes were cut off, and seconds."""
+        another place. Also how many episodes were cut off, and seconds."""
         start = time.monotonic()
         if not self.reader or self.reader.arena.handle.run_id != handle.run_id:
             self.reader = WeightReader(handle, self.replica_id, weights_of(self.policy.model))
@@ -2247,108 +2229,88 @@ class Judge(Worker):
     """Runs a task's reward function. That is somebody else's code: it may hang, or end its process.
     So it runs here, one request at a time, where it can be killed, and takes nobody along."""
 
-    async def setup(self) -> None:
-        self.task = task_of(self.cfg.task)
+    async def setup(self) -> None: self.task = task_of(self.cfg.task)
 
     async def rewards(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
         """Of each turn of each episode; nan where the function raises, or answers with something
         else than numbers: not judged is not 0."""
-        return [self._rewards(*episode) for episode in zip(prompts, answers)]
-
-    def _rewards(self, prompt: Prompt, said: list[str]) -> list[float]:
-        try:
-            found = [*map(float, self.task.score(prompt.turns, said))]
-        except (Exception, SystemExit):  # whatever it is, its caller counts it
-            found = []
-        num_turns = self.task.num_turns
-        return found if len(found) == num_turns else [math.nan] * num_turns
+        rewards = [[math.nan] * self.task.num_turns for _ in prompts]
+        for row, prompt, said in zip(itertools.count(), prompts, answers):
+            with contextlib.suppress(Exception, SystemExit):  # whatever it is, its caller counts it
+                found = [*map(float, self.task.score(prompt.turns, said))]
+                if len(found) == self.task.num_turns: rewards[row] = found
+        return rewards
 
 
 class Fleet:
     """The actors of an RL run, and what one asks of them."""
 
-    # Seconds after which a silent one counts as hung. Steps and rollouts of the tiny policy take
-    # some 30 ms; real models get 20 times as long.
-    DEADLINES_S = {"trainer": 10.0, "generator": 5.0, "judge": 2.0}
-
     def __init__(self, cfg: Config):
-        self.cfg, self.sampler, self.handle, self.start = cfg, Sampler(cfg), None, Vault()
-        self.num_asked, self.busy_s, self.num_unjudged, self.num_cut = 0, 0.0, 0, 0
-        self.trainer = self._service("trainer", Trainer, 1, num_ranks=cfg.trainers, max_attempts=1)
-        self.generators = self._service("generator", Generator, cfg.generators)
-        # two: one may hang while the other works
-        self.judges = self._service("judge", Judge, 2, max_attempts=1, max_in_flight=1)
-
-    def _service(self, name: str, worker: type, num_replicas: int, **limits):
-        patience = 1 if self.cfg.model == "tiny" or name == "judge" else 20
-        return this_proc().spawn(name, Service, name, worker, num_replicas,
-                                 patience * self.DEADLINES_S[name], self.cfg, **limits)
+        self.cfg, self.sampler, self.start = cfg, Sampler(cfg), Vault()
+        self.busy_s, self.num_unjudged, self.num_cut = 0.0, 0, 0
+        # The numbers are replicas, and seconds after which a silent one counts as hung: steps and
+        # rollouts of the tiny policy take some 30 ms. Two judges: one may hang, the other works.
+        slow = 1 if cfg.model == "tiny" else 20
+        self.services = self.trainer, self.generators, self.judges = [
+            this_proc().spawn(name, Service, name, worker, num, deadline_s, cfg, **limits)
+            for name, worker, num, deadline_s, limits in (
+                ("trainer", Trainer, 1, 10.0 * slow, dict(num_ranks=cfg.trainers, max_attempts=1)),
+                ("generator", Generator, cfg.generators, 5.0 * slow, {}),
+                ("judge", Judge, 2, 2.0, dict(max_attempts=1, max_in_flight=1)))]
 
     async def __aenter__(self) -> Fleet:
         # all at once: importing takes longer than anything else
-        await asyncio.gather(self._warm(), *(
-            service.start.call_one() for service in (self.generators, self.judges)))
+        await asyncio.gather(*(service.start.call_one() for service in self.services))
+        await self.load("", self.cfg)
         return self
 
     async def __aexit__(self, *_) -> None:
-        services = self.trainer, self.generators, self.judges
-        await asyncio.gather(*(service.close.call_one() for service in services))
+        await asyncio.gather(*(service.close.call_one() for service in self.services))
 
-    async def _warm(self) -> None:
-        """The first trainer. What it has after the warm start, all runs begin with."""
-        await self.trainer.start.call_one()
-        await self._begin(warm=self.cfg.model == "tiny")
-        await self.begin_here()
-        await self.load("", self.cfg)  # publishes it as version 0
-
-    async def begin_here(self) -> None:
-        """The weights that the trainer has are now those with which runs begin."""
-        room = self.start.room()
-        await self.ask("save", room[0], "")
-        self.start.keep(room, 0)
-
-    async def _begin(self, warm: bool) -> None:
-        self.store = open_store()  # NCCL still asks it at the first step
-        self.handle = await self.ask("begin", self.store.port, warm, deadline_s=120.0)
+    async def save(self, vault: Vault, step: int, state: str = "") -> None:
+        """A checkpoint; no other one may be under way."""
+        room = vault.room()
+        await self.ask("save", room[0], state)
+        vault.keep(room, step)
 
     async def load(self, path: str, cfg: Config) -> str:
         """The trainer, which may be a new one, becomes that of a checkpoint, or with "" that of
         version 0, for a run with this Config. Returns the state that was saved there."""
-        await self._begin(warm=False)
+        first = not self.start.kept  # what it has after its warm start, all runs begin with
+        self.store = open_store()  # NCCL still asks it at the first step
+        self.handle = await self.ask("begin", self.store.port, first and cfg.model == "tiny",
+                                     deadline_s=120.0)
+        if first: await self.save(self.start, 0)
         start = self.start.kept[0][0]
         self.version, state = await self.ask("load", path or start, start, cfg)
         return state
 
     async def ask(self, method: str, *args, **kwargs):
         """All ranks of the trainer; the answer of rank 0. Raises TrainerLost, or what it raised."""
-        try:
-            return await self.trainer.route.call_one(method, *args, **kwargs)
+        try: return await self.trainer.route.call_one(method, *args, **kwargs)
         except (ActorError, SupervisionError) as error:
-            if isinstance(cause(error), (SupervisionError, TrainerLost)):
-                raise TrainerLost from error
-            raise cause(error)
+            lost = isinstance(cause(error), (SupervisionError, TrainerLost))
+            raise TrainerLost if lost else cause(error)
 
     async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False) -> Rollout:
         """One request to generators, one to judges; without the episodes that could not be judged.
         The seed goes along: a retry samples the same, if no new weights have come in between."""
-        self.num_asked += not greedy  # what counts seeds
-        seed = random.Random(f"{self.cfg.seed} {self.num_asked}").getrandbits(48)
+        seed = random.Random(f"{self.cfg.seed} {prompts[0].id}").getrandbits(48)
         rollout, num_cut, busy_s = await self.generators.route.call_one(
             "rollout", self.handle, prompts, group_size, seed, greedy,
             self.cfg.pull == "token" and not greedy)
         self.busy_s += busy_s
         self.num_cut += num_cut
         rewards = torch.tensor(await self.judge(rollout.prompts, rollout.answers))
-        rollout, judged = rollout._replace(rewards=rewards), rewards.isfinite().all(1)
-        self.num_unjudged += int((~judged).sum())
-        if not judged.any(): raise RuntimeError(f"none of {len(rewards)} episodes could be judged")
-        return Rollout.join([(rollout, judged.nonzero()[:, 0].tolist())])
+        judged = rewards.isfinite().all(1).nonzero()[:, 0].tolist()
+        self.num_unjudged += len(rewards) - len(judged)
+        if not judged: raise RuntimeError(f"none of {len(rewards)} episodes could be judged")
+        return Rollout.join([(rollout._replace(rewards=rewards), judged)])
 
     async def judge(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
         """Rewards per episode; nan if it could not be judged. If a request for many is lost with
         its judge, each is asked for alone: only what kills its judge again stays without."""
-        try:
-            return await self.judges.route.call_one("rewards", prompts, answers)
+        try: return await self.judges.route.call_one("rewards", prompts, answers)
         except (ActorError, SupervisionError) as error:
             if not isinstance(cause(error), SupervisionError): raise
         if len(prompts) == 1: return [[math.nan] * self.sampler.task.num_turns]
@@ -2362,17 +2324,12 @@ class Fleet:
         rollouts = await asyncio.gather(*(self.rollout(prompts[i::n]) for i in range(n)))
         return Rollout.join([(r, list(range(len(r.prompts)))) for r in rollouts])
 
-    async def evaluate(self) -> tuple[int, float]:
-        """Greedy, over prompts never trained on: the share that is all right, and of which version.
-        One request, so one generator and one version, whatever the trainer does meanwhile."""
+    async def evaluate(self, newest: bool = True) -> float:
+        """Greedy, over prompts never trained on: the share that is all right. One request, so one
+        generator and one version, whatever the trainer does meanwhile. newest: waits for its."""
+        if newest: await self.ask("published")
         rollout = await self.rollout(self.sampler.heldout, group_size=1, greedy=True)
-        right = rollout.rewards.sum(1) > 0.999
-        return int(rollout.versions.max()), float(right.float().mean())
-
-    async def heldout_exact(self) -> float:
-        """Of the trainer's newest version."""
-        await self.ask("published")
-        return (await self.evaluate())[1]
+        return float((rollout.rewards.sum(1) > 0.999).float().mean())
 
 
 def under_way(count: collections.Counter) -> int:
@@ -2381,41 +2338,43 @@ def under_way(count: collections.Counter) -> int:
     return 2 * count["started"] - sum(count.values())
 
 
-# What a number of StepStats says when it is so, told once per run.
-ALARMS = {"mismatch_k3": (">", 0.01, "trainer and generator disagree about the same weights"),
-          "ess": ("<", 0.3, "few samples carry all the weight: too old, or steps too long"),
-          "clipped": (">", 0.5, "most tokens have left the trust region before they were used"),
-          "entropy": ("<", 0.002, "the policy has no alternatives left to compare"),
-          "grad_norm": (">", 100.0, "gradients explode")}
+# What a number of StepStats says when it is so for so many steps in a row: told once per run.
+ALARMS = [("skipped", ">", 0, 10, "10 gradients in a row were not finite"),  # ends the run
+          ("mismatch_k3", ">", 0.01, 1, "trainer and generator disagree about the same weights"),
+          ("ess", "<", 0.3, 1, "few samples carry all the weight: too old, or steps too long"),
+          ("clipped", ">", 0.5, 1, "most tokens have left the trust region before they were used"),
+          ("entropy", "<", 0.002, 1, "the policy has no alternatives left to compare"),
+          ("grad_norm", ">", 100.0, 1, "gradients explode"),
+          ("reward", "==", 0.0, 20, "all wrong in 20 batches: nothing to learn from"),
+          ("reward", "==", 1.0, 20, "all right in 20 batches: nothing to learn from")]
 
 
 class History:
     """What a run has done, step by step, and the checkpoints from which it can go on."""
 
     MAX_LOSSES = 5  # of the trainer without a checkpoint in between; more is no accident
-    # in a row: updates without a finite gradient, which end the run; batches that are all right or
-    # all wrong, which is said
-    MAX_SKIPPED, NO_SIGNAL = 10, 20
     EVALUATE_EVERY = 25  # steps
-    # exact: held-out, at the last evaluation; nats: entropy; gen, train: shares of time at work
-    COLUMNS = "step reward exact lag max k3 ess nats clip gen train tok/s"
+    # exact: see `heldout`; nats: entropy; gen, train: shares of the time that these were at work
+    HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  heard > said"
+    LINE = ("{run:5s}{step:5d}{reward:7.2f}{heldout:6.2f}{lag_mean:5.1f}{lag_max:4d}"
+            "{mismatch_k3:7.0e}{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{:5.2f}{:6.2f}{:6.0f}  {}")
 
     def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = "",
                  **changes):
         """label: "" is quiet. saved: the folder inside --checkpoint; "": in memory. changes: to the
         fleet's Config."""
         self.fleet, self.report, self.label, self.num_steps = fleet, report, label, num_steps
-        self.cfg, self.alarms = fleet.cfg._replace(**changes), {*ALARMS} if label else set()
+        self.cfg, self.alarms = fleet.cfg._replace(**changes), ALARMS[:] if label else ALARMS[:1]
         self.rows: list[dict] = []  # one per step, the lines of --log
-        # version -> held-out exact, the latest of these; tasks that find it out
-        self.heldout, self.latest, self.evaluating = {}, math.nan, []
+        # held-out exact, of the last evaluation, or -1; tasks that evaluate
+        self.heldout, self.evaluating = -1.0, []
         self.count = collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0)
         self.losses, self.interrupted, folder = 0, False, fleet.cfg.checkpoint
         self.vault = Vault(f"{folder}/{saved}" if folder and saved else "")
 
     def __getitem__(self, name: str) -> list:
-        """A column: a field of StepStats; `seconds`, from the start to the end of each step;
-        `busy_s`, of all generators until then."""
+        """A column: a field of StepStats; until the end of each step `seconds` of the run, and
+        `busy_s` of all generators; `heldout`."""
         return [row[name] for row in self.rows]
 
     async def start(self) -> None:
@@ -2423,14 +2382,16 @@ class History:
         first Ctrl-C waits for the end of a step and saves that, if there is a folder."""
         def interrupt(*_):
             self.interrupted = True
-            signal.signal(signal.SIGINT, before)  # a second one ends at once
+            signal.signal(signal.SIGINT, self.before)  # a second one ends at once
 
-        before = self.before = signal.getsignal(signal.SIGINT)
-        if self.vault.folder: signal.signal(signal.SIGINT, interrupt)
-        if (self.cfg.loss, self.cfg.passes) == ("decoupled", 1):
+        if self.label and (self.cfg.loss, self.cfg.passes) == ("decoupled", 1):
             self.report.say("decoupled with one pass: its clip can never fire; see --passes")
+        if self.label: self.report.say(self.HEAD)
         self.started, self.fleet.busy_s = time.monotonic(), 0.0
         await self.restore()
+        self.before = signal.getsignal(signal.SIGINT)
+        if self.vault.folder and len(self.rows) < self.num_steps:
+            signal.signal(signal.SIGINT, interrupt)
 
     async def restore(self) -> None:
         """The trainer, which may be a new one, and this become what they were at the newest
@@ -2440,15 +2401,14 @@ class History:
             raise RuntimeError(f"the trainer was lost {self.losses - 1} times without a checkpoint")
         path, fleet = self.vault.newest(self.fleet.cfg, self.report.say), self.fleet
         try:
-            state = await fleet.load(path, self.cfg) or "[[], {}, 0, 0]"
-            rows, count, num_asked, num_drawn = json.loads(state)
+            state = await fleet.load(path, self.cfg) or "[[], {}, 0]"
+            rows, count, num_drawn = json.loads(state)
         except TrainerLost:  # another one
             return await self.restore()
         if rows and not self.rows:
             self.started, fleet.busy_s = time.monotonic() - rows[-1]["seconds"], rows[-1]["busy_s"]
-            self.count.update({how: n - self.count[how] for how, n in count.items()})
+            self.count.update(count)
             self.count["lost"] += under_way(self.count)
-            fleet.num_asked = num_asked
             fleet.sampler.num_drawn = num_drawn
         if rows or self.rows:
             self.report.say(f"{self.label}: the trainer goes on after step {len(rows)}")
@@ -2458,70 +2418,47 @@ class History:
 
     def is_due(self, step: int) -> bool:
         """Is there to be a checkpoint of this step?"""
-        every = self.fleet.cfg.save_every
-        return step % every == 0 or step == self.num_steps or self.interrupted
+        return step % self.cfg.save_every == 0 or step == self.num_steps or self.interrupted
 
     async def save(self) -> None:
-        """A checkpoint of the last step, while no other one is under way."""
-        room, step, fleet = self.vault.room(), len(self.rows), self.fleet
-        state = json.dumps([self.rows, self.count, fleet.num_asked, fleet.sampler.num_drawn])
-        await fleet.ask("save", room[0], state)
-        self.vault.keep(room, step)
+        step = len(self.rows)
+        state = json.dumps([self.rows, self.count, self.fleet.sampler.num_drawn])
+        await self.fleet.save(self.vault, step, state)
         self.losses = 0
         if self.interrupted: leave(130, f"interrupted; the same command goes on after step {step}")
-        if step == self.num_steps: signal.signal(signal.SIGINT, self.before)
+        if step == self.num_steps:
+            signal.signal(signal.SIGINT, self.before)
+            await asyncio.gather(*self.evaluating)
 
     async def _evaluate(self) -> None:
         """While the run goes on."""
         with contextlib.suppress(ActorError, SupervisionError, RuntimeError):  # else without it
-            version, share = await self.fleet.evaluate()
-            self.heldout[version] = self.latest = share
-
-    async def end(self) -> History:
-        await asyncio.gather(*self.evaluating)
-        return self
-
-    def reached(self, share: float) -> float:
-        """Seconds from the start to the version that was the first to have it; nan if none has."""
-        made = dict(zip(self["version"], self["seconds"]))
-        return min((made[v] for v, found in self.heldout.items() if v in made and found >= share),
-                   default=math.nan)
+            self.heldout = await self.fleet.evaluate(newest=False)
 
     def add(self, stats: StepStats, batch: Rollout) -> None:
         """Logs a step, and shows it now and then, with what was said in one of its episodes."""
-        step, seconds = len(self.rows) + 1, since(self.started)
-        self.rows.append({"run": self.label, "step": step, "seconds": seconds,
-                          "busy_s": self.fleet.busy_s} | stats._asdict())
+        step = len(self.rows) + 1
+        self.rows.append({"run": self.label, "step": step, "seconds": since(self.started),
+                          "busy_s": self.fleet.busy_s, "heldout": self.heldout} | stats._asdict())
         with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
             log.write(json.dumps(self.rows[-1]) + "\n")
-        if sum(self["skipped"][-self.MAX_SKIPPED :]) == self.MAX_SKIPPED:
-            raise RuntimeError(f"{self.MAX_SKIPPED} gradients in a row were not finite")
-        recent = {*self["reward"][-self.NO_SIGNAL :]}
-        if step % self.NO_SIGNAL == 0 and recent in ({0.0}, {1.0}):
-            self.report.say(f"{self.label}: the last {self.NO_SIGNAL} batches had reward "
-                            f"{stats.reward:.0f} throughout: nothing to learn from")
-        for name in [*self.alarms]:
-            relation, limit, meaning = ALARMS[name]
-            if Report.OPERATORS[relation](self.rows[-1][name], limit):
-                self.alarms.remove(name)  # once is enough
-                found = show(self.rows[-1][name])
-                self.report.say(f"{self.label} {step}: {name} {found}: {meaning}")
+        for alarm in self.alarms[:]:
+            name, relation, limit, num_steps, meaning = alarm
+            recent = [row[name] for row in self.rows[-num_steps:]]
+            if sum(Report.OPERATORS[relation](found, limit) for found in recent) == num_steps:
+                self.alarms.remove(alarm)
+                told = f"{self.label} {step}: {name} {show(recent[-1])}: {meaning}"
+                if name == "skipped": raise RuntimeError(told)
+                self.report.say(told)
         if step % self.EVALUATE_EVERY == 0:
             self.evaluating.append(asyncio.ensure_future(self._evaluate()))
-        if step == 1 and self.label: self._show(self.COLUMNS.split(), "said > answered", keep=True)
         keep = bool(self.label) and (step == 1 or step % max(1, self.cfg.steps // 8) == 0)
         if keep or step % 10 == 0:
-            seconds, _, speed, *busy, _ = self.speed(step)
-            ends = [f"{number:.2f}" for number in (stats.ess, stats.entropy, stats.clipped, *busy)]
-            cells = [f"{step}", f"{stats.reward:.2f}", f"{self.latest:.2f}",
-                     f"{stats.lag_mean:.1f}", f"{stats.lag_max}", f"{stats.mismatch_k3:.0e}", *ends,
-                     f"{speed:.0f}"]
-            asked = " ".join(said for said, _ in batch.prompts[0].turns)
-            self._show(cells, f"{asked} > {' '.join(batch.answers[0])}", keep)
-
-    def _show(self, cells: list[str], said: str, keep: bool) -> None:
-        cells = map(str.rjust, cells, [5, 7, 6, 5, 4, 6, 5, 5, 5, 5, 6, 6])
-        self.report.progress(f"{self.label:5s}{''.join(cells)}  {said}"[:92], keep)
+            _, _, speed, gen, train, _ = self.speed(step)
+            said = " ".join(text for text, _ in batch.prompts[0].turns)
+            said += f" > {' '.join(batch.answers[0])}"
+            line = self.LINE.format(gen, train, speed, said, **self.rows[-1])
+            self.report.progress(line[:92], keep)
 
     def speed(self, num_steps: int) -> list:
         """Of the first steps: seconds, steps/s, tokens/s, shares of the time that generators and
@@ -2534,9 +2471,12 @@ class History:
 
     def report_learning(self, before: float, after: float, mismatch: float) -> float:
         """before, after: held-out exact. Returns the reward gained, last tenth over first."""
-        task, rewards, tenth = self.fleet.cfg.task, self["reward"], max(1, len(self.rows) // 10)
+        task, num = self.cfg.task, len(self.fleet.sampler.heldout)
+        rewards, tenth = self["reward"], max(1, len(self.rows) // 10)
         first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
-        self.report.say(f"held-out exact, 256 prompts, task {task}: {before:.3f} -> {after:.3f}")
+        what = "k3 of recorded and recomputed log-probabilities, largest"
+        self.report.check(what, mismatch, "<=", MAX_K3[self.cfg.device])
+        self.report.say(f"held-out exact, {num} prompts, task {task}: {before:.3f} -> {after:.3f}")
         self.report.figure(heldout_before=before, heldout_after=after, reward_first=first,
                            reward_last=last, mismatch_k3=mismatch, lag_max=max(self["lag_max"]))
         return last - first
@@ -2554,25 +2494,22 @@ async def train_sync(history: History, lag: int = 0) -> History:
             history.add(await fleet.ask("step", batch), batch)
             history.count.update(started=GROUPS_PER_BATCH, trained=GROUPS_PER_BATCH)
             if history.is_due(len(history.rows)): await history.save()
-        except TrainerLost:
-            await history.restore()
-    return await history.end()
+        except TrainerLost: await history.restore()
+    return history
 
 
 async def demo_sync_rl(report: Report, cfg: Config) -> None:
     """trainer and generator give the same log-probabilities for the same weights; reward rises;
     every sample has lag 0"""
-    report.say(f"{where(cfg)}; starting them takes about 15 s")
+    report.say(f"seed {cfg.seed}, {devices(cfg)}; starting them takes about 15 s")
     async with Fleet(cfg) as fleet:
-        first, before = await fleet.batch(), await fleet.heldout_exact()
+        first, before = await fleet.batch(), await fleet.evaluate()
         for what, *found in await fleet.ask("examine", first): report.check(what, *found)
         history = History(fleet, report, "sync", max(1, cfg.steps // 2), "sync_rl")
         await train_sync(history)
-        stale, after = (await fleet.ask("examine", first))[0][1], await fleet.heldout_exact()
-    mismatch = max(history["mismatch_k3"])
-    gain = history.report_learning(before, after, mismatch)
+        stale, after = (await fleet.ask("examine", first))[0][1], await fleet.evaluate()
+    gain = history.report_learning(before, after, max(history["mismatch_k3"]))
     report.check(f"k3 of the first batch, {len(history.rows)} steps too late", stale, ">", 1e-4)
-    report.check("k3 of recorded and recomputed, largest of all steps", mismatch, "<=", 1e-6)
     report.check("lag, largest of all steps", max(history["lag_max"]), "==", 0)
     report.check("reward gained, last tenth over first", gain, ">", 0.1)
     report.say("try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags")
@@ -2587,9 +2524,8 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 #   its ticket given back. Without the refund the run turns synchronous, then stops. A trainer that
 #   dies goes on from its checkpoint; what is left of versions that were lost with it is dropped.
 # Cost. Lag: samples are off-policy. The clip against the recorded probability corrects for it.
-# Not here. New weights during a rollout.
-# Source. IMPALA (Espeholt 2018), AReaL (Fu 2025).
-
+# Not here. Rollouts that another generator finishes.
+# Source. IMPALA (Espeholt 2018), AReaL (Fu 2025), also for weights taken in flight.
 
 # Lag, by example, with K = 1 (two batches of tickets; v = the trainer's version):
 #
@@ -2628,8 +2564,7 @@ class ReplayBuffer:
         self.groups: list[tuple] = []  # (rollout, its rows of the group, run id, version)
 
     async def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
-        """Groups with less than two episodes that were judged, or nothing to learn from, are lost.
-        """
+        """Groups with less than two judged episodes, or nothing to learn from, are lost."""
         groups = [(rollout.group_ids == g).nonzero()[:, 0] for g in rollout.group_ids.unique()]
         groups = [rows.tolist() for rows in groups if len(rows) > 1 and rollout.turns[rows].any()]
         async with self.arrived:
@@ -2637,7 +2572,7 @@ class ReplayBuffer:
             self.arrived.notify_all()
         await self.gate.settle("lost", num_groups - len(groups))
 
-    async def take(self, num_groups: int, run_id: int, version: int) -> Rollout:
+    async def take(self, run_id: int, version: int) -> Rollout:
         """The oldest groups that a trainer of this run id may see at this version, as one batch.
         Drops what is too old, and what comes from a trainer that was lost; waits until there is
         enough; woken by `put`."""
@@ -2647,9 +2582,9 @@ class ReplayBuffer:
                          if group[2] == run_id and version - group[3] <= self.max_lag]
                 dropped, self.groups = len(self.groups) - len(fresh), fresh
                 await self.gate.settle("dropped", dropped)  # refund
-                if len(fresh) >= num_groups:
-                    self.groups = fresh[num_groups:]
-                    return Rollout.join([group[:2] for group in fresh[:num_groups]])
+                if len(fresh) >= GROUPS_PER_BATCH:
+                    self.groups = fresh[GROUPS_PER_BATCH:]
+                    return Rollout.join([group[:2] for group in fresh[:GROUPS_PER_BATCH]])
                 await self.arrived.wait()
 
 
@@ -2673,7 +2608,7 @@ class AsyncRun:
                      -> what raised is raised here, without waiting for answers; what lies in the
                         buffer is counted"""
         await self.history.start()
-        # Two loops of rollouts per generator; with few tickets the gate lets fewer through.
+        # two loops of rollouts per generator; with few tickets the gate lets fewer through
         loops = [self._training] + [self._rollouts] * (2 * self.fleet.cfg.generators)
         tasks = [asyncio.ensure_future(loop()) for loop in loops]
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -2683,7 +2618,6 @@ class AsyncRun:
         for task in tasks: task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*ended)
-        await self.history.end()
 
     async def _rollouts(self) -> None:
         """consumes tickets / waits for the gate, then for a generator and a judge / woken by
@@ -2699,8 +2633,7 @@ class AsyncRun:
                 await self.gate.settle("lost", GROUPS_PER_BATCH)
                 self.history.report.say(f"{GROUPS_PER_BATCH} groups lost: {cause(error)}")
                 spare = self.MAX_LOST + self.gate.count["trained"] - self.gate.count["lost"]
-                if isinstance(cause(error), NoReplica) or spare < 0:
-                    raise  # the run ends with this cause
+                if isinstance(cause(error), NoReplica) or spare < 0: raise  # the run ends
                 await asyncio.sleep(0.2)  # a trainer that is not back yet, for example
             finally:
                 self.away -= GROUPS_PER_BATCH
@@ -2708,15 +2641,13 @@ class AsyncRun:
     async def _training(self) -> None:
         """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
         by the answer / produces versions / ends when all steps are made"""
-        # While the trainer works on a batch, the next one waits there, and no more, for it grows
-        # older by a version. With K = 0 it could not be used then, and nothing is sent ahead of a
-        # checkpoint.
+        # While the trainer works on a batch, one more waits there, and grows older by a version.
+        # With K = 0 it would be too old then; and nothing is sent ahead of a checkpoint.
         fleet, history, steps = self.fleet, self.history, self.steps
         while steps or history.sent < history.num_steps:
             try:
                 if not steps or self.buffer.max_lag and not history.is_due(history.sent):
-                    run_id = fleet.handle.run_id
-                    batch = await self.buffer.take(GROUPS_PER_BATCH, run_id, fleet.version)
+                    batch = await self.buffer.take(fleet.handle.run_id, fleet.version)
                     fleet.version += 1  # at which the trainer will see the next batch
                     history.sent += 1
                     steps.append(asyncio.ensure_future(self._step(batch)))
@@ -2729,47 +2660,12 @@ class AsyncRun:
                 await history.restore()
 
     async def _step(self, batch: Rollout) -> None:
-        try:
-            stats = await self.fleet.ask("step", batch)
+        try: stats = await self.fleet.ask("step", batch)
         except TrainerLost:
             await self.gate.settle("lost", GROUPS_PER_BATCH)
             raise
         await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
         self.history.add(stats, batch)
-
-
-async def ablate(report: Report, cfg: Config) -> None:
-    """What lag does and what saves it: the same policy goes on with samples of exactly that lag, at
-    a rate at which it shows. And what weights taken in flight do to lag."""
-    cells, gains = [*itertools.product((0, 4, 8), ("reinforce", cfg.loss))], []
-    num_steps, rate = max(1, cfg.steps // 7), cfg.lr or 3e-3
-    for seed in range(cfg.seed, cfg.seed + 3):
-        async with Fleet(cfg._replace(seed=seed)) as fleet:
-            await train_sync(History(fleet, report, "base", max(1, cfg.steps * 4 // 9)))
-            await fleet.begin_here()
-            for lag, loss in cells:  # without a decay: `steps` is far away
-                run = History(fleet, report, "", num_steps, loss=loss, lr=rate, steps=10**9)
-                rewards = (await train_sync(run, lag))["reward"]
-                gains.append([statistics.fmean(some) for some in (rewards[:5], rewards[-10:])])
-            lags = []
-            for pull in ("rollout", "token"):
-                fleet.cfg = fleet.cfg._replace(pull=pull)
-                run = History(fleet, report, "", num_steps)
-                await AsyncRun(run, cfg.max_lag).run()
-                lags.append([pull, statistics.fmean(run["lag_mean"]), max(run["lag_max"])])
-    rows = []
-    for i, (lag, loss) in enumerate(cells):
-        first, last = zip(*gains[i :: len(cells)])  # of the three seeds
-        means = map(statistics.fmean, (first, last))
-        rows.append([f"lag {lag}, {loss}", *means, min(last), max(last)])
-    report.table([f"{num_steps} steps at rate {rate}, 3 seeds", "reward first", "last", "least",
-                  "most"], *rows)
-    report.table(["new weights before a", "lag, mean", "max"], *lags)
-    (_, start, bare, *_), (_, saved_start, saved, *_) = rows[-2:]
-    report.figure(reward_lag8_uncorrected=bare - start, reward_lag8=saved - saved_start)
-    report.check("reward gained at lag 8, uncorrected", bare - start, "<", 0)
-    report.check(f"reward gained at lag 8, {cfg.loss}", saved - saved_start, ">", 0)
-    report.check("mean lag, weights taken in flight / not", lags[1][1] / lags[0][1], "<", 1)
 
 
 async def until_step(step: int, history: History, running: asyncio.Future) -> None:
@@ -2778,85 +2674,72 @@ async def until_step(step: int, history: History, running: asyncio.Future) -> No
     if running.done(): running.result()  # raises what ended it
 
 
-async def demo_async_rl(report: Report, cfg: Config) -> None:
-    """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
-    costs no step"""
-    if cfg.ablate: return await ablate(report, cfg)
-    report.say(f"{where(cfg)}; starting them takes about 10 s")
-    timed = max(1, cfg.steps * 4 // 5)  # steps to compare; then the faults begin
-    async with Fleet(cfg) as fleet:
-        before, loose = await fleet.heldout_exact(), History(fleet, report, "loose", min(60, timed))
-        await AsyncRun(loose, max_lag=10**6).run()  # without the rule
-        history = History(fleet, report, "async", cfg.steps, "async_rl")
-        run = AsyncRun(history, cfg.max_lag)
-        running, services = asyncio.ensure_future(run.run()), operator.attrgetter(*FAULTS)(fleet)
-        victims, struck = [(await s.status.call_one())["pids"][0] for s in services], []
-        for part, (pid, number) in enumerate(zip(victims, FAULTS.values())):
-            await until_step(timed + (cfg.steps - timed) * part // 3, history, running)
-            speed = history.speed(timed)
-            if history.sent < cfg.steps:  # else nobody would notice
-                os.kill(pid, number)
-                struck.append(time.monotonic())
-        await running
-        after = await fleet.heldout_exact()
-        peer = await train_sync(History(fleet, report, "sync", timed))  # as far, at the same rates
-        logs = [(await service.status.call_one(60.0))["log"] for service in services]
-    report_speed(report, cfg.max_lag, timed, peer.speed(timed), speed)
-    report.say()
-    report_faults(report, struck, logs)
-    report_lag(report, run, loose)
-    mismatch = max(peer["mismatch_k3"])  # of the replacement too, and all of lag 0
-    history.report_learning(before, after, mismatch)
-    stall = sum(history["stall_s"]) / sum(history["step_s"])
-    report.figure(trainer_stall_share=stall, seconds_to_95=history.reached(0.95))
-    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
-    report.check("k3 of recorded and recomputed log-probabilities", mismatch, "<=", 1e-6)
-    report.check("held-out exact, gained", after - before, ">", 0)
-    report.say("try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
-
-
 # What happens in the demo to a process of each service.
 FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": signal.SIGKILL}
 
 
-def report_faults(report: Report, struck: list[float], logs: list[list]) -> None:
-    """struck: when; logs: what each service has replaced since its start."""
-    rows = [[f"{number.name}, one of {name}", why, (when - start) * 1e3, cure_s * 1e3]
-            for (name, number), start, log in zip(FAULTS.items(), struck, logs)
-            for _, why, when, cure_s in log]
-    if not struck: return report.say("the run had ended before: no faults")
-    report.table(["fault", "noticed", "after ms", "replaced after ms"], *rows)
-    report.check("faults noticed and cured", len(rows), "==", len(struck))
+async def demo_async_rl(report: Report, cfg: Config) -> None:
+    """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
+    costs no step"""
+    report.say(f"seed {cfg.seed}, {devices(cfg)}; starting them takes about 10 s")
+    timed, struck, faults = max(1, cfg.steps * 4 // 5), {}, []  # steps to compare; then the faults
+    async with Fleet(cfg) as fleet:
+        before, loose = await fleet.evaluate(), History(fleet, report, "loose", min(60, timed))
+        await AsyncRun(loose, max_lag=10**6).run()  # without the rule
+        history = History(fleet, report, "async", cfg.steps, "async_rl")
+        run = AsyncRun(history, cfg.max_lag)
+        running = asyncio.ensure_future(run.run())
+        for part, (name, number) in enumerate(FAULTS.items()):
+            await until_step(timed + (cfg.steps - timed) * part // 3, history, running)
+            speed, victims = history.speed(timed), await getattr(fleet, name).status.call_one()
+            if history.sent < cfg.steps:  # else nobody would notice
+                os.kill(victims["pids"][0], number)
+                struck[name] = time.monotonic()
+        await running
+        after = await fleet.evaluate()
+        peer = await train_sync(History(fleet, report, "sync", timed))  # as far, at the same rates
+        for name, start in struck.items():
+            found = await getattr(fleet, name).status.call_one(60.0)
+            faults += [[f"{FAULTS[name].name}, one of {name}", why, (when - start) * 1e3,
+                        cure_s * 1e3] for _, why, when, cure_s in found["log"]]
+    report_run(report, run, speed, peer, loose)
+    if struck: report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults)
+    else: report.say("the run had ended before: no faults")
+    report.check("faults noticed and cured", len(faults), "==", len(struck))
+    # of the replacement too, and all of lag 0
+    history.report_learning(before, after, max(peer["mismatch_k3"]))
+    report.check("held-out exact, gained", after - before, ">", 0)
+    report.say("try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
 
 
-def report_speed(report: Report, max_lag: int, timed: int, sync: list, fast: list) -> None:
-    """The two ways to run: equal numbers of trained samples, the same actors, a thread each."""
+def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: History) -> None:
+    """fast: speed of the run until the faults; peer: synchronous, as many trained samples and the
+    same actors, a thread each; loose: without a bound on lag. And where all groups went."""
+    history, fleet, bound, timed = run.history, run.fleet, run.buffer.max_lag, peer.num_steps
+    sync, count, in_flight = peer.speed(timed), history.count, run.away + len(run.buffer.groups)
+    # At best, of the shares of time that the sides need in turn only the longer one is left.
+    speedup, ideal = sync[0] / fast[0], sum(sync[3:5]) / max(sync[3:5])
+    stall = sum(history["stall_s"]) / sum(history["step_s"])
+    good = [row["seconds"] for row in history.rows if row["heldout"] >= 0.95]
     report.table([f"{timed} steps", "s", "steps/s", "tokens/s", "generators busy", "trainer busy",
                   "reward then"], ["sync", *sync], ["async", *fast])
-    # Alone, in the synchronous run, sides take t1 and t2. At best only the longer of them counts.
-    speedup, alone, both = sync[0] / fast[0], [share * sync[0] for share in sync[3:5]], fast[3:5]
-    report.figure(async_speedup=speedup, sync_s=sync[0], async_s=fast[0],
-                  bottleneck_busy_share=max(both),
-                  speedup_of_ideal=speedup / (sum(alone) / max(alone)))
-    if max_lag:  # with K = 0 the asynchronous run is a synchronous one
-        report.check("sync seconds / async seconds", speedup, ">", 1)
+    if bound: report.check("sync seconds / async seconds", speedup, ">", 1)  # K = 0 is synchronous
     report.check("reward lost to lag", sync[-1] - fast[-1], "<", 0.1)
-
-
-def report_lag(report: Report, run: AsyncRun, loose: History) -> None:
-    """Where all groups went, and how old they were."""
-    count, in_flight, bound = run.gate.count, run.away + len(run.buffer.groups), run.buffer.max_lag
-    all_groups = run.history.num_steps * GROUPS_PER_BATCH
+    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     rows = [[how, most, statistics.fmean(h["lag_mean"]), max(h["lag_max"])] for how, most, h in (
-        ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", run.history))]
+        ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", history))]
     report.table(["lag, in versions", "bound", "mean", "max"], *rows)
-    report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
-    report.say(f"episodes that no judge could score: {run.fleet.num_unjudged}")
-    report.figure(**count, in_flight=in_flight, unjudged=run.fleet.num_unjudged)
     report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
     report.check("largest lag", rows[1][-1], "<=", bound)
+    report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
     report.check("groups started, not accounted for", under_way(count) - in_flight, "==", 0)
-    report.check("groups trained on", count["trained"], "==", all_groups)
+    report.check("groups trained on", count["trained"], "==", history.num_steps * GROUPS_PER_BATCH)
+    report.say(f"episodes that no judge could score: {fleet.num_unjudged}, that did not fit into "
+               f"the model's context: {fleet.num_cut}")
+    report.figure(async_speedup=speedup, speedup_of_ideal=speedup / ideal, sync_s=sync[0],
+                  async_s=fast[0], bottleneck_busy_share=max(fast[3:5]), trainer_stall_share=stall,
+                  seconds_to_95=min(good, default=-1.0),  # -1: never
+                  **count, in_flight=in_flight, unjudged=fleet.num_unjudged)
 
 
 # -- plumbing: the command line -------------------------------------------------------------------
@@ -2881,53 +2764,43 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     choices = {"loss": LOSSES, "baseline": BASELINES, "pull": ("rollout", "token"),
                "device": ("cpu", "cuda")}
     for name, value in Config()._asdict().items():
-        how = {"action": "store_true"} if value is False else dict(
-            type=type(value), default=value, choices=choices.get(name))
-        parser.add_argument("--" + name.replace("_", "-"),
-                            help=f"{meaning[name]} (default: {value!r})", **how)
+        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value,
+                            choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         low = 0 if name in ("max_lag", "seed", "lr", "kl") else 1
         if type(value) in (int, float) and not value >= low:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
-    for flag, path in [("--json", args.json), ("--log", args.log)]:
-        if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
-            parser.error(f"{flag} {path}: cannot be written")
     if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
         parser.error("this version needs Linux on x86-64: see `Arena` and DOCS, appendix B")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here")
+    num_gpus = torch.cuda.device_count() if args.device == "cuda" else args.trainers
+    if num_gpus < args.trainers:
+        parser.error(f"--device cuda: {args.trainers} trainers, one GPU each; torch has {num_gpus}")
     cfg = Config(*(getattr(args, name) for name in Config._fields))
-    if cfg.device == "cuda" and cfg.trainers > torch.cuda.device_count():
-        parser.error(f"--trainers {cfg.trainers}: one GPU each, of {torch.cuda.device_count()}")
-    if wrong := cfg.model != "tiny" and not_a_policy(cfg.model):
-        parser.error(f"--model {cfg.model}: {wrong}")
-    try:
-        task_of(cfg.task).conversation(random.Random())
-    except Exception as error:  # whatever somebody's file raises
-        parser.error(f"--task {cfg.task}: {error!r}; built in are {', '.join(TASKS)}, "
-                     "your own is FILE.py:CLASS")
-    try:
-        for stage in ("sync_rl", "async_rl") if cfg.checkpoint else ():
-            Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
-    except (BadCheckpoint, OSError) as error:
-        parser.error(f"--checkpoint: {error}")
+    attempts = {  # which raise why not
+        f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
+            lambda: task_of(cfg.task).conversation(random.Random()),
+        f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
+        "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
+                                 for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
+        "--log": lambda: open(cfg.log or os.devnull, "a").close(),
+        "--json": lambda: open(args.json or os.devnull, "a").close()}
+    for flag, attempt in attempts.items():
+        try: attempt()
+        except Exception as error:  # whatever somebody's file raises
+            parser.error(f"{flag}: {type(error).__name__}: {' '.join(str(error).split())}")
     return args, cfg
 
 
-def not_a_policy(name: str) -> str:
-    """Why this is no model to begin with; "" if it may be one."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError):
-        return "no folder with a model and a tokenizer, no hub id that can be reached from here"
-    files = [*map(str, pathlib.Path(name).glob("*"))]
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING: return "not a causal LM"
-    if not tokenizer.chat_template: return "its tokenizer has no chat template"
-    if files and not any(f.endswith((".safetensors", ".bin")) for f in files): return "no weights"
-    return ""
+def demand_policy(name: str) -> None:
+    """Raises why this is no model to begin with."""
+    kind = type(transformers.AutoConfig.from_pretrained(name))
+    if kind not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING: raise ValueError("not a causal LM")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    if not tokenizer.chat_template: raise ValueError("its tokenizer has no chat template")
+    files = {file.suffix for file in pathlib.Path(name).glob("*")}  # none: it is a hub id
+    if files and not files & {".safetensors", ".bin"}: raise ValueError("no weights")
 
 
 def descendants() -> list[int]:
@@ -2970,10 +2843,8 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, lambda *_: leave(130, "interrupted"))
     monarch.actor.unhandled_fault_hook = lambda failure: leave(1, f"an actor died: {failure}")
     report = Report()
-    try:
-        asyncio.run(report.run(stages, cfg))
-    except BrokenPipeError:  # `monarch_rl.py | head` has read enough
-        leave(1)
+    try: asyncio.run(report.run(stages, cfg))
+    except BrokenPipeError: leave(1)  # `monarch_rl.py | head` has read enough
     if args.json:
         machine = {name: importlib.metadata.version(name) for name in ("torch", "torchmonarch")}
         machine |= {"cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}

@@ -492,7 +492,7 @@ async def history_of_gate_and_buffer(seed):
                 await buffer.put(rollout, m.GROUPS_PER_BATCH, 1)
         fresh = [g for g in buffer.groups if version - g[3] <= max_lag]
         if len(fresh) >= m.GROUPS_PER_BATCH:
-            batch = await buffer.take(m.GROUPS_PER_BATCH, 1, version)
+            batch = await buffer.take(1, version)
             assert int((version - batch.versions).max()) <= max_lag
             await gate.settle("trained", m.GROUPS_PER_BATCH)
             version, trained = version + 1, trained + m.GROUPS_PER_BATCH
