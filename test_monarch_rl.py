@@ -397,9 +397,6 @@ class StubHistory:
     async def start(self):
         pass
 
-    async def end(self):
-        pass
-
     def is_due(self, step):
         return step % 10 == 0
 
@@ -1792,7 +1789,7 @@ async def failover(num_kills):
         log = (await fleet.generators.status.call_one(30.0))["log"]
         late = [when - struck for _, why, when, _ in log if why == "missed its deadline"]
     return dict(failover_ms=statistics.median(ms[:num_kills]), failover_all_ms=ms,
-                freeze_found_s=late, deadline_s=m.Fleet.DEADLINES_S["generator"])
+                freeze_found_s=late)
 
 
 async def throughput(num_steps=300):
@@ -2046,8 +2043,8 @@ class Evaluated:
     def __init__(self, *answers):
         self.cfg, self.busy_s, self.answers = m.Config(steps=10**6), 0.0, iter(answers)
 
-    async def evaluate(self):
-        answer = next(self.answers, (0, 0.5))
+    async def evaluate(self, newest):
+        answer = next(self.answers, 0.5)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -2078,33 +2075,37 @@ def test_ten_gradients_that_are_not_finite_end_the_run_and_no_signal_is_said(cap
     asyncio.run(scene())
 
 
-def test_evaluations_belong_to_the_version_that_answered_and_may_fail():
-    """Every 25 steps, beside the run; the time to a share is that of the first version to have it."""
+def test_evaluations_run_beside_the_steps_and_may_fail():
     async def scene():
-        run = history_of((25, 0.2), m.NoReplica("none left"), (75, 0.9), (99, 0.95))
+        run = history_of(0.2, m.NoReplica("none left"), 0.9)
         for version in range(1, 101):
             run.add(stats_of(version=version), BATCH)
             await asyncio.sleep(0)
-        await run.end()
-        assert run.heldout == {25: 0.2, 75: 0.9, 99: 0.95} and run.latest == 0.95
-        assert run.reached(0.85) == run.rows[74]["seconds"] and math.isnan(run.reached(0.99))
+        assert run["heldout"] == [-1] * 25 + [0.2] * 50 + [0.9] * 25
 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("name", m.ALARMS)
-def test_an_alarm_is_told_once_and_not_without_cause(capsys, name):
-    fine = dict(mismatch_k3=0.0, ess=1.0, clipped=0.0, entropy=1.0, grad_norm=1.0)
-    relation, limit, meaning = m.ALARMS[name]
-    beyond = limit + 1 if relation == ">" else limit - 1
-    run = history_of()
-    for found in (limit, beyond, beyond):
-        run.add(stats_of(**fine | {name: found}), BATCH)
-    assert capsys.readouterr().out.count(meaning) == 1
-    quiet = m.History(Evaluated(), m.Report(), "", 100)
-    quiet.started = time.monotonic()
-    quiet.add(stats_of(**fine | {name: beyond}), BATCH)
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize("alarm", m.ALARMS[1:], ids=str)
+@pytest.mark.parametrize("label", ["test", ""])
+def test_an_alarm_is_told_once_and_not_without_cause(capsys, alarm, label):
+    """The step before the limit, or a row that was interrupted, is none. A quiet run tells nothing."""
+    name, relation, limit, num_steps, meaning = alarm
+    fine = dict(mismatch_k3=0.0, ess=1.0, clipped=0.0, entropy=1.0, grad_norm=1.0, reward=0.5)
+    beyond = limit + {">": 1, "<": -1, "==": 0}[relation]
+
+    async def scene():
+        run = m.History(Evaluated(), m.Report(), label, 100)
+        run.started = time.monotonic()
+        for found, times in ((beyond, num_steps - 1), (fine[name], 1), (beyond, num_steps - 1)):
+            for _ in range(times):
+                run.add(stats_of(**fine | {name: found}), BATCH)
+        assert meaning not in capsys.readouterr().out
+        for _ in range(3):
+            run.add(stats_of(**fine | {name: beyond}), BATCH)
+        assert capsys.readouterr().out.count(meaning) == bool(label)
+
+    asyncio.run(scene())
 
 
 def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
@@ -2618,7 +2619,7 @@ def test_examine_finds_what_is_broken(broken, what):
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_batches_may_wait_before_they_are_used(lag):
-    """What `--ablate` compares: every batch is exactly so many versions old, but for the first."""
+    """Every batch is exactly so many versions old, but for the first."""
     async def scene():
         fleet = StubFleet(0, 0)
 
@@ -2626,7 +2627,7 @@ def test_batches_may_wait_before_they_are_used(lag):
             return rollout_of([1] * 2, fleet.made)
 
         fleet.batch, history = batch, StubHistory(fleet, 8)
-        history.is_due, history.end = lambda step: False, mock.AsyncMock()
+        history.is_due = lambda step: False
         await m.train_sync(history, lag)
         assert [found for _, found in history.rows] == [min(lag, step) for step in range(8)]
 
