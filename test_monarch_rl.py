@@ -2714,7 +2714,7 @@ def bad_model(folder, how):
 
 @pytest.mark.parametrize("how, told", [
     ("no weights", "no weights"), ("no template", "no chat template"), ("not causal", "causal"),
-    ("no tokenizer", "tokenizer"), ("no config", "no folder"), ("unreachable", "no hub id")])
+    ("no tokenizer", "tokenizer"), ("no config", "config"), ("unreachable", "nobody/nothing-that-exists")])
 def test_a_model_that_cannot_be_trained_gets_one_line_and_exit_2(tmp_path, how, told):
     found = subprocess.run(
         [sys.executable, str(FILE), "--only", "sync_rl", "--model", bad_model(tmp_path, how)],
@@ -2723,6 +2723,23 @@ def test_a_model_that_cannot_be_trained_gets_one_line_and_exit_2(tmp_path, how, 
     assert found.returncode == 2 and found.stdout == "", found.stdout + found.stderr
     assert len(found.stderr.splitlines()) == 1 and found.stderr.startswith("monarch_rl: --model ")
     assert told in found.stderr, found.stderr
+
+
+@pytest.mark.parametrize("body", [
+    "import sys; sys.exit()", "class X(", "X = 1", "class Y: pass", "class X: pass",
+    "class X(m.Task): pass",
+    "class X(m.Task):\n  def conversation(self, rng): return [['a', 'b'], ['a', 'b']]",
+    "class X(m.Task):\n  def conversation(self, rng): return ('a', 'b'), ('a', 'b')",  # the only one
+    "class X(m.Task):\n  def conversation(self, rng): return (rng.choice('abcdefgh'), 'b'),",
+    ], ids=["exits", "syntax", "no class", "no such class", "no methods", "no conversation", "lists",
+            "one conversation", "one turn of two"])
+def test_a_task_that_cannot_be_learned_gets_one_line_and_exit_2(tmp_path, capsys, body):
+    (tmp_path / "own.py").write_text(f"import monarch_rl as m\n{body}\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        m.parse(["--task", f"{tmp_path}/own.py:X"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said.splitlines()) == 1, said
+    assert said.startswith("monarch_rl: --task ")
 
 
 def calculator(folder):
