@@ -19,6 +19,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -227,8 +228,7 @@ def test_stage_fails_without_its_mechanism(tmp_path, name):
     ("weight_sync", ("num_readers + 2\n", "num_readers + 1\n"), "no free slot"),
     ("service", ("self._lose(replica, \"missed its deadline\" if late else \"died\")",
                  "pass"), "kinds of failure"),
-    ("sync_rl", ("attention_mask=mask, position_ids=positions(mask))", "attention_mask=mask)"),
-     "recorded and recomputed"),
+    ("sync_rl", ("position_ids=places[:, -new:], logits_to_keep=1)", "logits_to_keep=1)"), "recorded and recomputed"),
 ])
 def test_second_line_of_a_claim(tmp_path, name, change, check):
     run = Run(tmp_path, "--only", name, "--steps", "40", "--model-mb", "16",
@@ -240,40 +240,90 @@ def test_second_line_of_a_claim(tmp_path, name, change, check):
 # -- pure parts -----------------------------------------------------------------------------------
 
 
-def test_advantages_against_closed_form_in_any_order():
-    rewards = torch.tensor([0.0, 1.0, 0.5, 0.5, 1.0, 0.0, 0.25])
-    ids = torch.tensor([7, 7, 3, 3, 9, 9, 9])  # the last group is uneven
-    expected = torch.empty(7)
-    for group in (3, 7, 9):
-        rows = ids == group
-        centred = rewards[rows] - rewards[rows].mean()
-        expected[rows] = centred / (rewards[rows].std(correction=0) + 1e-4)
+def expected_advantage(returns, ids, row, baseline):
+    """Of one row and turn, by the textbook."""
+    group = [r for r, g in zip(returns, ids) if g == ids[row]]
+    others = [r for i, (r, g) in enumerate(zip(returns, ids)) if g == ids[row] and i != row]
+    spread = lambda some: statistics.pstdev(some) + 1e-4
+    return {"none": lambda: returns[row],
+            "batch": lambda: (returns[row] - statistics.fmean(returns)) / spread(returns),
+            "group": lambda: (returns[row] - statistics.fmean(group)) / spread(group),
+            "leave_one_out": lambda: returns[row] - statistics.fmean(others or [0.0])}[baseline]()
+
+
+@pytest.mark.parametrize("baseline", m.BASELINES)
+def test_advantages_against_closed_form_per_turn_and_in_any_order(baseline):
+    ids = torch.tensor([7, 7, 3, 3, 9, 9, 9, 5])  # uneven groups, one of a single row
+    returns = torch.tensor([[0.0, 1.0, 0.5, 0.5, 1.0, 0.0, 0.25, 0.75],
+                            [0.5, 0.0, 0.25, 0.25, 0.0, 1.0, 1.0, 0.5]]).T
+    expected = torch.tensor([[expected_advantage(turn.tolist(), ids.tolist(), row, baseline)
+                              for turn in returns.T] for row in range(8)])
     for _ in range(20):
-        order = torch.randperm(7)
-        found = m.advantages(rewards[order], ids[order])
-        assert torch.allclose(found, expected[order], atol=1e-6)
-    assert m.advantages(rewards, ids)[ids == 3].abs().max() == 0  # no spread, no signal
+        order = torch.randperm(8)
+        found = m.advantages(returns[order], ids[order], baseline)
+        assert found.dtype == torch.float32 and torch.allclose(found, expected[order], atol=1e-5)
+    if baseline == "group":  # no spread, no signal
+        assert m.advantages(returns, ids)[(ids == 3) | (ids == 5)].abs().max() == 0
 
 
-def test_losses_have_reinforces_gradient_on_policy():
-    mu, advantage = torch.randn(64).sub(3).double(), torch.randn(64).double()
-    gradients = {}
-    for name, loss in m.LOSSES.items():
-        pi = mu.clone().requires_grad_()
-        loss(pi, mu, advantage)[0].mean().backward()
-        gradients[name] = pi.grad
-    for gradient in gradients.values():
-        assert torch.allclose(gradient, gradients["reinforce"], atol=1e-12)
+def gradient_of(loss, pi, mu, near, advantage):
+    pi = pi.clone().requires_grad_()
+    per_token, outside = m.LOSSES[loss](pi, mu, near, advantage)
+    per_token.sum().backward()
+    return pi.grad, outside
 
 
-@pytest.mark.parametrize("advantage, log_ratio, moves", [(1, 0.3, False), (1, -0.3, True),
-                                                         (-1, -0.3, False), (-1, 0.3, True)])
-def test_ppo_has_no_gradient_outside_its_trust_region(advantage, log_ratio, moves):
-    mu = torch.tensor([-1.0])
-    pi = (mu + log_ratio).requires_grad_()
-    loss, outside = m.LOSSES["ppo"](pi, mu, torch.tensor([float(advantage)]))
-    loss.sum().backward()
-    assert bool(pi.grad.abs() > 0) is moves and bool(outside) is not moves
+@pytest.mark.parametrize("loss", m.LOSSES)
+@pytest.mark.parametrize("seed", range(3))
+def test_losses_have_reinforces_gradient_on_policy(loss, seed):
+    rng = torch.Generator().manual_seed(seed)
+    mu, advantage = -torch.rand(64, generator=rng) * 8, torch.randn(64, generator=rng)
+    found, outside = gradient_of(loss, mu, mu, mu, advantage)
+    assert torch.cosine_similarity(found, -advantage, dim=0) >= 1 - 1e-6
+    assert torch.allclose(found, -advantage, atol=1e-5) and not outside.any()
+
+
+@pytest.mark.parametrize("loss, stops", [("ppo", True), ("decoupled", True), ("dppo", True),
+                                         ("cispo", False), ("reinforce", False)])
+@pytest.mark.parametrize("advantage", [1.0, -2.0])
+def test_a_token_outside_the_trust_region_has_no_gradient_if_the_loss_has_one(
+        loss, stops, advantage):
+    mu, good = torch.tensor([-0.7]), math.copysign(1, advantage)
+    for way, log_ratio in ((1, 0.6), (-1, -0.6), (1, 0.01), (-1, -0.01)):
+        found, outside = gradient_of(loss, mu + log_ratio, mu, mu, torch.tensor([advantage]))
+        too_far = stops and way == good and abs(log_ratio) > 0.1
+        assert bool(outside) is too_far and bool(found == 0) is too_far, (way, log_ratio)
+        if not too_far: assert found.sign() == -good
+
+
+def test_ratios_and_differences_are_different_trust_regions():
+    """A rare token may double for dppo, a frequent one move by a fifth for neither."""
+    for mu, log_ratio, outside in ((-8.0, 0.7, {"ppo": True, "dppo": False}),
+                                   (-0.3, 0.19, {"ppo": True, "dppo": False}),
+                                   (-0.3, 0.28, {"ppo": True, "dppo": True})):
+        mu = torch.tensor([mu])
+        for loss, expected in outside.items():
+            found = m.LOSSES[loss](mu + log_ratio, mu, mu, torch.ones(1))[1]
+            assert bool(found) is expected, (loss, mu, log_ratio)
+
+
+def test_decoupled_corrects_for_age_apart_from_its_trust_region():
+    """With near = mu it is ppo; else ppo around near, times the importance weight of near."""
+    pi, mu, near, advantage = -torch.rand(4, 256) * 2 + torch.tensor([[0], [0], [0], [1]])
+    for found, expected in zip(gradient_of("decoupled", pi, mu, mu, advantage),
+                               gradient_of("ppo", pi, mu, mu, advantage)):
+        assert torch.equal(found, expected)
+    found, outside = gradient_of("decoupled", pi, mu, near, advantage)
+    plain, far = gradient_of("ppo", pi, near, near, advantage)
+    weight = (near - mu).exp().clamp(max=m.MAX_WEIGHT)
+    assert torch.allclose(found, plain * weight) and torch.equal(outside, far)
+    assert outside.any() and not outside.all() and (weight == m.MAX_WEIGHT).any()
+
+
+def test_cispo_cuts_the_weight_and_not_the_gradient():
+    mu, advantage = torch.tensor([-5.0, -5.0, -1.0]), torch.tensor([1.0, -1.0, 1.0])
+    found, _ = gradient_of("cispo", torch.tensor([-1.0, -1.0, -1.5]), mu, mu, advantage)
+    assert found.tolist() == pytest.approx([-m.MAX_WEIGHT, m.MAX_WEIGHT, -math.exp(-0.5)])
 
 
 def test_k3_is_zero_for_equals_and_positive_otherwise():
@@ -293,21 +343,22 @@ def test_held_out_prompts_are_never_drawn():
         assert len({prompt.id for prompt in drawn}) == 3000
 
 
-def test_score_is_one_only_for_right_answers():
-    prompt = m.Prompt(0, (("abc", "abc"), ("d", "efg")))
-    assert m.score(prompt, ["abc", "efg"]) == 1
-    assert m.score(prompt, ["abc+", "efg"]) < 1  # did not stop
-    assert m.score(prompt, ["abd", "efg"]) == pytest.approx(5 / 6)
-    assert m.score(prompt, ["", ""]) == 0
+def test_rewards_add_up_to_one_only_for_right_answers():
+    turns, task = (("abc", "abc"), ("d", "efg")), m.task_of("repeat")
+    assert task.score(turns, ["abc", "efg"]) == [0.5, 0.5]
+    assert task.score(turns, ["abc+", "efg"]) == [pytest.approx(3 / 8), 0.5]  # did not stop
+    assert task.score(turns, ["abd", "efg"]) == [pytest.approx(1 / 3), 0.5]
+    assert task.score(turns, ["", ""]) == task.score(turns, []) == [0, 0]
+    assert task.score(turns, ["abc"]) == [0.5, 0]  # cut off after a turn
 
 
 def rollout_of(group_ids, version, width=5):
     rows = len(group_ids)
+    ones = torch.ones(rows, width, dtype=torch.int64)
     return m.Rollout(
-        ids=torch.arange(rows * width).view(rows, width), mask=torch.ones(rows, width, dtype=torch.int64),
-        sampled=torch.ones(rows, width).bool(), logprobs=torch.zeros(rows, width),
-        rewards=torch.rand(rows), group_ids=torch.tensor(group_ids),
-        versions=torch.full((rows,), version), prompts=[None] * rows, answers=[[]] * rows)
+        ids=torch.arange(rows * width).view(rows, width), mask=ones, turns=ones,
+        logprobs=torch.zeros(rows, width), versions=ones * version, rewards=torch.rand(rows, 1),
+        group_ids=torch.tensor(group_ids), prompts=[None] * rows, answers=[[]] * rows)
 
 
 class StubFleet:
@@ -469,8 +520,9 @@ def test_gate_waits_until_tickets_come_back():
 def test_join_pads_and_keeps_rows_together():
     a, b = rollout_of([1, 2, 1], 4, width=3), rollout_of([5, 6], 7, width=5)
     joined = m.Rollout.join([(a, [0, 2]), (b, [1])])
+    assert joined.turns[0].tolist() == [1, 1, 1, 0, 0] and joined.rewards.shape == (3, 1)
     assert joined.ids.shape == (3, 5) and joined.group_ids.tolist() == [1, 1, 6]
-    assert joined.versions.tolist() == [4, 4, 7] and joined.mask[0].tolist() == [1, 1, 1, 0, 0]
+    assert joined.oldest([0, 1]) == 4 and joined.oldest([2]) == 7 and joined.mask[0].tolist() == [1, 1, 1, 0, 0]
 
 
 # -- weight slots, in one process -----------------------------------------------------------------
@@ -1494,16 +1546,16 @@ async def gradients_of(num_ranks, loss, batch):
     await ranks.do.call("setup")
     await ranks.do.call("begin", store.port, True)
     await ranks.do.call("save", room[0], "")
-    await ranks.do.call("load", room[0], 10)
+    await ranks.do.call("load", room[0], room[0], cfg)
     answers = [*(await ranks.do.call("gradients", batch)).values()]
     await procs.stop()
     return answers
 
 async def main(loss):
     cfg = m.Config()
-    rollout = m.generate(m.Policy(cfg), m.Sampler(cfg).draw(5), 3, version=1, seed=0)
+    rollout, _ = m.generate(m.Policy(cfg), m.Sampler(cfg).draw(5), 3, seed=0, greedy=False)
     rng = torch.Generator().manual_seed(0)
-    rewards = torch.rand(15, generator=rng)  # the policy is untrained: all of its own are near 0
+    rewards = torch.rand(15, 2, generator=rng)  # the policy is untrained: all of its own are near 0
     batch = rollout._replace(rewards=rewards)
     (alone, stats), = await gradients_of(1, loss, batch)
     for num_ranks in (2, 3):
@@ -1573,17 +1625,22 @@ class Shaky(m.Generator):
 class Wicked(m.Judge):
     """A reward function that does to one answer in 50 what is told."""
 
-    @staticmethod
-    def score(prompt, said):
-        what = goes_wrong() if zlib.crc32(repr((prompt, said)).encode()) % 50 == 0 else None
-        if what == "judge raises":
-            raise ValueError("no reward")
-        if what == "judge hangs":
-            while True:
-                pass
-        if what == "judge exits":
-            os._exit(3)
-        return math.inf if what == "judge says infinity" else m.score(prompt, said)
+    async def setup(self):
+        await super().setup()
+        score = self.task.score
+
+        def wicked(turns, said):
+            what = goes_wrong() if zlib.crc32(repr((turns, said)).encode()) % 50 == 0 else None
+            if what == "judge raises":
+                raise ValueError("no reward")
+            if what == "judge hangs":
+                while True:
+                    pass
+            if what == "judge exits":
+                os._exit(3)
+            return [math.inf, 0.5] if what == "judge says infinity" else score(turns, said)
+
+        self.task.score = wicked
 
 
 TOLD = ["generator raises", "judge raises", "judge hangs", "judge exits", "judge says infinity"]
@@ -1605,8 +1662,8 @@ class Quiet(m.Report):
 class Record(m.History):
     """Also: which groups each step that counts has trained on, and when it ended."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **changes):
+        super().__init__(*args, **changes)
         self.groups = {}
 
     def add(self, stats, batch):
@@ -1623,8 +1680,8 @@ class Watched(m.Fleet):
         rows, run_id = getattr(self, "rows", []), self.handle.run_id
         reached = rows[-1]["version"] - 1 if rows else -1
         found = await super().rollout(prompts, *args, **kwargs)
-        if run_id == self.handle.run_id and len(found.versions):
-            self.old += int(found.versions.min()) < reached
+        if run_id == self.handle.run_id and found.turns.any():
+            self.old += found.oldest([*range(len(found.turns))]) < reached
         return found
 
 
@@ -1929,20 +1986,21 @@ def test_a_vault_keeps_the_newest_two_and_only_whole_ones(tmp_path, in_memory):
 
 
 @pytest.mark.parametrize("answer", [
-    ValueError, SystemExit, math.inf, math.nan, None, "many"], ids=str)
+    ValueError, SystemExit, 1.0, None, "many", [1.0], [0.1, 0.2, 0.3], [0.5, None], [0.5, "x"],
+    [0.5, math.inf], [math.nan, 0.5]], ids=str)
 def test_not_judged_is_not_zero(answer):
-    class Odd(m.Judge):
-        @staticmethod
-        def score(prompt, said):
-            if isinstance(answer, type):
-                raise answer
-            return 0.25 if said == "good" else answer
+    class Odd(m.Task):
+        def score(self, turns, said):
+            if said == ["bad"]:
+                if isinstance(answer, type):
+                    raise answer
+                return answer
+            return [0.25, 0.5]
 
-    if isinstance(answer, type):
-        assert math.isnan(Odd(0, m.Config())._reward(None, "bad"))
-    else:
-        found = [Odd(0, m.Config())._reward(None, said) for said in ("good", "bad")]
-        assert found[0] == 0.25 and not math.isfinite(found[1])
+    judge = m.Judge(0, m.Config())
+    judge.task = Odd()
+    bad, good = asyncio.run(judge.rewards([m.Prompt(0, ())] * 2, [["bad"], ["good"]]))
+    assert good == [0.25, 0.5] and len(bad) == 2 and not all(map(math.isfinite, bad))
 
 
 def stats_of(**changes):
@@ -1950,25 +2008,75 @@ def stats_of(**changes):
     return m.StepStats(**zeros | {"num_tokens": 8} | changes)
 
 
+class Evaluated:
+    """A fleet that answers each evaluation with the next of these."""
+
+    def __init__(self, *answers):
+        self.cfg, self.busy_s, self.answers = m.Config(steps=10**6), 0.0, iter(answers)
+
+    async def evaluate(self, newest):
+        answer = next(self.answers, 0.5)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def history_of(*answers):
+    made = m.History(Evaluated(*answers), m.Report(), "test", 100)
+    made.started = time.monotonic()
+    return made
+
+
+BATCH = types.SimpleNamespace(prompts=[m.Prompt(0, (("a", "a"),))], answers=[("a",)])
+
+
 def test_ten_gradients_that_are_not_finite_end_the_run_and_no_signal_is_said(capsys):
-    batch = types.SimpleNamespace(prompts=[m.Prompt(0, (("a", "a"),))], answers=[("a",)])
-    fleet = types.SimpleNamespace(cfg=m.Config(steps=10**6), busy_s=0.0)
+    async def scene():
+        for reward, told in ((0.0, True), (1.0, True), (0.5, False)):
+            run = history_of()
+            for _ in range(39):
+                run.add(stats_of(reward=reward), BATCH)
+            assert ("nothing to learn" in capsys.readouterr().out) is told
+        run = history_of()
+        for skipped in [1] * 9 + [0] + [1] * 9:
+            run.add(stats_of(skipped=skipped), BATCH)
+        with pytest.raises(RuntimeError, match="10 gradients in a row"):
+            run.add(stats_of(skipped=1), BATCH)
 
-    def history():
-        made = m.History(fleet, m.Report(), "test", 100)
-        made.started = time.monotonic()
-        return made
+    asyncio.run(scene())
 
-    for reward, told in ((0.0, True), (1.0, True), (0.5, False)):
-        run = history()
-        for _ in range(39):
-            run.add(stats_of(reward=reward), batch)
-        assert ("nothing to learn" in capsys.readouterr().out) is told
-    run = history()
-    for skipped in [1] * 9 + [0] + [1] * 9:
-        run.add(stats_of(skipped=skipped), batch)
-    with pytest.raises(RuntimeError, match="10 gradients in a row"):
-        run.add(stats_of(skipped=1), batch)
+
+def test_evaluations_run_beside_the_steps_and_may_fail():
+    async def scene():
+        run = history_of(0.2, m.NoReplica("none left"), 0.9)
+        for version in range(1, 101):
+            run.add(stats_of(version=version), BATCH)
+            await asyncio.sleep(0)
+        assert run["heldout"] == [-1] * 25 + [0.2] * 50 + [0.9] * 25
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("alarm", m.ALARMS[1:], ids=str)
+@pytest.mark.parametrize("label", ["test", ""])
+def test_an_alarm_is_told_once_and_not_without_cause(capsys, alarm, label):
+    """The step before the limit, or a row that was interrupted, is none. A quiet run tells nothing."""
+    name, relation, limit, num_steps, meaning = alarm
+    fine = dict(mismatch_k3=0.0, ess=1.0, clipped=0.0, entropy=1.0, grad_norm=1.0, reward=0.5)
+    beyond = limit + {">": 1, "<": -1, "==": 0}[relation]
+
+    async def scene():
+        run = m.History(Evaluated(), m.Report(), label, 100)
+        run.started = time.monotonic()
+        for found, times in ((beyond, num_steps - 1), (fine[name], 1), (beyond, num_steps - 1)):
+            for _ in range(times):
+                run.add(stats_of(**fine | {name: found}), BATCH)
+        assert meaning not in capsys.readouterr().out
+        for _ in range(3):
+            run.add(stats_of(**fine | {name: beyond}), BATCH)
+        assert capsys.readouterr().out.count(meaning) == bool(label)
+
+    asyncio.run(scene())
 
 
 def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
@@ -1995,13 +2103,13 @@ def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
 def test_rows_of_any_length_hear_the_end_of_a_turn_once():
     """Later user turns of different lengths: who has said <end> does not hear it again."""
     policy = m.Policy(m.Config())
-    decoder = m.Decoder(policy, 2, seed=0, greedy=False)
+    decoder = m.Decoder(policy, 2)
     with torch.no_grad():
-        decoder.hear(["abc", "d"], 1, first=True)
+        decoder.hear(["abc", "d"])
         decoder.speak()
         decoder.alive = torch.tensor([False, True])  # row 0 ended its turn, row 1 did not
         before = decoder.columns[0].shape[1]
-        decoder.hear(["e", "fgh"], 1, first=False)
+        decoder.hear(["e", "fgh"])
     ids, mask = (column[:, before:] for column in decoder.columns[:2])
     heard = [policy.tokenizer.decode(row[keep == 1], skip_special_tokens=False)
              for row, keep in zip(ids, mask)]
@@ -2012,21 +2120,46 @@ def generated(task="repeat", seed=0, group_size=3):
     cfg = m.Config(task=task, seed=seed)
     policy = m.Policy(cfg)
     prompts = m.Sampler(cfg).draw(6)
-    return policy, m.generate(policy, prompts, group_size, version=4, seed=seed)
+    rollout, num_cut = m.generate(policy, prompts, group_size, seed, greedy=False, pull=lambda: 4)
+    assert num_cut == 0
+    return policy, rollout
+
+
+def recomputed(model, rollout):
+    """[N] of all sampled tokens, row by row: the log-probabilities that one forward pass gives, as
+    the trainer's. Each row alone and without its holes: nothing of the file is used here."""
+    found = []
+    for ids, mask, turns in zip(rollout.ids, rollout.mask, rollout.turns):
+        ids, turns = ids[mask == 1], turns[mask == 1]
+        if turns.any():
+            with torch.no_grad():
+                logp = model(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1)
+            found.append(logp.gather(1, ids[1:, None])[:, 0][turns[1:] > 0])
+    return torch.cat(found)
+
+
+def assert_recorded_is_recomputed(policy, rollout, tolerance=1e-5):
+    recorded, mine = rollout.logprobs[rollout.turns > 0], recomputed(policy.model, rollout)
+    assert len(recorded) and (mine - recorded).abs().max() < tolerance
+    assert m.k3(recorded, mine).mean() <= 1e-6
+    assert (rollout.logprobs[rollout.turns == 0] == 0).all()
+    assert (rollout.mask[rollout.turns > 0] == 1).all()
 
 
 @pytest.mark.parametrize("task", list(m.TASKS))
 @pytest.mark.parametrize("seed", [0, 1])
 def test_recorded_log_probabilities_are_the_trainers(task, seed):
     policy, rollout = generated(task, seed)
-    with torch.no_grad():
-        every = policy.log_softmax(rollout.ids, rollout.mask)
-    mine = every.gather(2, rollout.ids[:, 1:, None]).squeeze(-1)
-    sampled = rollout.sampled[:, 1:]
     assert (rollout.mask == 0).any(), "rows should end at different times, or holes are not tested"
-    assert (mine - rollout.logprobs[:, 1:])[sampled].abs().max() < 1e-5
-    assert (rollout.logprobs[~rollout.sampled] == 0).all()
-    assert (rollout.mask[rollout.sampled] == 1).all()
+    assert_recorded_is_recomputed(policy, rollout)
+    assert (rollout.versions[rollout.turns > 0] == 4).all()
+    # the trainer's own way: all rows at once, packed, the chosen places alone
+    ids, turns = m.packed(rollout.mask, rollout.ids, rollout.turns)
+    chosen = turns[:, 1:] > 0
+    with torch.no_grad():
+        every = m.log_softmax(policy.model, ids, chosen)
+    mine = every.gather(1, ids[:, 1:][chosen][:, None])[:, 0]
+    assert (mine - recomputed(policy.model, rollout)).abs().max() < 1e-5
 
 
 def test_conversations_are_exactly_what_the_template_renders():
@@ -2042,55 +2175,560 @@ def test_conversations_are_exactly_what_the_template_renders():
 
 def test_only_sampled_tokens_carry_loss():
     _, rollout = generated("count", seed=1)
-    for row, prompt in enumerate(rollout.prompts):
-        num_sampled = sum(len(a.rstrip("+")) + (not a.endswith("+")) for a in
-                          [re.sub(r"<\w+>", "?", answer) for answer in rollout.answers[row]])
-        assert int(rollout.sampled[row].sum()) == num_sampled
+    for row, answers in enumerate(rollout.answers):
+        for turn, answer in enumerate(answers, 1):
+            letters = re.sub(r"<\w+>", "?", answer)
+            num_sampled = len(letters.rstrip("+")) + (not letters.endswith("+"))
+            assert int((rollout.turns[row] == turn).sum()) == num_sampled
+        assert int(rollout.turns[row].max()) == len(answers) == 3
 
 
 def test_every_parameter_gets_a_gradient_and_conversations_differ():
     policy, rollout = generated(group_size=8)
-    every = policy.log_softmax(rollout.ids, rollout.mask)
-    every.gather(2, rollout.ids[:, 1:, None]).squeeze(-1)[rollout.sampled[:, 1:]].sum().backward()
+    ids, turns = m.packed(rollout.mask, rollout.ids, rollout.turns)
+    chosen = turns[:, 1:] > 0
+    every = m.log_softmax(policy.model, ids, chosen)
+    every.gather(1, ids[:, 1:][chosen][:, None]).sum().backward()
     for name, parameter in policy.model.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
-    assert len(set(rollout.answers)) > len(rollout.answers) / 5
+    assert len({*map(tuple, rollout.answers)}) > len(rollout.answers) / 5
 
 
 def test_same_seed_samples_the_same_and_another_does_not():
     policy, first = generated()
-    again = m.generate(policy, first.prompts[::3], 3, 4, seed=0)
-    other = m.generate(policy, first.prompts[::3], 3, 4, seed=1)
+    again, _ = m.generate(policy, first.prompts[::3], 3, seed=0, greedy=False)
+    other, _ = m.generate(policy, first.prompts[::3], 3, seed=1, greedy=False)
     assert torch.equal(first.ids, again.ids) and first.answers == again.answers
     assert first.answers != other.answers
 
 
-def save_checkpoint(folder, kind):
+# -- conversations of any shape -------------------------------------------------------------------
+
+
+class Chat(m.Task):
+    """The user says what the prompt has; None there ends the conversation."""
+
+
+def talk(texts, policy=None, group_size=1, greedy=True, **changes):
+    """A rollout of these conversations, a tuple of what the user says each; and who was cut off."""
+    policy = policy or m.Policy(m.Config(**changes))
+    policy.task = Chat()
+    policy.task.num_turns = len(texts[0])
+    prompts = [m.Prompt(i, tuple((text, "a") for text in turns)) for i, turns in enumerate(texts)]
+    return policy, *m.generate(policy, prompts, group_size, seed=3, greedy=greedy)
+
+
+def row_of(rollout, row):
+    """ids, log-probabilities and turns of one row, without its holes."""
+    kept = rollout.mask[row] == 1
+    return tuple(column[row][kept] for column in (rollout.ids, rollout.logprobs, rollout.turns))
+
+
+def assert_same_rows(found, expected, pairs):
+    for row, other in pairs:
+        (ids, logp, turns), (ids_2, logp_2, turns_2) = row_of(found, row), row_of(expected, other)
+        assert torch.equal(ids, ids_2) and torch.equal(turns, turns_2), (row, other)
+        assert (logp - logp_2).abs().max() < 1e-5
+        assert found.answers[row] == expected.answers[other]
+
+
+MIXED = [("abc", "d", "efgh"), ("a", "bcdefghijklmnop", "c"), ("ponmlkjihgfedcba", "a", "b"),
+         ("b", "b", "b")]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_texts_of_different_lengths_are_one_batch(greedy):
+    policy, rollout, num_cut = talk(MIXED, group_size=4, greedy=greedy)
+    assert num_cut == 0 and len({*rollout.mask.sum(1).tolist()}) > 2
+    assert_recorded_is_recomputed(policy, rollout)
+    if greedy:  # a row is what it is alone
+        for row, turns in enumerate(MIXED):
+            assert_same_rows(rollout, talk([turns])[1], [(4 * row, 0)])
+
+
+@pytest.mark.parametrize("model", ["tiny", "llama"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_user_who_says_nothing_more_ends_that_conversation_only(tmp_path, model, at):
+    texts = [tuple(None if (row, i) == (1, at) else text for i, text in enumerate(turns))
+             for row, turns in enumerate(MIXED)]
+    changes = {} if model == "tiny" else {"model": save_checkpoint(tmp_path, model)}
+    policy, rollout, num_cut = talk(texts, **changes)
+    assert num_cut == 0 and [len(said) for said in rollout.answers] == [3, at, 3, 3]
+    assert int(rollout.turns[1].max()) == at and rollout.logprobs.isfinite().all()
+    assert_same_rows(rollout, talk(MIXED, policy)[1], [(0, 0), (2, 2), (3, 3)])
+    assert_recorded_is_recomputed(policy, rollout)
+
+
+@pytest.mark.parametrize("model", ["tiny", "llama"])
+@pytest.mark.parametrize("context, least, most", [(12, 4, 4), (28, 1, 3), (36, 1, 3), (60, 0, 0)])
+def test_a_conversation_too_long_for_the_context_is_cut_and_no_other(
+        tmp_path, model, context, least, most):
+    """Some rows have no room for their first turn, some none for a later one."""
+    changes = {} if model == "tiny" else {"model": save_checkpoint(tmp_path, model)}
+    policy, whole, _ = talk(MIXED, **changes)
+    policy.max_new_tokens = 4  # of `llama` too, which also hears an instruction
+    context += len(policy.tokenizer(policy.head, add_special_tokens=False).input_ids) - 1
+    whole, policy.context = talk(MIXED, policy)[1], context
+    _, rollout, found = talk(MIXED, policy)
+    cut = [row for row in range(4) if not rollout.turns[row].any()]
+    expected = []  # a turn needs room for all that the policy may say
+    for row in range(4):
+        turns = row_of(whole, row)[2].tolist()
+        if max(turns.index(i) for i in (1, 2, 3)) + policy.max_new_tokens > context:
+            expected.append(row)
+    assert cut == expected and found == len(cut) and least <= found <= most
+    assert int(rollout.mask.sum(1).max()) <= context
+    assert rollout.logprobs.isfinite().all()
+    assert_same_rows(rollout, whole, [(row, row) for row in range(4) if row not in cut])
+    if model == "tiny":  # and the trainer has no trouble with it
+        _, stats = gradients_of(trainer_of(), rollout._replace(rewards=torch.rand(4, 3)))
+        assert stats.num_tokens == max(1, int((rollout.turns > 0).sum())) and not stats.skipped
+        assert math.isfinite(stats.loss)
+
+
+def test_groups_of_which_all_was_cut_are_lost_and_not_waited_for():
+    async def scene():
+        gate = m.Gate(0, collections.Counter(started=3, trained=0, dropped=0, lost=0, undone=0))
+        buffer, rollout = m.ReplayBuffer(gate, 0), rollout_of([1, 1, 2, 2, 3], 0)
+        rollout.turns[:2] = 0
+        await buffer.put(rollout, 3, 1)
+        assert gate.count["lost"] == 2 and len(buffer.groups) == 1
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("model", ["tiny", "gpt2"])
+def test_a_group_shares_its_first_prefill(tmp_path, model):
+    changes = {} if model == "tiny" else {"model": save_checkpoint(tmp_path, model)}
+    policy, shared, _ = talk(MIXED, group_size=8, greedy=False, **changes)
+    _, alone, _ = talk([turns for turns in MIXED for _ in range(8)], policy, greedy=False)
+    assert_same_rows(shared, alone, [(row, row) for row in range(32)])
+    assert shared.group_ids.tolist() == [i for i in range(4) for _ in range(8)]
+    assert len({*map(tuple, shared.answers)}) > 8  # the rows of a group sample on their own
+    seen = []  # rows of each forward pass
+    policy.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    talk(MIXED, policy, group_size=8)
+    assert seen[0] == 4 and {*seen[1:]} == {32}
+
+
+# -- new weights between two tokens ---------------------------------------------------------------
+
+
+def in_flight(schedule, group_size):
+    """A rollout during which weights change, and those of every version. schedule: the version at
+    each pull; the last one stays."""
+    states = [m.Policy(m.Config(seed=seed)).model.state_dict() for seed in range(3)]
+    states = [{name: 2 * tensor for name, tensor in state.items()} for state in states]
+    policy, versions = m.Policy(m.Config()), itertools.chain(schedule, itertools.repeat(schedule[-1]))
+
+    def pull():
+        version = next(versions)
+        policy.model.load_state_dict(states[version])
+        return version
+
+    prompts = m.Sampler(m.Config()).draw(8 // group_size)
+    return policy, states, m.generate(policy, prompts, group_size, 5, False, pull)[0]
+
+
+def off_by(policy, states, rollout):
+    """[N] of every sampled token: recorded log-probability minus that of the version it names."""
+    versions, recorded = (c[rollout.turns > 0] for c in (rollout.versions, rollout.logprobs))
+    gaps = torch.full_like(recorded, math.nan)
+    for version, state in enumerate(states):
+        policy.model.load_state_dict(state)
+        mine = versions == version
+        gaps[mine] = (recomputed(policy.model, rollout) - recorded)[mine]
+    return gaps
+
+
+SCHEDULES = [[0, 0, 0, 1, 1, 1, 2], [0, 1, 2], [0, 0, 0, 0, 0, 1, 1, 2], [0, 0, 2, 2, 1], [2, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("group_size", [1, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_every_token_is_recorded_under_the_version_that_it_names(monkeypatch, schedule, group_size):
+    policy, states, rollout = in_flight(schedule, group_size)
+    per_row = [{*v[t > 0].tolist()} for v, t in zip(rollout.versions, rollout.turns)]
+    assert max(map(len, per_row)) >= 2 and {*schedule[1:]} <= set.union(*per_row)
+    gaps = off_by(policy, states, rollout)
+    assert gaps.abs().max() < 1e-5 and m.k3(torch.zeros(len(gaps)), gaps).mean() <= 1e-6
+    for row, versions in enumerate(per_row):
+        assert rollout.oldest([row]) == min(versions)
+    take = m.Decoder._take  # with the keys and values of the weights before it is wrong
+
+    def keep_cache(decoder, version):
+        decoder.version = version
+        if not hasattr(decoder, "cache"): take(decoder, version)
+
+    monkeypatch.setattr(m.Decoder, "_take", keep_cache)
+    gaps = off_by(*in_flight(schedule, group_size))
+    assert not gaps.abs().max() <= 1e-3
+
+
+# -- the trainer, in this process -----------------------------------------------------------------
+
+
+def trainer_of(now=None, before=None, **changes):
+    """A trainer that has published its first version. now, before: modules, what it is now and was
+    before RL, instead of the policy that the changes to the Config make."""
+    trainer, rooms = m.Trainer(0, m.Config(**changes)), [m.Vault().room() for _ in range(2)]
+
+    async def begin():
+        await trainer.setup()
+        trainer.policy.model = before or trainer.policy.model
+        await trainer.begin(0, False)
+        await trainer.save(rooms[0][0], "")
+        if now: before.load_state_dict(now.state_dict())
+        await trainer.save(rooms[1][0], "")
+        await trainer.load(rooms[1][0], rooms[0][0], trainer.cfg)
+
+    asyncio.run(begin())
+    return trainer
+
+
+def batch_of(trainer, num_groups=4, group_size=3, seed=0):
+    """What it says itself, with random rewards."""
+    prompts = m.Sampler(trainer.cfg).draw(num_groups)
+    rollout, _ = m.generate(trainer.policy, prompts, group_size, seed, False, lambda: trainer.version)
+    rng = torch.Generator().manual_seed(seed)
+    return rollout._replace(rewards=torch.rand(rollout.rewards.shape, generator=rng))
+
+
+def gradients_of(trainer, batch):
+    """(name -> gradient with which it steps, per optimizer step), what the step says of itself."""
+    found, named = [], [*trainer.policy.model.named_parameters()]
+    hook = trainer.optimizer.register_step_pre_hook(
+        lambda *_: found.append({name: p.grad.clone() for name, p in named}))
+    stats = asyncio.run(trainer.step(batch))
+    hook.remove()
+    return found, stats
+
+
+def gap(left, right):
+    """Largest relative difference of two gradients, by parameter."""
+    return max(float((left[name] - g).norm() / g.norm()) for name, g in right.items())
+
+
+def seen_by_loss(trainer, batch):
+    """(row, column) of each token -> (pi, near, advantage), per pass. A token's recorded
+    log-probability is used as a mark to find it again."""
+    width, passes, spied = batch.ids.shape[1], [], []
+    marks = torch.arange(batch.ids.numel()).view_as(batch.ids) / -1024
+
+    def spy(pi, mu, near, advantage):
+        places = (divmod(int(mark), width) for mark in (mu * -1024).tolist())
+        spied.extend(zip(places, zip(*(c.tolist() for c in (pi, near, advantage)))))
+        return m.reinforce_loss(pi, mu, near, advantage)
+
+    with mock.patch.dict(m.LOSSES, spy=spy):
+        trainer.cfg = trainer.cfg._replace(loss="spy")
+        asyncio.run(trainer.step(batch._replace(logprobs=marks * (batch.turns > 0))))
+    num_tokens = int((batch.turns > 0).sum())
+    while spied:
+        passes.append(dict(spied[:num_tokens]))
+        del spied[:num_tokens]
+        assert len(passes[-1]) == num_tokens
+    return passes
+
+
+def turns_that_differ(batch, left, right, which):
+    """In which turns the loss sees something else."""
+    return {int(batch.turns[place]) for place in left
+            if abs(left[place][which] - right[place][which]) > 1e-6}
+
+
+@pytest.mark.parametrize("baseline", m.BASELINES)
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_a_reward_is_due_to_its_own_turn_and_the_turns_before(baseline, turn):
+    trainer = trainer_of(task="count", lr=1e-12, baseline=baseline)
+    batch = batch_of(trainer)
+    rewards = batch.rewards.clone()
+    rewards[:, turn - 1] = torch.rand(len(rewards))
+    [left], [right] = seen_by_loss(trainer, batch), seen_by_loss(trainer, batch._replace(rewards=rewards))
+    assert turns_that_differ(batch, left, right, 2) == {*range(1, turn + 1)}
+    returns = batch.rewards.flip(1).cumsum(1).flip(1)
+    expected = m.advantages(returns, batch.group_ids, baseline)
+    for (row, column), (_, _, advantage) in left.items():
+        assert advantage == pytest.approx(float(expected[row, batch.turns[row, column] - 1]), abs=1e-6)
+
+
+def test_what_comes_later_changes_nothing_of_what_was_said_before():
+    """Neither log-probabilities nor the gradient of turn 1 know the user's words of turn 2."""
+    trainer = trainer_of(lr=1e-12, baseline="none")
+    batch = batch_of(trainer)
+    batch.rewards[:, 1] = 0  # only what was said in turn 1 has an advantage
+    ids = batch.ids.clone()
+    for row in range(len(ids)):
+        first = int((batch.turns[row] == 1).nonzero().max())
+        later = ((batch.turns[row] == 0) & (batch.mask[row] == 1)).nonzero()[:, 0]
+        heard = later[later > first + 1][2:3]  # a letter of the user's second text
+        assert 3 <= int(ids[row, heard])
+        ids[row, heard] = 3 + (ids[row, heard] - 2) % 16
+    other = batch._replace(ids=ids)
+    [left], [right] = seen_by_loss(trainer, batch), seen_by_loss(trainer, other)
+    assert turns_that_differ(batch, left, right, 0) == {2}
+    trainer.cfg = trainer.cfg._replace(loss="reinforce")
+    [left], [right] = gradients_of(trainer, batch)[0], gradients_of(trainer, other)[0]
+    assert gap(left, right) < 1e-4
+
+
+@pytest.mark.parametrize("max_logits", [3000, 1000, 400, 1])
+def test_several_forward_passes_have_the_gradient_of_one(monkeypatch, max_logits):
+    """Also if a single row has more logits than one pass may have."""
+    found = []
+    for limit in (m.MAX_LOGITS, max_logits):
+        monkeypatch.setattr(m, "MAX_LOGITS", limit)
+        trainer, rows = trainer_of(kl=0.5), []
+        batch = batch_of(trainer)
+        for parameter in trainer.policy.model.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        trainer.policy.model.register_forward_pre_hook(
+            lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+        found.append((*gradients_of(trainer, batch), rows))
+    ([whole], stats, one), ([parts], told, several) = found
+    assert len(one) == 1 < len(several) and sum(several) == 12 and gap(parts, whole) < 1e-5
+    for name in stats._fields:
+        if not name.endswith("_s"):
+            assert getattr(told, name) == pytest.approx(getattr(stats, name), rel=1e-4, abs=1e-7), name
+
+
+def test_two_passes_are_two_updates_around_the_same_near():
+    trainer = trainer_of(passes=2)
+    batch = batch_of(trainer)
+    gradients, stats = gradients_of(trainer, batch)
+    assert len(gradients) == 2 and gap(*gradients) > 1e-4
+    assert stats.version == trainer.version == 1 and stats.skipped == 0
+    first, second = seen_by_loss(trainer_of(passes=2), batch)
+    for place, (pi, near, advantage) in first.items():
+        assert near == pi and second[place][1:] == (near, advantage)
+    assert max(abs(second[place][0] - pi) for place, (pi, *_) in first.items()) > 1e-4
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
+    trainer = trainer_of(passes=2)
+    before = {name: p.clone() for name, p in trainer.policy.model.named_parameters()}
+    batch = batch_of(trainer)
+    batch.rewards[0] = math.inf
+    gradients, stats = gradients_of(trainer, batch)
+    assert gradients == [] and stats.skipped and stats.version == 1
+    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
+
+
+class Unigram(torch.nn.Module):
+    """A policy of six symbols that listens to nobody."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits.clone())
+        self.config = types.SimpleNamespace(vocab_size=6, max_position_embeddings=99)
+
+    def forward(self, input_ids, **_):
+        return types.SimpleNamespace(logits=self.logits.expand(*input_ids.shape, 6))
+
+
+def exact_batch(counts, logits):
+    """Each symbol as often as the policy says it: means over tokens are expectations."""
+    said = torch.arange(6).repeat_interleave(torch.tensor(counts))
+    ids = torch.cat([torch.zeros(1).long(), said])[None]
+    turns = torch.ones_like(ids)
+    turns[0, 0] = 0
+    logprobs = logits.log_softmax(0)[ids] * turns
+    return m.Rollout(ids, torch.ones_like(ids), turns, logprobs, torch.zeros_like(ids),
+                     torch.zeros(1, 1), torch.zeros(1).long(), [None], [("",)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("weight", [1.0, 0.1])
+def test_kl_has_the_gradient_of_the_divergence(seed, weight):
+    """Its expectation over the policy's own samples, against autograd of the exact sum."""
+    counts, rng = [1, 2, 3, 4, 5, 1], torch.Generator().manual_seed(seed)
+    logits, before = torch.tensor(counts).log(), torch.randn(6, generator=rng) / 3
+    trainer = trainer_of(Unigram(logits), Unigram(before), kl=weight, baseline="none", loss="reinforce")
+    [found], stats = gradients_of(trainer, exact_batch(counts, logits))
+
+    theta = logits.clone().requires_grad_()
+    logp, reference = theta.log_softmax(0), before.log_softmax(0)
+    p = logp.detach().exp()
+    [expected] = torch.autograd.grad(weight * (logp.exp() * (logp - reference)).sum(), theta, retain_graph=True)
+    assert expected.norm() < m.MAX_GRAD_NORM and expected.norm() > 0.01
+    assert torch.allclose(found["logits"], expected, atol=1e-6)
+    assert stats.kl == pytest.approx(float((p * (logp - reference) ** 2).sum() / 2), rel=1e-5)
+    # why k2: k1 has no gradient at all, and k3 another one
+    ratio = reference - logp
+    k1, k3 = (torch.autograd.grad((p * k).sum(), theta, retain_graph=True)[0]
+              for k in (-ratio, ratio.exp() - 1 - ratio))
+    assert k1.abs().max() < 1e-6 and (weight * k3 - expected).norm() > 0.1 * expected.norm()
+
+
+def test_the_reference_is_the_policy_before_rl_and_stays():
+    """After steps, and for a trainer that goes on from a checkpoint."""
+    trainer = trainer_of(kl=0.1)
+    before = trainer.policy.model.state_dict()["model.embed_tokens.weight"].clone()
+    batch = batch_of(trainer)
+    assert gradients_of(trainer, batch)[1].kl == 0  # nothing has been learned yet
+    kls = [gradients_of(trainer, batch)[1].kl for _ in range(3)]
+    assert 0 < kls[0] < kls[2]
+    assert torch.equal(trainer.reference.state_dict()["model.embed_tokens.weight"], before)
+
+
+@pytest.mark.parametrize("broken, what", [
+    (None, ""), ("frozen", "without a gradient"), ("certain", "log-probabilities above 0"),
+    ("alike", "conversations that differ"), ("another", "k3")])
+def test_examine_finds_what_is_broken(broken, what):
+    trainer = trainer_of()
+    batch = batch_of(trainer)
+    if broken == "frozen": next(trainer.policy.model.parameters()).requires_grad_(False)
+    if broken == "certain": batch = batch._replace(logprobs=batch.logprobs + 9.0 * (batch.turns > 0))
+    if broken == "another": batch = batch._replace(ids=(batch.ids + 1) % 19)
+    if broken == "alike": batch = batch._replace(answers=[("a", "b")] * 12)
+    found = asyncio.run(trainer.examine(batch))
+    failed = [row[0] for row in found if not m.Report.OPERATORS[row[2]](row[1], row[3])]
+    assert bool(failed) is bool(broken) and any(what in name for name in failed or [""]), failed
+    assert len(failed) <= 1 + (broken == "certain")  # which also has another k3
+    assert all(p.grad is None or not p.grad.any() for p in trainer.policy.model.parameters())
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_batches_may_wait_before_they_are_used(lag):
+    """Every batch is exactly so many versions old, but for the first."""
+    async def scene():
+        fleet = StubFleet(0, 0)
+
+        async def batch():
+            return rollout_of([1] * 2, fleet.made)
+
+        fleet.batch, history = batch, StubHistory(fleet, 8)
+        history.is_due = lambda step: False
+        await m.train_sync(history, lag)
+        assert [found for _, found in history.rows] == [min(lag, step) for step in range(8)]
+
+    asyncio.run(scene())
+
+
+# -- a task and models of one's own ---------------------------------------------------------------
+
+
+def save_checkpoint(folder, kind, shard="1GB", **generation):
     """A small model of another architecture, in the hub's format, with a tokenizer and template."""
     import transformers as t
 
-    tokenizer = m.tiny_policy()[0]
-    size = len(tokenizer)
-    if kind == "llama":
-        model = t.LlamaForCausalLM(t.LlamaConfig(
-            vocab_size=size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128))
-    else:
-        model = t.GPT2LMHeadModel(t.GPT2Config(vocab_size=size, n_embd=32, n_layer=1, n_head=2,
-                                               n_positions=512, bos_token_id=2, eos_token_id=2))
+    torch.manual_seed(7)
+    tokenizer = m.tiny_policy(m.Task.letters)[0]
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                 num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128)
+    model = {
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes, tie_word_embeddings=False)),
+        "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**sizes, tie_word_embeddings=True)),
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(
+            vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=512,
+            bos_token_id=2, eos_token_id=2)),
+        "t5": lambda: t.T5ForConditionalGeneration(t.T5Config(
+            vocab_size=len(tokenizer), d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)),
+    }[kind]()
+    with torch.no_grad():  # far from uniform, so that temperature and top_k would show
+        for parameter in model.parameters():
+            if parameter.dim() > 1: parameter *= 4
+    model.generation_config = t.GenerationConfig(**generation)
     tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return str(folder)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_other_models_take_the_same_path(tmp_path, kind):
-    save_checkpoint(tmp_path / "model", kind)
-    policy = m.Policy(m.Config(model=str(tmp_path / "model")))
-    rollout = m.generate(policy, m.Sampler(m.Config()).draw(4), 2, 0, seed=0)
-    with torch.no_grad():
-        every = policy.log_softmax(rollout.ids, rollout.mask)
-    mine = every.gather(2, rollout.ids[:, 1:, None]).squeeze(-1)
-    assert (mine - rollout.logprobs[:, 1:])[rollout.sampled[:, 1:]].abs().max() < 1e-4
+@pytest.mark.parametrize("kind, shard, tied", [
+    ("qwen2", "1GB", True), ("llama", "1GB", False), ("llama", "10KB", False),
+    ("qwen2", "10KB", True), ("gpt2", "1GB", True)])
+def test_other_models_take_the_same_path(tmp_path, kind, shard, tied):
+    """What the folder says of sampling, for others, is not obeyed."""
+    folder = save_checkpoint(tmp_path / "model", kind, shard, do_sample=True, temperature=0.01, top_k=1)
+    assert (len([*pathlib.Path(folder).glob("*.safetensors")]) > 1) is (shard == "10KB")
+    policy, prompts = m.Policy(m.Config(model=folder)), m.Sampler(m.Config()).draw(4)
+    assert tied is (policy.model.get_input_embeddings().weight is policy.model.get_output_embeddings().weight)
+    rollout, _ = m.generate(policy, prompts, 8, seed=0, greedy=False)
+    assert_recorded_is_recomputed(policy, rollout, 1e-4)
+    assert len({*map(tuple, rollout.answers)}) > 16  # top_k 1 has one answer per prompt
+    os.remove(f"{folder}/generation_config.json")
+    again, _ = m.generate(m.Policy(m.Config(model=folder)), prompts, 8, seed=0, greedy=False)
+    assert torch.equal(rollout.ids, again.ids)
+
+
+def test_a_step_of_another_model_reaches_its_generators(tmp_path):
+    """It changes every parameter, and who reads what is published has the same weights."""
+    changes = dict(model=save_checkpoint(tmp_path / "model", "qwen2", "10KB"), lr=1e-3)
+    trainer, other = trainer_of(**changes), m.Policy(m.Config(**changes)).model
+    [found], stats = gradients_of(trainer, batch_of(trainer))
+    assert stats.mismatch_k3 <= 1e-6 and all(g.any() for g in found.values())
+    handle = asyncio.run(trainer.begin(0, False))
+    asyncio.run(trainer.published())
+    before = {name: p.clone() for name, p in other.named_parameters()}
+    assert m.WeightReader(handle, 0, m.weights_of(other)).pull() == 1
+    for name, p in trainer.policy.model.named_parameters():
+        assert torch.equal(other.get_parameter(name), p) and not torch.equal(p, before[name]), name
+
+
+def bad_model(folder, how):
+    """A folder, or a name, with which no run can begin."""
+    path = pathlib.Path(folder) / "model"
+    if how == "unreachable": return "nobody/nothing-that-exists"
+    save_checkpoint(path, "t5" if how == "not causal" else "llama", "10KB")
+    if how == "no weights":
+        for file in path.glob("*.safetensors*"): file.unlink()
+    if how == "no template":
+        for file in path.glob("chat_template*"): file.unlink()
+        about = json.loads((path / "tokenizer_config.json").read_text())
+        (path / "tokenizer_config.json").write_text(json.dumps(
+            {key: value for key, value in about.items() if key != "chat_template"}))
+    if how == "no tokenizer":
+        for file in path.glob("*token*"): file.unlink()
+    if how == "no config": (path / "config.json").unlink()
+    return str(path)
+
+
+@pytest.mark.parametrize("how, told", [
+    ("no weights", "no weights"), ("no template", "no chat template"), ("not causal", "causal"),
+    ("no tokenizer", "tokenizer"), ("no config", "config"), ("unreachable", "nobody/nothing-that-exists")])
+def test_a_model_that_cannot_be_trained_gets_one_line_and_exit_2(tmp_path, how, told):
+    found = subprocess.run(
+        [sys.executable, str(FILE), "--only", "sync_rl", "--model", bad_model(tmp_path, how)],
+        cwd=tmp_path, text=True, capture_output=True, timeout=120,
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert found.returncode == 2 and found.stdout == "", found.stdout + found.stderr
+    assert len(found.stderr.splitlines()) == 1 and found.stderr.startswith("monarch_rl: --model ")
+    assert told in found.stderr, found.stderr
+
+
+@pytest.mark.parametrize("body", [
+    "import sys; sys.exit()", "class X(", "X = 1", "class Y: pass", "class X: pass",
+    "class X(m.Task): pass",
+    "class X(m.Task):\n  def conversation(self, rng): return [['a', 'b'], ['a', 'b']]",
+    "class X(m.Task):\n  def conversation(self, rng): return ('a', 'b'), ('a', 'b')",  # the only one
+    "class X(m.Task):\n  def conversation(self, rng): return (rng.choice('abcdefgh'), 'b'),",
+    ], ids=["exits", "syntax", "no class", "no such class", "no methods", "no conversation", "lists",
+            "one conversation", "one turn of two"])
+def test_a_task_that_cannot_be_learned_gets_one_line_and_exit_2(tmp_path, capsys, body):
+    (tmp_path / "own.py").write_text(f"import monarch_rl as m\n{body}\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        m.parse(["--task", f"{tmp_path}/own.py:X"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said.splitlines()) == 1, said
+    assert said.startswith("monarch_rl: --task ")
+
+
+def calculator(folder):
+    """DOCS has a task of one's own, whole."""
+    blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", (FOLDER / "DOCS.md").read_text("utf-8"), re.M | re.S)
+    found = [block for block in blocks if "class Calculator" in block]
+    assert len(found) == 1, "DOCS has no recipe with a class Calculator"
+    (folder / "calculator.py").write_text(found[0], encoding="utf-8")
+
+
+def test_the_recipe_for_a_task_of_ones_own_runs(tmp_path):
+    """Forty steps need not teach enough; nothing else may fail."""
+    calculator(tmp_path)
+    run = Run(tmp_path, "--only", "sync_rl", "--task", "calculator.py:Calculator", "--steps", "40")
+    failed = [check["what"] for check in run.stage("sync_rl")["checks"] if not check["ok"]]
+    assert run.status == bool(failed) and run.left == [], run.out + run.err
+    assert all(what.startswith("reward gained") for what in failed), run.out + run.err
+    assert "Traceback" not in run.out + run.err
 
 
 def test_a_model_from_a_folder_runs_through_the_stage(tmp_path):
@@ -2108,7 +2746,8 @@ def test_a_model_from_a_folder_runs_through_the_stage(tmp_path):
 @pytest.mark.parametrize("args", [
     "--stage nope", "--only 12", "--task sums", "--loss none", "--steps 0", "--steps x",
     "--generators -2", "--max-lag -1", "--model-mb 0", "--model /nowhere/model", "--bogus",
-    "--json /nowhere/out.json", "--log /nowhere/log", "--stage 1 --only 2",
+    "--json /nowhere/out.json", "--task nowhere.py:X", "--task :X", "--kl -1", "--kl nan", "--lr -1",
+    "--passes 0", "--baseline x", "--loss x", "--pull never", "--log /nowhere/log", "--stage 1 --only 2",
 ] + ([] if torch.cuda.is_available() else ["--device cuda"]))
 def test_bad_input_gets_one_line_and_exit_2(tmp_path, args):
     found = subprocess.run([sys.executable, str(FILE), *args.split()], cwd=tmp_path, text=True,
