@@ -1938,17 +1938,15 @@ def about(cfg: Config) -> dict:
 
 def read_checkpoint(path: str, cfg: Config) -> dict:
     """What `Trainer.save` has written; nothing in it is executed. Raises BadCheckpoint."""
-    try:
-        with zipfile.ZipFile(path) as members:  # torch.load compares no checksums
-            damaged = members.testzip()
+    try:  # torch.load compares no checksums
+        with zipfile.ZipFile(path) as members: damaged = members.testzip()
         found = torch.load(path, weights_only=True, mmap=True)
         theirs = found["about"]
     except Exception as error:  # whatever a strange file does to these
         raise BadCheckpoint(f"{path}: no checkpoint of this file: {str(error)[:60]!r}") from error
     if damaged: raise BadCheckpoint(f"{path}: damaged in {damaged}")
-    if theirs != about(cfg):
-        raise BadCheckpoint(f"{path}: made with {theirs}, this run has {about(cfg)}")
-    return found
+    if theirs == about(cfg): return found
+    raise BadCheckpoint(f"{path}: made with {theirs}, this run has {about(cfg)}")
 
 
 class Vault:
@@ -1956,11 +1954,10 @@ class Vault:
     in files that have no name. Only the controller touches it."""
 
     def __init__(self, folder: str = ""):
-        self.folder, self.kept = folder, []  # (path, the open file if in memory), newest first
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-            paths = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True)
-            self.kept = [(str(path), None) for path in paths]
+        self.folder = folder
+        if folder: os.makedirs(folder, exist_ok=True)
+        paths = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True) if folder else []
+        self.kept = [(str(path), None) for path in paths]  # (path, or file in memory), newest first
 
     def newest(self, cfg: Config, say) -> str:
         """The path of the newest that can be read; "" if there are none. Says which others cannot,
@@ -2088,10 +2085,9 @@ class Trainer(Worker):
                 kl = (pi - self._score(self.reference, part)[0]) ** 2 / 2 if cfg.kl else 0 * pi
                 # The mean over all tokens, given that FSDP takes the mean of the ranks' gradients.
                 ((per_token + cfg.kl * kl).sum() * cfg.trainers / num_tokens).backward()
-                weight = (near[i] - part.mu).exp()
-                columns = (part.fresh, k3(part.mu, near[i]) * part.fresh, per_token, entropy,
-                           outside, kl, weight, weight**2)
-                sums += torch.stack([column.detach().double().sum().cpu() for column in columns])
+                sums += torch.stack([column.detach().double().sum().cpu() for column in (
+                    part.fresh, k3(part.mu, near[i]) * part.fresh, per_token, entropy, outside, kl,
+                    (near[i] - part.mu).exp(), (near[i] - part.mu).exp() ** 2)])
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             norm = float(norm.full_tensor() if cfg.trainers > 1 else norm)  # of all ranks
             stall_s += self.writer.wait()
@@ -2121,8 +2117,9 @@ class Trainer(Worker):
         num_logits = batch.ids.numel() * self.policy.model.config.vocab_size // self.cfg.trainers
         by_length = batch.mask.sum(1).argsort(descending=True, stable=True)
         mine, parts = by_length[self.rank :: self.cfg.trainers], []
-        # as many parts on every rank, or they would hang
-        for rows in mine.tensor_split(-(-num_logits // MAX_LOGITS)):
+        # as many parts on every rank, or they would hang, and none empty
+        num_parts = min(-(-num_logits // MAX_LOGITS), len(by_length) // self.cfg.trainers)
+        for rows in mine.tensor_split(num_parts):
             ids, turns, *others = packed(*(c[rows].to(self.cfg.device) for c in columns))
             chosen = turns[:, 1:] > 0  # column t is predicted at t - 1
             parts.append(Part(ids, chosen, *(column[:, 1:][chosen] for column in others)))
@@ -2139,7 +2136,7 @@ class Trainer(Worker):
         model, part = self.policy.model, self._parts(batch)[0]
         pi, _ = self._score(model, part)
         pi.sum().backward()
-        still = sum(not p.grad.any() for p in model.parameters())
+        still = sum(p.grad is None or not p.grad.any() for p in model.parameters())
         self.optimizer.zero_grad()
         with torch.no_grad(): off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
         same = (batch.group_ids[:, None] == batch.group_ids).float()
@@ -2319,12 +2316,10 @@ class History:
     LINE = ("{run:5s}{step:5d}{reward:7.2f}{heldout:6.2f}{lag_mean:5.1f}{lag_max:4d}"
             "{mismatch_k3:7.0e}{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{:5.2f}{:6.2f}{:6.0f}  {}")
 
-    def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = "",
-                 **changes):
-        """label: "" is quiet. saved: the folder inside --checkpoint; "": in memory. changes: to the
-        fleet's Config."""
+    def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = ""):
+        """saved: the folder inside --checkpoint; "": in memory."""
         self.fleet, self.report, self.label, self.num_steps = fleet, report, label, num_steps
-        self.cfg, self.alarms = fleet.cfg._replace(**changes), ALARMS[:] if label else ALARMS[:1]
+        self.cfg, self.alarms = fleet.cfg, ALARMS[:]
         self.rows: list[dict] = []  # one per step, the lines of --log
         # held-out exact, of the last evaluation, or -1; tasks that evaluate
         self.heldout, self.evaluating = -1.0, []
@@ -2344,9 +2339,9 @@ class History:
             self.interrupted = True
             signal.signal(signal.SIGINT, self.before)  # a second one ends at once
 
-        if self.label and (self.cfg.loss, self.cfg.passes) == ("decoupled", 1):
+        if (self.cfg.loss, self.cfg.passes) == ("decoupled", 1):
             self.report.say("decoupled with one pass: its clip can never fire; see --passes")
-        if self.label: self.report.say(self.HEAD)
+        self.report.say(self.HEAD)
         self.started, self.fleet.busy_s = time.monotonic(), 0.0
         await self.restore()
         self.before = signal.getsignal(signal.SIGINT)
@@ -2412,7 +2407,7 @@ class History:
                 self.report.say(told)
         if step % self.EVALUATE_EVERY == 0:
             self.evaluating.append(asyncio.ensure_future(self._evaluate()))
-        keep = bool(self.label) and (step == 1 or step % max(1, self.cfg.steps // 8) == 0)
+        keep = step == 1 or step % max(1, self.cfg.steps // 8) == 0
         if keep or step % 10 == 0:
             _, _, speed, gen, train, _ = self.speed(step)
             said = " ".join(text for text, _ in batch.prompts[0].turns)
@@ -2628,12 +2623,6 @@ class AsyncRun:
         self.history.add(stats, batch)
 
 
-async def until_step(step: int, history: History, running: asyncio.Future) -> None:
-    """Waits until a run has come so far, or has ended."""
-    while len(history.rows) < step and not running.done(): await asyncio.sleep(0.002)
-    if running.done(): running.result()  # raises what ended it
-
-
 # What happens in the demo to a process of each service.
 FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": signal.SIGKILL}
 
@@ -2650,7 +2639,9 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         run = AsyncRun(history, cfg.max_lag)
         running = asyncio.ensure_future(run.run())
         for part, (name, number) in enumerate(FAULTS.items()):
-            await until_step(timed + (cfg.steps - timed) * part // 3, history, running)
+            step = timed + (cfg.steps - timed) * part // 3
+            while len(history.rows) < step and not running.done(): await asyncio.sleep(0.002)
+            if running.done(): running.result()  # raises what ended it
             speed, victims = history.speed(timed), await getattr(fleet, name).status.call_one()
             if history.sent < cfg.steps:  # else nobody would notice
                 os.kill(victims["pids"][0], number)
@@ -2737,7 +2728,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     cfg = Config(*(getattr(args, name) for name in Config._fields))
     attempts = {  # which raise why not
         f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
-            lambda: task_of(cfg.task).conversation(random.Random()),
+            lambda: Sampler(cfg).heldout[0],
         "--device cuda": lambda: devices(cfg),
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
@@ -2746,7 +2737,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         "--json": lambda: open(args.json or os.devnull, "a").close()}
     for flag, attempt in attempts.items():
         try: attempt()
-        except Exception as error:  # whatever somebody's file raises
+        except (Exception, SystemExit) as error:  # whatever somebody's file raises
             parser.error(f"{flag}: {type(error).__name__}: {' '.join(str(error).split())}")
     return args, cfg
 
