@@ -166,10 +166,6 @@ class Report:
         texts = (f"{self.live}{indent}{line}".rstrip() for line in lines)
         print(*texts, sep="\n", end=end, flush=True)
 
-    def progress(self, text: str, keep: bool) -> None:
-        """One live line on a terminal; in a pipe only the lines to keep."""
-        if keep or self.live: self.say(text, end="\n" if keep else "")
-
     def table(self, heads: list[str], *rows: list) -> None:
         """Columns as wide as their widest cell, words to the left, numbers to the right."""
         cells = [heads, *([show(cell) for cell in row] for row in rows)]
@@ -949,8 +945,7 @@ class WeightWriter:
                     plain = view.is_contiguous() and mine.is_contiguous() and not mine.is_cuda
                     if plain and view.dtype == mine.dtype:  # copy_ reads what it will overwrite
                         ctypes.memmove(view.data_ptr(), mine.data_ptr(), view.nbytes)
-                    else:
-                        view.copy_(mine, non_blocking=True)
+                    else: view.copy_(mine, non_blocking=True)
         if self.stream: self.stream.synchronize()
         if self.checksums:
             found, stored = self.arena.checksums(slot)
@@ -1503,12 +1498,9 @@ CUTS = [("gather", 0, 1), ("parcels", 0, 1), ("slots", 0, 1), ("slots", 1, 0), (
 
 async def demo_reshard(report: Report, cfg: Config) -> None:
     """from sharding A to sharding B every needed byte moves exactly once"""
-    moves = rows_to_columns("5 x 23", (5, 23))
-    report.table(["5 x 23, trainer by rows", "generator by columns", "from element", "size"],
-                 *([f"rank {m.source}", f"rank {m.target}", m.offset, m.size] for m in moves))
     shapes = {f"layer.{i}": (cfg.model_mb * MIB // (8 * 2 * 1025) + i, 1025) for i in range(8)}
     needed = sum(2 * math.prod(shape) for shape in shapes.values())  # bytes
-    report.say("", "a trainer and a generator of two ranks each (at 96 MiB about 15 s)")
+    report.say("a trainer and a generator of two ranks each (at 96 MiB about 15 s)")
     procs, store = this_host().spawn_procs(per_host={"rank": 2}), open_store()
     ranks, rows, found = procs.spawn("cutter", Cutter), [], []
     await ranks.do.call("join", store.port, shapes)
@@ -1527,8 +1519,6 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     report.figure(reshard_over_same=slower / same[2], reshard_over_memmove=slower,
                   gather_over_reshard=gather[1] / there[1], overlap_share=hidden_s / could_s,
                   moved_over_needed=parcels[3])
-    cut = sum(num_rows // 2 * 2 < num_rows for num_rows, _ in shapes.values())  # among two ranks
-    report.check("matrices of 8 that rounding cuts", cut, ">", 0)
     report.check("tensors of 80 that are wrong", 80 - right, "==", 0)
     report.check("bytes that parcels moved / needed", parcels[3], "==", 1.0)
     report.check("gather / slots, in time", gather[1] / there[1], ">", 1)
@@ -1733,11 +1723,10 @@ class Decoder:
         self.policy, self.group_size, self.greedy, self.pull = policy, group_size, greedy, pull
         self.turn = 0  # counts from 1
         self.rng = torch.Generator(policy.cfg.device).manual_seed(seed)
-        empty = torch.zeros(num_rows, 0, device=policy.cfg.device)
-        none = empty.long()
-        self.columns = [none, none, none, empty, none]  # ids to versions, see Rollout
+        none = torch.zeros(num_rows, 0, dtype=torch.int64, device=policy.cfg.device)
+        self.columns = [none, none, none, none.float(), none]  # ids to versions, see Rollout
         # [B] bool: who has not ended the turn, the conversation; whose next turn had no room
-        self.alive, self.over, self.cut = empty.any(1), empty.any(1), empty.any(1)
+        self.alive, self.over, self.cut = none.any(1), none.any(1), none.any(1)
         self._take(pull())
 
     def _take(self, version: int) -> None:
@@ -2017,8 +2006,7 @@ class Trainer(Worker):
             if cfg.trainers > 1:  # all ranks have the same weights until now
                 form_group(port, self.rank, cfg.trainers)
                 mesh = dtensor.init_device_mesh(cfg.device.split(":")[0], (cfg.trainers,))
-                for whole in filter(None, (model, self.reference)):
-                    fsdp.fully_shard(whole, mesh=mesh)
+                for each in filter(None, (model, self.reference)): fsdp.fully_shard(each, mesh=mesh)
             own = weights_of(model)
             self.writer = ShardWriter.join(own, cfg.generators, self.rank, cfg.trainers)
         return self.writer.arena.handle
@@ -2141,14 +2129,12 @@ class Trainer(Worker):
         with torch.no_grad(): off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
         same = (batch.group_ids[:, None] == batch.group_ids).float()
         centre = same @ advantages(batch.rewards, batch.group_ids)
-        said = {*map(tuple, batch.answers)}
-        return [("k3 of recorded and recomputed", float(k3(part.mu, pi).mean()), "<=",
-                 MAX_K3[self.cfg.device.split(":")[0]]),
+        return [("k3 of both programs", float(k3(part.mu, pi).mean()), "<=", MAX_K3[pi.device.type]),
                 ("probabilities, how far from a sum of 1", float(off.abs().max()), "<", 1e-4),
                 ("log-probabilities above 0", int((batch.logprobs > 0).sum()), "==", 0),
                 ("parameters without a gradient", still, "==", 0),
                 ("advantages, largest sum of a group", float(centre.abs().max()), "<", 1e-4),
-                ("conversations that differ / all", len(said) / len(batch.answers), ">", 0.1)]
+                ("conversations that differ", len({*map(str, batch.answers)}), ">", 1)]
 
 
 def devices(cfg: Config) -> dict[str, list[str]]:
@@ -2301,7 +2287,6 @@ ALARMS = [("skipped", ">", 0, 10, "10 gradients in a row were not finite"),  # e
           ("ess", "<", 0.3, 1, "few samples carry all the weight: too old, or steps too long"),
           ("clipped", ">", 0.5, 1, "most tokens have left the trust region before they were used"),
           ("entropy", "<", 0.002, 1, "the policy has no alternatives left to compare"),
-          ("grad_norm", ">", 100.0, 1, "gradients explode"),
           ("reward", "==", 0.0, 20, "all wrong in 20 batches: nothing to learn from"),
           ("reward", "==", 1.0, 20, "all right in 20 batches: nothing to learn from")]
 
@@ -2413,7 +2398,8 @@ class History:
             said = " ".join(text for text, _ in batch.prompts[0].turns)
             said += f" > {' '.join(batch.answers[0])}"
             line = self.LINE.format(gen, train, speed, said, **self.rows[-1])
-            self.report.progress(line[:92], keep)
+            # one live line on a terminal; in a pipe only the lines to keep
+            if keep or self.report.live: self.report.say(line[:92], end="\n" if keep else "")
 
     def speed(self, num_steps: int) -> list:
         """Of the first steps: seconds, steps/s, tokens/s, shares of the time that generators and
