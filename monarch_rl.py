@@ -733,7 +733,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
 #   slot that this word names, looks at the word again, and only then reads; the writer leaves
 #   announced slots alone. Readers copy nothing: their parameters point into the slot. Another host
 #   has one relay, which reads by the same rule and publishes in that host's own slots.
-# Cost. Two slots more than readers, in host memory. If no slot is free, a version is skipped.
+# Cost. Two slots more than readers, in host memory.
 # Not here. GPUDirect. Sending only what changed (DOCS 2).
 # Source. Hazard pointers: Maged Michael, IEEE TPDS 15(6), 2004.
 #
@@ -746,7 +746,7 @@ class WeightMismatch(ValueError):
     """The two sides do not mean the same weights. Raised before anything has changed."""
 
 
-def demand(holds: bool, otherwise: str) -> None:
+def demand(holds, otherwise: str) -> None:
     """Raises WeightMismatch with these words if it does not hold."""
     if not holds: raise WeightMismatch(otherwise)
 
@@ -757,7 +757,7 @@ def demand(holds: bool, otherwise: str) -> None:
 TensorSpec = collections.namedtuple("TensorSpec", "name shape dtype tied_to offset num_bytes")
 
 
-# What a slot holds: a TensorSpec per name, and its size, the tensors and then a checksum of each.
+# A TensorSpec per name; the size of a slot, which holds the tensors and then a checksum of each.
 Manifest = collections.namedtuple("Manifest", "specs slot_bytes")
 
 
@@ -791,9 +791,7 @@ def weights_of(module) -> dict:
 # How another process of this host finds the arena; small enough for any message. pid, fd: of the
 # writer, as /proc/<pid>/fd/<fd>, a file without a name, gone when nobody has it open. run_id:
 # another one whenever a writer starts. manifest: what each of the num_slots slots holds.
-# checksums: bool, whether the writer adds them.
-ArenaHandle = collections.namedtuple(
-    "ArenaHandle", "pid fd run_id manifest num_slots num_readers checksums")
+ArenaHandle = collections.namedtuple("ArenaHandle", "pid fd run_id manifest num_slots num_readers")
 
 
 # The arena of two readers, while version 8 is being written:
@@ -812,12 +810,11 @@ class Arena:
 
     LATEST      version * MAX_SLOTS + slot. One word, so that both change at once
     RUN         the run id of the writer
-    LEASES ...  two of each reader: its process id * MAX_SLOTS + slot. The second one protects a
-                slot that is looked at while the first still protects the weights in use
+    LEASES ...  one of each reader: its process id * MAX_SLOTS + slot
     NOTHING     in any of them: nothing published, nothing leased; reads as version -1"""
 
-    # 1024 words: LATEST, RUN, two of each of 400 readers, and from the last one on section 8's
-    MAX_SLOTS, MAX_READERS, NOTHING, HEADER_BYTES = 1024, 400, -1, 65536
+    # 1024 words: LATEST, RUN, one of each of 900 readers, and from the last one on section 8's
+    MAX_SLOTS, MAX_READERS, NOTHING, HEADER_BYTES = 1024, 900, -1, 65536
     LATEST, RUN, LEASES = 0, 1, 2
 
     def __init__(self, handle: ArenaHandle, fd: int):
@@ -833,13 +830,12 @@ class Arena:
             .view(getattr(torch, s.dtype)).view(s.shape) for s in handle.manifest.specs})
 
     @classmethod
-    def create(cls, manifest: Manifest, num_readers: int, checksums: bool = False) -> Arena:
-        """Slots: one per reader, the latest, and one to write into."""
+    def create(cls, manifest: Manifest, num_readers: int) -> Arena:
+        """Slots: one per reader, the latest, and one to write into: one is always free."""
         demand(num_readers <= cls.MAX_READERS, f"arena: {num_readers} readers are too many")
         # memory without a name, so that no kill leaves any, and /dev/shm is no limit
         fd, num_slots = os.memfd_create("monarch_rl"), num_readers + 2
-        handle = ArenaHandle(os.getpid(), fd, time.time_ns(), manifest, num_slots, num_readers,
-                             checksums)
+        handle = ArenaHandle(os.getpid(), fd, time.time_ns(), manifest, num_slots, num_readers)
         os.ftruncate(fd, cls.HEADER_BYTES + num_slots * manifest.slot_bytes)
         arena = cls(handle, fd)
         arena.whole.fill_(255)  # NOTHING in all words, and no page fresh: that costs 5-25 copies
@@ -881,15 +877,16 @@ class Arena:
         """The latest version; -1 if there is none yet."""
         return self.words[self.LATEST] // self.MAX_SLOTS
 
-    def free_slot(self) -> int | None:
+    def free_slot(self) -> int:
         """For the writer: a slot that is neither latest nor leased by somebody alive."""
         self.fence()  # whoever leased before it could see the last `latest` is seen here
-        # From the last word to the first: readers move a lease from their second to their first.
-        words = reversed(range(self.LEASES, self.LEASES + 2 * self.handle.num_readers))
-        busy = {lease % self.MAX_SLOTS for lease in map(self.words.__getitem__, words)
-                if lease != self.NOTHING and is_alive(lease // self.MAX_SLOTS)}
-        busy.add(self.words[self.LATEST] % self.MAX_SLOTS)  # of NOTHING: a slot that no arena has
-        return next((slot for slot in range(self.handle.num_slots) if slot not in busy), None)
+        leases = self.words[self.LEASES : self.LEASES + self.handle.num_readers]
+        busy = {self.words[self.LATEST] % self.MAX_SLOTS,  # of NOTHING: a slot that no arena has
+                *(lease % self.MAX_SLOTS for lease in leases
+                  if lease != self.NOTHING and is_alive(lease // self.MAX_SLOTS))}
+        free = [slot for slot in range(self.handle.num_slots) if slot not in busy]
+        demand(free, "arena: no free slot")
+        return free[0]
 
     def commit(self, version: int, slot: int) -> None:
         """For the writer, when the slot is complete: now readers may look."""
@@ -903,9 +900,9 @@ class WeightWriter:
     def __init__(self, tensors: dict, num_readers: int, dtype=None, checksums: bool = False,
                  arena: Arena | None = None):
         """tensors: name -> the trainer's own, changed in place. dtype: cast to it in the copy.
-        arena: a new one, unless another rank of the same trainer has made it."""
-        self.tensors, self.version, self.skipped = tensors, -1, 0
-        self.arena = arena or Arena.create(manifest_of(tensors, dtype), num_readers, checksums)
+        checksums: for readers that check. arena: another rank's, or a new one."""
+        self.tensors, self.version, self.checksums = tensors, -1, checksums
+        self.arena = arena or Arena.create(manifest_of(tensors, dtype), num_readers)
         self.stream, self.thread = None, concurrent.futures.ThreadPoolExecutor(1)
         self.copying = self.thread.submit(int)  # the copy under way; now one that has ended
         if any(tensor.is_cuda for tensor in tensors.values()):
@@ -914,18 +911,14 @@ class WeightWriter:
             # else copies from the GPU would be staged, and block
             torch.cuda.check_error(pin(whole.data_ptr(), whole.nbytes, 0))
 
-    def start(self, version: int) -> bool:
-        """Begins to make the tensors, as they are now, the latest version. If no slot is free it
-        returns False: this version is skipped, and the trainer goes on. Raises WeightMismatch."""
+    def start(self, version: int) -> None:
+        """Begins to make the tensors, as they are now, the latest version."""
         self.wait()
         demand(version > self.version, f"version {version} after version {self.version}")
-        slot, self.version = self._pick(version), version
-        self.skipped += slot is None
-        if slot is not None:
-            # after the kernels that write the tensors, beside those that follow
-            if self.stream: self.stream.wait_stream(torch.cuda.current_stream())
-            self.copying = self.thread.submit(self._copy, version, slot)
-        return slot is not None
+        self.version = version
+        # after the kernels that write the tensors, beside those that follow
+        if self.stream: self.stream.wait_stream(torch.cuda.current_stream())
+        self.copying = self.thread.submit(self._copy, version)
 
     def wait(self) -> float:
         """Until the copy is complete and the tensors may change: seconds that took. Raises what
@@ -934,25 +927,21 @@ class WeightWriter:
         self.copying.result()
         return since(start)
 
-    def publish(self, version: int) -> bool:
-        """start, and wait for the copy."""
-        started = self.start(version)
+    def publish(self, version: int) -> None:
+        self.start(version)
         self.wait()
-        return started
 
     def parts(self, view, tensor) -> list[tuple]:
         """What to copy between a slot's view of a tensor and mine: all of it (section 8: boxes)."""
         return [(view, tensor)]
 
-    def _pick(self, version: int) -> int | None:
-        return self.arena.free_slot()
-
-    def _copy(self, version: int, slot: int) -> None:
+    def _copy(self, version: int) -> None:
+        """In the thread."""
+        slot = self.arena.free_slot()
         self._write(slot)
         self.arena.commit(version, slot)
 
     def _write(self, slot: int) -> None:
-        """In the thread."""
         views = self.arena.tensors(slot)
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name in (s.name for s in self.arena.handle.manifest.specs if s.name == s.tied_to):
@@ -964,7 +953,7 @@ class WeightWriter:
                     else:
                         view.copy_(mine, non_blocking=True)
         if self.stream: self.stream.synchronize()
-        if self.arena.handle.checksums:
+        if self.checksums:
             found, stored = self.arena.checksums(slot)
             stored.copy_(found)
 
@@ -974,20 +963,21 @@ class WeightReader:
 
     parts = WeightWriter.parts
 
-    def __init__(self, handle: ArenaHandle, reader: int, tensors: dict, in_place: bool = False):
+    def __init__(self, handle: ArenaHandle, reader: int, tensors: dict, in_place: bool = False,
+                 check: bool = False):
         """reader: 0 .. num_readers-1, mine alone. in_place: copy instead of pointing into the slot,
-        as GPUs do, and as code needs that was compiled or captured with the old addresses. Raises
-        WeightMismatch and changes nothing."""
+        as GPUs do, and as code needs that was compiled or captured with the old addresses. check:
+        before it copies, `pull` asks whether the writer lives and compares the checksums that this
+        writer must add. Raises WeightMismatch and changes nothing."""
         demand(0 <= reader < handle.num_readers, f"arena: it has no reader {reader}")
-        self.arena, self.word = Arena.attach(handle, tensors), Arena.LEASES + 2 * reader
-        self.tensors, self.version = tensors, -1
-        self.in_place = in_place or any(t.is_cuda for t in tensors.values())
-        # Whoever was reader before me is dead.
-        self.arena.words[self.word] = self.arena.words[self.word + 1] = Arena.NOTHING
+        self.arena, self.word = Arena.attach(handle, tensors), Arena.LEASES + reader
+        self.tensors, self.version, self.check = tensors, -1, check
+        self.in_place = in_place or check or any(t.is_cuda for t in tensors.values())
+        self.arena.words[self.word] = Arena.NOTHING  # whoever was reader before me is dead
 
-    def lease(self, word: int) -> tuple[int, int]:
-        """(version, slot) of the newest weights, safe to read while this word names that slot.
-        Goes round again only if a version was published in between."""
+    def lease(self) -> tuple[int, int]:
+        """(version, slot) of the newest weights, safe to read while my word names that slot. Goes
+        round again only if a version was published in between."""
         # Why this is enough. Suppose the writer takes my slot for its next version. It does so only
         # after it has made another slot the latest, and then looked at the leases. If it looked
         # after step 1, it saw mine and took another slot. If it looked before step 1, the latest
@@ -995,25 +985,21 @@ class WeightReader:
         while True:
             latest = self.arena.words[Arena.LATEST]
             version, slot = divmod(latest, Arena.MAX_SLOTS)
-            self.arena.words[word] = os.getpid() * Arena.MAX_SLOTS + slot  # 1. announce
+            self.arena.words[self.word] = os.getpid() * Arena.MAX_SLOTS + slot  # 1. announce
             self.arena.fence()  # 2. now the writer can see it
             if self.arena.words[Arena.LATEST] == latest: return version, slot  # 3. look again
 
-    def pull(self, check: bool = False) -> int:
+    def pull(self) -> int:
         """Returns the version that the tensors are now (-1: none). They are the slot itself, so the
-        lease lasts until the next pull. check: also that the writer lives and the checksums of a
-        new version are right. Raises WeightMismatch; then the weights are what they were."""
-        newest, handle = self.arena.newest(), self.arena.handle
+        lease lasts until the next pull. Raises WeightMismatch; then they are what they were."""
+        newest, pid = self.arena.newest(), self.arena.handle.pid
         demand(newest >= self.version, f"arena: version {newest}, after version {self.version}")
-        demand(not check or handle.checksums, "arena: its writer adds no checksums")
-        demand(not check or is_alive(handle.pid), f"arena: its writer, process {handle.pid}, ended")
+        demand(not self.check or is_alive(pid), f"arena: its writer, process {pid}, ended")
         if newest == self.version: return self.version
-        version, slot = self.lease(self.word + 1 if check else self.word)
+        version, slot = self.lease()
         views = self.arena.tensors(slot)
-        if check:
+        if self.check:
             wrong = [*itertools.compress(views, torch.ne(*self.arena.checksums(slot)))]
-            if not wrong: self.arena.words[self.word] = self.arena.words[self.word + 1]
-            self.arena.words[self.word + 1] = Arena.NOTHING
             demand(not wrong, f"{', '.join(map(str, wrong))}: its checksum is wrong")
         for name, view in views.items():
             parts = self.parts(view, self.tensors[name])
@@ -1038,15 +1024,15 @@ async def read_pieces(pieces: tuple[RDMABuffer, ...], room) -> None:
 
 
 # What a reader of another host needs, the handle of an arena and RDMABuffers over it, a few hundred
-# bytes each: the word `latest`, the first of its own two words, and the pieces of each slot.
+# bytes each: the word `latest`, its own word, and the pieces of each slot.
 Door = collections.namedtuple("Door", "handle latest lease slots")
 
 
 def door_of(arena: Arena, reader: int) -> Door:
     """Made by the arena's process, and of use as long as that lives."""
-    words = arena.whole[: Arena.HEADER_BYTES].view(-1, 64)[:, :8]  # the bytes of each
-    latest, lease = map(RDMABuffer, (words[Arena.LATEST], words[Arena.LEASES + 2 * reader]))
-    return Door(arena.handle, latest, lease, [*map(pieces_of, arena.slots)])
+    words = arena.whole[: Arena.HEADER_BYTES].view(torch.int64).view(-1, 8)[:, :1]
+    return Door(arena.handle, RDMABuffer(words[Arena.LATEST]),
+                RDMABuffer(words[Arena.LEASES + reader]), [*map(pieces_of, arena.slots)])
 
 
 class Relay(Worker):
@@ -1055,26 +1041,26 @@ class Relay(Worker):
 
     def __init__(self, door: Door, num_readers: int):
         """door: to the trainer's arena; num_readers: of mine."""
-        self.door = door
-        self.arena = Arena.create(door.handle.manifest, num_readers, door.handle.checksums)
-        self.latest_word, self.lease_word = torch.zeros(2, 8, dtype=torch.uint8)
+        self.door, self.arena = door, Arena.create(door.handle.manifest, num_readers)
+        self.latest_word, self.lease_word = torch.zeros(2, 1, dtype=torch.int64)
 
     async def handle(self) -> ArenaHandle:
         return self.arena.handle
 
     async def _look(self) -> int:
         await self.door.latest.read_into(self.latest_word)
-        return int(self.latest_word.view(torch.int64))
+        return int(self.latest_word)
 
     async def pull(self) -> int:
         """Fetches the newest version, if it is new, and publishes it here; the version here."""
         # The protocol of WeightReader.lease, by messages: an answered write has been seen by all.
         # The trainer cannot ask whether I live, so I lease in its name; my successor has my word.
-        slot, here, n = self.arena.free_slot(), self.arena.newest(), Arena.MAX_SLOTS
-        while slot is not None and (latest := await self._look()) // n != here:
-            self.lease_word.view(torch.int64).fill_(self.door.handle.pid * n + latest % n)
+        here, n = self.arena.newest(), Arena.MAX_SLOTS
+        while (latest := await self._look()) // n != here:
+            self.lease_word.fill_(self.door.handle.pid * n + latest % n)
             await self.door.lease.write_from(self.lease_word)  # 1. announce, 2. answered
             if await self._look() == latest:  # 3. look again
+                slot = self.arena.free_slot()
                 await read_pieces(self.door.slots[latest % n], self.arena.slots[slot])
                 self.arena.commit(latest // n, slot)
                 break
@@ -1156,28 +1142,24 @@ class Bench(Rank):
             self.version += 1
             self.block.fill_(self.version % 120)
 
-    async def publish_many(self, num_versions: int) -> tuple[int, int]:
-        """Steps and publishes without a pause: (versions so far, how many found no free slot)"""
+    async def publish_many(self, num_versions: int) -> None:
+        """Steps and publishes without a pause."""
         for _ in range(num_versions):
             self.step()
             self.end.publish(self.version)
-        return self.version, self.end.skipped
 
     async def sync(self, road: str, num_generators: int, source=None) -> float:
         """This version, from the trainer to the first generators: seconds for which my Python was
-        held up. A generator looks for the version, for 5 s if it is skipped: nobody tells it. Only
-        then it is held up, while it points its weights at the newest. source: a relay, or an
-        RDMABuffer of the trainer's weights, in which the trainer takes no part."""
+        held up. A generator looks for the version: nobody tells it. Only then it is held up, while
+        it points its weights at the newest. source: a relay, or an RDMABuffer of the trainer's
+        weights, in which the trainer takes no part."""
         start, self.weights = time.monotonic(), [self.block]
         if self.rank > num_generators or (road, self.rank) == ("RDMABuffer", 0): return 0.0
-        if road == "gloo broadcast":
-            torch.distributed.broadcast(self.block, 0, group=self.three)
-        elif road == "RDMABuffer":
-            await source.read_into(self.block)
-        elif self.rank == 0:
-            self.end.start(self.version)
+        if road == "gloo broadcast": torch.distributed.broadcast(self.block, 0, group=self.three)
+        elif road == "RDMABuffer": await source.read_into(self.block)
+        elif self.rank == 0: self.end.start(self.version)
         else:
-            while self.end.arena.newest() < self.version and since(start) < 5:
+            while self.end.arena.newest() < self.version:
                 await source.do.call_one("pull") if road == "relay" else time.sleep(0.0005)
             start, self.weights = time.monotonic(), self.tensors.values()
             self.end.pull()
@@ -1225,7 +1207,6 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     await some.do.call("attach", await relay.do.call_one("handle"))  # its host's generators now
     # The first read of each piece is slow: a relay is fast only when it has seen all slots.
     rows.append(await row(ranks, 19, "relay", 2, relay))
-    versions, skipped = await ranks.slice(rank=0).do.call_one("publish_many", 0)
     await asyncio.gather(procs.stop(), relay_procs.stop())
     report.table([f"{cfg.model_mb} MiB, generators", "ms", "x memmove", "trainer held",
                   "generator held", "torn reads"], ["memmove", rows[2].memmove, 1.0, "", "", ""],
@@ -1238,7 +1219,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
         sync_over_memmove=two.ratio, sync_over_memmove_4=four.ratio, trainer_held_ms=two.trainer,
         trainer_held_by_group_ms=group.trainer, relay_gb_per_s=mb / relay_ms, torn_reads=torn,
         gloo_gb_per_s=mb / group.ms, rdma_gb_per_s=mb / direct.ms, torn_reads_unsafe=unsafe.torn,
-        versions_skipped=skipped, late_join_ms=max(late_s) * 1e3)
+        late_join_ms=max(late_s) * 1e3)
     report.check(f"torn reads without leases, of {unsafe.reads}", unsafe.torn, ">", 1)
     report.check(f"torn reads of live weights, of {direct.reads}", direct.torn, ">", 0)
     report.check(f"torn reads through slots, of {reads}", torn, "==", 0)
@@ -1247,10 +1228,9 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check("sync of 4 generators / sync of 1", four.ms / one.ms, "<", 3)
     report.check("trainer held up, slots / broadcast", two.trainer / group.trainer, "<", 0.5)
     report.check("relay / one RDMABuffer, in GB/s", direct.ms / relay_ms, ">", 1)
-    report.check(f"versions of {versions} that found no free slot", skipped, "==", 0)
     report.check("ms to join after version 50, slowest of 4", max(late_s) * 1e3, "<", 1000)
     report.say("try: --model-mb 1024: what does not depend on size weighs less there;",
-               "num_readers + 1 slots in `Arena.create`: versions find none free")
+               "num_readers + 1 slots in `Arena.create`: a version finds none free")
 
 
 # == 8. RESHARD ===================================================================================
@@ -1374,7 +1354,7 @@ class ShardWriter(WeightWriter):
     """One rank of a sharded trainer: all write their boxes into the same slot, as drawn above."""
 
     # The word -1 - rank holds version and slot: of rank 0 what to write, of another what it wrote.
-    SKIPPED, FAILED = Arena.MAX_SLOTS - 1, 1 << 62  # no slot is free; that rank's copy raised
+    FAILED = 1 << 62  # that rank's copy raised
 
     def __init__(self, tensors, num_readers: int, rank: int, num_ranks: int, handle=None):
         """tensors: DTensors, or plain ones, the same on all ranks. handle: of rank 0's arena, for
@@ -1397,26 +1377,19 @@ class ShardWriter(WeightWriter):
         if not placements: copies = [self.rank]  # of a buffer, say, every rank has one
         return [] if any(copies) else box_parts(view, tensor)  # the first copy is written
 
-    def _pick(self, version: int) -> int | None:
-        if self.rank: return 0  # rank 0 will say
-        slot = self.arena.free_slot()  # and the threads of all wait for this word:
-        self.words[-1] = version * Arena.MAX_SLOTS + (self.SKIPPED if slot is None else slot)
-        return slot
-
-    def _copy(self, version: int, slot: int) -> None:
+    def _copy(self, version: int) -> None:
         try:
-            slot = self._word_of(0, version) - version * Arena.MAX_SLOTS
-            if slot < self.SKIPPED:  # else no slot is free, or rank 0 is at a later version by now
-                self._write(slot)
-                for rank in self.others: self._word_of(rank, version)
-                done = -1 - self.rank if self.rank else Arena.LATEST  # so rank 0 commits
-                self.words[done] = version * Arena.MAX_SLOTS + slot
+            if not self.rank: self.words[-1] = version * Arena.MAX_SLOTS + self.arena.free_slot()
+            word = self._word_of(0, version)
+            self._write(word % Arena.MAX_SLOTS)
+            for rank in self.others: self._word_of(rank, version)
+            self.words[-1 - self.rank if self.rank else Arena.LATEST] = word  # rank 0 commits
         except Exception:  # whoever waits for my word must not wait forever
             self.words[-1 - self.rank] = self.FAILED
             raise
 
     def _word_of(self, rank: int, version: int) -> int:
-        """Waits until that rank has come to this version, or beyond."""
+        """Waits until that rank has come to this version."""
         while (word := self.words[-1 - rank]) // Arena.MAX_SLOTS < version: time.sleep(0.0002)
         demand(word != self.FAILED, f"arena: the copy of rank {rank} failed")
         return word
@@ -1442,25 +1415,24 @@ class Parcel:
         packed = [room.view(part.dtype).view(part.shape) for room, part in zip(rooms, parts)]
         self.pairs = [*zip(packed, parts)] if sending else [*zip(parts, packed)]  # (to, from)
 
-    def copy(self) -> tuple[float, float]:
-        """Packs, or unpacks; when that began and ended, on the monotonic clock."""
+    def copy(self) -> float:
+        """Packs, or unpacks; seconds that took."""
         start = time.monotonic()
         for there, here in self.pairs: there.copy_(here)
-        return start, time.monotonic()
+        return since(start)
 
 
 async def receive(parcels: list[Parcel], handles: list[tuple]) -> tuple[float, float]:
-    """Reads parcels; each is unpacked in a thread while the next is read. Seconds in which both
-    were at work, and seconds in which both could have been: the shorter of the two, each time."""
-    reads, unpacking, loop = [], [], asyncio.get_running_loop()
+    """Reads parcels; each is unpacked in a thread while the next is read. Seconds by which that was
+    shorter than one after the other, and by which it could have been."""
+    reads_s, unpacking, start = [], [], time.monotonic()
     for parcel, handle in zip(parcels, handles):
-        start = time.monotonic()
+        at = time.monotonic()
         await read_pieces(handle, parcel.buffer)
-        reads.append((start, time.monotonic()))
-        unpacking.append(loop.run_in_executor(None, parcel.copy))
-    pairs = [*zip(reads[1:], await asyncio.gather(*unpacking))]
-    return (sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs),
-            sum(min(a[1] - a[0], b[1] - b[0]) for a, b in pairs))
+        reads_s.append(since(at))
+        unpacking.append(asyncio.get_running_loop().run_in_executor(None, parcel.copy))
+    unpacks_s = await asyncio.gather(*unpacking)
+    return sum(reads_s) + sum(unpacks_s) - since(start), sum(map(min, reads_s[1:], unpacks_s))
 
 
 def rows_to_columns(name: str, shape: tuple, sent=None) -> list[Move]:
@@ -1494,7 +1466,7 @@ class Cutter(Rank):
             for name, shape in self.shapes.items()}
 
     def step(self) -> None:
-        """The trainer's next version, of which nothing has been sent."""
+        """The trainer's next version."""
         self.version, self.found = self.version + 1, [0, 0.0, 0.0]
         for tensor in [*self.have[0].values(), *self.have[1].values()]: local(tensor).add_(1)
 
@@ -2196,8 +2168,9 @@ class Trainer(Worker):
 
 def devices(cfg: Config) -> dict[str, list[str]]:
     """Trainer ranks have the first GPUs, generators share the others, or all if there are none."""
-    num_gpus = torch.cuda.device_count() if cfg.device == "cuda" else 0
-    every = [f"cuda:{i}" for i in range(num_gpus)] or ["cpu"] * cfg.trainers
+    every = ["cpu"] * cfg.trainers
+    if cfg.device == "cuda": every = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if len(every) < cfg.trainers: raise ValueError(f"{len(every)} GPUs, each trainer needs one")
     others = every[cfg.trainers :] or every
     return {"trainer": every[: cfg.trainers],
             "generators": [others[i % len(others)] for i in range(cfg.generators)]}
@@ -2774,13 +2747,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
     if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
         parser.error("this version needs Linux on x86-64: see `Arena` and DOCS, appendix B")
-    num_gpus = torch.cuda.device_count() if args.device == "cuda" else args.trainers
-    if num_gpus < args.trainers:
-        parser.error(f"--device cuda: {args.trainers} trainers, one GPU each; torch has {num_gpus}")
     cfg = Config(*(getattr(args, name) for name in Config._fields))
     attempts = {  # which raise why not
         f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
             lambda: task_of(cfg.task).conversation(random.Random()),
+        "--device cuda": lambda: devices(cfg),
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],

@@ -123,7 +123,7 @@ FIGURES = {
     "service": "requests answered_once failover_ms route_overhead_us",
     "weight_sync": "memmove_ms pull_ms sync_over_memmove sync_over_memmove_1 "
     "sync_over_memmove_4 relay_gb_per_s gloo_gb_per_s rdma_gb_per_s trainer_held_ms "
-    "trainer_held_by_group_ms late_join_ms reads torn_reads torn_reads_unsafe versions_skipped",
+    "trainer_held_by_group_ms late_join_ms reads torn_reads torn_reads_unsafe",
     "reshard": "reshard_over_same reshard_over_memmove gather_over_reshard overlap_share "
     "moved_over_needed",
     "sync_rl": "heldout_before heldout_after reward_first reward_last mismatch_k3",
@@ -141,7 +141,6 @@ def test_weights_are_never_torn_and_the_demo_can_tell(tour):
     found = tour.figures("weight_sync")
     assert found["torn_reads"] == 0 < found["reads"]
     assert found["torn_reads_unsafe"] > 0
-    assert found["versions_skipped"] == 0
 
 
 def test_service_answered_every_request_once(tour):
@@ -191,7 +190,7 @@ BROKEN = {  # stage: (what provides the claim, what is there instead)
     "controllers": ("name or f\"store", "f\"store"),
     "supervision": ("if told or saw == \"TimeoutError\":", "if 'broadcast' in trigger:"),
     "service": ("range(self.max_attempts)", "range(1)"),
-    "weight_sync": ("self.arena.words[word] = os.getpid() * Arena.MAX_SLOTS + slot", "pass"),
+    "weight_sync": ("self.arena.words[self.word] = os.getpid() * Arena.MAX_SLOTS + slot", "pass"),
     "reshard": ("-(-len(part) // num_ranks)", "len(part) // num_ranks"),
     "sync_rl": ("        version = self.reader.pull()", "        version = self.reader.version"),
     "async_rl": (" and version - group[3] <= self.max_lag]", "]"),
@@ -484,7 +483,7 @@ def tensors(value=0.0):
 def publish(writer, version, value=None):
     for tensor in writer.tensors.values():
         tensor.fill_(version if value is None else value)
-    return writer.publish(version)
+    writer.publish(version)
 
 
 def holds(reader, value):
@@ -495,7 +494,8 @@ def test_reader_sees_what_was_published_without_a_copy():
     writer = m.WeightWriter(tensors(), num_readers=1)
     reader = m.WeightReader(writer.arena.handle, 0, tensors(9.0))
     assert reader.pull() == -1 and holds(reader, 9)
-    assert publish(writer, 1) and reader.pull() == 1 and holds(reader, 1)
+    publish(writer, 1)
+    assert reader.pull() == 1 and holds(reader, 1)
     slot = reader.arena.tensors(reader.arena.words[m.Arena.LEASES] % m.Arena.MAX_SLOTS)
     assert reader.tensors["a"].data_ptr() == slot["a"].data_ptr()
 
@@ -505,53 +505,40 @@ def test_in_place_reader_keeps_its_addresses():
     mine = tensors()
     before = {name: tensor.data_ptr() for name, tensor in mine.items()}
     reader = m.WeightReader(writer.arena.handle, 0, mine, in_place=True)
-    assert publish(writer, 3) and reader.pull() == 3 and holds(reader, 3)
+    publish(writer, 3)
+    assert reader.pull() == 3 and holds(reader, 3)
     assert before == {name: tensor.data_ptr() for name, tensor in mine.items()}
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_leased_slots_are_never_written(seed):
-    """Random interleavings: whatever a reader holds stays as it was pulled."""
+    """Random interleavings: whatever a reader holds stays as it was pulled, and a slot is free."""
     rng, num_readers = random.Random(seed), 3
     writer = m.WeightWriter(tensors(), num_readers, checksums=True)
-    readers = [m.WeightReader(writer.arena.handle, i, tensors()) for i in range(num_readers)]
+    readers = [m.WeightReader(writer.arena.handle, i, tensors(), check=i == 0)
+               for i in range(num_readers)]
     for version in range(1, 120):
-        assert publish(writer, version)  # readers + 2 slots: always one free
+        publish(writer, version)
         for reader in rng.sample(readers, rng.randrange(num_readers + 1)):
-            assert reader.pull(check=rng.random() < 0.3) == version
+            assert reader.pull() == version
         for reader in readers:
             assert reader.version < 0 or holds(reader, reader.version)
-    assert writer.skipped == 0
 
 
-def test_a_version_without_a_free_slot_is_skipped_and_counted(monkeypatch):
-    writer = m.WeightWriter(tensors(), num_readers=1)
-    assert publish(writer, 1)
-    monkeypatch.setattr(writer.arena, "free_slot", lambda: None)
-    assert publish(writer, 2) is False
-    assert writer.skipped == 1 and writer.arena.words[m.Arena.LATEST] // m.Arena.MAX_SLOTS == 1
-
-
-def test_a_lease_that_moves_while_the_writer_looks_is_seen():
-    """The writer looks at one word, the reader moves its lease, the writer looks at the other."""
-    writer = m.WeightWriter(tensors(), num_readers=1, checksums=True)
-    reader = m.WeightReader(writer.arena.handle, 0, tensors())
-    publish(writer, 1)
-    reader.pull(check=True)
-    publish(writer, 2)
-    words = writer.arena.words
-
-    class Words(list):  # before the writer's second look at a lease, the reader makes a whole pull
-        def __getitem__(self, word):
-            self.append(word)
-            if len(self) == 2:
-                reader.pull(check=True)
-                words[reader.word + 1] = m.Arena.NOTHING  # as at the start of the next pull
-                words[m.Arena.LATEST] = 3 * m.Arena.MAX_SLOTS + 2  # so that only the lease protects
-            return words[word]
-
-    writer.arena.words = Words()
-    assert writer.arena.free_slot() not in (2, 1) and reader.version == 2
+def test_a_slot_is_free_whatever_the_readers_lease():
+    """Readers + 2 slots: every reader another one, and the latest; with a reader more it raises."""
+    for num_readers in range(4):
+        writer = m.WeightWriter(tensors(), num_readers)
+        for leased in itertools.product(range(num_readers + 2), repeat=num_readers):
+            for reader, slot in enumerate(leased):
+                writer.arena.words[m.Arena.LEASES + reader] = os.getpid() * m.Arena.MAX_SLOTS + slot
+            publish(writer, writer.version + 1)
+            assert writer.arena.words[m.Arena.LATEST] % m.Arena.MAX_SLOTS not in leased
+    writer.arena.handle = writer.arena.handle._replace(num_slots=4)
+    for reader, slot in enumerate({*range(4)} - {writer.arena.words[m.Arena.LATEST] % m.Arena.MAX_SLOTS}):
+        writer.arena.words[m.Arena.LEASES + reader] = os.getpid() * m.Arena.MAX_SLOTS + slot
+    with pytest.raises(m.WeightMismatch, match="no free slot"):
+        publish(writer, writer.version + 1)
 
 
 def test_a_reader_number_that_the_arena_does_not_serve_is_refused():
@@ -601,15 +588,16 @@ def test_copy_runs_beside_the_trainer_and_ends_before_the_next():
     writer, gate = m.WeightWriter(tensors(1.0), num_readers=1), threading.Event()
     copy = writer._copy
 
-    def slow(version, slot):
+    def slow(version):
         assert gate.wait(10)
-        copy(version, slot)
+        copy(version)
 
     writer._copy = slow
-    assert writer.start(1) and writer.arena.words[m.Arena.LATEST] == m.Arena.NOTHING
+    writer.start(1)
+    assert writer.arena.words[m.Arena.LATEST] == m.Arena.NOTHING
     threading.Timer(0.2, gate.set).start()
     assert writer.wait() > 0.1 and writer.arena.words[m.Arena.LATEST] // m.Arena.MAX_SLOTS == 1
-    writer._copy = lambda version, slot: 1 / 0
+    writer._copy = lambda version: 1 / 0
     writer.start(2)
     with pytest.raises(ZeroDivisionError):
         writer.wait()
@@ -646,7 +634,7 @@ def faults():
 def answer_to(others, said, done):
     """What a reader at version 1 answers to a fault; or in brackets, how it fails to."""
     writer = m.WeightWriter(small_weights(), 1, checksums=True)
-    reader = m.WeightReader(writer.arena.handle, 0, small_weights())
+    reader = m.WeightReader(writer.arena.handle, 0, small_weights(), check=True)
     writer.publish(1)
     reader.pull()
     writer.tensors["norm"].fill_(2)
@@ -654,7 +642,7 @@ def answer_to(others, said, done):
     try:
         if done:
             done(writer.arena)
-            reader.pull(check=True)
+            reader.pull()
         m.WeightReader(writer.arena.handle._replace(**said), 0, small_weights(**others))
         return "(nothing)"
     except m.WeightMismatch as error:
@@ -679,32 +667,42 @@ def test_nothing_is_raised_without_a_fault():
 
 def test_a_tensor_that_changes_its_shape_is_not_copied():
     writer = m.WeightWriter(tensors(), num_readers=1)
-    assert publish(writer, 1)
+    publish(writer, 1)
     writer.tensors["a"].data = torch.zeros(2, 2)
     with pytest.raises(m.WeightMismatch, match="^a: "):
         publish(writer, 2)
     assert writer.arena.words[m.Arena.LATEST] // m.Arena.MAX_SLOTS == 1
 
 
-def test_a_failed_check_keeps_the_old_weights_leased():
+def test_a_failed_check_keeps_the_old_weights():
     writer = m.WeightWriter(tensors(), num_readers=1, checksums=True)
-    reader = m.WeightReader(writer.arena.handle, 0, tensors())
-    assert publish(writer, 1) and reader.pull(check=True) == 1
-    assert publish(writer, 2)
+    reader = m.WeightReader(writer.arena.handle, 0, tensors(), check=True)
+    publish(writer, 1)
+    assert reader.pull() == 1
+    publish(writer, 2)
     latest = writer.arena.words[m.Arena.LATEST] % m.Arena.MAX_SLOTS
     writer.arena.tensors(latest)["b"].view(torch.int16).bitwise_xor_(64)
     for _ in range(3):
         with pytest.raises(m.WeightMismatch, match="^b: "):
-            reader.pull(check=True)
+            reader.pull()
     for version in range(3, 40):
         publish(writer, version)
         assert holds(reader, 1), version
-    assert reader.pull(check=True) == writer.version == 39 and holds(reader, 39)
+    assert reader.pull() == writer.version == 39 and holds(reader, 39)
+
+
+def test_a_check_refuses_weights_without_checksums():
+    writer = m.WeightWriter(tensors(), num_readers=1)
+    reader = m.WeightReader(writer.arena.handle, 0, tensors(9.0), check=True)
+    publish(writer, 1)
+    with pytest.raises(m.WeightMismatch, match="^a, b: "):
+        reader.pull()
+    assert holds(reader, 9)
 
 
 def test_writer_refuses_to_go_back():
     writer = m.WeightWriter(tensors(), num_readers=1)
-    assert publish(writer, 5)
+    publish(writer, 5)
     for version in (5, 4):
         with pytest.raises(m.WeightMismatch):
             publish(writer, version)
@@ -725,9 +723,9 @@ def test_strided_empty_and_scalar_tensors_arrive():
                 "flags": torch.tensor([True, False, fill > 0])}
 
     writer = m.WeightWriter(make(2.0), num_readers=1, checksums=True)
-    reader = m.WeightReader(writer.arena.handle, 0, make(0.0))
+    reader = m.WeightReader(writer.arena.handle, 0, make(0.0), check=True)
     writer.publish(1)
-    assert reader.pull(check=True) == 1
+    assert reader.pull() == 1
     for name, tensor in make(2.0).items():
         assert torch.equal(reader.tensors[name], tensor), name
 
@@ -787,7 +785,7 @@ def writing_side(pipe, num_bytes, num_readers):
             block.fill_(version % 120)
             writer.start(version)
         writer.wait()
-        pipe.send((version, writer.skipped, resident_bytes() - before))
+        pipe.send((version, resident_bytes() - before))
 
 
 def reading_side(pipe, reader_id, num_bytes, leases):
@@ -915,12 +913,12 @@ def test_a_stopped_reader_costs_no_version_and_memory_does_not_grow(sides):
     blocks = os.stat(file).st_blocks
     readers[0].kill(signal.SIGSTOP)
     trainer.pipe.send(("for", 1000))
-    version, skipped, growth = trainer.hears(120)
+    version, growth = trainer.hears(120)
     readers[0].kill(signal.SIGCONT)
-    assert (version, skipped) == (1020, 0)
+    assert version == 1020
     assert os.stat(file).st_blocks == blocks
     reads, torn, grown = readers[1].hears()
-    print(f"1000 publishes beside a stopped reader: {skipped} skipped, trainer grew by {growth} bytes, "
+    print(f"1000 publishes beside a stopped reader: trainer grew by {growth} bytes, "
           f"a reader of {reads} versions by {grown}")
     assert torn == 0 and max(growth, grown) < 1 << 20  # bytes; one slot is 16 times that
 
@@ -930,7 +928,7 @@ def test_a_late_joiner_needs_no_help(sides):
     assert reader.hears() == "ready"
     handle = trainer.hears()
     trainer.pipe.send(("for", 50))
-    assert trainer.hears() == (50, 0, mock.ANY)
+    assert trainer.hears() == (50, mock.ANY)
     trainer.kill(signal.SIGSTOP)
     reader.pipe.send(("read", handle, 1))
     print(f"joined after {reader.hears() * 1e3:.1f} ms")
@@ -970,8 +968,9 @@ def test_kill_leaves_nothing_and_readers_go_on(sides):
     assert reader.pull() == 3 and {int(t.view(torch.int8).max()) for t in weights.values()} == {3}
     with pytest.raises(m.WeightMismatch, match="writer"):
         m.WeightReader(handle, 0, sized(MIB16)[1])
+    reader.check = True
     with pytest.raises(m.WeightMismatch, match="writer"):
-        reader.pull(check=True)
+        reader.pull()
     assert sorted(os.listdir("/dev/shm")) == shared_memory
     assert not [name for name in set(os.listdir("/tmp")) - set(files) if "monarch_rl" in name]
 
@@ -1020,9 +1019,8 @@ async def main():
     handle = await relay.do.call_one("handle")
     await ranks.slice(rank=slice(1, 3)).do.call("attach", handle)
     row = await m.row(ranks, 150, "relay", 2, relay)
-    (_, skipped) = await ranks.slice(rank=0).do.call_one("publish_many", 0)
     versions = [await relay.do.call_one("pull") for _ in range(3)]
-    print(json.dumps([row.reads, row.torn, skipped, versions]), flush=True)
+    print(json.dumps([row.reads, row.torn, versions]), flush=True)
 
 asyncio.run(main())
 m.leave(0)
@@ -1037,9 +1035,9 @@ def test_relay_is_never_torn_and_the_test_can_tell(tmp_path, lease, torn_expecte
     folder = broken_file(tmp_path, *changes).parent
     found = subprocess.run([sys.executable, "-c", RELAY], cwd=folder, text=True, capture_output=True,
                            timeout=200)
-    reads, torn, skipped, versions = json.loads(found.stdout.splitlines()[-1])
-    print(f"relay, lease {lease}: {torn} of {reads} reads torn, {skipped} versions skipped")
-    assert reads == 300 and skipped == 0 and (torn > 0) is torn_expected
+    reads, torn, versions = json.loads(found.stdout.splitlines()[-1])
+    print(f"relay, lease {lease}: {torn} of {reads} reads torn")
+    assert reads == 300 and (torn > 0) is torn_expected
     assert versions == [50 + 150 * 14] * 3
 
 
@@ -1285,14 +1283,14 @@ def test_slots_give_every_rank_what_distribute_tensor_gives(seed):
         for version in (1, 2, 3):
             grid.step()
             *first, last = rng.sample(grid.writers, len(grid.writers))
-            assert all(writer.start(version) for writer in first)
+            for writer in first:
+                writer.start(version)
             time.sleep(0.003)  # enough to write and to commit, if nobody waited for the last
             assert {reader.pull() for reader in grid.readers} == {version - 1 if version > 1 else -1}
             last.publish(version)
             for writer in first:
                 writer.wait()
             assert grid.pulled() == (version, True), grid.sides
-        assert all(writer.skipped == 0 for writer in grid.writers)
 
 
 @pytest.fixture
@@ -1303,33 +1301,6 @@ def two_to_two():
     yield grid
     for word in range(-3, 0):  # no thread of a failed test waits on
         grid.writers[0].arena.words[word] = 1 << 62
-
-
-def test_no_rank_waits_for_a_version_without_a_slot(two_to_two, monkeypatch):
-    """Two of four versions are skipped; rank 1 learns it before, while and after rank 0 goes on."""
-    lead, other = two_to_two.writers
-    for version, order in enumerate([(lead, other), (other, lead)] * 3, 1):
-        two_to_two.step()
-        with monkeypatch.context() as patch:
-            if version % 3:
-                patch.setattr(lead.arena, "free_slot", lambda: None)
-            started = {writer: writer.start(version) for writer in order}
-        for writer in order:
-            writer.copying.result(10)
-        assert started[lead] is (version % 3 == 0)
-        latest = lead.arena.words[m.Arena.LATEST] // m.Arena.MAX_SLOTS
-        assert latest == (version - version % 3 or -1) and lead.skipped == version - version // 3
-    assert two_to_two.pulled() == (6, True)
-    with monkeypatch.context() as patch:  # rank 0 is two versions further before rank 1 looks
-        patch.setattr(lead.arena, "free_slot", lambda: None)
-        assert lead.publish(7) is False
-    two_to_two.step()
-    lead.start(8)
-    other.start(7)
-    other.copying.result(10)
-    other.start(8)
-    lead.copying.result(10)
-    assert two_to_two.pulled() == (8, True)
 
 
 def test_a_rank_with_other_tensors_is_refused(two_to_two):
@@ -1413,7 +1384,7 @@ def trainer_rank(pipe, rank, waits):
                 time.sleep(rng.random() * 0.002)
             writer.start(version)
         writer.wait()
-        pipe.send((end - 1, writer.skipped))
+        pipe.send(end - 1)
 
 
 def generator_rank(pipe, rank):
@@ -1468,7 +1439,7 @@ def test_no_rank_of_a_generator_sees_half_a_version(sides):
         order(readers, -1)
         assert [r.hears() for r in readers] == [(version - 1 or -1, [], mock.ANY)] * 2
         slow.pipe.send("write")
-        assert [w.hears() for w in writers] == [(version, 0)] * 2
+        assert [w.hears() for w in writers] == [version] * 2
         order(readers, version)
         assert [r.hears() for r in readers] == [(version, [], 1)] * 2
     order(writers, 4, 404, False)
@@ -1480,7 +1451,7 @@ def test_no_rank_of_a_generator_sees_half_a_version(sides):
         time.sleep(rng.random() * 0.02)
         victim.kill(signal.SIGCONT)
         time.sleep(rng.random() * 0.05)
-    assert [w.hears() for w in writers] == [(403, 0)] * 2
+    assert [w.hears() for w in writers] == [403] * 2
     found = [r.hears() for r in readers]
     print("versions that each generator rank saw of 400:", *(reads for *_, reads in found))
     assert [f[:2] for f in found] == [(403, [])] * 2 and min(reads for *_, reads in found) > 20
@@ -1491,7 +1462,7 @@ def test_the_check_sees_half_a_version(sides):
     writers, readers, _ = four_ranks(sides, waits=False)
     writers[1].pipe.send((1, 2, True))
     writers[0].pipe.send((1, 2, False))
-    assert writers[1].hears() == "writing" and writers[0].hears() == (1, 0)
+    assert writers[1].hears() == "writing" and writers[0].hears() == 1
     order(readers, 1)
     assert all("rows to columns" in wrong for _, wrong, _ in (r.hears() for r in readers))
 
@@ -1732,7 +1703,7 @@ async def failover(num_kills):
         log = (await fleet.generators.status.call_one(30.0))["log"]
         late = [when - struck for _, why, when, _ in log if why == "missed its deadline"]
     return dict(failover_ms=statistics.median(ms[:num_kills]), failover_all_ms=ms,
-                freeze_found_s=late, deadline_s=m.Fleet.DEADLINES_S["generator"])
+                freeze_found_s=late, deadline_s=5.0)
 
 
 async def throughput(num_steps=300):
