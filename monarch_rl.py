@@ -2116,7 +2116,7 @@ class Trainer(Worker):
 
     async def examine(self, batch: Rollout) -> list[tuple]:
         """What must hold, or nothing is learned: (what, found, relation, wanted)."""
-        model, part = self.policy.model, self._parts(batch)[0]
+        model, part, num = self.policy.model, self._parts(batch)[0], len(batch.answers)
         pi, _ = self._score(model, part)
         pi.sum().backward()
         still = sum(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -2124,8 +2124,7 @@ class Trainer(Worker):
         with torch.no_grad(): off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
         same = batch.group_ids[:, None] == batch.group_ids
         centre = same.float() @ advantages(batch.rewards, batch.group_ids)
-        limit, num = MAX_K3[pi.device.type], len(batch.answers)
-        return [("k3 of both programs", float(k3(part.mu, pi).mean()), "<=", limit),
+        return [("k3 of both sides", float(k3(part.mu, pi).mean()), "<=", MAX_K3[pi.device.type]),
                 ("probabilities, how far from a sum of 1", float(off.abs().max()), "<", 1e-4),
                 ("log-probabilities above 0", int((batch.logprobs > 0).sum()), "==", 0),
                 ("parameters without a gradient", still, "==", 0),
