@@ -1532,7 +1532,7 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #   else's code: it runs where it can be killed, and not judged is not 0. Every n steps all that
 #   the run needs is saved, whole or not at all.
 # Cost. Each side waits while the other works (section 10).
-# Not here. Value networks, reward models, tools.
+# Not here. Value networks, reward models, sandboxes for tools.
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), group advantage (GRPO, Shao 2024).
 
 GROUPS_PER_BATCH = 16  # prompts per optimizer step
@@ -2708,7 +2708,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     cfg = Config(*(getattr(args, name) for name in Config._fields))
     attempts = {  # which raise why not
         f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
-            lambda: Sampler(cfg).heldout[0],
+            lambda: Sampler(cfg).validation[0],
         "--device cuda": lambda: devices(cfg),
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
