@@ -522,7 +522,7 @@ def test_join_pads_and_keeps_rows_together():
     joined = m.Rollout.join([(a, [0, 2]), (b, [1])])
     assert joined.turns[0].tolist() == [1, 1, 1, 0, 0] and joined.rewards.shape == (3, 1)
     assert joined.ids.shape == (3, 5) and joined.group_ids.tolist() == [1, 1, 6]
-    assert joined.oldest([0, 1]) == 4 and joined.oldest([2]) == 7 and joined.mask[0].tolist() == [1, 1, 1, 0, 0]
+    assert joined.versions[:, 0].tolist() == [4, 4, 7] and joined.mask[0].tolist() == [1, 1, 1, 0, 0]
 
 
 # -- weight slots, in one process -----------------------------------------------------------------
@@ -1681,7 +1681,7 @@ class Watched(m.Fleet):
         reached = rows[-1]["version"] - 1 if rows else -1
         found = await super().rollout(prompts, *args, **kwargs)
         if run_id == self.handle.run_id and found.turns.any():
-            self.old += found.oldest([*range(len(found.turns))]) < reached
+            self.old += int(found.versions[found.turns > 0].min()) < reached
         return found
 
 
