@@ -2217,10 +2217,11 @@ class Fleet:
         version 0, for a run with this Config. Returns the state that was saved there."""
         first = not self.start.kept  # what it has after its warm start, all runs begin with
         self.store = open_store()  # NCCL still asks it at the first step
-        self.handle = await self.ask("begin", self.store.port, first, deadline_s=120.0)
+        arena = await self.ask("begin", self.store.port, first, deadline_s=120.0)
         if first: await self.save(self.start, 0)
-        start = self.start.kept[0][0]
-        self.version, state = await self.ask("load", path or start, start, cfg)
+        base = self.start.kept[0][0]
+        # only now: in an arena without a version there is nothing to pull
+        (self.version, state), self.handle = await self.ask("load", path or base, base, cfg), arena
         return state
 
     async def ask(self, method: str, *args, **kwargs):
