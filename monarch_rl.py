@@ -2709,7 +2709,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     cfg = Config(*(getattr(args, name) for name in Config._fields))
     attempts = {  # which raise why not
         f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
-            lambda: Sampler(cfg).validation[0],
+            lambda: Sampler(cfg).validation[0].turns[task_of(cfg.task).num_turns - 1],
         "--device cuda": lambda: devices(cfg),
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)

@@ -2593,23 +2593,6 @@ def test_examine_finds_what_is_broken(broken, what):
     assert all(p.grad is None or not p.grad.any() for p in trainer.policy.model.parameters())
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_batches_may_wait_before_they_are_used(lag):
-    """Every batch is exactly so many versions old, but for the first."""
-    async def scene():
-        fleet = StubFleet(0, 0)
-
-        async def batch():
-            return rollout_of([1] * 2, fleet.made)
-
-        fleet.batch, history = batch, StubHistory(fleet, 8)
-        history.is_due = lambda step: False
-        await m.train_sync(history, lag)
-        assert [found for _, found in history.rows] == [min(lag, step) for step in range(8)]
-
-    asyncio.run(scene())
-
-
 # -- a task and models of one's own ---------------------------------------------------------------
 
 
