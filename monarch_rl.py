@@ -110,7 +110,7 @@ class Config(typing.NamedTuple):
     not do: a worker imports its own copy of this file and never sees what the controller sets.
     Every field is a flag of the same name; its comment is what --help says."""
 
-    task: str = "repeat"  # what the policy learns
+    task: str = "repeat"  # what the policy learns: repeat, count, pattern, or FILE.py:CLASS
     model: str = "tiny"  # a folder or hub id of a causal LM, or the built-in tiny one
     steps: int = 450  # of the optimizer in async_rl, half as many in sync_rl; few fail the checks
     generators: int = 2  # replicas of the generator service
