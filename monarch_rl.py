@@ -2709,13 +2709,13 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     cfg = Config(*(getattr(args, name) for name in Config._fields))
     attempts = {  # which raise why not
         f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
-            lambda: Sampler(cfg).validation[0].turns[task_of(cfg.task).num_turns - 1],
+            lambda: (some := Sampler(cfg)).validation[0].turns[some.task.num_turns - 1],
         "--device cuda": lambda: devices(cfg),
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
-        "--log": lambda: open(cfg.log or os.devnull, "a").close(),
-        "--json": lambda: open(args.json or os.devnull, "a").close()}
+        "--log, --json": lambda: [os.remove(open(path, "x").name) for path in (cfg.log, args.json)
+                                  if path and not os.path.isfile(path)]}
     for flag, attempt in attempts.items():
         try: attempt()
         except (Exception, SystemExit) as error:  # whatever somebody's file raises
