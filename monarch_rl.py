@@ -121,6 +121,7 @@ class Config(typing.NamedTuple):
     passes: int = 1  # updates per batch
     lr: float = 0.0  # learning rate; 0: 1e-3 for tiny, 1e-6 for others
     kl: float = 0.0  # weight of the divergence from the policy before RL
+    entropy: float = -1.0  # weight of an entropy bonus; -1: 0.01 for tiny, 0 for others
     pull: str = "rollout"  # generators take new weights before a rollout, or before a token
     seed: int = 0  # of sampling, initial weights and prompts
     device: str = "cpu"  # where policies compute
@@ -1983,7 +1984,7 @@ class Trainer(Worker):
     """Owns the weights: warm-starts, steps, publishes. With several ranks each owns a part of every
     weight, gradient and moment (FSDP2) and scores a part of each batch; calls go to all of them."""
 
-    version, writer, optimizer, schedule = -1, None, [], None
+    version, writer, optimizer, schedule, bonus = -1, None, [], None, 0.0
 
     async def setup(self) -> None:
         self.cfg = self.cfg._replace(device=devices(self.cfg)["trainer"][self.rank])
@@ -2028,6 +2029,8 @@ class Trainer(Worker):
         self.cfg = cfg._replace(device=self.cfg.device)
         self.writer.wait()
         rate = cfg.lr or (1e-3 if cfg.model == "tiny" else 1e-6)
+        # Without a bonus a wrong letter that a whole group agrees on is never tried otherwise.
+        self.bonus = cfg.entropy if cfg.entropy >= 0 else 0.01 * (cfg.model == "tiny")
         self.optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0, fused=True)
         # Over the last quarter of the steps the rate falls to 0. With a constant one the policy
         # gets as good, but dips now and then to 0.9 of that, and a run may end in a dip.
@@ -2067,7 +2070,8 @@ class Trainer(Worker):
                 # k2: its gradient is that of the KL divergence, which k1's and k3's are not
                 kl = (pi - self._score(self.reference, part)[0]) ** 2 / 2 if cfg.kl else 0 * pi
                 # The mean over all tokens, given that FSDP takes the mean of the ranks' gradients.
-                ((per_token + cfg.kl * kl).sum() * cfg.trainers / num_tokens).backward()
+                total = (per_token + cfg.kl * kl - self.bonus * entropy).sum()
+                (total * cfg.trainers / num_tokens).backward()
                 sums += torch.stack([column.detach().double().sum().cpu() for column in (
                     part.fresh, k3(part.mu, near[i]) * part.fresh, per_token, entropy, outside, kl,
                     (near[i] - part.mu).exp(), (near[i] - part.mu).exp() ** 2)])
@@ -2112,7 +2116,8 @@ class Trainer(Worker):
         """Of the sampled tokens, [N] each: log-probability, and entropy in nats."""
         every = log_softmax(model, part.ids, part.chosen)  # [N, V]
         pi = every.gather(1, part.ids[:, 1:][part.chosen][:, None]).squeeze(1)
-        return pi, torch.special.entr(every.detach().exp()).sum(-1)
+        every = every if self.bonus else every.detach()
+        return pi, -(every.exp() * every.clamp(min=-100)).sum(-1)  # where p is 0, log p is -inf
 
     async def examine(self, batch: Rollout) -> list[tuple]:
         """What must hold, or nothing is learned: (what, found, relation, wanted)."""
@@ -2701,7 +2706,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        low = 0 if name in ("max_lag", "seed", "lr", "kl") else 1
+        low = dict(max_lag=0, seed=0, lr=0, kl=0, entropy=-1).get(name, 1)
         if type(value) in (int, float) and not value >= low:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
     if (sys.platform, os.uname().machine) != ("linux", "x86_64"):

@@ -2548,7 +2548,8 @@ def test_kl_has_the_gradient_of_the_divergence(seed, weight):
     """Its expectation over the policy's own samples, against autograd of the exact sum."""
     counts, rng = [1, 2, 3, 4, 5, 1], torch.Generator().manual_seed(seed)
     logits, before = torch.tensor(counts).log(), torch.randn(6, generator=rng) / 3
-    trainer = trainer_of(Unigram(logits), Unigram(before), kl=weight, baseline="none", loss="reinforce")
+    trainer = trainer_of(Unigram(logits), Unigram(before), kl=weight, baseline="none", loss="reinforce",
+                         entropy=0.0)
     [found], stats = gradients_of(trainer, exact_batch(counts, logits))
 
     theta = logits.clone().requires_grad_()
@@ -2563,6 +2564,30 @@ def test_kl_has_the_gradient_of_the_divergence(seed, weight):
     k1, k3 = (torch.autograd.grad((p * k).sum(), theta, retain_graph=True)[0]
               for k in (-ratio, ratio.exp() - 1 - ratio))
     assert k1.abs().max() < 1e-6 and (weight * k3 - expected).norm() > 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("model, entropy, weight", [
+    ("tiny", -1.0, 0.01), ("tiny", 0.0, 0.0), ("tiny", 0.3, 0.3), ("another", -1.0, 0.0), ("another", 0.3, 0.3)])
+def test_the_entropy_bonus_has_the_gradient_of_the_entropy(monkeypatch, model, entropy, weight):
+    """Without rewards nothing else has one. Only the tiny policy has a bonus unless told."""
+    counts = [1, 2, 3, 4, 5, 1]
+    logits, policy = torch.tensor(counts).log(), m.Policy
+    monkeypatch.setattr(m, "Policy", lambda cfg: policy(cfg._replace(model="tiny")))
+    trainer = trainer_of(Unigram(logits), Unigram(logits), model=model, entropy=entropy, baseline="none",
+                         loss="reinforce")
+    [found], stats = gradients_of(trainer, exact_batch(counts, logits))
+    theta = logits.clone().requires_grad_()
+    exact = torch.distributions.Categorical(logits=theta).entropy()
+    [expected] = torch.autograd.grad(-weight * exact, theta)
+    assert stats.entropy == pytest.approx(float(exact), rel=1e-5)
+    assert torch.allclose(found["logits"], expected, atol=1e-6) and bool(expected.any()) == (weight > 0)
+
+
+def test_a_token_that_cannot_come_has_a_finite_gradient():
+    logits = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, -math.inf])
+    trainer = trainer_of(Unigram(logits), Unigram(logits), baseline="none", loss="reinforce")
+    [found], _ = gradients_of(trainer, exact_batch([1, 1, 1, 1, 1, 0], logits))
+    assert found["logits"].isfinite().all()
 
 
 def test_the_reference_is_the_policy_before_rl_and_stays():
@@ -2734,7 +2759,7 @@ def test_a_model_from_a_folder_runs_through_the_stage(tmp_path):
 @pytest.mark.parametrize("args", [
     "--stage nope", "--only 12", "--task sums", "--loss none", "--steps 0", "--steps x",
     "--generators -2", "--max-lag -1", "--model-mb 0", "--model /nowhere/model", "--bogus",
-    "--json /nowhere/out.json", "--task nowhere.py:X", "--task :X", "--kl -1", "--kl nan", "--lr -1",
+    "--json /nowhere/out.json", "--task nowhere.py:X", "--task :X", "--kl -1", "--kl nan", "--entropy -2", "--lr -1",
     "--passes 0", "--baseline x", "--loss x", "--pull never", "--log /nowhere/log", "--stage 1 --only 2",
 ] + ([] if torch.cuda.is_available() else ["--device cuda"]))
 def test_bad_input_gets_one_line_and_exit_2(tmp_path, args):
