@@ -64,9 +64,9 @@ import os, signal  # two first, for Ctrl-C during the imports below
 if __name__ == "__main__": signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse, asyncio, collections, concurrent.futures, contextlib, copy, ctypes, functools
-import importlib.metadata, inspect, itertools, json, math, mmap, operator, pathlib, pickle, random
-import re, runpy, socket, statistics, sys, tempfile, textwrap, threading, time, types, typing
-import zipfile, zlib
+import importlib.metadata, inspect, io, itertools, json, math, mmap, operator, pathlib, pickle
+import random, re, runpy, socket, statistics, subprocess, sys, tempfile, textwrap, threading, time
+import types, typing, urllib.parse, zipfile, zlib
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it. What
 # the environment already has wins.
@@ -98,8 +98,8 @@ dcp = Lazy("torch.distributed.checkpoint.state_dict")
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # not public
-from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank, endpoint
-from monarch.actor import get_or_spawn_controller, this_host, this_proc
+from monarch.actor import Actor, ActorError, attach_to_workers, concurrent_endpoint, current_rank
+from monarch.actor import enable_transport, endpoint, get_or_spawn_controller, this_host, this_proc
 from monarch.rdma import RDMABuffer, get_rdma_backend
 
 MIB = 1 << 20
@@ -129,6 +129,7 @@ class Config(typing.NamedTuple):
     log: str = ""  # file for one JSON line per training step
     checkpoint: str = ""  # folder for the newest two checkpoints, from which a run goes on
     save_every: int = 50  # steps between checkpoints
+    hosts: str = ""  # tcp://ADDRESS:PORT,... of workers that sync_rl and async_rl run on
 
 
 # -- plumbing: the report -------------------------------------------------------------------------
@@ -207,6 +208,111 @@ async def outcome(call, *args, deadline_s: float | None = None):
 def since(start: float) -> float:
     """Seconds since a time.monotonic()."""
     return time.monotonic() - start
+
+
+# -- plumbing: hosts ------------------------------------------------------------------------------
+
+# A worker (--worker) waits for connections. For each it starts a Monarch host of its own, and says
+# where that listens; then each side hears from the other a few times a second. When the connection
+# ends, so do that host and its processes. So a worker that was restarted is another host, under
+# another address: at the same one it would get messages meant for the old one, and return them,
+# and a message that comes back ends its sender.
+
+SILENCE_S = 8.0  # after which the other side counts as lost
+
+
+def versions() -> dict[str, str]:
+    """What two hosts must have in common."""
+    packages = {name: importlib.metadata.version(name)
+                for name in ("torch", "transformers", "torchmonarch")}
+    crc = f"{zlib.crc32(pathlib.Path(__file__).read_bytes()):08x}"
+    return packages | {"python": "{}.{}".format(*sys.version_info), "monarch_rl.py": crc}
+
+
+@contextlib.contextmanager
+def connected(address: str):
+    """(file of lines to and from a worker, my own address there). Raises OSError, ValueError."""
+    where = urllib.parse.urlsplit(address)
+    with socket.create_connection((where.hostname, where.port), 4.0) as connection:
+        with connection.makefile("rw") as lines:
+            for name, theirs in json.loads(lines.readline()).items():
+                if theirs != (mine := versions().get(name)):
+                    raise ValueError(f"it has {name} {theirs}, this host has {mine}")
+            connection.settimeout(SILENCE_S)
+            yield lines, connection.getsockname()[0]
+
+
+class Link(threading.Thread):
+    """The connection to a worker, made again whenever it is lost."""
+
+    def __init__(self, address: str):
+        super().__init__(daemon=True)
+        # door: the address of its Monarch host; "" if it is lost. signals: (pid, number) to send
+        self.address, self.door, self.signals = address, "", []
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            with contextlib.suppress(OSError, ValueError), connected(self.address) as (lines, _):
+                print("[]", file=lines, flush=True)
+                while line := lines.readline():
+                    self.door = json.loads(line)
+                    signals, self.signals = self.signals, []
+                    print(json.dumps(signals), file=lines, flush=True)
+            self.door = ""
+            time.sleep(0.5)
+
+
+link_of = functools.cache(Link)
+
+
+def url(name: str, port: int) -> str: return f"tcp://{f'[{name}]' if ':' in name else name}:{port}"
+
+
+def door_to(address: str) -> str:
+    """Changes when that host is lost, and again when it is back. "" is this host, and stays."""
+    return link_of(address).door if address else "here"
+
+
+async def host_mesh(address: str):
+    """The host to spawn processes on: this one, or a worker's, for which it waits. Nothing else
+    here knows how many hosts there are but `Fleet`, which shares its replicas out to them."""
+    while not door_to(address): await asyncio.sleep(0.05)
+    if not address: return this_host()
+    return attach_to_workers(ca="trust_all_connections", workers=[door_to(address)])
+
+
+def serve(address: str) -> None:
+    """--worker: until somebody ends this process."""
+    where = urllib.parse.urlsplit(address)
+    family = socket.AF_INET6 if ":" in where.hostname else socket.AF_INET
+    server = socket.create_server((where.hostname, where.port), family=family)
+    print(f"serving {address}, unprotected: whoever reaches this address can run any code here, as "
+          "this user", flush=True)
+    while True: threading.Thread(target=attend, args=server.accept()[:1], daemon=True).start()
+
+
+def attend(client: socket.socket) -> None:
+    """One connection to a worker."""
+    client.settimeout(SILENCE_S)
+    name = client.getsockname()[0]
+    with socket.create_server((name, 0), family=client.family) as free: port = free.getsockname()[1]
+    door = url(name, port)
+    # 1, 9: SIGKILL if this process dies
+    command = (f"import ctypes, monarch.actor as m; ctypes.CDLL(None).prctl(1, 9); "
+               f"m.run_worker_loop_forever(address={door!r}, ca='trust_all_connections')")
+    with client.makefile("rw") as lines, contextlib.suppress(OSError, ValueError):
+        print(json.dumps(versions()), file=lines, flush=True)
+        if not lines.readline(): return  # only asked
+        host = subprocess.Popen([sys.executable, "-c", command])
+        try:
+            while socket.socket(client.family).connect_ex((name, port)): time.sleep(0.05)
+            while host.poll() is None:
+                print(json.dumps(door), file=lines, flush=True)
+                for pid, number in json.loads(lines.readline()):
+                    if pid in descendants(host.pid): os.kill(pid, number)
+                time.sleep(0.1)
+        finally: kill([*descendants(host.pid), host.pid])
 
 
 # == 1. HELLO ACTOR ===============================================================================
@@ -434,15 +540,23 @@ class Replica:
     """A process with one actor in it, or several ranks that live and die together. Only the
     supervisor that owns it touches this record."""
 
-    # setup() has answered; requests, and errors in a row: section 6 counts these
-    ready, in_flight, errors = False, 0, 0
+    # setup() has answered, so; requests, and errors in a row: section 6 counts these
+    ready, answer, in_flight, errors = False, None, 0, 0
 
-    def __init__(self, owner: Supervisor, replica_id: int):
+    def __init__(self, owner: Supervisor, replica_id: int, address: str, mesh):
+        """address, mesh: of the host, see `host_mesh`"""
         self.id, self.name = replica_id, f"{owner.name}_{replica_id}_{time.monotonic_ns()}"
-        self.procs = this_host().spawn_procs(per_host={"rank": owner.num_ranks}, name=self.name)
+        self.address, self.door = address, door_to(address)
+        self.procs = mesh.spawn_procs(per_host={"rank": owner.num_ranks}, name=self.name)
         self.actor = self.procs.spawn(self.name, owner.replica_class, replica_id, *owner.args)
         # of its ranks, once they run; (why, monotonic time), once lost: wakes all who wait for it
         self.pids, self.lost = [], asyncio.Future()
+
+    def send(self, number: int) -> None:
+        """A signal to all its processes."""
+        if self.address: link_of(self.address).signals += [(pid, number) for pid in self.pids]
+        else: kill(self.pids, number)
+        if number == signal.SIGKILL: self.pids = []  # these numbers may soon be somebody else's
 
 
 class Worker(Actor):
@@ -458,8 +572,9 @@ class Worker(Actor):
 
     async def pid(self) -> int: return os.getpid()
 
-    async def setup(self) -> None:
-        """Makes it ready to serve; a replacement joins through this too."""
+    async def setup(self):
+        """Makes it ready to serve; a replacement joins through this too. Replica.answer keeps what
+        it returns."""
 
 
 class Supervisor(Actor):
@@ -468,11 +583,13 @@ class Supervisor(Actor):
     SETUP_DEADLINE_S = 120.0  # imports on a loaded machine take seconds, large models minutes
 
     def __init__(self, name: str, replica_class: type, num_replicas: int, deadline_s: float, *args,
-                 num_ranks: int = 1, max_attempts: int = 3, max_in_flight: int = 1000):
+                 hosts: tuple = ("",), num_ranks: int = 1, max_attempts: int = 3,
+                 max_in_flight: int = 1000):
         """deadline_s: for one attempt at a request, or at stopping what is left of a replica.
+        hosts: addresses, over which the replicas are spread in turn; "" is this host.
         max_attempts: per request; one that kills who runs it must not kill them all.
         max_in_flight: requests to one replica at a time; with 1 none suffers for another."""
-        self.name, self.replica_class, self.args = name, replica_class, args
+        self.name, self.replica_class, self.args, self.hosts = name, replica_class, args, hosts
         self.num_replicas, self.deadline_s, self.num_ranks = num_replicas, deadline_s, num_ranks
         self.max_attempts, self.max_in_flight = max_attempts, max_in_flight
         self.replicas: dict[int, Replica] = {}  # by id, the newest of each
@@ -480,15 +597,37 @@ class Supervisor(Actor):
     async def _spawn(self, replica_id: int) -> None:
         """(Re)places a replica; done when it is healthy. Kills the old one first: if stopped, it
         would go on later, beside its successor and under the same id."""
-        if old := self.replicas.get(replica_id):
-            kill(old.pids)
+        address = self.hosts[replica_id % len(self.hosts)]
+        old = self.replicas.get(replica_id)
+        if old and old.door == door_to(address):  # else it went with its host
+            old.send(signal.SIGKILL)
             await asyncio.wait_for(old.procs.stop(), self.deadline_s)
-        new = self.replicas[replica_id] = Replica(self, replica_id)
-        found = await asyncio.wait_for(new.actor.do.call("pid"), self.SETUP_DEADLINE_S)
-        new.pids += found.values()
-        for pid in new.pids: on_exit(pid, lambda: self._lose(new, "died"))
-        await asyncio.wait_for(new.actor.do.call("setup"), self.SETUP_DEADLINE_S)
-        new.ready = True  # healthy
+        mesh = await host_mesh(address)
+        new = self.replicas[replica_id] = Replica(self, replica_id, address, mesh)
+        if address: asyncio.ensure_future(self._watch(new))
+        new.pids = await self._begin(new, "pid")
+        for pid in () if address else new.pids: on_exit(pid, lambda: self._lose(new, "died"))
+        new.answer, new.ready = await self._begin(new, "setup"), True  # healthy
+
+    async def _begin(self, replica: Replica, method: str) -> list:
+        call = await self._call(replica, self.SETUP_DEADLINE_S, method)
+        if call.cancel(): raise asyncio.TimeoutError(f"{method}: no answer")
+        return [*call.result().values()]
+
+    async def _call(self, replica: Replica, deadline_s: float, *args) -> asyncio.Future:
+        """Of all its ranks. Not done if the replica is lost or the deadline has passed before."""
+        call = asyncio.ensure_future(replica.actor.do.call(*args))
+        await asyncio.wait({call, replica.lost}, return_when=asyncio.FIRST_COMPLETED,
+                           timeout=deadline_s)
+        return call
+
+    async def _watch(self, replica: Replica) -> None:
+        """Of what happens to a whole host Monarch says nothing."""
+        while replica.door == door_to(replica.address): await asyncio.sleep(0.1)
+        self._lose(replica, "host lost")
+
+    def _handle_undeliverable_message(self, message) -> bool:
+        return True  # it was for a host that is lost; False would end this actor
 
     async def __supervise__(self, failure) -> bool:
         """A process of mine died, or its actor; of one on another host this is how I know."""
@@ -508,10 +647,10 @@ def on_exit(pid: int, callback) -> None:
     loop.add_reader(fd, lambda: (loop.remove_reader(fd), os.close(fd), callback()))
 
 
-def kill(pids: list[int]) -> None:
-    """Also ends stopped processes. Empties the list: the numbers may soon be somebody else's."""
-    while pids:
-        with contextlib.suppress(ProcessLookupError): os.kill(pids.pop(), signal.SIGKILL)
+def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
+    """SIGKILL also ends stopped processes."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError): os.kill(pid, number)
 
 
 def is_alive(pid: int) -> bool:
@@ -602,6 +741,8 @@ class Service(Supervisor):
 
     @concurrent_endpoint
     async def start(self) -> None:
+        """The second time it replaces all."""
+        if self.keepers: return [self._lose(replica, "replaced") for replica in self._healthy()]
         await asyncio.gather(*(self._spawn(i) for i in range(self.num_replicas)))
         self.keepers = [asyncio.ensure_future(self._keep(i)) for i in self.replicas]
 
@@ -612,7 +753,8 @@ class Service(Supervisor):
             try:
                 await self._spawn(replica_id)
                 self.log = (*self.log, (replica_id, why, when, since(when)))
-            except (ActorError, SupervisionError, asyncio.TimeoutError, OSError) as error:
+            except (ActorError, SupervisionError, asyncio.TimeoutError, OSError,
+                    ValueError) as error:
                 self._lose(self.replicas[replica_id], f"setup failed: {cause(error)}")
                 await asyncio.sleep(0.5)  # a setup that always fails must not spin
 
@@ -624,10 +766,8 @@ class Service(Supervisor):
         raised = None  # the replica that raised first
         for _ in range(self.max_attempts):
             replica = await self._pick(raised)
-            call = asyncio.ensure_future(replica.actor.do.call(method, *args))
             replica.in_flight += 1
-            await asyncio.wait({call, replica.lost}, return_when=asyncio.FIRST_COMPLETED,
-                               timeout=deadline_s or self.deadline_s)
+            call = await self._call(replica, deadline_s or self.deadline_s, method, *args)
             replica.in_flight -= 1
             late = call.cancel()  # True: it was not done, and if an answer comes, it finds nobody
             error = SupervisionError("no answer") if late else call.exception()
@@ -670,14 +810,21 @@ class Service(Supervisor):
         end = time.monotonic() + wait_s
         while len(well := self._healthy()) < self.num_replicas and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        return {"pids": sum((r.pids for r in well), []), "log": self.log}
+        return {"pids": sum((r.pids for r in well), []), "log": self.log,
+                "answers": {(r.id, r.address): r.answer for r in well}}
+
+    @concurrent_endpoint
+    async def strike(self, number: int) -> None:
+        """A signal to one of the replicas."""
+        self._healthy()[0].send(number)
 
     @concurrent_endpoint
     async def close(self) -> None:
         keepers, self.keepers = self.keepers, ()
         for keeper in keepers: keeper.cancel()  # a replacement under way must not outlive this
         await asyncio.gather(*keepers, return_exceptions=True)
-        await asyncio.gather(*(r.procs.stop() for r in self.replicas.values()))
+        await asyncio.gather(*(r.procs.stop() for r in self.replicas.values()
+                               if r.door == door_to(r.address)))
 
 
 async def storm(ask, faults: dict[int, tuple], deadline_s: float | None = None) -> list:
@@ -1034,12 +1181,27 @@ class Relay(Worker):
     """One per other host: a reader of the trainer's arena, by one-sided reads and writes, and the
     writer of an arena for the readers of its own host. The trainer's Python takes no part."""
 
-    def __init__(self, door: Door, num_readers: int):
-        """door: to the trainer's arena; num_readers: of mine."""
-        self.door, self.arena = door, Arena.create(door.handle.manifest, num_readers)
+    LOOK_S = 0.005  # between two looks, each of which costs both hosts half a millisecond of CPU
+
+    def __init__(self, replica_id: int, trainer, endpoint: str, num_readers: int):
+        """trainer, endpoint: whom to ask, and how; num_readers: of my arena."""
+        self.replica_id, self.num_readers = replica_id, num_readers
+        self.ask = getattr(trainer, endpoint).call_one
         self.latest_word, self.lease_word = torch.zeros(2, 1, dtype=torch.int64)
 
-    async def handle(self) -> ArenaHandle: return self.arena.handle
+    async def setup(self) -> ArenaHandle:
+        """From now on there are versions in my arena."""
+        self.door = await self.ask("door", self.replica_id)
+        self.arena = Arena.create(self.door.handle.manifest, self.num_readers)
+        self.following = asyncio.ensure_future(self._follow())
+        return self.arena.handle
+
+    async def _follow(self) -> None:
+        """waits for nobody, but looks / produces versions / ends with this process, which is
+        replaced when the trainer is"""
+        while True:
+            with contextlib.suppress(Exception): await self.pull()  # a trainer that is gone
+            await asyncio.sleep(self.LOOK_S)
 
     async def _look(self) -> int:
         await self.door.latest.read_into(self.latest_word)
@@ -1111,7 +1273,7 @@ class Bench(Rank):
     tensors of uneven sizes, is their version modulo 120, so that a reader can tell."""
 
     async def join(self, port: int, num_mb: int, seed: int, num_generators: int) -> tuple | None:
-        """The trainer publishes 50 versions; its door, and a handle of the weights it writes to."""
+        """The trainer publishes 50 versions; its arena, and a handle of the weights it writes."""
         form_group(port, self.rank, 1 + num_generators)
         self.three = torch.distributed.new_group([0, 1, 2])  # the trainer and two generators
         self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
@@ -1120,7 +1282,9 @@ class Bench(Rank):
         if self.rank: return None
         self.end = WeightWriter(self.tensors, num_generators)
         await self.publish_many(50)
-        return door_of(self.end.arena, 0), RDMABuffer(self.block)
+        return self.end.arena.handle, RDMABuffer(self.block)
+
+    async def door(self, reader: int) -> Door: return door_of(self.end.arena, reader)
 
     async def attach(self, handle: ArenaHandle) -> float:
         """A generator joins: seconds until it has the newest version of an arena."""
@@ -1145,16 +1309,15 @@ class Bench(Rank):
     async def sync(self, road: str, num_generators: int, source=None) -> float:
         """This version, from the trainer to the first generators: seconds for which my Python was
         held up. A generator looks for the version: nobody tells it. Only then it is held up, while
-        it points its weights at the newest. source: a relay, or an RDMABuffer of the trainer's
-        weights, in which the trainer takes no part."""
+        it points its weights at the newest. source: an RDMABuffer of the trainer's weights; reading
+        that, the trainer takes no part."""
         start, self.weights = time.monotonic(), [self.block]
         if self.rank > num_generators or (road, self.rank) == ("RDMABuffer", 0): return 0.0
         if road == "gloo broadcast": torch.distributed.broadcast(self.block, 0, group=self.three)
         elif road == "RDMABuffer": await source.read_into(self.block)
         elif self.rank == 0: self.end.start(self.version)
         else:
-            while self.end.arena.newest() < self.version:
-                await source.do.call_one("pull") if road == "relay" else time.sleep(0.0005)
+            while self.end.arena.newest() < self.version: time.sleep(0.0005)
             start, self.weights = time.monotonic(), self.tensors.values()
             self.end.pull()
             if road == "no leases": self.end.arena.words[self.end.word] = Arena.NOTHING
@@ -1194,13 +1357,14 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.say(f"290 tensors, {cfg.model_mb} MiB; seed {cfg.seed} (at 96 MiB about 25 s)")
     procs, relay_procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     store, ranks = open_store(), procs.spawn("bench", Bench)
-    door, live = (await ranks.do.call("join", store.port, cfg.model_mb, cfg.seed, 4)).item(rank=0)
-    late_s = [await ranks.slice(rank=i).do.call_one("attach", door.handle) for i in range(1, 5)]
+    arena, live = (await ranks.do.call("join", store.port, cfg.model_mb, cfg.seed, 4)).item(rank=0)
+    late_s = [await ranks.slice(rank=i).do.call_one("attach", arena) for i in range(1, 5)]
     rows = [await row(ranks, *road, live) for road in ROADS]
-    relay, some = relay_procs.spawn("relay", Relay, door, 2), ranks.slice(rank=slice(1, 3))
-    await some.do.call("attach", await relay.do.call_one("handle"))  # its host's generators now
+    relay = relay_procs.spawn("relay", Relay, 0, ranks.slice(rank=0), "do", 2)
+    some, relayed = ranks.slice(rank=slice(1, 3)), await relay.do.call_one("setup")
+    await some.do.call("attach", relayed)  # its host's generators now
     # The first read of each piece is slow: a relay is fast only when it has seen all slots.
-    rows.append(await row(ranks, 19, "relay", 2, relay))
+    rows.append(await row(ranks, 19, "relay", 2))
     await asyncio.gather(procs.stop(), relay_procs.stop())
     report.table([f"{cfg.model_mb} MiB, generators", "ms", "x memmove", "trainer held",
                   "generator held", "torn reads"], ["memmove", rows[2].memmove, 1.0, "", "", ""],
@@ -1921,17 +2085,21 @@ def about(cfg: Config) -> dict:
     return {"format": 1, "task": cfg.task, "model": cfg.model, "seed": cfg.seed}
 
 
-def read_checkpoint(path: str, cfg: Config) -> dict:
-    """What `Trainer.save` has written; nothing in it is executed. Raises BadCheckpoint."""
+def read_checkpoint(path: str | bytes, cfg: Config) -> dict:
+    """What `Trainer.save` has written, into this file or as these bytes; nothing in it is executed.
+    Raises BadCheckpoint."""
+    name = path if isinstance(path, str) else "checkpoint"
     try:  # torch.load compares no checksums
-        with zipfile.ZipFile(path) as members: damaged = members.testzip()
-        found = torch.load(path, weights_only=True, mmap=True)
+        with open(path, "rb") if name == path else io.BytesIO(path) as file:
+            with zipfile.ZipFile(file) as members: damaged = members.testzip()
+            file.seek(0)
+            found = torch.load(file, weights_only=True)
         theirs = found["about"]
     except Exception as error:  # whatever a strange file does to these
-        raise BadCheckpoint(f"{path}: no checkpoint of this file: {str(error)[:60]!r}") from error
-    if damaged: raise BadCheckpoint(f"{path}: damaged in {damaged}")
+        raise BadCheckpoint(f"{name}: no checkpoint of this file: {str(error)[:60]!r}") from error
+    if damaged: raise BadCheckpoint(f"{name}: damaged in {damaged}")
     if theirs == about(cfg): return found
-    raise BadCheckpoint(f"{path}: made with {theirs}, this run has {about(cfg)}")
+    raise BadCheckpoint(f"{name}: made with {theirs}, this run has {about(cfg)}")
 
 
 class Vault:
@@ -1962,7 +2130,8 @@ class Vault:
         return f"/proc/{os.getpid()}/fd/{file.fileno()}", file
 
     def keep(self, room: tuple, step: int) -> None:
-        """It is complete: now, and not before, it becomes the newest."""
+        """It is complete: when it is on the disk, and not before, it becomes the newest."""
+        with open(room[0], "rb") as file: os.fsync(file.fileno())
         if self.folder:
             written, room = room[0], (f"{self.folder}/step-{step:08d}.pt", None)
             os.replace(written, room[0])
@@ -1986,14 +2155,21 @@ class Trainer(Worker):
 
     version, writer, optimizer, schedule, bonus = -1, None, [], None, 0.0
 
-    async def setup(self) -> None:
-        self.cfg = self.cfg._replace(device=devices(self.cfg)["trainer"][self.rank])
+    async def setup(self) -> str:
+        self.cfg = self.cfg._replace(device=device_of(self.cfg, "trainer", self.rank))
         self.policy = Policy(self.cfg)
         # whole tensors, on the CPU of rank 0, however many ranks there are
         self.whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return self.cfg.device
+
+    async def meet(self) -> int:
+        """A port, where the ranks meet."""
+        if self.rank or self.cfg.trainers == 1: return 0
+        self.store = open_store()  # NCCL still asks it at the first step
+        return self.store.port
 
     async def begin(self, port: int, warm: bool) -> ArenaHandle:
-        """Where it publishes. port: where the ranks meet. One that has begun only answers."""
+        """Where it publishes. port: see `meet`. One that has begun only answers."""
         cfg, model = self.cfg, self.policy.model
         if not self.writer:
             if warm and cfg.model == "tiny": warm_start(self.policy)
@@ -2004,24 +2180,28 @@ class Trainer(Worker):
                 mesh = dtensor.init_device_mesh(cfg.device.split(":")[0], (cfg.trainers,))
                 for each in filter(None, (model, self.reference)): fsdp.fully_shard(each, mesh=mesh)
             own = weights_of(model)
-            self.writer = ShardWriter.join(own, cfg.generators, self.rank, cfg.trainers)
+            # generators of this host, and then a relay of each other one
+            num_readers = len(here(cfg, 0)) + len(hosts_of(cfg)) - 1
+            self.writer = ShardWriter.join(own, num_readers, self.rank, cfg.trainers)
         return self.writer.arena.handle
 
-    async def save(self, path: str, state: str) -> None:
-        """Writes a checkpoint, with this state of the controller; done when it is on the disk. With
-        "" it is one to begin from: weights alone."""
+    async def door(self, relay: int) -> Door:
+        return door_of(self.writer.arena, len(here(self.cfg, 0)) + relay)
+
+    async def save(self, path: str, state: str) -> bytes:
+        """Writes a checkpoint, with this state of the controller; without a path, returns it. With
+        the state "" it is one to begin from: weights alone."""
         if not self.writer: raise TrainerLost  # this was meant for the one before
         weights, moments = dcp.get_state_dict(
             self.policy.model, self.optimizer if state else [], options=self.whole)
-        if self.rank == 0:
-            with open(path, "wb") as file:
-                torch.save({"about": about(self.cfg), "version": self.version, "state": state,
-                            "weights": weights, "moments": moments,
-                            "schedule": self.schedule.state_dict() if state else None}, file)
-                file.flush()
-                os.fsync(file.fileno())
+        if self.rank: return b""
+        with open(path, "wb") if path else io.BytesIO() as file:
+            torch.save({"about": about(self.cfg), "version": self.version, "state": state,
+                        "weights": weights, "moments": moments,
+                        "schedule": self.schedule.state_dict() if state else None}, file)
+            return b"" if path else file.getvalue()
 
-    async def load(self, path: str, start: str, cfg: Config) -> tuple[int, str]:
+    async def load(self, path: str | bytes, start: str | bytes, cfg: Config) -> tuple[int, str]:
         """Becomes what a checkpoint says, for a run as this Config has it, and publishes that:
         version, state of the controller. start: the checkpoint of version 0. Raises BadCheckpoint;
         then nothing has changed."""
@@ -2048,9 +2228,10 @@ class Trainer(Worker):
         self.writer.start(self.version)
         return self.version, found["state"]
 
-    async def published(self) -> None:
-        """Answers when generators can pull this trainer's version."""
+    async def published(self) -> int:
+        """This trainer's version, when generators can pull it."""
         self.writer.wait()
+        return self.version
 
     async def step(self, batch: Rollout) -> StepStats:
         """Trains on a batch. The result is copied into a slot while the trainer goes on, and that
@@ -2137,14 +2318,26 @@ class Trainer(Worker):
                 ("conversations that differ", len({*map(str, batch.answers)}), ">", num // 10)]
 
 
-def devices(cfg: Config) -> dict[str, list[str]]:
-    """Trainer ranks have the first GPUs, generators share the others, or all if there are none."""
-    every = ["cpu"] * cfg.trainers
-    if cfg.device == "cuda": every = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    if len(every) < cfg.trainers: raise ValueError(f"{len(every)} GPUs, each trainer needs one")
-    others = every[cfg.trainers :] or every
-    return {"trainer": every[: cfg.trainers],
-            "generators": [others[i % len(others)] for i in range(cfg.generators)]}
+def hosts_of(cfg: Config) -> tuple:
+    """Addresses; the first one is the trainer's. "" is this host."""
+    return tuple(cfg.hosts.split(","))
+
+
+def here(cfg: Config, host: int) -> range:
+    """The generators on a host."""
+    return range(host, cfg.generators, len(hosts_of(cfg)))
+
+
+def device_of(cfg: Config, role: str, i: int) -> str:
+    """Trainer ranks have the first GPUs of the first host. Generators share the other GPUs of their
+    host, or all if there are no others. Raises ValueError."""
+    if cfg.device == "cpu": return "cpu"
+    every, num_hosts = [f"cuda:{n}" for n in range(torch.cuda.device_count())], len(hosts_of(cfg))
+    used = cfg.trainers if role == "trainer" or i % num_hosts == 0 else 0
+    if len(every) < used: raise ValueError(f"{len(every)} GPUs, each trainer needs one")
+    if role == "trainer": return every[i]
+    others = every[used:] or every
+    return others[i // num_hosts % len(others)]
 
 
 class Generator(Worker):
@@ -2152,18 +2345,25 @@ class Generator(Worker):
 
     reader = None
 
-    async def setup(self) -> None:
-        device = devices(self.cfg)["generators"][self.replica_id]
+    async def setup(self) -> str:
+        device = device_of(self.cfg, "generator", self.replica_id)
         self.policy = Policy(self.cfg._replace(device=device))
+        return device
 
-    async def rollout(self, handle: ArenaHandle, prompts: list[Prompt], group_size: int, seed: int,
-                      greedy: bool, in_flight: bool) -> tuple[Rollout, int, float]:
+    async def rollout(self, arenas: list, version: int, prompts: list[Prompt], group_size: int,
+                      seed: int, greedy: bool, in_flight: bool) -> tuple[Rollout, int, float]:
         """Under one version of the weights (the lease lasts until the next pull) or, in flight,
-        under the newest at each token. handle: where the trainer publishes; after its restart
-        another place. Also how many episodes were cut off, and seconds."""
+        under the newest at each token; none is older than `version`, for which it waits. arenas:
+        handles, by host; after a restart of the trainer they are others. Also how many episodes
+        were cut off, and seconds."""
         start = time.monotonic()
-        if not self.reader or self.reader.arena.handle.run_id != handle.run_id:
-            self.reader = WeightReader(handle, self.replica_id, weights_of(self.policy.model))
+        place, host = divmod(self.replica_id, len(arenas))
+        if not arenas[host]: raise RuntimeError("this host has no relay")
+        if not self.reader or self.reader.arena.handle.run_id != arenas[host].run_id:
+            self.reader = WeightReader(arenas[host], place, weights_of(self.policy.model))
+        while self.reader.arena.newest() < version:
+            if since(start) > 2.0: raise RuntimeError(f"version {version} does not come")
+            await asyncio.sleep(0.001)
         version = self.reader.pull()
         pull = self.reader.pull if in_flight else lambda: version
         return *generate(self.policy, prompts, group_size, seed, greedy, pull), since(start)
@@ -2173,7 +2373,9 @@ class Judge(Worker):
     """Runs a task's reward function. That is somebody else's code: it may hang, or end its process.
     So it runs here, one request at a time, where it can be killed, and takes nobody along."""
 
-    async def setup(self) -> None: self.task = task_of(self.cfg.task)
+    async def setup(self) -> str:
+        self.task = task_of(self.cfg.task)
+        return "cpu"
 
     async def rewards(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
         """Of each turn of each episode; nan where the function raises, or answers with something
@@ -2190,43 +2392,72 @@ class Fleet:
     """The actors of an RL run, and what one asks of them."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.sampler, self.start = cfg, Sampler(cfg), Vault()
+        self.cfg, self.sampler, self.start, self.handle = cfg, Sampler(cfg), Vault(), None
         self.busy_s, self.num_unjudged, self.num_cut = 0.0, 0, 0
         # The numbers are replicas, and seconds after which a silent one counts as hung: steps and
         # rollouts of the tiny policy take some 30 ms. Two judges: one may hang, the other works.
         slow = 1 if cfg.model == "tiny" else 20
-        self.services = self.trainer, self.generators, self.judges = [
+        hosts = self.hosts = hosts_of(cfg)
+        self.trainer, self.generators, self.judges = self.services = [
             this_proc().spawn(name, Service, name, worker, num, deadline_s, cfg, **limits)
             for name, worker, num, deadline_s, limits in (
-                ("trainer", Trainer, 1, 10.0 * slow, dict(num_ranks=cfg.trainers, max_attempts=1)),
-                ("generator", Generator, cfg.generators, 5.0 * slow, {}),
-                ("judge", Judge, 2, 2.0, dict(max_attempts=1, max_in_flight=1)))]
+                ("trainer", Trainer, 1, 10.0 * slow,
+                 dict(hosts=hosts[:1], num_ranks=cfg.trainers, max_attempts=1)),
+                ("generator", Generator, cfg.generators, 5.0 * slow, dict(hosts=hosts)),
+                ("judge", Judge, 2, 2.0, dict(hosts=hosts, max_attempts=1, max_in_flight=1)))]
+        self.relays = this_proc().spawn(
+            "relay", Service, "relay", Relay, len(hosts) - 1, 10.0, self.trainer, "route",
+            max(1, len(here(cfg, 1))), hosts=hosts[1:])
 
     async def __aenter__(self) -> Fleet:
         # all at once: importing takes longer than anything else
         await asyncio.gather(*(service.start.call_one() for service in self.services))
         await self.load("", self.cfg)
+        self.doors = {address: door_to(address) for address in self.hosts}
         return self
 
+    async def placement(self) -> list[list[str]]:
+        """A table: on which hosts, and which of their devices, the replicas are."""
+        rows = {address: [address or "this host"] for address in self.hosts}
+        for service in [*self.services, self.relays]:
+            answers = (await service.status.call_one())["answers"]
+            for address, row in rows.items():
+                mine = [*itertools.chain(*(a for (_, at), a in answers.items() if at == address))]
+                row.append(", ".join(a if isinstance(a, str) else "yes" for a in mine))
+        return [["host", "trainer", "generators", "judges", "relay"], *rows.values()]
+
+    def news(self) -> list[str]:
+        """Of hosts, since the last call."""
+        before, self.doors = self.doors, {address: door_to(address) for address in self.hosts}
+        return [f"{address}: {'back' if door else 'lost'}" for address, door in self.doors.items()
+                if door != before[address]]
+
     async def __aexit__(self, *_) -> None:
-        await asyncio.gather(*(service.close.call_one() for service in self.services))
+        services = [*self.services, self.relays]
+        await asyncio.gather(*(service.close.call_one() for service in services))
 
     async def save(self, vault: Vault, step: int, state: str = "") -> None:
         """A checkpoint; no other one may be under way."""
         room = vault.room()
-        await self.ask("save", room[0], state)
+        # the trainer of another host cannot write here
+        found = await self.ask("save", "" if self.cfg.hosts else room[0], state)
+        if found: pathlib.Path(room[0]).write_bytes(found)
         vault.keep(room, step)
 
     async def load(self, path: str, cfg: Config) -> str:
         """The trainer, which may be a new one, becomes that of a checkpoint, or with "" that of
         version 0, for a run with this Config. Returns the state that was saved there."""
         first = not self.start.kept  # what it has after its warm start, all runs begin with
-        self.store = open_store()  # NCCL still asks it at the first step
-        arena = await self.ask("begin", self.store.port, first, deadline_s=120.0)
+        before = self.handle
+        self.handle = await self.ask("begin", await self.ask("meet"), first, deadline_s=120.0)
         if first: await self.save(self.start, 0)
         base = self.start.kept[0][0]
-        # only now: in an arena without a version there is nothing to pull
-        (self.version, state), self.handle = await self.ask("load", path or base, base, cfg), arena
+        files = [pathlib.Path(file).read_bytes() if self.cfg.hosts else file
+                 for file in (path or base, base)]
+        self.version, state = await self.ask("load", *files, cfg)
+        self.oldest = self.version  # that generators may use
+        if self.handle != before: await self.relays.start.call_one()
+        await self.relays.status.call_one(60.0)
         return state
 
     async def ask(self, method: str, *args, **kwargs):
@@ -2236,12 +2467,17 @@ class Fleet:
             lost = isinstance(cause(error), (SupervisionError, TrainerLost))
             raise TrainerLost if lost else cause(error)
 
-    async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False) -> Rollout:
+    async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False,
+                      version: int | None = None) -> Rollout:
         """One request to generators, one to judges; without the episodes that could not be judged.
-        The seed goes along: a retry samples the same, if no new weights have come in between."""
-        seed = random.Random(f"{self.cfg.seed} {prompts[0].id}").getrandbits(48)
+        The seed goes along: a retry samples the same, if no new weights have come in between.
+        version: the oldest to use; None: any of this trainer's."""
+        seed, arenas = random.Random(f"{self.cfg.seed} {prompts[0].id}").getrandbits(48), [self.handle]
+        if self.hosts[1:]:
+            relays = (await self.relays.status.call_one())["answers"]
+            arenas += [relays.get(relay, [None])[0] for relay in enumerate(self.hosts[1:])]
         rollout, num_cut, busy_s = await self.generators.route.call_one(
-            "rollout", self.handle, prompts, group_size, seed, greedy,
+            "rollout", arenas, self.oldest if version is None else version, prompts, group_size, seed, greedy,
             self.cfg.pull == "token" and not greedy)
         self.busy_s += busy_s
         self.num_cut += num_cut
@@ -2263,16 +2499,17 @@ class Fleet:
 
     async def batch(self) -> Rollout:
         """A whole batch under the trainer's newest version, split over all generators."""
-        await self.ask("published")
+        version = await self.ask("published")
         prompts, n = self.sampler.draw(GROUPS_PER_BATCH), min(self.cfg.generators, GROUPS_PER_BATCH)
-        rollouts = await asyncio.gather(*(self.rollout(prompts[i::n]) for i in range(n)))
+        rollouts = await asyncio.gather(*(self.rollout(prompts[i::n], version=version)
+                                          for i in range(n)))
         return Rollout.join([(r, list(range(len(r.prompts)))) for r in rollouts])
 
     async def evaluate(self, newest: bool = True) -> float:
         """Greedy, over prompts never trained on: the share that is all right. One request, so one
         generator and one version, whatever the trainer does meanwhile. newest: waits for its."""
-        if newest: await self.ask("published")
-        rollout = await self.rollout(self.sampler.heldout, group_size=1, greedy=True)
+        version = await self.ask("published") if newest else None
+        rollout = await self.rollout(self.sampler.heldout, 1, True, version)
         return float((rollout.rewards.sum(1) > 0.999).float().mean())
 
 
@@ -2338,6 +2575,7 @@ class History:
         """The trainer, which may be a new one, and this become what they were at the newest
         checkpoint. If another process made that, sampling goes on from there too."""
         self.losses += 1
+        for line in self.fleet.news(): self.report.say(line)
         if self.losses > self.MAX_LOSSES:
             raise RuntimeError(f"the trainer was lost {self.losses - 1} times without a checkpoint")
         path, fleet = self.vault.newest(self.fleet.cfg, self.report.say), self.fleet
@@ -2379,6 +2617,7 @@ class History:
     def add(self, stats: StepStats, batch: Rollout) -> None:
         """Logs a step, and shows it now and then, with what was said in one of its episodes."""
         step = len(self.rows) + 1
+        for line in self.fleet.news(): self.report.say(line)
         self.rows.append({"run": self.label, "step": step, "seconds": since(self.started),
                           "busy_s": self.fleet.busy_s, "heldout": self.heldout} | stats._asdict())
         with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
@@ -2441,8 +2680,9 @@ async def train_sync(history: History) -> History:
 async def demo_sync_rl(report: Report, cfg: Config) -> None:
     """trainer and generator give the same log-probabilities for the same weights; reward rises;
     every sample has lag 0"""
-    report.say(f"seed {cfg.seed}, {devices(cfg)}; starting them takes about 15 s")
+    report.say(f"seed {cfg.seed}; starting takes about 15 s")
     async with Fleet(cfg) as fleet:
+        report.table(*await fleet.placement())
         first, before = await fleet.batch(), await fleet.evaluate()
         for what, *found in await fleet.ask("examine", first): report.check(what, *found)
         history = History(fleet, report, "sync", max(1, cfg.steps // 2), "sync_rl")
@@ -2617,9 +2857,10 @@ FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": sig
 async def demo_async_rl(report: Report, cfg: Config) -> None:
     """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
     costs no step"""
-    report.say(f"seed {cfg.seed}, {devices(cfg)}; starting them takes about 10 s")
+    report.say(f"seed {cfg.seed}; starting takes about 10 s")
     timed, struck, faults = max(1, cfg.steps * 4 // 5), {}, []  # steps to compare; then the faults
     async with Fleet(cfg) as fleet:
+        report.table(*await fleet.placement())
         before, loose = await fleet.evaluate(), History(fleet, report, "loose", min(60, timed))
         await AsyncRun(loose, max_lag=10**6).run()  # without the rule
         history = History(fleet, report, "async", cfg.steps, "async_rl")
@@ -2629,9 +2870,9 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
             step = timed + (cfg.steps - timed) * part // 3
             while len(history.rows) < step and not running.done(): await asyncio.sleep(0.002)
             if running.done(): running.result()  # raises what ended it
-            speed, victims = history.speed(timed), await getattr(fleet, name).status.call_one()
+            speed = history.speed(timed)
             if history.sent < cfg.steps:  # else nobody would notice
-                os.kill(victims["pids"][0], number)
+                await getattr(fleet, name).strike.call_one(number)
                 struck[name] = time.monotonic()
         await running
         after = await fleet.evaluate()
@@ -2697,6 +2938,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     which.add_argument("--stage", default=[*STAGES][-1], help="run stages 1 to it", **known)
     which.add_argument("--only", help="run this stage", **known)
     which.add_argument("--list", action="store_true", help="print the stages")
+    which.add_argument("--worker", nargs="?", const="tcp://127.0.0.1:26600", metavar="ADDRESS",
+                       help="serve this host to runs with --hosts (default: %(const)s)")
     meaning = dict(re.findall(r"(\w+): .*  # (.*)", inspect.getsource(Config)))
     choices = {"loss": LOSSES, "baseline": BASELINES, "pull": ("rollout", "token"),
                "device": ("cpu", "cuda")}
@@ -2715,10 +2958,13 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     attempts = {  # which raise why not
         f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
             lambda: (some := Sampler(cfg)).validation[0].turns[some.task.num_turns - 1],
-        "--device cuda": lambda: devices(cfg),
+        "--device cuda": lambda: cfg.hosts or device_of(cfg, "trainer", cfg.trainers - 1),
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
+        **{f"--hosts {address}": functools.partial(demand_worker, address)
+           for address in cfg.hosts.split(",") if address},
+        f"--worker {args.worker}": lambda: args.worker and demand_address(args.worker),
         "--log, --json": lambda: [os.remove(open(path, "x").name) for path in (cfg.log, args.json)
                                   if path and not os.path.isfile(path)]}
     for flag, attempt in attempts.items():
@@ -2726,6 +2972,17 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         except (Exception, SystemExit) as error:  # whatever somebody's file raises
             parser.error(f"{flag}: {type(error).__name__}: {' '.join(str(error).split())}")
     return args, cfg
+
+
+def demand_address(address: str) -> None:
+    where = urllib.parse.urlsplit(address)
+    if where.scheme != "tcp" or not where.hostname or not where.port:
+        raise ValueError("not of the form tcp://ADDRESS:PORT; 0.0.0.0 is every network")
+
+
+def demand_worker(address: str) -> None:
+    demand_address(address)
+    with connected(address): pass
 
 
 def demand_policy(name: str) -> None:
@@ -2738,9 +2995,10 @@ def demand_policy(name: str) -> None:
     if files and not files & {".safetensors", ".bin"}: raise ValueError("no weights")
 
 
-def descendants() -> list[int]:
-    """Process ids of our children, their children, and so on, without those that have ended."""
-    found, parents = [os.getpid()], {}
+def descendants(root: int = 0) -> list[int]:
+    """Process ids of our children, or another's, their children, and so on, without those that have
+    ended."""
+    found, parents = [root or os.getpid()], {}
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):  # 12 (a name) S 1 ...
         with contextlib.suppress(OSError):  # it has ended
             parents[int(stat.parent.name)] = int(stat.read_bytes().rpartition(b") ")[2].split()[1])
@@ -2769,6 +3027,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.list:
         rows = (f"{s.number:2d}  {s.name:<14s} line {s.line:<5} {s.claim}" for s in STAGES.values())
         return print(*rows, sep="\n")
+    if args.worker:
+        for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda *_: leave(0))
+        serve(args.worker)
+    if cfg.hosts:
+        with connected(cfg.hosts.split(",")[0]) as (_, mine): enable_transport(url(mine, 0))
     stages = [STAGES[args.only]] if args.only else [*STAGES.values()][: STAGES[args.stage].number]
     # File descriptor 2, which our processes inherit, becomes a file without a name: Monarch reports
     # there what the demos provoke. sys.stderr keeps the terminal.
