@@ -243,7 +243,7 @@ def connected(address: str):
 
 
 class Link(threading.Thread):
-    """The connection to a worker, made again whenever it is lost."""
+    """The connection to a worker, made again whenever it is lost; says so."""
 
     def __init__(self, address: str):
         super().__init__(daemon=True)
@@ -252,13 +252,15 @@ class Link(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while True:
+        for attempt in itertools.count():
             with contextlib.suppress(OSError, ValueError), connected(self.address) as (lines, _):
                 print("[]", file=lines, flush=True)
                 while line := lines.readline():
+                    if attempt and not self.door: Report().say(f"{self.address}: back")
                     self.door = json.loads(line)
                     signals, self.signals = self.signals, []
                     print(json.dumps(signals), file=lines, flush=True)
+            if self.door: Report().say(f"{self.address}: lost")
             self.door = ""
             time.sleep(0.5)
 
@@ -806,10 +808,12 @@ class Service(Supervisor):
 
     @concurrent_endpoint
     async def status(self, wait_s: float = 0.0) -> dict:
-        """A snapshot, taken when all replicas are healthy or wait_s have passed."""
+        """A snapshot, taken when all replicas that have a host are healthy, or wait_s have passed."""
         end = time.monotonic() + wait_s
-        while len(well := self._healthy()) < self.num_replicas and time.monotonic() < end:
+        while time.monotonic() < end and any(door_to(r.address) and (not r.ready or r.lost.done())
+                                             for r in self.replicas.values()):
             await asyncio.sleep(0.01)
+        well = self._healthy()
         return {"pids": sum((r.pids for r in well), []), "log": self.log,
                 "answers": {(r.id, r.address): r.answer for r in well}}
 
@@ -2398,6 +2402,7 @@ class Fleet:
         # rollouts of the tiny policy take some 30 ms. Two judges: one may hang, the other works.
         slow = 1 if cfg.model == "tiny" else 20
         hosts = self.hosts = hosts_of(cfg)
+        for address in hosts: door_to(address)  # services have threads of their own: one Link each
         self.trainer, self.generators, self.judges = self.services = [
             this_proc().spawn(name, Service, name, worker, num, deadline_s, cfg, **limits)
             for name, worker, num, deadline_s, limits in (
@@ -2413,7 +2418,6 @@ class Fleet:
         # all at once: importing takes longer than anything else
         await asyncio.gather(*(service.start.call_one() for service in self.services))
         await self.load("", self.cfg)
-        self.doors = {address: door_to(address) for address in self.hosts}
         return self
 
     async def placement(self) -> list[list[str]]:
@@ -2425,12 +2429,6 @@ class Fleet:
                 mine = [*itertools.chain(*(a for (_, at), a in answers.items() if at == address))]
                 row.append(", ".join(a if isinstance(a, str) else "yes" for a in mine))
         return [["host", "trainer", "generators", "judges", "relay"], *rows.values()]
-
-    def news(self) -> list[str]:
-        """Of hosts, since the last call."""
-        before, self.doors = self.doors, {address: door_to(address) for address in self.hosts}
-        return [f"{address}: {'back' if door else 'lost'}" for address, door in self.doors.items()
-                if door != before[address]]
 
     async def __aexit__(self, *_) -> None:
         services = [*self.services, self.relays]
@@ -2575,7 +2573,6 @@ class History:
         """The trainer, which may be a new one, and this become what they were at the newest
         checkpoint. If another process made that, sampling goes on from there too."""
         self.losses += 1
-        for line in self.fleet.news(): self.report.say(line)
         if self.losses > self.MAX_LOSSES:
             raise RuntimeError(f"the trainer was lost {self.losses - 1} times without a checkpoint")
         path, fleet = self.vault.newest(self.fleet.cfg, self.report.say), self.fleet
@@ -2617,7 +2614,6 @@ class History:
     def add(self, stats: StepStats, batch: Rollout) -> None:
         """Logs a step, and shows it now and then, with what was said in one of its episodes."""
         step = len(self.rows) + 1
-        for line in self.fleet.news(): self.report.say(line)
         self.rows.append({"run": self.label, "step": step, "seconds": since(self.started),
                           "busy_s": self.fleet.busy_s, "heldout": self.heldout} | stats._asdict())
         with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
@@ -2880,7 +2876,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         for name, start in struck.items():
             found = await getattr(fleet, name).status.call_one(60.0)
             faults += [[f"{FAULTS[name].name}, one of {name}", why, (when - start) * 1e3,
-                        cure_s * 1e3] for _, why, when, cure_s in found["log"]]
+                        cure_s * 1e3] for _, why, when, cure_s in found["log"] if when > start][:1]
     report_run(report, run, speed, peer, loose)
     if struck: report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults)
     else: report.say("the run had ended before: no faults")
