@@ -19,6 +19,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -44,10 +45,10 @@ MARK = "MONARCH_RL_TEST"  # an environment variable by which a run's processes a
 class Run:
     """One finished run of the file."""
 
-    def __init__(self, folder, *args, file=FILE, timeout=300):
+    def __init__(self, folder, *args, file=FILE, timeout=300, prefix=()):
         self.mark = uuid.uuid4().hex
         found = subprocess.run(
-            [sys.executable, str(file), *args, "--json", "out.json"], cwd=folder, text=True,
+            [*prefix, sys.executable, str(file), *args, "--json", "out.json"], cwd=folder, text=True,
             capture_output=True, timeout=timeout, env={**os.environ, MARK: self.mark})
         self.status, self.out, self.err = found.returncode, found.stdout, found.stderr
         written = pathlib.Path(folder) / "out.json"
@@ -2753,6 +2754,233 @@ def test_a_model_from_a_folder_runs_through_the_stage(tmp_path):
     assert failed <= learning and run.left == [], run.out + run.err
 
 
+# -- several hosts --------------------------------------------------------------------------------
+
+
+class Network:
+    """Hosts that are one machine: each a network namespace with process ids of its own, joined by a
+    bridge; where the machine allows none, loopback addresses. `loss`: the share of frames that is
+    dropped on the way."""
+
+    PORT = 26600
+
+    def __init__(self, num_hosts):
+        self.tag, self.workers, self.marks = f"mrl{os.getpid() % 10000}", {}, []
+        self.names = [f"{self.tag}h{i}" for i in range(num_hosts)]
+        self.addresses = [f"10.77.0.{i + 1}" for i in range(num_hosts)]
+        commands = [f"netns add {self.tag}", f"-n {self.tag} link add br0 type bridge",
+                    f"-n {self.tag} link set br0 up"]
+        for i, (name, address) in enumerate(zip(self.names, self.addresses)):
+            commands += [f"netns add {name}",
+                         f"link add eth netns {name} type veth peer name p{i} netns {self.tag}",
+                         f"-n {self.tag} link set p{i} master br0 up",
+                         f"-n {name} addr add {address}/24 dev eth", f"-n {name} link set eth up",
+                         f"-n {name} link set lo up"]
+        self.real = all(self.ip(command) for command in commands)
+        if not self.real:
+            self.close()
+            self.names, self.addresses = None, [f"127.0.0.{i + 2}" for i in range(num_hosts)]
+
+    def ip(self, command):
+        try:
+            return subprocess.run(["ip", *command.split()], capture_output=True).returncode == 0
+        except FileNotFoundError:
+            return False
+
+    def url(self, i):
+        return f"tcp://{self.addresses[i]}:{self.PORT}"
+
+    @property
+    def hosts(self):
+        return ",".join(map(self.url, range(len(self.addresses))))
+
+    def inside(self, i, own_pids=False):
+        """What to put before a command."""
+        if not self.real:
+            return []
+        pids = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if own_pids else []
+        return ["ip", "netns", "exec", self.names[i], *pids]
+
+    def work(self, i, file=FILE):
+        """Starts a worker there."""
+        mark = uuid.uuid4().hex
+        worker = self.workers[i] = subprocess.Popen(
+            [*self.inside(i, True), sys.executable, str(file), "--worker", self.url(i)], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, MARK: mark})
+        worker.mark = mark
+        assert "any code" in worker.stdout.readline()
+        return worker
+
+    def close(self):
+        for worker in self.workers.values():
+            for pid in processes_of(worker.mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            worker.wait()
+        for name in [*(self.names or []), self.tag]:
+            self.ip(f"netns del {name}")
+
+
+@pytest.fixture
+def network(request):
+    net = Network(getattr(request, "param", 2))
+    yield net
+    net.close()
+
+
+def test_training_learns_on_two_hosts_as_on_one(network, tmp_path):
+    workers = [network.work(i) for i in (0, 1)]
+    before = [processes_of(worker.mark) for worker in workers]
+    run = Run(tmp_path, "--only", "async_rl", "--hosts", network.hosts, prefix=network.inside(0))
+    learned(run, 0.95)
+    rows = [line.split() for line in run.out.splitlines() if line.lstrip().startswith("tcp://")]
+    assert rows == [[network.url(0), "cpu", "cpu", "cpu"], [network.url(1), "cpu", "cpu", "yes"]]
+    # the trainer, killed there, was replaced there; and nothing is left
+    assert run.stage("async_rl")["ok"] and run.left == []
+    assert wait_until(lambda: [processes_of(worker.mark) for worker in workers] == before)
+
+
+@pytest.mark.parametrize("network", [3], indirect=True)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, seed):
+    """Killed at a random step; the host of the trainer comes back."""
+    rng = random.Random(seed)
+    victim, step = [0, 2][seed], rng.randrange(10, 80)
+    workers, log = [network.work(i) for i in range(3)], tmp_path / "log.jsonl"
+    process, mark = start(tmp_path, "--only", "async_rl", "--hosts", network.hosts, "--steps", "120",
+                          "--generators", "3", "--log", str(log), "--json", "out.json",
+                          prefix=network.inside(0))
+
+    def steps():
+        lines = log.read_text().splitlines() if log.exists() else []
+        return sum('"run": "async"' in line for line in lines)
+
+    assert wait_until(lambda: steps() >= step, 120)
+    for pid in processes_of(workers[victim].mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if victim == 0:
+        time.sleep(1.0)
+        network.work(0)
+    out, err = process.communicate(timeout=240)
+    assert f"{network.url(victim)}: lost" in out, out + err
+    assert (f"{network.url(victim)}: back" in out) == (victim == 0)
+    [stage] = json.loads((tmp_path / "out.json").read_text())["stages"]
+    failed = {check["what"] for check in stage["checks"] if not check["ok"]}
+    assert failed <= {"sync seconds / async seconds"}, out + err
+    found = stage["figures"]
+    assert found["started"] == sum(found[k] for k in ("trained", "dropped", "lost", "undone", "in_flight"))
+    assert found["trained"] == m.GROUPS_PER_BATCH * 120
+
+
+def test_what_crosses_the_network(network, tmp_path):
+    """The recipe of DOCS 8: each byte once per host, however many generators there are."""
+    if not network.real:
+        pytest.skip("no network namespaces here, whose bytes could be counted")
+    [recipe] = re.findall(r'```python\n("""What a relay costs.*?)```', (FILE.parent / "DOCS.md").read_text(), re.S)
+    (tmp_path / "wire.py").write_text(recipe.replace("SECONDS = 96 * m.MIB, 9, 8", "SECONDS = 16 * m.MIB, 9, 3"))
+    for i in (0, 1):
+        network.work(i)
+    command = [*network.inside(0), sys.executable, "wire.py", network.url(0), "eth", network.url(1), "eth"]
+    found = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120,
+                           env={**os.environ, "PYTHONPATH": f"{FILE.parent}:{tmp_path}"})
+    found = json.loads(found.stdout.splitlines()[-1])
+    assert 1 <= found["bytes_1"] <= 1.05 and abs(found["bytes_4"] / found["bytes_1"] - 1) <= 0.02
+    assert found["torn_reads"] == 0 < found["reads"]
+
+
+def refused(tmp_path, *args, timeout=20):
+    """The line with which the file ends at once."""
+    start = time.monotonic()
+    found = subprocess.run([sys.executable, str(FILE), *args], cwd=tmp_path, text=True,
+                           capture_output=True, timeout=timeout)
+    assert found.returncode == 2 and found.stdout == "" and time.monotonic() - start < 15
+    [line] = found.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("args", ["--worker 127.0.0.1:26600", "--worker tcp://:26600", "--worker tcp://127.0.0.1",
+                                  "--worker http://127.0.0.1:1", "--worker tcp://[:26600"])
+def test_a_worker_serves_no_address_that_is_not_named(tmp_path, args):
+    assert args.split()[1] in refused(tmp_path, *args.split())
+
+
+def test_a_worker_binds_to_the_loopback_unless_told():
+    assert m.parse(["--worker"])[0].worker.startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize("says", [None, b"", b"SSH-2.0\n", b'{"torch": "1.0"}\n'])
+def test_a_host_that_is_no_worker_is_named(tmp_path, says):
+    """Nobody listens; somebody does who says nothing, another thing, or has another version."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        if says is None:
+            server.close()
+        else:
+            def answer():
+                client = server.accept()[0]
+                client.send(says)
+                time.sleep(8)
+            threading.Thread(target=answer, daemon=True).start()
+        line = refused(tmp_path, "--only", "sync_rl", "--hosts", address)
+    assert address in line
+    assert says != b'{"torch": "1.0"}\n' or "1.0" in line and m.versions()["torch"] in line
+
+
+def test_another_version_of_the_file_is_named(network, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / FILE.name).write_text(FILE.read_text() + "\n# another version\n")
+    network.work(0, tmp_path / "old" / FILE.name)
+    found = subprocess.run([*network.inside(0), sys.executable, str(FILE), "--hosts", network.url(0)],
+                           cwd=tmp_path, text=True, capture_output=True, timeout=60)
+    [line] = found.stderr.splitlines()
+    assert found.returncode == 2 and network.url(0) in line and FILE.name in line
+
+
+def test_a_run_on_one_host_opens_no_port(tmp_path):
+    """In a network namespace of its own, where nobody else listens."""
+    net = Network(1)
+    try:
+        if not net.real:
+            pytest.skip("no network namespaces here; on a shared network others listen too")
+        process, _ = start(tmp_path, "--only", "sync_rl", "--steps", "20", prefix=net.inside(0))
+        heard = set()
+        while process.poll() is None:
+            for kind in ("tcp", "tcp6"):
+                with contextlib.suppress(OSError):
+                    lines = pathlib.Path(f"/proc/{process.pid}/net/{kind}").read_text().splitlines()[1:]
+                    heard |= {line.split()[1] for line in lines if line.split()[3] == "0A"}
+            time.sleep(0.05)
+        assert "held-out" in process.communicate()[0] and heard == set()
+    finally:
+        net.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_worker_that_ends_leaves_nothing_behind(network, tmp_path, number):
+    worker = network.work(0)
+    process, _ = start(tmp_path, "--only", "sync_rl", "--hosts", network.url(0), prefix=network.inside(0))
+    assert wait_until(lambda: len(processes_of(worker.mark)) > 5, 60)
+    inner = [pid for pid in processes_of(worker.mark)
+             if b"--worker" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(max(inner), number)
+    assert wait_until(lambda: processes_of(worker.mark) == [], 20)
+    process.kill()
+    process.communicate()
+
+
+def test_a_controller_that_ends_leaves_nothing_on_other_hosts(network, tmp_path):
+    worker = network.work(0)
+    before = processes_of(worker.mark)
+    process, mark = start(tmp_path, "--only", "sync_rl", "--hosts", network.url(0), prefix=network.inside(0))
+    assert wait_until(lambda: len(processes_of(worker.mark)) > len(before) + 3, 60)
+    for pid in processes_of(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    assert wait_until(lambda: processes_of(worker.mark) == before, 30)
+
+
 # -- the command line -----------------------------------------------------------------------------
 
 
@@ -2770,10 +2998,10 @@ def test_bad_input_gets_one_line_and_exit_2(tmp_path, args):
     assert os.listdir(tmp_path) == []
 
 
-def start(folder, *args):
+def start(folder, *args, prefix=()):
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [sys.executable, str(FILE), *args], cwd=folder, text=True, stdout=subprocess.PIPE,
+        [*prefix, sys.executable, str(FILE), *args], cwd=folder, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env={**os.environ, MARK: mark}, start_new_session=True)
     return process, mark
 
