@@ -1572,23 +1572,21 @@ class Task:
 
 class Shift(Task):
     """To answer each letter with those so many places on: with [1, 2, 3] "a" is answered by "bcd",
-    and after p comes a."""
+    and after p comes a. An answer has three letters."""
 
-    def __init__(self, instruction: str, num_turns: int, num_letters: int, places_on: list[int]):
-        self.instruction, self.num_turns = instruction, num_turns
-        self.num_letters, self.places_on = num_letters, places_on
+    def __init__(self, instruction: str, places_on: list[int], num_turns: int = 2):
+        self.instruction, self.places_on, self.num_turns = instruction, places_on, num_turns
 
     def conversation(self, rng: random.Random) -> tuple[tuple[str, str], ...]:
-        ring, turns = 2 * self.letters, range(self.num_turns)
-        texts = ["".join(rng.choices(self.letters, k=self.num_letters)) for _ in turns]
+        ring, num_letters = 2 * self.letters, 3 // len(self.places_on)
+        texts = ["".join(rng.choices(self.letters, k=num_letters)) for _ in range(self.num_turns)]
         return tuple((text, "".join(ring[ring.index(letter) + by] for letter in text
                                     for by in self.places_on)) for text in texts)
 
 
-TASKS = {
-    "repeat": Shift("Repeat exactly what I say.", 2, 3, [0]),
-    "count": Shift("I say a letter, a to p; say the next three (a follows p).", 3, 1, [1, 2, 3]),
-    "pattern": Shift("For each letter, a to p, say that eight places on (a follows p).", 2, 3, [8])}
+TASKS = {"repeat": Shift("Repeat exactly what I say.", [0]),
+         "count": Shift("I say a letter, a to p; say the next three (a follows p).", [1, 2, 3], 3),
+         "pattern": Shift("For each letter, a to p, say that eight places on (a follows p).", [8])}
 
 
 def task_of(name: str) -> Task:
@@ -1641,14 +1639,11 @@ class Rollout(collections.namedtuple("Rollout", "ids mask turns logprobs version
     @staticmethod
     def join(parts: list[tuple[Rollout, list[int]]]) -> Rollout:
         """The given rows of the given rollouts as one batch."""
-        width, pad, joined = max(r.ids.shape[1] for r, _ in parts), torch.nn.functional.pad, {}
-        for name in Rollout._fields[:-2]:
-            rows = [getattr(rollout, name)[rows] for rollout, rows in parts]
-            if name not in ("rewards", "group_ids"):
-                rows = [pad(r, (0, width - r.shape[1])) for r in rows]
-            joined[name] = torch.cat(rows)
-        return Rollout(**joined, prompts=[r.prompts[row] for r, rows in parts for row in rows],
-                       answers=[r.answers[row] for r, rows in parts for row in rows])
+        *columns, group_ids = zip(*([field[rows] for field in r[:-2]] for r, rows in parts))
+        padded = (torch.nn.utils.rnn.pad_sequence([*itertools.chain(*column)], batch_first=True)
+                  for column in columns)  # of [T] each, shorter ones with holes
+        talks = ((r.prompts[row], r.answers[row]) for r, rows in parts for row in rows)
+        return Rollout(*padded, torch.cat(group_ids), *map(list, zip(*talks)))
 
 
 def packed(mask, *columns) -> list:
@@ -1684,7 +1679,7 @@ class Policy:
         self.head += "" if tiny else f"{self.task.instruction}\n"
 
     def text(self, ids: list[int]) -> str:
-        """Sampled ids as text; a '+' at the end says that the policy did not end its turn."""
+        """Sampled ids, up to the end of the turn, as text; a '+' says that there was no end."""
         end = ids.index(self.stop_id) if self.stop_id in ids else None
         return self.tokenizer.decode(ids[:end]).strip() + ("+" if end is None else "")
 
@@ -1713,26 +1708,18 @@ def tiny_policy(letters: str) -> tuple:
 class Decoder:
     """Converses, one token per row and step, with a KV cache."""
 
-    def __init__(self, policy: Policy, num_rows: int, group_size: int = 1, seed: int = 0,
-                 greedy: bool = True, pull=int):
+    def __init__(self, policy: Policy, num_rows: int, group_size=1, seed=0, greedy=True, pull=int):
         """pull: makes the policy's weights those to sample with, and tells their version."""
         self.policy, self.group_size, self.greedy, self.pull = policy, group_size, greedy, pull
-        self.turn = 0  # counts from 1
+        self.turn, self.version = 0, -1  # turn counts from 1
         self.rng = torch.Generator(policy.cfg.device).manual_seed(seed)
         none = torch.zeros(num_rows, 0, dtype=torch.int64, device=policy.cfg.device)
         self.columns = [none, none, none, none.float(), none]  # ids to versions, see Rollout
         # [B] bool: who has not ended the turn, the conversation; whose next turn had no room
         self.alive, self.over, self.cut = none.any(1), none.any(1), none.any(1)
-        self._take(pull())
-
-    def _take(self, version: int) -> None:
-        """New weights: the keys and values that old ones made are of no use."""
-        self.version = version
-        self.cache = transformers.DynamicCache(config=self.policy.model.config)
 
     def append(self, ids, mask, turn: int, logprobs=0.0) -> None:
         """ids, mask, logprobs: [B, L] each; turn: in which the policy chose them, or 0."""
-        mask = mask.long()
         new = ids, mask, mask * turn, mask * logprobs, mask * self.version
         self.columns = [torch.cat([old, more], 1) for old, more in zip(self.columns, new)]
 
@@ -1740,20 +1727,19 @@ class Decoder:
         """The user's turn, a text per row; None ends the row's conversation, and so does a turn
         that leaves no room in the model's context. Where the template begins it with the token that
         ends the assistant's, rows that sampled it get a hole: they have it already."""
-        policy, device, first = self.policy, self.policy.cfg.device, self.turn == 0
+        policy, device = self.policy, self.policy.cfg.device
         self.turn += 1
         self.over |= torch.tensor([text is None for text in texts], device=device)
         some = {text: i for i, text in enumerate(dict.fromkeys(text or "" for text in texts))}
-        head = policy.head if first else policy.later_head
+        head = policy.head if self.turn == 1 else policy.later_head
         out = policy.tokenizer([head + text + policy.tail for text in some], return_tensors="pt",
                                add_special_tokens=False, padding=True, padding_side="left")
         # [B, L] each, with holes on the left, so that all rows end together and sampling can begin
         which = torch.tensor([some[text or ""] for text in texts])
         ids, mask = (out[name][which].to(device) for name in ("input_ids", "attention_mask"))
-        if not first:
-            begin = mask.argmax(1, True)  # [B, 1], the column of each row's first token
-            twice = (ids.gather(1, begin) == policy.stop_id) & ~self.alive[:, None]
-            mask.scatter_(1, begin, (~twice).long())
+        begin = mask.argmax(1, True)  # [B, 1], the column of each row's first token
+        twice = (ids.gather(1, begin) == policy.stop_id) & ~self.alive[:, None] & (self.turn > 1)
+        mask.scatter_(1, begin, (~twice).long())
         length = self.columns[1].sum(1) + mask.sum(1) + policy.max_new_tokens
         self.cut |= (length > policy.context) & ~self.over
         self.over |= self.cut
@@ -1761,30 +1747,32 @@ class Decoder:
 
     def speak(self) -> list[str]:
         """The assistant's turn, until every row has ended it; what each row said."""
+        model, stop = self.policy.model, self.policy.stop_id
         start, self.alive = self.columns[0].shape[1], ~self.over
         while self.alive.any() and self.columns[0].shape[1] - start < self.policy.max_new_tokens:
-            if (version := self.pull()) != self.version: self._take(version)
+            if (version := self.pull()) != self.version:
+                # The keys and values that old weights made are of no use.
+                self.version, self.cache = version, transformers.DynamicCache(config=model.config)
             # The rows of a group begin alike: what they hear first is computed once.
             repeats = 1 if self.turn > 1 or self.columns[0].shape[1] > start else self.group_size
             ids, mask = (column[::repeats] for column in self.columns[:2])
             new = ids.shape[1] - self.cache.get_seq_length()  # columns that the cache lacks
-            places = (mask.cumsum(1) - 1).clamp(min=0)  # holes do not count
-            out = self.policy.model(ids[:, -new:], attention_mask=mask, past_key_values=self.cache,
-                                    position_ids=places[:, -new:], logits_to_keep=1)
+            # Holes have no position.
+            out = model(ids[:, -new:], attention_mask=mask, past_key_values=self.cache,
+                        position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new:], logits_to_keep=1)
             self.cache.batch_repeat_interleave(repeats)
             logp = out.logits[:, -1].float().log_softmax(-1).repeat_interleave(repeats, 0)  # [B, V]
             token = (logp.argmax(-1, True) if self.greedy
                      else torch.multinomial(logp.exp(), 1, generator=self.rng))
             on = self.alive[:, None]  # [B, 1]; rows that have ended get a hole
-            self.append(token * on, on, self.turn, logp.gather(1, token))
-            self.alive = self.alive & (token[:, 0] != self.policy.stop_id)
-        ids, _, chosen, *_ = (column[:, start:].tolist() for column in self.columns)
-        return [self.policy.text([i for i, kept in zip(*row) if kept]) for row in zip(ids, chosen)]
+            self.append(token.where(on, stop), on.long(), self.turn, logp.gather(1, token))
+            self.alive = self.alive & (token[:, 0] != stop)
+        return [self.policy.text(row) for row in self.columns[0][:, start:].tolist()]
 
 
 def generate(policy: Policy, prompts: list[Prompt], group_size: int, seed: int = 0,
              greedy: bool = True, pull=int) -> tuple[Rollout, int]:
-    """Has each conversation group_size times. No rewards yet: nan. Also how many did not fit into
+    """Has each conversation group_size times. No rewards yet: None. Also how many did not fit into
     the model's context: they end early and carry no loss."""
     rows = [prompt for prompt in prompts for _ in range(group_size)]
     decoder, said = Decoder(policy, len(rows), group_size, seed, greedy, pull), [[] for _ in rows]
@@ -1794,8 +1782,7 @@ def generate(policy: Policy, prompts: list[Prompt], group_size: int, seed: int =
             for so_far, text, over in zip(said, decoder.speak(), decoder.over.tolist()):
                 if not over: so_far.append(text)
         decoder.columns[2][decoder.cut] = 0
-    rewards = torch.full([len(rows), policy.task.num_turns], math.nan)
-    return Rollout(*(column.cpu() for column in decoder.columns), rewards,
+    return Rollout(*(column.cpu() for column in decoder.columns), None,
                    torch.tensor([prompt.id for prompt in rows]), rows, said), int(decoder.cut.sum())
 
 
@@ -1813,9 +1800,8 @@ def warm_start(policy: Policy) -> None:
             out = policy.tokenizer(noisy, return_tensors="pt", padding=True).to(policy.cfg.device)
             decoder.append(out["input_ids"], out["attention_mask"], decoder.turn)
         ids, turns = packed(decoder.columns[1], decoder.columns[0], decoder.columns[2])
-        chosen = turns[:, 1:] > 0
-        logp = log_softmax(policy.model, ids, chosen).gather(1, ids[:, 1:][chosen][:, None])
-        (-logp.mean()).backward()
+        # -100: not to be learned
+        policy.model(ids, labels=ids.where(turns > 0, -100), use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if num_steps % 5 == 0 or found > 0.02:  # near the end it rises by 0.05 a step
@@ -2057,7 +2043,7 @@ class Trainer(Worker):
         copy has until the next optimizer step, which changes what it reads."""
         if not self.writer: raise TrainerLost  # this was meant for the one before
         start, cfg, model, stall_s, skipped = time.monotonic(), self.cfg, self.policy.model, 0.0, 0
-        chosen, parts, near = batch.turns > 0, self._parts(batch), {}
+        chosen, parts, near = batch.turns > 0, [*self._parts(batch)], {}
         lag, num_tokens = (self.version - batch.versions) * chosen, max(1, int(chosen.sum()))
         for _ in range(cfg.passes):
             sums = torch.zeros(8, dtype=torch.float64)
@@ -2087,14 +2073,12 @@ class Trainer(Worker):
         # other ranks have scored the other tokens
         if cfg.trainers > 1: torch.distributed.all_reduce(sums)
         young, drift, loss, entropy, clipped, kl, weight, squares = (sums / num_tokens).tolist()
-        return StepStats(
-            version=self.version, reward=float(batch.rewards.sum(1).mean()), skipped=skipped,
-            lag_mean=int(lag.sum()) / num_tokens, lag_max=int(lag.max()), loss=loss, kl=kl,
-            mismatch_k3=drift / young if young else -1.0, ess=weight**2 / max(squares, 1e-9),
-            entropy=entropy, clipped=clipped, grad_norm=norm, num_tokens=num_tokens,
-            stall_s=stall_s, step_s=since(start))
+        return StepStats(  # in the order of its fields
+            self.version, float(batch.rewards.sum(1).mean()), int(lag.sum()) / num_tokens,
+            int(lag.max()), loss, drift / young if young else -1.0, weight**2 / max(squares, 1e-9),
+            entropy, clipped, kl, norm, num_tokens, skipped, stall_s, since(start))
 
-    def _parts(self, batch: Rollout) -> list[Part]:
+    def _parts(self, batch: Rollout):
         """This rank's rows, in as many forward passes as MAX_LOGITS makes of them: long rows with
         long ones, so that there is little to fill up."""
         returns = batch.rewards.flip(1).cumsum(1).flip(1)  # what comes after a token is due to it
@@ -2103,14 +2087,12 @@ class Trainer(Worker):
                    table.gather(1, (batch.turns - 1).clamp(min=0)), batch.versions == self.version)
         num_logits = batch.ids.numel() * self.policy.model.config.vocab_size // self.cfg.trainers
         by_length = batch.mask.sum(1).argsort(descending=True, stable=True)
-        mine, parts = by_length[self.rank :: self.cfg.trainers], []
         # as many parts on every rank, or they would hang, and none empty
         num_parts = min(-(-num_logits // MAX_LOGITS), len(by_length) // self.cfg.trainers)
-        for rows in mine.tensor_split(num_parts):
+        for rows in by_length[self.rank :: self.cfg.trainers].tensor_split(num_parts):
             ids, turns, *others = packed(*(c[rows].to(self.cfg.device) for c in columns))
             chosen = turns[:, 1:] > 0  # column t is predicted at t - 1
-            parts.append(Part(ids, chosen, *(column[:, 1:][chosen] for column in others)))
-        return parts
+            yield Part(ids, chosen, *(column[:, 1:][chosen] for column in others))
 
     def _score(self, model, part: Part) -> tuple:
         """Of the sampled tokens, [N] each: log-probability, and entropy in nats."""
@@ -2121,7 +2103,7 @@ class Trainer(Worker):
 
     async def examine(self, batch: Rollout) -> list[tuple]:
         """What must hold, or nothing is learned: (what, found, relation, wanted)."""
-        model, part, num = self.policy.model, self._parts(batch)[0], len(batch.answers)
+        model, part, num = self.policy.model, next(self._parts(batch)), len(batch.answers)
         pi, _ = self._score(model, part)
         pi.sum().backward()
         still = sum(p.grad is None or not p.grad.any() for p in model.parameters())

@@ -228,7 +228,7 @@ def test_stage_fails_without_its_mechanism(tmp_path, name):
     ("weight_sync", ("num_readers + 2\n", "num_readers + 1\n"), "no free slot"),
     ("service", ("self._lose(replica, \"missed its deadline\" if late else \"died\")",
                  "pass"), "kinds of failure"),
-    ("sync_rl", ("position_ids=places[:, -new:], logits_to_keep=1)", "logits_to_keep=1)"), "recorded and recomputed"),
+    ("sync_rl", ("position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new:], logits_to_keep=1)", "logits_to_keep=1)"), "recorded and recomputed"),
 ])
 def test_second_line_of_a_claim(tmp_path, name, change, check):
     run = Run(tmp_path, "--only", name, "--steps", "40", "--model-mb", "16",
@@ -2359,13 +2359,9 @@ def test_every_token_is_recorded_under_the_version_that_it_names(monkeypatch, sc
     assert max(map(len, per_row)) >= 2 and {*schedule[1:]} <= set.union(*per_row)
     gaps = off_by(policy, states, rollout)
     assert gaps.abs().max() < 1e-5 and m.k3(torch.zeros(len(gaps)), gaps).mean() <= 1e-6
-    take = m.Decoder._take  # with the keys and values of the weights before it is wrong
-
-    def keep_cache(decoder, version):
-        decoder.version = version
-        if not hasattr(decoder, "cache"): take(decoder, version)
-
-    monkeypatch.setattr(m.Decoder, "_take", keep_cache)
+    # with the keys and values of the weights before it is wrong
+    only = m.transformers.DynamicCache(config=policy.model.config)
+    monkeypatch.setattr(m.transformers, "DynamicCache", lambda config: only)
     gaps = off_by(*in_flight(schedule, group_size))
     assert not gaps.abs().max() <= 1e-3
 
@@ -2396,7 +2392,8 @@ def batch_of(trainer, num_groups=4, group_size=3, seed=0):
     prompts = m.Sampler(trainer.cfg).draw(num_groups)
     rollout, _ = m.generate(trainer.policy, prompts, group_size, seed, False, lambda: trainer.version)
     rng = torch.Generator().manual_seed(seed)
-    return rollout._replace(rewards=torch.rand(rollout.rewards.shape, generator=rng))
+    shape = len(rollout.answers), trainer.policy.task.num_turns
+    return rollout._replace(rewards=torch.rand(shape, generator=rng))
 
 
 def gradients_of(trainer, batch):
