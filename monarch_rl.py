@@ -2279,15 +2279,16 @@ class History:
 
     MAX_LOSSES = 5  # of the trainer without a checkpoint in between; more is no accident
     EVALUATE_EVERY = 25  # steps
-    # exact: see `heldout`; nats: entropy; gen, train: shares of the time that these were at work
+    # exact: see `heldout`; nats: entropy; gen, train: shares of the time that these were at work;
+    # a dash: not known
     HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  heard > said"
-    LINE = ("{run:5s}{step:5d}{reward:7.2f}{heldout:6.2f}{lag_mean:5.1f}{lag_max:4d}"
-            "{mismatch_k3:7.0e}{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{:5.2f}{:6.2f}{:6.0f}  {}")
+    LINE = ("{run:5s}{step:5d}{reward:7.2f}{:>6s}{lag_mean:5.1f}{lag_max:4d}{:>7s}"
+            "{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{:5.2f}{:6.2f}{:6.0f}  {}")
 
     def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = ""):
         """saved: the folder inside --checkpoint; "": in memory."""
         self.fleet, self.report, self.label, self.num_steps = fleet, report, label, num_steps
-        self.cfg, self.alarms = fleet.cfg, ALARMS[:]
+        self.cfg, self.told = fleet.cfg, set()  # told: meanings of alarms
         self.rows: list[dict] = []  # one per step, the lines of --log
         # held-out exact, of the last evaluation, or -1; tasks that evaluate
         self.heldout, self.evaluating = -1.0, []
@@ -2363,26 +2364,25 @@ class History:
         step = len(self.rows) + 1
         self.rows.append({"run": self.label, "step": step, "seconds": since(self.started),
                           "busy_s": self.fleet.busy_s, "heldout": self.heldout} | stats._asdict())
-        with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
-            log.write(json.dumps(self.rows[-1]) + "\n")
-        for alarm in self.alarms[:]:
-            name, relation, limit, num_steps, meaning = alarm
-            recent = [row[name] for row in self.rows[-num_steps:]]
-            if sum(Report.OPERATORS[relation](found, limit) for found in recent) == num_steps:
-                self.alarms.remove(alarm)
-                told = f"{self.label} {step}: {name} {show(recent[-1])}: {meaning}"
-                if name == "skipped": raise RuntimeError(told)
-                self.report.say(told)
+        with open(self.cfg.log or os.devnull, "a") as f: f.write(json.dumps(self.rows[-1]) + "\n")
+        for name, relation, limit, num_steps, meaning in ALARMS:
+            hits = [Report.OPERATORS[relation](row[name], limit) for row in self.rows[-num_steps:]]
+            if sum(hits) == num_steps and meaning not in self.told:
+                self.told.add(meaning)
+                text = f"{self.label} {step}: {name} {show(self.rows[-1][name])}: {meaning}"
+                if name == "skipped": raise RuntimeError(text)
+                self.report.say(text)
         if step % self.EVALUATE_EVERY == 0:
             self.evaluating.append(asyncio.ensure_future(self._evaluate()))
         keep = step == 1 or step % max(1, self.cfg.steps // 8) == 0
-        if keep or step % 10 == 0:
+        # one live line on a terminal; in a pipe only the lines to keep
+        if keep or self.report.live and step % 10 == 0:
             _, _, speed, gen, train, _ = self.speed(step)
-            said = " ".join(text for text, _ in batch.prompts[0].turns)
-            said += f" > {' '.join(batch.answers[0])}"
-            line = self.LINE.format(gen, train, speed, said, **self.rows[-1])
-            # one live line on a terminal; in a pipe only the lines to keep
-            if keep or self.report.live: self.report.say(line[:92], end="\n" if keep else "")
+            exact = "-" if self.heldout < 0 else f"{self.heldout:.2f}"
+            k3 = "-" if stats.mismatch_k3 < 0 else f"{stats.mismatch_k3:.0e}"
+            said = " ".join([*(text for text, _ in batch.prompts[0].turns), ">", *batch.answers[0]])
+            line = self.LINE.format(exact, k3, gen, train, speed, said, **self.rows[-1])
+            self.report.say(line[:92], end="\n" if keep else "")
 
     def speed(self, num_steps: int) -> list:
         """Of the first steps: seconds, steps/s, tokens/s, shares of the time that generators and
