@@ -2459,57 +2459,54 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 
 
 class Gate:
-    """Tickets, one per group."""
+    """Tickets, one per group. Coroutines of one thread need no lock: between a look and the `await`
+    that follows it nobody else runs."""
 
     def __init__(self, max_lag: int, count: collections.Counter):
         self.limit = (max_lag + 1) * GROUPS_PER_BATCH
-        self.count, self.changed = count, asyncio.Condition()
+        self.count, self.changed = count, asyncio.Event()
 
     async def admit(self, num_groups: int) -> None:
         """Takes tickets; waits while too much is under way; woken by `settle`."""
-        async with self.changed:
-            await self.changed.wait_for(lambda: under_way(self.count) + num_groups <= self.limit)
-            self.count["started"] += num_groups
+        while under_way(self.count) + num_groups > self.limit: await self.changed.wait()
+        self.count["started"] += num_groups
 
-    async def settle(self, how: str, num_groups: int) -> None:
-        """Gives tickets back; how: trained, dropped or lost."""
-        async with self.changed:
-            self.count[how] += num_groups
-            self.changed.notify_all()
+    def settle(self, how: str, num_groups: int) -> None:
+        """Gives tickets back; how: trained, dropped or lost. Wakes all that wait, to look again."""
+        self.count[how] += num_groups
+        self.changed.set()
+        self.changed.clear()
 
 
 class ReplayBuffer:
     """Groups that wait for the trainer, oldest first. Here, and only here, the two loops meet."""
 
     def __init__(self, gate: Gate, max_lag: int):
-        self.gate, self.max_lag, self.arrived = gate, max_lag, asyncio.Condition()
+        self.gate, self.max_lag = gate, max_lag
         self.groups: list[tuple] = []  # (rollout, its rows of the group, run id, version)
 
-    async def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
+    def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
         """Groups with less than two judged episodes, or nothing to learn from, are lost."""
         groups = [(rollout.group_ids == g).nonzero()[:, 0] for g in rollout.group_ids.unique()]
         groups = [rows.tolist() for rows in groups if len(rows) > 1 and rollout.turns[rows].any()]
-        async with self.arrived:
-            for rows in groups:  # the oldest token counts
-                oldest = int(rollout.versions[rows][rollout.turns[rows] > 0].min())
-                self.groups.append((rollout, rows, run_id, oldest))
-            self.arrived.notify_all()
-        await self.gate.settle("lost", num_groups - len(groups))
+        for rows in groups:  # the oldest token counts
+            oldest = int(rollout.versions[rows][rollout.turns[rows] > 0].min())
+            self.groups.append((rollout, rows, run_id, oldest))
+        self.gate.settle("lost", num_groups - len(groups))  # none, mostly; wakes `take`
 
     async def take(self, run_id: int, version: int) -> Rollout:
         """The oldest groups that a trainer of this run id may see at this version, as one batch.
         Drops what is too old, and what comes from a trainer that was lost; waits until there is
         enough; woken by `put`."""
-        async with self.arrived:
-            while True:
-                fresh = [group for group in self.groups
-                         if group[2] == run_id and version - group[3] <= self.max_lag]
-                dropped, self.groups = len(self.groups) - len(fresh), fresh
-                await self.gate.settle("dropped", dropped)  # refund
-                if len(fresh) >= GROUPS_PER_BATCH:
-                    self.groups = fresh[GROUPS_PER_BATCH:]
-                    return Rollout.join([group[:2] for group in fresh[:GROUPS_PER_BATCH]])
-                await self.arrived.wait()
+        while True:
+            fresh = [group for group in self.groups
+                     if group[2] == run_id and version - group[3] <= self.max_lag]
+            dropped, self.groups = len(self.groups) - len(fresh), fresh
+            self.gate.settle("dropped", dropped)  # refund
+            if len(fresh) >= GROUPS_PER_BATCH:
+                self.groups = fresh[GROUPS_PER_BATCH:]
+                return Rollout.join([group[:2] for group in fresh[:GROUPS_PER_BATCH]])
+            await self.gate.changed.wait()
 
 
 class AsyncRun:
@@ -2518,11 +2515,11 @@ class AsyncRun:
     MAX_LOST = 320  # groups, more than were trained on: nobody gets anywhere
 
     def __init__(self, history: History, max_lag: int):
-        self.history, self.fleet = history, history.fleet
-        self.gate = Gate(max_lag, history.count)
+        self.history, self.fleet, self.gate = history, history.fleet, Gate(max_lag, history.count)
         self.buffer = ReplayBuffer(self.gate, max_lag)
-        self.away, self.done = 0, False  # away: groups in requests that are not back
-        self.steps = collections.deque()  # tasks: the trainer's step now, and one sent ahead
+        # away: groups in requests that are not back; steps: tasks, the trainer's step now and one
+        # sent ahead
+        self.away, self.done, self.steps = 0, False, collections.deque()
 
     async def run(self) -> None:
         """Shutdown:  training ends (or any loop raises)
@@ -2551,44 +2548,39 @@ class AsyncRun:
             await self.gate.admit(GROUPS_PER_BATCH)
             self.away += GROUPS_PER_BATCH
             prompts, run_id = self.fleet.sampler.draw(GROUPS_PER_BATCH), self.fleet.handle.run_id
-            try:
-                await self.buffer.put(await self.fleet.rollout(prompts), len(prompts), run_id)
+            try: self.buffer.put(await self.fleet.rollout(prompts), len(prompts), run_id)
             except (ActorError, SupervisionError, RuntimeError) as error:  # after all retries
-                await self.gate.settle("lost", GROUPS_PER_BATCH)
+                self.gate.settle("lost", GROUPS_PER_BATCH)
                 self.history.report.say(f"{GROUPS_PER_BATCH} groups lost: {cause(error)}")
                 spare = self.MAX_LOST + self.gate.count["trained"] - self.gate.count["lost"]
                 if isinstance(cause(error), NoReplica) or spare < 0: raise  # the run ends
                 await asyncio.sleep(0.2)  # a trainer that is not back yet, for example
-            finally:
-                self.away -= GROUPS_PER_BATCH
+            finally: self.away -= GROUPS_PER_BATCH
 
     async def _training(self) -> None:
         """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
         by the answer / produces versions / ends when all steps are made"""
         # While the trainer works on a batch, one more waits there, and grows older by a version.
         # With K = 0 it would be too old then; and nothing is sent ahead of a checkpoint.
-        fleet, history, steps = self.fleet, self.history, self.steps
+        fleet, history, steps, ahead = self.fleet, self.history, self.steps, self.buffer.max_lag > 0
         while steps or history.sent < history.num_steps:
             try:
-                if not steps or self.buffer.max_lag and not history.is_due(history.sent):
+                while not steps or len(steps) <= ahead and not history.is_due(history.sent):
                     batch = await self.buffer.take(fleet.handle.run_id, fleet.version)
                     fleet.version += 1  # at which the trainer will see the next batch
                     history.sent += 1
                     steps.append(asyncio.ensure_future(self._step(batch)))
-                    if len(steps) == 1: continue
                 await steps.popleft()
                 if not steps and history.is_due(history.sent): await history.save()
             except TrainerLost:
-                await asyncio.gather(*steps, return_exceptions=True)  # these are lost too
+                await asyncio.gather(*steps, return_exceptions=True)  # the other one is lost too
                 steps.clear()
+                self.gate.settle("lost", (history.sent - len(history.rows)) * GROUPS_PER_BATCH)
                 await history.restore()
 
     async def _step(self, batch: Rollout) -> None:
-        try: stats = await self.fleet.ask("step", batch)
-        except TrainerLost:
-            await self.gate.settle("lost", GROUPS_PER_BATCH)
-            raise
-        await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
+        stats = await self.fleet.ask("step", batch)
+        self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
         self.history.add(stats, batch)
 
 
@@ -2604,9 +2596,8 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     async with Fleet(cfg) as fleet:
         before, loose = await fleet.evaluate(), History(fleet, report, "loose", min(60, timed))
         await AsyncRun(loose, max_lag=10**6).run()  # without the rule
-        history = History(fleet, report, "async", cfg.steps, "async_rl")
-        run = AsyncRun(history, cfg.max_lag)
-        running = asyncio.ensure_future(run.run())
+        run = AsyncRun(History(fleet, report, "async", cfg.steps, "async_rl"), cfg.max_lag)
+        history, running = run.history, asyncio.ensure_future(run.run())
         for part, (name, number) in enumerate(FAULTS.items()):
             step = timed + (cfg.steps - timed) * part // 3
             while len(history.rows) < step and not running.done(): await asyncio.sleep(0.002)
@@ -2623,8 +2614,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
             faults += [[f"{FAULTS[name].name}, one of {name}", why, (when - start) * 1e3,
                         cure_s * 1e3] for _, why, when, cure_s in found["log"]]
     report_run(report, run, speed, peer, loose)
-    if struck: report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults)
-    else: report.say("the run had ended before: no faults")
+    report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults or [["-"] * 4])
     report.check("faults noticed and cured", len(faults), "==", len(struck))
     # of the replacement too, and all of lag 0
     history.report_learning(before, after, max(peer["mismatch_k3"]))
@@ -2640,7 +2630,7 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
     # At best, of the shares of time that the sides need in turn only the longer one is left.
     speedup, ideal = sync[0] / fast[0], sum(sync[3:5]) / max(sync[3:5])
     stall = sum(history["stall_s"]) / sum(history["step_s"])
-    good = [row["seconds"] for row in history.rows if row["heldout"] >= 0.95]
+    good = next((row["seconds"] for row in history.rows if row["heldout"] >= 0.95), -1.0)  # never
     report.table([f"{timed} steps", "s", "steps/s", "tokens/s", "generators busy", "trainer busy",
                   "reward then"], ["sync", *sync], ["async", *fast])
     if bound: report.check("sync seconds / async seconds", speedup, ">", 1)  # K = 0 is synchronous
@@ -2657,8 +2647,7 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
     report.say(f"episodes not judged: {fleet.num_unjudged}; cut by the context: {fleet.num_cut}")
     report.figure(async_speedup=speedup, speedup_of_ideal=speedup / ideal, sync_s=sync[0],
                   async_s=fast[0], bottleneck_busy_share=max(fast[3:5]), trainer_stall_share=stall,
-                  seconds_to_95=min(good, default=-1.0),  # -1: never
-                  **count, in_flight=in_flight, unjudged=fleet.num_unjudged)
+                  seconds_to_95=good, **count, in_flight=in_flight, unjudged=fleet.num_unjudged)
 
 
 # -- plumbing: the command line -------------------------------------------------------------------
@@ -2680,11 +2669,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     which.add_argument("--only", help="run this stage", **known)
     which.add_argument("--list", action="store_true", help="print the stages")
     meaning = dict(re.findall(r"(\w+): .*  # (.*)", inspect.getsource(Config)))
-    choices = {"loss": LOSSES, "baseline": BASELINES, "pull": ("rollout", "token"),
-               "device": ("cpu", "cuda")}
+    names = dict(loss=LOSSES, baseline=BASELINES, pull=["rollout", "token"], device=["cpu", "cuda"])
     for name, value in Config()._asdict().items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value,
-                            choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
+                            choices=names.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
@@ -2767,8 +2755,7 @@ def main(argv: list[str] | None = None) -> None:
         machine |= {"cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
         whole = {"version": 1, "args": vars(args), "machine": machine, "stages": report.stages}
         pathlib.Path(args.json).write_text(json.dumps(whole, indent=1), encoding="utf-8")
-    failed = [found["name"] for found in report.stages if not found["ok"]]
-    if failed:
+    if failed := [found["name"] for found in report.stages if not found["ok"]]:
         noise.seek(0)
         last_words = "".join(f"  | {line}" for line in noise.readlines()[-20:])
         leave(1, f"failed: {', '.join(failed)}; what the workers said last:\n{last_words}")

@@ -483,14 +483,14 @@ async def history_of_gate_and_buffer(seed):
         if away and rng.random() < 0.6:
             rollout = away.pop(rng.randrange(len(away)))  # any order: stragglers are overtaken
             if rng.random() < 0.1:
-                await gate.settle("lost", m.GROUPS_PER_BATCH)
+                gate.settle("lost", m.GROUPS_PER_BATCH)
             else:
-                await buffer.put(rollout, m.GROUPS_PER_BATCH, 1)
+                buffer.put(rollout, m.GROUPS_PER_BATCH, 1)
         fresh = [g for g in buffer.groups if version - g[3] <= max_lag]
         if len(fresh) >= m.GROUPS_PER_BATCH:
             batch = await buffer.take(1, version)
             assert int((version - batch.versions).max()) <= max_lag
-            await gate.settle("trained", m.GROUPS_PER_BATCH)
+            gate.settle("trained", m.GROUPS_PER_BATCH)
             version, trained = version + 1, trained + m.GROUPS_PER_BATCH
         in_flight = m.GROUPS_PER_BATCH * len(away) + len(buffer.groups)
         assert m.under_way(gate.count) == in_flight <= gate.limit
@@ -511,7 +511,7 @@ def test_gate_waits_until_tickets_come_back():
         waiting = asyncio.ensure_future(gate.admit(m.GROUPS_PER_BATCH))
         await asyncio.sleep(0.02)
         assert not waiting.done()
-        await gate.settle("dropped", m.GROUPS_PER_BATCH)
+        gate.settle("dropped", m.GROUPS_PER_BATCH)
         await asyncio.wait_for(waiting, 5)
 
     asyncio.run(scene())
@@ -2298,7 +2298,7 @@ def test_groups_of_which_all_was_cut_are_lost_and_not_waited_for():
         gate = m.Gate(0, collections.Counter(started=3, trained=0, dropped=0, lost=0, undone=0))
         buffer, rollout = m.ReplayBuffer(gate, 0), rollout_of([1, 1, 2, 2, 3], 0)
         rollout.turns[:2] = 0
-        await buffer.put(rollout, 3, 1)
+        buffer.put(rollout, 3, 1)
         assert gate.count["lost"] == 2 and len(buffer.groups) == 1
 
     asyncio.run(scene())
