@@ -1639,11 +1639,11 @@ class Rollout(collections.namedtuple("Rollout", "ids mask turns logprobs version
     @staticmethod
     def join(parts: list[tuple[Rollout, list[int]]]) -> Rollout:
         """The given rows of the given rollouts as one batch."""
-        *columns, group_ids = zip(*([field[rows] for field in r[:-2]] for r, rows in parts))
-        padded = (torch.nn.utils.rnn.pad_sequence([*itertools.chain(*column)], batch_first=True)
-                  for column in columns)  # of [T] each, shorter ones with holes
+        width, pad = max(r.ids.shape[1] for r, _ in parts), torch.nn.functional.pad
+        *columns, rewards, ids = zip(*([field[rows] for field in r[:-2]] for r, rows in parts))
+        wide = (torch.cat([pad(c, (0, width - c.shape[1])) for c in column]) for column in columns)
         talks = ((r.prompts[row], r.answers[row]) for r, rows in parts for row in rows)
-        return Rollout(*padded, torch.cat(group_ids), *map(list, zip(*talks)))
+        return Rollout(*wide, torch.cat(rewards), torch.cat(ids), *map(list, zip(*talks)))
 
 
 def packed(mask, *columns) -> list:
@@ -1687,8 +1687,7 @@ class Policy:
 def log_softmax(model, ids, chosen):
     """[B, T] packed ids, [B, T-1] bool -> [N, V] float32, the log-probabilities of what follows at
     N places. In bf16 the probabilities would miss summing to 1 by 1e-3."""
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    return logits[chosen].float().log_softmax(-1)
+    return model(input_ids=ids[:, :-1], use_cache=False).logits[chosen].float().log_softmax(-1)
 
 
 def tiny_policy(letters: str) -> tuple:
@@ -2499,13 +2498,12 @@ class ReplayBuffer:
         Drops what is too old, and what comes from a trainer that was lost; waits until there is
         enough; woken by `put`."""
         while True:
-            fresh = [group for group in self.groups
-                     if group[2] == run_id and version - group[3] <= self.max_lag]
+            fresh = [g for g in self.groups if g[2] == run_id and version - g[3] <= self.max_lag]
             dropped, self.groups = len(self.groups) - len(fresh), fresh
             self.gate.settle("dropped", dropped)  # refund
             if len(fresh) >= GROUPS_PER_BATCH:
                 self.groups = fresh[GROUPS_PER_BATCH:]
-                return Rollout.join([group[:2] for group in fresh[:GROUPS_PER_BATCH]])
+                return Rollout.join([g[:2] for g in fresh[:GROUPS_PER_BATCH]])
             await self.gate.changed.wait()
 
 
@@ -2674,8 +2672,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value,
                             choices=names.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
-    args = parser.parse_args(argv)
-    for name, value in vars(args).items():
+    for name, value in vars(args := parser.parse_args(argv)).items():
         low = dict(max_lag=0, seed=0, lr=0, kl=0, entropy=-1).get(name, 1)
         if type(value) in (int, float) and not value >= low:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
@@ -2714,8 +2711,8 @@ def descendants() -> list[int]:
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):  # 12 (a name) S 1 ...
         with contextlib.suppress(OSError):  # it has ended
             parents[int(stat.parent.name)] = int(stat.read_bytes().rpartition(b") ")[2].split()[1])
-    for mine in found:  # grows while it is read
-        found += [pid for pid, parent in parents.items() if parent == mine]
+    # grows while it is read
+    for mine in found: found += [pid for pid, parent in parents.items() if parent == mine]
     return [pid for pid in found[1:] if is_alive(pid)]
 
 

@@ -194,7 +194,7 @@ BROKEN = {  # stage: (what provides the claim, what is there instead)
     "weight_sync": ("self.arena.words[self.word] = os.getpid() * Arena.MAX_SLOTS + slot", "pass"),
     "reshard": ("-(-len(part) // num_ranks)", "len(part) // num_ranks"),
     "sync_rl": ("        version = self.reader.pull()", "        version = self.reader.version"),
-    "async_rl": (" and version - group[3] <= self.max_lag]", "]"),
+    "async_rl": (" and version - g[3] <= self.max_lag]", "]"),
 }
 
 
