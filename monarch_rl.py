@@ -1572,23 +1572,21 @@ class Task:
 
 class Shift(Task):
     """To answer each letter with those so many places on: with [1, 2, 3] "a" is answered by "bcd",
-    and after p comes a."""
+    and after p comes a. An answer has three letters."""
 
-    def __init__(self, instruction: str, num_turns: int, num_letters: int, places_on: list[int]):
-        self.instruction, self.num_turns = instruction, num_turns
-        self.num_letters, self.places_on = num_letters, places_on
+    def __init__(self, instruction: str, places_on: list[int], num_turns: int = 2):
+        self.instruction, self.places_on, self.num_turns = instruction, places_on, num_turns
 
     def conversation(self, rng: random.Random) -> tuple[tuple[str, str], ...]:
-        ring, turns = 2 * self.letters, range(self.num_turns)
-        texts = ["".join(rng.choices(self.letters, k=self.num_letters)) for _ in turns]
+        ring, num_letters = 2 * self.letters, 3 // len(self.places_on)
+        texts = ["".join(rng.choices(self.letters, k=num_letters)) for _ in range(self.num_turns)]
         return tuple((text, "".join(ring[ring.index(letter) + by] for letter in text
                                     for by in self.places_on)) for text in texts)
 
 
-TASKS = {
-    "repeat": Shift("Repeat exactly what I say.", 2, 3, [0]),
-    "count": Shift("I say a letter, a to p; say the next three (a follows p).", 3, 1, [1, 2, 3]),
-    "pattern": Shift("For each letter, a to p, say that eight places on (a follows p).", 2, 3, [8])}
+TASKS = {"repeat": Shift("Repeat exactly what I say.", [0]),
+         "count": Shift("I say a letter, a to p; say the next three (a follows p).", [1, 2, 3], 3),
+         "pattern": Shift("For each letter, a to p, say that eight places on (a follows p).", [8])}
 
 
 def task_of(name: str) -> Task:
@@ -1641,14 +1639,11 @@ class Rollout(collections.namedtuple("Rollout", "ids mask turns logprobs version
     @staticmethod
     def join(parts: list[tuple[Rollout, list[int]]]) -> Rollout:
         """The given rows of the given rollouts as one batch."""
-        width, pad, joined = max(r.ids.shape[1] for r, _ in parts), torch.nn.functional.pad, {}
-        for name in Rollout._fields[:-2]:
-            rows = [getattr(rollout, name)[rows] for rollout, rows in parts]
-            if name not in ("rewards", "group_ids"):
-                rows = [pad(r, (0, width - r.shape[1])) for r in rows]
-            joined[name] = torch.cat(rows)
-        return Rollout(**joined, prompts=[r.prompts[row] for r, rows in parts for row in rows],
-                       answers=[r.answers[row] for r, rows in parts for row in rows])
+        width, pad = max(r.ids.shape[1] for r, _ in parts), torch.nn.functional.pad
+        *columns, rewards, ids = zip(*([field[rows] for field in r[:-2]] for r, rows in parts))
+        wide = (torch.cat([pad(c, (0, width - c.shape[1])) for c in column]) for column in columns)
+        talks = ((r.prompts[row], r.answers[row]) for r, rows in parts for row in rows)
+        return Rollout(*wide, torch.cat(rewards), torch.cat(ids), *map(list, zip(*talks)))
 
 
 def packed(mask, *columns) -> list:
@@ -1684,7 +1679,7 @@ class Policy:
         self.head += "" if tiny else f"{self.task.instruction}\n"
 
     def text(self, ids: list[int]) -> str:
-        """Sampled ids as text; a '+' at the end says that the policy did not end its turn."""
+        """Sampled ids, up to the end of the turn, as text; a '+' says that there was no end."""
         end = ids.index(self.stop_id) if self.stop_id in ids else None
         return self.tokenizer.decode(ids[:end]).strip() + ("+" if end is None else "")
 
@@ -1692,8 +1687,7 @@ class Policy:
 def log_softmax(model, ids, chosen):
     """[B, T] packed ids, [B, T-1] bool -> [N, V] float32, the log-probabilities of what follows at
     N places. In bf16 the probabilities would miss summing to 1 by 1e-3."""
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    return logits[chosen].float().log_softmax(-1)
+    return model(input_ids=ids[:, :-1], use_cache=False).logits[chosen].float().log_softmax(-1)
 
 
 def tiny_policy(letters: str) -> tuple:
@@ -1713,26 +1707,18 @@ def tiny_policy(letters: str) -> tuple:
 class Decoder:
     """Converses, one token per row and step, with a KV cache."""
 
-    def __init__(self, policy: Policy, num_rows: int, group_size: int = 1, seed: int = 0,
-                 greedy: bool = True, pull=int):
+    def __init__(self, policy: Policy, num_rows: int, group_size=1, seed=0, greedy=True, pull=int):
         """pull: makes the policy's weights those to sample with, and tells their version."""
         self.policy, self.group_size, self.greedy, self.pull = policy, group_size, greedy, pull
-        self.turn = 0  # counts from 1
+        self.turn, self.version = 0, -1  # turn counts from 1
         self.rng = torch.Generator(policy.cfg.device).manual_seed(seed)
         none = torch.zeros(num_rows, 0, dtype=torch.int64, device=policy.cfg.device)
         self.columns = [none, none, none, none.float(), none]  # ids to versions, see Rollout
         # [B] bool: who has not ended the turn, the conversation; whose next turn had no room
         self.alive, self.over, self.cut = none.any(1), none.any(1), none.any(1)
-        self._take(pull())
-
-    def _take(self, version: int) -> None:
-        """New weights: the keys and values that old ones made are of no use."""
-        self.version = version
-        self.cache = transformers.DynamicCache(config=self.policy.model.config)
 
     def append(self, ids, mask, turn: int, logprobs=0.0) -> None:
         """ids, mask, logprobs: [B, L] each; turn: in which the policy chose them, or 0."""
-        mask = mask.long()
         new = ids, mask, mask * turn, mask * logprobs, mask * self.version
         self.columns = [torch.cat([old, more], 1) for old, more in zip(self.columns, new)]
 
@@ -1740,20 +1726,19 @@ class Decoder:
         """The user's turn, a text per row; None ends the row's conversation, and so does a turn
         that leaves no room in the model's context. Where the template begins it with the token that
         ends the assistant's, rows that sampled it get a hole: they have it already."""
-        policy, device, first = self.policy, self.policy.cfg.device, self.turn == 0
+        policy, device = self.policy, self.policy.cfg.device
         self.turn += 1
         self.over |= torch.tensor([text is None for text in texts], device=device)
         some = {text: i for i, text in enumerate(dict.fromkeys(text or "" for text in texts))}
-        head = policy.head if first else policy.later_head
+        head = policy.head if self.turn == 1 else policy.later_head
         out = policy.tokenizer([head + text + policy.tail for text in some], return_tensors="pt",
                                add_special_tokens=False, padding=True, padding_side="left")
         # [B, L] each, with holes on the left, so that all rows end together and sampling can begin
         which = torch.tensor([some[text or ""] for text in texts])
         ids, mask = (out[name][which].to(device) for name in ("input_ids", "attention_mask"))
-        if not first:
-            begin = mask.argmax(1, True)  # [B, 1], the column of each row's first token
-            twice = (ids.gather(1, begin) == policy.stop_id) & ~self.alive[:, None]
-            mask.scatter_(1, begin, (~twice).long())
+        begin = mask.argmax(1, True)  # [B, 1], the column of each row's first token
+        twice = (ids.gather(1, begin) == policy.stop_id) & ~self.alive[:, None] & (self.turn > 1)
+        mask.scatter_(1, begin, (~twice).long())
         length = self.columns[1].sum(1) + mask.sum(1) + policy.max_new_tokens
         self.cut |= (length > policy.context) & ~self.over
         self.over |= self.cut
@@ -1761,30 +1746,32 @@ class Decoder:
 
     def speak(self) -> list[str]:
         """The assistant's turn, until every row has ended it; what each row said."""
+        model, stop = self.policy.model, self.policy.stop_id
         start, self.alive = self.columns[0].shape[1], ~self.over
         while self.alive.any() and self.columns[0].shape[1] - start < self.policy.max_new_tokens:
-            if (version := self.pull()) != self.version: self._take(version)
+            if (version := self.pull()) != self.version:
+                # The keys and values that old weights made are of no use.
+                self.version, self.cache = version, transformers.DynamicCache(config=model.config)
             # The rows of a group begin alike: what they hear first is computed once.
             repeats = 1 if self.turn > 1 or self.columns[0].shape[1] > start else self.group_size
             ids, mask = (column[::repeats] for column in self.columns[:2])
             new = ids.shape[1] - self.cache.get_seq_length()  # columns that the cache lacks
-            places = (mask.cumsum(1) - 1).clamp(min=0)  # holes do not count
-            out = self.policy.model(ids[:, -new:], attention_mask=mask, past_key_values=self.cache,
-                                    position_ids=places[:, -new:], logits_to_keep=1)
+            # Holes have no position.
+            out = model(ids[:, -new:], attention_mask=mask, past_key_values=self.cache,
+                        position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new:], logits_to_keep=1)
             self.cache.batch_repeat_interleave(repeats)
             logp = out.logits[:, -1].float().log_softmax(-1).repeat_interleave(repeats, 0)  # [B, V]
             token = (logp.argmax(-1, True) if self.greedy
                      else torch.multinomial(logp.exp(), 1, generator=self.rng))
             on = self.alive[:, None]  # [B, 1]; rows that have ended get a hole
-            self.append(token * on, on, self.turn, logp.gather(1, token))
-            self.alive = self.alive & (token[:, 0] != self.policy.stop_id)
-        ids, _, chosen, *_ = (column[:, start:].tolist() for column in self.columns)
-        return [self.policy.text([i for i, kept in zip(*row) if kept]) for row in zip(ids, chosen)]
+            self.append(token.where(on, stop), on.long(), self.turn, logp.gather(1, token))
+            self.alive = self.alive & (token[:, 0] != stop)
+        return [self.policy.text(row) for row in self.columns[0][:, start:].tolist()]
 
 
 def generate(policy: Policy, prompts: list[Prompt], group_size: int, seed: int = 0,
              greedy: bool = True, pull=int) -> tuple[Rollout, int]:
-    """Has each conversation group_size times. No rewards yet: nan. Also how many did not fit into
+    """Has each conversation group_size times. No rewards yet: None. Also how many did not fit into
     the model's context: they end early and carry no loss."""
     rows = [prompt for prompt in prompts for _ in range(group_size)]
     decoder, said = Decoder(policy, len(rows), group_size, seed, greedy, pull), [[] for _ in rows]
@@ -1794,8 +1781,7 @@ def generate(policy: Policy, prompts: list[Prompt], group_size: int, seed: int =
             for so_far, text, over in zip(said, decoder.speak(), decoder.over.tolist()):
                 if not over: so_far.append(text)
         decoder.columns[2][decoder.cut] = 0
-    rewards = torch.full([len(rows), policy.task.num_turns], math.nan)
-    return Rollout(*(column.cpu() for column in decoder.columns), rewards,
+    return Rollout(*(column.cpu() for column in decoder.columns), None,
                    torch.tensor([prompt.id for prompt in rows]), rows, said), int(decoder.cut.sum())
 
 
@@ -1813,9 +1799,8 @@ def warm_start(policy: Policy) -> None:
             out = policy.tokenizer(noisy, return_tensors="pt", padding=True).to(policy.cfg.device)
             decoder.append(out["input_ids"], out["attention_mask"], decoder.turn)
         ids, turns = packed(decoder.columns[1], decoder.columns[0], decoder.columns[2])
-        chosen = turns[:, 1:] > 0
-        logp = log_softmax(policy.model, ids, chosen).gather(1, ids[:, 1:][chosen][:, None])
-        (-logp.mean()).backward()
+        # -100: not to be learned
+        policy.model(ids, labels=ids.where(turns > 0, -100), use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if num_steps % 5 == 0 or found > 0.02:  # near the end it rises by 0.05 a step
@@ -2057,7 +2042,7 @@ class Trainer(Worker):
         copy has until the next optimizer step, which changes what it reads."""
         if not self.writer: raise TrainerLost  # this was meant for the one before
         start, cfg, model, stall_s, skipped = time.monotonic(), self.cfg, self.policy.model, 0.0, 0
-        chosen, parts, near = batch.turns > 0, self._parts(batch), {}
+        chosen, parts, near = batch.turns > 0, [*self._parts(batch)], {}
         lag, num_tokens = (self.version - batch.versions) * chosen, max(1, int(chosen.sum()))
         for _ in range(cfg.passes):
             sums = torch.zeros(8, dtype=torch.float64)
@@ -2087,14 +2072,12 @@ class Trainer(Worker):
         # other ranks have scored the other tokens
         if cfg.trainers > 1: torch.distributed.all_reduce(sums)
         young, drift, loss, entropy, clipped, kl, weight, squares = (sums / num_tokens).tolist()
-        return StepStats(
-            version=self.version, reward=float(batch.rewards.sum(1).mean()), skipped=skipped,
-            lag_mean=int(lag.sum()) / num_tokens, lag_max=int(lag.max()), loss=loss, kl=kl,
-            mismatch_k3=drift / young if young else -1.0, ess=weight**2 / max(squares, 1e-9),
-            entropy=entropy, clipped=clipped, grad_norm=norm, num_tokens=num_tokens,
-            stall_s=stall_s, step_s=since(start))
+        return StepStats(  # in the order of its fields
+            self.version, float(batch.rewards.sum(1).mean()), int(lag.sum()) / num_tokens,
+            int(lag.max()), loss, drift / young if young else -1.0, weight**2 / max(squares, 1e-9),
+            entropy, clipped, kl, norm, num_tokens, skipped, stall_s, since(start))
 
-    def _parts(self, batch: Rollout) -> list[Part]:
+    def _parts(self, batch: Rollout):
         """This rank's rows, in as many forward passes as MAX_LOGITS makes of them: long rows with
         long ones, so that there is little to fill up."""
         returns = batch.rewards.flip(1).cumsum(1).flip(1)  # what comes after a token is due to it
@@ -2103,14 +2086,12 @@ class Trainer(Worker):
                    table.gather(1, (batch.turns - 1).clamp(min=0)), batch.versions == self.version)
         num_logits = batch.ids.numel() * self.policy.model.config.vocab_size // self.cfg.trainers
         by_length = batch.mask.sum(1).argsort(descending=True, stable=True)
-        mine, parts = by_length[self.rank :: self.cfg.trainers], []
         # as many parts on every rank, or they would hang, and none empty
         num_parts = min(-(-num_logits // MAX_LOGITS), len(by_length) // self.cfg.trainers)
-        for rows in mine.tensor_split(num_parts):
+        for rows in by_length[self.rank :: self.cfg.trainers].tensor_split(num_parts):
             ids, turns, *others = packed(*(c[rows].to(self.cfg.device) for c in columns))
             chosen = turns[:, 1:] > 0  # column t is predicted at t - 1
-            parts.append(Part(ids, chosen, *(column[:, 1:][chosen] for column in others)))
-        return parts
+            yield Part(ids, chosen, *(column[:, 1:][chosen] for column in others))
 
     def _score(self, model, part: Part) -> tuple:
         """Of the sampled tokens, [N] each: log-probability, and entropy in nats."""
@@ -2121,7 +2102,7 @@ class Trainer(Worker):
 
     async def examine(self, batch: Rollout) -> list[tuple]:
         """What must hold, or nothing is learned: (what, found, relation, wanted)."""
-        model, part, num = self.policy.model, self._parts(batch)[0], len(batch.answers)
+        model, part, num = self.policy.model, next(self._parts(batch)), len(batch.answers)
         pi, _ = self._score(model, part)
         pi.sum().backward()
         still = sum(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -2297,15 +2278,16 @@ class History:
 
     MAX_LOSSES = 5  # of the trainer without a checkpoint in between; more is no accident
     EVALUATE_EVERY = 25  # steps
-    # exact: see `heldout`; nats: entropy; gen, train: shares of the time that these were at work
+    # exact: see `heldout`; nats: entropy; gen, train: shares of the time that these were at work;
+    # a dash: not known
     HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  heard > said"
-    LINE = ("{run:5s}{step:5d}{reward:7.2f}{heldout:6.2f}{lag_mean:5.1f}{lag_max:4d}"
-            "{mismatch_k3:7.0e}{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{:5.2f}{:6.2f}{:6.0f}  {}")
+    LINE = ("{run:5s}{step:5d}{reward:7.2f}{:>6s}{lag_mean:5.1f}{lag_max:4d}{:>7s}"
+            "{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{:5.2f}{:6.2f}{:6.0f}  {}")
 
     def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = ""):
         """saved: the folder inside --checkpoint; "": in memory."""
         self.fleet, self.report, self.label, self.num_steps = fleet, report, label, num_steps
-        self.cfg, self.alarms = fleet.cfg, ALARMS[:]
+        self.cfg, self.told = fleet.cfg, set()  # told: meanings of alarms
         self.rows: list[dict] = []  # one per step, the lines of --log
         # held-out exact, of the last evaluation, or -1; tasks that evaluate
         self.heldout, self.evaluating = -1.0, []
@@ -2381,26 +2363,25 @@ class History:
         step = len(self.rows) + 1
         self.rows.append({"run": self.label, "step": step, "seconds": since(self.started),
                           "busy_s": self.fleet.busy_s, "heldout": self.heldout} | stats._asdict())
-        with open(self.fleet.cfg.log or os.devnull, "a", encoding="utf-8") as log:
-            log.write(json.dumps(self.rows[-1]) + "\n")
-        for alarm in self.alarms[:]:
-            name, relation, limit, num_steps, meaning = alarm
-            recent = [row[name] for row in self.rows[-num_steps:]]
-            if sum(Report.OPERATORS[relation](found, limit) for found in recent) == num_steps:
-                self.alarms.remove(alarm)
-                told = f"{self.label} {step}: {name} {show(recent[-1])}: {meaning}"
-                if name == "skipped": raise RuntimeError(told)
-                self.report.say(told)
+        with open(self.cfg.log or os.devnull, "a") as f: f.write(json.dumps(self.rows[-1]) + "\n")
+        for name, relation, limit, num_steps, meaning in ALARMS:
+            hits = [Report.OPERATORS[relation](row[name], limit) for row in self.rows[-num_steps:]]
+            if sum(hits) == num_steps and meaning not in self.told:
+                self.told.add(meaning)
+                text = f"{self.label} {step}: {name} {show(self.rows[-1][name])}: {meaning}"
+                if name == "skipped": raise RuntimeError(text)
+                self.report.say(text)
         if step % self.EVALUATE_EVERY == 0:
             self.evaluating.append(asyncio.ensure_future(self._evaluate()))
         keep = step == 1 or step % max(1, self.cfg.steps // 8) == 0
-        if keep or step % 10 == 0:
+        # one live line on a terminal; in a pipe only the lines to keep
+        if keep or self.report.live and step % 10 == 0:
             _, _, speed, gen, train, _ = self.speed(step)
-            said = " ".join(text for text, _ in batch.prompts[0].turns)
-            said += f" > {' '.join(batch.answers[0])}"
-            line = self.LINE.format(gen, train, speed, said, **self.rows[-1])
-            # one live line on a terminal; in a pipe only the lines to keep
-            if keep or self.report.live: self.report.say(line[:92], end="\n" if keep else "")
+            exact = "-" if self.heldout < 0 else f"{self.heldout:.2f}"
+            k3 = "-" if stats.mismatch_k3 < 0 else f"{stats.mismatch_k3:.0e}"
+            said = " ".join([*(text for text, _ in batch.prompts[0].turns), ">", *batch.answers[0]])
+            line = self.LINE.format(exact, k3, gen, train, speed, said, **self.rows[-1])
+            self.report.say(line[:92], end="\n" if keep else "")
 
     def speed(self, num_steps: int) -> list:
         """Of the first steps: seconds, steps/s, tokens/s, shares of the time that generators and
@@ -2477,57 +2458,53 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 
 
 class Gate:
-    """Tickets, one per group."""
+    """Tickets, one per group. Coroutines of one thread need no lock: between a look and the `await`
+    that follows it nobody else runs."""
 
     def __init__(self, max_lag: int, count: collections.Counter):
         self.limit = (max_lag + 1) * GROUPS_PER_BATCH
-        self.count, self.changed = count, asyncio.Condition()
+        self.count, self.changed = count, asyncio.Event()
 
     async def admit(self, num_groups: int) -> None:
         """Takes tickets; waits while too much is under way; woken by `settle`."""
-        async with self.changed:
-            await self.changed.wait_for(lambda: under_way(self.count) + num_groups <= self.limit)
-            self.count["started"] += num_groups
+        while under_way(self.count) + num_groups > self.limit: await self.changed.wait()
+        self.count["started"] += num_groups
 
-    async def settle(self, how: str, num_groups: int) -> None:
-        """Gives tickets back; how: trained, dropped or lost."""
-        async with self.changed:
-            self.count[how] += num_groups
-            self.changed.notify_all()
+    def settle(self, how: str, num_groups: int) -> None:
+        """Gives tickets back; how: trained, dropped or lost. Wakes all that wait, to look again."""
+        self.count[how] += num_groups
+        self.changed.set()
+        self.changed.clear()
 
 
 class ReplayBuffer:
     """Groups that wait for the trainer, oldest first. Here, and only here, the two loops meet."""
 
     def __init__(self, gate: Gate, max_lag: int):
-        self.gate, self.max_lag, self.arrived = gate, max_lag, asyncio.Condition()
+        self.gate, self.max_lag = gate, max_lag
         self.groups: list[tuple] = []  # (rollout, its rows of the group, run id, version)
 
-    async def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
+    def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
         """Groups with less than two judged episodes, or nothing to learn from, are lost."""
         groups = [(rollout.group_ids == g).nonzero()[:, 0] for g in rollout.group_ids.unique()]
         groups = [rows.tolist() for rows in groups if len(rows) > 1 and rollout.turns[rows].any()]
-        async with self.arrived:
-            for rows in groups:  # the oldest token counts
-                oldest = int(rollout.versions[rows][rollout.turns[rows] > 0].min())
-                self.groups.append((rollout, rows, run_id, oldest))
-            self.arrived.notify_all()
-        await self.gate.settle("lost", num_groups - len(groups))
+        for rows in groups:  # the oldest token counts
+            oldest = int(rollout.versions[rows][rollout.turns[rows] > 0].min())
+            self.groups.append((rollout, rows, run_id, oldest))
+        self.gate.settle("lost", num_groups - len(groups))  # none, mostly; wakes `take`
 
     async def take(self, run_id: int, version: int) -> Rollout:
         """The oldest groups that a trainer of this run id may see at this version, as one batch.
         Drops what is too old, and what comes from a trainer that was lost; waits until there is
         enough; woken by `put`."""
-        async with self.arrived:
-            while True:
-                fresh = [group for group in self.groups
-                         if group[2] == run_id and version - group[3] <= self.max_lag]
-                dropped, self.groups = len(self.groups) - len(fresh), fresh
-                await self.gate.settle("dropped", dropped)  # refund
-                if len(fresh) >= GROUPS_PER_BATCH:
-                    self.groups = fresh[GROUPS_PER_BATCH:]
-                    return Rollout.join([group[:2] for group in fresh[:GROUPS_PER_BATCH]])
-                await self.arrived.wait()
+        while True:
+            fresh = [g for g in self.groups if g[2] == run_id and version - g[3] <= self.max_lag]
+            dropped, self.groups = len(self.groups) - len(fresh), fresh
+            self.gate.settle("dropped", dropped)  # refund
+            if len(fresh) >= GROUPS_PER_BATCH:
+                self.groups = fresh[GROUPS_PER_BATCH:]
+                return Rollout.join([g[:2] for g in fresh[:GROUPS_PER_BATCH]])
+            await self.gate.changed.wait()
 
 
 class AsyncRun:
@@ -2536,11 +2513,11 @@ class AsyncRun:
     MAX_LOST = 320  # groups, more than were trained on: nobody gets anywhere
 
     def __init__(self, history: History, max_lag: int):
-        self.history, self.fleet = history, history.fleet
-        self.gate = Gate(max_lag, history.count)
+        self.history, self.fleet, self.gate = history, history.fleet, Gate(max_lag, history.count)
         self.buffer = ReplayBuffer(self.gate, max_lag)
-        self.away, self.done = 0, False  # away: groups in requests that are not back
-        self.steps = collections.deque()  # tasks: the trainer's step now, and one sent ahead
+        # away: groups in requests that are not back; steps: tasks, the trainer's step now and one
+        # sent ahead
+        self.away, self.done, self.steps = 0, False, collections.deque()
 
     async def run(self) -> None:
         """Shutdown:  training ends (or any loop raises)
@@ -2569,44 +2546,39 @@ class AsyncRun:
             await self.gate.admit(GROUPS_PER_BATCH)
             self.away += GROUPS_PER_BATCH
             prompts, run_id = self.fleet.sampler.draw(GROUPS_PER_BATCH), self.fleet.handle.run_id
-            try:
-                await self.buffer.put(await self.fleet.rollout(prompts), len(prompts), run_id)
+            try: self.buffer.put(await self.fleet.rollout(prompts), len(prompts), run_id)
             except (ActorError, SupervisionError, RuntimeError) as error:  # after all retries
-                await self.gate.settle("lost", GROUPS_PER_BATCH)
+                self.gate.settle("lost", GROUPS_PER_BATCH)
                 self.history.report.say(f"{GROUPS_PER_BATCH} groups lost: {cause(error)}")
                 spare = self.MAX_LOST + self.gate.count["trained"] - self.gate.count["lost"]
                 if isinstance(cause(error), NoReplica) or spare < 0: raise  # the run ends
                 await asyncio.sleep(0.2)  # a trainer that is not back yet, for example
-            finally:
-                self.away -= GROUPS_PER_BATCH
+            finally: self.away -= GROUPS_PER_BATCH
 
     async def _training(self) -> None:
         """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
         by the answer / produces versions / ends when all steps are made"""
         # While the trainer works on a batch, one more waits there, and grows older by a version.
         # With K = 0 it would be too old then; and nothing is sent ahead of a checkpoint.
-        fleet, history, steps = self.fleet, self.history, self.steps
+        fleet, history, steps, ahead = self.fleet, self.history, self.steps, self.buffer.max_lag > 0
         while steps or history.sent < history.num_steps:
             try:
-                if not steps or self.buffer.max_lag and not history.is_due(history.sent):
+                while not steps or len(steps) <= ahead and not history.is_due(history.sent):
                     batch = await self.buffer.take(fleet.handle.run_id, fleet.version)
                     fleet.version += 1  # at which the trainer will see the next batch
                     history.sent += 1
                     steps.append(asyncio.ensure_future(self._step(batch)))
-                    if len(steps) == 1: continue
                 await steps.popleft()
                 if not steps and history.is_due(history.sent): await history.save()
             except TrainerLost:
-                await asyncio.gather(*steps, return_exceptions=True)  # these are lost too
+                await asyncio.gather(*steps, return_exceptions=True)  # the other one is lost too
                 steps.clear()
+                self.gate.settle("lost", (history.sent - len(history.rows)) * GROUPS_PER_BATCH)
                 await history.restore()
 
     async def _step(self, batch: Rollout) -> None:
-        try: stats = await self.fleet.ask("step", batch)
-        except TrainerLost:
-            await self.gate.settle("lost", GROUPS_PER_BATCH)
-            raise
-        await self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
+        stats = await self.fleet.ask("step", batch)
+        self.gate.settle("trained", GROUPS_PER_BATCH)  # only now: lag counts versions
         self.history.add(stats, batch)
 
 
@@ -2622,9 +2594,8 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     async with Fleet(cfg) as fleet:
         before, loose = await fleet.evaluate(), History(fleet, report, "loose", min(60, timed))
         await AsyncRun(loose, max_lag=10**6).run()  # without the rule
-        history = History(fleet, report, "async", cfg.steps, "async_rl")
-        run = AsyncRun(history, cfg.max_lag)
-        running = asyncio.ensure_future(run.run())
+        run = AsyncRun(History(fleet, report, "async", cfg.steps, "async_rl"), cfg.max_lag)
+        history, running = run.history, asyncio.ensure_future(run.run())
         for part, (name, number) in enumerate(FAULTS.items()):
             step = timed + (cfg.steps - timed) * part // 3
             while len(history.rows) < step and not running.done(): await asyncio.sleep(0.002)
@@ -2641,8 +2612,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
             faults += [[f"{FAULTS[name].name}, one of {name}", why, (when - start) * 1e3,
                         cure_s * 1e3] for _, why, when, cure_s in found["log"]]
     report_run(report, run, speed, peer, loose)
-    if struck: report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults)
-    else: report.say("the run had ended before: no faults")
+    report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults or [["-"] * 4])
     report.check("faults noticed and cured", len(faults), "==", len(struck))
     # of the replacement too, and all of lag 0
     history.report_learning(before, after, max(peer["mismatch_k3"]))
@@ -2658,7 +2628,7 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
     # At best, of the shares of time that the sides need in turn only the longer one is left.
     speedup, ideal = sync[0] / fast[0], sum(sync[3:5]) / max(sync[3:5])
     stall = sum(history["stall_s"]) / sum(history["step_s"])
-    good = [row["seconds"] for row in history.rows if row["heldout"] >= 0.95]
+    good = next((row["seconds"] for row in history.rows if row["heldout"] >= 0.95), -1.0)  # never
     report.table([f"{timed} steps", "s", "steps/s", "tokens/s", "generators busy", "trainer busy",
                   "reward then"], ["sync", *sync], ["async", *fast])
     if bound: report.check("sync seconds / async seconds", speedup, ">", 1)  # K = 0 is synchronous
@@ -2675,8 +2645,7 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
     report.say(f"episodes not judged: {fleet.num_unjudged}; cut by the context: {fleet.num_cut}")
     report.figure(async_speedup=speedup, speedup_of_ideal=speedup / ideal, sync_s=sync[0],
                   async_s=fast[0], bottleneck_busy_share=max(fast[3:5]), trainer_stall_share=stall,
-                  seconds_to_95=min(good, default=-1.0),  # -1: never
-                  **count, in_flight=in_flight, unjudged=fleet.num_unjudged)
+                  seconds_to_95=good, **count, in_flight=in_flight, unjudged=fleet.num_unjudged)
 
 
 # -- plumbing: the command line -------------------------------------------------------------------
@@ -2698,14 +2667,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     which.add_argument("--only", help="run this stage", **known)
     which.add_argument("--list", action="store_true", help="print the stages")
     meaning = dict(re.findall(r"(\w+): .*  # (.*)", inspect.getsource(Config)))
-    choices = {"loss": LOSSES, "baseline": BASELINES, "pull": ("rollout", "token"),
-               "device": ("cpu", "cuda")}
+    names = dict(loss=LOSSES, baseline=BASELINES, pull=["rollout", "token"], device=["cpu", "cuda"])
     for name, value in Config()._asdict().items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value,
-                            choices=choices.get(name), help=f"{meaning[name]} (default: {value!r})")
+                            choices=names.get(name), help=f"{meaning[name]} (default: {value!r})")
     parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
-    args = parser.parse_args(argv)
-    for name, value in vars(args).items():
+    for name, value in vars(args := parser.parse_args(argv)).items():
         low = dict(max_lag=0, seed=0, lr=0, kl=0, entropy=-1).get(name, 1)
         if type(value) in (int, float) and not value >= low:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
@@ -2744,8 +2711,8 @@ def descendants() -> list[int]:
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):  # 12 (a name) S 1 ...
         with contextlib.suppress(OSError):  # it has ended
             parents[int(stat.parent.name)] = int(stat.read_bytes().rpartition(b") ")[2].split()[1])
-    for mine in found:  # grows while it is read
-        found += [pid for pid, parent in parents.items() if parent == mine]
+    # grows while it is read
+    for mine in found: found += [pid for pid, parent in parents.items() if parent == mine]
     return [pid for pid in found[1:] if is_alive(pid)]
 
 
@@ -2785,8 +2752,7 @@ def main(argv: list[str] | None = None) -> None:
         machine |= {"cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
         whole = {"version": 1, "args": vars(args), "machine": machine, "stages": report.stages}
         pathlib.Path(args.json).write_text(json.dumps(whole, indent=1), encoding="utf-8")
-    failed = [found["name"] for found in report.stages if not found["ok"]]
-    if failed:
+    if failed := [found["name"] for found in report.stages if not found["ok"]]:
         noise.seek(0)
         last_words = "".join(f"  | {line}" for line in noise.readlines()[-20:])
         leave(1, f"failed: {', '.join(failed)}; what the workers said last:\n{last_words}")
