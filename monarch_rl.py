@@ -1240,9 +1240,9 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 # Source. DTensor placements; cross-mesh resharding (Zhuang, MLSys 2023).
 
 
-# A cuboid of a tensor that one rank has: where its first element lies in the whole tensor, its size
-# in elements, and where its first element lies in what the rank has of the tensor.
-Box = collections.namedtuple("Box", "offset size local")
+# A cuboid of a tensor that one rank has: where it begins and ends in the whole tensor, and where it
+# begins in what the rank has of the tensor.
+Box = collections.namedtuple("Box", "start end local", defaults=[(), (), ()])  # those of a scalar
 
 # Elements of a tensor that one rank (of the source's side) has and another (of the target's) needs:
 # where the first one lies in the whole, how many, where it lies in what each of the two has.
@@ -1251,15 +1251,14 @@ Move = collections.namedtuple("Move", "name source target offset size read_at wr
 # A plan, by example: a matrix "w" of 5 x 23, the trainer cut by rows, the generator by columns.
 #
 #     source 0 has   Box((0, 0), (3, 23), (0, 0))     target 0 needs   Box((0, 0), (5, 12), (0, 0))
-#     source 1 has   Box((3, 0), (2, 23), (0, 0))     target 1 needs   Box((0, 12), (5, 11), (0, 0))
+#     source 1 has   Box((3, 0), (5, 23), (0, 0))     target 1 needs   Box((0, 12), (5, 23), (0, 0))
 #
 #     Move("w", source 0, target 1, offset (0, 12), size (3, 11), read_at (0, 12), write_at (0, 0))
 #     Move("w", source 1, target 1, offset (3, 12), size (2, 11), read_at (0, 12), write_at (3, 0))
 #     and two more for target 0
 
 
-def region(offset: tuple, size: tuple) -> tuple[slice, ...]:
-    return tuple(slice(start, start + n) for start, n in zip(offset, size))
+def region(offset: tuple, size: tuple): return tuple(slice(i, i + n) for i, n in zip(offset, size))
 
 
 @functools.cache
@@ -1271,18 +1270,15 @@ def boxes(shape: tuple, mesh_shape: tuple, placements: tuple, at: tuple) -> list
         if not placement.is_replicate():
             parts = indices[placement.dim].chunk(getattr(placement, "split_factor", 1))
             # torch.chunk: all shards but the last ones have ceil(n / ranks); those may be empty
-            widths = [-(-len(part) // num_ranks) for part in parts]
-            indices[placement.dim] = torch.cat(
-                [part[i * width : (i + 1) * width] for part, width in zip(parts, widths)])
-    return [Box(*(tuple(run[k] for run in runs) for k in range(3)))
-            for runs in itertools.product(*map(runs_of, indices))]
+            indices[placement.dim] = torch.cat([
+                part[torch.arange(len(part)) // -(-len(part) // num_ranks) == i] for part in parts])
+    return [Box(*zip(*runs)) for runs in itertools.product(*map(runs_of, indices))]
 
 
-def runs_of(indices) -> list[tuple[int, int, int]]:
-    """[n] rising -> of each run of consecutive ones: (the first, how many, its place in the n)"""
-    breaks = ((indices.diff() != 1).nonzero()[:, 0] + 1).tolist()
-    runs = zip(indices.tensor_split(breaks), [0, *breaks])
-    return [(int(run[0]), len(run), place) for run, place in runs if len(run)]
+def runs_of(index) -> list[tuple[int, int, int]]:
+    """[n] rising -> of each run of consecutive ones: (its start, its end, its place in the n)"""
+    cuts = [0, *((index.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(index)]
+    return [(int(index[i]), int(index[j - 1]) + 1, i) for i, j in itertools.pairwise(cuts) if i < j]
 
 
 def layout(shape: tuple, mesh: tuple, placements: tuple) -> list[list[Box]]:
@@ -1290,34 +1286,29 @@ def layout(shape: tuple, mesh: tuple, placements: tuple) -> list[list[Box]]:
     return [boxes(shape, mesh, placements, at) for at in itertools.product(*map(range, mesh))]
 
 
-def reach(side: list[list[Box]]) -> list[int]:
-    """Where the boxes of all ranks end: the shape of the whole, unless that is empty."""
-    ends = (map(operator.add, box.offset, box.size) for held in side for box in held)
-    return [*map(max, zip(*ends))]
-
-
 def plan(name: str, source: list[list[Box]], target: list[list[Box]], sent=None) -> list[Move]:
     """Moves that give each target rank its boxes, every element once. Of ranks that have the same,
     the one read is the one with the least to send so far. Raises WeightMismatch if nobody has it,
     or if the two sides are not cut from tensors of the same shape."""
+    # where the boxes of all ranks end: the shape of the whole, unless that is empty
+    there, here = ([*map(max, zip(*(box.end for box in itertools.chain(*side))))]
+                   for side in (source, target))
+    demand(there == here, f"{name}: {there} there, {here} here")
     copies, moves = collections.defaultdict(list), []
     sent = collections.Counter() if sent is None else sent  # elements, by source rank
-    demand(reach(source) == reach(target), f"{name}: {reach(source)} there, {reach(target)} here")
     for rank, held in enumerate(source):
         for box in held: copies[box].append(rank)
     for rank, need in ((rank, need) for rank, needed in enumerate(target) for need in needed):
-        missing = math.prod(need.size)
+        missing = math.prod(map(operator.sub, need.end, need.start))
         for have, ranks in copies.items():
-            start = tuple(map(max, have.offset, need.offset))
-            ends = zip(have.offset, have.size, need.offset, need.size)
-            size = tuple(min(a + m, b + n) - s for (a, m, b, n), s in zip(ends, start))
-            if min(size, default=1) > 0:
-                best = min(ranks, key=sent.__getitem__)
-                read_at, write_at = (tuple(at + s - o for at, o, s in zip(
-                    box.local, box.offset, start)) for box in (have, need))
-                moves.append(Move(name, best, rank, start, size, read_at, write_at))
-                sent[best] += math.prod(size)
-                missing -= math.prod(size)
+            low = tuple(map(max, have.start, need.start))
+            size = tuple(min(ends) - i for i, *ends in zip(low, have.end, need.end))
+            if min(size, default=1) <= 0: continue
+            best = min(ranks, key=sent.__getitem__)
+            at = [tuple(i - o + k for i, o, k in zip(low, b.start, b.local)) for b in (have, need)]
+            moves.append(Move(name, best, rank, low, size, *at))
+            sent[best] += math.prod(size)
+            missing -= math.prod(size)
         demand(missing == 0, f"{name}: {missing} elements of {need} are nowhere")
     return moves
 
@@ -1332,8 +1323,8 @@ def placed(tensor) -> tuple[tuple, tuple, tuple]:
 def box_parts(view, tensor) -> list[tuple]:
     """[(part of the slot's view of a whole tensor, the same of what this process has of it)]"""
     mine, held = local(tensor), boxes(tensor.shape, *placed(tensor))
-    return [(view[region(box.offset, box.size)], mine if len(held) == 1 else
-             mine[region(box.local, box.size)]) for box in held]
+    return [(part := view[tuple(map(slice, box.start, box.end))],
+             mine if len(held) == 1 else mine[region(box.local, part.shape)]) for box in held]
 
 
 # Who waits for whom, in a trainer of two ranks; time goes to the right:
@@ -1366,9 +1357,8 @@ class ShardWriter(WeightWriter):
         return writer or cls(tensors, num_readers, rank, num_ranks, *handle)
 
     def parts(self, view, tensor) -> list[tuple]:
-        _, placements, at = placed(tensor)
-        copies = [i for placement, i in zip(placements, at) if placement.is_replicate()]
-        if not placements: copies = [self.rank]  # of a buffer, say, every rank has one
+        _, cuts, at = placed(tensor)  # without cuts: of a buffer, say, every rank has a copy
+        copies = [i for cut, i in zip(cuts, at) if cut.is_replicate()] if cuts else [self.rank]
         return [] if any(copies) else box_parts(view, tensor)  # the first copy is written
 
     def _copy(self, version: int) -> None:
