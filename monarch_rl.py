@@ -70,16 +70,15 @@ import zipfile, zlib
 
 # Every process inherits these, and each must be set before Monarch or the C library reads it. What
 # the environment already has wins.
-os.environ.update({
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",  # 10 s unless told
+os.environ.update(dict(HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY="200ms",  # 10 s unless told
     # A poll under way when its process dies waits so long for the reply: 30 s unless told.
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE="5s",
     # Copies above 128 KiB bypass the cache, and so do not read what they overwrite (section 7).
-    "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x20000",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # Monarch's RDMA asks for it on GPUs
+    GLIBC_TUNABLES="glibc.cpu.x86_non_temporal_threshold=0x20000",
+    PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",  # Monarch's RDMA asks for it on GPUs
     # Tokenizers would start threads, which would fight for our cores. The others are chatty.
-    "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | os.environ)
+    TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error",
+    HF_HUB_DISABLE_PROGRESS_BARS="1") | os.environ)
 # Workers import this file by its name, from whatever folder the run was started in.
 os.environ["PYTHONPATH"] = f"{pathlib.Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
 
@@ -88,13 +87,11 @@ class Lazy(types.ModuleType):
     """A module that is imported at its first use: torch costs 1.4 s of CPU in every process that
     uses it, transformers 2.3 s more, and most processes of stages 1 to 6 use neither."""
 
-    def __getattr__(self, attribute: str):
-        return getattr(importlib.import_module(self.__name__), attribute)
+    def __getattr__(self, name: str): return getattr(importlib.import_module(self.__name__), name)
 
 
-torch, transformers = Lazy("torch"), Lazy("transformers")
-dtensor, fsdp = Lazy("torch.distributed.tensor"), Lazy("torch.distributed.fsdp")
-dcp = Lazy("torch.distributed.checkpoint.state_dict")
+torch, transformers, fsdp = Lazy("torch"), Lazy("transformers"), Lazy("torch.distributed.fsdp")
+dtensor, dcp = Lazy("torch.distributed.tensor"), Lazy("torch.distributed.checkpoint.state_dict")
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # not public
@@ -152,20 +149,19 @@ class Report:
         self.stages = []
         for number, name, claim, demo, line in stages:
             start = time.monotonic()
-            self.now = dict(name=name, number=number, claim=claim, ok=True, checks=[], figures={})
-            self.stages.append(self.now)
+            self.now = dict(name=name, number=number, claim=claim, checks=[], figures={})
             top = f"[{number}/{len(STAGES)}] {name}: {claim}  (line {line})"
             self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
             try: await demo(self, cfg)
             except Exception as error:  # whatever it is: counted, told, and the next stage runs
                 self.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
                 sys.excepthook(*sys.exc_info())
-            self.now["seconds"] = round(since(start), 2)
-            self.say(f"{len(self.now['checks'])} checks, {self.now['seconds']:.1f} s", "")
+            ok, seconds = all(c["ok"] for c in self.now["checks"]), round(since(start), 2)
+            self.stages.append({**self.now, "ok": ok, "seconds": seconds})
+            self.say(f"{len(self.now['checks'])} checks, {seconds:.1f} s", "")
 
     def say(self, *lines: str, indent: str = " " * 7, end: str = "\n") -> None:
-        texts = (f"{self.live}{indent}{line}".rstrip() for line in lines)
-        print(*texts, sep="\n", end=end, flush=True)
+        for line in lines: print(f"{self.live}{indent}{line}".rstrip(), end=end, flush=True)
 
     def table(self, heads: list[str], *rows: list) -> None:
         """Columns as wide as their widest cell, words to the left, numbers to the right."""
@@ -174,15 +170,13 @@ class Report:
         forms = [f"{'<' if w else '>'}{max(map(len, c))}" for w, c in zip(words, zip(*cells))]
         self.say(*("   ".join(map(format, row, forms)) for row in cells))
 
-    def figure(self, **figures: float | int | str) -> None:
-        """Figures for --json; their names end in their unit."""
-        self.now["figures"].update(figures)
+    # Figures for --json; their names end in their unit.
+    def figure(self, **figures: float | int | str) -> None: self.now["figures"].update(figures)
 
     def check(self, what: str, got, relation: str, want) -> None:
         """Compares what was measured with what was expected; a failure makes the exit status 1."""
         ok, wanted = bool(self.OPERATORS[relation](got, want)), f"{relation} {show(want)}"
         self.now["checks"].append({"what": what, "got": show(got), "want": wanted, "ok": ok})
-        self.now["ok"] = self.now["ok"] and ok
         expected = "" if ok and relation == "==" else f"  ({wanted})"
         self.say(f"{'    ok' if ok else '  FAIL'} {what}: {show(got)}{expected}", indent="")
 
@@ -192,9 +186,8 @@ def show(value) -> str:
     return f"{value:{'.2g' if 0 < abs(value) < 0.1 else '.2f' if abs(value) < 100 else '.0f'}}"
 
 
-def cause(error: BaseException) -> BaseException:
-    """The exception that an endpoint raised, out of the ActorErrors that carried it here."""
-    return cause(error.exception) if isinstance(error, ActorError) else error
+# The exception that an endpoint raised, out of the ActorErrors that carried it here.
+def cause(error): return cause(error.exception) if isinstance(error, ActorError) else error
 
 
 async def outcome(call, *args, deadline_s: float | None = None):
@@ -204,9 +197,7 @@ async def outcome(call, *args, deadline_s: float | None = None):
         return type(cause(error)).__name__
 
 
-def since(start: float) -> float:
-    """Seconds since a time.monotonic()."""
-    return time.monotonic() - start
+def since(start: float) -> float: return time.monotonic() - start  # seconds since a monotonic()
 
 
 # == 1. HELLO ACTOR ===============================================================================
@@ -255,10 +246,9 @@ def add_in_a_thread(box: collections.Counter) -> None:
 async def demo_hello_actor(report: Report, cfg: Config) -> None:
     """an actor's state lives in its own process; calls to one actor run one at a time in the order
     sent; two actors overlap"""
-    box = collections.Counter()
+    procs, box = this_host().spawn_procs(per_host={"worker": 2}), collections.Counter()
     await asyncio.gather(*[asyncio.to_thread(add_in_a_thread, box) for _ in range(200)])
     report.check("additions of 200 that threads lost", 200 - box["total"], ">", 0)
-    procs = this_host().spawn_procs(per_host={"worker": 2})
     tallies = procs.spawn("tally", Tally)  # one in each process
     one, other = tallies.slice(worker=0), tallies.slice(worker=1)
     # All are sent before the first is answered.
@@ -323,9 +313,7 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 #   the bytes over TCP: the same contract, less speed.      Source. Monarch's RDMABuffer.
 
 
-def checksum(tensor) -> int:
-    """CRC-32 of a CPU tensor's bytes."""
-    return zlib.crc32(tensor.numpy())
+def checksum(tensor) -> int: return zlib.crc32(tensor.numpy())  # CRC-32 of a CPU tensor's bytes
 
 
 class Owner(Actor):
@@ -349,9 +337,8 @@ class Owner(Actor):
 async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     """a handle of about half a kilobyte moves any number of bytes, and the owner's Python takes no
     part in the read"""
-    procs = this_host().spawn_procs(per_host={"owner": 1})
-    owner = procs.spawn("owner", Owner)
-    backend, rows, wrong = get_rdma_backend(), [], 0
+    procs, backend = this_host().spawn_procs(per_host={"owner": 1}), get_rdma_backend()
+    owner, rows, wrong = procs.spawn("owner", Owner), [], 0
     # The first warms up. In the last the owner's Python does nothing else for two seconds.
     for kib, busy_s in [(1, 0), (1, 0), (1 << 10, 0), (64 << 10, 0), (64 << 10, 2)]:
         handle = await owner.register.call_one(kib << 10)
@@ -1291,13 +1278,10 @@ def plan(name: str, source: list[list[Box]], target: list[list[Box]], sent=None)
     the one read is the one with the least to send so far. Raises WeightMismatch if nobody has it,
     or if the two sides are not cut from tensors of the same shape."""
     # where the boxes of all ranks end: the shape of the whole, unless that is empty
-    there, here = ([*map(max, zip(*(box.end for box in itertools.chain(*side))))]
-                   for side in (source, target))
+    there, here = ([*map(max, zip(*(b.end for b in sum(side, []))))] for side in (source, target))
     demand(there == here, f"{name}: {there} there, {here} here")
-    copies, moves = collections.defaultdict(list), []
-    sent = collections.Counter() if sent is None else sent  # elements, by source rank
-    for rank, held in enumerate(source):
-        for box in held: copies[box].append(rank)
+    copies = {box: [i for i, held in enumerate(source) if box in held] for box in sum(source, [])}
+    moves, sent = [], collections.Counter() if sent is None else sent  # elements, by source rank
     for rank, need in ((rank, need) for rank, needed in enumerate(target) for need in needed):
         missing = math.prod(map(operator.sub, need.end, need.start))
         for have, ranks in copies.items():
@@ -1419,21 +1403,20 @@ class Cutter(Rank):
 
     async def join(self, port: int, shapes: dict[str, tuple[int, int]]) -> None:
         form_group(port, self.rank, 2)
-        mesh, self.handles = dtensor.init_device_mesh("cpu", (2,)), [None] * 2
+        mesh, cuts = dtensor.init_device_mesh("cpu", (2,)), [(dtensor.Shard(i),) for i in (0, 1)]
         self.have, self.got = ([{name: dtensor.distribute_tensor(
-            (torch.arange(math.prod(shape)) % 120).bfloat16().view(shape), mesh,
-            [dtensor.Shard(dim)], src_data_rank=None) for name, shape in shapes.items()}
-            for dim in (0, 1)] for _ in range(2))
+            (torch.arange(math.prod(shape)) % 120).bfloat16().view(shape), mesh, cut,
+            src_data_rank=None) for name, shape in shapes.items()} for cut in cuts] for _ in (0, 1))
         self.end = ShardWriter.join(self.have[0], 2, self.rank, 2)
         self.reader = ShardReader(self.end.arena.handle, self.rank, self.got[0])
         self.block = self.end.arena.slots[-1]  # never written: two leases leave others free
-        sent = collections.Counter()
+        sent, self.pieces = collections.Counter(), [None] * 2  # [source][target]
         moves = [move for name, shape in shapes.items() for move in plan(
-            name, *(layout(shape, (2,), (dtensor.Shard(dim),)) for dim in (0, 1)), sent)]
+            name, *(layout(shape, (2,), cut) for cut in cuts), sent)]
         self.outgoing = [Parcel(moves, self.have[0], (self.rank, i), True) for i in (0, 1)]
         self.incoming = [Parcel(moves, self.got[1], (i, self.rank), False) for i in (0, 1)]
-        to_all = [pieces_of(parcel.buffer) for parcel in self.outgoing]
-        torch.distributed.all_gather_object(self.handles, to_all)  # [source][target]
+        mine = [pieces_of(parcel.buffer) for parcel in self.outgoing]
+        torch.distributed.all_gather_object(self.pieces, mine)
 
     def step(self) -> None:
         """The trainer's next version."""
@@ -1454,7 +1437,7 @@ class Cutter(Rank):
         """By rows to by columns. Before `slots`, which makes tensors of the generator views."""
         for parcel in self.outgoing: parcel.copy()
         torch.distributed.barrier()
-        await receive(self.incoming, [of_source[self.rank] for of_source in self.handles])
+        await receive(self.incoming, [of_source[self.rank] for of_source in self.pieces])
         return sum(parcel.buffer.nbytes for parcel in self.incoming)
 
     async def slots(self, source: int, target: int) -> int:
@@ -1483,12 +1466,11 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     procs, store = this_host().spawn_procs(per_host={"rank": 2}), open_store()
     ranks, rows, wrong = procs.spawn("cutter", Cutter), [], 80
     await ranks.do.call("join", store.port, shapes)
-    for road, source, target in CUTS:
+    for road, a, b in CUTS:
         # the first round touches pages, and connects: the median hides it
-        ms, memmove_ms, moved = await measure(ranks, 7, road, source, target)
-        wrong -= sum((await ranks.do.call("num_right", target)).values())
-        rows.append([f"{BY[source]} to {BY[target]}, {road}", ms, ms / memmove_ms,
-                     sum(moved[-1]) / needed or ""])
+        ms, memmove_ms, (*_, moved) = await measure(ranks, 7, road, a, b)
+        wrong -= sum((await ranks.do.call("num_right", b)).values())
+        rows.append([f"{BY[a]} to {BY[b]}, {road}", ms, ms / memmove_ms, sum(moved) / needed or ""])
     await procs.stop()
     report.table(["trainer to generator", "ms", "x memmove", "bytes sent / needed"], *rows)
     gather, parcels, there, back, same = rows
