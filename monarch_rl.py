@@ -147,10 +147,9 @@ class Report:
     async def run(self, stages: list[Stage], cfg: Config) -> None:
         """Head, demo and foot of each; an exception in a demo is a failed check."""
         self.stages = []
-        for number, name, claim, demo, line in stages:
-            start = time.monotonic()
-            self.now = dict(name=name, number=number, claim=claim, checks=[], figures={})
-            top = f"[{number}/{len(STAGES)}] {name}: {claim}  (line {line})"
+        for n, name, claim, demo, line in stages:
+            start, top = time.monotonic(), f"[{n}/{len(STAGES)}] {name}: {claim}  (line {line})"
+            self.now = dict(name=name, number=n, claim=claim, checks=[], figures={})
             self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
             try: await demo(self, cfg)
             except Exception as error:  # whatever it is: counted, told, and the next stage runs
@@ -343,8 +342,8 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     for kib, busy_s in [(1, 0), (1, 0), (1 << 10, 0), (64 << 10, 0), (64 << 10, 2)]:
         handle = await owner.register.call_one(kib << 10)
         pushed = torch.randint(0, 256, (kib << 10,), dtype=torch.uint8)
-        pulled = torch.ones_like(pushed)  # touched now: first touches are slow
-        busy = owner.sit.call_one(busy_s)
+        # pulled is touched now: first touches are slow
+        pulled, busy = torch.ones_like(pushed), owner.sit.call_one(busy_s)
         await handle.write_from(pushed)
         start = time.monotonic()
         await handle.read_into(pulled)
@@ -1363,10 +1362,8 @@ class ShardWriter(WeightWriter):
         return word
 
 
-class ShardReader(WeightReader):
-    """One rank of a sharded generator: its DTensors become views of its boxes."""
-
-    parts = staticmethod(box_parts)
+# One rank of a sharded generator: its DTensors become views of its boxes.
+class ShardReader(WeightReader): parts = staticmethod(box_parts)
 
 
 class Parcel:
@@ -1375,16 +1372,15 @@ class Parcel:
 
     def __init__(self, moves: list[Move], tensors: dict, pair: tuple[int, int], sending: bool):
         """moves: of all, the same on both sides; pair: which source and target it is for."""
-        parts = [local(tensors[m.name])[region(m.read_at if sending else m.write_at, m.size)]
-                 for m in moves if (m.source, m.target) == pair]
-        parts.sort(key=lambda part: -part.itemsize)
+        parts = sorted((local(tensors[m.name])[region(m.read_at if sending else m.write_at, m.size)]
+                        for m in moves if (m.source, m.target) == pair), key=lambda p: -p.itemsize)
         self.buffer = torch.zeros(sum(part.nbytes for part in parts), dtype=torch.uint8)
         rooms = self.buffer.split([part.nbytes for part in parts])
         packed = [room.view(part.dtype).view(part.shape) for room, part in zip(rooms, parts)]
         self.pairs = [*zip(packed, parts)] if sending else [*zip(parts, packed)]  # (to, from)
 
     def copy(self) -> None:
-        """Packs, or unpacks."""
+        """Packs, or unpacks. May run in a thread."""
         for there, here in self.pairs: there.copy_(here)
 
 
@@ -1405,18 +1401,17 @@ class Cutter(Rank):
         form_group(port, self.rank, 2)
         mesh, cuts = dtensor.init_device_mesh("cpu", (2,)), [(dtensor.Shard(i),) for i in (0, 1)]
         self.have, self.got = ([{name: dtensor.distribute_tensor(
-            (torch.arange(math.prod(shape)) % 120).bfloat16().view(shape), mesh, cut,
-            src_data_rank=None) for name, shape in shapes.items()} for cut in cuts] for _ in (0, 1))
+            (torch.arange(math.prod(shape)) % 120).bfloat16().view(shape), mesh, cut)
+            for name, shape in shapes.items()} for cut in cuts] for _ in (0, 1))
         self.end = ShardWriter.join(self.have[0], 2, self.rank, 2)
         self.reader = ShardReader(self.end.arena.handle, self.rank, self.got[0])
-        self.block = self.end.arena.slots[-1]  # never written: two leases leave others free
-        sent, self.pieces = collections.Counter(), [None] * 2  # [source][target]
+        # block: a slot never written, since two leases leave others free; spans: [source][target]
+        sent, self.spans, self.block = collections.Counter(), [None] * 2, self.end.arena.slots[-1]
         moves = [move for name, shape in shapes.items() for move in plan(
             name, *(layout(shape, (2,), cut) for cut in cuts), sent)]
-        self.outgoing = [Parcel(moves, self.have[0], (self.rank, i), True) for i in (0, 1)]
-        self.incoming = [Parcel(moves, self.got[1], (i, self.rank), False) for i in (0, 1)]
-        mine = [pieces_of(parcel.buffer) for parcel in self.outgoing]
-        torch.distributed.all_gather_object(self.pieces, mine)
+        self.sending = [Parcel(moves, self.have[0], (self.rank, i), True) for i in (0, 1)]
+        self.reading = [Parcel(moves, self.got[1], (i, self.rank), False) for i in (0, 1)]
+        torch.distributed.all_gather_object(self.spans, [pieces_of(p.buffer) for p in self.sending])
 
     def step(self) -> None:
         """The trainer's next version."""
@@ -1435,10 +1430,10 @@ class Cutter(Rank):
 
     async def parcels(self, *_) -> int:
         """By rows to by columns. Before `slots`, which makes tensors of the generator views."""
-        for parcel in self.outgoing: parcel.copy()
+        for parcel in self.sending: parcel.copy()
         torch.distributed.barrier()
-        await receive(self.incoming, [of_source[self.rank] for of_source in self.pieces])
-        return sum(parcel.buffer.nbytes for parcel in self.incoming)
+        await receive(self.reading, [of_source[self.rank] for of_source in self.spans])
+        return sum(parcel.buffer.nbytes for parcel in self.reading)
 
     async def slots(self, source: int, target: int) -> int:
         """The generator looks every half millisecond until it has this version."""
@@ -1447,10 +1442,9 @@ class Cutter(Rank):
         while self.reader.pull() < self.version: time.sleep(0.0005)
         return 0
 
-    async def num_right(self, dim: int) -> int:
+    async def num_right(self, by: int) -> int:
         """The tensors of this generator that are what a trainer cut like it has."""
-        got, have = (map(local, side[dim].values()) for side in (self.got, self.have))
-        return sum(map(torch.equal, got, have))
+        return sum(torch.equal(local(t), local(self.have[by][k])) for k, t in self.got[by].items())
 
 
 BY = ["rows", "columns"]
