@@ -125,8 +125,7 @@ FIGURES = {
     "weight_sync": "memmove_ms pull_ms sync_over_memmove sync_over_memmove_1 "
     "sync_over_memmove_4 relay_gb_per_s gloo_gb_per_s rdma_gb_per_s trainer_held_ms "
     "trainer_held_by_group_ms late_join_ms reads torn_reads torn_reads_unsafe",
-    "reshard": "reshard_over_same reshard_over_memmove gather_over_reshard overlap_share "
-    "moved_over_needed",
+    "reshard": "reshard_over_same reshard_over_memmove gather_over_reshard moved_over_needed",
     "sync_rl": "heldout_before heldout_after reward_first reward_last mismatch_k3",
     "async_rl": "heldout_before heldout_after reward_first reward_last async_speedup lag_max started "
     "trained dropped lost undone in_flight unjudged mismatch_k3 trainer_stall_share",
