@@ -126,8 +126,7 @@ FIGURES = {
     "weight_sync": "memmove_ms pull_ms sync_over_memmove sync_over_memmove_1 "
     "sync_over_memmove_4 relay_gb_per_s gloo_gb_per_s rdma_gb_per_s trainer_held_ms "
     "trainer_held_by_group_ms late_join_ms reads torn_reads torn_reads_unsafe",
-    "reshard": "reshard_over_same reshard_over_memmove gather_over_reshard overlap_share "
-    "moved_over_needed",
+    "reshard": "reshard_over_same reshard_over_memmove gather_over_reshard moved_over_needed",
     "sync_rl": "heldout_before heldout_after reward_first reward_last mismatch_k3",
     "async_rl": "heldout_before heldout_after reward_first reward_last async_speedup lag_max started "
     "trained dropped lost undone in_flight unjudged mismatch_k3 trainer_stall_share",
@@ -195,7 +194,7 @@ BROKEN = {  # stage: (what provides the claim, what is there instead)
     "weight_sync": ("self.arena.words[self.word] = os.getpid() * Arena.MAX_SLOTS + slot", "pass"),
     "reshard": ("-(-len(part) // num_ranks)", "len(part) // num_ranks"),
     "sync_rl": ("        version = self.reader.pull()", "        version = self.reader.version"),
-    "async_rl": (" and version - group[3] <= self.max_lag]", "]"),
+    "async_rl": (" and version - g[3] <= self.max_lag]", "]"),
 }
 
 
@@ -229,7 +228,7 @@ def test_stage_fails_without_its_mechanism(tmp_path, name):
     ("weight_sync", ("num_readers + 2\n", "num_readers + 1\n"), "no free slot"),
     ("service", ("self._lose(replica, \"missed its deadline\" if late else \"died\")",
                  "pass"), "kinds of failure"),
-    ("sync_rl", ("position_ids=places[:, -new:], logits_to_keep=1)", "logits_to_keep=1)"), "recorded and recomputed"),
+    ("sync_rl", ("position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new:], logits_to_keep=1)", "logits_to_keep=1)"), "recorded and recomputed"),
 ])
 def test_second_line_of_a_claim(tmp_path, name, change, check):
     run = Run(tmp_path, "--only", name, "--steps", "40", "--model-mb", "16",
@@ -484,14 +483,14 @@ async def history_of_gate_and_buffer(seed):
         if away and rng.random() < 0.6:
             rollout = away.pop(rng.randrange(len(away)))  # any order: stragglers are overtaken
             if rng.random() < 0.1:
-                await gate.settle("lost", m.GROUPS_PER_BATCH)
+                gate.settle("lost", m.GROUPS_PER_BATCH)
             else:
-                await buffer.put(rollout, m.GROUPS_PER_BATCH, 1)
+                buffer.put(rollout, m.GROUPS_PER_BATCH, 1)
         fresh = [g for g in buffer.groups if version - g[3] <= max_lag]
         if len(fresh) >= m.GROUPS_PER_BATCH:
             batch = await buffer.take(1, version)
             assert int((version - batch.versions).max()) <= max_lag
-            await gate.settle("trained", m.GROUPS_PER_BATCH)
+            gate.settle("trained", m.GROUPS_PER_BATCH)
             version, trained = version + 1, trained + m.GROUPS_PER_BATCH
         in_flight = m.GROUPS_PER_BATCH * len(away) + len(buffer.groups)
         assert m.under_way(gate.count) == in_flight <= gate.limit
@@ -512,7 +511,7 @@ def test_gate_waits_until_tickets_come_back():
         waiting = asyncio.ensure_future(gate.admit(m.GROUPS_PER_BATCH))
         await asyncio.sleep(0.02)
         assert not waiting.done()
-        await gate.settle("dropped", m.GROUPS_PER_BATCH)
+        gate.settle("dropped", m.GROUPS_PER_BATCH)
         await asyncio.wait_for(waiting, 5)
 
     asyncio.run(scene())
@@ -2299,7 +2298,7 @@ def test_groups_of_which_all_was_cut_are_lost_and_not_waited_for():
         gate = m.Gate(0, collections.Counter(started=3, trained=0, dropped=0, lost=0, undone=0))
         buffer, rollout = m.ReplayBuffer(gate, 0), rollout_of([1, 1, 2, 2, 3], 0)
         rollout.turns[:2] = 0
-        await buffer.put(rollout, 3, 1)
+        buffer.put(rollout, 3, 1)
         assert gate.count["lost"] == 2 and len(buffer.groups) == 1
 
     asyncio.run(scene())
@@ -2360,13 +2359,9 @@ def test_every_token_is_recorded_under_the_version_that_it_names(monkeypatch, sc
     assert max(map(len, per_row)) >= 2 and {*schedule[1:]} <= set.union(*per_row)
     gaps = off_by(policy, states, rollout)
     assert gaps.abs().max() < 1e-5 and m.k3(torch.zeros(len(gaps)), gaps).mean() <= 1e-6
-    take = m.Decoder._take  # with the keys and values of the weights before it is wrong
-
-    def keep_cache(decoder, version):
-        decoder.version = version
-        if not hasattr(decoder, "cache"): take(decoder, version)
-
-    monkeypatch.setattr(m.Decoder, "_take", keep_cache)
+    # with the keys and values of the weights before it is wrong
+    only = m.transformers.DynamicCache(config=policy.model.config)
+    monkeypatch.setattr(m.transformers, "DynamicCache", lambda config: only)
     gaps = off_by(*in_flight(schedule, group_size))
     assert not gaps.abs().max() <= 1e-3
 
@@ -2397,7 +2392,8 @@ def batch_of(trainer, num_groups=4, group_size=3, seed=0):
     prompts = m.Sampler(trainer.cfg).draw(num_groups)
     rollout, _ = m.generate(trainer.policy, prompts, group_size, seed, False, lambda: trainer.version)
     rng = torch.Generator().manual_seed(seed)
-    return rollout._replace(rewards=torch.rand(rollout.rewards.shape, generator=rng))
+    shape = len(rollout.answers), trainer.policy.task.num_turns
+    return rollout._replace(rewards=torch.rand(shape, generator=rng))
 
 
 def gradients_of(trainer, batch):
