@@ -10,6 +10,7 @@
     python monarch_rl.py --only async_rl      one stage
     python monarch_rl.py --checkpoint DIR     the tour; if cut off, the same command goes on
     python monarch_rl.py --list               the stages, with line numbers
+    python monarch_rl.py --worker ADDRESS     serves this host to runs with --hosts (DOCS 8)
 
 Each stage shows a problem, the rule that solves it, and measures both in the same run.
 
@@ -202,21 +203,20 @@ def since(start: float) -> float: return time.monotonic() - start  # seconds sin
 
 # -- plumbing: hosts ------------------------------------------------------------------------------
 
-# A worker (--worker) waits for connections. For each it starts a Monarch host of its own, and says
-# where that listens; then each side hears from the other a few times a second. When the connection
-# ends, so do that host and its processes. So a worker that was restarted is another host, under
-# another address: at the same one it would get messages meant for the old one, and return them,
-# and a message that comes back ends its sender.
+# A worker (--worker) waits for connections. For each it starts a Monarch host of its own and says
+# where that listens; then each side hears from the other ten times a second. With the connection
+# end that host and its processes. So a worker that was restarted is another host: at the same
+# address it would get messages meant for the old one, and return them, which ends their sender.
 
+PACKAGES = "torch", "transformers", "torchmonarch"
 SILENCE_S = 8.0  # after which the other side counts as lost
 
 
 def versions() -> dict[str, str]:
     """What two hosts must have in common."""
-    packages = {name: importlib.metadata.version(name)
-                for name in ("torch", "transformers", "torchmonarch")}
-    crc = f"{zlib.crc32(pathlib.Path(__file__).read_bytes()):08x}"
-    return packages | {"python": "{}.{}".format(*sys.version_info), "monarch_rl.py": crc}
+    crc = zlib.crc32(pathlib.Path(__file__).read_bytes())
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return found | {"python": sys.version[:4], "monarch_rl.py": f"{crc:08x}"}
 
 
 @contextlib.contextmanager
@@ -279,8 +279,7 @@ def serve(address: str) -> None:
     where = urllib.parse.urlsplit(address)
     family = socket.AF_INET6 if ":" in where.hostname else socket.AF_INET
     server = socket.create_server((where.hostname, where.port), family=family)
-    print(f"serving {address}, unprotected: whoever reaches this address can run any code here, as "
-          "this user", flush=True)
+    print(f"{address} is open: whoever reaches it can run any code here, as this user", flush=True)
     while True: threading.Thread(target=attend, args=server.accept()[:1], daemon=True).start()
 
 
@@ -289,10 +288,8 @@ def attend(client: socket.socket) -> None:
     client.settimeout(SILENCE_S)
     name = client.getsockname()[0]
     with socket.create_server((name, 0), family=client.family) as free: port = free.getsockname()[1]
-    door = url(name, port)
-    # 1, 9: SIGKILL if this process dies
-    command = (f"import ctypes, monarch.actor as m; ctypes.CDLL(None).prctl(1, 9); "
-               f"m.run_worker_loop_forever(address={door!r}, ca='trust_all_connections')")
+    command = ("import ctypes, monarch.actor as m; ctypes.CDLL(None).prctl(1, 9); "  # dies with us
+               f"m.run_worker_loop_forever(address={url(name, port)!r}, ca='trust_all_connections')")
     with client.makefile("rw") as lines, contextlib.suppress(OSError, ValueError):
         print(json.dumps(versions()), file=lines, flush=True)
         if not lines.readline(): return  # only asked
@@ -300,7 +297,7 @@ def attend(client: socket.socket) -> None:
         try:
             while socket.socket(client.family).connect_ex((name, port)): time.sleep(0.05)
             while host.poll() is None:
-                print(json.dumps(door), file=lines, flush=True)
+                print(json.dumps(url(name, port)), file=lines, flush=True)
                 for pid, number in json.loads(lines.readline()):
                     if pid in descendants(host.pid): os.kill(pid, number)
                 time.sleep(0.1)
@@ -376,7 +373,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
 # Rule. Spawn a mesh: the same actor in every process of a process mesh. One call fans out. Five
 #   ways to say it differ in who runs and who answers; what members must know is sent to them.
 # Cost. None over a single call. Answers of `call` come as a ValueMesh, one value per member.
-# Not here. Meshes over several hosts.      Source. Monarch's meshes and adverbs.
+# Not here. Meshes over several hosts (DOCS 8).      Source. Monarch's meshes and adverbs.
 
 
 async def row_of(how: str, mesh, answers) -> list[str]:
