@@ -246,8 +246,8 @@ class Link(threading.Thread):
             with contextlib.suppress(OSError, ValueError), connected(self.address) as (lines, _):
                 print("[]", file=lines, flush=True)
                 while line := lines.readline():
-                    if attempt and not self.door: Report().say(f"{self.address}: back")
-                    self.door = json.loads(line)
+                    was, self.door = self.door, json.loads(line)
+                    if attempt and self.door and not was: Report().say(f"{self.address}: back")
                     signals, self.signals = self.signals, []
                     print(json.dumps(signals), file=lines, flush=True)
             if self.door: Report().say(f"{self.address}: lost")
@@ -288,16 +288,17 @@ def attend(client: socket.socket) -> None:
     client.settimeout(SILENCE_S)
     name = client.getsockname()[0]
     with socket.create_server((name, 0), family=client.family) as free: port = free.getsockname()[1]
-    command = ("import ctypes, monarch.actor as m; ctypes.CDLL(None).prctl(1, 9); "  # dies with us
-               f"m.run_worker_loop_forever(address={url(name, port)!r}, ca='trust_all_connections')")
+    command = ("import ctypes; ctypes.CDLL(None).prctl(1, 9); "  # SIGKILL when its parent ends
+               "import monarch.actor; monarch.actor.run_worker_loop_forever("
+               f"address={url(name, port)!r}, ca='trust_all_connections')")
     with client.makefile("rw") as lines, contextlib.suppress(OSError, ValueError):
         print(json.dumps(versions()), file=lines, flush=True)
         if not lines.readline(): return  # only asked
-        host = subprocess.Popen([sys.executable, "-c", command])
+        host, starting = subprocess.Popen([sys.executable, "-c", command]), True
         try:
-            while socket.socket(client.family).connect_ex((name, port)): time.sleep(0.05)
             while host.poll() is None:
-                print(json.dumps(url(name, port)), file=lines, flush=True)
+                starting = starting and socket.socket(client.family).connect_ex((name, port))
+                print(json.dumps("" if starting else url(name, port)), file=lines, flush=True)
                 for pid, number in json.loads(lines.readline()):
                     if pid in descendants(host.pid): os.kill(pid, number)
                 time.sleep(0.1)
