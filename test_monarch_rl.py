@@ -1651,7 +1651,7 @@ FAULTS = TOLD + [
 class Quiet(m.Report):
     def __init__(self):
         super().__init__()
-        self.now = dict(checks=[], figures={}, ok=True)
+        self.now = dict(checks=[], figures={})
 
     def say(self, *lines, **_):
         for line in lines:
