@@ -1652,7 +1652,7 @@ FAULTS = TOLD + [
 class Quiet(m.Report):
     def __init__(self):
         super().__init__()
-        self.now = dict(checks=[], figures={}, ok=True)
+        self.now = dict(checks=[], figures={})
 
     def say(self, *lines, **_):
         for line in lines:
@@ -2063,6 +2063,16 @@ def test_evaluations_run_beside_the_steps_and_may_fail():
         assert run["heldout"] == [-1] * 25 + [0.2] * 50 + [0.9] * 25
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("heldout, k3, shown", [(-1.0, -1.0, ["-", "-"]), (0.25, 2e-9, ["0.25", "2e-09"])])
+def test_a_step_line_has_a_dash_where_nothing_was_measured(capsys, heldout, k3, shown):
+    run = history_of()
+    run.heldout = heldout
+    run.add(stats_of(mismatch_k3=k3, reward=-1.0), BATCH)
+    line = capsys.readouterr().out.splitlines()[-1]  # after alarms
+    assert [line.split()[3], line.split()[6]] == shown and line.split()[2] == "-1.00"
+    assert run.rows[0]["mismatch_k3"] == k3 and run.rows[0]["heldout"] == heldout  # in --log
 
 
 @pytest.mark.parametrize("alarm", m.ALARMS[1:], ids=str)
