@@ -510,13 +510,12 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #   that spawned it: its `__supervise__` is told, and it spawns another. A stopped process tells
 #   nobody, so calls carry a deadline, and missing it counts as death.
 # Cost. A poll every 200 ms. A deadline that is too short kills the slow.
-# Not here. Who restarts the owner. Processes spawned by the controller itself: their death ends it.
+# Not here. Who restarts the owner; death of what the controller itself spawned, which ends it.
 # Source. Erlang's supervisors (Armstrong 2003).
 
 LEAVING = threading.Event()  # set when this process is about to end: nothing is replaced any more
 
 # Who owns whom, and where news of a death goes:
-#
 #     controller process                                 worker process
 #       Supervisor  --spawn_procs, spawn-->                an actor
 #           ^  ^                                             |  dies
@@ -548,7 +547,7 @@ class Replica:
 class Worker(Actor):
     """What a supervisor owns."""
 
-    def __init__(self, replica_id: int, cfg: Config | None = None):
+    def __init__(self, replica_id: int = 0, cfg: Config | None = None):
         self.replica_id, self.cfg, self.rank = replica_id, cfg, current_rank().rank
 
     @endpoint  # one for all methods; they are coroutines
@@ -576,8 +575,8 @@ class Supervisor(Actor):
         self.replicas: dict[int, Replica] = {}  # by id, the newest of each
 
     async def _spawn(self, replica_id: int) -> None:
-        """(Re)places a replica; done when it is healthy. Kills the old one first: if stopped, it
-        would go on later, beside its successor and under the same id."""
+        """(Re)places a replica; done when it is healthy. Kills the old one first: one that is only
+        stopped would go on later, beside its successor and under the same id."""
         host, old = self.hosts[replica_id % len(self.hosts)], self.replicas.get(replica_id)
         if old and old.door == door_to(host):  # else it went with its host
             old.send(signal.SIGKILL)
@@ -635,8 +634,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Roots(Worker):
-    """Somebody to fail, here and in section 6. Negative numbers have no square root, and replica 1
-    has a bad spell from 100 to 199."""
+    """Somebody to fail, here and in section 6: below 0, and as replica 1 at numbers 100 to 199."""
 
     async def root(self, number: int) -> float:
         if self.replica_id == 1 and 100 <= number < 200: raise RuntimeError("a bad spell")
@@ -654,7 +652,7 @@ class Trial(Supervisor):
 
     @endpoint
     async def suffer(self, trigger: str) -> list:
-        """A row of the demo's table, of a new worker; the next call is of root(4)."""
+        """A row of the demo's table, of a new worker."""
         await self._spawn(0)
         victim, saw, start = self.replicas[0], "nothing", time.monotonic()
         if trigger.startswith("SIG"):
@@ -696,8 +694,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #   keeps raising is replaced, and the request goes to another. If two replicas raise on the same
 #   request, the request is to blame and the exception is its caller's.
 # Cost. A hop inside this process. A request may run twice; it is answered once.
-# Not here. Sessions, priorities, autoscaling (Ray Serve has them).
-# Source. Least-loaded round robin, as in any load balancer; "let it crash", as in Erlang.
+# Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 
 
 class NoReplica(RuntimeError): """No healthy replica within the deadline, or closed."""
@@ -726,9 +723,8 @@ class Service(Supervisor):
             try:
                 await self._spawn(replica_id)
                 self.log = (*self.log, (replica_id, why, when, since(when)))
-            except (ActorError, SupervisionError, asyncio.TimeoutError, OSError,
-                    ValueError) as error:
-                self._lose(self.replicas[replica_id], f"setup failed: {cause(error)}")
+            except (ActorError, SupervisionError, asyncio.TimeoutError, OSError, ValueError) as bad:
+                self._lose(self.replicas[replica_id], f"setup failed: {cause(bad)}")
                 await asyncio.sleep(0.5)  # a setup that always fails must not spin
 
     @concurrent_endpoint
@@ -768,10 +764,9 @@ class Service(Supervisor):
                            if r is not raised and r.in_flight < self.max_in_flight]):
             # none ends by itself: raises why this one did
             for keeper in filter(asyncio.Future.done, self.keepers): keeper.result()
-            if time.monotonic() > end or not self.keepers: raise NoReplica(f"{self.name}: none left")
+            if time.monotonic() > end or not self.keepers: raise NoReplica(f"{self.name}: all lost")
             await asyncio.sleep(0.005)
-        # Fewest in flight first, so that a slow replica gets less; among equals in turn, or an idle
-        # service would send everything to replica 0.
+        # A slow replica gets less. Among equals in turn, or an idle service would use one replica.
         self.turn += 1
         return min(fit, key=lambda r: (r.in_flight, (r.id - self.turn) % self.num_replicas))
 
@@ -800,7 +795,7 @@ class Service(Supervisor):
 
 async def storm(ask, faults: dict[int, tuple], deadline_s: float | None = None) -> list:
     """400 callers of `ask`, one every 2 ms: [roots answered, ms of the fastest, of the slowest].
-    faults: (process id, signal) by the number of the caller before whom it is sent."""
+    faults: caller's number -> (process id, signal), sent before that call."""
     async def request(number: int) -> tuple[bool, float]:
         await asyncio.sleep(number * 0.002)
         if number in faults: os.kill(*faults[number])
@@ -848,8 +843,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
 #   announced slots alone. Readers copy nothing: their parameters point into the slot. Another host
 #   has one relay, which reads by the same rule and publishes in that host's own slots.
 # Cost. Two slots more than readers, in host memory.
-# Not here. GPUDirect. Sending only what changed (DOCS 2).
-# Source. Hazard pointers: Maged Michael, IEEE TPDS 15(6), 2004.
+# Not here. GPUDirect; sending only what changed (DOCS 2).   Source. Hazard pointers, Michael 2004.
 #
 #     trainer      forward, backward | wait | step 7 | forward, backward    | wait | step 8 | ...
 #       a thread                              | copy 7 | latest = 7 |              | copy 8 | ...
@@ -884,8 +878,7 @@ def manifest_of(tensors: dict, dtype=None) -> Manifest:
         tied_to, at = stored.setdefault(memory, (name, offset))
         specs.append(TensorSpec(name, tuple(t.shape), str(kind)[6:], tied_to, at, num_bytes))
         offset += -(-num_bytes // 64) * 64 if tied_to == name else 0
-    pages = -(-(offset + 8 * max(1, len(specs))) // mmap.PAGESIZE)
-    return Manifest(tuple(specs), pages * mmap.PAGESIZE)
+    return Manifest(tuple(specs), -(-(offset + 8 * len(specs)) // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
 def local(tensor):
@@ -906,7 +899,6 @@ ArenaHandle = collections.namedtuple("ArenaHandle", "pid fd run_id manifest num_
 
 
 # The arena of two readers, while version 8 is being written:
-#
 #     words   latest = (7, slot 2)      lease 0 = slot 2      lease 1 = slot 1
 #             +-----------+-----------+-----------+-----------+
 #     slots   | 0: v8 ... | 1: v6     | 2: v7     | 3: v5     |
@@ -955,14 +947,12 @@ class Arena:
 
     @classmethod
     def attach(cls, handle: ArenaHandle, tensors: dict) -> Arena:
-        """Maps another process's arena, for these tensors. That process must be alive now; later it
-        may end. Takes no time: pages are mapped when they are first read. Raises WeightMismatch: a
-        name that one side lacks, or another dtype of equal size, would be nonsense, unseen."""
+        """Maps another process's arena, for these tensors; that process may end later. Raises
+        WeightMismatch: another dtype of equal size, say, would be nonsense, unseen."""
         there, here = ({spec.name: spec._replace(offset=0) for spec in manifest.specs}
                        for manifest in (handle.manifest, manifest_of(tensors)))
-        for name in there | here:
-            theirs, mine = there.get(name), here.get(name)
-            demand(theirs == mine, f"{name}: {theirs} there, {mine} here")
+        for name, theirs in (dict.fromkeys(here) | there).items():
+            demand(theirs == here.get(name), f"{name}: {theirs} there, {here.get(name)} here")
         try:
             with open(f"/proc/{handle.pid}/fd/{handle.fd}", "r+b", buffering=0) as file:
                 arena = cls(handle, file.fileno())  # mapped, so the file may be closed
@@ -974,9 +964,8 @@ class Arena:
 
     def fence(self) -> None:
         """My stores become visible before my next loads run. A processor may keep a store in a
-        buffer of its own while later loads go ahead, the one order that x86 breaks; taking a lock
-        empties that buffer. (glibc ends memmove with the same for its stores past the cache. ARM
-        breaks more orders, and would need more.)"""
+        buffer of its own while later loads go ahead, the one order that x86 breaks (ARM: more);
+        taking a lock empties that buffer, as does the end of glibc's memmove past the cache."""
         with self.lock: pass
 
     def checksums(self, slot: int) -> tuple:
@@ -997,9 +986,8 @@ class Arena:
         demand(free, "arena: no free slot")
         return min(free)
 
-    def commit(self, version: int, slot: int) -> None:
-        """For the writer, when the slot is complete: now readers may look."""
-        self.words[self.LATEST] = version * self.MAX_SLOTS + slot
+    # For the writer, when the slot is complete: now readers may look.
+    def commit(self, version, slot): self.words[self.LATEST] = version * self.MAX_SLOTS + slot
 
 
 class WeightWriter:
@@ -1070,10 +1058,9 @@ class WeightReader:
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: dict, in_place: bool = False,
                  check: bool = False):
-        """reader: 0 .. num_readers-1, mine alone. in_place: copy instead of pointing into the slot,
-        as GPUs do, and as code needs that was compiled or captured with the old addresses. check:
-        before it copies, `pull` asks whether the writer lives and compares the checksums that this
-        writer must add. Raises WeightMismatch and changes nothing."""
+        """reader: 0 .. num_readers-1, mine alone. in_place: copy, as to GPUs and to the addresses
+        with which code was compiled, instead of pointing into the slot. check: `pull` copies when
+        the writer lives and the checksums that it must add are right. Raises WeightMismatch."""
         demand(0 <= reader < handle.num_readers, f"arena: it has no reader {reader}")
         self.arena, self.word = Arena.attach(handle, tensors), Arena.LEASES + reader
         self.tensors, self.version, self.check = tensors, -1, check
@@ -1081,8 +1068,7 @@ class WeightReader:
         self.arena.words[self.word] = Arena.NOTHING  # whoever was reader before me is dead
 
     def lease(self) -> tuple[int, int]:
-        """(version, slot) of the newest weights, safe to read while my word names that slot. Goes
-        round again only if a version was published in between."""
+        """(version, slot) of the newest weights, safe to read while my word names that slot."""
         # Why this is enough. Suppose the writer takes my slot for its next version. It does so only
         # after it has made another slot the latest, and then looked at the leases. If it looked
         # after step 1, it saw mine and took another slot. If it looked before step 1, the latest
@@ -1140,10 +1126,8 @@ def door_of(arena: Arena, reader: int) -> Door:
 
 
 class Relay(Worker):
-    """One per other host: a reader of the trainer's arena, by one-sided reads and writes, and the
-    writer of an arena for the readers of its own host. The trainer's Python takes no part."""
-
-    LOOK_S = 0.005  # between two looks, each of which costs both hosts half a millisecond of CPU
+    """One per other host: reads the trainer's arena, one-sided, so that the trainer's Python takes
+    no part, and writes an arena for the readers of its own host."""
 
     def __init__(self, replica_id: int, trainer, endpoint: str, num_readers: int):
         """trainer, endpoint: whom to ask, and how; num_readers: of my arena."""
@@ -1163,7 +1147,7 @@ class Relay(Worker):
         replaced when the trainer is"""
         while True:
             with contextlib.suppress(Exception): await self.pull()  # a trainer that is gone
-            await asyncio.sleep(self.LOOK_S)
+            await asyncio.sleep(0.005)  # a look costs both hosts half a millisecond of CPU
 
     async def _look(self) -> int:
         await self.door.latest.read_into(self.latest_word)
@@ -1193,18 +1177,17 @@ def open_store():
 
 def form_group(port: int, rank: int, num_ranks: int) -> None:
     """A process group: gloo for CPU tensors, NCCL for those of GPUs."""
+    torch.set_num_threads(1)  # the ranks share the cores
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = torch.distributed.TCPStore("127.0.0.1", port)
     torch.distributed.init_process_group(store=store, rank=rank, world_size=num_ranks)
 
 
 class Rank(Worker):
-    """A process that takes part in measurements, here and in section 8. `end` is a rank's writer or
-    reader of the arena, `block`, of rank 0, as many bytes as a version has."""
+    """Takes part in measurements, here and in section 8. `end` is its writer or reader of the
+    arena; `block`, of rank 0, has as many bytes as a version."""
 
-    def __init__(self):
-        torch.set_num_threads(1)
-        self.rank, self.version = current_rank().rank, 0
+    version = 0
 
     async def take_part(self, road: str, *args) -> tuple:
         """A round: for how many seconds rank 0 copied its block into a slot with memmove, then when
@@ -1262,17 +1245,15 @@ class Bench(Rank):
             self.block.fill_(self.version % 120)
 
     async def publish_many(self, num_versions: int) -> None:
-        """Steps and publishes without a pause."""
         for _ in range(num_versions):
             self.step()
             self.end.publish(self.version)
 
     async def sync(self, road: str, num_generators: int, source=None) -> float:
         """This version, from the trainer to the first generators: seconds for which my Python was
-        held up. A generator looks for the version: nobody tells it. Only then it is held up, while
-        it points its weights at the newest. source: an RDMABuffer of the trainer's weights; reading
-        that, the trainer takes no part."""
-        start, self.weights = time.monotonic(), [self.block]
+        held up; a generator's not while it looks for the version, of which nobody tells it. source:
+        an RDMABuffer of the trainer's weights; when that is read, the trainer takes no part."""
+        start, self.weights = time.monotonic(), [self.block] * (0 < self.rank <= num_generators)
         if self.rank > num_generators or (road, self.rank) == ("RDMABuffer", 0): return 0.0
         if road == "gloo broadcast": torch.distributed.broadcast(self.block, 0, group=self.three)
         elif road == "RDMABuffer": await source.read_into(self.block)
@@ -1290,9 +1271,8 @@ class Bench(Rank):
         self.version += self.rank  # each waits for another one, and so leases another slot
         await self.sync(road, num_generators, source)
         if self.rank == 0: await self.publish_many(12)
-        weights = self.weights if 0 < self.rank <= num_generators else ()
-        ends = {int(end) for _ in range(4) for t in weights for end in t.view(torch.int8).aminmax()}
-        return int(len(ends) > 1)
+        got = {int(e) for _ in range(4) for t in self.weights for e in t.view(torch.int8).aminmax()}
+        return int(len(got) > 1)
 
 
 # How weights can travel on one host: (rounds, road, generators).
