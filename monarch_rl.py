@@ -508,13 +508,12 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #   that spawned it: its `__supervise__` is told, and it spawns another. A stopped process tells
 #   nobody, so calls carry a deadline, and missing it counts as death.
 # Cost. A poll every 200 ms. A deadline that is too short kills the slow.
-# Not here. Who restarts the owner. Processes spawned by the controller itself: their death ends it.
+# Not here. Who restarts the owner; death of what the controller itself spawned, which ends it.
 # Source. Erlang's supervisors (Armstrong 2003).
 
 LEAVING = threading.Event()  # set when this process is about to end: nothing is replaced any more
 
 # Who owns whom, and where news of a death goes:
-#
 #     controller process                                 worker process
 #       Supervisor  --spawn_procs, spawn-->                an actor
 #           ^  ^                                             |  dies
@@ -523,14 +522,12 @@ LEAVING = threading.Event()  # set when this process is about to end: nothing is
 
 
 class Replica:
-    """A process with one actor in it, or several ranks that live and die together. Only the
-    supervisor that owns it touches this record."""
+    """A process with one actor in it, or several ranks that live and die together."""
 
     # setup() has answered, so; requests, and errors in a row: section 6 counts these
     ready, answer, in_flight, errors = False, None, 0, 0
 
     def __init__(self, owner: Supervisor, replica_id: int, address: str, mesh):
-        """address, mesh: of the host, see `host_mesh`"""
         self.id, self.name = replica_id, f"{owner.name}_{replica_id}_{time.monotonic_ns()}"
         self.address, self.door = address, door_to(address)
         self.procs = mesh.spawn_procs(per_host={"rank": owner.num_ranks}, name=self.name)
@@ -548,19 +545,15 @@ class Replica:
 class Worker(Actor):
     """What a supervisor owns."""
 
-    def __init__(self, replica_id: int, cfg: Config | None = None):
+    def __init__(self, replica_id: int = 0, cfg: Config | None = None):
         self.replica_id, self.cfg, self.rank = replica_id, cfg, current_rank().rank
 
-    @endpoint
-    async def do(self, method: str, *args):
-        """One endpoint for all methods; they are coroutines."""
-        return await getattr(self, method)(*args)
+    @endpoint  # one for all methods; they are coroutines
+    async def do(self, method: str, *args): return await getattr(self, method)(*args)
 
     async def pid(self) -> int: return os.getpid()
 
-    async def setup(self):
-        """Makes it ready to serve; a replacement joins through this too. Replica.answer keeps what
-        it returns."""
+    async def setup(self): """Makes it ready to serve. What it returns, `Replica.answer` keeps."""
 
 
 class Supervisor(Actor):
@@ -572,51 +565,44 @@ class Supervisor(Actor):
                  hosts: tuple = ("",), num_ranks: int = 1, max_attempts: int = 3,
                  max_in_flight: int = 1000):
         """deadline_s: for one attempt at a request, or at stopping what is left of a replica.
-        hosts: addresses, over which the replicas are spread in turn; "" is this host.
-        max_attempts: per request; one that kills who runs it must not kill them all.
-        max_in_flight: requests to one replica at a time; with 1 none suffers for another."""
+        hosts: addresses, by turns; "" is this one. max_attempts: per request; one that kills who
+        runs it must not kill them all. max_in_flight: to a replica; with 1 none harms another."""
         self.name, self.replica_class, self.args, self.hosts = name, replica_class, args, hosts
         self.num_replicas, self.deadline_s, self.num_ranks = num_replicas, deadline_s, num_ranks
         self.max_attempts, self.max_in_flight = max_attempts, max_in_flight
         self.replicas: dict[int, Replica] = {}  # by id, the newest of each
 
     async def _spawn(self, replica_id: int) -> None:
-        """(Re)places a replica; done when it is healthy. Kills the old one first: if stopped, it
-        would go on later, beside its successor and under the same id."""
-        address = self.hosts[replica_id % len(self.hosts)]
-        old = self.replicas.get(replica_id)
-        if old and old.door == door_to(address):  # else it went with its host
+        """(Re)places a replica; done when it is healthy. Kills the old one first: one that is only
+        stopped would go on later, beside its successor and under the same id."""
+        host, old = self.hosts[replica_id % len(self.hosts)], self.replicas.get(replica_id)
+        if old and old.door == door_to(host):  # else it went with its host
             old.send(signal.SIGKILL)
             await asyncio.wait_for(old.procs.stop(), self.deadline_s)
-        mesh = await host_mesh(address)
-        new = self.replicas[replica_id] = Replica(self, replica_id, address, mesh)
-        if address: asyncio.ensure_future(self._watch(new))
-        new.pids = await self._begin(new, "pid")
-        for pid in () if address else new.pids: on_exit(pid, lambda: self._lose(new, "died"))
-        new.answer, new.ready = await self._begin(new, "setup"), True  # healthy
+        new = self.replicas[replica_id] = Replica(self, replica_id, host, await host_mesh(host))
+        if host: asyncio.ensure_future(self._watch(new))
+        new.pids = await self._call(new, self.SETUP_DEADLINE_S, "pid")
+        for pid in () if host else new.pids: on_exit(pid, lambda: self._lose(new, "died"))
+        new.answer, new.ready = await self._call(new, self.SETUP_DEADLINE_S, "setup"), True
 
-    async def _begin(self, replica: Replica, method: str) -> list:
-        call = await self._call(replica, self.SETUP_DEADLINE_S, method)
-        if call.cancel(): raise asyncio.TimeoutError(f"{method}: no answer")
-        return [*call.result().values()]
-
-    async def _call(self, replica: Replica, deadline_s: float, *args) -> asyncio.Future:
-        """Of all its ranks. Not done if the replica is lost or the deadline has passed before."""
+    async def _call(self, replica: Replica, deadline_s: float, *args) -> list:
+        """The answers of all its ranks. Raises asyncio.TimeoutError if the replica is lost or the
+        deadline passes before they come, and who comes then finds nobody."""
         call = asyncio.ensure_future(replica.actor.do.call(*args))
-        await asyncio.wait({call, replica.lost}, return_when=asyncio.FIRST_COMPLETED,
-                           timeout=deadline_s)
-        return call
+        await asyncio.wait({call, replica.lost}, timeout=deadline_s, return_when="FIRST_COMPLETED")
+        if call.cancel(): raise asyncio.TimeoutError(f"{args[0]}: no answer")
+        return [*call.result().values()]
 
     async def _watch(self, replica: Replica) -> None:
         """Of what happens to a whole host Monarch says nothing."""
         while replica.door == door_to(replica.address): await asyncio.sleep(0.1)
         self._lose(replica, "host lost")
 
-    def _handle_undeliverable_message(self, message) -> bool:
-        return True  # it was for a host that is lost; False would end this actor
+    # It was for a host that is lost; False would end this actor.
+    def _handle_undeliverable_message(self, message) -> bool: return True
 
     async def __supervise__(self, failure) -> bool:
-        """A process of mine died, or its actor; of one on another host this is how I know."""
+        """A process of mine died, or its actor."""
         for replica in self.replicas.values():
             if failure.mesh_name.startswith(f"{replica.name}-"): self._lose(replica, "died")
         return True  # handled; False would pass it on to whoever owns me
@@ -627,8 +613,8 @@ class Supervisor(Actor):
 
 
 def on_exit(pid: int, callback) -> None:
-    """Calls back in this event loop as soon as a process of this host ends. Monarch's poll tells
-    too, of processes anywhere, but later, and seconds later if it had just asked that process."""
+    """Calls back in this event loop as soon as a process of this host ends. Monarch's poll tells of
+    all hosts, but later: seconds, if it had just asked that process."""
     loop, fd = asyncio.get_running_loop(), os.pidfd_open(pid)
     loop.add_reader(fd, lambda: (loop.remove_reader(fd), os.close(fd), callback()))
 
@@ -641,14 +627,12 @@ def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
 
 def is_alive(pid: int) -> bool:
     """Of a process of this host. A zombie, which has ended unnoticed by its parent, is dead."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] not in b"ZX"
-    return False
+    try: return pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] not in b"ZX"
+    except (FileNotFoundError, ProcessLookupError): return False
 
 
 class Roots(Worker):
-    """Somebody to fail, here and in section 6. Negative numbers have no square root, and replica 1
-    has a bad spell from 100 to 199."""
+    """Somebody to fail, here and in section 6: below 0, and as replica 1 at numbers 100 to 199."""
 
     async def root(self, number: int) -> float:
         if self.replica_id == 1 and 100 <= number < 200: raise RuntimeError("a bad spell")
@@ -666,7 +650,7 @@ class Trial(Supervisor):
 
     @endpoint
     async def suffer(self, trigger: str) -> list:
-        """A row of the demo's table, of a new worker; the next call is of root(4)."""
+        """A row of the demo's table, of a new worker."""
         await self._spawn(0)
         victim, saw, start = self.replicas[0], "nothing", time.monotonic()
         if trigger.startswith("SIG"):
@@ -674,9 +658,9 @@ class Trial(Supervisor):
             await asyncio.sleep(0.1)  # on a busy machine a stopping process may still answer
         # Then the actor is dead, in a living process, and a message to it would end its sender.
         if trigger == "raises, broadcast": victim.actor.do.broadcast("root", -1)
-        else:  # of a death Monarch tells callers, of a stop nobody does
-            deadline_s = 0.3 if trigger == "SIGSTOP" else 10.0
-            saw = await outcome(victim.actor.do.call_one, "root", -1, deadline_s=deadline_s)
+        else: saw = await outcome(victim.actor.do.call_one, "root", -1,
+                                  # of a death Monarch tells callers, of a stop nobody does
+                                  deadline_s=0.3 if trigger == "SIGSTOP" else 10.0)
         told, _ = await asyncio.wait({victim.lost}, timeout=1.0)  # five polls: "no" means something
         told_ms = (victim.lost.result()[1] - start) * 1e3 if told else ""
         cure = time.monotonic()
@@ -708,17 +692,15 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #   keeps raising is replaced, and the request goes to another. If two replicas raise on the same
 #   request, the request is to blame and the exception is its caller's.
 # Cost. A hop inside this process. A request may run twice; it is answered once.
-# Not here. Sessions, priorities, autoscaling (Ray Serve has them).
-# Source. Least-loaded round robin, as in any load balancer; "let it crash", as in Erlang.
+# Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 
 
-class NoReplica(RuntimeError):
-    """No healthy replica within the deadline."""
+class NoReplica(RuntimeError): """No healthy replica within the deadline, or closed."""
 
 
 class Service(Supervisor):
-    """Replicas of one actor class behind one name. A request never waits for a particular replica:
-    when one is lost, every attempt that hangs on it wakes and picks another."""
+    """Replicas behind one name. No request waits for a particular one: when a replica is lost,
+    every attempt that hangs on it wakes and picks another."""
 
     MAX_ERRORS = 3  # in a row until a replica that raises is replaced
     # requests so far; a task per replica, from start until close; per replacement (replica id, why
@@ -739,41 +721,39 @@ class Service(Supervisor):
             try:
                 await self._spawn(replica_id)
                 self.log = (*self.log, (replica_id, why, when, since(when)))
-            except (ActorError, SupervisionError, asyncio.TimeoutError, OSError,
-                    ValueError) as error:
-                self._lose(self.replicas[replica_id], f"setup failed: {cause(error)}")
+            except (ActorError, SupervisionError, asyncio.TimeoutError, OSError, ValueError) as bad:
+                self._lose(self.replicas[replica_id], f"setup failed: {cause(bad)}")
                 await asyncio.sleep(0.5)  # a setup that always fails must not spin
 
     @concurrent_endpoint
     async def route(self, method: str, *args, deadline_s: float = 0.0):
-        """Runs method(*args) on all ranks of a healthy replica, and answers exactly once, as rank 0
-        does. Raises what the request itself is to blame for, or NoReplica, or SupervisionError if
-        no attempt is left. (A plain endpoint would run one request at a time.)"""
+        """Runs method(*args) on all ranks of a healthy replica, and answers as rank 0 does. Raises
+        what the request itself is to blame for, NoReplica, or SupervisionError: no attempt is left.
+        (A plain endpoint would run one request at a time.)"""
         raised = None  # the replica that raised first
         for _ in range(self.max_attempts):
             replica = await self._pick(raised)
             replica.in_flight += 1
-            call = await self._call(replica, deadline_s or self.deadline_s, method, *args)
-            replica.in_flight -= 1
-            late = call.cancel()  # True: it was not done, and if an answer comes, it finds nobody
-            error = SupervisionError("no answer") if late else call.exception()
-            if not error: break
+            try: answers = await self._call(replica, deadline_s or self.deadline_s, method, *args)
+            except Exception as found: error = found
+            else: break
+            finally: replica.in_flight -= 1
             # a rank that loses another one raises; is it that?
             if self.num_ranks > 1: await asyncio.wait({replica.lost}, timeout=0.2)
-            if isinstance(error, SupervisionError) or replica.lost.done():
+            late = isinstance(error, asyncio.TimeoutError)
+            if late or isinstance(error, SupervisionError) or replica.lost.done():
                 self._lose(replica, "missed its deadline" if late else "died")
                 error = SupervisionError(f"{replica.name} is lost")
-            elif raised or self.num_replicas == 1: break  # two have raised, or there is only one
+            elif raised or self.num_replicas == 1: raise cause(error)  # two raise, or the only one
             else: raised = replica  # or the request is bad: another replica will tell
-        if error: raise cause(error)
+        else: raise cause(error)
         replica.errors = 0
         if raised:  # the request was good, so it is the replica that is not
             raised.errors += 1
             if raised.errors >= self.MAX_ERRORS: self._lose(raised, "kept raising")
-        return next(iter(call.result().values()))  # `item(rank=0)` would take 10 ms
+        return answers[0]
 
-    def _healthy(self) -> list[Replica]:
-        return [r for r in self.replicas.values() if r.ready and not r.lost.done()]
+    def _healthy(self): return [r for r in self.replicas.values() if r.ready and not r.lost.done()]
 
     async def _pick(self, raised: Replica | None) -> Replica:
         """The next replica, but not the one that has raised on this request. Waits for one."""
@@ -782,17 +762,15 @@ class Service(Supervisor):
                            if r is not raised and r.in_flight < self.max_in_flight]):
             # none ends by itself: raises why this one did
             for keeper in filter(asyncio.Future.done, self.keepers): keeper.result()
-            if time.monotonic() > end or not self.keepers:
-                raise NoReplica(f"{self.name}: no healthy replica, or closed")
+            if time.monotonic() > end or not self.keepers: raise NoReplica(f"{self.name}: all lost")
             await asyncio.sleep(0.005)
-        # Fewest in flight first, so that a slow replica gets less; among equals in turn, or an idle
-        # service would send everything to replica 0.
+        # A slow replica gets less. Among equals in turn, or an idle service would use one replica.
         self.turn += 1
         return min(fit, key=lambda r: (r.in_flight, (r.id - self.turn) % self.num_replicas))
 
     @concurrent_endpoint
     async def status(self, wait_s: float = 0.0) -> dict:
-        """A snapshot, taken when all replicas that have a host are healthy, or wait_s have passed."""
+        """A snapshot, when all replicas that have a host are healthy, or wait_s have passed."""
         end = time.monotonic() + wait_s
         while time.monotonic() < end and any(door_to(r.address) and (not r.ready or r.lost.done())
                                              for r in self.replicas.values()):
@@ -802,9 +780,7 @@ class Service(Supervisor):
                 "answers": {(r.id, r.address): r.answer for r in well}}
 
     @concurrent_endpoint
-    async def strike(self, number: int) -> None:
-        """A signal to one of the replicas."""
-        self._healthy()[0].send(number)
+    async def strike(self, number: int) -> None: self._healthy()[0].send(number)  # a signal, to one
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -817,7 +793,7 @@ class Service(Supervisor):
 
 async def storm(ask, faults: dict[int, tuple], deadline_s: float | None = None) -> list:
     """400 callers of `ask`, one every 2 ms: [roots answered, ms of the fastest, of the slowest].
-    faults: (process id, signal) by the number of the caller before whom it is sent."""
+    faults: caller's number -> (process id, signal), sent before that call."""
     async def request(number: int) -> tuple[bool, float]:
         await asyncio.sleep(number * 0.002)
         if number in faults: os.kill(*faults[number])
@@ -865,20 +841,17 @@ async def demo_service(report: Report, cfg: Config) -> None:
 #   announced slots alone. Readers copy nothing: their parameters point into the slot. Another host
 #   has one relay, which reads by the same rule and publishes in that host's own slots.
 # Cost. Two slots more than readers, in host memory.
-# Not here. GPUDirect. Sending only what changed (DOCS 2).
-# Source. Hazard pointers: Maged Michael, IEEE TPDS 15(6), 2004.
+# Not here. GPUDirect; sending only what changed (DOCS 2).   Source. Hazard pointers, Michael 2004.
 #
 #     trainer      forward, backward | wait | step 7 | forward, backward    | wait | step 8 | ...
 #       a thread                              | copy 7 | latest = 7 |              | copy 8 | ...
 #     generator    ... decodes with 6 ............................ | pull | decodes with 7 ...
 
 
-class WeightMismatch(ValueError):
-    """The two sides do not mean the same weights. Raised before anything has changed."""
+class WeightMismatch(ValueError): """What the two sides mean differs. Nothing has changed yet."""
 
 
 def demand(holds, otherwise: str) -> None:
-    """Raises WeightMismatch with these words if it does not hold."""
     if not holds: raise WeightMismatch(otherwise)
 
 
@@ -898,13 +871,12 @@ def manifest_of(tensors: dict, dtype=None) -> Manifest:
     for name, t in tensors.items():
         kind = dtype if dtype and t.is_floating_point() else t.dtype
         num_bytes = t.numel() * kind.itemsize
-        at = local(t).data_ptr() or id(t)  # no address: this rank has nothing of it
-        memory = (at, t.shape, t.stride(), t.dtype) if num_bytes else name
+        # no address: it is empty, or this rank has nothing of it
+        memory = local(t).data_ptr() or id(t), t.shape, t.stride(), t.dtype
         tied_to, at = stored.setdefault(memory, (name, offset))
         specs.append(TensorSpec(name, tuple(t.shape), str(kind)[6:], tied_to, at, num_bytes))
         offset += -(-num_bytes // 64) * 64 if tied_to == name else 0
-    pages = -(-(offset + 8 * max(1, len(specs))) // mmap.PAGESIZE)
-    return Manifest(tuple(specs), pages * mmap.PAGESIZE)
+    return Manifest(tuple(specs), -(-(offset + 8 * len(specs)) // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
 def local(tensor):
@@ -913,10 +885,9 @@ def local(tensor):
     with torch.no_grad(): return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def weights_of(module) -> dict:
-    """name -> tensor of all that must arrive: parameters, and buffers that belong to checkpoints.
-    Tied weights appear under each of their names, and are one tensor."""
-    return dict(module.state_dict(keep_vars=True))
+# name -> tensor of all that must arrive: parameters, and buffers that belong to checkpoints. Tied
+# weights appear under each of their names, and are one tensor.
+def weights_of(module) -> dict: return dict(module.state_dict(keep_vars=True))
 
 
 # How another process of this host finds the arena; small enough for any message. pid, fd: of the
@@ -926,7 +897,6 @@ ArenaHandle = collections.namedtuple("ArenaHandle", "pid fd run_id manifest num_
 
 
 # The arena of two readers, while version 8 is being written:
-#
 #     words   latest = (7, slot 2)      lease 0 = slot 2      lease 1 = slot 1
 #             +-----------+-----------+-----------+-----------+
 #     slots   | 0: v8 ... | 1: v6     | 2: v7     | 3: v5     |
@@ -975,14 +945,12 @@ class Arena:
 
     @classmethod
     def attach(cls, handle: ArenaHandle, tensors: dict) -> Arena:
-        """Maps another process's arena, for these tensors. That process must be alive now; later it
-        may end. Takes no time: pages are mapped when they are first read. Raises WeightMismatch: a
-        name that one side lacks, or another dtype of equal size, would be nonsense, unseen."""
+        """Maps another process's arena, for these tensors; that process may end later. Raises
+        WeightMismatch: another dtype of equal size, say, would be nonsense, unseen."""
         there, here = ({spec.name: spec._replace(offset=0) for spec in manifest.specs}
                        for manifest in (handle.manifest, manifest_of(tensors)))
-        for name in there | here:
-            theirs, mine = there.get(name), here.get(name)
-            demand(theirs == mine, f"{name}: {theirs} there, {mine} here")
+        for name, theirs in (dict.fromkeys(here) | there).items():
+            demand(theirs == here.get(name), f"{name}: {theirs} there, {here.get(name)} here")
         try:
             with open(f"/proc/{handle.pid}/fd/{handle.fd}", "r+b", buffering=0) as file:
                 arena = cls(handle, file.fileno())  # mapped, so the file may be closed
@@ -994,34 +962,30 @@ class Arena:
 
     def fence(self) -> None:
         """My stores become visible before my next loads run. A processor may keep a store in a
-        buffer of its own while later loads go ahead, the one order that x86 breaks; taking a lock
-        empties that buffer. (glibc ends memmove with the same for its stores past the cache. ARM
-        breaks more orders, and would need more.)"""
+        buffer of its own while later loads go ahead, the one order that x86 breaks (ARM: more);
+        taking a lock empties that buffer, as does the end of glibc's memmove past the cache."""
         with self.lock: pass
 
     def checksums(self, slot: int) -> tuple:
-        """([tensors] int64, of what the slot holds; the same as stored by the writer, a view)"""
+        """([tensors] int64, as stored by the writer, a view; the same, of what the slot holds)"""
         found = [checksum(t.flatten().view(torch.uint8)) for t in self.tensors(slot).values()]
-        return torch.tensor(found), self.slots[slot, -8 * len(found) :].view(torch.int64)
+        return self.slots[slot, -8 * len(found) :].view(torch.int64), torch.tensor(found)
 
-    def newest(self) -> int:
-        """The latest version; -1 if there is none yet."""
-        return self.words[self.LATEST] // self.MAX_SLOTS
+    # The latest version; -1 if there is none yet.
+    def newest(self) -> int: return self.words[self.LATEST] // self.MAX_SLOTS
 
     def free_slot(self) -> int:
         """For the writer: a slot that is neither latest nor leased by somebody alive."""
         self.fence()  # whoever leased before it could see the last `latest` is seen here
         leases = self.words[self.LEASES : self.LEASES + self.handle.num_readers]
-        busy = {self.words[self.LATEST] % self.MAX_SLOTS,  # of NOTHING: a slot that no arena has
-                *(lease % self.MAX_SLOTS for lease in leases
-                  if lease != self.NOTHING and is_alive(lease // self.MAX_SLOTS))}
-        free = [slot for slot in range(self.handle.num_slots) if slot not in busy]
+        # NOTHING is the lease of no process, and the latest in a slot that no arena has
+        busy = {word % self.MAX_SLOTS for word in leases if is_alive(word // self.MAX_SLOTS)}
+        free = {*range(self.handle.num_slots)} - busy - {self.words[self.LATEST] % self.MAX_SLOTS}
         demand(free, "arena: no free slot")
-        return free[0]
+        return min(free)
 
-    def commit(self, version: int, slot: int) -> None:
-        """For the writer, when the slot is complete: now readers may look."""
-        self.words[self.LATEST] = version * self.MAX_SLOTS + slot
+    # For the writer, when the slot is complete: now readers may look.
+    def commit(self, version, slot): self.words[self.LATEST] = version * self.MAX_SLOTS + slot
 
 
 class WeightWriter:
@@ -1062,9 +1026,8 @@ class WeightWriter:
         self.start(version)
         self.wait()
 
-    def parts(self, view, tensor) -> list[tuple]:
-        """What to copy between a slot's view of a tensor and mine: all of it (section 8: boxes)."""
-        return [(view, tensor)]
+    # What to copy between a slot's view of a tensor and mine: all of it (section 8: boxes).
+    def parts(self, view, tensor) -> list[tuple]: return [(view, tensor)]
 
     def _copy(self, version: int) -> None:
         """In the thread."""
@@ -1083,9 +1046,7 @@ class WeightWriter:
                         ctypes.memmove(view.data_ptr(), mine.data_ptr(), view.nbytes)
                     else: view.copy_(mine, non_blocking=True)
         if self.stream: self.stream.synchronize()
-        if self.checksums:
-            found, stored = self.arena.checksums(slot)
-            stored.copy_(found)
+        if self.checksums: torch.Tensor.copy_(*self.arena.checksums(slot))
 
 
 class WeightReader:
@@ -1095,10 +1056,9 @@ class WeightReader:
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: dict, in_place: bool = False,
                  check: bool = False):
-        """reader: 0 .. num_readers-1, mine alone. in_place: copy instead of pointing into the slot,
-        as GPUs do, and as code needs that was compiled or captured with the old addresses. check:
-        before it copies, `pull` asks whether the writer lives and compares the checksums that this
-        writer must add. Raises WeightMismatch and changes nothing."""
+        """reader: 0 .. num_readers-1, mine alone. in_place: copy, as to GPUs and to the addresses
+        with which code was compiled, instead of pointing into the slot. check: `pull` copies when
+        the writer lives and the checksums that it must add are right. Raises WeightMismatch."""
         demand(0 <= reader < handle.num_readers, f"arena: it has no reader {reader}")
         self.arena, self.word = Arena.attach(handle, tensors), Arena.LEASES + reader
         self.tensors, self.version, self.check = tensors, -1, check
@@ -1106,8 +1066,7 @@ class WeightReader:
         self.arena.words[self.word] = Arena.NOTHING  # whoever was reader before me is dead
 
     def lease(self) -> tuple[int, int]:
-        """(version, slot) of the newest weights, safe to read while my word names that slot. Goes
-        round again only if a version was published in between."""
+        """(version, slot) of the newest weights, safe to read while my word names that slot."""
         # Why this is enough. Suppose the writer takes my slot for its next version. It does so only
         # after it has made another slot the latest, and then looked at the leases. If it looked
         # after step 1, it saw mine and took another slot. If it looked before step 1, the latest
@@ -1142,9 +1101,8 @@ class WeightReader:
 PIECE_BYTES = 4 * MIB  # as one RDMABuffer, what is large would cross at a third of the speed
 
 
-def pieces_of(tensor) -> tuple[RDMABuffer, ...]:
-    """Handles to all of a [num_bytes] uint8 tensor."""
-    return tuple(map(RDMABuffer, tensor.split(PIECE_BYTES)))
+# Handles to all of a [num_bytes] uint8 tensor.
+def pieces_of(tensor) -> tuple: return tuple(map(RDMABuffer, tensor.split(PIECE_BYTES)))
 
 
 async def read_pieces(pieces: tuple[RDMABuffer, ...], room) -> None:
@@ -1166,10 +1124,8 @@ def door_of(arena: Arena, reader: int) -> Door:
 
 
 class Relay(Worker):
-    """One per other host: a reader of the trainer's arena, by one-sided reads and writes, and the
-    writer of an arena for the readers of its own host. The trainer's Python takes no part."""
-
-    LOOK_S = 0.005  # between two looks, each of which costs both hosts half a millisecond of CPU
+    """One per other host: reads the trainer's arena, one-sided, so that the trainer's Python takes
+    no part, and writes an arena for the readers of its own host."""
 
     def __init__(self, replica_id: int, trainer, endpoint: str, num_readers: int):
         """trainer, endpoint: whom to ask, and how; num_readers: of my arena."""
@@ -1189,7 +1145,7 @@ class Relay(Worker):
         replaced when the trainer is"""
         while True:
             with contextlib.suppress(Exception): await self.pull()  # a trainer that is gone
-            await asyncio.sleep(self.LOOK_S)
+            await asyncio.sleep(0.005)  # a look costs both hosts half a millisecond of CPU
 
     async def _look(self) -> int:
         await self.door.latest.read_into(self.latest_word)
@@ -1199,16 +1155,15 @@ class Relay(Worker):
         """Fetches the newest version, if it is new, and publishes it here; the version here."""
         # The protocol of WeightReader.lease, by messages: an answered write has been seen by all.
         # The trainer cannot ask whether I live, so I lease in its name; my successor has my word.
-        here, n = self.arena.newest(), Arena.MAX_SLOTS
-        while (latest := await self._look()) // n != here:
-            self.lease_word.fill_(self.door.handle.pid * n + latest % n)
-            await self.door.lease.write_from(self.lease_word)  # 1. announce, 2. answered
-            if await self._look() == latest:  # 3. look again
-                slot = self.arena.free_slot()
-                await read_pieces(self.door.slots[latest % n], self.arena.slots[slot])
-                self.arena.commit(latest // n, slot)
-                return latest // n
-        return here
+        n, latest = Arena.MAX_SLOTS, await self._look()
+        if latest // n == self.arena.newest(): return latest // n
+        self.lease_word.fill_(self.door.handle.pid * n + latest % n)
+        await self.door.lease.write_from(self.lease_word)  # 1. announce, 2. answered
+        if await self._look() != latest: return await self.pull()  # 3. look again
+        slot = self.arena.free_slot()
+        await read_pieces(self.door.slots[latest % n], self.arena.slots[slot])
+        self.arena.commit(latest // n, slot)
+        return latest // n
 
 
 def open_store():
@@ -1220,18 +1175,17 @@ def open_store():
 
 def form_group(port: int, rank: int, num_ranks: int) -> None:
     """A process group: gloo for CPU tensors, NCCL for those of GPUs."""
+    torch.set_num_threads(1)  # the ranks share the cores
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = torch.distributed.TCPStore("127.0.0.1", port)
     torch.distributed.init_process_group(store=store, rank=rank, world_size=num_ranks)
 
 
 class Rank(Worker):
-    """A process that takes part in measurements, here and in section 8. `end` is a rank's writer or
-    reader of the arena, `block`, of rank 0, as many bytes as a version has."""
+    """Takes part in measurements, here and in section 8. `end` is its writer or reader of the
+    arena; `block`, of rank 0, has as many bytes as a version."""
 
-    def __init__(self):
-        torch.set_num_threads(1)
-        self.rank, self.version = current_rank().rank, 0
+    version = 0
 
     async def take_part(self, road: str, *args) -> tuple:
         """A round: for how many seconds rank 0 copied its block into a slot with memmove, then when
@@ -1275,11 +1229,11 @@ class Bench(Rank):
     async def door(self, reader: int) -> Door: return door_of(self.end.arena, reader)
 
     async def attach(self, handle: ArenaHandle) -> float:
-        """A generator joins: seconds until it has the newest version of an arena."""
+        """A generator joins: ms until it has the newest version of an arena."""
         start = time.monotonic()
         self.end = WeightReader(handle, self.rank - 1, self.tensors)
         self.end.pull()
-        return since(start)
+        return since(start) * 1e3
 
     def step(self) -> None:
         """The trainer's next version."""
@@ -1289,17 +1243,15 @@ class Bench(Rank):
             self.block.fill_(self.version % 120)
 
     async def publish_many(self, num_versions: int) -> None:
-        """Steps and publishes without a pause."""
         for _ in range(num_versions):
             self.step()
             self.end.publish(self.version)
 
     async def sync(self, road: str, num_generators: int, source=None) -> float:
         """This version, from the trainer to the first generators: seconds for which my Python was
-        held up. A generator looks for the version: nobody tells it. Only then it is held up, while
-        it points its weights at the newest. source: an RDMABuffer of the trainer's weights; reading
-        that, the trainer takes no part."""
-        start, self.weights = time.monotonic(), [self.block]
+        held up; a generator's not while it looks for the version, of which nobody tells it. source:
+        an RDMABuffer of the trainer's weights; when that is read, the trainer takes no part."""
+        start, self.weights = time.monotonic(), [self.block] * (0 < self.rank <= num_generators)
         if self.rank > num_generators or (road, self.rank) == ("RDMABuffer", 0): return 0.0
         if road == "gloo broadcast": torch.distributed.broadcast(self.block, 0, group=self.three)
         elif road == "RDMABuffer": await source.read_into(self.block)
@@ -1317,9 +1269,8 @@ class Bench(Rank):
         self.version += self.rank  # each waits for another one, and so leases another slot
         await self.sync(road, num_generators, source)
         if self.rank == 0: await self.publish_many(12)
-        weights = self.weights if 0 < self.rank <= num_generators else ()
-        ends = {int(end) for _ in range(4) for t in weights for end in t.view(torch.int8).aminmax()}
-        return int(len(ends) > 1)
+        got = {int(e) for _ in range(4) for t in self.weights for e in t.view(torch.int8).aminmax()}
+        return int(len(got) > 1)
 
 
 # How weights can travel on one host: (rounds, road, generators).
@@ -1346,11 +1297,10 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     procs, relay_procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     store, ranks = open_store(), procs.spawn("bench", Bench)
     arena, live = (await ranks.do.call("join", store.port, cfg.model_mb, cfg.seed, 4)).item(rank=0)
-    late_s = [await ranks.slice(rank=i).do.call_one("attach", arena) for i in range(1, 5)]
+    late_ms = max([await ranks.slice(rank=i).do.call_one("attach", arena) for i in range(1, 5)])
     rows = [await row(ranks, *road, live) for road in ROADS]
     relay = relay_procs.spawn("relay", Relay, 0, ranks.slice(rank=0), "do", 2)
-    some, relayed = ranks.slice(rank=slice(1, 3)), await relay.do.call_one("setup")
-    await some.do.call("attach", relayed)  # its host's generators now
+    await ranks.slice(rank=slice(1, 3)).do.call("attach", await relay.do.call_one("setup"))
     # The first read of each piece is slow: a relay is fast only when it has seen all slots.
     rows.append(await row(ranks, 19, "relay", 2))
     await asyncio.gather(procs.stop(), relay_procs.stop())
@@ -1360,12 +1310,11 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     unsafe, one, two, four, group, direct, relayed = rows
     reads, torn = map(sum, zip(*((r.reads, r.torn) for r in (one, two, four, relayed))))
     mb, relay_ms = cfg.model_mb * MIB / 1e6, relayed.ms - two.ms  # what a relay adds
-    report.figure(
-        memmove_ms=two.memmove, pull_ms=four.generator, sync_over_memmove_1=one.ratio, reads=reads,
-        sync_over_memmove=two.ratio, sync_over_memmove_4=four.ratio, trainer_held_ms=two.trainer,
-        trainer_held_by_group_ms=group.trainer, relay_gb_per_s=mb / relay_ms, torn_reads=torn,
-        gloo_gb_per_s=mb / group.ms, rdma_gb_per_s=mb / direct.ms, torn_reads_unsafe=unsafe.torn,
-        late_join_ms=max(late_s) * 1e3)
+    report.figure(memmove_ms=two.memmove, pull_ms=four.generator, sync_over_memmove_1=one.ratio,
+                  sync_over_memmove=two.ratio, sync_over_memmove_4=four.ratio, reads=reads,
+                  trainer_held_ms=two.trainer, trainer_held_by_group_ms=group.trainer,
+                  relay_gb_per_s=mb / relay_ms, gloo_gb_per_s=mb / group.ms, torn_reads=torn,
+                  rdma_gb_per_s=mb / direct.ms, torn_reads_unsafe=unsafe.torn, late_join_ms=late_ms)
     report.check(f"torn reads without leases, of {unsafe.reads}", unsafe.torn, ">", 1)
     report.check(f"torn reads of live weights, of {direct.reads}", direct.torn, ">", 0)
     report.check(f"torn reads through slots, of {reads}", torn, "==", 0)
@@ -1374,7 +1323,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check("sync of 4 generators / sync of 1", four.ms / one.ms, "<", 3)
     report.check("trainer held up, slots / broadcast", two.trainer / group.trainer, "<", 0.5)
     report.check("relay / one RDMABuffer, in GB/s", direct.ms / relay_ms, ">", 1)
-    report.check("ms to join after version 50, slowest of 4", max(late_s) * 1e3, "<", 1000)
+    report.check("ms to join after version 50, slowest of 4", late_ms, "<", 1000)
     report.say("try: --model-mb 1024: what does not depend on size weighs less there;",
                "num_readers + 1 slots in `Arena.create`: a version finds none free")
 
