@@ -2016,10 +2016,6 @@ StepStats = collections.namedtuple("StepStats", """version reward lag_mean lag_m
     ess entropy clipped kl grad_norm num_tokens skipped stall_s step_s""")
 
 
-class BadCheckpoint(ValueError):
-    """A file that this run cannot go on from; says why, in one line."""
-
-
 class TrainerLost(RuntimeError):
     """The trainer has died or hung; there may be another one, which has not begun."""
 
@@ -2030,7 +2026,7 @@ def about(cfg: Config) -> dict:
 
 
 def read_checkpoint(path: str | bytes, cfg: Config) -> dict:
-    """What `Trainer.save` gave; nothing in it is executed. Raises BadCheckpoint."""
+    """What `Trainer.save` gave; nothing in it is executed. A ValueError says what is wrong."""
     try:  # torch.load compares no checksums
         with open(path, "rb") if isinstance(path, str) else io.BytesIO(path) as file:
             if damaged := zipfile.ZipFile(file).testzip(): raise ValueError(f"damaged in {damaged}")
@@ -2040,7 +2036,7 @@ def read_checkpoint(path: str | bytes, cfg: Config) -> dict:
         raise ValueError(f"made with {found['about']}, this run has {about(cfg)}")
     except Exception as error:  # whatever a strange file does to these
         why = " ".join(str(error).split())[:300]
-        raise BadCheckpoint(f"{path[-100:]}: no checkpoint for this run: {why}") from error
+        raise ValueError(f"{path!s:.200}: no checkpoint for this run: {why}") from error
 
 
 class Vault:
@@ -2054,10 +2050,10 @@ class Vault:
         self.kept = [(str(path), None) for path in paths]  # (path, or file in memory), newest first
 
     def newest(self, cfg: Config, say) -> str:
-        """The path of the newest that can be read, or ""; BadCheckpoint if all are others."""
+        """The path of the newest that can be read; "" if there are none; ValueError if none can."""
         for path, _ in self.kept:
             try: return read_checkpoint(path, cfg) and path
-            except BadCheckpoint as error:
+            except ValueError as error:
                 if path == self.kept[-1][0]: raise
                 say(f"not used: {error}")
         return ""
@@ -2137,7 +2133,7 @@ class Trainer(Worker):
 
     async def load(self, path: str | bytes, start: str | bytes, cfg: Config) -> tuple[int, str]:
         """Becomes what a checkpoint says, for a run with this Config, and publishes that: version,
-        state of the controller. start: of version 0. BadCheckpoint: nothing has changed."""
+        state of the controller. start: of version 0. After a ValueError nothing has changed."""
         found, model = read_checkpoint(path, cfg), self.policy.model
         self.cfg = cfg._replace(device=self.cfg.device)
         self.writer.wait()
@@ -2315,7 +2311,7 @@ class Fleet:
 
     def __init__(self, cfg: Config):
         self.cfg, self.sampler, self.start, self.handle = cfg, Sampler(cfg), Vault(), None
-        self.recover = functools.partial(self.load, "", cfg)  # a History, once it runs, knows more
+        self.recover = functools.partial(self.load, "", cfg)  # a History that runs knows better
         self.hosts, self.busy_s, self.num_unjudged, self.num_cut = hosts_of(cfg), 0.0, 0, 0
         # The numbers are replicas, and seconds after which a silent one counts as hung: steps and
         # rollouts of the tiny policy take some 30 ms. Two judges: one may hang, the other works.
@@ -2380,7 +2376,7 @@ class Fleet:
             raise TrainerLost if lost else cause(error)
 
     async def surely(self, method: str, *args):
-        """As `ask`; if the trainer was lost the next one recovers, and is asked."""
+        """As `ask`, also outside of a run: if the trainer is lost, the next one recovers."""
         try: return await self.ask(method, *args)
         except TrainerLost: await self.recover()
         return await self.ask(method, *args)  # twice is no accident
@@ -2772,8 +2768,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report_run(report, run, speed, peer, loose)
     report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults or [["-"] * 4])
     report.check("faults noticed and cured", len(faults), "==", len(struck))
-    # of the replacement too, and all of lag 0
-    history.report_learning(before, after, max(peer["mismatch_k3"]))
+    history.report_learning(before, after, max(peer["mismatch_k3"]))  # also of the replacement
     report.check("held-out exact, gained", after - before, ">", 0)
     report.say("try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
 
