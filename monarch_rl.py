@@ -2141,17 +2141,15 @@ class Trainer(Worker):
         # Without a bonus a wrong letter that a whole group agrees on is never tried otherwise.
         self.bonus = cfg.entropy if cfg.entropy >= 0 else 0.01 * (cfg.model == "tiny")
         self.optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0, fused=True)
-        # Over the last quarter of the steps the rate falls to 0. With a constant one the policy
-        # gets as good, but dips now and then to 0.9 of that, and a run may end in a dip.
+        # In the last quarter the rate falls to 0; with a constant one a run may end in a dip to 0.9.
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: min(1.0, 4 * max(0.0, 1 - done / cfg.steps)))
         trained = found["schedule"]
         dcp.set_state_dict(model, self.optimizer if trained else [], options=self.whole,
                            model_state_dict=found["weights"], optim_state_dict=found["moments"])
         if trained: self.schedule.load_state_dict(trained)
-        if cfg.kl:
-            dcp.set_model_state_dict(
-                self.reference, read_checkpoint(start, cfg)["weights"], options=self.whole)
+        first = read_checkpoint(start, cfg)["weights"] if cfg.kl else {}
+        if first: dcp.set_model_state_dict(self.reference, first, options=self.whole)
         self.version = max(self.version + 1, found["version"])
         self.writer.start(self.version)
         return self.version, found["state"]
@@ -2514,7 +2512,6 @@ class History:
             await asyncio.gather(*self.evaluating)
 
     async def _evaluate(self) -> None:
-        """While the run goes on."""
         with contextlib.suppress(ActorError, SupervisionError, RuntimeError):  # else without it
             self.heldout = await self.fleet.evaluate(newest=False)
 
@@ -2534,8 +2531,7 @@ class History:
         if step % self.EVALUATE_EVERY == 0:
             self.evaluating.append(asyncio.ensure_future(self._evaluate()))
         keep = step == 1 or step % max(1, self.cfg.steps // 8) == 0
-        # one live line on a terminal; in a pipe only the lines to keep
-        if keep or self.report.live and step % 10 == 0:
+        if keep or self.report.live and step % 10 == 0:  # live: a line on a terminal
             exact = "-" if self.heldout < 0 else f"{self.heldout:.2f}"
             k3 = "-" if stats.mismatch_k3 < 0 else f"{stats.mismatch_k3:.0e}"
             said = " ".join([*(text for text, _ in batch.prompts[0].turns), ">", *batch.answers[0]])
@@ -2607,7 +2603,6 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 # Source. IMPALA (Espeholt 2018), AReaL (Fu 2025), also for weights taken in flight.
 
 # Lag, by example, with K = 1 (two batches of tickets; v = the trainer's version):
-#
 #     v = 5   batch a is generated under 5, batch b too; the gate is closed
 #     v = 5   the trainer steps on a (lag 0) -> v = 6, and a's tickets admit batch c, under 6
 #     v = 6   the trainer steps on b (lag 1) -> v = 7, b's tickets admit d
@@ -2654,11 +2649,10 @@ class ReplayBuffer:
         drops all that none may. waits for enough of them / woken by `put`"""
         while True:
             fresh = [g for g in self.groups if g[2] == run_id and version - g[3] <= self.max_lag]
-            dropped, self.groups = len(self.groups) - len(fresh), fresh
-            self.gate.settle("dropped", dropped)  # refund
+            self.gate.settle("dropped", len(self.groups) - len(fresh))  # refund
+            self.groups = fresh
             if len(fresh) >= GROUPS_PER_BATCH:
-                self.groups = fresh[GROUPS_PER_BATCH:]
-                return Rollout.join([g[:2] for g in fresh[:GROUPS_PER_BATCH]])
+                return Rollout.join([fresh.pop(0)[:2] for _ in range(GROUPS_PER_BATCH)])
             await self.gate.changed.wait()
 
 
@@ -2678,8 +2672,7 @@ class AsyncRun:
                      -> done: no loop asks for tickets again
                      -> loops that wait for a generator get their answer and put it
                      -> loops that wait for a ticket, and steps not answered, are cancelled
-                     -> what raised is raised here, without waiting for answers; what lies in the
-                        buffer is counted"""
+                     -> what raised is raised here, at once; what lies in the buffer is counted"""
         await self.history.start()
         # two loops of rollouts per generator; with few tickets the gate lets fewer through
         loops = [self._training] + [self._rollouts] * (2 * self.fleet.cfg.generators)
