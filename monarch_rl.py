@@ -2141,7 +2141,7 @@ class Trainer(Worker):
         # Without a bonus a wrong letter that a whole group agrees on is never tried otherwise.
         self.bonus = cfg.entropy if cfg.entropy >= 0 else 0.01 * (cfg.model == "tiny")
         self.optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0, fused=True)
-        # In the last quarter the rate falls to 0; with a constant one a run may end in a dip to 0.9.
+        # In the last quarter the rate falls to 0, for with a constant one a run may end in a dip.
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: min(1.0, 4 * max(0.0, 1 - done / cfg.steps)))
         trained = found["schedule"]
@@ -2322,8 +2322,8 @@ class Fleet:
                              num_ranks=cfg.trainers, max_attempts=1)
         self.generators = spawn("generator", Generator, cfg.generators, 5 * slow, cfg, hosts=hosts)
         self.judges = spawn("judge", Judge, 2, 2, cfg, hosts=hosts, max_attempts=1, max_in_flight=1)
-        asked = self.trainer, "route", here(cfg)  # by relays, how; their readers
-        self.relays = spawn("relay", Relay, len(hosts) - 1, 10, *asked, hosts=hosts[1:])
+        self.relays = spawn("relay", Relay, len(hosts) - 1, 10, self.trainer, "route", here(cfg),
+                            hosts=hosts[1:])
         self.services = [self.trainer, self.generators, self.judges, self.relays]
 
     async def __aenter__(self) -> Fleet:
@@ -2370,8 +2370,8 @@ class Fleet:
         """All ranks of the trainer; the answer of rank 0. Raises TrainerLost, or what it raised."""
         try: return await self.trainer.route.call_one(method, *args, **kwargs)
         except (ActorError, SupervisionError) as error:
-            lost = isinstance(cause(error), (SupervisionError, TrainerLost))
-            raise TrainerLost if lost else cause(error)
+            error = cause(error)
+            raise TrainerLost if isinstance(error, (SupervisionError, TrainerLost)) else error
 
     async def surely(self, method: str, *args):
         """As `ask`, also outside of a run: if the trainer is lost, the next one recovers."""
@@ -2502,9 +2502,8 @@ class History:
         return step % self.cfg.save_every == 0 or step == self.num_steps or self.interrupted
 
     async def save(self) -> None:
-        step = len(self.rows)
-        state = json.dumps([self.rows, self.count, self.fleet.sampler.num_drawn])
-        await self.fleet.save(self.vault, step, state)
+        step, books = len(self.rows), [self.rows, self.count, self.fleet.sampler.num_drawn]
+        await self.fleet.save(self.vault, step, json.dumps(books))
         self.losses = 0
         if self.interrupted: leave(130, f"interrupted; the same command goes on after step {step}")
         if step == self.num_steps:
@@ -2868,7 +2867,7 @@ def descendants(root: int = 0) -> list[int]:
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):  # 12 (a name) S 1 ...
         with contextlib.suppress(OSError):  # it has ended
             parents[int(stat.parent.name)] = int(stat.read_bytes().rpartition(b") ")[2].split()[1])
-    for mine in found: found += [pid for pid, parent in parents.items() if parent == mine]  # grows
+    for one in found: found += [pid for pid, parent in parents.items() if parent == one]  # grows
     return [pid for pid in found[1:] if is_alive(pid)]
 
 
