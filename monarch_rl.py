@@ -2801,8 +2801,8 @@ STAGES = {name: Stage(n, name, " ".join(run.__doc__.split()), run, run.__code__.
           for n, (name, run) in enumerate(demos, 1)}  # by name, in the order of the file
 
 
+# Finds everything that can be wrong with the arguments before a process is spawned.
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
-    """Finds everything that can be wrong with the arguments before a process is spawned."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: parser.exit(2, f"monarch_rl: {message}\n")  # one line
     by_number = {str(stage.number): stage.name for stage in STAGES.values()}
@@ -2835,7 +2835,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
         **{f"--hosts {a}": functools.partial(demand_worker, a) for a in hosts_of(cfg) if a},
         f"--worker {args.worker}": lambda: args.worker and demand_worker(args.worker, False),
-        "--log, --json": lambda: [open(path, "a").close() for path in (cfg.log, args.json) if path]}
+        "--log, --json": lambda: [os.remove(open(path, "x").name) for path in (cfg.log, args.json)
+                                  if path and not os.path.isfile(path)]}
     for flag, attempt in attempts.items():
         try: attempt()
         except (Exception, SystemExit) as error:  # whatever somebody's file raises
