@@ -2119,8 +2119,8 @@ class Trainer(Worker):
     async def door(self, relay: int): return door_of(self.writer.arena, here(self.cfg) + relay)
 
     async def save(self, path: str, state: str) -> bytes:
-        """Writes a checkpoint with this state of the controller, or without a path returns it. With
-        the state "" it is one to begin from: weights alone."""
+        """Writes a checkpoint, or without a path returns it; without a state (the controller's) of
+        weights alone."""
         if not self.writer: raise TrainerLost  # this was meant for the one before
         weights, moments = dcp.get_state_dict(
             self.policy.model, self.optimizer if state else [], options=self.whole)
@@ -2161,8 +2161,7 @@ class Trainer(Worker):
         return self.version
 
     async def step(self, batch: Rollout) -> StepStats:
-        """Trains on a batch. The result is copied into a slot meanwhile: until the next optimizer
-        step, which changes what that copy reads."""
+        """Trains on a batch; the result is copied into a slot until the next optimizer step."""
         start, cfg, model, stall_s, skipped = time.monotonic(), self.cfg, self.policy.model, 0.0, 0
         chosen, parts, near = batch.turns > 0, [*self._parts(batch)], {}
         lag, num_tokens = (self.version - batch.versions) * chosen, max(1, int(chosen.sum()))
@@ -2270,9 +2269,8 @@ class Generator(Worker):
 
     async def rollout(self, arenas: list, version: int, prompts: list[Prompt], group_size: int,
                       seed: int, greedy: bool, in_flight: bool) -> tuple[Rollout, int, float]:
-        """Under one version of the weights (the lease lasts until the next pull) or, in flight,
-        under the newest at each token; it waits for `version`. arenas: handles, by host; of another
-        trainer they are others. Also how many episodes were cut off, and seconds."""
+        """Under one version (leased until the next pull) or, in flight, the newest at each token;
+        waits for `version`. arenas: by host. Also how many episodes were cut off, and seconds."""
         start = time.monotonic()
         place, host = divmod(self.replica_id, len(arenas))
         if not arenas[host]: raise RuntimeError("this host has no relay")
@@ -2353,8 +2351,8 @@ class Fleet:
         vault.keep(room, step)
 
     async def load(self, path: str, cfg: Config) -> str:
-        """The trainer, which may be a new one, becomes that of a checkpoint, or with "" that of
-        version 0, for a run with this Config. Returns the state that was saved there."""
+        """The trainer, maybe a new one, becomes that of a checkpoint, or with "" of version 0, for a
+        run with this Config. Returns the state that was saved there."""
         first, before = not self.start.kept, self.handle  # with the first weights all runs begin
         self.handle = await self.ask("begin", await self.ask("meet"), first, deadline_s=120.0)
         if first: await self.save(self.start, 0)
@@ -2452,9 +2450,8 @@ class History:
     def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = ""):
         """saved: the folder inside --checkpoint; "": in memory."""
         self.fleet, self.report, self.label, self.num_steps = fleet, report, label, num_steps
-        # heldout: exact, of the last evaluation, or -1
+        # heldout: exact, or -1; rows: lines of --log; evaluating: tasks; told: meanings of alarms
         self.cfg, self.heldout, self.losses, self.interrupted = fleet.cfg, -1.0, 0, False
-        # one per step, the lines of --log; tasks that evaluate; meanings of alarms
         self.rows, self.evaluating, self.told = [], [], set()
         self.count = collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0)
         self.vault = Vault(saved and self.cfg.checkpoint and f"{self.cfg.checkpoint}/{saved}")
@@ -2538,8 +2535,7 @@ class History:
             self.report.say(line[:92], end="\n" if keep else "")
 
     def speed(self, num_steps: int) -> list:
-        """Of the first steps: seconds, steps/s, tokens/s, busy shares of generators and of the
-        trainer, reward in the last tenth."""
+        """Of the first steps: s, steps/s, tokens/s, busy shares of both sides, reward in the end."""
         seconds, tokens = self["seconds"][num_steps - 1], sum(self["num_tokens"][:num_steps])
         busy = [self["busy_s"][num_steps - 1] / self.cfg.generators / seconds,
                 sum(self["step_s"][:num_steps]) / seconds]
@@ -2727,7 +2723,6 @@ class AsyncRun:
         self.history.add(stats, batch)
 
 
-# What happens in the demo to a process of each service.
 FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": signal.SIGKILL}
 
 
