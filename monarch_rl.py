@@ -2351,8 +2351,8 @@ class Fleet:
         vault.keep(room, step)
 
     async def load(self, path: str, cfg: Config) -> str:
-        """The trainer, maybe a new one, becomes that of a checkpoint, or with "" of version 0, for a
-        run with this Config. Returns the state that was saved there."""
+        """The trainer, maybe a new one, becomes that of a checkpoint, or with "" of version 0, for
+        a run with this Config. Returns the state that was saved there."""
         first, before = not self.start.kept, self.handle  # with the first weights all runs begin
         self.handle = await self.ask("begin", await self.ask("meet"), first, deadline_s=120.0)
         if first: await self.save(self.start, 0)
@@ -2535,7 +2535,7 @@ class History:
             self.report.say(line[:92], end="\n" if keep else "")
 
     def speed(self, num_steps: int) -> list:
-        """Of the first steps: s, steps/s, tokens/s, busy shares of both sides, reward in the end."""
+        """Of the first steps: s, steps/s, tokens/s, busy shares of both sides, reward then."""
         seconds, tokens = self["seconds"][num_steps - 1], sum(self["num_tokens"][:num_steps])
         busy = [self["busy_s"][num_steps - 1] / self.cfg.generators / seconds,
                 sum(self["step_s"][:num_steps]) / seconds]
@@ -2669,8 +2669,7 @@ class AsyncRun:
                      -> loops that wait for a ticket, and steps not answered, are cancelled
                      -> what raised is raised here, at once; what lies in the buffer is counted"""
         await self.history.start()
-        # two loops of rollouts per generator; with few tickets the gate lets fewer through
-        loops = [self._training] + [self._rollouts] * (2 * self.fleet.cfg.generators)
+        loops = [self._training] + [self._rollouts] * (2 * self.fleet.cfg.generators)  # none idles
         tasks = [asyncio.ensure_future(loop()) for loop in loops]
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         self.done = True
