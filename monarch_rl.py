@@ -2674,9 +2674,8 @@ class AsyncRun:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         self.done = True
         while self.away and not any(task.exception() for task in ended): await asyncio.sleep(0.005)
-        tasks += self.steps
-        for task in tasks: task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in (*tasks, *self.steps): task.cancel()
+        await asyncio.gather(*tasks, *self.steps, return_exceptions=True)
         await asyncio.gather(*ended)
 
     async def _rollouts(self) -> None:
