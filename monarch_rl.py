@@ -1963,10 +1963,6 @@ StepStats = collections.namedtuple("StepStats", """version reward lag_mean lag_m
     ess entropy clipped kl grad_norm num_tokens skipped stall_s step_s""")
 
 
-class BadCheckpoint(ValueError):
-    """A file that this run cannot go on from; says why, in one line."""
-
-
 class TrainerLost(RuntimeError):
     """The trainer has died or hung; there may be another one, which has not begun."""
 
@@ -1977,25 +1973,22 @@ def about(cfg: Config) -> dict:
 
 
 def read_checkpoint(path: str | bytes, cfg: Config) -> dict:
-    """What `Trainer.save` has written, into this file or as these bytes; nothing in it is executed.
-    Raises BadCheckpoint."""
-    name = path if isinstance(path, str) else "checkpoint"
+    """What `Trainer.save` gave; nothing in it is executed. A ValueError says what is wrong."""
     try:  # torch.load compares no checksums
-        with open(path, "rb") if name == path else io.BytesIO(path) as file:
-            with zipfile.ZipFile(file) as members: damaged = members.testzip()
+        with open(path, "rb") if isinstance(path, str) else io.BytesIO(path) as file:
+            if damaged := zipfile.ZipFile(file).testzip(): raise ValueError(f"damaged in {damaged}")
             file.seek(0)
             found = torch.load(file, weights_only=True)
-        theirs = found["about"]
+        if found["about"] == about(cfg): return found
+        raise ValueError(f"made with {found['about']}, this run has {about(cfg)}")
     except Exception as error:  # whatever a strange file does to these
-        raise BadCheckpoint(f"{name}: no checkpoint of this file: {str(error)[:60]!r}") from error
-    if damaged: raise BadCheckpoint(f"{name}: damaged in {damaged}")
-    if theirs == about(cfg): return found
-    raise BadCheckpoint(f"{name}: made with {theirs}, this run has {about(cfg)}")
+        why = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path!s:.200}: no checkpoint for this run: {why}") from error
 
 
 class Vault:
-    """The newest two checkpoints of a run, in a folder; without one in the memory of this process,
-    in files that have no name. Only the controller touches it."""
+    """The newest two checkpoints of a run, in a folder; without one in memory, in files that have
+    no name. Only the controller touches it."""
 
     def __init__(self, folder: str = ""):
         self.folder = folder
@@ -2004,18 +1997,16 @@ class Vault:
         self.kept = [(str(path), None) for path in paths]  # (path, or file in memory), newest first
 
     def newest(self, cfg: Config, say) -> str:
-        """The path of the newest that can be read; "" if there are none. Says which others cannot,
-        and raises BadCheckpoint if none can."""
+        """The path of the newest that can be read; "" if there are none; ValueError if none can."""
         for path, _ in self.kept:
             try: return read_checkpoint(path, cfg) and path
-            except BadCheckpoint as error:
+            except ValueError as error:
+                if path == self.kept[-1][0]: raise
                 say(f"not used: {error}")
-                last = error
-        if self.kept: raise last
         return ""
 
     def room(self) -> tuple:
-        """Where to write the next one; in a folder over one that was cut off."""
+        """Where to write the next one; in a folder over one that was cut off. (path, file)"""
         if self.folder: return f"{self.folder}/unfinished", None
         file = open(os.memfd_create("checkpoint"), "rb")
         return f"/proc/{os.getpid()}/fd/{file.fileno()}", file
@@ -2024,8 +2015,7 @@ class Vault:
         """It is complete: when it is on the disk, and not before, it becomes the newest."""
         with open(room[0], "rb") as file: os.fsync(file.fileno())
         if self.folder:
-            written, room = room[0], (f"{self.folder}/step-{step:08d}.pt", None)
-            os.replace(written, room[0])
+            room = str(pathlib.Path(room[0]).replace(f"{self.folder}/step-{step:08d}.pt")), None
             folder = os.open(self.folder, os.O_RDONLY)
             os.fsync(folder)  # the new name too
             os.close(folder)
@@ -2034,9 +2024,8 @@ class Vault:
         for path, _ in others[1:] if self.folder else (): os.remove(path)
 
 
-# Rows of a batch for one forward pass. ids: [b, t], packed; chosen: [b, t-1] bool, after which of
-# them a token was sampled; of these N tokens [N] each: mu (see LOSSES), advantage, fresh: bool, of
-# lag 0.
+# Rows of a batch for one forward pass. ids: [b, t], packed; chosen: [b, t-1] bool, where the next
+# one was sampled; of these N tokens [N] each: mu (see LOSSES), advantage, fresh: bool, of lag 0.
 Part = collections.namedtuple("Part", "ids chosen mu advantage fresh")
 
 
@@ -2064,24 +2053,21 @@ class Trainer(Worker):
         cfg, model = self.cfg, self.policy.model
         if not self.writer:
             if warm and cfg.model == "tiny": warm_start(self.policy)
-            # the policy before RL
             self.reference = copy.deepcopy(model).requires_grad_(False) if cfg.kl else None
             if cfg.trainers > 1:  # all ranks have the same weights until now
                 form_group(port, self.rank, cfg.trainers)
                 mesh = dtensor.init_device_mesh(cfg.device.split(":")[0], (cfg.trainers,))
                 for each in filter(None, (model, self.reference)): fsdp.fully_shard(each, mesh=mesh)
-            own = weights_of(model)
             # generators of this host, and then a relay of each other one
-            num_readers = len(here(cfg, 0)) + len(hosts_of(cfg)) - 1
-            self.writer = ShardWriter.join(own, num_readers, self.rank, cfg.trainers)
+            num_readers = here(cfg) + len(hosts_of(cfg)) - 1
+            self.writer = ShardWriter.join(weights_of(model), num_readers, self.rank, cfg.trainers)
         return self.writer.arena.handle
 
-    async def door(self, relay: int) -> Door:
-        return door_of(self.writer.arena, len(here(self.cfg, 0)) + relay)
+    async def door(self, relay: int): return door_of(self.writer.arena, here(self.cfg) + relay)
 
     async def save(self, path: str, state: str) -> bytes:
-        """Writes a checkpoint, with this state of the controller; without a path, returns it. With
-        the state "" it is one to begin from: weights alone."""
+        """Writes a checkpoint, or without a path returns it; without a state (the controller's) of
+        weights alone."""
         if not self.writer: raise TrainerLost  # this was meant for the one before
         weights, moments = dcp.get_state_dict(
             self.policy.model, self.optimizer if state else [], options=self.whole)
@@ -2093,9 +2079,8 @@ class Trainer(Worker):
             return b"" if path else file.getvalue()
 
     async def load(self, path: str | bytes, start: str | bytes, cfg: Config) -> tuple[int, str]:
-        """Becomes what a checkpoint says, for a run as this Config has it, and publishes that:
-        version, state of the controller. start: the checkpoint of version 0. Raises BadCheckpoint;
-        then nothing has changed."""
+        """Becomes what a checkpoint says, for a run with this Config, and publishes that: version,
+        state of the controller. start: of version 0. After a ValueError nothing has changed."""
         found, model = read_checkpoint(path, cfg), self.policy.model
         self.cfg = cfg._replace(device=self.cfg.device)
         self.writer.wait()
@@ -2103,31 +2088,27 @@ class Trainer(Worker):
         # Without a bonus a wrong letter that a whole group agrees on is never tried otherwise.
         self.bonus = cfg.entropy if cfg.entropy >= 0 else 0.01 * (cfg.model == "tiny")
         self.optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0, fused=True)
-        # Over the last quarter of the steps the rate falls to 0. With a constant one the policy
-        # gets as good, but dips now and then to 0.9 of that, and a run may end in a dip.
+        # In the last quarter the rate falls to 0, for with a constant one a run may end in a dip.
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: min(1.0, 4 * max(0.0, 1 - done / cfg.steps)))
         trained = found["schedule"]
-        dcp.set_state_dict(
-            model, self.optimizer if trained else [], model_state_dict=found["weights"],
-            optim_state_dict=found["moments"], options=self.whole)
+        dcp.set_state_dict(model, self.optimizer if trained else [], options=self.whole,
+                           model_state_dict=found["weights"], optim_state_dict=found["moments"])
         if trained: self.schedule.load_state_dict(trained)
-        if cfg.kl:
-            dcp.set_model_state_dict(
-                self.reference, read_checkpoint(start, cfg)["weights"], options=self.whole)
+        first = read_checkpoint(start, cfg)["weights"] if cfg.kl else {}
+        if first: dcp.set_model_state_dict(self.reference, first, options=self.whole)
         self.version = max(self.version + 1, found["version"])
         self.writer.start(self.version)
         return self.version, found["state"]
 
     async def published(self) -> int:
         """This trainer's version, when generators can pull it."""
+        if not self.writer: raise TrainerLost
         self.writer.wait()
         return self.version
 
     async def step(self, batch: Rollout) -> StepStats:
-        """Trains on a batch. The result is copied into a slot while the trainer goes on, and that
-        copy has until the next optimizer step, which changes what it reads."""
-        if not self.writer: raise TrainerLost  # this was meant for the one before
+        """Trains on a batch; the result is copied into a slot until the next optimizer step."""
         start, cfg, model, stall_s, skipped = time.monotonic(), self.cfg, self.policy.model, 0.0, 0
         chosen, parts, near = batch.turns > 0, [*self._parts(batch)], {}
         lag, num_tokens = (self.version - batch.versions) * chosen, max(1, int(chosen.sum()))
@@ -2156,8 +2137,7 @@ class Trainer(Worker):
         self.schedule.step()  # after a skipped update too: what is planned is the number of steps
         self.version += 1
         self.writer.start(self.version)
-        # other ranks have scored the other tokens
-        if cfg.trainers > 1: torch.distributed.all_reduce(sums)
+        if cfg.trainers > 1: torch.distributed.all_reduce(sums)  # the others' tokens
         young, drift, loss, entropy, clipped, kl, weight, squares = (sums / num_tokens).tolist()
         return StepStats(  # in the order of its fields
             self.version, float(batch.rewards.sum(1).mean()), int(lag.sum()) / num_tokens,
@@ -2165,8 +2145,9 @@ class Trainer(Worker):
             entropy, clipped, kl, norm, num_tokens, skipped, stall_s, since(start))
 
     def _parts(self, batch: Rollout):
-        """This rank's rows, in as many forward passes as MAX_LOGITS makes of them: long rows with
-        long ones, so that there is little to fill up."""
+        """This rank's rows, in as many forward passes as MAX_LOGITS makes of them, long with long.
+        Raises TrainerLost in one that has not begun: they were meant for the one before."""
+        if not self.writer: raise TrainerLost
         returns = batch.rewards.flip(1).cumsum(1).flip(1)  # what comes after a token is due to it
         table = advantages(returns, batch.group_ids, self.cfg.baseline)
         columns = (batch.mask, batch.ids, batch.turns, batch.logprobs,
@@ -2189,41 +2170,37 @@ class Trainer(Worker):
 
     async def examine(self, batch: Rollout) -> list[tuple]:
         """What must hold, or nothing is learned: (what, found, relation, wanted)."""
-        model, part, num = self.policy.model, next(self._parts(batch)), len(batch.answers)
+        model, part, ids = self.policy.model, next(self._parts(batch)), batch.group_ids
         pi, _ = self._score(model, part)
         pi.sum().backward()
         still = sum(p.grad is None or not p.grad.any() for p in model.parameters())
         self.optimizer.zero_grad()
         with torch.no_grad(): off = log_softmax(model, part.ids, part.chosen).exp().sum(1) - 1
-        same = batch.group_ids[:, None] == batch.group_ids
-        centre = same.float() @ advantages(batch.rewards, batch.group_ids)
+        centre = (ids[:, None] == ids).float() @ advantages(batch.rewards, ids)
         return [("k3 of both sides", float(k3(part.mu, pi).mean()), "<=", MAX_K3[pi.device.type]),
                 ("probabilities, how far from a sum of 1", float(off.abs().max()), "<", 1e-4),
                 ("log-probabilities above 0", int((batch.logprobs > 0).sum()), "==", 0),
                 ("parameters without a gradient", still, "==", 0),
                 ("advantages, largest sum of a group", float(centre.abs().max()), "<", 1e-4),
-                ("conversations that differ", len({*map(str, batch.answers)}), ">", num // 10)]
+                ("conversations that differ", len({*map(str, batch.answers)}), ">", len(ids) // 10)]
 
 
-def hosts_of(cfg: Config) -> tuple:
-    """Addresses; the first one is the trainer's. "" is this host."""
-    return tuple(cfg.hosts.split(","))
+# Addresses; the first one is the trainer's. "" is this host.
+def hosts_of(cfg: Config) -> tuple: return tuple(cfg.hosts.split(","))
 
 
-def here(cfg: Config, host: int) -> range:
-    """The generators on a host."""
-    return range(host, cfg.generators, len(hosts_of(cfg)))
+# How many generators a host has, at most; the first one has as many.
+def here(cfg: Config) -> int: return math.ceil(cfg.generators / len(hosts_of(cfg)))
 
 
 def device_of(cfg: Config, role: str, i: int) -> str:
-    """Trainer ranks have the first GPUs of the first host. Generators share the other GPUs of their
-    host, or all if there are no others. Raises ValueError."""
+    """Trainer ranks have the first GPUs of the first host; ValueError if it has not so many.
+    Generators share the other GPUs of their host, or all if there are no others."""
     if cfg.device == "cpu": return "cpu"
     every, num_hosts = [f"cuda:{n}" for n in range(torch.cuda.device_count())], len(hosts_of(cfg))
-    used = cfg.trainers if role == "trainer" or i % num_hosts == 0 else 0
-    if len(every) < used: raise ValueError(f"{len(every)} GPUs, each trainer needs one")
-    if role == "trainer": return every[i]
-    others = every[used:] or every
+    if role == "trainer" and i < len(every): return every[i]
+    if role == "trainer": raise ValueError(f"{len(every)} GPUs, each trainer needs one")
+    others = every[cfg.trainers if i % num_hosts == 0 else 0 :] or every
     return others[i // num_hosts % len(others)]
 
 
@@ -2239,10 +2216,8 @@ class Generator(Worker):
 
     async def rollout(self, arenas: list, version: int, prompts: list[Prompt], group_size: int,
                       seed: int, greedy: bool, in_flight: bool) -> tuple[Rollout, int, float]:
-        """Under one version of the weights (the lease lasts until the next pull) or, in flight,
-        under the newest at each token; none is older than `version`, for which it waits. arenas:
-        handles, by host; after a restart of the trainer they are others. Also how many episodes
-        were cut off, and seconds."""
+        """Under one version (leased until the next pull) or, in flight, the newest at each token;
+        waits for `version`. arenas: by host. Also how many episodes were cut off, and seconds."""
         start = time.monotonic()
         place, host = divmod(self.replica_id, len(arenas))
         if not arenas[host]: raise RuntimeError("this host has no relay")
@@ -2265,8 +2240,7 @@ class Judge(Worker):
         return "cpu"
 
     async def rewards(self, prompts: list[Prompt], answers: list[list]) -> list[list[float]]:
-        """Of each turn of each episode; nan where the function raises, or answers with something
-        else than numbers: not judged is not 0."""
+        """Of each turn of each episode; nan, not 0, if that raises or is no number: not judged."""
         rewards = [[math.nan] * self.task.num_turns for _ in prompts]
         for row, prompt, said in zip(itertools.count(), prompts, answers):
             with contextlib.suppress(Exception, SystemExit):  # whatever it is, its caller counts it
@@ -2280,33 +2254,33 @@ class Fleet:
 
     def __init__(self, cfg: Config):
         self.cfg, self.sampler, self.start, self.handle = cfg, Sampler(cfg), Vault(), None
-        self.busy_s, self.num_unjudged, self.num_cut = 0.0, 0, 0
+        self.recover = functools.partial(self.load, "", cfg)  # a History that runs knows better
+        self.hosts, self.busy_s, self.num_unjudged, self.num_cut = hosts_of(cfg), 0.0, 0, 0
         # The numbers are replicas, and seconds after which a silent one counts as hung: steps and
         # rollouts of the tiny policy take some 30 ms. Two judges: one may hang, the other works.
-        slow = 1 if cfg.model == "tiny" else 20
-        hosts = self.hosts = hosts_of(cfg)
+        hosts, slow = self.hosts, 1 if cfg.model == "tiny" else 20
         for address in hosts: door_to(address)  # services have threads of their own: one Link each
-        self.trainer, self.generators, self.judges = self.services = [
-            this_proc().spawn(name, Service, name, worker, num, deadline_s, cfg, **limits)
-            for name, worker, num, deadline_s, limits in (
-                ("trainer", Trainer, 1, 10.0 * slow,
-                 dict(hosts=hosts[:1], num_ranks=cfg.trainers, max_attempts=1)),
-                ("generator", Generator, cfg.generators, 5.0 * slow, dict(hosts=hosts)),
-                ("judge", Judge, 2, 2.0, dict(hosts=hosts, max_attempts=1, max_in_flight=1)))]
-        self.relays = this_proc().spawn(
-            "relay", Service, "relay", Relay, len(hosts) - 1, 10.0, self.trainer, "route",
-            max(1, len(here(cfg, 1))), hosts=hosts[1:])
+
+        def spawn(*args, **limits): return this_proc().spawn(args[0], Service, *args, **limits)
+
+        self.trainer = spawn("trainer", Trainer, 1, 10 * slow, cfg, hosts=hosts[:1],
+                             num_ranks=cfg.trainers, max_attempts=1)
+        self.generators = spawn("generator", Generator, cfg.generators, 5 * slow, cfg, hosts=hosts)
+        self.judges = spawn("judge", Judge, 2, 2, cfg, hosts=hosts, max_attempts=1, max_in_flight=1)
+        self.relays = spawn("relay", Relay, len(hosts) - 1, 10, self.trainer, "route", here(cfg),
+                            hosts=hosts[1:])
+        self.services = [self.trainer, self.generators, self.judges, self.relays]
 
     async def __aenter__(self) -> Fleet:
-        # all at once: importing takes longer than anything else
-        await asyncio.gather(*(service.start.call_one() for service in self.services))
+        # all at once, for importing takes longest; relays need a trainer that has begun, see `load`
+        await asyncio.gather(*(service.start.call_one() for service in self.services[:3]))
         await self.load("", self.cfg)
         return self
 
     async def placement(self) -> list[list[str]]:
         """A table: on which hosts, and which of their devices, the replicas are."""
         rows = {address: [address or "this host"] for address in self.hosts}
-        for service in [*self.services, self.relays]:
+        for service in self.services:
             answers = (await service.status.call_one())["answers"]
             for address, row in rows.items():
                 mine = [*itertools.chain(*(a for (_, at), a in answers.items() if at == address))]
@@ -2314,27 +2288,23 @@ class Fleet:
         return [["host", "trainer", "generators", "judges", "relay"], *rows.values()]
 
     async def __aexit__(self, *_) -> None:
-        services = [*self.services, self.relays]
-        await asyncio.gather(*(service.close.call_one() for service in services))
+        await asyncio.gather(*(service.close.call_one() for service in self.services))
 
     async def save(self, vault: Vault, step: int, state: str = "") -> None:
         """A checkpoint; no other one may be under way."""
-        room = vault.room()
-        # the trainer of another host cannot write here
+        room = vault.room()  # where the trainer of another host cannot write
         found = await self.ask("save", "" if self.cfg.hosts else room[0], state)
         if found: pathlib.Path(room[0]).write_bytes(found)
         vault.keep(room, step)
 
     async def load(self, path: str, cfg: Config) -> str:
-        """The trainer, which may be a new one, becomes that of a checkpoint, or with "" that of
-        version 0, for a run with this Config. Returns the state that was saved there."""
-        first = not self.start.kept  # what it has after its warm start, all runs begin with
-        before = self.handle
+        """The trainer, maybe a new one, becomes that of a checkpoint, or with "" of version 0, for
+        a run with this Config. Returns the state that was saved there."""
+        first, before = not self.start.kept, self.handle  # with the first weights all runs begin
         self.handle = await self.ask("begin", await self.ask("meet"), first, deadline_s=120.0)
         if first: await self.save(self.start, 0)
         base = self.start.kept[0][0]
-        files = [pathlib.Path(file).read_bytes() if self.cfg.hosts else file
-                 for file in (path or base, base)]
+        files = [pathlib.Path(f).read_bytes() if cfg.hosts else f for f in (path or base, base)]
         self.version, state = await self.ask("load", *files, cfg)
         self.oldest = self.version  # that generators may use
         if self.handle != before: await self.relays.start.call_one()
@@ -2345,21 +2315,27 @@ class Fleet:
         """All ranks of the trainer; the answer of rank 0. Raises TrainerLost, or what it raised."""
         try: return await self.trainer.route.call_one(method, *args, **kwargs)
         except (ActorError, SupervisionError) as error:
-            lost = isinstance(cause(error), (SupervisionError, TrainerLost))
-            raise TrainerLost if lost else cause(error)
+            error = cause(error)
+            raise TrainerLost if isinstance(error, (SupervisionError, TrainerLost)) else error
+
+    async def surely(self, method: str, *args):
+        """As `ask`, also outside of a run: if the trainer is lost, the next one recovers."""
+        try: return await self.ask(method, *args)
+        except TrainerLost: await self.recover()
+        return await self.ask(method, *args)  # twice is no accident
 
     async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False,
-                      version: int | None = None) -> Rollout:
+                      version: int = 0) -> Rollout:
         """One request to generators, one to judges; without the episodes that could not be judged.
         The seed goes along: a retry samples the same, if no new weights have come in between.
-        version: the oldest to use; None: any of this trainer's."""
-        seed, arenas = random.Random(f"{self.cfg.seed} {prompts[0].id}").getrandbits(48), [self.handle]
+        version: the oldest to use, of those that this trainer has made."""
+        arenas, rng = [self.handle], random.Random(f"{self.cfg.seed} {prompts[0].id}")
         if self.hosts[1:]:
             relays = (await self.relays.status.call_one())["answers"]
             arenas += [relays.get(relay, [None])[0] for relay in enumerate(self.hosts[1:])]
         rollout, num_cut, busy_s = await self.generators.route.call_one(
-            "rollout", arenas, self.oldest if version is None else version, prompts, group_size, seed, greedy,
-            self.cfg.pull == "token" and not greedy)
+            "rollout", arenas, max(version, self.oldest), prompts, group_size, rng.getrandbits(48),
+            greedy, self.cfg.pull == "token" and not greedy)
         self.busy_s += busy_s
         self.num_cut += num_cut
         rewards = torch.tensor(await self.judge(rollout.prompts, rollout.answers))
@@ -2380,24 +2356,22 @@ class Fleet:
 
     async def batch(self) -> Rollout:
         """A whole batch under the trainer's newest version, split over all generators."""
-        version = await self.ask("published")
+        version = await self.surely("published")
         prompts, n = self.sampler.draw(GROUPS_PER_BATCH), min(self.cfg.generators, GROUPS_PER_BATCH)
-        rollouts = await asyncio.gather(*(self.rollout(prompts[i::n], version=version)
-                                          for i in range(n)))
-        return Rollout.join([(r, list(range(len(r.prompts)))) for r in rollouts])
+        parts = (self.rollout(prompts[i::n], version=version) for i in range(n))
+        return Rollout.join([(r, [*range(len(r.prompts))]) for r in await asyncio.gather(*parts)])
 
     async def evaluate(self, newest: bool = True) -> float:
         """Greedy, over prompts never trained on: the share that is all right. One request, so one
         generator and one version, whatever the trainer does meanwhile. newest: waits for its."""
-        version = await self.ask("published") if newest else None
+        version = await self.surely("published") if newest else 0
         rollout = await self.rollout(self.sampler.heldout, 1, True, version)
         return float((rollout.rewards.sum(1) > 0.999).float().mean())
 
 
-def under_way(count: collections.Counter) -> int:
-    """Of the groups of History.count, those that are nowhere yet: started = trained + dropped +
-    lost + undone + under way. Undone: trained on, by a trainer lost before its next checkpoint."""
-    return 2 * count["started"] - sum(count.values())
+# Of the groups of History.count, those that are nowhere yet: started = trained + dropped + lost +
+# undone + under way. Undone: trained on, by a trainer lost before its next checkpoint.
+def under_way(count: dict) -> int: return 2 * count["started"] - sum(count.values())
 
 
 # What a number of StepStats says when it is so for so many steps in a row: told once per run.
@@ -2415,31 +2389,26 @@ class History:
 
     MAX_LOSSES = 5  # of the trainer without a checkpoint in between; more is no accident
     EVALUATE_EVERY = 25  # steps
-    # exact: see `heldout`; nats: entropy; gen, train: shares of the time that these were at work;
-    # a dash: not known
+    # exact: `heldout`; nats: entropy; gen, train: busy shares of the time; a dash: not known
     HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  heard > said"
-    LINE = ("{run:5s}{step:5d}{reward:7.2f}{:>6s}{lag_mean:5.1f}{lag_max:4d}{:>7s}"
-            "{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{:5.2f}{:6.2f}{:6.0f}  {}")
+    LINE = ("{run:5s}{step:5d}{reward:7.2f}{0:>6s}{lag_mean:5.1f}{lag_max:4d}{1:>7s}"
+            "{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{3:5.2f}{4:6.2f}{2:6.0f}  {5}")
 
     def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = ""):
         """saved: the folder inside --checkpoint; "": in memory."""
         self.fleet, self.report, self.label, self.num_steps = fleet, report, label, num_steps
-        self.cfg, self.told = fleet.cfg, set()  # told: meanings of alarms
-        self.rows: list[dict] = []  # one per step, the lines of --log
-        # held-out exact, of the last evaluation, or -1; tasks that evaluate
-        self.heldout, self.evaluating = -1.0, []
+        # heldout: exact, or -1; rows: lines of --log; evaluating: tasks; told: meanings of alarms
+        self.cfg, self.heldout, self.losses, self.interrupted = fleet.cfg, -1.0, 0, False
+        self.rows, self.evaluating, self.told = [], [], set()
         self.count = collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0)
-        self.losses, self.interrupted, folder = 0, False, fleet.cfg.checkpoint
-        self.vault = Vault(f"{folder}/{saved}" if folder and saved else "")
+        self.vault = Vault(saved and self.cfg.checkpoint and f"{self.cfg.checkpoint}/{saved}")
 
-    def __getitem__(self, name: str) -> list:
-        """A column: a field of StepStats; until the end of each step `seconds` of the run, and
-        `busy_s` of all generators; `heldout`."""
-        return [row[name] for row in self.rows]
+    # A column: of StepStats; `heldout`; until the end of a step `seconds`, `busy_s` of generators.
+    def __getitem__(self, name: str) -> list: return [row[name] for row in self.rows]
 
     async def start(self) -> None:
-        """The run begins, or goes on after the newest checkpoint in its folder. From now on the
-        first Ctrl-C waits for the end of a step and saves that, if there is a folder."""
+        """The run begins, or goes on after the newest checkpoint in its folder. If it has one, the
+        first Ctrl-C from now on waits for the end of a step and saves that."""
         def interrupt(*_):
             self.interrupted = True
             signal.signal(signal.SIGINT, self.before)  # a second one ends at once
@@ -2448,10 +2417,9 @@ class History:
             self.report.say("decoupled with one pass: its clip can never fire; see --passes")
         self.report.say(self.HEAD)
         self.started, self.fleet.busy_s = time.monotonic(), 0.0
+        self.before, self.fleet.recover = signal.getsignal(signal.SIGINT), self.restore
         await self.restore()
-        self.before = signal.getsignal(signal.SIGINT)
-        if self.vault.folder and len(self.rows) < self.num_steps:
-            signal.signal(signal.SIGINT, interrupt)
+        if self.vault.folder and self.sent < self.num_steps: signal.signal(signal.SIGINT, interrupt)
 
     async def restore(self) -> None:
         """The trainer, which may be a new one, and this become what they were at the newest
@@ -2459,19 +2427,16 @@ class History:
         self.losses += 1
         if self.losses > self.MAX_LOSSES:
             raise RuntimeError(f"the trainer was lost {self.losses - 1} times without a checkpoint")
-        path, fleet = self.vault.newest(self.fleet.cfg, self.report.say), self.fleet
-        try:
-            state = await fleet.load(path, self.cfg) or "[[], {}, 0]"
-            rows, count, num_drawn = json.loads(state)
-        except TrainerLost:  # another one
-            return await self.restore()
+        fleet, say = self.fleet, self.report.say
+        try: state = await fleet.load(self.vault.newest(self.cfg, say), self.cfg)
+        except TrainerLost: return await self.restore()  # another one
+        rows, count, num_drawn = json.loads(state or "[[], {}, 0]")
         if rows and not self.rows:
             self.started, fleet.busy_s = time.monotonic() - rows[-1]["seconds"], rows[-1]["busy_s"]
             self.count.update(count)
             self.count["lost"] += under_way(self.count)
             fleet.sampler.num_drawn = num_drawn
-        if rows or self.rows:
-            self.report.say(f"{self.label}: the trainer goes on after step {len(rows)}")
+        if rows or self.rows: say(f"{self.label}: the trainer goes on after step {len(rows)}")
         self.rows[:], self.sent = rows, len(rows)  # sent: steps that the trainer has or is to make
         undone = self.count["trained"] - GROUPS_PER_BATCH * len(rows)
         self.count.update(trained=-undone, undone=undone)
@@ -2481,9 +2446,8 @@ class History:
         return step % self.cfg.save_every == 0 or step == self.num_steps or self.interrupted
 
     async def save(self) -> None:
-        step = len(self.rows)
-        state = json.dumps([self.rows, self.count, self.fleet.sampler.num_drawn])
-        await self.fleet.save(self.vault, step, state)
+        step, books = len(self.rows), [self.rows, self.count, self.fleet.sampler.num_drawn]
+        await self.fleet.save(self.vault, step, json.dumps(books))
         self.losses = 0
         if self.interrupted: leave(130, f"interrupted; the same command goes on after step {step}")
         if step == self.num_steps:
@@ -2491,7 +2455,6 @@ class History:
             await asyncio.gather(*self.evaluating)
 
     async def _evaluate(self) -> None:
-        """While the run goes on."""
         with contextlib.suppress(ActorError, SupervisionError, RuntimeError):  # else without it
             self.heldout = await self.fleet.evaluate(newest=False)
 
@@ -2511,18 +2474,15 @@ class History:
         if step % self.EVALUATE_EVERY == 0:
             self.evaluating.append(asyncio.ensure_future(self._evaluate()))
         keep = step == 1 or step % max(1, self.cfg.steps // 8) == 0
-        # one live line on a terminal; in a pipe only the lines to keep
-        if keep or self.report.live and step % 10 == 0:
-            _, _, speed, gen, train, _ = self.speed(step)
+        if keep or self.report.live and step % 10 == 0:  # live: a line on a terminal
             exact = "-" if self.heldout < 0 else f"{self.heldout:.2f}"
             k3 = "-" if stats.mismatch_k3 < 0 else f"{stats.mismatch_k3:.0e}"
             said = " ".join([*(text for text, _ in batch.prompts[0].turns), ">", *batch.answers[0]])
-            line = self.LINE.format(exact, k3, gen, train, speed, said, **self.rows[-1])
+            line = self.LINE.format(exact, k3, *self.speed(step)[2:5], said, **self.rows[-1])
             self.report.say(line[:92], end="\n" if keep else "")
 
     def speed(self, num_steps: int) -> list:
-        """Of the first steps: seconds, steps/s, tokens/s, shares of the time that generators and
-        trainer were at work, reward in the last tenth."""
+        """Of the first steps: s, steps/s, tokens/s, busy shares of both sides, reward then."""
         seconds, tokens = self["seconds"][num_steps - 1], sum(self["num_tokens"][:num_steps])
         busy = [self["busy_s"][num_steps - 1] / self.cfg.generators / seconds,
                 sum(self["step_s"][:num_steps]) / seconds]
@@ -2545,11 +2505,10 @@ class History:
 async def train_sync(history: History) -> History:
     """Sample, step, publish, one after the other."""
     await history.start()
-    fleet = history.fleet
     while len(history.rows) < history.num_steps:
         try:
-            batch = await fleet.batch()  # generators pull before they sample, so lag is 0
-            history.add(await fleet.ask("step", batch), batch)
+            batch = await history.fleet.batch()  # pulled before sampled, so lag is 0
+            history.add(await history.fleet.ask("step", batch), batch)
             history.count.update(started=GROUPS_PER_BATCH, trained=GROUPS_PER_BATCH)
             if history.is_due(len(history.rows)): await history.save()
         except TrainerLost: await history.restore()
@@ -2563,10 +2522,9 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
     async with Fleet(cfg) as fleet:
         report.table(*await fleet.placement())
         first, before = await fleet.batch(), await fleet.evaluate()
-        for what, *found in await fleet.ask("examine", first): report.check(what, *found)
-        history = History(fleet, report, "sync", max(1, cfg.steps // 2), "sync_rl")
-        await train_sync(history)
-        stale, after = (await fleet.ask("examine", first))[0][1], await fleet.evaluate()
+        for what, *found in await fleet.surely("examine", first): report.check(what, *found)
+        history = await train_sync(History(fleet, report, "sync", -(-cfg.steps // 2), "sync_rl"))
+        stale, after = (await fleet.surely("examine", first))[0][1], await fleet.evaluate()
     gain = history.report_learning(before, after, max(history["mismatch_k3"]))
     report.check(f"k3 of the first batch, {len(history.rows)} steps too late", stale, ">", 1e-4)
     report.check("lag, largest of all steps", max(history["lag_max"]), "==", 0)
@@ -2587,7 +2545,6 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 # Source. IMPALA (Espeholt 2018), AReaL (Fu 2025), also for weights taken in flight.
 
 # Lag, by example, with K = 1 (two batches of tickets; v = the trainer's version):
-#
 #     v = 5   batch a is generated under 5, batch b too; the gate is closed
 #     v = 5   the trainer steps on a (lag 0) -> v = 6, and a's tickets admit batch c, under 6
 #     v = 6   the trainer steps on b (lag 1) -> v = 7, b's tickets admit d
@@ -2596,12 +2553,11 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 
 
 class Gate:
-    """Tickets, one per group. Coroutines of one thread need no lock: between a look and the `await`
-    that follows it nobody else runs."""
+    """Tickets, one per group. It needs no lock: from a look to the next `await` no other runs."""
 
     def __init__(self, max_lag: int, count: collections.Counter):
-        self.limit = (max_lag + 1) * GROUPS_PER_BATCH
-        self.count, self.changed = count, asyncio.Event()
+        self.limit, self.count = (max_lag + 1) * GROUPS_PER_BATCH, count
+        self.changed = asyncio.Event()
 
     async def admit(self, num_groups: int) -> None:
         """Takes tickets; waits while too much is under way; woken by `settle`."""
@@ -2619,8 +2575,7 @@ class ReplayBuffer:
     """Groups that wait for the trainer, oldest first. Here, and only here, the two loops meet."""
 
     def __init__(self, gate: Gate, max_lag: int):
-        self.gate, self.max_lag = gate, max_lag
-        self.groups: list[tuple] = []  # (rollout, its rows of the group, run id, version)
+        self.gate, self.max_lag, self.groups = gate, max_lag, []  # groups: see `put`
 
     def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
         """Groups with less than two judged episodes, or nothing to learn from, are lost."""
@@ -2632,16 +2587,14 @@ class ReplayBuffer:
         self.gate.settle("lost", num_groups - len(groups))  # none, mostly; wakes `take`
 
     async def take(self, run_id: int, version: int) -> Rollout:
-        """The oldest groups that a trainer of this run id may see at this version, as one batch.
-        Drops what is too old, and what comes from a trainer that was lost; waits until there is
-        enough; woken by `put`."""
+        """The oldest groups that a trainer of this run id may see at this version, as one batch;
+        drops all that none may. waits for enough of them / woken by `put`"""
         while True:
             fresh = [g for g in self.groups if g[2] == run_id and version - g[3] <= self.max_lag]
-            dropped, self.groups = len(self.groups) - len(fresh), fresh
-            self.gate.settle("dropped", dropped)  # refund
+            self.gate.settle("dropped", len(self.groups) - len(fresh))  # refund
+            self.groups = fresh
             if len(fresh) >= GROUPS_PER_BATCH:
-                self.groups = fresh[GROUPS_PER_BATCH:]
-                return Rollout.join([g[:2] for g in fresh[:GROUPS_PER_BATCH]])
+                return Rollout.join([fresh.pop(0)[:2] for _ in range(GROUPS_PER_BATCH)])
             await self.gate.changed.wait()
 
 
@@ -2653,8 +2606,7 @@ class AsyncRun:
     def __init__(self, history: History, max_lag: int):
         self.history, self.fleet, self.gate = history, history.fleet, Gate(max_lag, history.count)
         self.buffer = ReplayBuffer(self.gate, max_lag)
-        # away: groups in requests that are not back; steps: tasks, the trainer's step now and one
-        # sent ahead
+        # away: groups in requests not back; steps: tasks, the trainer's step now, one sent ahead
         self.away, self.done, self.steps = 0, False, collections.deque()
 
     async def run(self) -> None:
@@ -2662,24 +2614,20 @@ class AsyncRun:
                      -> done: no loop asks for tickets again
                      -> loops that wait for a generator get their answer and put it
                      -> loops that wait for a ticket, and steps not answered, are cancelled
-                     -> what raised is raised here, without waiting for answers; what lies in the
-                        buffer is counted"""
+                     -> what raised is raised here, at once; what lies in the buffer is counted"""
         await self.history.start()
-        # two loops of rollouts per generator; with few tickets the gate lets fewer through
-        loops = [self._training] + [self._rollouts] * (2 * self.fleet.cfg.generators)
+        loops = [self._training] + [self._rollouts] * (2 * self.fleet.cfg.generators)  # none idles
         tasks = [asyncio.ensure_future(loop()) for loop in loops]
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         self.done = True
         while self.away and not any(task.exception() for task in ended): await asyncio.sleep(0.005)
-        tasks += self.steps
-        for task in tasks: task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in (*tasks, *self.steps): task.cancel()
+        await asyncio.gather(*tasks, *self.steps, return_exceptions=True)
         await asyncio.gather(*ended)
 
     async def _rollouts(self) -> None:
-        """consumes tickets / waits for the gate, then for a generator and a judge / woken by
-        Gate.settle, then by the answers / produces groups in the buffer / ends when the run is
-        done"""
+        """consumes tickets / waits for the gate, a generator, a judge / woken by Gate.settle, the
+        answers / produces groups in the buffer / ends when the run is done"""
         while not self.done:
             await self.gate.admit(GROUPS_PER_BATCH)
             self.away += GROUPS_PER_BATCH
@@ -2720,7 +2668,6 @@ class AsyncRun:
         self.history.add(stats, batch)
 
 
-# What happens in the demo to a process of each service.
 FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": signal.SIGKILL}
 
 
@@ -2753,8 +2700,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report_run(report, run, speed, peer, loose)
     report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults or [["-"] * 4])
     report.check("faults noticed and cured", len(faults), "==", len(struck))
-    # of the replacement too, and all of lag 0
-    history.report_learning(before, after, max(peer["mismatch_k3"]))
+    history.report_learning(before, after, max(peer["mismatch_k3"]))  # also of the replacement
     report.check("held-out exact, gained", after - before, ">", 0)
     report.say("try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
 
@@ -2795,8 +2741,8 @@ STAGES = {name: Stage(n, name, " ".join(run.__doc__.split()), run, run.__code__.
           for n, (name, run) in enumerate(demos, 1)}  # by name, in the order of the file
 
 
+# Finds everything that can be wrong with the arguments before a process is spawned.
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
-    """Finds everything that can be wrong with the arguments before a process is spawned."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: parser.exit(2, f"monarch_rl: {message}\n")  # one line
     by_number = {str(stage.number): stage.name for stage in STAGES.values()}
@@ -2827,9 +2773,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
-        **{f"--hosts {address}": functools.partial(demand_worker, address)
-           for address in cfg.hosts.split(",") if address},
-        f"--worker {args.worker}": lambda: args.worker and demand_address(args.worker),
+        **{f"--hosts {a}": functools.partial(demand_worker, a) for a in hosts_of(cfg) if a},
+        f"--worker {args.worker}": lambda: args.worker and demand_worker(args.worker, False),
         "--log, --json": lambda: [os.remove(open(path, "x").name) for path in (cfg.log, args.json)
                                   if path and not os.path.isfile(path)]}
     for flag, attempt in attempts.items():
@@ -2839,15 +2784,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     return args, cfg
 
 
-def demand_address(address: str) -> None:
+def demand_worker(address: str, serves: bool = True) -> None:
+    """Raises why none can serve this address, or does."""
     where = urllib.parse.urlsplit(address)
     if where.scheme != "tcp" or not where.hostname or not where.port:
         raise ValueError("not of the form tcp://ADDRESS:PORT; 0.0.0.0 is every network")
-
-
-def demand_worker(address: str) -> None:
-    demand_address(address)
-    with connected(address): pass
+    with connected(address) if serves else contextlib.nullcontext(): pass
 
 
 def demand_policy(name: str) -> None:
@@ -2861,22 +2803,18 @@ def demand_policy(name: str) -> None:
 
 
 def descendants(root: int = 0) -> list[int]:
-    """Process ids of our children, or another's, their children, and so on, without those that have
-    ended."""
+    """Process ids of our children, or another's, and theirs, and so on, while they run."""
     found, parents = [root or os.getpid()], {}
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):  # 12 (a name) S 1 ...
         with contextlib.suppress(OSError):  # it has ended
             parents[int(stat.parent.name)] = int(stat.read_bytes().rpartition(b") ")[2].split()[1])
-    # grows while it is read
-    for mine in found: found += [pid for pid, parent in parents.items() if parent == mine]
+    for one in found: found += [pid for pid, parent in parents.items() if parent == one]  # grows
     return [pid for pid in found[1:] if is_alive(pid)]
 
 
 def leave(status: int, line: str = "") -> None:
-    """Ends now, from wherever we are: kills our processes, stopped ones too. Their shared memory
-    has no name and goes with them."""
-    # a second Ctrl-C, or the news of a process that the first one killed
-    if LEAVING.is_set(): return time.sleep(1.0)
+    """Ends now, from wherever we are; our processes too, and with them their nameless memory."""
+    if LEAVING.is_set(): return time.sleep(1.0)  # a second Ctrl-C, or news of one that was killed
     LEAVING.set()
     quiet, end = 0, time.monotonic() + 10.0  # quiet: looks in a row that found nobody
     while quiet < 5 and time.monotonic() < end:  # a process may be on its way while we look
@@ -2896,7 +2834,7 @@ def main(argv: list[str] | None = None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda *_: leave(0))
         serve(args.worker)
     if cfg.hosts:
-        with connected(cfg.hosts.split(",")[0]) as (_, mine): enable_transport(url(mine, 0))
+        with connected(hosts_of(cfg)[0]) as (_, mine): enable_transport(url(mine, 0))
     stages = [STAGES[args.only]] if args.only else [*STAGES.values()][: STAGES[args.stage].number]
     # File descriptor 2, which our processes inherit, becomes a file without a name: Monarch reports
     # there what the demos provoke. sys.stderr keeps the terminal.
@@ -2909,8 +2847,7 @@ def main(argv: list[str] | None = None) -> None:
     try: asyncio.run(report.run(stages, cfg))
     except BrokenPipeError: leave(1)  # `monarch_rl.py | head` has read enough
     if args.json:
-        machine = {name: importlib.metadata.version(name) for name in ("torch", "torchmonarch")}
-        machine |= {"cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
+        machine = versions() | {"cores": len(os.sched_getaffinity(0))}
         whole = {"version": 1, "args": vars(args), "machine": machine, "stages": report.stages}
         pathlib.Path(args.json).write_text(json.dumps(whole, indent=1), encoding="utf-8")
     if failed := [found["name"] for found in report.stages if not found["ok"]]:
@@ -2921,6 +2858,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # By name: the classes of a script are pickled by value, those of a module by reference, and
-    # only by reference has every process the same ones.
+    # By name: only classes of a module are pickled by reference, and the same in every process.
     importlib.import_module("monarch_rl").main()

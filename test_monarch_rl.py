@@ -1771,6 +1771,31 @@ async def failover(num_kills):
                 freeze_found_s=late, deadline_s=5.0)
 
 
+async def outside(num_steps=20):
+    """The trainer is killed between runs, and whoever asks next finds it as it was; the second time
+    when there is already another one, which has not begun."""
+    found = []
+    async with m.Fleet(m.Config(steps=num_steps)) as fleet:
+        async def lose(replaced):
+            [before] = await pids(fleet, "trainer")
+            os.kill(before, signal.SIGKILL)
+            while replaced and await pids(fleet, "trainer") in ([], [before]):
+                await asyncio.sleep(0.05)
+
+        for replaced in (False, True):
+            found.append(await fleet.evaluate())
+            await lose(replaced)
+            found.append(await fleet.evaluate())
+            await lose(replaced)
+            batch = await fleet.batch()
+            await lose(replaced)
+            failed = [row[0] for row in await fleet.surely("examine", batch)
+                      if not m.Report.OPERATORS[row[2]](row[1], row[3])]
+            if not replaced:
+                history = await m.train_sync(m.History(fleet, Quiet(), "sync", num_steps))
+        return dict(exact=found, failed=failed, steps=len(history.rows), lost=history.losses)
+
+
 async def throughput(num_steps=300):
     """steps/s with three generators, and with one of them dead all the time."""
     cfg, rates = m.Config(generators=3, steps=num_steps, save_every=10**6), []
@@ -1824,7 +1849,7 @@ def run():
     for what in sys.argv[1:]:
         name, _, arg = what.partition(":")
         answer = asyncio.run({"chaos": lambda: chaos(int(arg)), "failover": lambda: failover(int(arg)),
-                              "throughput": throughput, "memory": memory,
+                              "throughput": throughput, "memory": memory, "outside": outside,
                               "sync": lambda: sync(arg)}[name]())
         print(json.dumps(answer), flush=True)
     m.leave(0)
@@ -1860,6 +1885,13 @@ def test_three_faults_cost_no_step_and_the_books_are_true(tmp_path, seed):
     [found] = chaos(tmp_path, f"chaos:{seed}")
     print(found)
     assert found["wrong"] == []
+
+
+def test_a_trainer_lost_outside_a_run_is_made_up_for(tmp_path):
+    """Greedy evaluations before and after a loss have the same weights, and so the same result."""
+    [found] = chaos(tmp_path, "outside")
+    first, again, trained, after = found["exact"]
+    assert first == again and trained == after and found["failed"] == [] and found["steps"] == 20, found
 
 
 def test_requests_of_a_killed_generator_are_answered_elsewhere(tmp_path):
