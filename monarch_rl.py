@@ -295,14 +295,14 @@ def attend(client: socket.socket) -> None:
         print(json.dumps(versions()), file=lines, flush=True)
         if not lines.readline(): return  # only asked
         host, starting = subprocess.Popen([sys.executable, "-c", command]), True
-        try:
+        with contextlib.ExitStack() as at_the_end:
+            at_the_end.callback(lambda: kill([*descendants(host.pid), host.pid]))
             while host.poll() is None:
                 starting = starting and socket.socket(client.family).connect_ex((name, port))
                 print(json.dumps("" if starting else url(name, port)), file=lines, flush=True)
                 for pid, number in json.loads(lines.readline()):
-                    if pid in descendants(host.pid): os.kill(pid, number)
+                    kill({pid} & {*descendants(host.pid)}, number)
                 time.sleep(0.1)
-        finally: kill([*descendants(host.pid), host.pid])
 
 
 # == 1. HELLO ACTOR ===============================================================================
@@ -1144,26 +1144,25 @@ class Relay(Worker):
         """waits for nobody, but looks / produces versions / ends with this process, which is
         replaced when the trainer is"""
         while True:
-            with contextlib.suppress(Exception): await self.pull()  # a trainer that is gone
+            with contextlib.suppress(Exception): await self._pull()  # a trainer that is gone
             await asyncio.sleep(0.005)  # a look costs both hosts half a millisecond of CPU
 
     async def _look(self) -> int:
         await self.door.latest.read_into(self.latest_word)
         return int(self.latest_word)
 
-    async def pull(self) -> int:
-        """Fetches the newest version, if it is new, and publishes it here; the version here."""
+    async def _pull(self) -> None:
+        """Fetches the newest version, if it is new, and publishes it here."""
         # The protocol of WeightReader.lease, by messages: an answered write has been seen by all.
         # The trainer cannot ask whether I live, so I lease in its name; my successor has my word.
         n, latest = Arena.MAX_SLOTS, await self._look()
-        if latest // n == self.arena.newest(): return latest // n
+        if latest // n == self.arena.newest(): return
         self.lease_word.fill_(self.door.handle.pid * n + latest % n)
         await self.door.lease.write_from(self.lease_word)  # 1. announce, 2. answered
-        if await self._look() != latest: return await self.pull()  # 3. look again
+        if await self._look() != latest: return  # 3. look again; it moved: to be tried again
         slot = self.arena.free_slot()
         await read_pieces(self.door.slots[latest % n], self.arena.slots[slot])
         self.arena.commit(latest // n, slot)
-        return latest // n
 
 
 def open_store():

@@ -1066,12 +1066,16 @@ import asyncio, json, monarch_rl as m
 async def main():
     procs, relay_procs = [m.this_host().spawn_procs(per_host={"rank": n}) for n in (3, 1)]
     ranks, store = procs.spawn("ranks", m.Bench), m.open_store()
-    door, _ = (await ranks.do.call("join", store.port, 16, 0, 2)).item(rank=0)
-    relay = relay_procs.spawn("relay", m.Relay, door, 2)
-    handle = await relay.do.call_one("handle")
+    await ranks.do.call("join", store.port, 16, 0, 2)
+    relay = relay_procs.spawn("relay", m.Relay, 0, ranks.slice(rank=0), "do", 2)
+    handle = await relay.do.call_one("setup")
     await ranks.slice(rank=slice(1, 3)).do.call("attach", handle)
-    row = await m.row(ranks, 150, "relay", 2, relay)
-    versions = [await relay.do.call_one("pull") for _ in range(3)]
+    row = await m.row(ranks, 150, "relay", 2)
+    with open(f"/proc/{handle.pid}/fd/{handle.fd}", "r+b", buffering=0) as file:
+        arena, versions = m.Arena(handle, file.fileno()), []
+    for _ in range(3):
+        await asyncio.sleep(0.2)
+        versions.append(arena.newest())
     print(json.dumps([row.reads, row.torn, versions]), flush=True)
 
 asyncio.run(main())
