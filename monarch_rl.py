@@ -2330,7 +2330,7 @@ class Fleet:
         version: the oldest to use, of those that this trainer has made."""
         arenas, rng = [self.handle], random.Random(f"{self.cfg.seed} {prompts[0].id}")
         if self.hosts[1:]:
-            relays = (await self.relays.status.call_one())["answers"]
+            relays = (await self.relays.status.call_one(5.0))["answers"]  # one may be replaced now
             arenas += [relays.get(relay, [None])[0] for relay in enumerate(self.hosts[1:])]
         rollout, num_cut, busy_s = await self.generators.route.call_one(
             "rollout", arenas, max(version, self.oldest), prompts, group_size, rng.getrandbits(48),
