@@ -572,10 +572,12 @@ class Supervisor(Actor):
         self.max_attempts, self.max_in_flight = max_attempts, max_in_flight
         self.replicas: dict[int, Replica] = {}  # by id, the newest of each
 
+    def _host(self, replica_id: int) -> str: return self.hosts[replica_id % len(self.hosts)]
+
     async def _spawn(self, replica_id: int) -> None:
         """(Re)places a replica; done when it is healthy. Kills the old one first: one that is only
         stopped would go on later, beside its successor and under the same id."""
-        host, old = self.hosts[replica_id % len(self.hosts)], self.replicas.get(replica_id)
+        host, old = self._host(replica_id), self.replicas.get(replica_id)
         if old and old.door == door_to(host):  # else it went with its host
             old.send(signal.SIGKILL)
             await asyncio.wait_for(old.procs.stop(), self.deadline_s)
@@ -711,19 +713,30 @@ class Service(Supervisor):
     async def start(self) -> None:
         """The second time it replaces all."""
         if self.keepers: return [self._lose(replica, "replaced") for replica in self._healthy()]
-        await asyncio.gather(*(self._spawn(i) for i in range(self.num_replicas)))
-        self.keepers = [asyncio.ensure_future(self._keep(i)) for i in self.replicas]
+        self.keepers = [asyncio.ensure_future(self._keep(i)) for i in range(self.num_replicas)]
+        await self._gather(math.inf)
 
     async def _keep(self, replica_id: int) -> None:
-        """waits for a loss / woken by `_lose` / produces the next replica / ends with `close`"""
+        """waits for a loss / woken by `_lose` / produces the next replica / ends with `close`, or
+        if the first one cannot be made, though its host is there"""
+        why, when = "", 0.0  # the last one was lost; no one yet
         while self.keepers:
-            why, when = await self.replicas[replica_id].lost
             try:
                 await self._spawn(replica_id)
-                self.log = (*self.log, (replica_id, why, when, since(when)))
+                if why: self.log = (*self.log, (replica_id, why, when, since(when)))
+                why, when = await self.replicas[replica_id].lost
             except (ActorError, SupervisionError, asyncio.TimeoutError, OSError, ValueError) as bad:
-                self._lose(self.replicas[replica_id], f"setup failed: {cause(bad)}")
                 await asyncio.sleep(0.5)  # a setup that always fails must not spin
+                if not why and door_to(self._host(replica_id)): raise
+                why, when = f"setup failed: {cause(bad)}", time.monotonic()
+
+    async def _gather(self, wait_s: float) -> list[Replica]:
+        """The healthy replicas, when those are all that have a host, or wait_s have passed."""
+        end = time.monotonic() + wait_s
+        while time.monotonic() < end and len(self._healthy()) < sum(
+                bool(door_to(self._host(i))) for i in range(self.num_replicas)):
+            await asyncio.sleep(0.005)
+        return self._healthy()
 
     @concurrent_endpoint
     async def route(self, method: str, *args, deadline_s: float = 0.0):
@@ -753,15 +766,15 @@ class Service(Supervisor):
             if raised.errors >= self.MAX_ERRORS: self._lose(raised, "kept raising")
         return answers[0]
 
-    def _healthy(self): return [r for r in self.replicas.values() if r.ready and not r.lost.done()]
+    def _healthy(self) -> list[Replica]:
+        for keeper in filter(asyncio.Future.done, self.keepers): keeper.result()  # raises why
+        return [r for r in self.replicas.values() if r.ready and not r.lost.done()]
 
     async def _pick(self, raised: Replica | None) -> Replica:
         """The next replica, but not the one that has raised on this request. Waits for one."""
         end = time.monotonic() + self.SETUP_DEADLINE_S
         while not (fit := [r for r in self._healthy()
                            if r is not raised and r.in_flight < self.max_in_flight]):
-            # none ends by itself: raises why this one did
-            for keeper in filter(asyncio.Future.done, self.keepers): keeper.result()
             if time.monotonic() > end or not self.keepers: raise NoReplica(f"{self.name}: all lost")
             await asyncio.sleep(0.005)
         # A slow replica gets less. Among equals in turn, or an idle service would use one replica.
@@ -771,11 +784,7 @@ class Service(Supervisor):
     @concurrent_endpoint
     async def status(self, wait_s: float = 0.0) -> dict:
         """A snapshot, when all replicas that have a host are healthy, or wait_s have passed."""
-        end = time.monotonic() + wait_s
-        while time.monotonic() < end and any(door_to(r.address) and (not r.ready or r.lost.done())
-                                             for r in self.replicas.values()):
-            await asyncio.sleep(0.01)
-        well = self._healthy()
+        well = await self._gather(wait_s)
         return {"pids": sum((r.pids for r in well), []), "log": self.log,
                 "answers": {(r.id, r.address): r.answer for r in well}}
 
@@ -2273,7 +2282,7 @@ class Fleet:
     async def __aenter__(self) -> Fleet:
         # all at once, for importing takes longest; relays need a trainer that has begun, see `load`
         await asyncio.gather(*(service.start.call_one() for service in self.services[:3]))
-        await self.load("", self.cfg)
+        await self.surely("published")
         return self
 
     async def placement(self) -> list[list[str]]:
@@ -2319,9 +2328,10 @@ class Fleet:
 
     async def surely(self, method: str, *args):
         """As `ask`, also outside of a run: if the trainer is lost, the next one recovers."""
-        try: return await self.ask(method, *args)
-        except TrainerLost: await self.recover()
-        return await self.ask(method, *args)  # twice is no accident
+        for _ in range(3):
+            with contextlib.suppress(TrainerLost): return await self.ask(method, *args)
+            with contextlib.suppress(TrainerLost): await self.recover()
+        return await self.ask(method, *args)  # more is no accident
 
     async def rollout(self, prompts: list[Prompt], group_size=GROUP_SIZE, greedy=False,
                       version: int = 0) -> Rollout:
@@ -2715,7 +2725,8 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
     good = next((row["seconds"] for row in history.rows if row["heldout"] >= 0.95), -1.0)  # never
     report.table([f"{timed} steps", "s", "steps/s", "tokens/s", "generators busy", "trainer busy",
                   "reward then"], ["sync", *sync], ["async", *fast])
-    if bound: report.check("sync seconds / async seconds", speedup, ">", 1)  # K = 0 is synchronous
+    if bound and not history.cfg.hosts:  # K = 0 is synchronous; a host that is lost costs time
+        report.check("sync seconds / async seconds", speedup, ">", 1)
     report.check("reward lost to lag", sync[-1] - fast[-1], "<", 0.1)
     report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     rows = [[how, most, statistics.fmean(h["lag_mean"]), max(h["lag_max"])] for how, most, h in (
