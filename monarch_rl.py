@@ -79,8 +79,8 @@ os.environ.update(dict(HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY="200ms",  # 10
     PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",  # Monarch's RDMA asks for it on GPUs
     # Tokenizers would start threads, which would fight for our cores. The others are chatty.
     TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error",
-    HF_HUB_DISABLE_PROGRESS_BARS="1") | os.environ)
-# Workers import this file by its name, from whatever folder the run was started in.
+    HF_HUB_DISABLE_PROGRESS_BARS="1", PYTHONSAFEPATH="1") | os.environ)
+# Workers import this file by its name, and not what is so called where the run was started.
 os.environ["PYTHONPATH"] = f"{pathlib.Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
 
 
@@ -712,7 +712,8 @@ class Service(Supervisor):
     @concurrent_endpoint
     async def start(self) -> None:
         """The second time it replaces all."""
-        if self.keepers: return [self._lose(replica, "replaced") for replica in self._healthy()]
+        for keeper in self.keepers: keeper.cancel()
+        for replica in self.replicas.values(): replica.ready = False
         self.keepers = [asyncio.ensure_future(self._keep(i)) for i in range(self.num_replicas)]
         await self._gather(math.inf)
 
@@ -2071,7 +2072,9 @@ class Trainer(Worker):
             self.writer = ShardWriter.join(weights_of(model), num_readers, self.rank, cfg.trainers)
         return self.writer.arena.handle
 
-    async def door(self, relay: int): return door_of(self.writer.arena, here(self.cfg) + relay)
+    async def door(self, relay: int) -> Door:
+        if not self.writer: raise TrainerLost
+        return door_of(self.writer.arena, here(self.cfg) + relay)
 
     async def save(self, path: str, state: str) -> bytes:
         """Writes a checkpoint, or without a path returns it; without a state (the controller's) of
@@ -2315,8 +2318,9 @@ class Fleet:
         files = [pathlib.Path(f).read_bytes() if cfg.hosts else f for f in (path or base, base)]
         self.version, state = await self.ask("load", *files, cfg)
         self.oldest = self.version  # that generators may use
-        if self.handle != before: await self.relays.start.call_one()
-        await self.relays.status.call_one(60.0)
+        try:
+            if self.handle != before: await self.relays.start.call_one()
+        except ActorError as error: raise TrainerLost(f"relays: {cause(error)}") from error
         return state
 
     async def ask(self, method: str, *args, **kwargs):
