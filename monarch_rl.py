@@ -2873,4 +2873,5 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     # By name: only classes of a module are pickled by reference, and the same in every process.
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
     importlib.import_module("monarch_rl").main()

@@ -83,8 +83,9 @@ def wait_until(condition, seconds=10):
 
 @pytest.fixture(scope="session")
 def tour(tmp_path_factory):
-    """The whole tour, as `python monarch_rl.py` runs it."""
+    """The whole tour, as `python monarch_rl.py` runs it, in a folder with another such file."""
     before, folder = sorted(os.listdir("/dev/shm")), tmp_path_factory.mktemp("tour")
+    (folder / "monarch_rl.py").write_text("raise SystemExit('this is not the one')")
     run = Run(folder, "--log", "log.jsonl")
     run.folder, run.shared_memory = folder, (before, sorted(os.listdir("/dev/shm")))
     return run
@@ -106,7 +107,7 @@ def test_tour_leaves_nothing_behind(tour):
     assert tour.left == []
     before, after = tour.shared_memory
     assert after == before
-    assert sorted(os.listdir(tour.folder)) == ["log.jsonl", "out.json"]
+    assert sorted(os.listdir(tour.folder)) == ["log.jsonl", "monarch_rl.py", "out.json"]
 
 
 def test_json_has_the_agreed_form(tour):
@@ -2883,11 +2884,9 @@ def test_training_learns_on_two_hosts_as_on_one(network, tmp_path):
 
 
 @pytest.mark.parametrize("network", [3], indirect=True)
-@pytest.mark.parametrize("seed", range(2))
-def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, seed):
-    """Killed at a random step; the host of the trainer comes back."""
-    rng = random.Random(seed)
-    victim, step = [0, 2][seed], rng.randrange(10, 80)
+@pytest.mark.parametrize("victim, step", [(0, 60), (2, 22), (1, 0), (0, 0)])
+def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, victim, step):
+    """Killed at that step, 0: while processes are started; the host of the trainer comes back."""
     workers, log = [network.work(i) for i in range(3)], tmp_path / "log.jsonl"
     process, mark = start(tmp_path, "--only", "async_rl", "--hosts", network.hosts, "--steps", "120",
                           "--generators", "3", "--log", str(log), "--json", "out.json",
@@ -2897,6 +2896,8 @@ def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, seed):
         lines = log.read_text().splitlines() if log.exists() else []
         return sum('"run": "async"' in line for line in lines)
 
+    alone = len(processes_of(workers[victim].mark))
+    assert wait_until(lambda: len(processes_of(workers[victim].mark)) > alone + 2, 60)
     assert wait_until(lambda: steps() >= step, 120)
     for pid in processes_of(workers[victim].mark):
         with contextlib.suppress(ProcessLookupError):
@@ -2908,8 +2909,7 @@ def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, seed):
     assert f"{network.url(victim)}: lost" in out, out + err
     assert (f"{network.url(victim)}: back" in out) == (victim == 0)
     [stage] = json.loads((tmp_path / "out.json").read_text())["stages"]
-    failed = {check["what"] for check in stage["checks"] if not check["ok"]}
-    assert failed <= {"sync seconds / async seconds"}, out + err
+    assert stage["ok"], out + err
     found = stage["figures"]
     assert found["started"] == sum(found[k] for k in ("trained", "dropped", "lost", "undone", "in_flight"))
     assert found["trained"] == m.GROUPS_PER_BATCH * 120
