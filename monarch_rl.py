@@ -133,9 +133,9 @@ class Config(typing.NamedTuple):
 # -- plumbing: the report -------------------------------------------------------------------------
 
 # One banner, one section, one claim, one demo: an async function (Report, Config) -> None that is
-# called demo_<name of the stage>, closes the section, and has the claim as its docstring. STAGES,
-# at the bottom, lists them.
-Stage = collections.namedtuple("Stage", "number name claim demo line")
+# called demo_<name of the stage>, closes the section, and has as its docstring the claim and what
+# to try. STAGES, at the bottom, lists them.
+Stage = collections.namedtuple("Stage", "number name claim hint demo line")
 
 
 class Report:
@@ -149,7 +149,7 @@ class Report:
     async def run(self, stages: list[Stage], cfg: Config) -> None:
         """Head, demo and foot of each; an exception in a demo is a failed check."""
         self.stages = []
-        for n, name, claim, demo, line in stages:
+        for n, name, claim, hint, demo, line in stages:
             start, top = time.monotonic(), f"[{n}/{len(STAGES)}] {name}: {claim}  (line {line})"
             self.now = dict(name=name, number=n, claim=claim, checks=[], figures={})
             self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
@@ -157,6 +157,7 @@ class Report:
             except Exception as error:  # whatever it is: counted, told, and the next stage runs
                 self.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
                 sys.excepthook(*sys.exc_info())
+            self.say(*textwrap.wrap(hint, 89))
             ok, seconds = all(c["ok"] for c in self.now["checks"]), round(since(start), 2)
             self.stages.append({**self.now, "ok": ok, "seconds": seconds})
             self.say(f"{len(self.now['checks'])} checks, {seconds:.1f} s", "")
@@ -215,21 +216,25 @@ SILENCE_S = 8.0  # after which the other side counts as lost
 def versions() -> dict[str, str]:
     """What two hosts must have in common."""
     crc = zlib.crc32(pathlib.Path(__file__).read_bytes())
-    found = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return found | {"python": sys.version[:4], "monarch_rl.py": f"{crc:08x}"}
+    packages = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return packages | {"python": sys.version[:4], "monarch_rl.py": f"{crc:08x}"}
 
 
-@contextlib.contextmanager
-def connected(address: str):
-    """(file of lines to and from a worker, my own address there). Raises OSError, ValueError."""
+def name_and_port(address: str) -> tuple[str, int]:
     where = urllib.parse.urlsplit(address)
-    with socket.create_connection((where.hostname, where.port), 4.0) as connection:
-        with connection.makefile("rw") as lines:
-            for name, theirs in json.loads(lines.readline()).items():
-                if theirs != (mine := versions().get(name)):
-                    raise ValueError(f"it has {name} {theirs}, this host has {mine}")
-            connection.settimeout(SILENCE_S)
-            yield lines, connection.getsockname()[0]
+    if where.scheme == "tcp" and where.hostname and where.port: return where.hostname, where.port
+    raise ValueError("not of the form tcp://ADDRESS:PORT; 0.0.0.0 is every network")
+
+
+def connect(address: str) -> tuple:
+    """A file of lines from and to a worker, my own address there. Raises OSError, ValueError."""
+    with socket.create_connection(name_and_port(address), 4.0) as connection:
+        lines = connection.makefile("rw")  # which keeps it open
+        for name, theirs in json.loads(lines.readline()).items():
+            if theirs != (mine := versions().get(name)):
+                raise ValueError(f"it has {name} {theirs}, this host has {mine}")
+        connection.settimeout(SILENCE_S)
+        return lines, connection.getsockname()[0]
 
 
 class Link(threading.Thread):
@@ -243,7 +248,7 @@ class Link(threading.Thread):
 
     def run(self) -> None:
         for attempt in itertools.count():
-            with contextlib.suppress(OSError, ValueError), connected(self.address) as (lines, _):
+            with contextlib.suppress(OSError, ValueError), connect(self.address)[0] as lines:
                 print("[]", file=lines, flush=True)
                 while line := lines.readline():
                     was, self.door = self.door, json.loads(line)
@@ -276,9 +281,8 @@ async def host_mesh(address: str):
 
 def serve(address: str) -> None:
     """--worker: until somebody ends this process."""
-    where = urllib.parse.urlsplit(address)
-    family = socket.AF_INET6 if ":" in where.hostname else socket.AF_INET
-    server = socket.create_server((where.hostname, where.port), family=family)
+    at = name_and_port(address)
+    server = socket.create_server(at, family=socket.AF_INET6 if ":" in at[0] else socket.AF_INET)
     print(f"{address} is open: whoever reaches it can run any code here, as this user", flush=True)
     while True: threading.Thread(target=attend, args=server.accept()[:1], daemon=True).start()
 
@@ -350,7 +354,8 @@ def add_in_a_thread(box: collections.Counter) -> None:
 
 async def demo_hello_actor(report: Report, cfg: Config) -> None:
     """an actor's state lives in its own process; calls to one actor run one at a time in the order
-    sent; two actors overlap"""
+    sent; two actors overlap
+    try: make `add` a concurrent_endpoint: it loses too"""
     procs, box = this_host().spawn_procs(per_host={"worker": 2}), collections.Counter()
     await asyncio.gather(*[asyncio.to_thread(add_in_a_thread, box) for _ in range(200)])
     report.check("additions of 200 that threads lost", 200 - box["total"], ">", 0)
@@ -364,7 +369,6 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     a, b = await asyncio.gather(*[actor.add.call_one(pause_s=0.2) for actor in (one, other)])
     report.check("overlap of two actors, s", min(a.end, b.end) - max(a.start, b.start), ">", 0.1)
     report.check("processes, this one included", len({os.getpid(), a.process, b.process}), "==", 3)
-    report.say("try: make `add` a concurrent_endpoint: it loses too")
     await procs.stop()
 
 
@@ -386,7 +390,8 @@ async def row_of(how: str, mesh, answers) -> list[str]:
 
 async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     """one call reaches every member; call, call_one, choose, broadcast and slice differ in who runs
-    and who answers"""
+    and who answers
+    try: replace `[mesh.add.broadcast()]` by `[await mesh.add.choose()]` in this demo"""
     procs = this_host().spawn_procs(per_host={"rank": 4})
     mesh = procs.spawn("tally", Tally)
     two = mesh.slice(rank=2)  # rank=slice(1, 3) would be a mesh of two
@@ -401,7 +406,6 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     wrong = sum(who != right for (_, *who), right in zip(rows, expected))
     report.check("rows that differ from what the words mean", wrong, "==", 0)
     report.check("call_one on four members", await outcome(mesh.add.call_one), "==", "ValueError")
-    report.say("try: replace `[mesh.add.broadcast()]` by `[await mesh.add.choose()]` in this demo")
     await procs.stop()
 
 
@@ -441,7 +445,8 @@ class Owner(Actor):
 
 async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     """a handle of about half a kilobyte moves any number of bytes, and the owner's Python takes no
-    part in the read"""
+    part in the read
+    try: register a copy, `self.memory.clone()`: pushes vanish, unseen"""
     procs, backend = this_host().spawn_procs(per_host={"owner": 1}), get_rdma_backend()
     owner, rows, wrong = procs.spawn("owner", Owner), [], 0
     # The first warms up. In the last the owner's Python does nothing else for two seconds.
@@ -466,7 +471,6 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     report.check("largest handle, bytes", max(row[2] for row in rows), "<", 1024)
     report.check("pull ended before its owner was free by, s", free_at - pulled_at, ">", 0)
     report.check("message ended after its owner was free by, s", answered_at - free_at, ">", 0)
-    report.say("try: register a copy, `self.memory.clone()`: pushes vanish, unseen")
     await procs.stop()
 
 
@@ -491,13 +495,13 @@ class Clerk(Actor):
 
 
 async def demo_controllers(report: Report, cfg: Config) -> None:
-    """actors that never met find the same singleton by name, and it is created once"""
+    """actors that never met find the same singleton by name, and it is created once
+    try: let each clerk ask for a name of its own, f'{name} {os.getpid()}'"""
     procs, name = this_host().spawn_procs(per_host={"clerk": 4}), "demo of section 4"
     clerks = procs.spawn("clerk", Clerk)
     own, shared = await clerks.write.call(""), await clerks.write.call(name)  # all four at once
     report.check("stores of 4 clerks without a common name", [*own.values()].count(1), "==", 4)
     report.check("stores of 4 clerks with one", [*shared.values()].count(1), "==", 1)
-    report.say("try: let each clerk ask for a name of its own, f'{name} {os.getpid()}'")
     await procs.stop()
 
 
@@ -673,7 +677,8 @@ class Trial(Supervisor):
 
 async def demo_supervision(report: Report, cfg: Config) -> None:
     """an exception belongs to the caller; a dead process belongs to whoever spawned it, who
-    replaces it in under a second"""
+    replaces it in under a second
+    try: remove `on_exit` in `_spawn`: Monarch's poll tells the owner, but later"""
     trial = this_proc().spawn("trial", Trial, "worker", Roots, 1, 10.0)
     rows = [[trigger, *await trial.suffer.call_one(trigger)] for trigger, *_ in TRIGGERS]
     report.table(["trigger", "caller sees", "owner told", "in ms", "cure ms", "next call"], *rows)
@@ -682,7 +687,6 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     report.check("triggers that did otherwise", sum(r[:3] not in TRIGGERS for r in rows), "==", 0)
     report.check("answers of 4 calls after the cure", [r[5] for r in rows].count(2.0), "==", 4)
     report.check("SIGKILL found and worker replaced, ms", detect_ms + respawn_ms, "<", 1000)
-    report.say("try: remove `on_exit` in `_spawn`: Monarch's poll tells the owner, but later")
     await trial.stop()
 
 
@@ -816,7 +820,8 @@ async def storm(ask, faults: dict[int, tuple], deadline_s: float | None = None) 
 
 
 async def demo_service(report: Report, cfg: Config) -> None:
-    """though replicas fail, hang and die, every request is answered exactly once"""
+    """though replicas fail, hang and die, every request is answered exactly once
+    try: range(1) in `route`: a request gets one attempt"""
     procs = this_host().spawn_procs(per_host={"replica": 4})
     pool = procs.spawn("pool", Roots, 0)
     victim = await pool.slice(replica=3).do.call_one("pid")
@@ -839,7 +844,6 @@ async def demo_service(report: Report, cfg: Config) -> None:
     report.check("kinds of failure", kinds, "==", ["died", "kept raising", "missed its deadline"])
     report.check("bad requests of 20 that raise at their caller", bad.count("ValueError"), "==", 20)
     report.check("replicas replaced for them", len(first["log"]), "==", 0)
-    report.say("try: range(1) in `route`: a request gets one attempt")
     await service.close.call_one()
 
 
@@ -1301,7 +1305,9 @@ async def row(ranks, num_rounds: int, *road) -> Row:
 
 async def demo_weight_sync(report: Report, cfg: Config) -> None:
     """a generator never samples from half-updated weights, the trainer never waits, and a sync
-    costs about one memory copy, however many generators there are"""
+    costs about one memory copy, however many generators there are
+    try: --model-mb 1024: what does not depend on size weighs less there; num_readers + 1 slots in
+    `Arena.create`: a version finds none free"""
     report.say(f"290 tensors, {cfg.model_mb} MiB; seed {cfg.seed} (at 96 MiB about 25 s)")
     procs, relay_procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     store, ranks = open_store(), procs.spawn("bench", Bench)
@@ -1333,8 +1339,6 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check("trainer held up, slots / broadcast", two.trainer / group.trainer, "<", 0.5)
     report.check("relay / one RDMABuffer, in GB/s", direct.ms / relay_ms, ">", 1)
     report.check("ms to join after version 50, slowest of 4", late_ms, "<", 1000)
-    report.say("try: --model-mb 1024: what does not depend on size weighs less there;",
-               "num_readers + 1 slots in `Arena.create`: a version finds none free")
 
 
 # == 8. RESHARD ===================================================================================
@@ -1577,7 +1581,8 @@ CUTS = [("gather", 0, 1), ("parcels", 0, 1), ("slots", 0, 1), ("slots", 1, 0), (
 
 
 async def demo_reshard(report: Report, cfg: Config) -> None:
-    """from sharding A to sharding B every needed byte moves exactly once"""
+    """from sharding A to sharding B every needed byte moves exactly once
+    try: `len(part) // num_ranks` in `boxes`, rounded down: `plan` finds rows missing"""
     shapes = {f"layer.{i}": (cfg.model_mb * MIB // (8 * 2 * 1025) + i, 1025) for i in range(8)}
     needed = sum(2 * math.prod(shape) for shape in shapes.values())  # bytes
     report.say("a trainer and a generator of two ranks each (at 96 MiB about 15 s)")
@@ -1599,7 +1604,6 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     report.check("bytes that parcels moved / needed", parcels[3], "==", 1.0)
     report.check("gather / slots, in time", gather[1] / there[1], ">", 1)
     report.check("another layout / the same, in x memmove", slower / same[2], "<", 5)
-    report.say("try: `len(part) // num_ranks` in `boxes`, rounded down: `plan` finds rows missing")
 
 
 # == 9. SYNC RL ===================================================================================
@@ -2290,13 +2294,11 @@ class Fleet:
 
     async def placement(self) -> list[list[str]]:
         """A table: on which hosts, and which of their devices, the replicas are."""
-        rows = {address: [address or "this host"] for address in self.hosts}
-        for service in self.services:
-            answers = (await service.status.call_one())["answers"]
-            for address, row in rows.items():
-                mine = [*itertools.chain(*(a for (_, at), a in answers.items() if at == address))]
-                row.append(", ".join(a if isinstance(a, str) else "yes" for a in mine))
-        return [["host", "trainer", "generators", "judges", "relay"], *rows.values()]
+        found = [(await service.status.call_one())["answers"] for service in self.services[:3]]
+        rows = [[address or "this host", *(
+            ", ".join(sum((a for (_, at), a in answers.items() if at == address), []))
+            for answers in found)] for address in self.hosts]
+        return [["host", "trainer", "generators", "judges"], *rows]
 
     async def __aexit__(self, *_) -> None:
         await asyncio.gather(*(service.close.call_one() for service in self.services))
@@ -2530,7 +2532,8 @@ async def train_sync(history: History) -> History:
 
 async def demo_sync_rl(report: Report, cfg: Config) -> None:
     """trainer and generator give the same log-probabilities for the same weights; reward rises;
-    every sample has lag 0"""
+    every sample has lag 0
+    try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags"""
     report.say(f"seed {cfg.seed}; starting takes about 15 s")
     async with Fleet(cfg) as fleet:
         report.table(*await fleet.placement())
@@ -2542,7 +2545,6 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
     report.check(f"k3 of the first batch, {len(history.rows)} steps too late", stale, ">", 1e-4)
     report.check("lag, largest of all steps", max(history["lag_max"]), "==", 0)
     report.check("reward gained, last tenth over first", gain, ">", 0.1)
-    report.say("try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags")
 
 
 # == 10. ASYNC RL =================================================================================
@@ -2686,7 +2688,8 @@ FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": sig
 
 async def demo_async_rl(report: Report, cfg: Config) -> None:
     """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
-    costs no step"""
+    costs no step
+    try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate"""
     report.say(f"seed {cfg.seed}; starting takes about 10 s")
     timed, struck, faults = max(1, cfg.steps * 4 // 5), {}, []  # steps to compare; then the faults
     async with Fleet(cfg) as fleet:
@@ -2715,7 +2718,6 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report.check("faults noticed and cured", len(faults), "==", len(struck))
     history.report_learning(before, after, max(peer["mismatch_k3"]))  # also of the replacement
     report.check("held-out exact, gained", after - before, ">", 0)
-    report.say("try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate")
 
 
 def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: History) -> None:
@@ -2751,7 +2753,8 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
 
 demos = [(name[5:], run) for name, run in globals().items() if name.startswith("demo_")]
-STAGES = {name: Stage(n, name, " ".join(run.__doc__.split()), run, run.__code__.co_firstlineno)
+STAGES = {name: Stage(n, name, *re.split(" (?=try: )", " ".join(run.__doc__.split())), run,
+                      run.__code__.co_firstlineno)
           for n, (name, run) in enumerate(demos, 1)}  # by name, in the order of the file
 
 
@@ -2787,8 +2790,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
-        **{f"--hosts {a}": functools.partial(demand_worker, a) for a in hosts_of(cfg) if a},
-        f"--worker {args.worker}": lambda: args.worker and demand_worker(args.worker, False),
+        **{f"--hosts {a}": functools.partial(connect, a) for a in hosts_of(cfg) if a},
+        f"--worker {args.worker}": lambda: args.worker and name_and_port(args.worker),
         "--log, --json": lambda: [os.remove(open(path, "x").name) for path in (cfg.log, args.json)
                                   if path and not os.path.isfile(path)]}
     for flag, attempt in attempts.items():
@@ -2796,14 +2799,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         except (Exception, SystemExit) as error:  # whatever somebody's file raises
             parser.error(f"{flag}: {type(error).__name__}: {' '.join(str(error).split())}")
     return args, cfg
-
-
-def demand_worker(address: str, serves: bool = True) -> None:
-    """Raises why none can serve this address, or does."""
-    where = urllib.parse.urlsplit(address)
-    if where.scheme != "tcp" or not where.hostname or not where.port:
-        raise ValueError("not of the form tcp://ADDRESS:PORT; 0.0.0.0 is every network")
-    with connected(address) if serves else contextlib.nullcontext(): pass
 
 
 def demand_policy(name: str) -> None:
@@ -2847,8 +2842,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.worker:
         for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda *_: leave(0))
         serve(args.worker)
-    if cfg.hosts:
-        with connected(hosts_of(cfg)[0]) as (_, mine): enable_transport(url(mine, 0))
+    if cfg.hosts: enable_transport(url(connect(hosts_of(cfg)[0])[1], 0))
     stages = [STAGES[args.only]] if args.only else [*STAGES.values()][: STAGES[args.stage].number]
     # File descriptor 2, which our processes inherit, becomes a file without a name: Monarch reports
     # there what the demos provoke. sys.stderr keeps the terminal.
