@@ -79,7 +79,7 @@ os.environ.update(dict(HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY="200ms",  # 10
     PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",  # Monarch's RDMA asks for it on GPUs
     # Tokenizers would start threads, which would fight for our cores. The others are chatty.
     TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error",
-    HF_HUB_DISABLE_PROGRESS_BARS="1", PYTHONSAFEPATH="1") | os.environ)
+    HF_HUB_DISABLE_PROGRESS_BARS="1", GLOO_SOCKET_IFNAME="lo", PYTHONSAFEPATH="1") | os.environ)
 # Workers import this file by its name, and not what is so called where the run was started.
 os.environ["PYTHONPATH"] = f"{pathlib.Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
 
@@ -345,19 +345,18 @@ class Tally(Actor):
         return total
 
 
-def add_in_a_thread(box: collections.Counter) -> None:
-    """Does to a plain object what Tally.add does to its actor."""
-    seen = box["total"]
-    time.sleep(0.0005)
-    box["total"] = seen + 1
-
-
 async def demo_hello_actor(report: Report, cfg: Config) -> None:
     """an actor's state lives in its own process; calls to one actor run one at a time in the order
     sent; two actors overlap
     try: make `add` a concurrent_endpoint: it loses too"""
     procs, box = this_host().spawn_procs(per_host={"worker": 2}), collections.Counter()
-    await asyncio.gather(*[asyncio.to_thread(add_in_a_thread, box) for _ in range(200)])
+
+    def add() -> None:  # to a plain object what Tally.add does to its actor
+        seen = box["total"]
+        time.sleep(0.0005)
+        box["total"] = seen + 1
+
+    await asyncio.gather(*[asyncio.to_thread(add) for _ in range(200)])
     report.check("additions of 200 that threads lost", 200 - box["total"], ">", 0)
     tallies = procs.spawn("tally", Tally)  # one in each process
     one, other = tallies.slice(worker=0), tallies.slice(worker=1)
@@ -381,13 +380,6 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
 # Not here. Meshes over several hosts (DOCS 8).      Source. Monarch's meshes and adverbs.
 
 
-async def row_of(how: str, mesh, answers) -> list[str]:
-    """(how `add` was called, the ranks where it ran, those that answered). Messages of one sender
-    arrive in the order sent, so this comes after the call it asks about, after a broadcast too."""
-    ran = [point.rank for point, total in await mesh.take.call() if total]
-    return [how, " ".join(map(str, ran)), " ".join(str(a.rank) if a else "-" for a in answers)]
-
-
 async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     """one call reaches every member; call, call_one, choose, broadcast and slice differ in who runs
     and who answers
@@ -395,12 +387,17 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     procs = this_host().spawn_procs(per_host={"rank": 4})
     mesh = procs.spawn("tally", Tally)
     two = mesh.slice(rank=2)  # rank=slice(1, 3) would be a mesh of two
-    # `call` answers with a ValueMesh: pairs of point and value.
-    rows = [await row_of("mesh.add.call()", mesh, (await mesh.add.call()).values()),
-            await row_of("mesh.slice(rank=2).add.call_one()", mesh, [await two.add.call_one()]),
-            await row_of("mesh.add.choose()", mesh, [await mesh.add.choose()]),
-            # returns None at once; nobody answers
-            await row_of("mesh.add.broadcast()", mesh, [mesh.add.broadcast()])]
+
+    async def row(how: str, answers) -> list[str]:
+        # Messages of one sender arrive in the order sent: this one after the call it asks about.
+        ran = [point.rank for point, total in await mesh.take.call() if total]
+        return [how, " ".join(map(str, ran)), " ".join(str(a.rank) if a else "-" for a in answers)]
+
+    # `call` answers with a ValueMesh, pairs of point and value; `broadcast` with None, at once.
+    rows = [await row("mesh.add.call()", (await mesh.add.call()).values()),
+            await row("mesh.slice(rank=2).add.call_one()", [await two.add.call_one()]),
+            await row("mesh.add.choose()", [await mesh.add.choose()]),
+            await row("mesh.add.broadcast()", [mesh.add.broadcast()])]
     report.table(["call", "ranks that ran", "ranks that answered"], *rows)
     expected = [["0 1 2 3"] * 2, ["2"] * 2, [rows[2][2]] * 2, ["0 1 2 3", "-"]]
     wrong = sum(who != right for (_, *who), right in zip(rows, expected))
@@ -453,8 +450,7 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     for kib, busy_s in [(1, 0), (1, 0), (1 << 10, 0), (64 << 10, 0), (64 << 10, 2)]:
         handle = await owner.register.call_one(kib << 10)
         pushed = torch.randint(0, 256, (kib << 10,), dtype=torch.uint8)
-        # pulled is touched now: first touches are slow
-        pulled, busy = torch.ones_like(pushed), owner.sit.call_one(busy_s)
+        pulled, busy = torch.ones_like(pushed), owner.sit.call_one(busy_s)  # ones: touched by now
         await handle.write_from(pushed)
         start = time.monotonic()
         await handle.read_into(pulled)
@@ -528,8 +524,8 @@ LEAVING = threading.Event()  # set when this process is about to end: nothing is
 class Replica:
     """A process with one actor in it, or several ranks that live and die together."""
 
-    # setup() has answered, so; requests, and errors in a row: section 6 counts these
-    ready, answer, in_flight, errors = False, None, 0, 0
+    # what setup() has answered; requests, and errors in a row: section 6 counts these
+    answer, in_flight, errors = None, 0, 0
 
     def __init__(self, owner: Supervisor, replica_id: int, address: str, mesh):
         self.id, self.name = replica_id, f"{owner.name}_{replica_id}_{time.monotonic_ns()}"
@@ -566,8 +562,7 @@ class Supervisor(Actor):
     SETUP_DEADLINE_S = 120.0  # imports on a loaded machine take seconds, large models minutes
 
     def __init__(self, name: str, replica_class: type, num_replicas: int, deadline_s: float, *args,
-                 hosts: tuple = ("",), num_ranks: int = 1, max_attempts: int = 3,
-                 max_in_flight: int = 1000):
+                 hosts=("",), num_ranks=1, max_attempts=3, max_in_flight=1000):
         """deadline_s: for one attempt at a request, or at stopping what is left of a replica.
         hosts: addresses, by turns; "" is this one. max_attempts: per request; one that kills who
         runs it must not kill them all. max_in_flight: to a replica; with 1 none harms another."""
@@ -589,7 +584,7 @@ class Supervisor(Actor):
         if host: asyncio.ensure_future(self._watch(new))
         new.pids = await self._call(new, self.SETUP_DEADLINE_S, "pid")
         for pid in () if host else new.pids: on_exit(pid, lambda: self._lose(new, "died"))
-        new.answer, new.ready = await self._call(new, self.SETUP_DEADLINE_S, "setup"), True
+        new.answer = await self._call(new, self.SETUP_DEADLINE_S, "setup")
 
     async def _call(self, replica: Replica, deadline_s: float, *args) -> list:
         """The answers of all its ranks. Raises asyncio.TimeoutError if the replica is lost or the
@@ -625,8 +620,7 @@ def on_exit(pid: int, callback) -> None:
     loop.add_reader(fd, lambda: (loop.remove_reader(fd), os.close(fd), callback()))
 
 
-def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
-    """SIGKILL also ends stopped processes."""
+def kill(pids: list[int], number: int = signal.SIGKILL) -> None:  # which also ends stopped ones
     for pid in pids:
         with contextlib.suppress(ProcessLookupError): os.kill(pid, number)
 
@@ -717,7 +711,7 @@ class Service(Supervisor):
     async def start(self) -> None:
         """The second time it replaces all."""
         for keeper in self.keepers: keeper.cancel()
-        for replica in self.replicas.values(): replica.ready = False
+        for replica in self.replicas.values(): replica.answer = None
         self.keepers = [asyncio.ensure_future(self._keep(i)) for i in range(self.num_replicas)]
         await self._gather(math.inf)
 
@@ -773,7 +767,7 @@ class Service(Supervisor):
 
     def _healthy(self) -> list[Replica]:
         for keeper in filter(asyncio.Future.done, self.keepers): keeper.result()  # raises why
-        return [r for r in self.replicas.values() if r.ready and not r.lost.done()]
+        return [r for r in self.replicas.values() if r.answer and not r.lost.done()]
 
     async def _pick(self, raised: Replica | None) -> Replica:
         """The next replica, but not the one that has raised on this request. Waits for one."""
@@ -874,9 +868,13 @@ def demand(holds, otherwise: str) -> None:
 # offset: bytes from the start of the slot, a multiple of 64.
 TensorSpec = collections.namedtuple("TensorSpec", "name shape dtype tied_to offset num_bytes")
 
-
 # A TensorSpec per name; the size of a slot, which holds the tensors and then a checksum of each.
 Manifest = collections.namedtuple("Manifest", "specs slot_bytes")
+
+# How another process of this host finds the arena; small enough for any message. pid, fd: of the
+# writer, as /proc/<pid>/fd/<fd>, a file without a name, gone when nobody has it open. run_id:
+# another one whenever a writer starts. manifest: what each of the num_slots slots holds.
+ArenaHandle = collections.namedtuple("ArenaHandle", "pid fd run_id manifest num_slots num_readers")
 
 
 def manifest_of(tensors: dict, dtype=None) -> Manifest:
@@ -902,12 +900,6 @@ def local(tensor):
 # name -> tensor of all that must arrive: parameters, and buffers that belong to checkpoints. Tied
 # weights appear under each of their names, and are one tensor.
 def weights_of(module) -> dict: return dict(module.state_dict(keep_vars=True))
-
-
-# How another process of this host finds the arena; small enough for any message. pid, fd: of the
-# writer, as /proc/<pid>/fd/<fd>, a file without a name, gone when nobody has it open. run_id:
-# another one whenever a writer starts. manifest: what each of the num_slots slots holds.
-ArenaHandle = collections.namedtuple("ArenaHandle", "pid fd run_id manifest num_slots num_readers")
 
 
 # The arena of two readers, while version 8 is being written:
@@ -1006,8 +998,7 @@ class WeightWriter:
     """The trainer's side: owns the arena. A copy runs in a thread, beside the trainer's next
     forward and backward pass; the trainer waits for it before it changes its tensors."""
 
-    def __init__(self, tensors: dict, num_readers: int, dtype=None, checksums: bool = False,
-                 arena: Arena | None = None):
+    def __init__(self, tensors: dict, num_readers: int, dtype=None, checksums=False, arena=None):
         """tensors: name -> the trainer's own, changed in place. dtype: cast to it in the copy.
         checksums: for readers that check. arena: another rank's, or a new one."""
         self.tensors, self.version, self.checksums = tensors, -1, checksums
@@ -1068,11 +1059,10 @@ class WeightReader:
 
     parts = WeightWriter.parts
 
-    def __init__(self, handle: ArenaHandle, reader: int, tensors: dict, in_place: bool = False,
-                 check: bool = False):
-        """reader: 0 .. num_readers-1, mine alone. in_place: copy, as to GPUs and to the addresses
-        with which code was compiled, instead of pointing into the slot. check: `pull` copies when
-        the writer lives and the checksums that it must add are right. Raises WeightMismatch."""
+    def __init__(self, handle: ArenaHandle, reader: int, tensors, in_place=False, check=False):
+        """reader: 0 .. num_readers-1, mine alone. in_place: copies, as to GPUs and to the addresses
+        with which code was compiled, instead of pointing into the slot. check: copies if the writer
+        lives and the checksums that it must add are right. Raises WeightMismatch."""
         demand(0 <= reader < handle.num_readers, f"arena: it has no reader {reader}")
         self.arena, self.word = Arena.attach(handle, tensors), Arena.LEASES + reader
         self.tensors, self.version, self.check = tensors, -1, check
@@ -1157,26 +1147,23 @@ class Relay(Worker):
     async def _follow(self) -> None:
         """waits for nobody, but looks / produces versions / ends with this process, which is
         replaced when the trainer is"""
+        # The protocol of WeightReader.lease, by messages: an answered write has been seen by all.
+        # The trainer cannot ask whether I live, so I lease in its name; my successor has my word.
         while True:
-            with contextlib.suppress(Exception): await self._pull()  # a trainer that is gone
             await asyncio.sleep(0.005)  # a look costs both hosts half a millisecond of CPU
+            with contextlib.suppress(Exception):  # a trainer that is gone
+                n, latest = Arena.MAX_SLOTS, await self._look()
+                if latest // n == self.arena.newest(): continue
+                self.lease_word.fill_(self.door.handle.pid * n + latest % n)
+                await self.door.lease.write_from(self.lease_word)  # 1. announce, 2. answered
+                if await self._look() != latest: continue  # 3. look again; it moved
+                slot = self.arena.free_slot()
+                await read_pieces(self.door.slots[latest % n], self.arena.slots[slot])
+                self.arena.commit(latest // n, slot)
 
     async def _look(self) -> int:
         await self.door.latest.read_into(self.latest_word)
         return int(self.latest_word)
-
-    async def _pull(self) -> None:
-        """Fetches the newest version, if it is new, and publishes it here."""
-        # The protocol of WeightReader.lease, by messages: an answered write has been seen by all.
-        # The trainer cannot ask whether I live, so I lease in its name; my successor has my word.
-        n, latest = Arena.MAX_SLOTS, await self._look()
-        if latest // n == self.arena.newest(): return
-        self.lease_word.fill_(self.door.handle.pid * n + latest % n)
-        await self.door.lease.write_from(self.lease_word)  # 1. announce, 2. answered
-        if await self._look() != latest: return  # 3. look again; it moved: to be tried again
-        slot = self.arena.free_slot()
-        await read_pieces(self.door.slots[latest % n], self.arena.slots[slot])
-        self.arena.commit(latest // n, slot)
 
 
 def open_store():
@@ -1189,7 +1176,6 @@ def open_store():
 def form_group(port: int, rank: int, num_ranks: int) -> None:
     """A process group: gloo for CPU tensors, NCCL for those of GPUs."""
     torch.set_num_threads(1)  # the ranks share the cores
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = torch.distributed.TCPStore("127.0.0.1", port)
     torch.distributed.init_process_group(store=store, rank=rank, world_size=num_ranks)
 
@@ -1236,7 +1222,7 @@ class Bench(Rank):
         self.tensors = dict(enumerate(self.block.view(torch.bfloat16).tensor_split(cuts)))
         if self.rank: return None
         self.end = WeightWriter(self.tensors, num_generators)
-        await self.publish_many(50)
+        for _ in range(50): self.step(publish=True)
         return self.end.arena.handle, RDMABuffer(self.block)
 
     async def door(self, reader: int) -> Door: return door_of(self.end.arena, reader)
@@ -1248,17 +1234,13 @@ class Bench(Rank):
         self.end.pull()
         return since(start) * 1e3
 
-    def step(self) -> None:
-        """The trainer's next version."""
-        if self.rank == 0:
-            self.end.wait()
-            self.version += 1
-            self.block.fill_(self.version % 120)
-
-    async def publish_many(self, num_versions: int) -> None:
-        for _ in range(num_versions):
-            self.step()
-            self.end.publish(self.version)
+    def step(self, publish: bool = False) -> None:
+        """The trainer's next version; generators have none."""
+        if self.rank: return
+        self.end.wait()
+        self.version += 1
+        self.block.fill_(self.version % 120)
+        if publish: self.end.publish(self.version)
 
     async def sync(self, road: str, num_generators: int, source=None) -> float:
         """This version, from the trainer to the first generators: seconds for which my Python was
@@ -1281,7 +1263,7 @@ class Bench(Rank):
         all bytes four times, as in decoding four tokens: 1 if they were of several versions."""
         self.version += self.rank  # each waits for another one, and so leases another slot
         await self.sync(road, num_generators, source)
-        if self.rank == 0: await self.publish_many(12)
+        for _ in range(12): self.step(publish=True)
         got = {int(e) for _ in range(4) for t in self.weights for e in t.view(torch.int8).aminmax()}
         return int(len(got) > 1)
 

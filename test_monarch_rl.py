@@ -188,7 +188,8 @@ def test_training_learns(tmp_path, task, seed, least):
 
 BROKEN = {  # stage: (what provides the claim, what is there instead)
     "hello_actor": ("    @endpoint\n    async def add(", "    @concurrent_endpoint\n    async def add("),
-    "actor_mesh": ("mesh, [mesh.add.broadcast()]", "mesh, [await mesh.add.choose()]"),
+    "actor_mesh": ("\"mesh.add.broadcast()\", [mesh.add.broadcast()]",
+                  "\"mesh.add.broadcast()\", [await mesh.add.choose()]"),
     "rdma_transfer": ("await handle.read_into(pulled)",
                       "pulled.copy_(await owner.as_message.call_one())"),
     "controllers": ("name or f\"store", "f\"store"),
