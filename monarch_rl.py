@@ -1166,17 +1166,14 @@ class Relay(Worker):
         return int(self.latest_word)
 
 
-def open_store():
-    """Where the ranks of a process group meet, at its `port`; keep it until they have."""
-    listener = socket.create_server(("127.0.0.1", 0))  # TCPStore's own would listen to all networks
-    return torch.distributed.TCPStore(*listener.getsockname(), is_master=True,
-                                      wait_for_workers=False, master_listen_fd=listener.detach())
+# A file without a name, in which the ranks of a process group find each other, and no port is open.
+def meeting_place() -> str: return f"/proc/{os.getpid()}/fd/{os.memfd_create('meeting')}"
 
 
-def form_group(port: int, rank: int, num_ranks: int) -> None:
+def form_group(place: str, rank: int, num_ranks: int) -> None:
     """A process group: gloo for CPU tensors, NCCL for those of GPUs."""
     torch.set_num_threads(1)  # the ranks share the cores
-    store = torch.distributed.TCPStore("127.0.0.1", port)
+    store = torch.distributed.FileStore(place, num_ranks)
     torch.distributed.init_process_group(store=store, rank=rank, world_size=num_ranks)
 
 
@@ -1213,9 +1210,9 @@ class Bench(Rank):
     """The trainer, rank 0, and generators that join late. Every byte of the weights, 290 bf16
     tensors of uneven sizes, is their version modulo 120, so that a reader can tell."""
 
-    async def join(self, port: int, num_mb: int, seed: int, num_generators: int) -> tuple | None:
+    async def join(self, place: str, num_mb: int, seed: int, num_generators: int) -> tuple | None:
         """The trainer publishes 50 versions; its arena, and a handle of the weights it writes."""
-        form_group(port, self.rank, 1 + num_generators)
+        form_group(place, self.rank, 1 + num_generators)
         self.three = torch.distributed.new_group([0, 1, 2])  # the trainer and two generators
         self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)  # no memory until written
         cuts = sorted(random.Random(seed).sample(range(32, len(self.block) // 2, 32), 289))
@@ -1292,8 +1289,8 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     `Arena.create`: a version finds none free"""
     report.say(f"290 tensors, {cfg.model_mb} MiB; seed {cfg.seed} (at 96 MiB about 25 s)")
     procs, relay_procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
-    store, ranks = open_store(), procs.spawn("bench", Bench)
-    arena, live = (await ranks.do.call("join", store.port, cfg.model_mb, cfg.seed, 4)).item(rank=0)
+    place, ranks = meeting_place(), procs.spawn("bench", Bench)
+    arena, live = (await ranks.do.call("join", place, cfg.model_mb, cfg.seed, 4)).item(rank=0)
     late_ms = max([await ranks.slice(rank=i).do.call_one("attach", arena) for i in range(1, 5)])
     rows = [await row(ranks, *road, live) for road in ROADS]
     relay = relay_procs.spawn("relay", Relay, 0, ranks.slice(rank=0), "do", 2)
@@ -1507,8 +1504,8 @@ class Cutter(Rank):
     """One rank of a trainer and one of a generator, as where both share GPUs: each has every matrix
     by rows, [0], and by columns, [1]. An element of version v is its index modulo 120, plus v."""
 
-    async def join(self, port: int, shapes: dict[str, tuple[int, int]]) -> None:
-        form_group(port, self.rank, 2)
+    async def join(self, place: str, shapes: dict[str, tuple[int, int]]) -> None:
+        form_group(place, self.rank, 2)
         mesh, cuts = dtensor.init_device_mesh("cpu", (2,)), [(dtensor.Shard(i),) for i in (0, 1)]
         self.have, self.got = ([{name: dtensor.distribute_tensor(
             (torch.arange(math.prod(shape)) % 120).bfloat16().view(shape), mesh, cut)
@@ -1568,9 +1565,9 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     shapes = {f"layer.{i}": (cfg.model_mb * MIB // (8 * 2 * 1025) + i, 1025) for i in range(8)}
     needed = sum(2 * math.prod(shape) for shape in shapes.values())  # bytes
     report.say("a trainer and a generator of two ranks each (at 96 MiB about 15 s)")
-    procs, store = this_host().spawn_procs(per_host={"rank": 2}), open_store()
+    procs, place = this_host().spawn_procs(per_host={"rank": 2}), meeting_place()
     ranks, rows, wrong = procs.spawn("cutter", Cutter), [], 80
-    await ranks.do.call("join", store.port, shapes)
+    await ranks.do.call("join", place, shapes)
     for road, a, b in CUTS:
         # the first round touches pages, and connects: the median hides it
         ms, memmove_ms, (*_, moved) = await measure(ranks, 7, road, a, b)
@@ -2037,22 +2034,20 @@ class Trainer(Worker):
         self.whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
         return self.cfg.device
 
-    async def meet(self) -> int:
-        """A port, where the ranks meet."""
-        if self.rank or self.cfg.trainers == 1: return 0
-        self.store = open_store()  # NCCL still asks it at the first step
-        return self.store.port
+    async def meet(self) -> str: return meeting_place()
 
-    async def begin(self, port: int, warm: bool) -> ArenaHandle:
-        """Where it publishes. port: see `meet`. One that has begun only answers."""
+    async def begin(self, place: str, warm: bool) -> ArenaHandle:
+        """Where it publishes. place: where the ranks meet. One that has begun only answers."""
         cfg, model = self.cfg, self.policy.model
         if not self.writer:
             if warm and cfg.model == "tiny": warm_start(self.policy)
             self.reference = copy.deepcopy(model).requires_grad_(False) if cfg.kl else None
             if cfg.trainers > 1:  # all ranks have the same weights until now
-                form_group(port, self.rank, cfg.trainers)
+                form_group(place, self.rank, cfg.trainers)
                 mesh = dtensor.init_device_mesh(cfg.device.split(":")[0], (cfg.trainers,))
-                for each in filter(None, (model, self.reference)): fsdp.fully_shard(each, mesh=mesh)
+                for each in filter(None, (model, self.reference)):
+                    # else one that had no backward pass stays whole, which `load` cannot fill
+                    fsdp.fully_shard(each, mesh=mesh, reshard_after_forward=True)
             # generators of this host, and then a relay of each other one
             num_readers = here(cfg) + len(hosts_of(cfg)) - 1
             self.writer = ShardWriter.join(weights_of(model), num_readers, self.rank, cfg.trainers)
