@@ -104,9 +104,8 @@ MIB = 1 << 20
 
 
 class Config(typing.NamedTuple):
-    """Everything a run can be told, passed to every actor's constructor. A module global would
-    not do: a worker imports its own copy of this file and never sees what the controller sets.
-    Every field is a flag of the same name; its comment is what --help says."""
+    """Everything a run can be told, passed to every actor's constructor: a worker imports its own
+    copy of this file and sees no global set elsewhere. A field is a flag, a comment its --help."""
 
     task: str = "repeat"  # what the policy learns: repeat, count, pattern, or FILE.py:CLASS
     model: str = "tiny"  # a folder or hub id of a causal LM, or the built-in tiny one
@@ -132,9 +131,8 @@ class Config(typing.NamedTuple):
 
 # -- plumbing: the report -------------------------------------------------------------------------
 
-# One banner, one section, one claim, one demo: an async function (Report, Config) -> None that is
-# called demo_<name of the stage>, closes the section, and has the claim as its docstring. STAGES,
-# at the bottom, lists them.
+# One banner, one section, one claim, one demo: a coroutine demo_<name of the stage>(Report, Config)
+# that closes the section; its docstring is the claim. STAGES, at the bottom, lists them.
 Stage = collections.namedtuple("Stage", "number name claim demo line")
 
 
@@ -312,8 +310,7 @@ def attend(client: socket.socket) -> None:
 #   through messages. Its endpoints run one at a time, in the order in which a caller sent them, so
 #   none ever sees another one half done. Two actors share nothing, and overlap.
 # Cost. A message: about 0.3 ms inside a process, 0.7 ms to another one.
-# Not here. Endpoints that may overlap (`concurrent_endpoint`, section 6).
-# Source. Hewitt, Bishop, Steiger 1973; Monarch's `Actor`.
+# Not here. Endpoints that may overlap (section 6).      Source. Hewitt, Bishop, Steiger 1973.
 
 
 # What an addition tells: the rank of the actor among those spawned with it, its process id, the
@@ -1407,8 +1404,7 @@ class ShardWriter(WeightWriter):
     FAILED = 1 << 62  # that rank's copy raised
 
     def __init__(self, tensors, num_readers: int, rank: int, num_ranks: int, handle=None):
-        """tensors: DTensors, or plain ones, the same on all ranks. handle: of rank 0's arena, for
-        the others."""
+        """tensors: DTensors, or plain ones, the same on all ranks. handle: for all but rank 0."""
         super().__init__(tensors, num_readers, arena=handle and Arena.attach(handle, tensors))
         self.rank, self.words = rank, self.arena.words
         self.others = () if rank else range(1, num_ranks)  # for whom I wait before
@@ -1502,10 +1498,9 @@ class Cutter(Rank):
     # returns how many bytes were sent to this rank.
 
     async def gather(self, source: int, target: int) -> int:
-        """The usual way: the trainer's ranks tell each other all, and cut that."""
-        for there, here in zip(self.have[source].values(), map(local, self.got[target].values())):
-            here.copy_(there.full_tensor().chunk(2, target)[self.rank])
-        # in the gather, and from here to a generator
+        """The usual way: the trainer's ranks tell each other all, cut that, and pass it on."""
+        for name, there in self.have[source].items():
+            local(self.got[target][name]).copy_(there.full_tensor().chunk(2, target)[self.rank])
         return 2 * sum(local(tensor).nbytes for tensor in self.got[target].values())
 
     async def parcels(self, *_) -> int:
