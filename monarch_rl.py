@@ -104,9 +104,8 @@ MIB = 1 << 20
 
 
 class Config(typing.NamedTuple):
-    """Everything a run can be told, passed to every actor's constructor. A module global would
-    not do: a worker imports its own copy of this file and never sees what the controller sets.
-    Every field is a flag of the same name; its comment is what --help says."""
+    """Everything a run can be told, passed to every actor's constructor: a worker imports its own
+    copy of this file and sees no global set elsewhere. A field is a flag, a comment its --help."""
 
     task: str = "repeat"  # what the policy learns: repeat, count, pattern, or FILE.py:CLASS
     model: str = "tiny"  # a folder or hub id of a causal LM, or the built-in tiny one
@@ -132,9 +131,9 @@ class Config(typing.NamedTuple):
 
 # -- plumbing: the report -------------------------------------------------------------------------
 
-# One banner, one section, one claim, one demo: an async function (Report, Config) -> None that is
-# called demo_<name of the stage>, closes the section, and has as its docstring the claim and what
-# to try. STAGES, at the bottom, lists them.
+# One banner, one section, one claim, one demo: a coroutine demo_<name of the stage>(Report, Config)
+# that closes the section; its docstring is the claim, and what to try. STAGES, at the bottom, lists
+# them.
 Stage = collections.namedtuple("Stage", "number name claim hint demo line")
 
 
@@ -316,8 +315,7 @@ def attend(client: socket.socket) -> None:
 #   through messages. Its endpoints run one at a time, in the order in which a caller sent them, so
 #   none ever sees another one half done. Two actors share nothing, and overlap.
 # Cost. A message: about 0.3 ms inside a process, 0.7 ms to another one.
-# Not here. Endpoints that may overlap (`concurrent_endpoint`, section 6).
-# Source. Hewitt, Bishop, Steiger 1973; Monarch's `Actor`.
+# Not here. Endpoints that may overlap (section 6).      Source. Hewitt, Bishop, Steiger 1973.
 
 
 # What an addition tells: the rank of the actor among those spawned with it, its process id, the
@@ -513,13 +511,6 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 
 LEAVING = threading.Event()  # set when this process is about to end: nothing is replaced any more
 
-# Who owns whom, and where news of a death goes:
-#     controller process                                 worker process
-#       Supervisor  --spawn_procs, spawn-->                an actor
-#           ^  ^                                             |  dies
-#           |  +---- __supervise__ (Monarch's poll) ---------+
-#           +------- on_exit (pidfd, at once, this host) ----+
-
 
 class Replica:
     """A process with one actor in it, or several ranks that live and die together."""
@@ -535,8 +526,7 @@ class Replica:
         # of its ranks, once they run; (why, monotonic time), once lost: wakes all who wait for it
         self.pids, self.lost = [], asyncio.Future()
 
-    def send(self, number: int) -> None:
-        """A signal to all its processes."""
+    def send(self, number: int) -> None:  # a signal, to all its processes
         if self.address: link_of(self.address).signals += [(pid, number) for pid in self.pids]
         else: kill(self.pids, number)
         if number == signal.SIGKILL: self.pids = []  # these numbers may soon be somebody else's
@@ -603,7 +593,7 @@ class Supervisor(Actor):
     def _handle_undeliverable_message(self, message) -> bool: return True
 
     async def __supervise__(self, failure) -> bool:
-        """A process of mine died, or its actor."""
+        """Monarch's poll: a process of mine died, or its actor."""
         for replica in self.replicas.values():
             if failure.mesh_name.startswith(f"{replica.name}-"): self._lose(replica, "died")
         return True  # handled; False would pass it on to whoever owns me
@@ -1034,8 +1024,7 @@ class WeightWriter:
     # What to copy between a slot's view of a tensor and mine: all of it (section 8: boxes).
     def parts(self, view, tensor) -> list[tuple]: return [(view, tensor)]
 
-    def _copy(self, version: int) -> None:
-        """In the thread."""
+    def _copy(self, version: int) -> None:  # in the thread
         slot = self.arena.free_slot()
         self._write(slot)
         self.arena.commit(version, slot)
@@ -1178,8 +1167,8 @@ def form_group(place: str, rank: int, num_ranks: int) -> None:
 
 
 class Rank(Worker):
-    """Takes part in measurements, here and in section 8. `end` is its writer or reader of the
-    arena; `block`, of rank 0, has as many bytes as a version."""
+    """Takes part in measurements, here and in section 8. end: its writer or reader of the arena;
+    block, of rank 0: as many bytes as a version; step(): makes the trainer's next version."""
 
     version = 0
 
@@ -1224,29 +1213,28 @@ class Bench(Rank):
 
     async def door(self, reader: int) -> Door: return door_of(self.end.arena, reader)
 
-    async def attach(self, handle: ArenaHandle) -> float:
+    async def attach(self, handle: ArenaHandle, live: RDMABuffer | None = None) -> float:
         """A generator joins: ms until it has the newest version of an arena."""
-        start = time.monotonic()
+        self.live, start = live, time.monotonic()
         self.end = WeightReader(handle, self.rank - 1, self.tensors)
         self.end.pull()
         return since(start) * 1e3
 
     def step(self, publish: bool = False) -> None:
-        """The trainer's next version; generators have none."""
-        if self.rank: return
+        if self.rank: return  # only the trainer makes versions
         self.end.wait()
         self.version += 1
         self.block.fill_(self.version % 120)
         if publish: self.end.publish(self.version)
 
-    async def sync(self, road: str, num_generators: int, source=None) -> float:
+    async def sync(self, road: str, num_generators: int) -> float:
         """This version, from the trainer to the first generators: seconds for which my Python was
-        held up; a generator's not while it looks for the version, of which nobody tells it. source:
-        an RDMABuffer of the trainer's weights; when that is read, the trainer takes no part."""
+        held up; a generator's not while it looks for the version, of which nobody tells it."""
         start, self.weights = time.monotonic(), [self.block] * (0 < self.rank <= num_generators)
+        # through an RDMABuffer the trainer takes no part
         if self.rank > num_generators or (road, self.rank) == ("RDMABuffer", 0): return 0.0
         if road == "gloo broadcast": torch.distributed.broadcast(self.block, 0, group=self.three)
-        elif road == "RDMABuffer": await source.read_into(self.block)
+        elif road == "RDMABuffer": await self.live.read_into(self.block)
         elif self.rank == 0: self.end.start(self.version)
         else:
             while self.end.arena.newest() < self.version: time.sleep(0.0005)
@@ -1255,31 +1243,26 @@ class Bench(Rank):
             if road == "no leases": self.end.arena.words[self.end.word] = Arena.NOTHING
         return since(start)
 
-    async def race(self, road: str, num_generators: int, source=None) -> int:
+    async def race(self, road: str, num_generators: int) -> int:
         """The trainer publishes 13 versions without a pause. Meanwhile a generator syncs and reads
         all bytes four times, as in decoding four tokens: 1 if they were of several versions."""
         self.version += self.rank  # each waits for another one, and so leases another slot
-        await self.sync(road, num_generators, source)
+        await self.sync(road, num_generators)
         for _ in range(12): self.step(publish=True)
         got = {int(e) for _ in range(4) for t in self.weights for e in t.view(torch.int8).aminmax()}
         return int(len(got) > 1)
 
 
-# How weights can travel on one host: (rounds, road, generators).
-ROADS = [(9, "no leases", 2), (9, "slots", 1), (9, "slots", 2), (9, "slots", 4),
-         (5, "gloo broadcast", 2), (2, "RDMABuffer", 1)]
-
-# What one costs: medians in ms, but for the ratio (ms / memmove), and reads that were torn.
+# What a road costs: medians in ms, but for the ratio (ms / memmove), and reads that were torn.
 Row = collections.namedtuple("Row", "road ms ratio trainer generator torn reads memmove")
 
 
-async def row(ranks, num_rounds: int, *road) -> Row:
-    """road: its name, generators and source, as Bench.sync has them"""
-    ms, memmove, held_s = await measure(ranks, num_rounds, "sync", *road)
+async def row(ranks, num_rounds: int, road: str, num_generators: int) -> Row:
+    ms, memmove, held_s = await measure(ranks, num_rounds, "sync", road, num_generators)
     trainer, *generators = (statistics.median(of_rank) * 1e3 for of_rank in zip(*held_s))
-    *_, torn = await measure(ranks, num_rounds, "race", *road)
-    return Row("{}, {}".format(*road), ms, ms / memmove, trainer, max(generators),
-               sum(map(sum, torn)), road[1] * num_rounds, memmove)
+    *_, torn = await measure(ranks, num_rounds, "race", road, num_generators)
+    return Row(f"{road}, {num_generators}", ms, ms / memmove, trainer, max(generators),
+               sum(map(sum, torn)), num_generators * num_rounds, memmove)
 
 
 async def demo_weight_sync(report: Report, cfg: Config) -> None:
@@ -1290,9 +1273,11 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.say(f"290 tensors, {cfg.model_mb} MiB; seed {cfg.seed} (at 96 MiB about 25 s)")
     procs, relay_procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     place, ranks = meeting_place(), procs.spawn("bench", Bench)
-    arena, live = (await ranks.do.call("join", place, cfg.model_mb, cfg.seed, 4)).item(rank=0)
-    late_ms = max([await ranks.slice(rank=i).do.call_one("attach", arena) for i in range(1, 5)])
-    rows = [await row(ranks, *road, live) for road in ROADS]
+    arena = (await ranks.do.call("join", place, cfg.model_mb, cfg.seed, 4)).item(rank=0)
+    late_ms = max([await ranks.slice(rank=i).do.call_one("attach", *arena) for i in range(1, 5)])
+    rows = [await row(ranks, *road) for road in [
+        (9, "no leases", 2), (9, "slots", 1), (9, "slots", 2), (9, "slots", 4),
+        (5, "gloo broadcast", 2), (2, "RDMABuffer", 1)]]  # rounds, name, generators
     relay = relay_procs.spawn("relay", Relay, 0, ranks.slice(rank=0), "do", 2)
     await ranks.slice(rank=slice(1, 3)).do.call("attach", await relay.do.call_one("setup"))
     # The first read of each piece is slow: a relay is fast only when it has seen all slots.
@@ -1432,8 +1417,7 @@ class ShardWriter(WeightWriter):
     FAILED = 1 << 62  # that rank's copy raised
 
     def __init__(self, tensors, num_readers: int, rank: int, num_ranks: int, handle=None):
-        """tensors: DTensors, or plain ones, the same on all ranks. handle: of rank 0's arena, for
-        the others."""
+        """tensors: DTensors, or plain ones, the same on all ranks. handle: for all but rank 0."""
         super().__init__(tensors, num_readers, arena=handle and Arena.attach(handle, tensors))
         self.rank, self.words = rank, self.arena.words
         self.others = () if rank else range(1, num_ranks)  # for whom I wait before
@@ -1486,8 +1470,7 @@ class Parcel:
         packed = [room.view(part.dtype).view(part.shape) for room, part in zip(rooms, parts)]
         self.pairs = [*zip(packed, parts)] if sending else [*zip(parts, packed)]  # (to, from)
 
-    def copy(self) -> None:
-        """Packs, or unpacks. May run in a thread."""
+    def copy(self) -> None:  # packs, or unpacks; may run in a thread
         for there, here in self.pairs: there.copy_(here)
 
 
@@ -1521,7 +1504,6 @@ class Cutter(Rank):
         torch.distributed.all_gather_object(self.spans, [pieces_of(p.buffer) for p in self.sending])
 
     def step(self) -> None:
-        """The trainer's next version."""
         self.version += 1
         for tensor in [*self.have[0].values(), *self.have[1].values()]: local(tensor).add_(1)
 
@@ -1529,10 +1511,9 @@ class Cutter(Rank):
     # returns how many bytes were sent to this rank.
 
     async def gather(self, source: int, target: int) -> int:
-        """The usual way: the trainer's ranks tell each other all, and cut that."""
-        for there, here in zip(self.have[source].values(), map(local, self.got[target].values())):
-            here.copy_(there.full_tensor().chunk(2, target)[self.rank])
-        # in the gather, and from here to a generator
+        """The usual way: the trainer's ranks tell each other all, cut that, and pass it on."""
+        for name, there in self.have[source].items():
+            local(self.got[target][name]).copy_(there.full_tensor().chunk(2, target)[self.rank])
         return 2 * sum(local(tensor).nbytes for tensor in self.got[target].values())
 
     async def parcels(self, *_) -> int:
@@ -1554,11 +1535,6 @@ class Cutter(Rank):
         return sum(torch.equal(local(t), local(self.have[by][k])) for k, t in self.got[by].items())
 
 
-BY = ["rows", "columns"]
-# (road, a method of Cutter; how the trainer has it cut, and how the generator wants it)
-CUTS = [("gather", 0, 1), ("parcels", 0, 1), ("slots", 0, 1), ("slots", 1, 0), ("slots", 0, 0)]
-
-
 async def demo_reshard(report: Report, cfg: Config) -> None:
     """from sharding A to sharding B every needed byte moves exactly once
     try: `len(part) // num_ranks` in `boxes`, rounded down: `plan` finds rows missing"""
@@ -1568,11 +1544,13 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     procs, place = this_host().spawn_procs(per_host={"rank": 2}), meeting_place()
     ranks, rows, wrong = procs.spawn("cutter", Cutter), [], 80
     await ranks.do.call("join", place, shapes)
-    for road, a, b in CUTS:
+    by = "rows", "columns"  # 0, 1: how the trainer has it cut, and how the generator wants it
+    roads = [("gather", 0, 1), ("parcels", 0, 1), ("slots", 0, 1), ("slots", 1, 0), ("slots", 0, 0)]
+    for road, a, b in roads:
         # the first round touches pages, and connects: the median hides it
         ms, memmove_ms, (*_, moved) = await measure(ranks, 7, road, a, b)
         wrong -= sum((await ranks.do.call("num_right", b)).values())
-        rows.append([f"{BY[a]} to {BY[b]}, {road}", ms, ms / memmove_ms, sum(moved) / needed or ""])
+        rows.append([f"{by[a]} to {by[b]}, {road}", ms, ms / memmove_ms, sum(moved) / needed or ""])
     await procs.stop()
     report.table(["trainer to generator", "ms", "x memmove", "bytes sent / needed"], *rows)
     gather, parcels, there, back, same = rows
