@@ -37,6 +37,9 @@ import torch
 
 import monarch_rl as m
 
+# It is meant for what monarch_rl starts, and not for what these tests start.
+del os.environ["PYTHONSAFEPATH"]
+
 FOLDER = pathlib.Path(__file__).resolve().parent
 FILE = FOLDER / "monarch_rl.py"
 SOURCE = FILE.read_text(encoding="utf-8")
