@@ -2932,7 +2932,7 @@ def test_training_learns_on_two_hosts_as_on_one(network, tmp_path):
     run = Run(tmp_path, "--only", "async_rl", "--hosts", network.hosts, prefix=network.inside(0))
     learned(run, 0.95)
     rows = [line.split() for line in run.out.splitlines() if line.lstrip().startswith("tcp://")]
-    assert rows == [[network.url(0), "cpu", "cpu", "cpu"], [network.url(1), "cpu", "cpu", "yes"]]
+    assert rows == [[network.url(0), "cpu", "cpu", "cpu"], [network.url(1), "cpu", "cpu"]]
     # the trainer, killed there, was replaced there; and nothing is left
     assert run.stage("async_rl")["ok"] and run.left == []
     assert wait_until(lambda: [processes_of(worker.mark) for worker in workers] == before)
@@ -2977,7 +2977,7 @@ def test_what_crosses_the_network(network, tmp_path):
     if not network.real:
         pytest.skip("no network namespaces here, whose bytes could be counted")
     [recipe] = re.findall(r'```python\n("""What a relay costs.*?)```', (FILE.parent / "DOCS.md").read_text(), re.S)
-    (tmp_path / "wire.py").write_text(recipe.replace("SECONDS = 96 * m.MIB, 9, 8", "SECONDS = 16 * m.MIB, 9, 5"))
+    (tmp_path / "wire.py").write_text(recipe.replace("SECONDS = 96 * m.MIB, 15, 8", "SECONDS = 16 * m.MIB, 9, 5"))
     most = 1.1 if network.hub.loss else 1.05  # no frame is larger there, and the lost ones come again
     for i in (0, 1):
         network.work(i)
