@@ -203,8 +203,8 @@ def since(start: float) -> float: return time.monotonic() - start  # seconds sin
 
 # A worker (--worker) waits for connections. For each it starts a Monarch host of its own and says
 # where that listens; then each side hears from the other ten times a second. With the connection
-# end that host and its processes. So a worker that was restarted is another host: at the same
-# address it would get messages meant for the old one, and return them, which ends their sender.
+# end that host and its processes. A worker that was restarted is another host, at another port: at
+# the old one it would get messages meant for its predecessor, and return them; that ends a sender.
 
 SILENCE_S = 8.0  # after which the other side counts as lost
 
@@ -267,8 +267,8 @@ def door_to(address: str) -> str:
 
 
 async def host_mesh(address: str):
-    """The host to spawn processes on: this one, or a worker's, for which it waits. Nothing else
-    here knows how many hosts there are but `Fleet`, which shares its replicas out to them."""
+    """The host to spawn processes on: this one, or a worker's, for which it waits. What is spawned
+    on it does not know the difference."""
     while not door_to(address): await asyncio.sleep(0.05)
     if not address: return this_host()
     return attach_to_workers(ca="trust_all_connections", workers=[door_to(address)])
@@ -509,7 +509,7 @@ LEAVING = threading.Event()  # set when this process is about to end: nothing is
 class Replica:
     """A process with one actor in it, or several ranks that live and die together."""
 
-    # what setup() has answered; requests, and errors in a row: section 6 counts these
+    # answer: of setup(); section 6 counts requests in_flight, and errors in a row
     answer, in_flight, errors = None, 0, 0
 
     def __init__(self, owner: Supervisor, replica_id: int, address: str, mesh):
@@ -517,11 +517,11 @@ class Replica:
         self.address, self.door = address, door_to(address)
         self.procs = mesh.spawn_procs(per_host={"rank": owner.num_ranks}, name=self.name)
         self.actor = self.procs.spawn(self.name, owner.replica_class, replica_id, *owner.args)
-        # of its ranks, once they run; (why, monotonic time), once lost: wakes all who wait for it
+        # pids: of its ranks, once they run; lost: becomes (why, monotonic time), wakes who waits
         self.pids, self.lost = [], asyncio.Future()
 
     def send(self, number: int) -> None:  # a signal, to all its processes
-        if self.address: link_of(self.address).signals += [(pid, number) for pid in self.pids]
+        if self.address: link_of(self.address).signals.extend((pid, number) for pid in self.pids)
         else: kill(self.pids, number)
         if number == signal.SIGKILL: self.pids = []  # these numbers may soon be somebody else's
 
@@ -571,7 +571,7 @@ class Supervisor(Actor):
 
     async def _call(self, replica: Replica, deadline_s: float, *args) -> list:
         """The answers of all its ranks. Raises asyncio.TimeoutError if the replica is lost or the
-        deadline passes before they come, and who comes then finds nobody."""
+        deadline passes before they come; what comes later is ignored."""
         call = asyncio.ensure_future(replica.actor.do.call(*args))
         await asyncio.wait({call, replica.lost}, timeout=deadline_s, return_when="FIRST_COMPLETED")
         if call.cancel(): raise asyncio.TimeoutError(f"{args[0]}: no answer")
@@ -582,7 +582,7 @@ class Supervisor(Actor):
         while replica.door == door_to(replica.address): await asyncio.sleep(0.1)
         self._lose(replica, "host lost")
 
-    # It was for a host that is lost; False would end this actor.
+    # Such a message was for a host that is lost; False would end this actor.
     def _handle_undeliverable_message(self, message) -> bool: return True
 
     async def __supervise__(self, failure) -> bool:
@@ -639,7 +639,7 @@ class Trial(Supervisor):
         if trigger.startswith("SIG"):
             os.kill(victim.pids[0], signal.Signals[trigger])
             await asyncio.sleep(0.1)  # on a busy machine a stopping process may still answer
-        # Then the actor is dead, in a living process, and a message to it would end its sender.
+        # After a broadcast the actor is dead, in a living process: messages would end their sender.
         if trigger == "raises, broadcast": victim.actor.do.broadcast("root", -1)
         else: saw = await outcome(victim.actor.do.call_one, "root", -1,
                                   # of a death Monarch tells callers, of a stop nobody does
@@ -713,7 +713,7 @@ class Service(Supervisor):
                 why, when = f"setup failed: {cause(bad)}", time.monotonic()
 
     async def _gather(self, wait_s: float) -> list[Replica]:
-        """The healthy replicas, when those are all that have a host, or wait_s have passed."""
+        """The healthy replicas, once all are whose host is there, or wait_s have passed."""
         end = time.monotonic() + wait_s
         while time.monotonic() < end and len(self._healthy()) < len([*filter(door_to, self.hosts)]):
             await asyncio.sleep(0.005)
@@ -764,7 +764,7 @@ class Service(Supervisor):
 
     @concurrent_endpoint
     async def status(self, wait_s: float = 0.0) -> dict:
-        """A snapshot, when all replicas that have a host are healthy, or wait_s have passed."""
+        """A snapshot, once all replicas whose host is there are healthy, or wait_s have passed."""
         well = await self._gather(wait_s)
         return {"pids": sum((r.pids for r in well), []), "log": self.log,
                 "answers": {(r.id, r.address): r.answer for r in well}}
@@ -902,7 +902,7 @@ class Arena:
     LEASES ...  one of each reader: its process id * MAX_SLOTS + slot
     NOTHING     in any of them: nothing published, nothing leased; reads as version -1"""
 
-    # 1024 words: LATEST, RUN, one of each of 900 readers, and from the last one on section 8's
+    # 1024 words: LATEST, RUN, one of each of 900 readers, and from the end on section 8's
     MAX_SLOTS, MAX_READERS, NOTHING, HEADER_BYTES = 1024, 900, -1, 65536
     LATEST, RUN, LEASES = 0, 1, 2
 
@@ -1119,16 +1119,16 @@ class Relay(Worker):
         self.latest_word, self.lease_word = torch.zeros(2, 1, dtype=torch.int64)
 
     async def setup(self) -> ArenaHandle:
-        """From now on there are versions in my arena."""
+        """From now on versions come into my arena."""
         self.door = await self.ask("door", self.replica_id)
         self.arena = Arena.create(self.door.handle.manifest, self.num_readers)
         self.following = asyncio.ensure_future(self._follow())
         return self.arena.handle
 
     async def _follow(self) -> None:
-        """waits for nobody, but looks / produces versions / ends when the trainer is replaced"""
+        """waits for nobody, but looks / produces versions / ends with this process"""
         # The protocol of WeightReader.lease, by messages: an answered write has been seen by all.
-        # The trainer cannot ask whether I live, so I lease in its name; my successor has my word.
+        # The trainer cannot ask whether I live, so I lease in its name; my successor has this word.
         while True:
             await asyncio.sleep(0.005)  # a look costs both hosts half a millisecond of CPU
             with contextlib.suppress(Exception):  # a trainer that is gone
@@ -1146,7 +1146,7 @@ class Relay(Worker):
         return int(self.latest_word)
 
 
-# A file without a name, in which the ranks of a process group find each other, and no port is open.
+# A file without a name, in which the ranks of a process group find each other, and nobody else.
 def meeting_place() -> str: return f"/proc/{os.getpid()}/fd/{os.memfd_create('meeting')}"
 
 
@@ -1393,8 +1393,8 @@ def box_parts(view, tensor) -> list[tuple]:
 
 # Who waits for whom, in a trainer of two ranks; time goes to the right:
 #
-#     rank 0       step 7 | names slot 2 | forward, backward ..................... | wait | step 8
-#       a thread          | writes its boxes | waits for the word of 1 | latest = 7 |
+#     rank 0       step 7 | forward, backward .................................... | wait | step 8
+#       a thread          | names slot 2, writes its boxes | waits for word of 1 | latest = 7 |
 #     rank 1       step 7 | forward, backward .................................... | wait | step 8
 #       a thread          | waits for the name | writes its boxes | its word = 7 |
 
@@ -1409,7 +1409,7 @@ class ShardWriter(WeightWriter):
         """tensors: DTensors, or plain ones, the same on all ranks. handle: for all but rank 0."""
         super().__init__(tensors, num_readers, arena=handle and Arena.attach(handle, tensors))
         self.rank, self.words = rank, self.arena.words
-        self.others = () if rank else range(1, num_ranks)  # for whom I wait before
+        self.others = () if rank else range(1, num_ranks)  # whose boxes rank 0 waits for
 
     @classmethod
     def join(cls, tensors, num_readers: int, rank: int, num_ranks: int) -> ShardWriter:
@@ -1526,7 +1526,7 @@ class Cutter(Rank):
 
 async def demo_reshard(report: Report, cfg: Config) -> None:
     """from sharding A to sharding B every needed byte moves exactly once
-    try: `len(part) // num_ranks` in `boxes`, rounded down: `plan` finds rows missing"""
+    try: `len(part) // num_ranks` in `boxes`, rounded down: `plan` finds a column missing"""
     shapes = {f"layer.{i}": (cfg.model_mb * MIB // (8 * 2 * 1025) + i, 1025) for i in range(8)}
     needed = sum(2 * math.prod(shape) for shape in shapes.values())  # bytes
     report.say("a trainer and a generator of two ranks each (at 96 MiB about 15 s)")
@@ -1568,7 +1568,7 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 GROUPS_PER_BATCH = 16  # prompts per optimizer step
 GROUP_SIZE = 8  # episodes per prompt; of fewer the mean is a poor baseline
 MAX_GRAD_NORM = 1.0
-MAX_K3 = {"cpu": 1e-6, "cuda": 1e-2}  # between the two programs, by rounding: fp32 there, bf16 here
+MAX_K3 = {"cpu": 1e-6, "cuda": 1e-2}  # between the two programs, by rounding: in fp32, in bf16
 MAX_LOGITS = 1 << 27  # that a forward pass of the trainer may make: half a GiB in fp32
 
 # A conversation to be had: an id, which is also the group id of its episodes, and of each turn what
@@ -1739,7 +1739,7 @@ class Decoder:
         self.rng = torch.Generator(policy.cfg.device).manual_seed(seed)
         none = torch.zeros(num_rows, 0, dtype=torch.int64, device=policy.cfg.device)
         self.columns = [none, none, none, none.float(), none]  # ids to versions, see Rollout
-        # [B] bool: who has not ended the turn, the conversation; whose next turn had no room
+        # [B] bool: whose turn goes on; whose conversation is over; whose next turn had no room
         self.alive, self.over, self.cut = none.any(1), none.any(1), none.any(1)
 
     def append(self, ids, mask, turn: int, logprobs=0.0) -> None:
@@ -1784,7 +1784,7 @@ class Decoder:
             # Holes have no position.
             out = model(ids[:, -new:], attention_mask=mask, past_key_values=self.cache,
                         position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new:], logits_to_keep=1)
-            self.cache.batch_repeat_interleave(repeats)
+            if repeats > 1: self.cache.batch_repeat_interleave(repeats)
             logp = out.logits[:, -1].float().log_softmax(-1).repeat_interleave(repeats, 0)  # [B, V]
             token = (logp.argmax(-1, True) if self.greedy
                      else torch.multinomial(logp.exp(), 1, generator=self.rng))
@@ -2033,9 +2033,10 @@ class Trainer(Worker):
     async def load(self, path: str | bytes, start: str | bytes, cfg: Config) -> tuple[int, str]:
         """Becomes what a checkpoint says, for a run with this Config, and publishes that: version,
         state of the controller. start: of version 0. After a ValueError nothing has changed."""
+        await self.published()
         found, model = read_checkpoint(path, cfg), self.policy.model
+        first = read_checkpoint(start, cfg)["weights"] if cfg.kl else {}
         self.cfg = cfg._replace(device=self.cfg.device)
-        self.writer.wait()
         rate = cfg.lr or (1e-3 if cfg.model == "tiny" else 1e-6)
         # Without a bonus a wrong letter that a whole group agrees on is never tried otherwise.
         self.bonus = cfg.entropy if cfg.entropy >= 0 else 0.01 * (cfg.model == "tiny")
@@ -2047,7 +2048,6 @@ class Trainer(Worker):
         dcp.set_state_dict(model, self.optimizer if trained else [], options=self.whole,
                            model_state_dict=found["weights"], optim_state_dict=found["moments"])
         if trained: self.schedule.load_state_dict(trained)
-        first = read_checkpoint(start, cfg)["weights"] if cfg.kl else {}
         if first: dcp.set_model_state_dict(self.reference, first, options=self.whole)
         self.version = max(self.version + 1, found["version"])
         self.writer.start(self.version)
@@ -2170,9 +2170,7 @@ class Generator(Worker):
         if not arenas[host]: raise RuntimeError("this host has no relay")
         if not self.reader or self.reader.arena.handle.run_id != arenas[host].run_id:
             self.reader = WeightReader(arenas[host], place, weights_of(self.policy.model))
-        while self.reader.arena.newest() < version:
-            if since(start) > 2.0: raise RuntimeError(f"version {version} does not come")
-            await asyncio.sleep(0.001)
+        while self.reader.arena.newest() < version: await asyncio.sleep(0.001)
         version = self.reader.pull()
         pull = self.reader.pull if in_flight else lambda: version
         return *generate(self.policy, prompts, group_size, seed, greedy, pull), since(start)
@@ -2211,7 +2209,8 @@ class Fleet:
         self.trainer = spawn("trainer", Trainer, 1, 10 * slow, cfg, hosts=hosts[:1],
                              num_ranks=cfg.trainers, max_attempts=1)
         self.generators = spawn("generator", Generator, cfg.generators, 5 * slow, cfg, hosts=hosts)
-        self.judges = spawn("judge", Judge, 2, 2, cfg, hosts=hosts, max_attempts=1, max_in_flight=1)
+        self.judges = spawn("judge", Judge, 2, 2 * slow, cfg, hosts=hosts, max_attempts=1,
+                            max_in_flight=1)
         self.relays = spawn("relay", Relay, len(hosts) - 1, 10, self.trainer, "route", here(cfg),
                             hosts=hosts[1:])
         self.services = [self.trainer, self.generators, self.judges, self.relays]
@@ -2243,16 +2242,17 @@ class Fleet:
     async def load(self, path: str, cfg: Config) -> str:
         """The trainer, maybe a new one, becomes that of a checkpoint, or with "" of version 0, for
         a run with this Config. Returns the state that was saved there."""
-        first, before = not self.start.kept, self.handle  # with the first weights all runs begin
-        self.handle = await self.ask("begin", await self.ask("meet"), first, deadline_s=120.0)
+        first = not self.start.kept  # so this trainer makes the weights with which all runs begin
+        handle = await self.ask("begin", await self.ask("meet"), first, deadline_s=120.0)
         if first: await self.save(self.start, 0)
         base = self.start.kept[0][0]
         files = [pathlib.Path(f).read_bytes() if cfg.hosts else f for f in (path or base, base)]
         self.version, state = await self.ask("load", *files, cfg)
-        self.oldest = self.version  # that generators may use
         try:
-            if self.handle != before: await self.relays.start.call_one()
+            if handle != self.handle: await self.relays.start.call_one()
         except ActorError as error: raise TrainerLost(f"relays: {cause(error)}") from error
+        # From here on generators use the arenas of this trainer, and no older version.
+        self.handle, self.oldest = handle, self.version
         return state
 
     async def ask(self, method: str, *args, **kwargs):
@@ -2353,9 +2353,8 @@ class History:
     async def start(self) -> None:
         """The run begins, or goes on after the newest checkpoint in its folder. If it has one, the
         first Ctrl-C from now on waits for the end of a step and saves that."""
-        def interrupt(*_):
-            self.interrupted = True
-            signal.signal(signal.SIGINT, self.before)  # a second one ends at once
+        def interrupt(*_):  # once: a second one ends at once
+            self.interrupted = bool(signal.signal(signal.SIGINT, self.before))
 
         if (self.cfg.loss, self.cfg.passes) == ("decoupled", 1):
             self.report.say("decoupled with one pass: its clip can never fire; see --passes")
@@ -2369,8 +2368,7 @@ class History:
         """The trainer, which may be a new one, and this become what they were at the newest
         checkpoint. If another process made that, sampling goes on from there too."""
         self.losses += 1
-        if self.losses > self.MAX_LOSSES:
-            raise RuntimeError(f"the trainer was lost {self.losses - 1} times without a checkpoint")
+        if self.losses > self.MAX_LOSSES: raise RuntimeError("the trainer is lost again and again")
         fleet, say = self.fleet, self.report.say
         try: state = await fleet.load(self.vault.newest(self.cfg, say), self.cfg)
         except TrainerLost: return await self.restore()  # another one
@@ -2461,7 +2459,7 @@ async def train_sync(history: History) -> History:
 async def demo_sync_rl(report: Report, cfg: Config) -> None:
     """trainer and generator give the same log-probabilities for the same weights; reward rises;
     every sample has lag 0
-    try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: it lags"""
+    try: `self.reader.version` for `self.reader.pull()` in Generator.rollout: no weights come"""
     report.say(f"seed {cfg.seed}; starting takes about 15 s")
     async with Fleet(cfg) as fleet:
         report.table(*await fleet.placement())
@@ -2502,10 +2500,11 @@ class Gate:
         self.limit, self.count = (max_lag + 1) * GROUPS_PER_BATCH, count
         self.changed = asyncio.Event()
 
-    async def admit(self, num_groups: int) -> None:
-        """Takes tickets; waits while too much is under way; woken by `settle`."""
-        while under_way(self.count) + num_groups > self.limit: await self.changed.wait()
-        self.count["started"] += num_groups
+    async def admit(self, most: int) -> int:
+        """Takes as many tickets as there are; waits while there are none; woken by `settle`."""
+        while (num := min(most, self.limit - under_way(self.count))) < 1: await self.changed.wait()
+        self.count["started"] += num
+        return num
 
     def settle(self, how: str, num_groups: int) -> None:
         """Gives tickets back; how: trained, dropped or lost. Wakes all that wait, to look again."""
@@ -2515,7 +2514,7 @@ class Gate:
 
 
 class ReplayBuffer:
-    """Groups that wait for the trainer, oldest first. Here, and only here, the two loops meet."""
+    """Groups that wait for the trainer, as they came. Here, and only here, the two loops meet."""
 
     def __init__(self, gate: Gate, max_lag: int):
         self.gate, self.max_lag, self.groups = gate, max_lag, []  # groups: see `put`
@@ -2530,7 +2529,7 @@ class ReplayBuffer:
         self.gate.settle("lost", num_groups - len(groups))  # none, mostly; wakes `take`
 
     async def take(self, run_id: int, version: int) -> Rollout:
-        """The oldest groups that a trainer of this run id may see at this version, as one batch;
+        """The first groups that a trainer of this run id may see at this version, as one batch;
         drops all that none may. waits for enough of them / woken by `put`"""
         while True:
             fresh = [g for g in self.groups if g[2] == run_id and version - g[3] <= self.max_lag]
@@ -2572,17 +2571,16 @@ class AsyncRun:
         """consumes tickets / waits for the gate, a generator, a judge / woken by Gate.settle, the
         answers / produces groups in the buffer / ends when the run is done"""
         while not self.done:
-            await self.gate.admit(GROUPS_PER_BATCH)
-            self.away += GROUPS_PER_BATCH
-            prompts, run_id = self.fleet.sampler.draw(GROUPS_PER_BATCH), self.fleet.handle.run_id
-            try: self.buffer.put(await self.fleet.rollout(prompts), len(prompts), run_id)
+            self.away += (num := await self.gate.admit(GROUPS_PER_BATCH))
+            prompts, run_id = self.fleet.sampler.draw(num), self.fleet.handle.run_id
+            try: self.buffer.put(await self.fleet.rollout(prompts), num, run_id)
             except (ActorError, SupervisionError, RuntimeError) as error:  # after all retries
-                self.gate.settle("lost", GROUPS_PER_BATCH)
-                self.history.report.say(f"{GROUPS_PER_BATCH} groups lost: {cause(error)}")
+                self.gate.settle("lost", num)
+                self.history.report.say(f"{num} groups lost: {cause(error)}")
                 spare = self.MAX_LOST + self.gate.count["trained"] - self.gate.count["lost"]
                 if isinstance(cause(error), NoReplica) or spare < 0: raise  # the run ends
-                await asyncio.sleep(0.2)  # a trainer that is not back yet, for example
-            finally: self.away -= GROUPS_PER_BATCH
+                await asyncio.sleep(0.5)  # a trainer that is not back yet, for example
+            finally: self.away -= num
 
     async def _training(self) -> None:
         """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
@@ -2593,10 +2591,13 @@ class AsyncRun:
         while steps or history.sent < history.num_steps:
             try:
                 while not steps or len(steps) <= ahead and not history.is_due(history.sent):
-                    batch = await self.buffer.take(fleet.handle.run_id, fleet.version)
+                    take = self.buffer.take(fleet.handle.run_id, fleet.version)
+                    take = asyncio.ensure_future(take)
+                    await asyncio.wait({take, *steps}, return_when="FIRST_COMPLETED")
+                    if take.cancel(): break  # a step has ended first, maybe without a trainer
                     fleet.version += 1  # at which the trainer will see the next batch
                     history.sent += 1
-                    steps.append(asyncio.ensure_future(self._step(batch)))
+                    steps.append(asyncio.ensure_future(self._step(take.result())))
                 await steps.popleft()
                 if not steps and history.is_due(history.sent): await history.save()
             except TrainerLost:
@@ -2632,8 +2633,8 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
             if running.done(): running.result()  # raises what ended it
             speed = history.speed(timed)
             if history.sent < cfg.steps:  # else nobody would notice
-                await getattr(fleet, name).strike.call_one(number)
                 struck[name] = time.monotonic()
+                await getattr(fleet, name).strike.call_one(number)
         await running
         after = await fleet.evaluate()
         peer = await train_sync(History(fleet, report, "sync", timed))  # as far, at the same rates
@@ -2718,7 +2719,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
-        **{f"--hosts {a}": functools.partial(connect, a) for a in hosts_of(cfg) if a},
+        **{f"--hosts {a}": functools.partial(connect, a) for a in hosts_of(cfg) if cfg.hosts},
         f"--worker {args.worker}": lambda: args.worker and name_and_port(args.worker),
         "--log, --json": lambda: [os.remove(open(path, "x").name) for path in (cfg.log, args.json)
                                   if path and not os.path.isfile(path)]}

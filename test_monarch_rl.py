@@ -220,7 +220,7 @@ def broken_file(folder, *changes):
 def test_stage_fails_without_its_mechanism(tmp_path, name):
     changes = [BROKEN[name]]
     if name == "async_rl":  # tickets alone nearly bound the lag of equally long rollouts
-        changes.append(("self.limit = (max_lag + 1)", "self.limit = (max_lag + 100)"))
+        changes.append(("(max_lag + 1) * GROUPS", "(max_lag + 100) * GROUPS"))
     how = ["--stage" if NAMES.index(name) < 5 else "--only", name]  # earlier stages hold
     run = Run(tmp_path, *how, "--steps", "120" if name == "async_rl" else "200", "--model-mb", "16",
               file=broken_file(tmp_path, *changes))
@@ -235,7 +235,7 @@ def test_stage_fails_without_its_mechanism(tmp_path, name):
     ("weight_sync", ("num_readers + 2\n", "num_readers + 1\n"), "no free slot"),
     ("service", ("self._lose(replica, \"missed its deadline\" if late else \"died\")",
                  "pass"), "kinds of failure"),
-    ("sync_rl", ("position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new:], logits_to_keep=1)", "logits_to_keep=1)"), "recorded and recomputed"),
+    ("sync_rl", ("position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new:], logits_to_keep=1)", "logits_to_keep=1)"), "k3 of both sides"),
 ])
 def test_second_line_of_a_claim(tmp_path, name, change, check):
     run = Run(tmp_path, "--only", name, "--steps", "40", "--model-mb", "16",
@@ -509,6 +509,17 @@ async def history_of_gate_and_buffer(seed):
 def test_lag_is_bounded_and_tickets_add_up(seed):
     count = asyncio.run(history_of_gate_and_buffer(seed))
     assert count["trained"] > 0
+
+
+def test_a_group_that_is_lost_does_not_stop_a_run_without_lag():
+    """With K = 0 there is one batch of tickets: what is left in the buffer holds 15 of them."""
+    async def scene():
+        gate = m.Gate(0, collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0))
+        assert await gate.admit(m.GROUPS_PER_BATCH) == m.GROUPS_PER_BATCH
+        gate.settle("lost", 1)
+        assert await asyncio.wait_for(gate.admit(m.GROUPS_PER_BATCH), 1) == 1
+
+    asyncio.run(scene())
 
 
 def test_gate_waits_until_tickets_come_back():
