@@ -2571,7 +2571,8 @@ class AsyncRun:
         """consumes tickets / waits for the gate, a generator, a judge / woken by Gate.settle, the
         answers / produces groups in the buffer / ends when the run is done"""
         while not self.done:
-            self.away += (num := await self.gate.admit(GROUPS_PER_BATCH))
+            num = await self.gate.admit(GROUPS_PER_BATCH)
+            self.away += num
             prompts, run_id = self.fleet.sampler.draw(num), self.fleet.handle.run_id
             try: self.buffer.put(await self.fleet.rollout(prompts), num, run_id)
             except (ActorError, SupervisionError, RuntimeError) as error:  # after all retries
@@ -2591,8 +2592,7 @@ class AsyncRun:
         while steps or history.sent < history.num_steps:
             try:
                 while not steps or len(steps) <= ahead and not history.is_due(history.sent):
-                    take = self.buffer.take(fleet.handle.run_id, fleet.version)
-                    take = asyncio.ensure_future(take)
+                    take = asyncio.create_task(self.buffer.take(fleet.handle.run_id, fleet.version))
                     await asyncio.wait({take, *steps}, return_when="FIRST_COMPLETED")
                     if take.cancel(): break  # a step has ended first, maybe without a trainer
                     fleet.version += 1  # at which the trainer will see the next batch
