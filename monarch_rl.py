@@ -123,7 +123,10 @@ class Config(typing.NamedTuple):
     seed: int = 0  # of sampling, initial weights and prompts
     device: str = "cpu"  # where policies compute
     model_mb: int = 96  # MiB of weights in weight_sync and in reshard
-    log: str = ""  # file for one JSON line per training step
+    json: str = ""  # FILE for everything that was measured
+    log: str = ""  # FILE for a JSON line per training step
+    trace: str = ""  # FILE for who did what and when, as Perfetto and chrome://tracing read it
+    report: str = ""  # FILE for a page about async_rl at several bounds on lag (a minute and a half)
     checkpoint: str = ""  # folder for the newest two checkpoints, from which a run goes on
     save_every: int = 50  # steps between checkpoints
     hosts: str = ""  # tcp://ADDRESS:PORT,... of workers that sync_rl and async_rl run on
@@ -147,7 +150,7 @@ class Report:
         """Head, demo and foot of each; an exception in a demo is a failed check."""
         self.stages = []
         for n, name, claim, hint, demo, line in stages:
-            start, top = time.monotonic(), f"[{n}/{len(STAGES)}] {name}: {claim}  (line {line})"
+            self.start, top = time.monotonic(), f"[{n}/{len(STAGES)}] {name}: {claim}  (line {line})"
             self.now = dict(name=name, number=n, claim=claim, checks=[], figures={})
             self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
             try: await demo(self, cfg)
@@ -155,11 +158,13 @@ class Report:
                 self.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
                 sys.excepthook(*sys.exc_info())
             self.say(*textwrap.wrap(hint, 89))
-            ok, seconds = all(c["ok"] for c in self.now["checks"]), round(since(start), 2)
+            ok, seconds = all(c["ok"] for c in self.now["checks"]), round(since(self.start), 2)
             self.stages.append({**self.now, "ok": ok, "seconds": seconds})
             self.say(f"{len(self.now['checks'])} checks, {seconds:.1f} s", "")
 
     def say(self, *lines: str, indent: str = " " * 7, end: str = "\n") -> None:
+        # On a terminal, after three seconds without a line, `main` says that it goes on.
+        if self.live: signal.setitimer(signal.ITIMER_REAL, 3.0)
         for line in lines: print(f"{self.live}{indent}{line}".rstrip(), end=end, flush=True)
 
     def table(self, heads: list[str], *rows: list) -> None:
@@ -506,6 +511,16 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 LEAVING = threading.Event()  # set when this process is about to end: nothing is replaced any more
 
 
+# What happened, for --trace and --report: what, from when to when (seconds since 1970; the same, if
+# it took no time), and to whom. A worker's go to its owner with its next answer.
+Event = collections.namedtuple("Event", "what start end actor")
+EVENTS = collections.deque(maxlen=200_000)  # some 40 MiB, of the newest
+
+
+def note(what: str, start: float, actor: str = "") -> None:
+    EVENTS.append(Event(what, start, time.time(), actor))
+
+
 class Replica:
     """A process with one actor in it, or several ranks that live and die together."""
 
@@ -535,6 +550,15 @@ class Worker(Actor):
     @endpoint  # one for all methods; they are coroutines
     async def do(self, method: str, *args): return await getattr(self, method)(*args)
 
+    @endpoint
+    async def timed(self, method: str, *args) -> tuple[object, list[Event]]:
+        """The same, and what has happened here since this was last asked."""
+        start, answer = time.time(), await getattr(self, method)(*args)
+        note(method, start)
+        me = f"{type(self).__name__} {self.replica_id}.{current_rank().rank}"
+        found = [EVENTS.popleft() for _ in range(len(EVENTS))]
+        return answer, [event._replace(actor=me + event.actor) for event in found]
+
     async def pid(self) -> int: return os.getpid()
 
     async def setup(self): """Makes it ready to serve. What it returns, `Replica.answer` keeps."""
@@ -551,6 +575,7 @@ class Supervisor(Actor):
         hosts: addresses, by turns; "" is this one. max_attempts: per request; one that kills who
         runs it must not kill them all. max_in_flight: to a replica; with 1 none harms another."""
         self.name, self.replica_class, self.args = name, replica_class, args
+        self.kind = replica_class.__name__
         self.hosts = [*itertools.islice(itertools.cycle(hosts), num_replicas)]
         self.num_replicas, self.deadline_s, self.num_ranks = num_replicas, deadline_s, num_ranks
         self.max_attempts, self.max_in_flight = max_attempts, max_in_flight
@@ -572,10 +597,12 @@ class Supervisor(Actor):
     async def _call(self, replica: Replica, deadline_s: float, *args) -> list:
         """The answers of all its ranks. Raises asyncio.TimeoutError if the replica is lost or the
         deadline passes before they come; what comes later is ignored."""
-        call = asyncio.ensure_future(replica.actor.do.call(*args))
+        call = asyncio.ensure_future(replica.actor.timed.call(*args))
         await asyncio.wait({call, replica.lost}, timeout=deadline_s, return_when="FIRST_COMPLETED")
         if call.cancel(): raise asyncio.TimeoutError(f"{args[0]}: no answer")
-        return [*call.result().values()]
+        answers, events = zip(*call.result().values())
+        EVENTS.extend(itertools.chain(*events))
+        return [*answers]
 
     async def _watch(self, replica: Replica) -> None:
         """Of what happens to a whole host Monarch says nothing."""
@@ -686,9 +713,7 @@ class Service(Supervisor):
     every attempt that hangs on it wakes and picks another."""
 
     MAX_ERRORS = 3  # in a row until a replica that raises is replaced
-    # requests so far; a task per replica, from start until close; per replacement (replica id, why
-    # lost, when on the monotonic clock, seconds till replaced)
-    turn, keepers, log = 0, (), ()
+    turn, keepers = 0, ()  # requests so far; a task per replica, from start until close
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -705,7 +730,7 @@ class Service(Supervisor):
         while self.keepers:
             try:
                 await self._spawn(replica_id)
-                if why: self.log = (*self.log, (replica_id, why, when, since(when)))
+                if why: note(why, time.time() - since(when), f"{self.kind} {replica_id} lost")
                 why, when = await self.replicas[replica_id].lost
             except (ActorError, SupervisionError, asyncio.TimeoutError, OSError, ValueError) as bad:
                 await asyncio.sleep(0.5)  # a setup that always fails must not spin
@@ -766,8 +791,9 @@ class Service(Supervisor):
     async def status(self, wait_s: float = 0.0) -> dict:
         """A snapshot, once all replicas whose host is there are healthy, or wait_s have passed."""
         well = await self._gather(wait_s)
-        return {"pids": sum((r.pids for r in well), []), "log": self.log,
-                "answers": {(r.id, r.address): r.answer for r in well}}
+        return {"pids": sum((r.pids for r in well), []),
+                "answers": {(r.id, r.address): r.answer for r in well},
+                "log": [e for e in EVENTS if re.fullmatch(f"{self.kind} .* lost", e.actor)]}
 
     @concurrent_endpoint
     async def strike(self, number: int) -> None: self._healthy()[0].send(number)  # a signal, to one
@@ -810,7 +836,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     first = await service.status.call_one(10.0)
     faults = {100: (first["pids"][2], signal.SIGKILL), 200: (first["pids"][3], signal.SIGSTOP)}
     served = await storm(service.route.call_one, faults)
-    kinds = sorted({why for _, why, *_ in (await service.status.call_one(10.0))["log"]})
+    kinds = sorted({loss.what for loss in (await service.status.call_one(10.0))["log"]})
     report.table(["400 requests to 4 replicas", "answered once", "fastest ms", "slowest ms"],
                  ["choose; 3 stops", *chosen], ["Service; 1 raises, 2 dies, 3 stops", *served])
     report.figure(requests=400, answered_once=served[0], failover_ms=served[2],
@@ -1000,7 +1026,8 @@ class WeightWriter:
         self.version = version
         # after the kernels that write the tensors, beside those that follow
         if self.stream: self.stream.wait_stream(torch.cuda.current_stream())
-        self.copying = self.thread.submit(self._copy, version)
+        self.copying, now = self.thread.submit(self._copy, version), time.time()
+        self.copying.add_done_callback(lambda _: note("publish", now, " copies"))
 
     def wait(self) -> float:
         """Until the copy is complete and the tensors may change: seconds that took. Raises what
@@ -2171,7 +2198,8 @@ class Generator(Worker):
         if not self.reader or self.reader.arena.handle.run_id != arenas[host].run_id:
             self.reader = WeightReader(arenas[host], place, weights_of(self.policy.model))
         while self.reader.arena.newest() < version: await asyncio.sleep(0.001)
-        version = self.reader.pull()
+        now, version = time.time(), self.reader.pull()
+        note("pull", now)
         pull = self.reader.pull if in_flight else lambda: version
         return *generate(self.policy, prompts, group_size, seed, greedy, pull), since(start)
 
@@ -2217,8 +2245,9 @@ class Fleet:
 
     async def __aenter__(self) -> Fleet:
         # all at once, for importing takes longest; relays need a trainer that has begun, see `load`
-        await asyncio.gather(*(service.start.call_one() for service in self.services[:3]))
-        await self.surely("published")
+        starts = [asyncio.ensure_future(s.start.call_one()) for s in self.services[:3]]
+        await starts[0]
+        await asyncio.gather(self.surely("published"), *starts)
         return self
 
     async def placement(self) -> list[list[str]]:
@@ -2336,7 +2365,7 @@ class History:
     # exact: `heldout`; nats: entropy; gen, train: busy shares of the time; a dash: not known
     HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  heard > said"
     LINE = ("{run:5s}{step:5d}{reward:7.2f}{0:>6s}{lag_mean:5.1f}{lag_max:4d}{1:>7s}"
-            "{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{3:5.2f}{4:6.2f}{2:6.0f}  {5}")
+            "{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{3:5.2f}{4:6.2f}{2:6.0f}  {said}")
 
     def __init__(self, fleet: Fleet, report: Report, label: str, num_steps: int, saved: str = ""):
         """saved: the folder inside --checkpoint; "": in memory."""
@@ -2403,8 +2432,11 @@ class History:
     def add(self, stats: StepStats, batch: Rollout) -> None:
         """Logs a step, and shows it now and then, with what was said in one of its episodes."""
         step = len(self.rows) + 1
+        lags = (stats.version - 1 - batch.versions)[batch.turns > 0].bincount().tolist()
+        said = " ".join([*(text for text, _ in batch.prompts[0].turns), ">", *batch.answers[0]])
         self.rows.append({"run": self.label, "step": step, "seconds": since(self.started),
-                          "busy_s": self.fleet.busy_s, "heldout": self.heldout} | stats._asdict())
+                          "busy_s": self.fleet.busy_s, "heldout": self.heldout,
+                          "lags": lags, "said": said[:200]} | stats._asdict())
         with open(self.cfg.log or os.devnull, "a") as f: f.write(json.dumps(self.rows[-1]) + "\n")
         for name, relation, limit, num_steps, meaning in ALARMS:
             hits = [Report.OPERATORS[relation](row[name], limit) for row in self.rows[-num_steps:]]
@@ -2419,8 +2451,7 @@ class History:
         if keep or self.report.live and step % 10 == 0:  # live: a line on a terminal
             exact = "-" if self.heldout < 0 else f"{self.heldout:.2f}"
             k3 = "-" if stats.mismatch_k3 < 0 else f"{stats.mismatch_k3:.0e}"
-            said = " ".join([*(text for text, _ in batch.prompts[0].turns), ">", *batch.answers[0]])
-            line = self.LINE.format(exact, k3, *self.speed(step)[2:5], said, **self.rows[-1])
+            line = self.LINE.format(exact, k3, *self.speed(step)[2:5], **self.rows[-1])
             self.report.say(line[:92], end="\n" if keep else "")
 
     def speed(self, num_steps: int) -> list:
@@ -2633,15 +2664,16 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
             if running.done(): running.result()  # raises what ended it
             speed = history.speed(timed)
             if history.sent < cfg.steps:  # else nobody would notice
-                struck[name] = time.monotonic()
+                struck[name] = time.time()
                 await getattr(fleet, name).strike.call_one(number)
         await running
         after = await fleet.evaluate()
         peer = await train_sync(History(fleet, report, "sync", timed))  # as far, at the same rates
+        if cfg.report: await recipe()["sweep"](report, fleet, before)
         for name, start in struck.items():
             found = await getattr(fleet, name).status.call_one(60.0)
-            faults += [[f"{FAULTS[name].name}, one of {name}", why, (when - start) * 1e3,
-                        cure_s * 1e3] for _, why, when, cure_s in found["log"] if when > start][:1]
+            faults += [[f"{FAULTS[name].name}, one of {name}", e.what, (e.start - start) * 1e3,
+                        (e.end - e.start) * 1e3] for e in found["log"] if e.start > start][:1]
     report_run(report, run, speed, peer, loose)
     report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults or [["-"] * 4])
     report.check("faults noticed and cured", len(faults), "==", len(struck))
@@ -2688,8 +2720,10 @@ STAGES = {name: Stage(n, name, *re.split(" (?=try: )", " ".join(run.__doc__.spli
 
 
 # Finds everything that can be wrong with the arguments before a process is spawned.
-def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config, list[Stage]]:
+    form = functools.partial(argparse.HelpFormatter, max_help_position=22, width=100)
+    parser = argparse.ArgumentParser(usage="monarch_rl.py [flags]", description=__doc__[:82],
+                                     formatter_class=form, allow_abbrev=False)
     parser.error = lambda message: parser.exit(2, f"monarch_rl: {message}\n")  # one line
     by_number = {str(stage.number): stage.name for stage in STAGES.values()}
     known = dict(type=lambda text: by_number.get(text, text), choices=[*STAGES], metavar="STAGE")
@@ -2702,9 +2736,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     meaning = dict(re.findall(r"(\w+): .*  # (.*)", inspect.getsource(Config)))
     names = dict(loss=LOSSES, baseline=BASELINES, pull=["rollout", "token"], device=["cpu", "cuda"])
     for name, value in Config()._asdict().items():
+        some = f": {', '.join(names[name])}" if name in names else ""
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value,
-                            choices=names.get(name), help=f"{meaning[name]} (default: {value!r})")
-    parser.add_argument("--json", default="", metavar="FILE", help="everything that was measured")
+                            choices=names.get(name), metavar={int: "N", float: "X"}.get(type(value), "NAME"),
+                            help=f"{meaning[name]}{some} (default: {'none' if value == '' else value})")
     for name, value in vars(args := parser.parse_args(argv)).items():
         low = dict(max_lag=0, seed=0, lr=0, kl=0, entropy=-1).get(name, 1)
         if type(value) in (int, float) and not value >= low:
@@ -2712,6 +2747,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
         parser.error("this version needs Linux on x86-64: see `Arena` and DOCS, appendix B")
     cfg = Config(*(getattr(args, name) for name in Config._fields))
+    stages = [STAGES[args.only]] if args.only else [*STAGES.values()][: STAGES[args.stage].number]
     attempts = {  # which raise why not
         f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
             lambda: (some := Sampler(cfg)).validation[0].turns[some.task.num_turns - 1],
@@ -2721,13 +2757,25 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
         **{f"--hosts {a}": functools.partial(connect, a) for a in hosts_of(cfg) if cfg.hosts},
         f"--worker {args.worker}": lambda: args.worker and name_and_port(args.worker),
-        "--log, --json": lambda: [os.remove(open(path, "x").name) for path in (cfg.log, args.json)
-                                  if path and not os.path.isfile(path)]}
+        "--report (of async_rl, which must be among the stages)":
+            lambda: cfg.report and (recipe(), stages.index(STAGES["async_rl"])),
+        "--json, --log, --trace, --report": lambda: [
+            os.remove(open(path, "x").name) for path in (cfg.json, cfg.log, cfg.trace, cfg.report)
+            if path and not os.path.isfile(path)]}
     for flag, attempt in attempts.items():
         try: attempt()
         except (Exception, SystemExit) as error:  # whatever somebody's file raises
             parser.error(f"{flag}: {type(error).__name__}: {' '.join(str(error).split())}")
-    return args, cfg
+    return args, cfg, stages
+
+
+@functools.cache
+def recipe() -> dict:
+    """What makes the page of --report, by name: a hundred lines that teach no RL, kept in DOCS 9."""
+    docs = pathlib.Path(__file__).with_name("DOCS.md").read_text(encoding="utf-8")
+    code, page = re.findall("```(?:python|html)\n(.*?)```", docs.split("### The page")[1], re.S)[:2]
+    exec(compile(code, "DOCS 9", "exec"), found := {"PAGE": page})
+    return found
 
 
 def demand_policy(name: str) -> None:
@@ -2763,8 +2811,17 @@ def leave(status: int, line: str = "") -> None:
     os._exit(status)
 
 
+def trace() -> dict:
+    """EVENTS in Chrome's format, in microseconds: a row per rank of an actor, another for copies."""
+    rows = {e.actor: i for i, e in enumerate(EVENTS)}
+    return {"traceEvents": [
+        *(dict(ph="X", pid=0, tid=rows[e.actor], name=e.what, ts=e.start * 1e6,
+               dur=(e.end - e.start) * 1e6) for e in EVENTS),
+        *(dict(ph="M", pid=0, tid=i, name="thread_name", args={"name": row}) for row, i in rows.items())]}
+
+
 def main(argv: list[str] | None = None) -> None:
-    args, cfg = parse(argv)
+    args, cfg, stages = parse(argv)
     if args.list:
         rows = (f"{s.number:2d}  {s.name:<14s} line {s.line:<5} {s.claim}" for s in STAGES.values())
         return print(*rows, sep="\n")
@@ -2772,7 +2829,6 @@ def main(argv: list[str] | None = None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda *_: leave(0))
         serve(args.worker)
     if cfg.hosts: enable_transport(url(connect(hosts_of(cfg)[0])[1], 0))
-    stages = [STAGES[args.only]] if args.only else [*STAGES.values()][: STAGES[args.stage].number]
     # File descriptor 2, which our processes inherit, becomes a file without a name: Monarch reports
     # there what the demos provoke. sys.stderr keeps the terminal.
     noise = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
@@ -2781,12 +2837,13 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, lambda *_: leave(130, "interrupted"))
     monarch.actor.unhandled_fault_hook = lambda failure: leave(1, f"an actor died: {failure}")
     report = Report()
+    signal.signal(signal.SIGALRM, lambda *_: report.say(f"{since(report.start):.0f} s", end=""))
     try: asyncio.run(report.run(stages, cfg))
     except BrokenPipeError: leave(1)  # `monarch_rl.py | head` has read enough
-    if args.json:
-        machine = versions() | {"cores": len(os.sched_getaffinity(0))}
-        whole = {"version": 1, "args": vars(args), "machine": machine, "stages": report.stages}
-        pathlib.Path(args.json).write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    machine = versions() | {"cores": len(os.sched_getaffinity(0))}
+    whole = {"version": 1, "args": vars(args), "machine": machine, "stages": report.stages}
+    for path, found in (cfg.json, whole), (cfg.trace, trace()):
+        if path: pathlib.Path(path).write_text(json.dumps(found, indent=1), encoding="utf-8")
     if failed := [found["name"] for found in report.stages if not found["ok"]]:
         noise.seek(0)
         last_words = "".join(f"  | {line}" for line in noise.readlines()[-20:])
