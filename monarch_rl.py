@@ -72,14 +72,13 @@ import types, typing, urllib.parse, zipfile, zlib
 # Every process inherits these; Monarch and the C library read them early. What was set before wins.
 os.environ.update(dict(HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY="200ms",  # 10 s unless told
     # A poll under way when its process dies waits so long for the reply: 30 s unless told.
-    HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE="5s",
+    HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE="5s", GLOO_SOCKET_IFNAME="lo",
     # Copies above 128 KiB bypass the cache, and so do not read what they overwrite (section 7).
     GLIBC_TUNABLES="glibc.cpu.x86_non_temporal_threshold=0x20000",
     PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",  # Monarch's RDMA asks for it on GPUs
     # Several processes share the cores, so none starts threads; and some would be chatty.
     OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error",
-    HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1",
-    GLOO_SOCKET_IFNAME="lo", PYTHONSAFEPATH="1") | os.environ)
+    HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1", PYTHONSAFEPATH="1") | os.environ)
 # Workers import this file by its name, and not what is so called where the run was started.
 os.environ["PYTHONPATH"] = f"{pathlib.Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
 
@@ -107,26 +106,26 @@ class Config(typing.NamedTuple):
     """Everything a run can be told, passed to every actor's constructor: a worker imports its own
     copy of this file and sees no global set elsewhere. A field is a flag, a comment its --help."""
 
-    task: str = "repeat"  # what the policy learns: repeat, count, pattern, or FILE.py:CLASS
-    model: str = "tiny"  # a folder or hub id of a causal LM, or the built-in tiny one
-    steps: int = 450  # of the optimizer in async_rl, half as many in sync_rl; few fail the checks
+    task: str = "repeat"  # what is learned: repeat, count, pattern, or FILE.py:CLASS
+    model: str = "tiny"  # folder or hub id of a causal LM, or the built-in tiny one
+    steps: int = 300  # of the optimizer in async_rl, half as many in sync_rl; few fail the checks
     generators: int = 2  # replicas of the generator service
     trainers: int = 1  # ranks over which the trainer is sharded with FSDP2
-    max_lag: int = 2  # K: nothing older than K versions is trained on
-    loss: str = "ppo"  # what an update minimises
-    baseline: str = "group"  # what a reward is compared with
+    max_lag: int = 2  # K, in versions: nothing older is trained on
+    loss: str = "ppo"  # what an update minimises: reinforce, ppo, decoupled, cispo, dppo
+    baseline: str = "group"  # what a reward is compared with: group, none, batch, leave_one_out
     passes: int = 1  # updates per batch
     lr: float = 0.0  # learning rate; 0: 1e-3 for tiny, 1e-6 for others
     kl: float = 0.0  # weight of the divergence from the policy before RL
     entropy: float = -1.0  # weight of an entropy bonus; -1: 0.01 for tiny, 0 for others
-    pull: str = "rollout"  # generators take new weights before a rollout, or before a token
+    pull: str = "rollout"  # new weights come before a rollout, or before a token
     seed: int = 0  # of sampling, initial weights and prompts
-    device: str = "cpu"  # where policies compute
+    device: str = "cpu"  # where policies compute: cpu, cuda
     model_mb: int = 96  # MiB of weights in weight_sync and in reshard
-    json: str = ""  # FILE for everything that was measured
-    log: str = ""  # FILE for a JSON line per training step
-    trace: str = ""  # FILE for who did what and when, as Perfetto and chrome://tracing read it
-    report: str = ""  # FILE for a page about async_rl at several bounds on lag (a minute and a half)
+    json: str = ""  # file for everything that was measured
+    log: str = ""  # file for a JSON line per training step
+    trace: str = ""  # file for who did what and when, as Perfetto reads it (DOCS 9)
+    report: str = ""  # file for a page: async_rl at bounds 0 to 8, some 90 s more (DOCS 9)
     checkpoint: str = ""  # folder for the newest two checkpoints, from which a run goes on
     save_every: int = 50  # steps between checkpoints
     hosts: str = ""  # tcp://ADDRESS:PORT,... of workers that sync_rl and async_rl run on
@@ -150,21 +149,20 @@ class Report:
         """Head, demo and foot of each; an exception in a demo is a failed check."""
         self.stages = []
         for n, name, claim, hint, demo, line in stages:
-            self.start, top = time.monotonic(), f"[{n}/{len(STAGES)}] {name}: {claim}  (line {line})"
+            start, top = time.monotonic(), f"[{n}/{len(STAGES)}] {name}: {claim}  (line {line})"
             self.now = dict(name=name, number=n, claim=claim, checks=[], figures={})
             self.say(textwrap.fill(top, 96, subsequent_indent=" " * 7), indent="")
             try: await demo(self, cfg)
             except Exception as error:  # whatever it is: counted, told, and the next stage runs
                 self.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
                 sys.excepthook(*sys.exc_info())
-            self.say(*textwrap.wrap(hint, 89))
-            ok, seconds = all(c["ok"] for c in self.now["checks"]), round(since(self.start), 2)
+            ok, seconds = all(c["ok"] for c in self.now["checks"]), round(since(start), 2)
             self.stages.append({**self.now, "ok": ok, "seconds": seconds})
-            self.say(f"{len(self.now['checks'])} checks, {seconds:.1f} s", "")
+            foot = f"{len(self.now['checks'])} checks, {seconds:.1f} s"
+            self.say(*textwrap.wrap(hint, 89), foot, "")
 
     def say(self, *lines: str, indent: str = " " * 7, end: str = "\n") -> None:
-        # On a terminal, after three seconds without a line, `main` says that it goes on.
-        if self.live: signal.setitimer(signal.ITIMER_REAL, 3.0)
+        if self.live: signal.setitimer(signal.ITIMER_REAL, 3.0)  # then `main` shows the time
         for line in lines: print(f"{self.live}{indent}{line}".rstrip(), end=end, flush=True)
 
     def table(self, heads: list[str], *rows: list) -> None:
@@ -281,6 +279,7 @@ async def host_mesh(address: str):
 
 def serve(address: str) -> None:
     """--worker: until somebody ends this process."""
+    for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda *_: leave(0))
     at = name_and_port(address)
     server = socket.create_server(at, family=socket.AF_INET6 if ":" in at[0] else socket.AF_INET)
     print(f"{address} is open: whoever reaches it can run any code here, as this user", flush=True)
@@ -292,13 +291,13 @@ def attend(client: socket.socket) -> None:
     client.settimeout(SILENCE_S)
     name = client.getsockname()[0]
     with socket.create_server((name, 0), family=client.family) as free: port = free.getsockname()[1]
-    command = ("import ctypes; ctypes.CDLL(None).prctl(1, 9); "  # SIGKILL when its parent ends
-               "import monarch.actor; monarch.actor.run_worker_loop_forever("
-               f"address={url(name, port)!r}, ca='trust_all_connections')")
+    # prctl: SIGKILL when its parent ends
+    code = ("import ctypes; ctypes.CDLL(None).prctl(1, 9); import monarch.actor as m; "
+            f"m.run_worker_loop_forever(address={url(name, port)!r}, ca='trust_all_connections')")
     with client.makefile("rw") as lines, contextlib.suppress(OSError, ValueError):
         print(json.dumps(versions()), file=lines, flush=True)
         if not lines.readline(): return  # only asked
-        host = subprocess.Popen([sys.executable, "-c", command])
+        host = subprocess.Popen([sys.executable, "-c", code])
         with contextlib.ExitStack() as at_the_end:
             at_the_end.callback(lambda: kill([*descendants(host.pid), host.pid]))
             while host.poll() is None:
@@ -384,7 +383,6 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     try: replace `[mesh.add.broadcast()]` by `[await mesh.add.choose()]` in this demo"""
     procs = this_host().spawn_procs(per_host={"rank": 4})
     mesh = procs.spawn("tally", Tally)
-    two = mesh.slice(rank=2)  # rank=slice(1, 3) would be a mesh of two
 
     async def row(how: str, answers) -> list[str]:
         # Messages of one sender arrive in the order sent: this one after the call it asks about.
@@ -393,9 +391,9 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 
     # `call` answers with a ValueMesh, pairs of point and value; `broadcast` with None, at once.
     rows = [await row("mesh.add.call()", (await mesh.add.call()).values()),
-            await row("mesh.slice(rank=2).add.call_one()", [await two.add.call_one()]),
-            await row("mesh.add.choose()", [await mesh.add.choose()]),
-            await row("mesh.add.broadcast()", [mesh.add.broadcast()])]
+        await row("mesh.slice(rank=2).add.call_one()", [await mesh.slice(rank=2).add.call_one()]),
+        await row("mesh.add.choose()", [await mesh.add.choose()]),
+        await row("mesh.add.broadcast()", [mesh.add.broadcast()])]
     report.table(["call", "ranks that ran", "ranks that answered"], *rows)
     expected = [["0 1 2 3"] * 2, ["2"] * 2, [rows[2][2]] * 2, ["0 1 2 3", "-"]]
     wrong = sum(who != right for (_, *who), right in zip(rows, expected))
@@ -458,8 +456,8 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
         ms = (answered_at - pulled_at) * 1e3, (pulled_at - start) * 1e3
         rows.append([f"{kib} KiB", busy_s, len(pickle.dumps(handle)), *ms])
     report.table([f"by {backend}", "busy, s", "handle bytes", "message ms", "pull ms"], *rows[1:])
-    _, _, of_handle, message_ms, pull_ms = rows[-2]  # of 64 MiB
-    report.figure(handle_bytes=of_handle, message_ms=message_ms, pull_ms=pull_ms, backend=backend)
+    figures = zip(["handle_bytes", "message_ms", "pull_ms"], rows[-2][2:])  # of 64 MiB
+    report.figure(backend=backend, **dict(figures))
     report.check(f"times of {len(rows)} that bytes were wrong", wrong, "==", 0)
     report.check("largest handle, bytes", max(row[2] for row in rows), "<", 1024)
     report.check("pull ended before its owner was free by, s", free_at - pulled_at, ">", 0)
@@ -517,8 +515,7 @@ Event = collections.namedtuple("Event", "what start end actor")
 EVENTS = collections.deque(maxlen=200_000)  # some 40 MiB, of the newest
 
 
-def note(what: str, start: float, actor: str = "") -> None:
-    EVENTS.append(Event(what, start, time.time(), actor))
+def note(what: str, start: float, actor=""): EVENTS.append(Event(what, start, time.time(), actor))
 
 
 class Replica:
@@ -550,14 +547,11 @@ class Worker(Actor):
     @endpoint  # one for all methods; they are coroutines
     async def do(self, method: str, *args): return await getattr(self, method)(*args)
 
-    @endpoint
     async def timed(self, method: str, *args) -> tuple[object, list[Event]]:
-        """The same, and what has happened here since this was last asked."""
+        """Another one: its answer, and what has happened here since this was last called."""
         start, answer = time.time(), await getattr(self, method)(*args)
         note(method, start)
-        me = f"{type(self).__name__} {self.replica_id}.{current_rank().rank}"
-        found = [EVENTS.popleft() for _ in range(len(EVENTS))]
-        return answer, [event._replace(actor=me + event.actor) for event in found]
+        return answer, [EVENTS.popleft() for _ in range(len(EVENTS))]
 
     async def pid(self) -> int: return os.getpid()
 
@@ -575,11 +569,9 @@ class Supervisor(Actor):
         hosts: addresses, by turns; "" is this one. max_attempts: per request; one that kills who
         runs it must not kill them all. max_in_flight: to a replica; with 1 none harms another."""
         self.name, self.replica_class, self.args = name, replica_class, args
-        self.kind = replica_class.__name__
         self.hosts = [*itertools.islice(itertools.cycle(hosts), num_replicas)]
-        self.num_replicas, self.deadline_s, self.num_ranks = num_replicas, deadline_s, num_ranks
-        self.max_attempts, self.max_in_flight = max_attempts, max_in_flight
-        self.replicas: dict[int, Replica] = {}  # by id, the newest of each
+        self.deadline_s, self.num_ranks, self.max_attempts = deadline_s, num_ranks, max_attempts
+        self.max_in_flight, self.replicas = max_in_flight, {}  # replicas: by id, the newest of each
 
     async def _spawn(self, replica_id: int) -> None:
         """(Re)places a replica; done when it is healthy. Kills the old one first: one that is only
@@ -597,11 +589,12 @@ class Supervisor(Actor):
     async def _call(self, replica: Replica, deadline_s: float, *args) -> list:
         """The answers of all its ranks. Raises asyncio.TimeoutError if the replica is lost or the
         deadline passes before they come; what comes later is ignored."""
-        call = asyncio.ensure_future(replica.actor.timed.call(*args))
+        call = asyncio.ensure_future(replica.actor.do.call("timed", *args))
         await asyncio.wait({call, replica.lost}, timeout=deadline_s, return_when="FIRST_COMPLETED")
         if call.cancel(): raise asyncio.TimeoutError(f"{args[0]}: no answer")
         answers, events = zip(*call.result().values())
-        EVENTS.extend(itertools.chain(*events))
+        for rank, event in ((rank, event) for rank, some in enumerate(events) for event in some):
+            EVENTS.append(event._replace(actor=f"{self.name} {replica.id}.{rank}{event.actor}"))
         return [*answers]
 
     async def _watch(self, replica: Replica) -> None:
@@ -668,12 +661,11 @@ class Trial(Supervisor):
             await asyncio.sleep(0.1)  # on a busy machine a stopping process may still answer
         # After a broadcast the actor is dead, in a living process: messages would end their sender.
         if trigger == "raises, broadcast": victim.actor.do.broadcast("root", -1)
+        # Of a death Monarch tells callers, of a stop nobody does.
         else: saw = await outcome(victim.actor.do.call_one, "root", -1,
-                                  # of a death Monarch tells callers, of a stop nobody does
                                   deadline_s=0.3 if trigger == "SIGSTOP" else 10.0)
         told, _ = await asyncio.wait({victim.lost}, timeout=1.0)  # five polls: "no" means something
-        told_ms = (victim.lost.result()[1] - start) * 1e3 if told else ""
-        cure = time.monotonic()
+        told_ms, cure = (victim.lost.result()[1] - start) * 1e3 if told else "", time.monotonic()
         if told or saw == "TimeoutError": await self._spawn(0)  # else it lives on
         return [saw, "yes" if told else "no", told_ms, round(since(cure) * 1e3),
                 await outcome(self.replicas[0].actor.do.call_one, "root", 4, deadline_s=10.0)]
@@ -686,11 +678,10 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     trial = this_proc().spawn("trial", Trial, "worker", Roots, 1, 10.0)
     rows = [[trigger, *await trial.suffer.call_one(trigger)] for trigger, *_ in TRIGGERS]
     report.table(["trigger", "caller sees", "owner told", "in ms", "cure ms", "next call"], *rows)
-    detect_ms, respawn_ms = rows[2][3:5]  # of SIGKILL
-    report.figure(detect_ms=detect_ms, respawn_ms=respawn_ms)
+    report.figure(detect_ms=rows[2][3], respawn_ms=rows[2][4])  # of SIGKILL
     report.check("triggers that did otherwise", sum(r[:3] not in TRIGGERS for r in rows), "==", 0)
     report.check("answers of 4 calls after the cure", [r[5] for r in rows].count(2.0), "==", 4)
-    report.check("SIGKILL found and worker replaced, ms", detect_ms + respawn_ms, "<", 1000)
+    report.check("SIGKILL found and worker replaced, ms", sum(rows[2][3:5]), "<", 1000)
     await trial.stop()
 
 
@@ -720,7 +711,7 @@ class Service(Supervisor):
         """The second time it replaces all."""
         for keeper in self.keepers: keeper.cancel()
         for replica in self.replicas.values(): replica.answer = None
-        self.keepers = [asyncio.ensure_future(self._keep(i)) for i in range(self.num_replicas)]
+        self.keepers = [asyncio.ensure_future(self._keep(i)) for i in range(len(self.hosts))]
         await self._gather(math.inf)
 
     async def _keep(self, replica_id: int) -> None:
@@ -730,7 +721,7 @@ class Service(Supervisor):
         while self.keepers:
             try:
                 await self._spawn(replica_id)
-                if why: note(why, time.time() - since(when), f"{self.kind} {replica_id} lost")
+                if why: note(why, time.time() - since(when), f"{self.name} {replica_id} lost")
                 why, when = await self.replicas[replica_id].lost
             except (ActorError, SupervisionError, asyncio.TimeoutError, OSError, ValueError) as bad:
                 await asyncio.sleep(0.5)  # a setup that always fails must not spin
@@ -763,7 +754,7 @@ class Service(Supervisor):
             if late or isinstance(error, SupervisionError) or replica.lost.done():
                 self._lose(replica, "missed its deadline" if late else "died")
                 error = SupervisionError(f"{replica.name} is lost")
-            elif raised or self.num_replicas == 1: raise cause(error)  # two raise, or the only one
+            elif raised or len(self.hosts) == 1: raise cause(error)  # two raise, or the only one
             else: raised = replica  # or the request is bad: another replica will tell
         else: raise cause(error)
         replica.errors = 0
@@ -785,7 +776,7 @@ class Service(Supervisor):
             await asyncio.sleep(0.005)
         # A slow replica gets less. Among equals in turn, or an idle service would use one replica.
         self.turn += 1
-        return min(fit, key=lambda r: (r.in_flight, (r.id - self.turn) % self.num_replicas))
+        return min(fit, key=lambda r: (r.in_flight, (r.id - self.turn) % len(self.hosts)))
 
     @concurrent_endpoint
     async def status(self, wait_s: float = 0.0) -> dict:
@@ -793,7 +784,7 @@ class Service(Supervisor):
         well = await self._gather(wait_s)
         return {"pids": sum((r.pids for r in well), []),
                 "answers": {(r.id, r.address): r.answer for r in well},
-                "log": [e for e in EVENTS if re.fullmatch(f"{self.kind} .* lost", e.actor)]}
+                "log": [e for e in EVENTS if re.fullmatch(f"{self.name} .* lost", e.actor)]}
 
     @concurrent_endpoint
     async def strike(self, number: int) -> None: self._healthy()[0].send(number)  # a signal, to one
@@ -813,8 +804,7 @@ async def storm(ask, faults: dict[int, tuple], deadline_s: float | None = None) 
     async def request(number: int) -> tuple[bool, float]:
         await asyncio.sleep(number * 0.002)
         if number in faults: os.kill(*faults[number])
-        start = time.monotonic()
-        answer = await outcome(ask, "root", number, deadline_s=deadline_s)
+        start, answer = time.monotonic(), await outcome(ask, "root", number, deadline_s=deadline_s)
         return answer == math.sqrt(number), since(start) * 1e3
 
     answered, ms = zip(*await asyncio.gather(*map(request, range(400))))
@@ -1026,8 +1016,7 @@ class WeightWriter:
         self.version = version
         # after the kernels that write the tensors, beside those that follow
         if self.stream: self.stream.wait_stream(torch.cuda.current_stream())
-        self.copying, now = self.thread.submit(self._copy, version), time.time()
-        self.copying.add_done_callback(lambda _: note("publish", now, " copies"))
+        self.copying = self.thread.submit(self._copy, version)
 
     def wait(self) -> float:
         """Until the copy is complete and the tensors may change: seconds that took. Raises what
@@ -1049,7 +1038,7 @@ class WeightWriter:
         self.arena.commit(version, slot)
 
     def _write(self, slot: int) -> None:
-        views = self.arena.tensors(slot)
+        start, views = time.time(), self.arena.tensors(slot)
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name in (s.name for s in self.arena.handle.manifest.specs if s.name == s.tied_to):
                 for view, mine in self.parts(views[name], self.tensors[name]):
@@ -1060,6 +1049,7 @@ class WeightWriter:
                     else: view.copy_(mine, non_blocking=True)
         if self.stream: self.stream.synchronize()
         if self.checksums: torch.Tensor.copy_(*self.arena.checksums(slot))
+        note("publish", start, " copies")
 
 
 class WeightReader:
@@ -1097,7 +1087,7 @@ class WeightReader:
         demand(newest >= self.version, f"arena: version {newest}, after version {self.version}")
         demand(not self.check or is_alive(pid), f"arena: its writer, process {pid}, ended")
         if newest == self.version: return self.version
-        version, slot = self.lease()
+        start, (version, slot) = time.time(), self.lease()
         views = self.arena.tensors(slot)
         if self.check:
             wrong = [*itertools.compress(views, torch.ne(*self.arena.checksums(slot)))]
@@ -1107,6 +1097,7 @@ class WeightReader:
             for part, mine in parts:  # several cannot be one view of the slot: copied
                 mine.data = mine.data.copy_(part) if self.in_place or len(parts) > 1 else part
         self.version = version
+        note("pull", start)
         return version
 
 
@@ -1291,9 +1282,9 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     place, ranks = meeting_place(), procs.spawn("bench", Bench)
     arena = (await ranks.do.call("join", place, cfg.model_mb, cfg.seed, 4)).item(rank=0)
     late_ms = max([await ranks.slice(rank=i).do.call_one("attach", *arena) for i in range(1, 5)])
-    rows = [await row(ranks, *road) for road in [
-        (9, "no leases", 2), (9, "slots", 1), (9, "slots", 2), (9, "slots", 4),
-        (5, "gloo broadcast", 2), (2, "RDMABuffer", 1)]]  # rounds, name, generators
+    rows = [await row(ranks, *road) for road in [  # rounds, name, generators
+        (7, "no leases", 2), (7, "slots", 1), (7, "slots", 2), (7, "slots", 4),
+        (3, "gloo broadcast", 2), (2, "RDMABuffer", 1)]]
     relay = relay_procs.spawn("relay", Relay, 0, ranks.slice(rank=0), "do", 2)
     await ranks.slice(rank=slice(1, 3)).do.call("attach", await relay.do.call_one("setup"))
     # The first read of each piece is slow: a relay is fast only when it has seen all slots.
@@ -1613,7 +1604,6 @@ class Task:
 
     def conversation(self, rng: random.Random) -> tuple[tuple[str, str], ...]:
         """Draws the turns of a Prompt."""
-        raise NotImplementedError
 
     def user(self, turns, said: list[str]) -> str | None:
         """The user's words after these answers, on which they may depend; None ends it here."""
@@ -1749,10 +1739,10 @@ def tiny_policy(letters: str) -> tuple:
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
     tokenizer = transformers.Qwen2Tokenizer(
         {token: i for i, token in enumerate(tokens)}, [], extra_special_tokens=tokens[:2],
-        unk_token="<end>", eos_token="<end>", pad_token="<end>", chat_template=template)
+        unk_token="<end>", eos_token="<end>", chat_template=template)
     return tokenizer, transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-        vocab_size=len(tokens), hidden_size=40, intermediate_size=80, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        vocab_size=len(tokens), hidden_size=40, intermediate_size=80, num_attention_heads=4,
+        num_key_value_heads=2, num_hidden_layers=2, tie_word_embeddings=True,
         attn_implementation="eager"))
 
 
@@ -2048,13 +2038,12 @@ class Trainer(Worker):
     async def save(self, path: str, state: str) -> bytes:
         """Writes a checkpoint, or without a path returns it; without a state only the weights."""
         if not self.writer: raise TrainerLost  # this was meant for the one before
-        weights, moments = dcp.get_state_dict(
-            self.policy.model, self.optimizer if state else [], options=self.whole)
+        optimizer, schedule = (self.optimizer, self.schedule.state_dict()) if state else ([], None)
+        weights, moments = dcp.get_state_dict(self.policy.model, optimizer, options=self.whole)
         if self.rank: return b""
         with open(path, "wb") if path else io.BytesIO() as file:
-            torch.save({"about": about(self.cfg), "version": self.version, "state": state,
-                        "weights": weights, "moments": moments,
-                        "schedule": self.schedule.state_dict() if state else None}, file)
+            torch.save(dict(about=about(self.cfg), version=self.version, state=state,
+                            weights=weights, moments=moments, schedule=schedule), file)
             return b"" if path else file.getvalue()
 
     async def load(self, path: str | bytes, start: str | bytes, cfg: Config) -> tuple[int, str]:
@@ -2198,8 +2187,7 @@ class Generator(Worker):
         if not self.reader or self.reader.arena.handle.run_id != arenas[host].run_id:
             self.reader = WeightReader(arenas[host], place, weights_of(self.policy.model))
         while self.reader.arena.newest() < version: await asyncio.sleep(0.001)
-        now, version = time.time(), self.reader.pull()
-        note("pull", now)
+        version = self.reader.pull()
         pull = self.reader.pull if in_flight else lambda: version
         return *generate(self.policy, prompts, group_size, seed, greedy, pull), since(start)
 
@@ -2245,9 +2233,8 @@ class Fleet:
 
     async def __aenter__(self) -> Fleet:
         # all at once, for importing takes longest; relays need a trainer that has begun, see `load`
-        starts = [asyncio.ensure_future(s.start.call_one()) for s in self.services[:3]]
-        await starts[0]
-        await asyncio.gather(self.surely("published"), *starts)
+        await asyncio.gather(*(service.start.call_one() for service in self.services[:3]))
+        await self.surely("published")
         return self
 
     async def placement(self) -> list[list[str]]:
@@ -2360,8 +2347,6 @@ ALARMS = [("skipped", ">", 0, 10, "10 gradients in a row were not finite"),  # e
 class History:
     """What a run has done, step by step, and the checkpoints from which it can go on."""
 
-    MAX_LOSSES = 5  # of the trainer without a checkpoint in between; more is no accident
-    EVALUATE_EVERY = 25  # steps
     # exact: `heldout`; nats: entropy; gen, train: busy shares of the time; a dash: not known
     HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  heard > said"
     LINE = ("{run:5s}{step:5d}{reward:7.2f}{0:>6s}{lag_mean:5.1f}{lag_max:4d}{1:>7s}"
@@ -2397,7 +2382,8 @@ class History:
         """The trainer, which may be a new one, and this become what they were at the newest
         checkpoint. If another process made that, sampling goes on from there too."""
         self.losses += 1
-        if self.losses > self.MAX_LOSSES: raise RuntimeError("the trainer is lost again and again")
+        # without a checkpoint in between; more is no accident
+        if self.losses > 5: raise RuntimeError("the trainer is lost again and again")
         fleet, say = self.fleet, self.report.say
         try: state = await fleet.load(self.vault.newest(self.cfg, say), self.cfg)
         except TrainerLost: return await self.restore()  # another one
@@ -2434,9 +2420,8 @@ class History:
         step = len(self.rows) + 1
         lags = (stats.version - 1 - batch.versions)[batch.turns > 0].bincount().tolist()
         said = " ".join([*(text for text, _ in batch.prompts[0].turns), ">", *batch.answers[0]])
-        self.rows.append({"run": self.label, "step": step, "seconds": since(self.started),
-                          "busy_s": self.fleet.busy_s, "heldout": self.heldout,
-                          "lags": lags, "said": said[:200]} | stats._asdict())
+        self.rows.append(dict(run=self.label, step=step, seconds=since(self.started), lags=lags,
+            busy_s=self.fleet.busy_s, heldout=self.heldout, said=said[:200]) | stats._asdict())
         with open(self.cfg.log or os.devnull, "a") as f: f.write(json.dumps(self.rows[-1]) + "\n")
         for name, relation, limit, num_steps, meaning in ALARMS:
             hits = [Report.OPERATORS[relation](row[name], limit) for row in self.rows[-num_steps:]]
@@ -2445,8 +2430,7 @@ class History:
                 text = f"{self.label} {step}: {name} {show(self.rows[-1][name])}: {meaning}"
                 if name == "skipped": raise RuntimeError(text)
                 self.report.say(text)
-        if step % self.EVALUATE_EVERY == 0:
-            self.evaluating.append(asyncio.ensure_future(self._evaluate()))
+        if step % 25 == 0: self.evaluating.append(asyncio.ensure_future(self._evaluate()))
         keep = step == 1 or step % max(1, self.cfg.steps // 8) == 0
         if keep or self.report.live and step % 10 == 0:  # live: a line on a terminal
             exact = "-" if self.heldout < 0 else f"{self.heldout:.2f}"
@@ -2454,21 +2438,19 @@ class History:
             line = self.LINE.format(exact, k3, *self.speed(step)[2:5], **self.rows[-1])
             self.report.say(line[:92], end="\n" if keep else "")
 
-    def speed(self, num_steps: int) -> list:
-        """Of the first steps: s, steps/s, tokens/s, busy shares of both sides, reward then."""
-        seconds, tokens = self["seconds"][num_steps - 1], sum(self["num_tokens"][:num_steps])
-        busy = [self["busy_s"][num_steps - 1] / self.cfg.generators / seconds,
-                sum(self["step_s"][:num_steps]) / seconds]
-        reward = statistics.fmean(self["reward"][:num_steps][-max(1, num_steps // 10) :])
-        return [seconds, num_steps / seconds, tokens / seconds, *busy, reward]
+    def speed(self, n: int) -> list:
+        """Of the first n steps: s, steps/s, tokens/s, busy shares of both sides, reward then."""
+        s, tokens = self["seconds"][n - 1], sum(self["num_tokens"][:n])
+        busy = [self["busy_s"][n - 1] / self.cfg.generators / s, sum(self["step_s"][:n]) / s]
+        tenth = self["reward"][n - max(1, n // 10) : n]
+        return [s, n / s, tokens / s, *busy, statistics.fmean(tenth)]
 
     def report_learning(self, before: float, after: float, mismatch: float) -> float:
         """before, after: held-out exact. Returns the reward gained, last tenth over first."""
-        task, num = self.cfg.task, len(self.fleet.sampler.heldout)
-        rewards, tenth = self["reward"], max(1, len(self.rows) // 10)
-        first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
+        tenth, some = max(1, len(self.rows) // 10), f"{len(self.fleet.sampler.heldout)} prompts"
+        first, last = (statistics.fmean(self["reward"][::way][:tenth]) for way in (1, -1))
         self.report.check("largest k3 of both sides", mismatch, "<=", MAX_K3[self.cfg.device])
-        self.report.say(f"held-out exact, {num} prompts, task {task}: {before:.3f} -> {after:.3f}")
+        self.report.say(f"held-out exact, {some} of {self.cfg.task}: {before:.3f} -> {after:.3f}")
         self.report.figure(heldout_before=before, heldout_after=after, reward_first=first,
                            reward_last=last, mismatch_k3=mismatch, lag_max=max(self["lag_max"]))
         return last - first
@@ -2528,20 +2510,20 @@ class Gate:
     """Tickets, one per group. It needs no lock: from a look to the next `await` no other runs."""
 
     def __init__(self, max_lag: int, count: collections.Counter):
-        self.limit, self.count = (max_lag + 1) * GROUPS_PER_BATCH, count
-        self.changed = asyncio.Event()
+        # bell: rings when somebody may have to look again
+        self.size, self.count, self.bell = (max_lag + 1) * GROUPS_PER_BATCH, count, asyncio.Event()
 
     async def admit(self, most: int) -> int:
         """Takes as many tickets as there are; waits while there are none; woken by `settle`."""
-        while (num := min(most, self.limit - under_way(self.count))) < 1: await self.changed.wait()
+        while (num := min(most, self.size - under_way(self.count))) < 1: await self.bell.wait()
         self.count["started"] += num
         return num
 
     def settle(self, how: str, num_groups: int) -> None:
         """Gives tickets back; how: trained, dropped or lost. Wakes all that wait, to look again."""
         self.count[how] += num_groups
-        self.changed.set()
-        self.changed.clear()
+        self.bell.set()
+        self.bell.clear()
 
 
 class ReplayBuffer:
@@ -2568,13 +2550,11 @@ class ReplayBuffer:
             self.groups = fresh
             if len(fresh) >= GROUPS_PER_BATCH:
                 return Rollout.join([fresh.pop(0)[:2] for _ in range(GROUPS_PER_BATCH)])
-            await self.gate.changed.wait()
+            await self.gate.bell.wait()
 
 
 class AsyncRun:
     """The two kinds of loops. The run ends when the trainer has made its steps."""
-
-    MAX_LOST = 320  # groups, more than were trained on: nobody gets anywhere
 
     def __init__(self, history: History, max_lag: int):
         self.history, self.fleet, self.gate = history, history.fleet, Gate(max_lag, history.count)
@@ -2591,8 +2571,7 @@ class AsyncRun:
         await self.history.start()
         loops = [self._training] + [self._rollouts] * (2 * self.fleet.cfg.generators)  # none idles
         tasks = [asyncio.ensure_future(loop()) for loop in loops]
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        self.done = True
+        (ended, _), self.done = await asyncio.wait(tasks, return_when="FIRST_COMPLETED"), True
         while self.away and not any(task.exception() for task in ended): await asyncio.sleep(0.005)
         for task in (*tasks, *self.steps): task.cancel()
         await asyncio.gather(*tasks, *self.steps, return_exceptions=True)
@@ -2609,7 +2588,8 @@ class AsyncRun:
             except (ActorError, SupervisionError, RuntimeError) as error:  # after all retries
                 self.gate.settle("lost", num)
                 self.history.report.say(f"{num} groups lost: {cause(error)}")
-                spare = self.MAX_LOST + self.gate.count["trained"] - self.gate.count["lost"]
+                # 320 more groups lost than trained on: nobody gets anywhere
+                spare = 320 + self.gate.count["trained"] - self.gate.count["lost"]
                 if isinstance(cause(error), NoReplica) or spare < 0: raise  # the run ends
                 await asyncio.sleep(0.5)  # a trainer that is not back yet, for example
             finally: self.away -= num
@@ -2651,7 +2631,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     costs no step
     try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate"""
     report.say(f"seed {cfg.seed}; starting takes about 10 s")
-    timed, struck, faults = max(1, cfg.steps * 4 // 5), {}, []  # steps to compare; then the faults
+    timed, struck, faults = max(1, cfg.steps // 2), {}, []  # steps to compare; then come the faults
     async with Fleet(cfg) as fleet:
         report.table(*await fleet.placement())
         before, loose = await fleet.evaluate(), History(fleet, report, "loose", min(60, timed))
@@ -2659,7 +2639,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         run = AsyncRun(History(fleet, report, "async", cfg.steps, "async_rl"), cfg.max_lag)
         history, running = run.history, asyncio.ensure_future(run.run())
         for part, (name, number) in enumerate(FAULTS.items()):
-            step = timed + (cfg.steps - timed) * part // 3
+            step = timed + (cfg.steps - timed) * (3 * part + 1) // 10
             while len(history.rows) < step and not running.done(): await asyncio.sleep(0.002)
             if running.done(): running.result()  # raises what ended it
             speed = history.speed(timed)
@@ -2714,54 +2694,51 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
 
 demos = [(name[5:], run) for name, run in globals().items() if name.startswith("demo_")]
+# By name, in the order of the file.
 STAGES = {name: Stage(n, name, *re.split(" (?=try: )", " ".join(run.__doc__.split())), run,
-                      run.__code__.co_firstlineno)
-          for n, (name, run) in enumerate(demos, 1)}  # by name, in the order of the file
+                      run.__code__.co_firstlineno) for n, (name, run) in enumerate(demos, 1)}
 
 
 # Finds everything that can be wrong with the arguments before a process is spawned.
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config, list[Stage]]:
-    form = functools.partial(argparse.HelpFormatter, max_help_position=22, width=100)
-    parser = argparse.ArgumentParser(usage="monarch_rl.py [flags]", description=__doc__[:82],
-                                     formatter_class=form, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s flags [their defaults]", description=__doc__[:92], allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 22, 100))
     parser.error = lambda message: parser.exit(2, f"monarch_rl: {message}\n")  # one line
     by_number = {str(stage.number): stage.name for stage in STAGES.values()}
     known = dict(type=lambda text: by_number.get(text, text), choices=[*STAGES], metavar="STAGE")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--stage", default=[*STAGES][-1], help="run stages 1 to it", **known)
-    which.add_argument("--only", help="run this stage", **known)
-    which.add_argument("--list", action="store_true", help="print the stages")
+    which.add_argument("--stage", default=[*STAGES][-1], help="to it from the first [all]", **known)
+    which.add_argument("--only", help="no other one [all]", **known)
+    which.add_argument("--list", action="store_true", help="print the stages and their lines")
     which.add_argument("--worker", nargs="?", const="tcp://127.0.0.1:26600", metavar="ADDRESS",
-                       help="serve this host to runs with --hosts (default: %(const)s)")
+                       help="serve this host to runs with --hosts [%(const)s]")
     meaning = dict(re.findall(r"(\w+): .*  # (.*)", inspect.getsource(Config)))
     names = dict(loss=LOSSES, baseline=BASELINES, pull=["rollout", "token"], device=["cpu", "cuda"])
     for name, value in Config()._asdict().items():
-        some = f": {', '.join(names[name])}" if name in names else ""
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value,
-                            choices=names.get(name), metavar={int: "N", float: "X"}.get(type(value), "NAME"),
-                            help=f"{meaning[name]}{some} (default: {'none' if value == '' else value})")
+          choices=names.get(name), metavar=type(value).__name__, help=f"{meaning[name]} [{value}]")
     for name, value in vars(args := parser.parse_args(argv)).items():
         low = dict(max_lag=0, seed=0, lr=0, kl=0, entropy=-1).get(name, 1)
         if type(value) in (int, float) and not value >= low:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}")
-    if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
-        parser.error("this version needs Linux on x86-64: see `Arena` and DOCS, appendix B")
     cfg = Config(*(getattr(args, name) for name in Config._fields))
     stages = [STAGES[args.only]] if args.only else [*STAGES.values()][: STAGES[args.stage].number]
+    if cfg.report and stages[-1].name != "async_rl": parser.error("--report is of stage async_rl")
     attempts = {  # which raise why not
+        "only Linux, x86-64": lambda: ["linux x86_64"].index(f"{sys.platform} {os.uname().machine}"),
         f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
             lambda: (some := Sampler(cfg)).validation[0].turns[some.task.num_turns - 1],
         "--device cuda": lambda: cfg.hosts or device_of(cfg, "trainer", cfg.trainers - 1),
-        f"--model {cfg.model}": lambda: cfg.model == "tiny" or demand_policy(cfg.model),
+        # reads the weights from the disk, once for all
+        f"--model {cfg.model}": lambda: cfg.model == "tiny" or Policy(cfg._replace(device="cpu")),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
         **{f"--hosts {a}": functools.partial(connect, a) for a in hosts_of(cfg) if cfg.hosts},
         f"--worker {args.worker}": lambda: args.worker and name_and_port(args.worker),
-        "--report (of async_rl, which must be among the stages)":
-            lambda: cfg.report and (recipe(), stages.index(STAGES["async_rl"])),
-        "--json, --log, --trace, --report": lambda: [
-            os.remove(open(path, "x").name) for path in (cfg.json, cfg.log, cfg.trace, cfg.report)
-            if path and not os.path.isfile(path)]}
+        "--trace, --report": lambda: (cfg.trace or cfg.report) and recipe(),
+        "--json, --log, --trace, --report": lambda: [os.remove(open(path, "x").name) for path in
+            (cfg.json, cfg.log, cfg.trace, cfg.report) if path and not os.path.isfile(path)]}
     for flag, attempt in attempts.items():
         try: attempt()
         except (Exception, SystemExit) as error:  # whatever somebody's file raises
@@ -2769,23 +2746,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config, list[Stag
     return args, cfg, stages
 
 
-@functools.cache
 def recipe() -> dict:
-    """What makes the page of --report, by name: a hundred lines that teach no RL, kept in DOCS 9."""
+    """What writes the files of --trace and --report, by name: it teaches no RL, and is DOCS 9."""
     docs = pathlib.Path(__file__).with_name("DOCS.md").read_text(encoding="utf-8")
     code, page = re.findall("```(?:python|html)\n(.*?)```", docs.split("### The page")[1], re.S)[:2]
     exec(compile(code, "DOCS 9", "exec"), found := {"PAGE": page})
     return found
-
-
-def demand_policy(name: str) -> None:
-    """Raises why this is no model to begin with."""
-    kind = type(transformers.AutoConfig.from_pretrained(name))
-    if kind not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING: raise ValueError("not a causal LM")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    if not tokenizer.chat_template: raise ValueError("its tokenizer has no chat template")
-    files = {file.suffix for file in pathlib.Path(name).glob("*")}  # none: it is a hub id
-    if files and not files & {".safetensors", ".bin"}: raise ValueError("no weights")
 
 
 def descendants(root: int = 0) -> list[int]:
@@ -2811,23 +2777,11 @@ def leave(status: int, line: str = "") -> None:
     os._exit(status)
 
 
-def trace() -> dict:
-    """EVENTS in Chrome's format, in microseconds: a row per rank of an actor, another for copies."""
-    rows = {e.actor: i for i, e in enumerate(EVENTS)}
-    return {"traceEvents": [
-        *(dict(ph="X", pid=0, tid=rows[e.actor], name=e.what, ts=e.start * 1e6,
-               dur=(e.end - e.start) * 1e6) for e in EVENTS),
-        *(dict(ph="M", pid=0, tid=i, name="thread_name", args={"name": row}) for row, i in rows.items())]}
-
-
 def main(argv: list[str] | None = None) -> None:
     args, cfg, stages = parse(argv)
-    if args.list:
-        rows = (f"{s.number:2d}  {s.name:<14s} line {s.line:<5} {s.claim}" for s in STAGES.values())
-        return print(*rows, sep="\n")
-    if args.worker:
-        for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda *_: leave(0))
-        serve(args.worker)
+    rows = (f"{s.number:2d}  {s.name:<14s} line {s.line:<5} {s.claim}" for s in STAGES.values())
+    if args.list: return print(*rows, sep="\n")
+    if args.worker: serve(args.worker)
     if cfg.hosts: enable_transport(url(connect(hosts_of(cfg)[0])[1], 0))
     # File descriptor 2, which our processes inherit, becomes a file without a name: Monarch reports
     # there what the demos provoke. sys.stderr keeps the terminal.
@@ -2837,13 +2791,13 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, lambda *_: leave(130, "interrupted"))
     monarch.actor.unhandled_fault_hook = lambda failure: leave(1, f"an actor died: {failure}")
     report = Report()
-    signal.signal(signal.SIGALRM, lambda *_: report.say(f"{since(report.start):.0f} s", end=""))
+    signal.signal(signal.SIGALRM, lambda *_: report.say(time.strftime("%H:%M:%S"), end=""))
     try: asyncio.run(report.run(stages, cfg))
     except BrokenPipeError: leave(1)  # `monarch_rl.py | head` has read enough
     machine = versions() | {"cores": len(os.sched_getaffinity(0))}
     whole = {"version": 1, "args": vars(args), "machine": machine, "stages": report.stages}
-    for path, found in (cfg.json, whole), (cfg.trace, trace()):
-        if path: pathlib.Path(path).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if cfg.json: pathlib.Path(cfg.json).write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    if cfg.trace: recipe()["trace"](cfg.trace)
     if failed := [found["name"] for found in report.stages if not found["ok"]]:
         noise.seek(0)
         last_words = "".join(f"  | {line}" for line in noise.readlines()[-20:])
