@@ -5,11 +5,12 @@
 # ///
 """monarch_rl: an asynchronous RL system for language models, in one file that teaches itself.
 
-    python monarch_rl.py                      the whole tour, about three minutes on a Linux laptop
+    python monarch_rl.py                      the whole tour, two and a half minutes on a laptop
     python monarch_rl.py --stage service      stages 1 to 6
     python monarch_rl.py --only async_rl      one stage
     python monarch_rl.py --checkpoint DIR     the tour; if cut off, the same command goes on
     python monarch_rl.py --list               the stages, with line numbers
+    python monarch_rl.py --report PAGE.html   and a page: from synchronous to asynchronous
     python monarch_rl.py --worker ADDRESS     serves this host to runs with --hosts (DOCS 8)
 
 Each stage shows a problem, the rule that solves it, and measures both in the same run.
@@ -204,10 +205,9 @@ def since(start: float) -> float: return time.monotonic() - start  # seconds sin
 
 # -- plumbing: hosts ------------------------------------------------------------------------------
 
-# A worker (--worker) waits for connections. For each it starts a Monarch host of its own and says
-# where that listens; then each side hears from the other ten times a second. With the connection
-# end that host and its processes. A worker that was restarted is another host, at another port: at
-# the old one it would get messages meant for its predecessor, and return them; that ends a sender.
+# A worker (--worker) waits for connections. For each it starts a Monarch host of its own, at a new
+# port, and says where; then each side hears from the other ten times a second. With the connection
+# end that host and its processes. (At an old port messages come back, which ends their sender.)
 
 SILENCE_S = 8.0  # after which the other side counts as lost
 
@@ -270,8 +270,7 @@ def door_to(address: str) -> str:
 
 
 async def host_mesh(address: str):
-    """The host to spawn processes on: this one, or a worker's, for which it waits. What is spawned
-    on it does not know the difference."""
+    """The host to spawn processes on: this one, or a worker's, for which it waits."""
     while not door_to(address): await asyncio.sleep(0.05)
     if not address: return this_host()
     return attach_to_workers(ca="trust_all_connections", workers=[door_to(address)])
@@ -617,8 +616,7 @@ class Supervisor(Actor):
 
 
 def on_exit(pid: int, callback) -> None:
-    """Calls back in this event loop as soon as a process of this host ends. Monarch's poll tells of
-    all hosts, but later: seconds, if it had just asked that process."""
+    """Calls back, in this event loop, when a process of this host ends; sooner than the poll."""
     loop, fd = asyncio.get_running_loop(), os.pidfd_open(pid)
     loop.add_reader(fd, lambda: (loop.remove_reader(fd), os.close(fd), callback()))
 
@@ -1275,8 +1273,7 @@ async def row(ranks, num_rounds: int, road: str, num_generators: int) -> Row:
 async def demo_weight_sync(report: Report, cfg: Config) -> None:
     """a generator never samples from half-updated weights, the trainer never waits, and a sync
     costs about one memory copy, however many generators there are
-    try: --model-mb 1024: what does not depend on size weighs less there; num_readers + 1 slots in
-    `Arena.create`: a version finds none free"""
+    try: num_readers + 1 slots in `Arena.create`: a version finds none free"""
     report.say(f"290 tensors, {cfg.model_mb} MiB; seed {cfg.seed} (at 96 MiB about 25 s)")
     procs, relay_procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     place, ranks = meeting_place(), procs.spawn("bench", Bench)
@@ -1333,14 +1330,13 @@ Box = collections.namedtuple("Box", "start end local", defaults=[(), (), ()])  #
 # where the first one lies in the whole, how many, where it lies in what each of the two has.
 Move = collections.namedtuple("Move", "name source target offset size read_at write_at")
 
-# A plan, by example: a matrix "w" of 5 x 23, the trainer cut by rows, the generator by columns.
+# Half a plan, by example: a matrix "w", 5 x 23, of a trainer by rows, of a generator by columns.
 #
 #     source 0 has   Box((0, 0), (3, 23), (0, 0))     target 0 needs   Box((0, 0), (5, 12), (0, 0))
 #     source 1 has   Box((3, 0), (5, 23), (0, 0))     target 1 needs   Box((0, 12), (5, 23), (0, 0))
 #
 #     Move("w", source 0, target 1, offset (0, 12), size (3, 11), read_at (0, 12), write_at (0, 0))
 #     Move("w", source 1, target 1, offset (3, 12), size (2, 11), read_at (0, 12), write_at (3, 0))
-#     and two more for target 0
 
 
 def region(offset: tuple, size: tuple): return tuple(slice(i, i + n) for i, n in zip(offset, size))
@@ -1677,8 +1673,7 @@ class Rollout(collections.namedtuple("Rollout", "ids mask turns logprobs version
     ids, mask: [B, T] int64; mask 1 = token, 0 = hole. turns: [B, T] int64, in which turn the policy
     chose the token; 0 = it did not, and nothing else carries loss. logprobs: [B, T] float32, with
     which it was chosen. versions: [B, T] int64, of the weights that chose it. rewards: [B, turns]
-    float32. group_ids: [B] int64; rows of a group need not be neighbours. prompts: [B]. answers:
-    [B][turn]."""
+    float32. group_ids: [B] int64; a group's rows need not be neighbours. answers: [B][turn]."""
 
     @staticmethod
     def join(parts: list[tuple[Rollout, list[int]]]) -> Rollout:
@@ -1830,7 +1825,7 @@ def warm_start(policy: Policy) -> None:
     """Supervised steps until the policy is bad but not hopeless: from random weights RL has nothing
     to reinforce. In the answers that it learns from, one letter in ten is wrong."""
     sampler, rng, task = Sampler(policy.cfg), random.Random(policy.cfg.seed), policy.task
-    found, optimizer = 0.0, torch.optim.AdamW(policy.model.parameters(), 3e-4, weight_decay=0.0)
+    found, optimizer = 0.0, torch.optim.AdamW(policy.model.parameters(), 6e-4, weight_decay=0.0)
     for num_steps in range(1000):
         decoder = Decoder(policy, 64)  # says what it is given
         for pairs in zip(*(prompt.turns for prompt in sampler.draw(64))):
@@ -1855,8 +1850,7 @@ def warm_start(policy: Policy) -> None:
 # Why a baseline. The gradient of the expected reward is E[A grad log pi], whatever A is reduced
 # by, as long as that does not depend on the answer. The mean over answers to the same prompt costs
 # no second network and removes what is due to the prompt: that a prompt is easy does not teach that
-# all its answers are good. (The own answer is in that mean, which shrinks A by 1 / GROUP_SIZE;
-# leave_one_out is the mean of the others.)
+# all its answers are good. (leave_one_out: the mean of the others, without the answer itself.)
 BASELINES = ["group", "none", "batch", "leave_one_out"]
 
 
@@ -1957,8 +1951,7 @@ def read_checkpoint(path: str | bytes, cfg: Config) -> dict:
 
 
 class Vault:
-    """The newest two checkpoints of a run, in a folder; without one in memory, in files that have
-    no name. Only the controller touches it."""
+    """A run's newest two checkpoints, in a folder, or in memory, in files without a name."""
 
     def __init__(self, folder: str = ""):
         self.folder = folder
@@ -2510,7 +2503,6 @@ class Gate:
     """Tickets, one per group. It needs no lock: from a look to the next `await` no other runs."""
 
     def __init__(self, max_lag: int, count: collections.Counter):
-        # bell: rings when somebody may have to look again
         self.size, self.count, self.bell = (max_lag + 1) * GROUPS_PER_BATCH, count, asyncio.Event()
 
     async def admit(self, most: int) -> int:
@@ -2694,7 +2686,6 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
 
 demos = [(name[5:], run) for name, run in globals().items() if name.startswith("demo_")]
-# By name, in the order of the file.
 STAGES = {name: Stage(n, name, *re.split(" (?=try: )", " ".join(run.__doc__.split())), run,
                       run.__code__.co_firstlineno) for n, (name, run) in enumerate(demos, 1)}
 
@@ -2708,8 +2699,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config, list[Stag
     by_number = {str(stage.number): stage.name for stage in STAGES.values()}
     known = dict(type=lambda text: by_number.get(text, text), choices=[*STAGES], metavar="STAGE")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--stage", default=[*STAGES][-1], help="to it from the first [all]", **known)
-    which.add_argument("--only", help="no other one [all]", **known)
+    which.add_argument("--stage", default=[*STAGES][-1], help="run 1 to it [async_rl]", **known)
+    which.add_argument("--only", help="run this stage", **known)
     which.add_argument("--list", action="store_true", help="print the stages and their lines")
     which.add_argument("--worker", nargs="?", const="tcp://127.0.0.1:26600", metavar="ADDRESS",
                        help="serve this host to runs with --hosts [%(const)s]")
@@ -2726,11 +2717,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Config, list[Stag
     stages = [STAGES[args.only]] if args.only else [*STAGES.values()][: STAGES[args.stage].number]
     if cfg.report and stages[-1].name != "async_rl": parser.error("--report is of stage async_rl")
     attempts = {  # which raise why not
-        "only Linux, x86-64": lambda: ["linux x86_64"].index(f"{sys.platform} {os.uname().machine}"),
+        "Linux on x86-64": lambda: ["linux x86_64"].index(f"{sys.platform} {os.uname().machine}"),
         f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)":
             lambda: (some := Sampler(cfg)).validation[0].turns[some.task.num_turns - 1],
         "--device cuda": lambda: cfg.hosts or device_of(cfg, "trainer", cfg.trainers - 1),
-        # reads the weights from the disk, once for all
         f"--model {cfg.model}": lambda: cfg.model == "tiny" or Policy(cfg._replace(device="cpu")),
         "--checkpoint": lambda: [Vault(f"{cfg.checkpoint}/{stage}").newest(cfg, say=str)
                                  for stage in ("sync_rl", "async_rl") if cfg.checkpoint],
