@@ -109,7 +109,7 @@ class Config(typing.NamedTuple):
 
     task: str = "repeat"  # what is learned: repeat, count, pattern, or FILE.py:CLASS
     model: str = "tiny"  # folder or hub id of a causal LM, or the built-in tiny one
-    steps: int = 300  # of the optimizer in async_rl, half as many in sync_rl; few fail the checks
+    steps: int = 300  # optimizer steps in async_rl, half as many in sync_rl; few fail checks
     generators: int = 2  # replicas of the generator service
     trainers: int = 1  # ranks over which the trainer is sharded with FSDP2
     max_lag: int = 2  # K, in versions: nothing older is trained on

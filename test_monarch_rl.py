@@ -3414,6 +3414,53 @@ def test_readme_and_docs_agree_with_the_file():
     assert shutil.which("bash") and (FOLDER / ".ci" / "run").exists()
 
 
+def test_the_map_in_readme_has_the_lines_of_the_file():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", readme, re.M))
+    banners = {str(i): re.sub(r"^# [=-]+ | [=-]+$", "", line) for i, line in enumerate(LINES, 1)
+               if re.match(r"# (==|--) .* [=-]+$", line)}
+    assert {line: row.split(" | ")[0] for line, row in rows.items()} | banners == {
+        line: row.split(" | ")[0] for line, row in rows.items()} and len(rows) == len(banners) + 1
+    named = re.findall(r"`(\w+)` (\d+)", " ".join(rows.values()))
+    assert len(named) > 40
+    for name, line in named:
+        assert re.match(rf"(class|def|async def) {name}\b", LINES[int(line) - 1]), name
+
+
+def test_help_is_one_screen_and_every_flag_has_its_default():
+    found = subprocess.run([sys.executable, str(FILE), "--help"], text=True, capture_output=True, timeout=60)
+    lines = found.stdout.splitlines()
+    assert found.returncode == 0 and len(lines) <= 40 and max(map(len, lines)) <= 100
+    for name, default in m.Config()._asdict().items():
+        [line] = [line for line in lines if line.startswith(f"  --{name.replace('_', '-')} ")]
+        assert line.endswith(f" [{default}]") and len(line.split()) > 5
+    for name, some in (("loss", m.LOSSES), ("baseline", m.BASELINES)):
+        assert ", ".join(some) in next(line for line in lines if line.startswith(f"  --{name} "))
+
+
+# What DOCS names in code font and neither the file, nor these tests, nor a recipe has.
+ELSEWHERE = {
+    "_bytes", "_ms", "_per_s", "_us", "_s",  # ends of names
+    "ablate.py", "tails.py", "wire.py", "calculator.py",  # the recipes' own
+    "memfd", "pidfd", "ibverbs", "srun", "rollout_func",  # Linux, Monarch, Slurm, TRL
+}
+
+
+def test_names_in_docs_exist():
+    docs = (FOLDER / "DOCS.md").read_text(encoding="utf-8")
+    fence = re.compile(r"^```.*?^```", re.M | re.S)
+    words = {*re.findall(r"\w+", SOURCE + pathlib.Path(__file__).read_text() + " ".join(fence.findall(docs)))}
+    named = {span for span in re.findall(r"`([^`\n]+)`", fence.sub("", docs))
+             if re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", span)}
+    assert len(named) > 200
+    assert {span for span in named - ELSEWHERE if not {*re.findall(r"\w+", span)} <= words} == set()
+    flags = {*re.findall(r"`(--[a-z][a-z-]+)", docs)}
+    assert flags <= {"--" + name.replace("_", "-") for name in m.Config._fields} | {
+        "--stage", "--only", "--list", "--worker", "--help"}, flags
+    chapters = re.findall(r"^## (\d+)\. ", docs, re.M)
+    assert chapters == [str(i) for i in range(12)]
+
+
 # -- all of it, at length -------------------------------------------------------------------------
 
 if __name__ == "__main__":
