@@ -2,6 +2,9 @@
 
 One tour is shared by many tests. For every claim a test takes away the line that provides it and
 expects that stage to fail, and the stages before it to hold. No test asserts a time.
+
+`python test_monarch_rl.py` runs more: whole runs of other tasks, trainers and hosts, and the long
+measurements of faults at the end of this file.
 """
 
 import ast
@@ -44,6 +47,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 FILE = FOLDER / "monarch_rl.py"
 SOURCE = FILE.read_text(encoding="utf-8")
 NAMES = [stage.name for stage in m.STAGES.values()]
+ALL = "MONARCH_RL_ALL" in os.environ  # else one of several alike
 MARK = "MONARCH_RL_TEST"  # an environment variable by which a run's processes are found
 
 
@@ -181,10 +185,9 @@ def test_training_learns_in_the_tour(tour):
     learned(tour, 0.95)
 
 
-@pytest.mark.parametrize("task, seed, least", [("count", 0, 0.90), ("pattern", 0, 0.90)])
-def test_training_learns(tmp_path, task, seed, least):
-    learned(Run(tmp_path, "--only", "async_rl", "--steps", "400", "--task", task,
-                "--seed", str(seed)), least)
+@pytest.mark.parametrize("task", ["count", "pattern"][: 1 + ALL])
+def test_training_learns(tmp_path, task):
+    learned(Run(tmp_path, "--only", "async_rl", "--task", task), 0.90)
 
 
 # -- without its mechanism a stage fails, and only that one ---------------------------------------
@@ -1611,9 +1614,9 @@ def test_many_trainers_have_the_gradient_of_one(tmp_path, loss="ppo"):
     assert all(float(gap) <= 1e-5 and float(off) <= 1e-4 and int(n) > 20 for _, gap, off, n in rows)
 
 
-def test_training_learns_with_two_trainers(tmp_path):
-    learned(Run(tmp_path, "--only", "async_rl", "--steps", "400", "--trainers", "2", "--seed", "1"),
-            0.95)
+if ALL:
+    def test_training_learns_with_two_trainers(tmp_path):
+        learned(Run(tmp_path, "--only", "async_rl", "--trainers", "2", "--seed", "1"), 0.95)
 
 
 def test_two_trainers_go_through_sync_rl_with_a_reference(tmp_path):
@@ -1909,7 +1912,7 @@ def chaos(folder, *what, timeout=400):
     return answers
 
 
-@pytest.mark.parametrize("seed", [1, 14])
+@pytest.mark.parametrize("seed", [14, 1][: 1 + ALL])
 def test_three_faults_cost_no_step_and_the_books_are_true(tmp_path, seed):
     """Of twenty seeds two; each draws three faults and three steps."""
     [found] = chaos(tmp_path, f"chaos:{seed}")
@@ -1981,9 +1984,9 @@ def power_cuts(folder, num_outside, num_inside, seed=0):
 
 
 def test_a_power_cut_at_any_moment_changes_nothing(tmp_path):
-    outside, inside, ends, gap = power_cuts(tmp_path, 2, 1)
+    outside, inside, ends, gap = power_cuts(tmp_path, 1, 1)
     print(f"power cuts: {outside} outside, {inside} inside a checkpoint, {ends} ends, difference {gap}")
-    assert outside >= 2 and inside >= 1 and ends >= 1 and gap == 0.0
+    assert outside >= 1 and inside >= 1 and ends >= 1 and gap == 0.0
 
 
 def checkpoint(path, **about):
@@ -2938,20 +2941,21 @@ def network(request):
     net.close()
 
 
-def test_training_learns_on_two_hosts_as_on_one(network, tmp_path):
-    workers = [network.work(i) for i in (0, 1)]
-    before = [processes_of(worker.mark) for worker in workers]
-    run = Run(tmp_path, "--only", "async_rl", "--hosts", network.hosts, prefix=network.inside(0))
-    learned(run, 0.95)
-    rows = [line.split() for line in run.out.splitlines() if line.lstrip().startswith("tcp://")]
-    assert rows == [[network.url(0), "cpu", "cpu", "cpu"], [network.url(1), "cpu", "cpu"]]
-    # the trainer, killed there, was replaced there; and nothing is left
-    assert run.stage("async_rl")["ok"] and run.left == []
-    assert wait_until(lambda: [processes_of(worker.mark) for worker in workers] == before)
+if ALL:
+    def test_training_learns_on_two_hosts_as_on_one(network, tmp_path):
+        workers = [network.work(i) for i in (0, 1)]
+        before = [processes_of(worker.mark) for worker in workers]
+        run = Run(tmp_path, "--only", "async_rl", "--hosts", network.hosts, prefix=network.inside(0))
+        learned(run, 0.95)
+        rows = [line.split() for line in run.out.splitlines() if line.lstrip().startswith("tcp://")]
+        assert rows == [[network.url(0), "cpu", "cpu", "cpu"], [network.url(1), "cpu", "cpu"]]
+        # the trainer, killed there, was replaced there; and nothing is left
+        assert run.stage("async_rl")["ok"] and run.left == []
+        assert wait_until(lambda: [processes_of(worker.mark) for worker in workers] == before)
 
 
 @pytest.mark.parametrize("network", [(3,)], indirect=True)
-@pytest.mark.parametrize("victim, step", [(0, 50), (2, 22), (1, 0)])
+@pytest.mark.parametrize("victim, step", [(0, 50), (2, 22), (1, 0)][: 1 + 2 * ALL])
 def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, victim, step):
     """Killed at that step, 0: while processes are started; the host of the trainer comes back."""
     workers, log = [network.work(i) for i in range(3)], tmp_path / "log.jsonl"
@@ -2963,7 +2967,8 @@ def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, victim, st
         lines = log.read_text().splitlines() if log.exists() else []
         return sum('"run": "async"' in line for line in lines)
 
-    alone = len(processes_of(workers[victim].mark))
+    before = [processes_of(worker.mark) for worker in workers]
+    alone = len(before[victim])
     assert wait_until(lambda: len(processes_of(workers[victim].mark)) > alone + 2, 60)
     assert wait_until(lambda: steps() >= step, 120)
     for pid in processes_of(workers[victim].mark):
@@ -2980,6 +2985,8 @@ def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, victim, st
     found = stage["figures"]
     assert found["started"] == sum(found[k] for k in ("trained", "dropped", "lost", "undone", "in_flight"))
     assert found["trained"] == m.GROUPS_PER_BATCH * 90
+    for i in {0, 1, 2} - {victim}:
+        assert wait_until(lambda: processes_of(workers[i].mark) == before[i])
 
 
 @pytest.mark.parametrize("network", [(2,), (2, 0.01)], indirect=True, ids=["whole", "lossy"])
@@ -3464,6 +3471,8 @@ def test_names_in_docs_exist():
 # -- all of it, at length -------------------------------------------------------------------------
 
 if __name__ == "__main__":
+    subprocess.run([sys.executable, "-m", "pytest", "-q", __file__, "-k", "learns or is_lost or three_faults"],
+                   env=os.environ | {"MONARCH_RL_ALL": "1"})
     with tempfile.TemporaryDirectory() as room:
         room = pathlib.Path(room)
         for number, what in enumerate(["failover:15", "throughput", "memory"]):
