@@ -1798,8 +1798,8 @@ async def failover(num_kills):
             os.kill(found[kill % 3], signal.SIGKILL if kill < num_kills else signal.SIGSTOP)
             await asyncio.gather(*asked)
             ms.append(m.since(struck) * 1e3)
-        log = (await fleet.generators.status.call_one(30.0))["log"]
-        late = [loss.start - when for loss in log if loss.what == "missed its deadline"]
+        await fleet.generators.status.call_one(30.0)
+        late = [e.start - when for e in m.losses("generator") if e.what == "missed its deadline"]
     return dict(failover_ms=statistics.median(ms[:num_kills]), failover_all_ms=ms,
                 freeze_found_s=late, deadline_s=5.0)
 
