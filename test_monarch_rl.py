@@ -2769,7 +2769,8 @@ def bad_model(folder, how):
 
 
 @pytest.mark.parametrize("how, told", [
-    ("no weights", "no weights"), ("no template", "no chat template"), ("not causal", "causal"),
+    ("no weights", "no file named model.safetensors"), ("no template", "chat_template is not set"),
+    ("not causal", "AutoModelForCausalLM"),
     ("no tokenizer", "tokenizer"), ("no config", "config"), ("unreachable", "nobody/nothing-that-exists")])
 def test_a_model_that_cannot_be_trained_gets_one_line_and_exit_2(tmp_path, how, told):
     found = subprocess.run(
