@@ -49,7 +49,7 @@ The words, each with an example:
     group      the episodes sampled from one prompt; rewards are compared inside it       8
     rollout    what one call of a generator returns: groups of episodes              16 x 8
     ticket     permission to generate one group; given back if the group is dropped       1
-    slot       one copy of all weights in shared memory                              96 MiB
+    slot       one copy of all weights in shared memory                              64 MiB
     publish    what the trainer does to make a version available; generators pull it      7
     lease      the slot that a generator says it is reading                               3
     torn       of weights: some tensors of one version, some of another             6, 6, 7
@@ -80,8 +80,8 @@ os.environ.update(dict(HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY="200ms",  # 10
     # Several processes share the cores, so none starts threads; and some would be chatty.
     OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error",
     HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1", PYTHONSAFEPATH="1") | os.environ)
-# Workers import this file by its name, and not what is so called where the run was started.
-os.environ["PYTHONPATH"] = f"{pathlib.Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+# Spawned processes import this file by its name, not what is so called where the run started.
+os.environ["PYTHONPATH"] = f"{os.path.dirname(__file__)}:{os.getenv('PYTHONPATH', '')}".strip(":")
 
 
 class Lazy(types.ModuleType):
@@ -109,7 +109,7 @@ class Config(typing.NamedTuple):
 
     task: str = "repeat"  # what is learned: repeat, count, pattern, or FILE.py:CLASS
     model: str = "tiny"  # folder or hub id of a causal LM, or the built-in tiny one
-    steps: int = 300  # optimizer steps in async_rl, half in sync_rl; with few, checks fail
+    steps: int = 300  # training steps in async_rl, half in sync_rl; with few, checks fail
     generators: int = 2  # replicas of the generator service
     trainers: int = 1  # ranks over which the trainer is sharded with FSDP2
     max_lag: int = 2  # K, in versions: nothing older is trained on
@@ -122,7 +122,7 @@ class Config(typing.NamedTuple):
     pull: str = "rollout"  # new weights come before a rollout, or before a token
     seed: int = 0  # of sampling, initial weights and prompts
     device: str = "cpu"  # where policies compute: cpu, cuda
-    model_mb: int = 96  # MiB of weights in weight_sync and in reshard
+    model_mb: int = 64  # MiB of weights in weight_sync and in reshard
     json: str = ""  # file for everything that was measured
     log: str = ""  # file for a JSON line per training step
     trace: str = ""  # file for who did what and when, as Perfetto reads it (DOCS 9)
@@ -692,7 +692,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #   requests in flight, in turn. Every attempt has a deadline. A replica that dies, misses it or
 #   keeps raising is replaced, and the request goes to another. If two replicas raise on the same
 #   request, the request is to blame and the exception is its caller's.
-# Cost. A hop inside this process. A request may run twice; it is answered once.
+# Cost. A hop inside this process. A request may run up to three times; it is answered once.
 # Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 
 
@@ -717,7 +717,7 @@ class Service(Supervisor):
     async def _keep(self, replica_id: int) -> None:
         """waits for a loss / woken by `_lose` / produces the next replica / ends with `close`, or
         if the first one cannot be made, though its host is there"""
-        why, when = "", 0.0  # the last one was lost; no one yet
+        why, when = "", 0.0  # of the loss that the next replica makes good; none yet
         while self.keepers:
             try:
                 await self._spawn(replica_id)
@@ -772,6 +772,7 @@ class Service(Supervisor):
         end = time.monotonic() + self.SETUP_DEADLINE_S
         while not (fit := [r for r in self._healthy()
                            if r is not raised and r.in_flight < self.max_in_flight]):
+            if {*self._healthy()} - {raised}: end = time.monotonic() + self.SETUP_DEADLINE_S  # busy
             if time.monotonic() > end or not self.keepers: raise NoReplica(f"{self.name}: all lost")
             await asyncio.sleep(0.005)
         # A slow replica gets less. Among equals in turn, or an idle service would use one replica.
@@ -843,7 +844,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
 #   the write holds some tensors of version 6 and some of version 7: no error, only worse rewards.
 # Rule. The writer fills a slot that nobody reads, then changes one word. A reader announces the
 #   slot that this word names, looks at the word again, and only then reads; the writer leaves
-#   announced slots alone. Readers copy nothing: their parameters point into the slot. Another host
+#   announced slots alone. On CPUs readers copy nothing: parameters are the slot. Another host
 #   has one relay, which reads by the same rule and publishes in that host's own slots.
 # Cost. Two slots more than readers, in host memory.
 # Not here. GPUDirect; sending only what changed (DOCS 2).   Source. Hazard pointers, Michael 2004.
@@ -964,8 +965,7 @@ class Arena:
 
     def fence(self) -> None:
         """My stores become visible before my next loads run. A processor may keep a store in a
-        buffer of its own while later loads go ahead, the one order that x86 breaks (ARM: more);
-        taking a lock empties that buffer, as does the end of glibc's memmove past the cache."""
+        buffer while later loads go ahead (x86 breaks no other order); taking a lock empties it."""
         with self.lock: pass
 
     def checksums(self, slot: int) -> tuple:
@@ -1143,7 +1143,7 @@ class Relay(Worker):
 
     async def _follow(self) -> None:
         """waits for nobody, but looks / produces versions / ends with this process"""
-        # The protocol of WeightReader.lease, by messages: an answered write has been seen by all.
+        # The protocol of WeightReader.lease, one-sided: a write that is answered is seen by all.
         # The trainer cannot ask whether I live, so I lease in its name; my successor has this word.
         while True:
             await asyncio.sleep(0.005)  # a look costs both hosts half a millisecond of CPU
@@ -1275,7 +1275,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     """a generator never samples from half-updated weights, the trainer never waits, and a sync
     costs about one memory copy, however many generators there are
     try: num_readers + 1 slots in `Arena.create`: a version finds none free"""
-    report.say(f"290 tensors, {cfg.model_mb} MiB; seed {cfg.seed} (at 96 MiB about 25 s)")
+    report.say(f"290 tensors, {cfg.model_mb} MiB; seed {cfg.seed} (at 64 MiB about 25 s)")
     procs, relay_procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
     place, ranks = meeting_place(), procs.spawn("bench", Bench)
     arena = (await ranks.do.call("join", place, cfg.model_mb, cfg.seed, 4)).item(rank=0)
@@ -1316,7 +1316,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 # Rule. Say which boxes of the whole tensor each rank has. Where boxes of the two sides meet, there
 #   is one move. On one host there is nothing to move: a slot holds whole tensors, each trainer rank
 #   writes its boxes, each generator rank views its own. Between hosts all that one rank has for
-#   another travels as one parcel, and one is unpacked while the next is read.
+#   another can travel as one parcel. (Here it is shown; stages 9 and 10 relay whole slots.)
 # Cost. Rows of a view by columns are not adjacent. Parcels take the memory of what they carry.
 # Not here. Expert parallel layouts; Partial placements (a trainer reduces them first).
 # Source. DTensor placements; cross-mesh resharding (Zhuang, MLSys 2023).
@@ -1498,7 +1498,7 @@ class Cutter(Rank):
             for name, shape in shapes.items()} for cut in cuts] for _ in (0, 1))
         self.end = ShardWriter.join(self.have[0], 2, self.rank, 2)
         self.reader = ShardReader(self.end.arena.handle, self.rank, self.got[0])
-        # block: a slot never written, since two leases leave others free; spans: [source][target]
+        # block: a slot never written, for both leases name the latest; spans: [source][target]
         sent, self.spans, self.block = collections.Counter(), [None] * 2, self.end.arena.slots[-1]
         moves = [move for name, shape in shapes.items() for move in plan(
             name, *(layout(shape, (2,), cut) for cut in cuts), sent)]
@@ -1520,7 +1520,7 @@ class Cutter(Rank):
         return 2 * sum(local(tensor).nbytes for tensor in self.got[target].values())
 
     async def parcels(self, *_) -> int:
-        """By rows to by columns. Before `slots`, which makes tensors of the generator views."""
+        """By rows to by columns. Not after `slots`, which points the tensors elsewhere."""
         for parcel in self.sending: parcel.copy()
         torch.distributed.barrier()
         await receive(self.reading, [of_source[self.rank] for of_source in self.spans])
@@ -1543,7 +1543,7 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     try: `len(part) // num_ranks` in `boxes`, rounded down: `plan` finds a column missing"""
     shapes = {f"layer.{i}": (cfg.model_mb * MIB // (8 * 2 * 1025) + i, 1025) for i in range(8)}
     needed = sum(2 * math.prod(shape) for shape in shapes.values())  # bytes
-    report.say("a trainer and a generator of two ranks each (at 96 MiB about 15 s)")
+    report.say("a trainer and a generator of two ranks each (at 64 MiB about 10 s)")
     procs, place = this_host().spawn_procs(per_host={"rank": 2}), meeting_place()
     ranks, rows, wrong = procs.spawn("cutter", Cutter), [], 80
     await ranks.do.call("join", place, shapes)
@@ -1579,7 +1579,7 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 # Not here. Value networks, reward models, sandboxes for tools.
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), group advantage (GRPO, Shao 2024).
 
-GROUPS_PER_BATCH = 16  # prompts per optimizer step
+GROUPS_PER_BATCH = 16  # prompts per training step
 GROUP_SIZE = 8  # episodes per prompt; of fewer the mean is a poor baseline
 MAX_GRAD_NORM = 1.0
 MAX_K3 = {"cpu": 1e-6, "cuda": 1e-2}  # between the two programs, by rounding: in fp32, in bf16
@@ -2001,6 +2001,7 @@ class Trainer(Worker):
     async def setup(self) -> str:
         self.cfg = self.cfg._replace(device=device_of(self.cfg, "trainer", self.rank))
         self.policy = Policy(self.cfg)
+        if self.cfg.device != "cpu": torch.cuda.set_device(self.cfg.device)  # FSDP2 and streams ask
         # whole tensors, on the CPU of rank 0, however many ranks there are
         self.whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
         return self.cfg.device
@@ -2093,7 +2094,7 @@ class Trainer(Worker):
             norm = float(norm.full_tensor() if cfg.trainers > 1 else norm)  # of all ranks
             stall_s += self.writer.wait()
             if math.isfinite(norm): self.optimizer.step()
-            else: skipped = 1
+            else: skipped += 1
             self.optimizer.zero_grad()
         self.schedule.step()  # after a skipped update too: what is planned is the number of steps
         self.version += 1
@@ -2211,7 +2212,7 @@ class Fleet:
         # The numbers are replicas, and seconds after which a silent one counts as hung: steps and
         # rollouts of the tiny policy take some 30 ms. Two judges: one may hang, the other works.
         hosts, slow = self.hosts, 1 if cfg.model == "tiny" else 20
-        for address in hosts: door_to(address)  # services have threads of their own: one Link each
+        for address in hosts: door_to(address)  # makes its Link, before threads of services ask
 
         def spawn(*args, **limits): return this_proc().spawn(args[0], Service, *args, **limits)
 
@@ -2360,8 +2361,8 @@ class History:
     async def start(self) -> None:
         """The run begins, or goes on after the newest checkpoint in its folder. If it has one, the
         first Ctrl-C from now on waits for the end of a step and saves that."""
-        def interrupt(*_):  # once: a second one ends at once
-            self.interrupted = bool(signal.signal(signal.SIGINT, self.before))
+        # once: a second one ends at once
+        def interrupt(*_): self.interrupted = bool(signal.signal(signal.SIGINT, self.before))
 
         if (self.cfg.loss, self.cfg.passes) == ("decoupled", 1):
             self.report.say("decoupled with one pass: its clip can never fire; see --passes")
@@ -2435,8 +2436,7 @@ class History:
         """Of the first n steps: s, steps/s, tokens/s, busy shares of both sides, reward then."""
         s, tokens = self["seconds"][n - 1], sum(self["num_tokens"][:n])
         busy = [self["busy_s"][n - 1] / self.cfg.generators / s, sum(self["step_s"][:n]) / s]
-        tenth = self["reward"][n - max(1, n // 10) : n]
-        return [s, n / s, tokens / s, *busy, statistics.fmean(tenth)]
+        return [s, n / s, tokens / s, *busy, statistics.fmean(self["reward"][n + -n // 10 : n])]
 
     def report_learning(self, before: float, after: float, mismatch: float) -> float:
         """before, after: held-out exact. Returns the reward gained, last tenth over first."""
