@@ -5,7 +5,7 @@
 # ///
 """monarch_rl: an asynchronous RL system for language models, in one file that teaches itself.
 
-    python monarch_rl.py                      the whole tour, two and a half minutes on a laptop
+    python monarch_rl.py                      the whole tour, under three minutes on a laptop
     python monarch_rl.py --stage service      stages 1 to 6
     python monarch_rl.py --only async_rl      one stage
     python monarch_rl.py --checkpoint DIR     the tour; if cut off, the same command goes on
