@@ -3,8 +3,8 @@
 One tour is shared by many tests. For every claim a test takes away the line that provides it and
 expects that stage to fail, and the stages before it to hold. No test asserts a time.
 
-`python test_monarch_rl.py` runs more: whole runs of other tasks, trainers and hosts, and the long
-measurements of faults at the end of this file.
+The suite has one of several alike; `python test_monarch_rl.py` runs those that are skipped in it
+too, other tasks, trainers, hosts and faults, and the long measurements at the end of this file.
 """
 
 import ast
@@ -47,7 +47,8 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 FILE = FOLDER / "monarch_rl.py"
 SOURCE = FILE.read_text(encoding="utf-8")
 NAMES = [stage.name for stage in m.STAGES.values()]
-ALL = "MONARCH_RL_ALL" in os.environ  # else one of several alike
+ALL = "MONARCH_RL_ALL" in os.environ
+long = pytest.mark.skipif(not ALL, reason="long: run by `python test_monarch_rl.py`")
 MARK = "MONARCH_RL_TEST"  # an environment variable by which a run's processes are found
 
 
@@ -88,6 +89,22 @@ def wait_until(condition, seconds=10):
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
     return condition()
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """The one line with which arguments are refused, before a process is started."""
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*args):
+        with pytest.raises(SystemExit) as ended:
+            m.parse([*map(str, args)])
+        out, err = capsys.readouterr()
+        assert ended.value.code == 2 and out == "" and len(err.splitlines()) == 1, out + err
+        assert err.startswith("monarch_rl: ")
+        return err
+
+    return refused
 
 
 @pytest.fixture(scope="session")
@@ -185,9 +202,10 @@ def test_training_learns_in_the_tour(tour):
     learned(tour, 0.95)
 
 
-@pytest.mark.parametrize("task", ["count", "pattern"][: 1 + ALL])
+@long
+@pytest.mark.parametrize("task", ["count", "pattern"])
 def test_training_learns(tmp_path, task):
-    learned(Run(tmp_path, "--only", "async_rl", "--task", task), 0.90)
+    learned(Run(tmp_path, "--only", "async_rl", "--task", task, "--steps", "300"), 0.90)
 
 
 # -- without its mechanism a stage fails, and only that one ---------------------------------------
@@ -224,11 +242,13 @@ def test_stage_fails_without_its_mechanism(tmp_path, name):
     changes = [BROKEN[name]]
     if name == "async_rl":  # tickets alone nearly bound the lag of equally long rollouts
         changes.append(("(max_lag + 1) * GROUPS", "(max_lag + 100) * GROUPS"))
-    how = ["--stage" if NAMES.index(name) < 5 else "--only", name]  # earlier stages hold
-    run = Run(tmp_path, *how, "--steps", "120" if name == "async_rl" else "200", "--model-mb", "16",
+    how = "--stage" if name == "supervision" else "--only"  # the stages before it hold
+    run = Run(tmp_path, how, name, "--steps", "40", "--model-mb", "16",
               file=broken_file(tmp_path, *changes))
     assert run.status == 1, run.out + run.err
     assert {stage["name"] for stage in run.json["stages"] if not stage["ok"]} == {name}
+    failed = {check["what"] for check in run.stage(name)["checks"] if not check["ok"]}
+    assert {"sync_rl": "lag, largest of all steps", "async_rl": "largest lag"}.get(name, [*failed][0]) in failed
     assert run.left == []
 
 
@@ -236,9 +256,10 @@ def test_stage_fails_without_its_mechanism(tmp_path, name):
     ("hello_actor", ("one, other = tallies.slice(worker=0), tallies.slice(worker=1)",
                      "one = other = tallies.slice(worker=0)"), "overlap of two actors"),
     ("weight_sync", ("num_readers + 2\n", "num_readers + 1\n"), "no free slot"),
-    ("service", ("self._lose(replica, \"missed its deadline\" if late else \"died\")",
-                 "pass"), "kinds of failure"),
-    ("sync_rl", ("position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new:], logits_to_keep=1)", "logits_to_keep=1)"), "k3 of both sides"),
+    pytest.param("service", ("self._lose(replica, \"missed its deadline\" if late else \"died\")",
+                             "pass"), "kinds of failure", marks=long),
+    pytest.param("sync_rl", ("position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new:], logits_to_keep=1)",
+                             "logits_to_keep=1)"), "k3 of both sides", marks=long),
 ])
 def test_second_line_of_a_claim(tmp_path, name, change, check):
     run = Run(tmp_path, "--only", name, "--steps", "40", "--model-mb", "16",
@@ -931,21 +952,21 @@ def latest_version(handle):
         return int.from_bytes(file.read(8), "little", signed=True) // m.Arena.MAX_SLOTS
 
 
-def attacked_reads(sides, leases, least_reads, round_s):
+def attacked_reads(sides, leases, enough, round_s):
     """(reads, torn, trainers killed): three readers, stopped and continued at random, of trainers
-    that are killed at random, mostly in mid-publish, one after the other."""
-    rng, reads, torn, killed = random.Random(0), 0, 0, 0
-    readers = [sides(reading_side, i, MIB16, leases) for i in range(3)]
-    trainer = sides(writing_side, MIB16, 3)
+    that are killed at random, mostly in mid-publish, one after the other; until enough(these)."""
+    rng, reads, torn, killed, mib4 = random.Random(0), 0, 0, 0, MIB16 // 4
+    readers = [sides(reading_side, i, mib4, leases) for i in range(3)]
+    trainer = sides(writing_side, mib4, 3)
     assert all(reader.hears() == "ready" for reader in readers)
-    while reads < least_reads or killed < 4:
+    while not enough(reads, torn, killed):
         handle = trainer.hears()
         trainer.pipe.send(("on",))
         assert wait_until(lambda: latest_version(handle) > 0)
         for reader in readers:
             reader.pipe.send(("read", handle, 10**9))
         assert all(reader.hears() >= 0 for reader in readers)  # attached
-        successor = sides(writing_side, MIB16, 3)  # imports meanwhile
+        successor = sides(writing_side, mib4, 3)  # imports meanwhile
         end = time.monotonic() + round_s * (0.5 + rng.random())
         while time.monotonic() < end:
             victim = rng.choice(readers)
@@ -962,15 +983,15 @@ def attacked_reads(sides, leases, least_reads, round_s):
 
 
 def test_ten_thousand_reads_under_attack_and_none_is_torn(sides):
-    reads, torn, killed = attacked_reads(sides, True, 10_000, 4.0)
+    reads, torn, killed = attacked_reads(sides, True, lambda n, _, k: n >= 10_000 and k >= 4, 4.0)
     print(f"with leases: {torn} of {reads} reads torn, {killed} trainers killed")
     assert torn == 0 and reads >= 10_000 and killed >= 4
 
 
 def test_the_attack_tears_reads_without_leases(sides):
-    reads, torn, killed = attacked_reads(sides, False, 500, 1.0)
+    reads, torn, _ = attacked_reads(sides, False, lambda n, t, _: t >= 5 or n >= 2000, 1.0)
     print(f"without leases: {torn} of {reads} reads torn")
-    assert torn > reads / 10
+    assert torn >= 5  # of at most 2000: of ten thousand it would be 25
 
 
 def test_a_stopped_reader_costs_no_version_and_memory_does_not_grow(sides):
@@ -1032,7 +1053,7 @@ def test_a_dead_readers_lease_is_nobodys(sides):
 
 def test_kill_leaves_nothing_and_readers_go_on(sides):
     shared_memory, files = sorted(os.listdir("/dev/shm")), sorted(os.listdir("/tmp"))
-    trainer, (block, weights) = sides(writing_side, MIB16, 1), sized(MIB16)
+    trainer, (_, weights) = sides(writing_side, MIB16, 1), sized(MIB16)
     handle = trainer.hears()
     trainer.pipe.send(("for", 3))
     trainer.hears()
@@ -1092,7 +1113,7 @@ async def main():
     relay = relay_procs.spawn("relay", m.Relay, 0, ranks.slice(rank=0), "do", 2)
     handle = await relay.do.call_one("setup")
     await ranks.slice(rank=slice(1, 3)).do.call("attach", handle)
-    row = await m.row(ranks, 150, "relay", 2)
+    row = await m.row(ranks, 50, "relay", 2)
     with open(f"/proc/{handle.pid}/fd/{handle.fd}", "r+b", buffering=0) as file:
         arena, versions = m.Arena(handle, file.fileno()), []
     for _ in range(3):
@@ -1109,14 +1130,14 @@ m.leave(0)
 def test_relay_is_never_torn_and_the_test_can_tell(tmp_path, lease, torn_expected):
     """Between two arenas, by one-sided reads and writes, while the trainer publishes without a
     pause; then without the announcement that protects the slot."""
-    changes = [] if lease else [("await self.door.lease.write_from(self.lease_word)", "await asyncio.sleep(0)")]
+    changes = [] if lease else [("await self.remote.lease.write_from(self.lease_word)", "await asyncio.sleep(0)")]
     folder = broken_file(tmp_path, *changes).parent
     found = subprocess.run([sys.executable, "-c", RELAY], cwd=folder, text=True, capture_output=True,
                            timeout=200)
     reads, torn, versions = json.loads(found.stdout.splitlines()[-1])
     print(f"relay, lease {lease}: {torn} of {reads} reads torn")
-    assert reads == 300 and (torn > 0) is torn_expected
-    assert versions == [50 + 150 * 14] * 3
+    assert reads == 100 and (torn > 0) is torn_expected
+    assert versions == [50 + 50 * 14] * 3
 
 
 # -- resharding -----------------------------------------------------------------------------------
@@ -1570,21 +1591,21 @@ async def gradients_of(num_ranks, loss, batch):
     procs = m.this_host().spawn_procs(per_host={"trainer": num_ranks})
     ranks = procs.spawn("probe", Probe, 0, cfg)
     await ranks.do.call("setup")
-    await ranks.do.call("begin", place, True)
+    await ranks.do.call("begin", place, False)  # no warm start
     await ranks.do.call("save", room[0], "")
     await ranks.do.call("load", room[0], room[0], cfg)
     answers = [*(await ranks.do.call("gradients", batch)).values()]
     await procs.stop()
     return answers
 
-async def main(loss):
+async def main(loss, *sizes):
     cfg = m.Config()
     rollout, _ = m.generate(m.Policy(cfg), m.Sampler(cfg).draw(5), 3, seed=0, greedy=False)
     rng = torch.Generator().manual_seed(0)
     rewards = torch.rand(15, 2, generator=rng)  # the policy is untrained: all of its own are near 0
     batch = rollout._replace(rewards=rewards)
     (alone, stats), = await gradients_of(1, loss, batch)
-    for num_ranks in (2, 3):
+    for num_ranks in map(int, sizes):
         for found, told in await gradients_of(num_ranks, loss, batch):
             gaps = [float((found[k] - g).norm() / g.norm()) for k, g in alone.items()]
             off = {k: abs(told[k] - v) / max(1e-3, abs(v)) for k, v in stats.items()
@@ -1592,7 +1613,7 @@ async def main(loss):
             print(num_ranks, max(gaps), max(off.values()), len(gaps), flush=True)
 
 def run():
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))
     m.leave(0)
 
 if __name__ == "__main__":
@@ -1601,29 +1622,23 @@ if __name__ == "__main__":
 """
 
 
-def test_many_trainers_have_the_gradient_of_one(tmp_path, loss="ppo"):
-    """2 and 3 ranks score 15 rows, in fp32. The log-probabilities come from another policy, so that
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=long), 3])
+def test_many_trainers_have_the_gradient_of_one(tmp_path, num_ranks, loss="ppo"):
+    """The ranks score 15 rows, in fp32. The log-probabilities come from another policy, so that
     ratios are far from 1; all ranks say of the step what one trainer says."""
     (tmp_path / "probe.py").write_text(PROBE, encoding="utf-8")
     found = subprocess.run(
-        [sys.executable, "probe.py", loss], cwd=tmp_path, text=True, capture_output=True, timeout=200,
+        [sys.executable, "probe.py", loss, str(num_ranks)], cwd=tmp_path, text=True, capture_output=True, timeout=200,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{FOLDER}"})
-    rows = [line.split() for line in found.stdout.splitlines() if line[:2] in ("2 ", "3 ")]
-    assert [row[0] for row in rows] == ["2"] * 2 + ["3"] * 3, found.stdout + found.stderr
+    rows = [line.split() for line in found.stdout.splitlines() if line[:2] == f"{num_ranks} "]
+    assert len(rows) == num_ranks, found.stdout + found.stderr
     print(f"{loss}: largest relative difference of gradients and of figures", rows)
     assert all(float(gap) <= 1e-5 and float(off) <= 1e-4 and int(n) > 20 for _, gap, off, n in rows)
 
 
-if ALL:
-    def test_training_learns_with_two_trainers(tmp_path):
-        learned(Run(tmp_path, "--only", "async_rl", "--trainers", "2", "--seed", "1"), 0.95)
-
-
-def test_two_trainers_go_through_sync_rl_with_a_reference(tmp_path):
-    """Too few steps to learn: whatever is scored without a backward pass can be loaded again."""
-    run = Run(tmp_path, "--only", "sync_rl", "--steps", "8", "--trainers", "2", "--kl", "0.01")
-    failed = [check["what"] for check in run.stage("sync_rl")["checks"] if not check["ok"]]
-    assert failed == ["reward gained, last tenth over first"], run.out
+@long
+def test_training_learns_with_two_trainers(tmp_path):
+    learned(Run(tmp_path, "--only", "async_rl", "--trainers", "2", "--seed", "1"), 0.95)
 
 
 # -- faults ---------------------------------------------------------------------------------------
@@ -1819,7 +1834,6 @@ async def outside(num_steps=20):
             found.append(await fleet.evaluate())
             await lose(replaced)
             found.append(await fleet.evaluate())
-            await lose(replaced)
             batch = await fleet.batch()
             await lose(replaced)
             failed = [row[0] for row in await fleet.surely("examine", batch)
@@ -1867,9 +1881,9 @@ async def memory(num_steps=2000):
     return dict(mib_after_200=early, mib_at_the_end=late, ratio=late / early)
 
 
-async def sync(folder, num_steps=60):
+async def sync(folder, num_steps=30):
     """A synchronous run with checkpoints; goes on from what the folder has."""
-    cfg = m.Config(steps=2 * num_steps, save_every=5, checkpoint=".")
+    cfg = m.Config(steps=2 * num_steps, save_every=5, checkpoint=".", generators=1)
     async with m.Fleet(cfg) as fleet:
         print("begun", flush=True)
         history = await m.train_sync(m.History(fleet, Quiet(), "sync", num_steps, folder))
@@ -1912,7 +1926,8 @@ def chaos(folder, *what, timeout=400):
     return answers
 
 
-@pytest.mark.parametrize("seed", [14, 1][: 1 + ALL])
+@long
+@pytest.mark.parametrize("seed", [14, 1])
 def test_three_faults_cost_no_step_and_the_books_are_true(tmp_path, seed):
     """Of twenty seeds two; each draws three faults and three steps."""
     [found] = chaos(tmp_path, f"chaos:{seed}")
@@ -1927,6 +1942,7 @@ def test_a_trainer_lost_outside_a_run_is_made_up_for(tmp_path):
     assert first == again and trained == after and found["failed"] == [] and found["steps"] == 20, found
 
 
+@long
 def test_requests_of_a_killed_generator_are_answered_elsewhere(tmp_path):
     [found] = chaos(tmp_path, "failover:3")
     print(found)
@@ -1949,7 +1965,7 @@ def power_cuts(folder, num_outside, num_inside, seed=0):
     written, and starts it again, until there were so many: (kills outside, kills inside, ends of
     runs, largest difference of such a run's end from one that nobody has killed)"""
     [straight] = chaos(folder / "straight", "sync:saved")
-    assert straight["steps"] == 60
+    assert straight["steps"] == 30
     rng, outside, inside, ends, gap = random.Random(seed), 0, 0, 0, 0.0
     room = folder / "cut"
     room.mkdir()
@@ -1983,10 +1999,11 @@ def power_cuts(folder, num_outside, num_inside, seed=0):
     return outside, inside, ends, gap
 
 
-def test_a_power_cut_at_any_moment_changes_nothing(tmp_path):
-    outside, inside, ends, gap = power_cuts(tmp_path, 1, 1)
+@pytest.mark.parametrize("num_outside, num_inside", [(0, 1), pytest.param(2, 2, marks=long)])
+def test_a_power_cut_at_any_moment_changes_nothing(tmp_path, num_outside, num_inside):
+    outside, inside, ends, gap = power_cuts(tmp_path, num_outside, num_inside)
     print(f"power cuts: {outside} outside, {inside} inside a checkpoint, {ends} ends, difference {gap}")
-    assert outside >= 1 and inside >= 1 and ends >= 1 and gap == 0.0
+    assert outside >= num_outside and inside >= num_inside and ends >= 1 and gap == 0.0
 
 
 def checkpoint(path, **about):
@@ -2018,15 +2035,11 @@ def spoil(path, how):
 @pytest.mark.parametrize("how, told", [
     ("truncated", "not a zip"), ("damaged", "damaged in"), ("newer", "'format': 2"),
     ("another task", "'task': 'count'"), ("foreign", "no checkpoint"), ("code", "Weights only")])
-def test_a_bad_checkpoint_gets_one_line_and_the_older_one_is_used(tmp_path, how, told):
+def test_a_bad_checkpoint_gets_one_line_and_the_older_one_is_used(tmp_path, refused, how, told):
     folder = tmp_path / "saved" / "sync_rl"
     checkpoint(folder / "step-00000002.pt")
     spoil(folder / "step-00000002.pt", how)
-    found = subprocess.run(
-        [sys.executable, str(FILE), "--only", "sync_rl", "--checkpoint", "saved"], cwd=tmp_path,
-        text=True, capture_output=True, timeout=60)
-    assert found.returncode == 2 and found.stdout == ""
-    assert len(found.stderr.splitlines()) == 1 and told in found.stderr, found.stderr
+    assert told in refused("--only", "sync_rl", "--checkpoint", "saved")
     checkpoint(folder / "step-00000001.pt")
     said = []
     assert m.Vault(str(folder)).newest(m.Config(), said.append).endswith("step-00000001.pt")
@@ -2162,7 +2175,7 @@ def test_an_alarm_is_told_once_and_not_without_cause(capsys, alarm):
 
 
 def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
-    command = "--only sync_rl --steps 240 --checkpoint saved --save-every 1000".split()
+    command = "--only sync_rl --steps 60 --checkpoint saved --save-every 1000".split()
     process, mark = start(tmp_path, *command)
     while "sync " not in process.stdout.readline():
         pass
@@ -2171,12 +2184,13 @@ def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
     step = int(re.fullmatch(r"monarch_rl: interrupted; the same command goes on after step (\d+)\n", err)[1])
-    assert wait_until(lambda: processes_of(mark) == []) and 0 < step < 120
+    assert wait_until(lambda: processes_of(mark) == []) and 0 < step < 30
     saved = tmp_path / "saved" / "sync_rl"
     assert os.listdir(saved) == [f"step-{step:08d}.pt"]
     run = Run(tmp_path, *command)
-    assert run.status == 0 and f"goes on after step {step}" in run.out, run.out + run.err
-    assert sorted(os.listdir(saved)) == [f"step-{step:08d}.pt", "step-00000120.pt"] and run.left == []
+    failed = {check["what"] for check in run.stage("sync_rl")["checks"] if not check["ok"]}
+    assert failed <= {TOO_FEW_STEPS} and f"goes on after step {step}" in run.out, run.out + run.err
+    assert sorted(os.listdir(saved)) == [f"step-{step:08d}.pt", "step-00000030.pt"] and run.left == []
 
 
 # -- the policy -----------------------------------------------------------------------------------
@@ -2751,9 +2765,8 @@ def test_a_step_of_another_model_reaches_its_generators(tmp_path):
 
 
 def bad_model(folder, how):
-    """A folder, or a name, with which no run can begin."""
+    """A folder with which no run can begin."""
     path = pathlib.Path(folder) / "model"
-    if how == "unreachable": return "nobody/nothing-that-exists"
     save_checkpoint(path, "t5" if how == "not causal" else "llama", "10KB")
     if how == "no weights":
         for file in path.glob("*.safetensors*"): file.unlink()
@@ -2770,16 +2783,18 @@ def bad_model(folder, how):
 
 @pytest.mark.parametrize("how, told", [
     ("no weights", "no file named model.safetensors"), ("no template", "chat_template is not set"),
-    ("not causal", "AutoModelForCausalLM"),
-    ("no tokenizer", "tokenizer"), ("no config", "config"), ("unreachable", "nobody/nothing-that-exists")])
-def test_a_model_that_cannot_be_trained_gets_one_line_and_exit_2(tmp_path, how, told):
+    ("not causal", "AutoModelForCausalLM"), ("no tokenizer", "tokenizer"), ("no config", "config")])
+def test_a_model_that_cannot_be_trained_gets_one_line_and_exit_2(tmp_path, refused, how, told):
+    line = refused("--only", "sync_rl", "--model", bad_model(tmp_path, how))
+    assert line.startswith("monarch_rl: --model ") and told in line
+
+
+def test_a_model_that_cannot_be_reached_gets_one_line_and_exit_2(tmp_path):
     found = subprocess.run(
-        [sys.executable, str(FILE), "--only", "sync_rl", "--model", bad_model(tmp_path, how)],
-        cwd=tmp_path, text=True, capture_output=True, timeout=120,
-        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"})
+        [sys.executable, str(FILE), "--model", "nobody/nothing"], cwd=tmp_path, text=True,
+        capture_output=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"})  # else it tries for 50 s
     assert found.returncode == 2 and found.stdout == "", found.stdout + found.stderr
-    assert len(found.stderr.splitlines()) == 1 and found.stderr.startswith("monarch_rl: --model ")
-    assert told in found.stderr, found.stderr
+    assert len(found.stderr.splitlines()) == 1 and "--model nobody/nothing" in found.stderr, found.stderr
 
 
 @pytest.mark.parametrize("body", [
@@ -2790,13 +2805,9 @@ def test_a_model_that_cannot_be_trained_gets_one_line_and_exit_2(tmp_path, how, 
     "class X(m.Task):\n  def conversation(self, rng): return (rng.choice('abcdefgh'), 'b'),",
     ], ids=["exits", "syntax", "no class", "no such class", "no methods", "no conversation", "lists",
             "one conversation", "one turn of two"])
-def test_a_task_that_cannot_be_learned_gets_one_line_and_exit_2(tmp_path, capsys, body):
+def test_a_task_that_cannot_be_learned_gets_one_line_and_exit_2(tmp_path, refused, body):
     (tmp_path / "own.py").write_text(f"import monarch_rl as m\n{body}\n", encoding="utf-8")
-    with pytest.raises(SystemExit) as ended:
-        m.parse(["--task", f"{tmp_path}/own.py:X"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and len(said.splitlines()) == 1, said
-    assert said.startswith("monarch_rl: --task ")
+    assert refused("--task", f"{tmp_path}/own.py:X").startswith("monarch_rl: --task ")
 
 
 def calculator(folder):
@@ -2807,13 +2818,19 @@ def calculator(folder):
     (folder / "calculator.py").write_text(found[0], encoding="utf-8")
 
 
-def test_the_recipe_for_a_task_of_ones_own_runs(tmp_path):
-    """Forty steps need not teach enough; nothing else may fail."""
+TOO_FEW_STEPS = "reward gained, last tenth over first"
+
+
+@pytest.mark.parametrize("trainers", [pytest.param(1, marks=long), 2])
+def test_the_recipe_for_a_task_of_ones_own_runs(tmp_path, trainers):
+    """With one trainer, and with two and a reference: what is scored without a backward pass can be
+    loaded again. So few steps teach nothing; nothing else may fail."""
     calculator(tmp_path)
-    run = Run(tmp_path, "--only", "sync_rl", "--task", "calculator.py:Calculator", "--steps", "40")
+    how = [["--steps", "40"], ["--trainers", "2", "--kl", "0.01", "--steps", "8"]][trainers - 1]
+    run = Run(tmp_path, "--only", "sync_rl", "--task", "calculator.py:Calculator", *how)
     failed = [check["what"] for check in run.stage("sync_rl")["checks"] if not check["ok"]]
     assert run.status == bool(failed) and run.left == [], run.out + run.err
-    assert all(what.startswith("reward gained") for what in failed), run.out + run.err
+    assert {*failed} <= {TOO_FEW_STEPS}, run.out + run.err
     assert "Traceback" not in run.out + run.err
 
 
@@ -2821,7 +2838,7 @@ def test_a_model_from_a_folder_runs_through_the_stage(tmp_path):
     save_checkpoint(tmp_path / "model", "llama")
     run = Run(tmp_path, "--only", "async_rl", "--model", str(tmp_path / "model"), "--steps", "10")
     failed = {check["what"] for check in run.stage("async_rl")["checks"] if not check["ok"]}
-    learning = {"held-out exact, gained", "sync seconds / async seconds", "reward lost to lag",
+    learning = {"held-out exact, gained", "seconds to that reward, sync / async",
                 "largest lag without the rule"}  # ten steps at 1e-6 do not teach
     assert failed <= learning and run.left == [], run.out + run.err
 
@@ -2942,25 +2959,27 @@ def network(request):
     net.close()
 
 
-if ALL:
-    def test_training_learns_on_two_hosts_as_on_one(network, tmp_path):
-        workers = [network.work(i) for i in (0, 1)]
-        before = [processes_of(worker.mark) for worker in workers]
-        run = Run(tmp_path, "--only", "async_rl", "--hosts", network.hosts, prefix=network.inside(0))
-        learned(run, 0.95)
-        rows = [line.split() for line in run.out.splitlines() if line.lstrip().startswith("tcp://")]
-        assert rows == [[network.url(0), "cpu", "cpu", "cpu"], [network.url(1), "cpu", "cpu"]]
-        # the trainer, killed there, was replaced there; and nothing is left
-        assert run.stage("async_rl")["ok"] and run.left == []
-        assert wait_until(lambda: [processes_of(worker.mark) for worker in workers] == before)
+@long
+def test_training_learns_on_two_hosts_as_on_one(network, tmp_path):
+    workers = [network.work(i) for i in (0, 1)]
+    before = [processes_of(worker.mark) for worker in workers]
+    run = Run(tmp_path, "--only", "async_rl", "--hosts", network.hosts, prefix=network.inside(0))
+    learned(run, 0.95)
+    rows = [line.split() for line in run.out.splitlines() if line.lstrip().startswith("tcp://")]
+    assert rows == [[network.url(0), "cpu", "cpu", "cpu"], [network.url(1), "cpu", "cpu"]]
+    # the trainer, killed there, was replaced there; and nothing is left
+    assert run.stage("async_rl")["ok"] and run.left == []
+    assert wait_until(lambda: [processes_of(worker.mark) for worker in workers] == before)
 
 
 @pytest.mark.parametrize("network", [(3,)], indirect=True)
-@pytest.mark.parametrize("victim, step", [(0, 50), (2, 22), (1, 0)][: 1 + 2 * ALL])
+@pytest.mark.parametrize("victim, step", [
+    (0, 15), *(pytest.param(*lost, marks=long) for lost in [(0, 50), (2, 22), (1, 0)])])
 def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, victim, step):
     """Killed at that step, 0: while processes are started; the host of the trainer comes back."""
+    num_steps = 30 if step == 15 else 90
     workers, log = [network.work(i) for i in range(3)], tmp_path / "log.jsonl"
-    process, mark = start(tmp_path, "--only", "async_rl", "--hosts", network.hosts, "--steps", "90",
+    process, mark = start(tmp_path, "--only", "async_rl", "--hosts", network.hosts, "--steps", str(num_steps),
                           "--generators", "3", "--log", str(log), "--json", "out.json",
                           prefix=network.inside(0))
 
@@ -2982,15 +3001,17 @@ def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, victim, st
     assert f"{network.url(victim)}: lost" in out, out + err
     assert (f"{network.url(victim)}: back" in out) == (victim == 0)
     [stage] = json.loads((tmp_path / "out.json").read_text())["stages"]
-    assert stage["ok"], out + err
+    failed = {check["what"] for check in stage["checks"] if not check["ok"]}
+    assert failed <= {"held-out exact, gained"} and (stage["ok"] or num_steps == 30), out + err
     found = stage["figures"]
     assert found["started"] == sum(found[k] for k in ("trained", "dropped", "lost", "undone", "in_flight"))
-    assert found["trained"] == m.GROUPS_PER_BATCH * 90
+    assert found["trained"] == m.GROUPS_PER_BATCH * num_steps
     for i in {0, 1, 2} - {victim}:
         assert wait_until(lambda: processes_of(workers[i].mark) == before[i])
 
 
-@pytest.mark.parametrize("network", [(2,), (2, 0.01)], indirect=True, ids=["whole", "lossy"])
+@pytest.mark.parametrize("network", [pytest.param((2,), marks=long), (2, 0.01)], indirect=True,
+                         ids=["whole", "lossy"])
 def test_what_crosses_the_network(network, tmp_path):
     """The recipe of DOCS 8: each byte once per host, however many generators there are; and none of
     another version, also where one packet in a hundred is lost."""
@@ -3010,8 +3031,8 @@ def test_what_crosses_the_network(network, tmp_path):
     assert all(dropped > carried / 200 for carried, dropped in network.hub.counts)
 
 
-def refused(tmp_path, *args, timeout=20):
-    """The line with which the file ends at once."""
+def ends_at_once(tmp_path, *args, timeout=20):
+    """The line with which it does."""
     start = time.monotonic()
     found = subprocess.run([sys.executable, str(FILE), *args], cwd=tmp_path, text=True,
                            capture_output=True, timeout=timeout)
@@ -3023,7 +3044,7 @@ def refused(tmp_path, *args, timeout=20):
 @pytest.mark.parametrize("args", ["--worker 127.0.0.1:26600", "--worker tcp://:26600", "--worker tcp://127.0.0.1",
                                   "--worker http://127.0.0.1:1", "--worker tcp://[:26600"])
 def test_a_worker_serves_no_address_that_is_not_named(tmp_path, args):
-    assert args.split()[1] in refused(tmp_path, *args.split())
+    assert args.split()[1] in ends_at_once(tmp_path, *args.split())
 
 
 def test_a_worker_binds_to_the_loopback_unless_told():
@@ -3043,7 +3064,7 @@ def test_a_host_that_is_no_worker_is_named(tmp_path, says):
                 client.send(says)
                 time.sleep(8)
             threading.Thread(target=answer, daemon=True).start()
-        line = refused(tmp_path, "--only", "sync_rl", "--hosts", address)
+        line = ends_at_once(tmp_path, "--only", "sync_rl", "--hosts", address)
     assert address in line
     assert says != b'{"torch": "1.0"}\n' or "1.0" in line and m.versions()["torch"] in line
 
@@ -3058,13 +3079,14 @@ def test_another_version_of_the_file_is_named(network, tmp_path):
     assert found.returncode == 2 and network.url(0) in line and FILE.name in line
 
 
-def test_a_run_on_one_host_opens_no_port(tmp_path):
+@pytest.mark.parametrize("stage, last", [("service", "checks"), pytest.param("sync_rl", "held-out", marks=long)])
+def test_a_run_on_one_host_opens_no_port(tmp_path, stage, last):
     """In a network namespace of its own, where nobody else listens."""
     net = Network(1)
     try:
         if not net.real:
             pytest.skip("no network namespaces here; on a shared network others listen too")
-        process, _ = start(tmp_path, "--only", "sync_rl", "--steps", "20", prefix=net.inside(0))
+        process, _ = start(tmp_path, "--only", stage, "--steps", "20", prefix=net.inside(0))
         heard, proc = set(), pathlib.Path(f"/proc/{process.pid}")
         ours = os.readlink("/proc/self/ns/net")
         while process.poll() is None:
@@ -3074,7 +3096,7 @@ def test_a_run_on_one_host_opens_no_port(tmp_path):
                              for line in (proc / "net" / kind).read_text().splitlines()[1:]]
                     heard |= {line[1] for line in lines if line[3] == "0A"}
             time.sleep(0.05)
-        assert "held-out" in process.communicate()[0] and heard == set()
+        assert last in process.communicate()[0] and heard == set()
     finally:
         net.close()
 
@@ -3111,7 +3133,7 @@ def test_a_controller_that_ends_leaves_nothing_on_other_hosts(network, tmp_path)
 def pictures(tmp_path_factory):
     """A short run with both files."""
     folder = tmp_path_factory.mktemp("pictures")
-    run = Run(folder, "--only", "async_rl", "--steps", "60", "--report", "page.html", "--trace", "trace.json")
+    run = Run(folder, "--only", "async_rl", "--steps", "30", "--report", "page.html", "--trace", "trace.json")
     return run, folder / "page.html", json.loads((folder / "trace.json").read_text())
 
 
@@ -3184,7 +3206,7 @@ def test_the_page_of_a_report_in_a_browser(pictures, width, scheme):
     """Its slider, moved with the keyboard, changes timeline and numbers; nothing goes wrong."""
     run, path, _ = pictures
     assert run.status == 0 or {c["what"] for c in run.stage("async_rl")["checks"] if not c["ok"]} <= {
-        "held-out exact, gained", "sync seconds / async seconds", "reward lost to lag"}, run.out + run.err
+        "held-out exact, gained", "seconds to that reward, sync / async"}, run.out + run.err
     shown = {}
     with Chromium() as browser:
         browser.open(path, width, scheme)
@@ -3288,12 +3310,16 @@ def test_a_trace_is_what_perfetto_reads(pictures):
     "--passes 0", "--baseline x", "--loss x", "--pull never", "--log /nowhere/log", "--stage 1 --only 2",
     "--trace /nowhere/trace", "--only sync_rl --report page.html", "--report /nowhere/page.html",
 ] + ([] if torch.cuda.is_available() else ["--device cuda"]))
-def test_bad_input_gets_one_line_and_exit_2(tmp_path, args):
-    found = subprocess.run([sys.executable, str(FILE), *args.split()], cwd=tmp_path, text=True,
-                           capture_output=True, timeout=60)
-    assert found.returncode == 2 and found.stdout == ""
-    assert len(found.stderr.splitlines()) == 1 and found.stderr.startswith("monarch_rl: ")
+def test_bad_input_gets_one_line_and_exit_2(tmp_path, refused, args):
+    refused(*args.split())
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("args", ["--bogus", "--task :X", "--report /nowhere/page.html"])
+def test_bad_input_leaves_nothing_behind(tmp_path, args):
+    run = Run(tmp_path, *args.split())
+    assert run.status == 2 and run.out == "" and len(run.err.splitlines()) == 1
+    assert os.listdir(tmp_path) == [] and run.left == []
 
 
 def start(folder, *args, prefix=()):
@@ -3304,7 +3330,7 @@ def start(folder, *args, prefix=()):
     return process, mark
 
 
-@pytest.mark.parametrize("args, moments", [("--only async_rl", [0.05, 0.4, 1.5, 4.0, 14.0]),
+@pytest.mark.parametrize("args, moments", [("--only async_rl", [0.05, 0.4, 1.5, 14.0]),
                                            ("--only service", [1.0, 2.5])])
 def test_ctrl_c_leaves_nothing_behind(tmp_path, args, moments):
     for moment in moments:
@@ -3472,8 +3498,7 @@ def test_names_in_docs_exist():
 # -- all of it, at length -------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    subprocess.run([sys.executable, "-m", "pytest", "-q", __file__, "-k", "learns or is_lost or three_faults"],
-                   env=os.environ | {"MONARCH_RL_ALL": "1"})
+    subprocess.run([sys.executable, "-m", "pytest", "-q", __file__], env=os.environ | {"MONARCH_RL_ALL": "1"})
     with tempfile.TemporaryDirectory() as room:
         room = pathlib.Path(room)
         for number, what in enumerate(["failover:15", "throughput", "memory"]):
