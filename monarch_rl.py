@@ -2624,7 +2624,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     timed, struck, faults = max(1, cfg.steps // 2), {}, []  # steps to compare; then come the faults
     async with Fleet(cfg) as fleet:
         report.table(*await fleet.placement())
-        before, loose = await fleet.evaluate(), History(fleet, report, "loose", min(60, timed))
+        before, loose = await fleet.evaluate(), History(fleet, report, "loose", min(40, timed))
         await AsyncRun(loose, max_lag=10**6).run()  # without the rule
         run = AsyncRun(History(fleet, report, "async", cfg.steps, "async_rl"), cfg.max_lag)
         history, running = run.history, asyncio.ensure_future(run.run())
