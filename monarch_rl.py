@@ -32,7 +32,7 @@ Each stage shows a problem, the rule that solves it, and measures both in the sa
     4 controllers     find a singleton by name
     5 supervision     whose failure is it? the owner replaces a dead process
     6 service         every request answered exactly once while replicas fail, hang and die
-    7 weight_sync     never torn, the trainer never waits, about one memory copy
+    7 weight_sync     never torn, the trainer waits for no reader, about one memory copy
     8 reshard         every needed byte from one sharding to another, once
     9 sync_rl         the RL loop, one thing at a time
    10 async_rl        two loops and a buffer: the same reward in less time, lag bounded
@@ -368,7 +368,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
 
 # == 2. ACTOR MESH ================================================================================
 # Problem. A run has many generators and a trainer many ranks. A loop that calls them one by one
-#   waits for the sum of their times; a variable set in the controller reaches none of them.
+#   waits for the sum of their times; a variable set in the main process reaches none of them.
 # Rule. Spawn a mesh: the same actor in every process of a process mesh. One call fans out. Five
 #   ways to say it differ in who runs and who answers; what members must know is sent to them.
 # Cost. None over a single call. Answers of `call` come as a ValueMesh, one value per member.
@@ -468,7 +468,7 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 #   hand it to everyone else, and two creators make two half-filled stores.
 # Rule. Ask by name: `get_or_spawn_controller(name, Class)` gives every caller the same actor and
 #   creates it at most once, however many ask at the same moment.
-# Cost. A look-up per process. The singleton lives in the controller's process.
+# Cost. A look-up per process. The singleton lives in the main process.
 # Not here. Singletons that survive that process.      Source. Monarch's get_or_spawn_controller.
 
 
@@ -501,7 +501,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #   that spawned it: its `__supervise__` is told, and it spawns another. A stopped process tells
 #   nobody, so calls carry a deadline, and missing it counts as death.
 # Cost. A poll every 200 ms. A deadline that is too short kills the slow.
-# Not here. Who restarts the owner; death of what the controller itself spawned, which ends it.
+# Not here. Who restarts the owner; death of what the main process spawned, which ends it.
 # Source. Erlang's supervisors (Armstrong 2003).
 
 LEAVING = threading.Event()  # set when this process is about to end: nothing is replaced any more
@@ -1271,8 +1271,8 @@ async def row(ranks, num_rounds: int, road: str, num_generators: int) -> Row:
 
 
 async def demo_weight_sync(report: Report, cfg: Config) -> None:
-    """a generator never samples from half-updated weights, the trainer never waits, and a sync
-    costs about one memory copy, however many generators there are
+    """a generator never samples from half-updated weights, the trainer waits for no reader, and a
+    sync costs about one memory copy, however many generators there are
     try: num_readers + 1 slots in `Arena.create`: a version finds none free"""
     report.say(f"290 tensors, {cfg.model_mb} MiB; seed {cfg.seed} (at 64 MiB about 25 s)")
     procs, relay_procs = [this_host().spawn_procs(per_host={"rank": n}) for n in (5, 1)]
@@ -1746,7 +1746,7 @@ class Decoder:
     def __init__(self, policy: Policy, num_rows: int, group_size=1, seed=0, greedy=True, pull=int):
         """pull: makes the policy's weights those to sample with, and tells their version."""
         self.policy, self.group_size, self.greedy, self.pull = policy, group_size, greedy, pull
-        self.turn, self.version = 0, -1  # turn counts from 1
+        self.turn, self.version = 0, -2  # turn counts from 1; -1 is that of no weights
         self.rng = torch.Generator(policy.cfg.device).manual_seed(seed)
         none = torch.zeros(num_rows, 0, dtype=torch.int64, device=policy.cfg.device)
         self.columns = [none, none, none, none.float(), none]  # ids to versions, see Rollout
@@ -2041,7 +2041,7 @@ class Trainer(Worker):
 
     async def load(self, path: str | bytes, start: str | bytes, cfg: Config) -> tuple[int, str]:
         """Becomes what a checkpoint says, for a run with this Config, and publishes that: version,
-        state of the controller. start: of version 0. After a ValueError nothing has changed."""
+        state of the run. start: of version 0. After a ValueError nothing has changed."""
         await self.published()
         found, model = read_checkpoint(path, cfg), self.policy.model
         trained, first = found["schedule"], read_checkpoint(start, cfg)["weights"] if cfg.kl else {}

@@ -237,19 +237,33 @@ def broken_file(folder, *changes):
     return file
 
 
+@pytest.fixture(scope="session")
+def quick_file(tmp_path_factory):
+    """The file, but for the warm start: for runs that need not learn."""
+    folder = tmp_path_factory.mktemp("quick")
+    shutil.copy(FOLDER / "DOCS.md", folder)
+    (folder / FILE.name).write_text(SOURCE.replace(*WARM), encoding="utf-8")
+    assert SOURCE.count(WARM[0]) == 1
+    return folder / FILE.name
+
+
+WARM = "        if found >= 0.11: return", "        return"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_stage_fails_without_its_mechanism(tmp_path, name):
-    changes = [BROKEN[name]]
+    changes = [BROKEN[name], WARM]
     if name == "async_rl":  # tickets alone nearly bound the lag of equally long rollouts
         changes.append(("(max_lag + 1) * GROUPS", "(max_lag + 100) * GROUPS"))
-    how = "--stage" if name == "supervision" else "--only"  # the stages before it hold
+    how = "--stage" if name == "controllers" else "--only"  # the stages before it hold
     run = Run(tmp_path, how, name, "--steps", "40", "--model-mb", "16",
               file=broken_file(tmp_path, *changes))
     assert run.status == 1, run.out + run.err
     assert {stage["name"] for stage in run.json["stages"] if not stage["ok"]} == {name}
     failed = {check["what"] for check in run.stage(name)["checks"] if not check["ok"]}
-    assert {"sync_rl": "lag, largest of all steps", "async_rl": "largest lag"}.get(name, [*failed][0]) in failed
-    assert run.left == []
+    print(name, failed)
+    because = {"sync_rl": {"k3 of both sides", "lag, largest of all steps"}, "async_rl": {"largest lag"}}
+    assert because.get(name, failed) <= failed and run.left == []
 
 
 @pytest.mark.parametrize("name, change, check", [
@@ -1881,12 +1895,22 @@ async def memory(num_steps=2000):
     return dict(mib_after_200=early, mib_at_the_end=late, ratio=late / early)
 
 
-async def sync(folder, num_steps=30):
-    """A synchronous run with checkpoints; goes on from what the folder has."""
-    cfg = m.Config(steps=2 * num_steps, save_every=5, checkpoint=".", generators=1)
+class Cold(m.Trainer):
+    """Begins with random weights, which takes no time."""
+
+    async def begin(self, place, warm):
+        return await super().begin(place, False)
+
+
+async def sync(num_steps=30):
+    """Two synchronous runs, the second like the first: with checkpoints, goes on from what there is."""
+    m.Trainer, cfg = Cold, m.Config(steps=2 * num_steps, save_every=5, checkpoint=".", generators=1)
     async with m.Fleet(cfg) as fleet:
+        if not list(pathlib.Path("straight").glob(f"*{num_steps}.pt")):
+            await m.train_sync(m.History(fleet, Quiet(), "straight", num_steps, "straight"))
+        fleet.sampler.num_drawn = 0
         print("begun", flush=True)
-        history = await m.train_sync(m.History(fleet, Quiet(), "sync", num_steps, folder))
+        history = await m.train_sync(m.History(fleet, Quiet(), "sync", num_steps, "saved"))
     return dict(steps=len(history.rows))
 
 
@@ -1897,7 +1921,7 @@ def run():
         name, _, arg = what.partition(":")
         answer = asyncio.run({"chaos": lambda: chaos(int(arg)), "failover": lambda: failover(int(arg)),
                               "throughput": throughput, "memory": memory, "outside": outside,
-                              "sync": lambda: sync(arg)}[name]())
+                              "sync": sync}[name]())
         print(json.dumps(answer), flush=True)
     m.leave(0)
 
@@ -1964,16 +1988,14 @@ def power_cuts(folder, num_outside, num_inside, seed=0):
     """Kills all processes of a synchronous run at random moments, some while a checkpoint is being
     written, and starts it again, until there were so many: (kills outside, kills inside, ends of
     runs, largest difference of such a run's end from one that nobody has killed)"""
-    [straight] = chaos(folder / "straight", "sync:saved")
-    assert straight["steps"] == 30
     rng, outside, inside, ends, gap = random.Random(seed), 0, 0, 0, 0.0
     room = folder / "cut"
-    room.mkdir()
+    room.mkdir(parents=True)
     (room / "chaos.py").write_text(CHAOS, encoding="utf-8")
     while outside < num_outside or inside < num_inside or (room / "saved").exists():
         mark, unfinished = uuid.uuid4().hex, room / "saved" / "unfinished"
         process = subprocess.Popen(
-            [sys.executable, "chaos.py", "sync:saved"], cwd=room, text=True, stdout=subprocess.PIPE,
+            [sys.executable, "chaos.py", "sync"], cwd=room, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, start_new_session=True,
             env={**os.environ, MARK: mark, "PYTHONPATH": f"{room}:{FOLDER}"})
         assert process.stdout.readline() == "begun\n"
@@ -1991,7 +2013,7 @@ def power_cuts(folder, num_outside, num_inside, seed=0):
         assert wait_until(lambda: processes_of(mark) == [], 90)
         if process.returncode == 0:
             ends += 1
-            gap = max(gap, difference([folder / "straight" / "saved", room / "saved"]))
+            gap = max(gap, difference([room / "straight", room / "saved"]))
             shutil.rmtree(room / "saved")
         elif cut_off:
             inside += unfinished.exists()
@@ -2174,9 +2196,9 @@ def test_an_alarm_is_told_once_and_not_without_cause(capsys, alarm):
     asyncio.run(scene())
 
 
-def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
+def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path, quick_file):
     command = "--only sync_rl --steps 60 --checkpoint saved --save-every 1000".split()
-    process, mark = start(tmp_path, *command)
+    process, mark = start(tmp_path, *command, file=quick_file)
     while "sync " not in process.stdout.readline():
         pass
     time.sleep(0.5)
@@ -2187,7 +2209,7 @@ def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path):
     assert wait_until(lambda: processes_of(mark) == []) and 0 < step < 30
     saved = tmp_path / "saved" / "sync_rl"
     assert os.listdir(saved) == [f"step-{step:08d}.pt"]
-    run = Run(tmp_path, *command)
+    run = Run(tmp_path, *command, file=quick_file)
     failed = {check["what"] for check in run.stage("sync_rl")["checks"] if not check["ok"]}
     assert failed <= {TOO_FEW_STEPS} and f"goes on after step {step}" in run.out, run.out + run.err
     assert sorted(os.listdir(saved)) == [f"step-{step:08d}.pt", "step-00000030.pt"] and run.left == []
@@ -2822,12 +2844,13 @@ TOO_FEW_STEPS = "reward gained, last tenth over first"
 
 
 @pytest.mark.parametrize("trainers", [pytest.param(1, marks=long), 2])
-def test_the_recipe_for_a_task_of_ones_own_runs(tmp_path, trainers):
+def test_the_recipe_for_a_task_of_ones_own_runs(tmp_path, quick_file, trainers):
     """With one trainer, and with two and a reference: what is scored without a backward pass can be
     loaded again. So few steps teach nothing; nothing else may fail."""
     calculator(tmp_path)
     how = [["--steps", "40"], ["--trainers", "2", "--kl", "0.01", "--steps", "8"]][trainers - 1]
-    run = Run(tmp_path, "--only", "sync_rl", "--task", "calculator.py:Calculator", *how)
+    run = Run(tmp_path, "--only", "sync_rl", "--task", "calculator.py:Calculator", *how,
+              file=[FILE, quick_file][trainers - 1])
     failed = [check["what"] for check in run.stage("sync_rl")["checks"] if not check["ok"]]
     assert run.status == bool(failed) and run.left == [], run.out + run.err
     assert {*failed} <= {TOO_FEW_STEPS}, run.out + run.err
@@ -2973,11 +2996,11 @@ def test_training_learns_on_two_hosts_as_on_one(network, tmp_path):
 
 
 @pytest.mark.parametrize("network", [(3,)], indirect=True)
-@pytest.mark.parametrize("victim, step", [
-    (0, 15), *(pytest.param(*lost, marks=long) for lost in [(0, 50), (2, 22), (1, 0)])])
+@long
+@pytest.mark.parametrize("victim, step", [(0, 50), (2, 22), (1, 0)])
 def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, victim, step):
     """Killed at that step, 0: while processes are started; the host of the trainer comes back."""
-    num_steps = 30 if step == 15 else 90
+    num_steps = 90
     workers, log = [network.work(i) for i in range(3)], tmp_path / "log.jsonl"
     process, mark = start(tmp_path, "--only", "async_rl", "--hosts", network.hosts, "--steps", str(num_steps),
                           "--generators", "3", "--log", str(log), "--json", "out.json",
@@ -3001,8 +3024,7 @@ def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, victim, st
     assert f"{network.url(victim)}: lost" in out, out + err
     assert (f"{network.url(victim)}: back" in out) == (victim == 0)
     [stage] = json.loads((tmp_path / "out.json").read_text())["stages"]
-    failed = {check["what"] for check in stage["checks"] if not check["ok"]}
-    assert failed <= {"held-out exact, gained"} and (stage["ok"] or num_steps == 30), out + err
+    assert stage["ok"], out + err
     found = stage["figures"]
     assert found["started"] == sum(found[k] for k in ("trained", "dropped", "lost", "undone", "in_flight"))
     assert found["trained"] == m.GROUPS_PER_BATCH * num_steps
@@ -3130,10 +3152,11 @@ def test_a_controller_that_ends_leaves_nothing_on_other_hosts(network, tmp_path)
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory):
+def pictures(tmp_path_factory, quick_file):
     """A short run with both files."""
     folder = tmp_path_factory.mktemp("pictures")
-    run = Run(folder, "--only", "async_rl", "--steps", "30", "--report", "page.html", "--trace", "trace.json")
+    run = Run(folder, "--only", "async_rl", "--steps", "30", "--report", "page.html", "--trace", "trace.json",
+              file=quick_file)
     return run, folder / "page.html", json.loads((folder / "trace.json").read_text())
 
 
@@ -3222,7 +3245,7 @@ def test_the_page_of_a_report_in_a_browser(pictures, width, scheme):
                                "r => [r.className.baseVal, +r.getAttribute('x'), +r.getAttribute('width')]))")
             kinds = collections.Counter(kind for kind, *_ in json.loads(rects))
             assert min(kinds[k] for k in ("rollout", "step", "rewards", "publish", "pull")) >= 20, kinds
-            assert kinds["step"] >= 40 and kinds["lost"] >= 1  # a step each, and the generator
+            assert kinds["step"] >= 20 and kinds["lost"] >= 1  # a step each, and the generator
             assert all(x >= 0 and x + w <= width + 1 for _, x, w in json.loads(rects))
             assert "generator" in browser.js("document.getElementById('faults').textContent")
             numbers = browser.js("document.getElementById('numbers').innerText")
@@ -3322,15 +3345,15 @@ def test_bad_input_leaves_nothing_behind(tmp_path, args):
     assert os.listdir(tmp_path) == [] and run.left == []
 
 
-def start(folder, *args, prefix=()):
+def start(folder, *args, prefix=(), file=FILE):
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [*prefix, sys.executable, str(FILE), *args], cwd=folder, text=True, stdout=subprocess.PIPE,
+        [*prefix, sys.executable, str(file), *args], cwd=folder, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env={**os.environ, MARK: mark}, start_new_session=True)
     return process, mark
 
 
-@pytest.mark.parametrize("args, moments", [("--only async_rl", [0.05, 0.4, 1.5, 14.0]),
+@pytest.mark.parametrize("args, moments", [("--only async_rl", [0.05, 1.5, 14.0]),
                                            ("--only service", [1.0, 2.5])])
 def test_ctrl_c_leaves_nothing_behind(tmp_path, args, moments):
     for moment in moments:
