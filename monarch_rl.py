@@ -2437,10 +2437,10 @@ class History:
         return [s, n, n / s, tokens / s, *busy, statistics.fmean(self["reward"][9 * n // 10 : n])]
 
     def report_learning(self, before: float, after: float, mismatch: float) -> float:
-        """before, after: held-out exact. Returns the reward gained, last tenth over first."""
+        """Held-out exact before and after; k3, or -1: unknown, which fails. Returns reward gained."""
         tenth, some = max(1, len(self.rows) // 10), f"{len(self.fleet.sampler.heldout)} prompts"
         first, last = (statistics.fmean(self["reward"][::way][:tenth]) for way in (1, -1))
-        self.report.check("largest k3 of both sides", mismatch, "<=", MAX_K3[self.cfg.device])
+        self.report.check("largest k3 of both sides", abs(mismatch), "<=", MAX_K3[self.cfg.device])
         self.report.say(f"held-out exact, {some} of {self.cfg.task}: {before:.3f} -> {after:.3f}")
         self.report.figure(heldout_before=before, heldout_after=after, reward_first=first,
                            reward_last=last, mismatch_k3=mismatch, lag_max=max(self["lag_max"]))
