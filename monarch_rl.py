@@ -2437,7 +2437,7 @@ class History:
         return [s, n, n / s, tokens / s, *busy, statistics.fmean(self["reward"][9 * n // 10 : n])]
 
     def report_learning(self, before: float, after: float, mismatch: float) -> float:
-        """Held-out exact before and after; k3, or -1: unknown, which fails. Returns reward gained."""
+        """Held-out exact before, after; k3, or -1: unknown, which fails. Returns reward gained."""
         tenth, some = max(1, len(self.rows) // 10), f"{len(self.fleet.sampler.heldout)} prompts"
         first, last = (statistics.fmean(self["reward"][::way][:tenth]) for way in (1, -1))
         self.report.check("largest k3 of both sides", abs(mismatch), "<=", MAX_K3[self.cfg.device])
