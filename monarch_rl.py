@@ -126,7 +126,7 @@ class Config(typing.NamedTuple):
     json: str = ""  # file for everything that was measured
     log: str = ""  # file for a JSON line per training step
     trace: str = ""  # file for who did what and when, as Perfetto reads it (DOCS 9)
-    report: str = ""  # file for a page: async_rl at bounds 0 to 8, some 90 s more (DOCS 9)
+    report: str = ""  # file for a page: async_rl at bounds 0 to 8, about a minute more (DOCS 9)
     checkpoint: str = ""  # folder for the newest two checkpoints, from which a run goes on
     save_every: int = 50  # steps between checkpoints
     hosts: str = ""  # tcp://ADDRESS:PORT,... of workers that sync_rl and async_rl run on
