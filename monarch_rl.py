@@ -500,7 +500,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # Rule. An exception belongs to the caller; the actor lives on. A dead process belongs to the actor
 #   that spawned it: its `__supervise__` is told, and it spawns another. A stopped process tells
 #   nobody, so calls carry a deadline, and missing it counts as death.
-# Cost. A poll every 200 ms. A deadline that is too short kills the slow.
+# Cost. A poll every 200 ms. Too short a deadline kills the slow. With torch a start takes seconds.
 # Not here. Who restarts the owner; death of what the main process spawned, which ends it.
 # Source. Erlang's supervisors (Armstrong 2003).
 
@@ -539,7 +539,7 @@ class Replica:
 
 
 class Worker(Actor):
-    """What a supervisor owns."""
+    """The actor in a replica: what a supervisor owns. (`--worker` is something else, a host.)"""
 
     def __init__(self, replica_id: int = 0, cfg: Config | None = None):
         self.replica_id, self.cfg, self.rank = replica_id, cfg, current_rank().rank
@@ -707,7 +707,7 @@ class Service(Supervisor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """The second time it replaces all."""
+        """Makes all replicas; done when all are healthy. Called again, it replaces them all."""
         for keeper in self.keepers: keeper.cancel()
         for replica in self.replicas.values(): replica.answer = None
         self.keepers = [asyncio.ensure_future(self._keep(i)) for i in range(len(self.hosts))]
@@ -827,7 +827,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     served = await storm(service.route.call_one, faults)
     _, kinds = await service.status.call_one(10.0), sorted({loss.what for loss in losses("root")})
     report.table(["400 requests to 4 replicas", "answered once", "fastest ms", "slowest ms"],
-                 ["choose; 3 stops", *chosen], ["Service; 1 raises, 2 dies, 3 stops", *served])
+                 ["choose; #3 stops", *chosen], ["Service; #1 raises, #2 dies, #3 stops", *served])
     report.figure(requests=400, answered_once=served[0], failover_ms=served[2],
                   route_overhead_us=(served[1] - chosen[1]) * 1e3)
     report.check("requests lost with choose", 400 - chosen[0], ">", 0)
@@ -1068,7 +1068,7 @@ class WeightReader:
         """(version, slot) of the newest weights, safe to read while my word names that slot."""
         # Why this is enough. Suppose the writer takes my slot for its next version. It does so only
         # after it has made another slot the latest, and then looked at the leases. If it looked
-        # after step 1, it saw mine and took another slot. If it looked before step 1, the latest
+        # after step 2, it saw mine and took another slot. If it looked before step 2, the latest
         # had already changed, so step 3 sees that and I begin again, having read nothing yet.
         while True:
             latest = self.arena.words[Arena.LATEST]
@@ -1286,8 +1286,8 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     await ranks.slice(rank=slice(1, 3)).do.call("attach", await relay.do.call_one("setup"))
     rows.append(await row(ranks, 7, "relay", 2))
     await asyncio.gather(procs.stop(), relay_procs.stop())
-    report.table([f"{cfg.model_mb} MiB, generators", "ms", "x memmove", "trainer held",
-                  "generator held", "torn reads"], ["memmove", rows[2].memmove, 1.0, "", "", ""],
+    report.table([f"{cfg.model_mb} MiB, generators", "ms", "x memmove", "trainer held ms",
+                  "generator held ms", "torn reads"], ["memmove", rows[2].memmove, 1.0, "", "", ""],
                  *([*r[:5], f"{r.torn} of {r.reads}"] for r in rows))
     unsafe, one, two, four, group, direct, relayed = rows
     reads, torn = map(sum, zip(*((r.reads, r.torn) for r in (one, two, four, relayed))))
@@ -1310,7 +1310,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 
 # == 8. RESHARD ===================================================================================
 # Problem. A trainer cuts each weight one way (FSDP: by rows), a generator another way (tensor
-#   parallel: by columns). Gathering the whole first moves several times what is needed, and plans
+#   parallel: by columns). Gathering the whole first moves twice what is needed, or more, and plans
 #   that take sizes to divide evenly lose what is left over.
 # Rule. Say which boxes of the whole tensor each rank has. Where boxes of the two sides meet, there
 #   is one move. On one host there is nothing to move: a slot holds whole tensors, each trainer rank
@@ -1786,7 +1786,7 @@ class Decoder:
         start, self.alive = self.columns[0].shape[1], ~self.over
         while self.alive.any() and self.columns[0].shape[1] - start < self.policy.max_new_tokens:
             if (version := self.pull()) != self.version:
-                # The keys and values that old weights made are of no use.
+                # From here on tokens carry this version; what old ones cached is of no use.
                 self.version, self.cache = version, transformers.DynamicCache(config=model.config)
             # The rows of a group begin alike: what they hear first is computed once.
             repeats = 1 if self.turn > 1 or self.columns[0].shape[1] > start else self.group_size
@@ -1921,7 +1921,7 @@ def k3(recorded, recomputed):
 # are none; ess: effective sample size of the importance weights; clipped: tokens without gradient;
 # both as shares of the num_tokens sampled; entropy in nats per token; kl: to the reference, k2, in
 # nats per token; grad_norm before clipping; skipped: updates left out because that was not finite;
-# stall_s: of step_s, waiting for the last copy's end. Of several passes the last one tells.
+# stall_s: waits for copies, of step_s; it and skipped: all passes; k3, ess: first; rest: last.
 StepStats = collections.namedtuple("StepStats", """version reward lag_mean lag_max loss mismatch_k3
     ess entropy clipped kl grad_norm num_tokens skipped stall_s step_s""")
 
@@ -2205,7 +2205,7 @@ class Fleet:
 
     def __init__(self, cfg: Config):
         self.cfg, self.sampler, self.start, self.handle = cfg, Sampler(cfg), Vault(), None
-        self.recover = functools.partial(self.load, "", cfg)  # a History that runs knows better
+        self.recover = functools.partial(self.load, "", cfg)  # History.start puts its own here
         self.hosts, self.busy_s, self.num_unjudged, self.num_cut = hosts_of(cfg), 0.0, 0, 0
         # The numbers are replicas, and seconds after which a silent one counts as hung: steps and
         # rollouts of the tiny policy take some 30 ms. Two judges: one may hang, the other works.
@@ -2339,7 +2339,7 @@ ALARMS = [("skipped", ">", 0, 10, "10 gradients in a row were not finite"),  # e
 class History:
     """What a run has done, step by step, and the checkpoints from which it can go on."""
 
-    # exact: `heldout`; nats: entropy; gen, train: busy shares of the time; a dash: not known
+    # exact: `heldout`; nats: entropy; gen, train (busy shares), tok/s: since the start; -: unknown
     HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  heard > said"
     LINE = ("{run:5s}{step:5d}{reward:7.2f}{0:>6s}{lag_mean:5.1f}{lag_max:4d}{1:>7s}"
             "{ess:5.2f}{entropy:5.2f}{clipped:5.2f}{3:5.2f}{4:6.2f}{2:6.0f}  {said}")
@@ -2353,7 +2353,7 @@ class History:
         self.count = collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0)
         self.vault = Vault(saved and self.cfg.checkpoint and f"{self.cfg.checkpoint}/{saved}")
 
-    # A column: of StepStats; `heldout`; until the end of a step `seconds`, `busy_s` of generators.
+    # A column of all rows: a field of StepStats, heldout, or seconds and busy_s, running totals.
     def __getitem__(self, name: str) -> list: return [row[name] for row in self.rows]
 
     async def start(self) -> None:
@@ -2523,7 +2523,7 @@ class ReplayBuffer:
         self.gate, self.max_lag, self.groups = gate, max_lag, []  # groups: see `put`
 
     def put(self, rollout: Rollout, num_groups: int, run_id: int) -> None:
-        """Groups with less than two judged episodes, or nothing to learn from, are lost."""
+        """Groups with fewer than two judged episodes, or without a sampled token, are lost."""
         groups = [(rollout.group_ids == g).nonzero()[:, 0] for g in rollout.group_ids.unique()]
         groups = [rows.tolist() for rows in groups if len(rows) > 1 and rollout.turns[rows].any()]
         for rows in groups:  # the oldest token counts
@@ -2647,7 +2647,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report_run(report, run, speed, peer, loose)
     report.table(["fault", "noticed", "after ms", "replaced after ms"], *faults or [["-"] * 4])
     report.check("faults noticed and cured", len(faults), "==", len(struck))
-    history.report_learning(before, after, max(peer["mismatch_k3"]))  # also of the replacement
+    history.report_learning(before, after, max(peer["mismatch_k3"]))  # k3 of lag 0: of peer
     report.check("held-out exact, gained", after - before, ">", 0)
 
 
