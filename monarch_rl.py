@@ -473,8 +473,7 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 
 
 class Clerk(Actor):
-    """Writes to the store of this name, or without one to a store that nobody else knows. The
-    store is a Tally, which only counts the rows."""
+    """Writes to the store (a Tally, which counts rows) of this name, or to one of its own."""
 
     @endpoint
     async def write(self, name: str) -> int:
@@ -699,8 +698,7 @@ class NoReplica(RuntimeError): """No healthy replica within the deadline, or clo
 
 
 class Service(Supervisor):
-    """Replicas behind one name. No request waits for a particular one: when a replica is lost,
-    every attempt that hangs on it wakes and picks another."""
+    """Replicas behind one name. No request waits for one of them: when it is lost, another runs."""
 
     MAX_ERRORS = 3  # in a row until a replica that raises is replaced
     turn, keepers = 0, ()  # requests so far; a task per replica, from start until close
@@ -1321,8 +1319,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 # Source. DTensor placements; cross-mesh resharding (Zhuang, MLSys 2023).
 
 
-# A cuboid of a tensor that one rank has: where it begins and ends in the whole tensor, and where it
-# begins in what the rank has of the tensor.
+# A cuboid of a tensor: where it begins and ends in the whole, and where in what its rank has of it.
 Box = collections.namedtuple("Box", "start end local", defaults=[(), (), ()])  # those of a scalar
 
 # Elements of a tensor that one rank (of the source's side) has and another (of the target's) needs:
@@ -1460,8 +1457,7 @@ class ShardReader(WeightReader): parts = staticmethod(box_parts)
 
 
 class Parcel:
-    """All that one rank has for another, packed in one buffer, the widest dtype first: then each
-    part starts at a multiple of its own, without gaps."""
+    """All that one rank has for another, in one buffer, the widest dtype first: all are aligned."""
 
     def __init__(self, moves: list[Move], tensors: dict, pair: tuple[int, int], sending: bool):
         """moves: of all, the same on both sides; pair: which source and target it is for."""
@@ -1509,8 +1505,7 @@ class Cutter(Rank):
         self.version += 1
         for tensor in [*self.have[0].values(), *self.have[1].values()]: local(tensor).add_(1)
 
-    # The roads. source: the dimension along which the trainer is cut; target: the generator. Each
-    # returns how many bytes were sent to this rank.
+    # The roads, by the dimensions along which both sides are cut. Each returns bytes sent to me.
 
     async def gather(self, source: int, target: int) -> int:
         """The usual way: the trainer's ranks tell each other all, cut that, and pass it on."""
@@ -1569,11 +1564,11 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 # Problem. In RL the policy makes its own training set, so the same network runs in two programs:
 #   one decodes token by token with a cache, the other scores whole sequences for a gradient. If
 #   they disagree about a probability, or about what was sampled, the gradient is nobody's.
-# Rule. One loop: pull, sample, judge, step, publish. Every sampled token keeps the log-probability
-#   it was sampled with; the trainer recomputes it, and the two agree. Only sampled tokens carry
-#   loss. A new turn starts from the exact ids of the turns before. A reward function is somebody
-#   else's code: it runs where it can be killed, and not judged is not 0. Every n steps all that
-#   the run needs is saved, whole or not at all.
+# Rule. One loop: pull, sample, judge, step, publish. Every sampled token keeps the version and the
+#   log-probability that it was sampled with; the trainer recomputes the latter, and they agree.
+#   Only sampled tokens carry loss. A new turn starts from the exact ids of the turns before. A
+#   reward function is somebody else's code: it runs where it can be killed; not judged is not 0.
+#   Every n steps all that the run needs is saved, whole or not at all.
 # Cost. Each side waits while the other works (section 10).
 # Not here. Value networks, reward models, sandboxes for tools.
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), group advantage (GRPO, Shao 2024).
@@ -1611,8 +1606,7 @@ class Task:
 
 
 class Shift(Task):
-    """To answer each letter with those so many places on: with [1, 2, 3] "a" is answered by "bcd",
-    and after p comes a. An answer has three letters."""
+    """To answer a letter with those so many places on: [1, 2, 3] makes "bcd" of a, "abc" of p."""
 
     def __init__(self, instruction: str, places_on: list[int], num_turns: int = 2):
         self.instruction, self.places_on, self.num_turns = instruction, places_on, num_turns
@@ -1786,7 +1780,7 @@ class Decoder:
         start, self.alive = self.columns[0].shape[1], ~self.over
         while self.alive.any() and self.columns[0].shape[1] - start < self.policy.max_new_tokens:
             if (version := self.pull()) != self.version:
-                # From here on tokens carry this version; what old ones cached is of no use.
+                # From here on tokens carry this version, earlier ones theirs. The cache is old.
                 self.version, self.cache = version, transformers.DynamicCache(config=model.config)
             # The rows of a group begin alike: what they hear first is computed once.
             repeats = 1 if self.turn > 1 or self.columns[0].shape[1] > start else self.group_size
@@ -2486,8 +2480,7 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 #   its ticket given back. Without the refund the run turns synchronous, then stops. A trainer that
 #   dies goes on from its checkpoint; what is left of versions that were lost with it is dropped.
 # Cost. Lag: samples are off-policy. The clip against the recorded probability corrects for it.
-# Not here. Rollouts that another generator finishes.
-# Source. IMPALA (Espeholt 2018), AReaL (Fu 2025), also for weights taken in flight.
+# Not here. Finishing another's rollout.    Source. IMPALA (Espeholt 2018), AReaL (Fu 2025).
 
 # Lag, by example, with K = 1 (two batches of tickets; v = the trainer's version):
 #     v = 5   batch a is generated under 5, batch b too; the gate is closed
@@ -2495,6 +2488,13 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 #     v = 6   the trainer steps on b (lag 1) -> v = 7, b's tickets admit d
 #     v = 7   c is late, d comes first: d is trained on (lag 0) -> v = 8
 #     v = 8   now c arrives, generated under 6: lag 2 > K. It is dropped; its tickets admit another
+
+# A generator dies, message by message (sections 5 to 7). The trainer gets none of them:
+#     kernel -> owner              its pidfd is readable; `_lose` sets `lost`, and two tasks wake:
+#     _call -> route -> another    the same prompts and seed, on the same tickets: no step is lost
+#     _keep -> a new process       "pid" and "setup", after some seconds of imports: it is healthy
+#     route -> the new generator   a rollout: it attaches, clears the dead one's lease, and pulls
+# Until then that lease holds no slot, for its process has ended.
 
 
 class Gate:
