@@ -1728,10 +1728,9 @@ def tiny_policy(letters: str) -> tuple:
     tokenizer = transformers.Qwen2Tokenizer(
         {token: i for i, token in enumerate(tokens)}, [], extra_special_tokens=tokens[:2],
         unk_token="<end>", eos_token="<end>", chat_template=template)
-    return tokenizer, transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-        vocab_size=len(tokens), hidden_size=40, intermediate_size=80, num_attention_heads=4,
-        num_key_value_heads=2, num_hidden_layers=2, tie_word_embeddings=True,
-        attn_implementation="eager"))
+    return tokenizer, transformers.Qwen2ForCausalLM(transformers.Qwen2Config(vocab_size=len(tokens),
+        hidden_size=40, intermediate_size=80, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, tie_word_embeddings=True, attn_implementation="eager"))
 
 
 class Decoder:
@@ -2093,10 +2092,11 @@ class Trainer(Worker):
         self.writer.start(self.version)
         if cfg.trainers > 1: torch.distributed.all_reduce(sums)  # the others' tokens
         young, drift, loss, entropy, clipped, kl, weight, squares = (sums / num_tokens).tolist()
-        return StepStats(  # in the order of its fields
-            self.version, float(batch.rewards.sum(1).mean()), int(lag.sum()) / num_tokens,
-            int(lag.max()), loss, drift / young if young else -1.0, weight**2 / max(squares, 1e-9),
-            entropy, clipped, kl, norm, num_tokens, skipped, stall_s, since(start))
+        return StepStats(version=self.version, reward=float(batch.rewards.sum(1).mean()),
+            lag_mean=int(lag.sum()) / num_tokens, lag_max=int(lag.max()), loss=loss,
+            mismatch_k3=drift / young if young else -1.0, ess=weight**2 / max(squares, 1e-9),
+            entropy=entropy, clipped=clipped, kl=kl, grad_norm=norm, num_tokens=num_tokens,
+            skipped=skipped, stall_s=stall_s, step_s=since(start))
 
     def _parts(self, batch: Rollout):
         """This rank's rows, in as many forward passes as MAX_LOGITS makes of them, long with long.
@@ -2354,7 +2354,7 @@ class History:
         """The run begins, or goes on after the newest checkpoint in its folder. If it has one, the
         first Ctrl-C from now on waits for the end of a step and saves that."""
         # once: a second one ends at once
-        def interrupt(*_): self.interrupted = bool(signal.signal(signal.SIGINT, self.before))
+        def interrupt(*_): self.interrupted, _ = True, signal.signal(signal.SIGINT, self.before)
 
         if (self.cfg.loss, self.cfg.passes) == ("decoupled", 1):
             self.report.say("decoupled with one pass: its clip can never fire; see --passes")
@@ -2613,6 +2613,37 @@ class AsyncRun:
         self.history.add(stats, batch)
 
 
+def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: History) -> None:
+    """How the run compares. fast: its speed until the faults; peer: synchronous, as many trained
+    samples, the same actors, a thread each; loose: without a bound. And where all groups went."""
+    history, fleet, bound, timed = run.history, run.fleet, run.buffer.max_lag, peer.num_steps
+    sync, count, in_flight = peer.speed(timed), history.count, run.away + len(run.buffer.groups)
+    # At best, of the shares of time that the sides need in turn only the longer one is left.
+    speedup, ideal = sync[0] / fast[0], sum(sync[4:6]) / max(sync[4:6])
+    stall = sum(history["stall_s"]) / sum(history["step_s"])
+    good = next((row["seconds"] for row in history.rows if row["heldout"] >= 0.95), -1.0)  # never
+    as_good = next((speed for n in range(-(-timed // 2), len(history.rows) + 1)
+                    if (speed := history.speed(n))[-1] >= sync[-1]), [math.inf] * 7)  # else never
+    report.table(["", "s", "steps", "steps/s", "tokens/s", "gen busy", "train busy", "reward then"],
+                 ["sync", *sync], ["async", *fast], ["async, as good", *as_good])
+    # K = 0 is synchronous, and hosts may be lost in one run and not in the other.
+    if bound and not fleet.cfg.hosts:
+        report.check("seconds to that reward, sync / async", sync[0] / as_good[0], ">", 1)
+    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
+    rows = [[how, most, statistics.fmean(h["lag_mean"]), max(h["lag_max"])] for how, most, h in (
+        ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", history))]
+    report.table(["lag, in versions", "bound", "mean", "max"], *rows)
+    report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
+    report.check("largest lag", rows[1][-1], "<=", bound)
+    report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
+    report.check("groups started, not accounted for", under_way(count) - in_flight, "==", 0)
+    report.check("groups trained on", count["trained"], "==", history.num_steps * GROUPS_PER_BATCH)
+    report.say(f"episodes not judged: {fleet.num_unjudged}; cut by the context: {fleet.num_cut}")
+    report.figure(async_speedup=speedup, speedup_of_ideal=speedup / ideal, sync_s=sync[0],
+                  async_s=fast[0], bottleneck_busy_share=max(fast[4:6]), trainer_stall_share=stall,
+                  seconds_to_95=good, **count, in_flight=in_flight, unjudged=fleet.num_unjudged)
+
+
 FAULTS = {"generators": signal.SIGKILL, "judges": signal.SIGSTOP, "trainer": signal.SIGKILL}
 
 
@@ -2620,7 +2651,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     """the same reward in less wall time; lag never exceeds the bound; a generator killed mid-run
     costs no step
     try: no bound on lag in `ReplayBuffer.take`, and `max_lag + 100` in Gate"""
-    report.say(f"seed {cfg.seed}; starting takes about 10 s")
+    report.say(f"seed {cfg.seed}; about a minute, of which starting takes 15 s")
     timed, struck, faults = max(1, cfg.steps // 2), {}, []  # steps to compare; then come the faults
     async with Fleet(cfg) as fleet:
         report.table(*await fleet.placement())
@@ -2649,37 +2680,6 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     report.check("faults noticed and cured", len(faults), "==", len(struck))
     history.report_learning(before, after, max(peer["mismatch_k3"]))  # k3 of lag 0: of peer
     report.check("held-out exact, gained", after - before, ">", 0)
-
-
-def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: History) -> None:
-    """fast: speed of the run until the faults; peer: synchronous, as many trained samples and the
-    same actors, a thread each; loose: without a bound on lag. And where all groups went."""
-    history, fleet, bound, timed = run.history, run.fleet, run.buffer.max_lag, peer.num_steps
-    sync, count, in_flight = peer.speed(timed), history.count, run.away + len(run.buffer.groups)
-    # At best, of the shares of time that the sides need in turn only the longer one is left.
-    speedup, ideal = sync[0] / fast[0], sum(sync[4:6]) / max(sync[4:6])
-    stall = sum(history["stall_s"]) / sum(history["step_s"])
-    good = next((row["seconds"] for row in history.rows if row["heldout"] >= 0.95), -1.0)  # never
-    as_good = next((speed for n in range(-(-timed // 2), len(history.rows) + 1)
-                    if (speed := history.speed(n))[-1] >= sync[-1]), [math.inf] * 7)  # else never
-    report.table(["", "s", "steps", "steps/s", "tokens/s", "gen busy", "train busy", "reward then"],
-                 ["sync", *sync], ["async", *fast], ["async, as good", *as_good])
-    # K = 0 is synchronous, and hosts may be lost in one run and not in the other.
-    if bound and not fleet.cfg.hosts:
-        report.check("seconds to that reward, sync / async", sync[0] / as_good[0], ">", 1)
-    report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
-    rows = [[how, most, statistics.fmean(h["lag_mean"]), max(h["lag_max"])] for how, most, h in (
-        ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", history))]
-    report.table(["lag, in versions", "bound", "mean", "max"], *rows)
-    report.check("largest lag without the rule", rows[0][-1], ">", min(bound, 10))
-    report.check("largest lag", rows[1][-1], "<=", bound)
-    report.table(["groups", *count, "in flight at the end"], ["", *count.values(), in_flight])
-    report.check("groups started, not accounted for", under_way(count) - in_flight, "==", 0)
-    report.check("groups trained on", count["trained"], "==", history.num_steps * GROUPS_PER_BATCH)
-    report.say(f"episodes not judged: {fleet.num_unjudged}; cut by the context: {fleet.num_cut}")
-    report.figure(async_speedup=speedup, speedup_of_ideal=speedup / ideal, sync_s=sync[0],
-                  async_s=fast[0], bottleneck_busy_share=max(fast[4:6]), trainer_stall_share=stall,
-                  seconds_to_95=good, **count, in_flight=in_flight, unjudged=fleet.num_unjudged)
 
 
 # -- plumbing: the command line -------------------------------------------------------------------
