@@ -791,8 +791,9 @@ class Service(Supervisor):
         keepers, self.keepers = self.keepers, ()
         for keeper in keepers: keeper.cancel()  # a replacement under way must not outlive this
         await asyncio.gather(*keepers, return_exceptions=True)
-        await asyncio.gather(*(r.procs.stop() for r in self.replicas.values()
-                               if r.door == door_to(r.address)))
+        there = [r for r in self.replicas.values() if r.door == door_to(r.address)]
+        for replica in there: replica.send(signal.SIGKILL)  # a polite end takes Python a second
+        await asyncio.gather(*(replica.procs.stop() for replica in there))
 
 
 async def storm(ask, faults: dict[int, tuple], deadline_s: float | None = None) -> list:
@@ -2282,8 +2283,7 @@ class Fleet:
         rollout, num_cut, busy_s = await self.generators.route.call_one(
             "rollout", arenas, max(version, self.oldest), prompts, group_size, rng.getrandbits(48),
             greedy, self.cfg.pull == "token" and not greedy)
-        self.busy_s += busy_s
-        self.num_cut += num_cut
+        self.busy_s, self.num_cut = self.busy_s + busy_s, self.num_cut + num_cut
         rewards = torch.tensor(await self.judge(rollout.prompts, rollout.answers))
         judged = rewards.isfinite().all(1).nonzero()[:, 0].tolist()
         self.num_unjudged += len(rewards) - len(judged)
