@@ -48,7 +48,7 @@ The words, each with an example:
     episode    one conversation: user, assistant, user, assistant       "abc" "abc" "dfa" "dfa"
     group      the episodes sampled from one prompt; rewards are compared inside it       8
     rollout    what one call of a generator returns: groups of episodes              16 x 8
-    ticket     permission to generate one group; given back if the group is dropped       1
+    ticket     to generate one group; back when that is trained on, dropped or lost       1
     slot       one copy of all weights in shared memory                              64 MiB
     publish    what the trainer does to make a version available; generators pull it      7
     lease      the slot that a generator says it is reading                               3
@@ -496,9 +496,9 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # == 5. SUPERVISION ===============================================================================
 # Problem. Processes die, and some only stop. If nobody is responsible, every later call fails or
 #   waits for ever.
-# Rule. An exception belongs to the caller; the actor lives on. A dead process belongs to the actor
-#   that spawned it: its `__supervise__` is told, and it spawns another. A stopped process tells
-#   nobody, so calls carry a deadline, and missing it counts as death.
+# Rule. An exception belongs to the caller, if one waits; the actor lives on. A dead process belongs
+#   to the actor that spawned it: its `__supervise__` is told, and it spawns another. A stopped
+#   process tells nobody, so calls carry a deadline, and missing it counts as death.
 # Cost. A poll every 200 ms. Too short a deadline kills the slow. With torch a start takes seconds.
 # Not here. Who restarts the owner; death of what the main process spawned, which ends it.
 # Source. Erlang's supervisors (Armstrong 2003).
@@ -694,11 +694,11 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 
 
-class NoReplica(RuntimeError): """No healthy replica within the deadline, or closed."""
+class NoReplica(RuntimeError): """No healthy replica for SETUP_DEADLINE_S, or closed."""
 
 
 class Service(Supervisor):
-    """Replicas behind one name. No request waits for one of them: when it is lost, another runs."""
+    """Replicas behind one name. If the one that runs a request is lost, another one runs it."""
 
     MAX_ERRORS = 3  # in a row until a replica that raises is replaced
     turn, keepers = 0, ()  # requests so far; a task per replica, from start until close
@@ -789,10 +789,10 @@ class Service(Supervisor):
     @concurrent_endpoint
     async def close(self) -> None:
         keepers, self.keepers = self.keepers, ()
-        for keeper in keepers: keeper.cancel()  # a replacement under way must not outlive this
+        for keeper in keepers: keeper.cancel()  # else a replacement under way would go on
         await asyncio.gather(*keepers, return_exceptions=True)
         there = [r for r in self.replicas.values() if r.door == door_to(r.address)]
-        for replica in there: replica.send(signal.SIGKILL)  # a polite end takes Python a second
+        for replica in there: replica.send(signal.SIGKILL)  # else Python's end takes a second
         await asyncio.gather(*(replica.procs.stop() for replica in there))
 
 
@@ -1320,7 +1320,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 # Source. DTensor placements; cross-mesh resharding (Zhuang, MLSys 2023).
 
 
-# A cuboid of a tensor: where it begins and ends in the whole, and where in what its rank has of it.
+# A cuboid of a tensor: its start and end in the whole; local: its start in what its rank has.
 Box = collections.namedtuple("Box", "start end local", defaults=[(), (), ()])  # those of a scalar
 
 # Elements of a tensor that one rank (of the source's side) has and another (of the target's) needs:
@@ -1461,7 +1461,7 @@ class Parcel:
     """All that one rank has for another, in one buffer, the widest dtype first: all are aligned."""
 
     def __init__(self, moves: list[Move], tensors: dict, pair: tuple[int, int], sending: bool):
-        """moves: of all, the same on both sides; pair: which source and target it is for."""
+        """moves: of all ranks, the same on both sides; pair: (source, target) of this one."""
         parts = sorted((local(tensors[m.name])[region(m.read_at if sending else m.write_at, m.size)]
                         for m in moves if (m.source, m.target) == pair), key=lambda p: -p.itemsize)
         self.buffer = torch.zeros(sum(part.nbytes for part in parts), dtype=torch.uint8)
@@ -1470,7 +1470,7 @@ class Parcel:
         self.pairs = [*zip(packed, parts)] if sending else [*zip(parts, packed)]  # (to, from)
 
     def copy(self) -> None:  # packs, or unpacks; may run in a thread
-        for there, here in self.pairs: there.copy_(here)
+        for to, source in self.pairs: to.copy_(source)
 
 
 async def receive(parcels: list[Parcel], handles: list[tuple]) -> None:
@@ -1566,10 +1566,10 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #   one decodes token by token with a cache, the other scores whole sequences for a gradient. If
 #   they disagree about a probability, or about what was sampled, the gradient is nobody's.
 # Rule. One loop: pull, sample, judge, step, publish. Every sampled token keeps the version and the
-#   log-probability that it was sampled with; the trainer recomputes the latter, and they agree.
-#   Only sampled tokens carry loss. A new turn starts from the exact ids of the turns before. A
-#   reward function is somebody else's code: it runs where it can be killed; not judged is not 0.
-#   Every n steps all that the run needs is saved, whole or not at all.
+#   log-probability that it was sampled with; the loss compares with these, and at lag 0 the trainer
+#   finds the same. Only sampled tokens carry loss. A new turn starts from the exact ids of the
+#   turns before. A reward function is somebody else's code: it runs where it can be killed; not
+#   judged is not 0. Every n steps all that the run needs is saved, whole or not at all.
 # Cost. Each side waits while the other works (section 10).
 # Not here. Value networks, reward models, sandboxes for tools.
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), group advantage (GRPO, Shao 2024).
@@ -1607,7 +1607,7 @@ class Task:
 
 
 class Shift(Task):
-    """To answer a letter with those so many places on: [1, 2, 3] makes "bcd" of a, "abc" of p."""
+    """Answers to a letter are those so many places on: [1, 2, 3] makes "bcd" of a, "abc" of p."""
 
     def __init__(self, instruction: str, places_on: list[int], num_turns: int = 2):
         self.instruction, self.places_on, self.num_turns = instruction, places_on, num_turns
@@ -1621,7 +1621,7 @@ class Shift(Task):
 
 TASKS = {"repeat": Shift("Repeat exactly what I say.", [0]),
          "count": Shift("I say a letter, a to p; say the next three (a follows p).", [1, 2, 3], 3),
-         "pattern": Shift("For each letter, a to p, say that eight places on (a follows p).", [8])}
+         "pattern": Shift("For each letter, a to p, say the one 8 places on (a follows p).", [8])}
 
 
 def task_of(name: str) -> Task:
@@ -1843,7 +1843,7 @@ def warm_start(policy: Policy) -> None:
 # Why a baseline. The gradient of the expected reward is E[A grad log pi], whatever A is reduced
 # by, as long as that does not depend on the answer. The mean over answers to the same prompt costs
 # no second network and removes what is due to the prompt: that a prompt is easy does not teach that
-# all its answers are good. (leave_one_out: the mean of the others, without the answer itself.)
+# all its answers are good. (The answer itself is in it, which shrinks A; not in leave_one_out's.)
 BASELINES = ["group", "none", "batch", "leave_one_out"]
 
 
@@ -2062,14 +2062,14 @@ class Trainer(Worker):
         return self.version
 
     async def step(self, batch: Rollout) -> StepStats:
-        """Trains on a batch; the result is copied into a slot until the next optimizer step."""
+        """Trains on a batch; a thread copies the result, for which the next update waits."""
         start, cfg, model, stall_s, skipped = time.monotonic(), self.cfg, self.policy.model, 0.0, 0
         chosen, parts, near = batch.turns > 0, [*self._parts(batch)], {}
         lag, num_tokens = (self.version - batch.versions) * chosen, max(1, int(chosen.sum()))
         for _ in range(cfg.passes):
             sums = torch.zeros(8, dtype=torch.float64)
             for i, part in enumerate(parts):
-                # `mu` is what the generator recorded, not what this model says of the old weights:
+                # `mu` is what the generator recorded, not what old weights would give here:
                 # only the recorded value is the probability with which the token was really drawn.
                 pi, entropy = self._score(model, part)
                 near.setdefault(i, pi.detach())  # of the first pass
@@ -2478,8 +2478,8 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 #   A ticket per group keeps what is under way to K + 1 batches. Tickets alone do not bound lag, for
 #   stragglers are overtaken: a group more than K versions old when a batch is taken is dropped, and
 #   its ticket given back. Without the refund the run turns synchronous, then stops. A trainer that
-#   dies goes on from its checkpoint; what is left of versions that were lost with it is dropped.
-# Cost. Lag: samples are off-policy. The clip against the recorded probability corrects for it.
+#   dies goes on from its checkpoint; groups made with the lost one's weights are dropped.
+# Cost. Lag: samples are off-policy. The ratio to what was recorded corrects it, within a clip.
 # Not here. Finishing another's rollout.    Source. IMPALA (Espeholt 2018), AReaL (Fu 2025).
 
 # Lag, by example, with K = 1 (two batches of tickets; v = the trainer's version):
@@ -2490,11 +2490,11 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 #     v = 8   now c arrives, generated under 6: lag 2 > K. It is dropped; its tickets admit another
 
 # A generator dies, message by message (sections 5 to 7). The trainer gets none of them:
-#     kernel -> owner              its pidfd is readable; `_lose` sets `lost`, and two tasks wake:
+#     kernel -> owner              a pidfd is readable: `_lose` sets `lost`, which wakes who waits:
 #     _call -> route -> another    the same prompts and seed, on the same tickets: no step is lost
-#     _keep -> a new process       "pid" and "setup", after some seconds of imports: it is healthy
+#     _keep -> a new process       "pid", then "setup", seconds of it imports: now it is healthy
 #     route -> the new generator   a rollout: it attaches, clears the dead one's lease, and pulls
-# Until then that lease holds no slot, for its process has ended.
+# Before that the lease holds no slot, for its process has ended. (Of other hosts the poll tells.)
 
 
 class Gate:
@@ -2517,7 +2517,7 @@ class Gate:
 
 
 class ReplayBuffer:
-    """Groups that wait for the trainer, as they came. Here, and only here, the two loops meet."""
+    """Groups that wait for the trainer, as they came. Samples pass from loop to loop only here."""
 
     def __init__(self, gate: Gate, max_lag: int):
         self.gate, self.max_lag, self.groups = gate, max_lag, []  # groups: see `put`
@@ -2614,8 +2614,8 @@ class AsyncRun:
 
 
 def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: History) -> None:
-    """How the run compares. fast: its speed until the faults; peer: synchronous, as many trained
-    samples, the same actors, a thread each; loose: without a bound. And where all groups went."""
+    """How the run compares. fast: its `speed` until the faults; peer: synchronous, as many steps,
+    the same actors, a thread per process; loose: without a bound. And where all groups went."""
     history, fleet, bound, timed = run.history, run.fleet, run.buffer.max_lag, peer.num_steps
     sync, count, in_flight = peer.speed(timed), history.count, run.away + len(run.buffer.groups)
     # At best, of the shares of time that the sides need in turn only the longer one is left.
@@ -2628,7 +2628,7 @@ def report_run(report: Report, run: AsyncRun, fast: list, peer: History, loose: 
                  ["sync", *sync], ["async", *fast], ["async, as good", *as_good])
     # K = 0 is synchronous, and hosts may be lost in one run and not in the other.
     if bound and not fleet.cfg.hosts:
-        report.check("seconds to that reward, sync / async", sync[0] / as_good[0], ">", 1)
+        report.check("seconds to the same reward, sync / async", sync[0] / as_good[0], ">", 1)
     report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
     rows = [[how, most, statistics.fmean(h["lag_mean"]), max(h["lag_max"])] for how, most, h in (
         ("no tickets, no drop", "none", loose), ("tickets and drop", f"K = {bound}", history))]

@@ -2863,7 +2863,7 @@ def test_a_model_from_a_folder_runs_through_the_stage(tmp_path):
     save_checkpoint(tmp_path / "model", "llama")
     run = Run(tmp_path, "--only", "async_rl", "--model", str(tmp_path / "model"), "--steps", "10")
     failed = {check["what"] for check in run.stage("async_rl")["checks"] if not check["ok"]}
-    learning = {"held-out exact, gained", "seconds to that reward, sync / async",
+    learning = {"held-out exact, gained", "seconds to the same reward, sync / async",
                 "largest lag without the rule"}  # ten steps at 1e-6 do not teach
     assert failed <= learning and run.left == [], run.out + run.err
 
@@ -3242,7 +3242,7 @@ def test_the_page_of_a_report_in_a_browser(pictures, width, scheme):
     """Its slider, moved with the keyboard, changes timeline and numbers; nothing goes wrong."""
     run, path, _ = pictures
     assert run.status == 0 or {c["what"] for c in run.stage("async_rl")["checks"] if not c["ok"]} <= {
-        "held-out exact, gained", "seconds to that reward, sync / async"}, run.out + run.err
+        "held-out exact, gained", "seconds to the same reward, sync / async"}, run.out + run.err
     shown = {}
     with Chromium() as browser:
         browser.open(path, width, scheme)
