@@ -255,7 +255,7 @@ def test_stage_fails_without_its_mechanism(tmp_path, name):
     changes = [BROKEN[name], WARM]
     if name == "async_rl":  # tickets alone nearly bound the lag of equally long rollouts
         changes.append(("(max_lag + 1) * GROUPS", "(max_lag + 100) * GROUPS"))
-    how = "--stage" if name == "actor_mesh" else "--only"  # the stages before it hold
+    how = "--stage" if name == "supervision" else "--only"  # the stages before it hold
     run = Run(tmp_path, how, name, "--steps", "40", "--model-mb", "16",
               file=broken_file(tmp_path, *changes))
     assert run.status == 1, run.out + run.err
@@ -3149,7 +3149,7 @@ def test_a_worker_that_ends_leaves_nothing_behind(network, tmp_path, number):
     process.communicate()
 
 
-def test_a_controller_that_ends_leaves_nothing_on_other_hosts(network, tmp_path):
+def test_a_main_process_that_ends_leaves_nothing_on_other_hosts(network, tmp_path):
     worker = network.work(0)
     before = processes_of(worker.mark)
     process, mark = start(tmp_path, "--only", "sync_rl", "--hosts", network.url(0), prefix=network.inside(0))
@@ -3387,7 +3387,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, args, moments):
     assert os.listdir(tmp_path) == []
 
 
-def test_killing_the_controller_ends_its_processes(tmp_path):
+def test_killing_the_main_process_ends_its_processes(tmp_path):
     process, mark = start(tmp_path, "--only", "weight_sync")
     assert wait_until(lambda: len(processes_of(mark)) >= 4, 30)
     time.sleep(6)  # a process killed between fork and exec would only end a minute later
