@@ -496,9 +496,9 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # == 5. SUPERVISION ===============================================================================
 # Problem. Processes die, and some only stop. If nobody is responsible, every later call fails or
 #   waits for ever.
-# Rule. An exception belongs to the caller, if one waits; the actor lives on. A dead process belongs
-#   to the actor that spawned it: its `__supervise__` is told, and it spawns another. A stopped
-#   process tells nobody, so calls carry a deadline, and missing it counts as death.
+# Rule. An exception belongs to a caller that waits; the actor lives on. A dead process belongs to
+#   the actor that spawned it: its `__supervise__` is told, and it spawns another. A stopped process
+#   tells nobody, so calls carry a deadline, and missing it counts as death.
 # Cost. A poll every 200 ms. Too short a deadline kills the slow. With torch a start takes seconds.
 # Not here. Who restarts the owner; death of what the main process spawned, which ends it.
 # Source. Erlang's supervisors (Armstrong 2003).
@@ -536,6 +536,12 @@ class Replica:
         else: kill(self.pids, number)
         if number == signal.SIGKILL: self.pids = []  # these numbers may soon be somebody else's
 
+    async def end(self, deadline_s: float) -> None:
+        """By SIGKILL: a polite end takes Python a second; what is stopped would go on some day."""
+        if self.door != door_to(self.address): return  # it went with its host
+        self.send(signal.SIGKILL)
+        await asyncio.wait_for(self.procs.stop(), deadline_s)
+
 
 class Worker(Actor):
     """The actor in a replica: what a supervisor owns. (`--worker` is something else, a host.)"""
@@ -564,7 +570,7 @@ class Supervisor(Actor):
 
     def __init__(self, name: str, replica_class: type, num_replicas: int, deadline_s: float, *args,
                  hosts=("",), num_ranks=1, max_attempts=3, max_in_flight=1000):
-        """deadline_s: for one attempt at a request, or at stopping what is left of a replica.
+        """deadline_s: for one attempt at a request, or at ending a replica before it is replaced.
         hosts: addresses, by turns; "" is this one. max_attempts: per request; one that kills who
         runs it must not kill them all. max_in_flight: to a replica; with 1 none harms another."""
         self.name, self.replica_class, self.args = name, replica_class, args
@@ -573,12 +579,9 @@ class Supervisor(Actor):
         self.max_in_flight, self.replicas = max_in_flight, {}  # replicas: by id, the newest of each
 
     async def _spawn(self, replica_id: int) -> None:
-        """(Re)places a replica; done when it is healthy. Kills the old one first: one that is only
-        stopped would go on later, beside its successor and under the same id."""
+        """(Re)places a replica, and ends the old one first; done when it is healthy."""
         host, old = self.hosts[replica_id], self.replicas.get(replica_id)
-        if old and old.door == door_to(host):  # else it went with its host
-            old.send(signal.SIGKILL)
-            await asyncio.wait_for(old.procs.stop(), self.deadline_s)
+        if old: await old.end(self.deadline_s)
         new = self.replicas[replica_id] = Replica(self, replica_id, host, await host_mesh(host))
         if host: asyncio.ensure_future(self._watch(new))
         new.pids = await self._call(new, self.SETUP_DEADLINE_S, "pid")
@@ -791,9 +794,7 @@ class Service(Supervisor):
         keepers, self.keepers = self.keepers, ()
         for keeper in keepers: keeper.cancel()  # else a replacement under way would go on
         await asyncio.gather(*keepers, return_exceptions=True)
-        there = [r for r in self.replicas.values() if r.door == door_to(r.address)]
-        for replica in there: replica.send(signal.SIGKILL)  # else Python's end takes a second
-        await asyncio.gather(*(replica.procs.stop() for replica in there))
+        await asyncio.gather(*(r.end(self.SETUP_DEADLINE_S) for r in self.replicas.values()))
 
 
 async def storm(ask, faults: dict[int, tuple], deadline_s: float | None = None) -> list:
@@ -1843,7 +1844,7 @@ def warm_start(policy: Policy) -> None:
 # Why a baseline. The gradient of the expected reward is E[A grad log pi], whatever A is reduced
 # by, as long as that does not depend on the answer. The mean over answers to the same prompt costs
 # no second network and removes what is due to the prompt: that a prompt is easy does not teach that
-# all its answers are good. (The answer itself is in it, which shrinks A; not in leave_one_out's.)
+# all its answers are good. (An answer is in its own mean, which shrinks A; not with leave_one_out.)
 BASELINES = ["group", "none", "batch", "leave_one_out"]
 
 
@@ -2493,8 +2494,7 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 #     kernel -> owner              a pidfd is readable: `_lose` sets `lost`, which wakes who waits:
 #     _call -> route -> another    the same prompts and seed, on the same tickets: no step is lost
 #     _keep -> a new process       "pid", then "setup", seconds of it imports: now it is healthy
-#     route -> the new generator   a rollout: it attaches, clears the dead one's lease, and pulls
-# Before that the lease holds no slot, for its process has ended. (Of other hosts the poll tells.)
+#     route -> the new generator   it attaches, clears the dead one's lease (void by now), and pulls
 
 
 class Gate:
