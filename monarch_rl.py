@@ -204,7 +204,12 @@ def prepare_environment() -> None:
     reload_config_from_env()  # Monarch read its part when it was imported
 
 
-def setting(default: Any, meaning: str, least: float | None = None, choices: str = "") -> Any:
+def setting(
+    default: Any,
+    meaning: str,
+    least: float | None = None,
+    choices: str = "",
+) -> Any:
     """A field of Config.
 
     meaning: its line of --help. least: its smallest value, if it has one. choices: its only values,
@@ -280,7 +285,11 @@ Demo = TypeVar("Demo", bound=Callable[..., Awaitable[None]])
 
 
 def stage(
-    claim: str, hint: str, mechanism: str, needs_lab: bool = False, needs_tcp: bool = False
+    claim: str,
+    hint: str,
+    mechanism: str,
+    needs_lab: bool = False,
+    needs_tcp: bool = False,
 ) -> Callable[[Demo], Demo]:
     """Enters the demo below it into STAGES."""
 
@@ -356,8 +365,10 @@ class Report:
                 self.say_live(time.strftime("%H:%M:%S"))
 
     def table(self, rows: Sequence[Any]) -> None:
-        """rows: records of one class, or dicts. Fields are columns, words to the left, numbers to
-        the right; --json has them too."""
+        """rows: records of one class, or dicts.
+
+        Fields are columns, words to the left, numbers to the right; --json has them too.
+        """
         entries = []
         for row in rows:
             entries.append(row if isinstance(row, dict) else dataclasses.asdict(row))
@@ -376,7 +387,13 @@ class Report:
         """For --json; names end in their unit. None: not known."""
         self.stages[-1]["figures"].update(figures)
 
-    def check(self, what: str, got: Any, relation: str, want: Any) -> None:
+    def check(
+        self,
+        what: str,
+        got: Any,
+        relation: str,
+        want: Any,
+    ) -> None:
         """Compares what was measured with what the claim says.
 
         A failure makes the exit status 1. What is not known (None) fails. What is checked are
@@ -490,7 +507,9 @@ class Addition:
 
 
 class Tally(Actor):
-    """A counter. Section 2 makes a mesh of it.
+    """A counter.
+
+    Section 2 makes a mesh of it.
 
     `@endpoint` marks what messages may call. `current_rank()` tells an actor its number among those
     that were spawned together.
@@ -607,8 +626,11 @@ class AdverbRow:
 
 
 async def adverb_row(mesh: Tally, call: str, answers: Sequence[Addition]) -> AdverbRow:
-    """Asks every member whether it has just run. That message comes after the call it asks about,
-    because messages from one sender to one actor arrive in the order sent."""
+    """Asks every member whether it has just run.
+
+    That message comes after the call it asks about, because messages from one sender to one actor
+    arrive in the order sent.
+    """
     totals = await mesh.take.call()  # a ValueMesh: pairs of a member's point and its answer
     ran = [str(point.rank) for point, total in totals.items() if total > 0]
     answered = [str(answer.rank) for answer in answers]
@@ -712,8 +734,10 @@ class Owner(Actor):
 
     @endpoint
     async def sit_until_gate_opens(self, give_up_s: float) -> bool:
-        """Holds up this process's Python until somebody writes a 1 into the gate, which only a
-        one-sided write can do meanwhile. False: nobody has, for so many seconds."""
+        """Holds up this process's Python until somebody writes a 1 into the gate, which only a one-sided write can do meanwhile.
+
+        False: nobody has, for so many seconds.
+        """
         start = time.monotonic()
         while self.gate[0] == 0 and since(start) < give_up_s:
             time.sleep(0.001)
@@ -792,7 +816,11 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 
     backend = get_rdma_backend()  # ibverbs with an RDMA card, tcp without
     large = rows[-1]
-    report.figure(backend=backend, message_ms=large.message_ms, pull_ms=large.pull_ms)
+    report.figure(
+        backend=backend,
+        message_ms=large.message_ms,
+        pull_ms=large.pull_ms,
+    )
     await procs.stop()
 
 
@@ -845,8 +873,10 @@ async def telemetry(name: str = "telemetry") -> Telemetry:
 
 
 class Recorder:
-    """One actor's road to Telemetry. It keeps events for a moment and sends them together, so that
-    an event costs no message."""
+    """One actor's road to Telemetry.
+
+    It keeps events for a moment and sends them together, so that an event costs no message.
+    """
 
     SEND_AFTER_S = 0.2
 
@@ -855,9 +885,16 @@ class Recorder:
         self.events: collections.deque[Event] = collections.deque()  # threads may append to it
         self.sending: asyncio.Task[None] | None = None
 
-    def note(self, what: str, start_s: float, actor: str = "") -> None:
-        """Something that began at start_s (since 1970) and ends now. For threads, too: what they
-        note is sent with the next span."""
+    def note(
+        self,
+        what: str,
+        start_s: float,
+        actor: str = "",
+    ) -> None:
+        """Something that began at start_s (since 1970) and ends now.
+
+        For threads, too: what they note is sent with the next span.
+        """
         event = Event(
             what=what,
             actor=actor or self.actor,
@@ -891,7 +928,12 @@ class Witness(Actor):
         """How many events that store has then."""
         store = await telemetry(name or f"store of process {os.getpid()}")
         now_s = time.time()
-        event = Event(what="seen", actor="witness", start_s=now_s, end_s=now_s)
+        event = Event(
+            what="seen",
+            actor="witness",
+            start_s=now_s,
+            end_s=now_s,
+        )
         return await store.record.call_one([event])
 
 
@@ -949,8 +991,10 @@ class Host:
     address = ""
 
     def life(self) -> str:
-        """Another text whenever the host was lost and is back; "" while it is lost. This machine
-        has one life: if it is lost, so are we."""
+        """Another text whenever the host was lost and is back; "" while it is lost.
+
+        This machine has one life: if it is lost, so are we.
+        """
         return "here"
 
     def is_here(self) -> bool:
@@ -1011,8 +1055,7 @@ class Place:
 
 
 class Worker(Actor):
-    """What a supervisor owns: an actor in a process of its own, or in several (ranks) that live
-    and die together."""
+    """What a supervisor owns: an actor in a process of its own, or in several (ranks) that live and die together."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -1021,14 +1064,20 @@ class Worker(Actor):
 
     @endpoint
     async def pid(self) -> int:
-        """Its process id. It is asked first, so that a process that hangs in `setup` can be killed,
-        and one that dies there is noticed at once."""
+        """Its process id.
+
+        It is asked first, so that a process that hangs in `setup` can be killed, and one that dies
+        there is noticed at once.
+        """
         return os.getpid()
 
     @endpoint
     async def setup(self) -> Any:
-        """Makes it ready to serve. A constructor should be cheap, because nobody waits for it:
-        what takes long, or can fail, belongs into `prepare`, which is awaited here."""
+        """Makes it ready to serve.
+
+        A constructor should be cheap, because nobody waits for it: what takes long, or can fail,
+        belongs into `prepare`, which is awaited here.
+        """
         return await self.prepare()
 
     async def prepare(self) -> Any:
@@ -1054,10 +1103,20 @@ class ReplicaLost(RuntimeError):
 
 
 class Replica:
-    """One worker, as its owner sees it. Its successor will be another Replica of the same id, so
-    late news of this one changes nothing there."""
+    """One worker, as its owner sees it.
 
-    def __init__(self, place: Place, host: Host, procs: ProcMesh, actor: Any, name: str) -> None:
+    Its successor will be another Replica of the same id, so late news of this one changes nothing
+    there.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        host: Host,
+        procs: ProcMesh,
+        actor: Any,
+        name: str,
+    ) -> None:
         self.place = place
         self.host = host
         self.host_life = host.life()  # in which it was started
@@ -1077,15 +1136,18 @@ class Replica:
     def lose(self, why: str) -> None:
         """The first to notice says why."""
         if not self.lost.done() and not LEAVING.is_set():
-            loss = Loss(replica_id=self.place.replica_id, why=why, noticed_s=time.time())
+            loss = Loss(
+                replica_id=self.place.replica_id,
+                why=why,
+                noticed_s=time.time(),
+            )
             self.lost.set_result(loss)
 
     def send_signal(self, number: int) -> None:
         self.host.signal(self.pids, number)
 
     async def end(self, deadline_s: float) -> None:
-        """Ends its processes, by SIGKILL: a polite end takes Python a second or two, and what
-        stands still would never end politely."""
+        """Ends its processes, by SIGKILL: a polite end takes Python a second or two, and what stands still would never end politely."""
         if self.host.life() != self.host_life:
             return  # its processes ended with that life of their host
         self.send_signal(signal.SIGKILL)
@@ -1110,20 +1172,29 @@ class ServiceSpec:
 
     def place(self, replica_id: int) -> Place:
         local_id, host = divmod(replica_id, len(self.hosts))
-        return Place(service=self.name, replica_id=replica_id, host=host, local_id=local_id)
+        return Place(
+            service=self.name,
+            replica_id=replica_id,
+            host=host,
+            local_id=local_id,
+        )
 
 
 class Supervisor(Actor):
-    """Owns the replicas of one class of workers. It spawns them itself, for Monarch tells only the
-    actor that spawned a process of its death."""
+    """Owns the replicas of one class of workers.
+
+    It spawns them itself, for Monarch tells only the actor that spawned a process of its death.
+    """
 
     def __init__(self, spec: ServiceSpec) -> None:
         self.spec = spec
         self.replicas: dict[int, Replica] = {}  # by replica id, the newest of each
 
     async def _spawn(self, replica_id: int) -> Replica:
-        """Makes a replica, or replaces it, and returns when it is ready. Raises what its setup
-        raised, or ReplicaLost."""
+        """Makes a replica, or replaces it, and returns when it is ready.
+
+        Raises what its setup raised, or ReplicaLost.
+        """
         # 1. What is left of the one before goes: a process that stands still could wake up.
         if replica_id in self.replicas:
             await self.replicas[replica_id].end(self.spec.deadline_s)
@@ -1142,10 +1213,17 @@ class Supervisor(Actor):
         return new
 
     async def _call(
-        self, replica: Replica, method: str, args: tuple[Any, ...], deadline_s: float
+        self,
+        replica: Replica,
+        method: str,
+        args: tuple[Any, ...],
+        deadline_s: float,
     ) -> list[Any]:
-        """The answers of all its ranks, rank 0 first. Raises ActorError, around what the endpoint
-        raised, or ReplicaLost; an answer that comes after that is ignored."""
+        """The answers of all its ranks, rank 0 first.
+
+        Raises ActorError, around what the endpoint raised, or ReplicaLost; an answer that comes
+        after that is ignored.
+        """
         call = asyncio.ensure_future(getattr(replica.actor, method).call(*args))
         first = "FIRST_COMPLETED"
         try:
@@ -1164,8 +1242,10 @@ class Supervisor(Actor):
             raise ReplicaLost(f"{replica.name}, {method}: it died") from error
 
     def __supervise__(self, failure: MeshFailure) -> bool:
-        """Monarch calls this: a process of mine died, or the actor in it. Of most deaths the pidfd
-        has told before; then this finds the replica lost already."""
+        """Monarch calls this: a process of mine died, or the actor in it.
+
+        Of most deaths the pidfd has told before; then this finds the replica lost already.
+        """
         for replica in self.replicas.values():
             if failure.mesh_name.startswith(f"{replica.name}-"):
                 replica.lose("died")
@@ -1377,8 +1457,10 @@ class ServiceStatus:
 
 
 class ReplicaKeeper(Supervisor):
-    """Makes replicas, and replaces those that are lost. Its endpoints may overlap
-    (`concurrent_endpoint`), or it would do one thing at a time."""
+    """Makes replicas, and replaces those that are lost.
+
+    Its endpoints may overlap (`concurrent_endpoint`), or it would do one thing at a time.
+    """
 
     RETRY_SETUP_S = 0.5  # a setup that always fails must not spin
 
@@ -1391,8 +1473,10 @@ class ReplicaKeeper(Supervisor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Makes all replicas at the same time, and returns when all are ready. Called again, it
-        replaces them all. Raises what the setup of one raised."""
+        """Makes all replicas at the same time, and returns when all are ready.
+
+        Called again, it replaces them all. Raises what the setup of one raised.
+        """
         await self._stop_keepers()
         for replica in self.replicas.values():
             replica.answers = []
@@ -1403,8 +1487,7 @@ class ReplicaKeeper(Supervisor):
         await self.changed.wait_for(self._is_complete)
 
     async def _keep(self, replica_id: int) -> None:
-        """waits for a loss / woken by Replica.lose / produces the next replica / ends with `close`,
-        or when the first replica of this id cannot be made"""
+        """waits for a loss / woken by Replica.lose / produces the next replica / ends with `close`, or when the first replica of this id cannot be made"""
         loss: Loss | None = None  # the one that the next replica makes good
         while True:
             try:
@@ -1415,7 +1498,11 @@ class ReplicaKeeper(Supervisor):
                     raise  # `_healthy` tells whoever waits
                 if loss is None:
                     why = f"setup failed: {cause(error)}"
-                    loss = Loss(replica_id=replica_id, why=why, noticed_s=time.time())
+                    loss = Loss(
+                        replica_id=replica_id,
+                        why=why,
+                        noticed_s=time.time(),
+                    )
                 continue
             if loss is not None:  # it took the place of one that was lost
                 self.lost_replicas.append(dataclasses.replace(loss, replaced_s=time.time()))
@@ -1470,9 +1557,16 @@ class ServiceActor(ReplicaKeeper):
         self.num_failed_attempts = 0
 
     @concurrent_endpoint
-    async def route(self, method: str, args: tuple[Any, ...], deadline_s: float) -> Any:
-        """Runs a request on a healthy replica, all its ranks, and answers as rank 0 does. Raises
-        what the request is to blame for, NoReplica or RequestLost."""
+    async def route(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        deadline_s: float,
+    ) -> Any:
+        """Runs a request on a healthy replica, all its ranks, and answers as rank 0 does.
+
+        Raises what the request is to blame for, NoReplica or RequestLost.
+        """
         raised: Replica | None = None  # the replica that has raised on this request
         # A replica that is lost, or raises, costs an attempt; waiting for a free one costs none.
         for _ in range(self.spec.max_attempts):  # mechanism: another attempt
@@ -1496,7 +1590,11 @@ class ServiceActor(ReplicaKeeper):
         raise RequestLost(f"{self.spec.name}: {method} has lost {self.spec.max_attempts} replicas")
 
     async def _attempt(
-        self, replica: Replica, method: str, args: tuple[Any, ...], deadline_s: float
+        self,
+        replica: Replica,
+        method: str,
+        args: tuple[Any, ...],
+        deadline_s: float,
     ) -> Any:
         """The answer of rank 0. Raises ReplicaLost, or ActorError: it raised, and is well."""
         replica.num_in_flight += 1
@@ -1522,8 +1620,10 @@ class ServiceActor(ReplicaKeeper):
             replica.lose("kept raising")
 
     async def _pick(self, other_than: Replica | None) -> Replica:
-        """The next replica. Waits as long as there are healthy ones, which are busy, or one may
-        still come."""
+        """The next replica.
+
+        Waits as long as there are healthy ones, which are busy, or one may still come.
+        """
 
         def others() -> list[Replica]:
             """Who could run it, now or later. Not the one that has raised on it."""
@@ -1585,7 +1685,9 @@ def name_of(endpoint: Endpoint[..., Any]) -> str:
 
 
 class Service:
-    """What users of a service have: typed calls to its actor. It can be sent in messages.
+    """What users of a service have: typed calls to its actor.
+
+    It can be sent in messages.
 
     An endpoint is named by itself, not by a string, so that an editor finds it and a type checker
     compares the request with its parameter: service.route(Roots.root, 4).
@@ -1601,9 +1703,11 @@ class Service:
         *request: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Reply:
-        """Runs an endpoint on some replica. A request is one record, without keywords. Raises what
-        the endpoint raised, from the error that has the worker's traceback; NoReplica;
-        RequestLost."""
+        """Runs an endpoint on some replica.
+
+        A request is one record, without keywords. Raises what the endpoint raised, from the error
+        that has the worker's traceback; NoReplica; RequestLost.
+        """
         name = name_of(endpoint)
         return await self._ask(self.actor.route.call_one(name, request, self.spec.deadline_s))
 
@@ -1656,8 +1760,11 @@ async def storm(
     faults: dict[int, Callable[[], Any]],
     deadline_s: float | None = None,
 ) -> StormRow:
-    """ask: the root of a number. faults: what is done just before the request of that number.
-    deadline_s: after which a caller gives up."""
+    """ask: the root of a number.
+
+    faults: what is done just before the request of that number. deadline_s: after which a caller
+    gives up.
+    """
     took_ms: list[float] = []
 
     async def request(number: int) -> bool:
@@ -1791,8 +1898,11 @@ CACHE_LINE_BYTES = 64  # what a processor reads and writes at once
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Where one tensor lies in a slot. Example: name "lm_head.weight", shape (19, 40), dtype
-    "bfloat16", tied_to "embed.weight", offset 64, num_bytes 1520."""
+    """Where one tensor lies in a slot.
+
+    Example: name "lm_head.weight", shape (19, 40), dtype "bfloat16", tied_to "embed.weight", offset
+    64, num_bytes 1520.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -1831,7 +1941,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All that must arrive, by name: parameters and buffers, tied ones under each of their names.
-    The tensors themselves, not copies."""
+
+    The tensors themselves, not copies.
+    """
     return dict(module.state_dict(keep_vars=True))
 
 
@@ -1925,8 +2037,11 @@ class Arena:
 
     @classmethod
     def create(cls, manifest: Manifest, num_readers: int) -> Arena:
-        """For the writer. The memory has no name in any file system: it is gone when nobody has it
-        open, even after kill -9, and the size of /dev/shm is no limit."""
+        """For the writer.
+
+        The memory has no name in any file system: it is gone when nobody has it open, even after
+        kill -9, and the size of /dev/shm is no limit.
+        """
         require(num_readers <= cls.MAX_READERS, f"arena: {num_readers} readers are too many")
         num_slots = num_readers + 2  # mechanism: one is always free
         descriptor = os.memfd_create("monarch_rl")
@@ -1948,8 +2063,11 @@ class Arena:
 
     @classmethod
     def attach(cls, handle: ArenaHandle, tensors: dict[str, torch.Tensor]) -> Arena:
-        """For another process of this host, which has these tensors. Raises WeightMismatch: without
-        this comparison another dtype of the same size, say, would be read as nonsense, unseen."""
+        """For another process of this host, which has these tensors.
+
+        Raises WeightMismatch: without this comparison another dtype of the same size, say, would be
+        read as nonsense, unseen.
+        """
         there = {spec.name: spec for spec in handle.manifest.specs}
         here = {spec.name: spec for spec in manifest_of(tensors).specs}
         for name in [*here, *there]:
@@ -2010,8 +2128,11 @@ class Arena:
         self.words[self.LATEST] = version * self.MAX_SLOTS + slot
 
     def announce(self, reader: int, slot: int) -> None:
-        """For a reader: the slot that it is about to read. The process id goes along, so that the
-        writer can tell the lease of a dead reader from that of a slow one."""
+        """For a reader: the slot that it is about to read.
+
+        The process id goes along, so that the writer can tell the lease of a dead reader from that
+        of a slow one.
+        """
         self.words[self.LEASES + reader] = os.getpid() * self.MAX_SLOTS + slot
 
     def give_back(self, reader: int) -> None:
@@ -2033,8 +2154,9 @@ class Arena:
         return free[0]
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """(version, slot) of the newest weights. As long as my word names that slot, nobody writes
-        into it.
+        """(version, slot) of the newest weights.
+
+        As long as my word names that slot, nobody writes into it.
 
         Why this is enough. Suppose the writer takes my slot for its next version. It does so only
         after it has made another slot the latest, and has then looked at the leases. If it looked
@@ -2087,9 +2209,21 @@ class Side:
             self.matches[slot] = found
         return self.matches[slot]
 
-    def match(self, name: str, view: torch.Tensor, tensor: torch.Tensor) -> list[Match]:
+    def match(
+        self,
+        name: str,
+        view: torch.Tensor,
+        tensor: torch.Tensor,
+    ) -> list[Match]:
         """What belongs where, of one tensor: here all of it. (In section 8, boxes.)"""
-        return [Match(name=name, in_slot=view, mine=tensor, is_whole=True)]
+        return [
+            Match(
+                name=name,
+                in_slot=view,
+                mine=tensor,
+                is_whole=True,
+            )
+        ]
 
     def switch_to(self, tensors: dict[str, torch.Tensor]) -> None:
         """From now on these, of the same manifest."""
@@ -2109,9 +2243,11 @@ class WeightWriter(Side):
         arena: Arena | None = None,
         note: Callable[[str, float], None] | None = None,
     ) -> None:
-        """tensors: the trainer's own, changed in place. dtype: the copy casts to it.
-        with_checksums: for readers that compare them. arena: if another rank owns it (section 8).
-        note: is told of each copy, and when it began."""
+        """tensors: the trainer's own, changed in place.
+
+        dtype: the copy casts to it. with_checksums: for readers that compare them. arena: if
+        another rank owns it (section 8). note: is told of each copy, and when it began.
+        """
         super().__init__(arena or Arena.create(manifest_of(tensors, dtype), num_readers), tensors)
         # What is tied to an earlier name needs no copy of its own.
         self.stored_names = {spec.name for spec in self.arena.handle.manifest.stored_specs()}
@@ -2135,8 +2271,10 @@ class WeightWriter(Side):
         self.copying = self.thread.submit(self._copy, version)
 
     def wait(self) -> float:
-        """Until the copy is complete, and the tensors may change: seconds that it took. Raises what
-        the copy raised, and so does every later call, for no version can follow."""
+        """Until the copy is complete, and the tensors may change: seconds that it took.
+
+        Raises what the copy raised, and so does every later call, for no version can follow.
+        """
         start = time.monotonic()
         if self.copying is not None:
             self.copying.result()
@@ -2148,8 +2286,10 @@ class WeightWriter(Side):
         self.wait()
 
     def _copy(self, version: int) -> None:
-        """What the thread does. If it raises, nothing was committed, and readers keep what they
-        have."""
+        """What the thread does.
+
+        If it raises, nothing was committed, and readers keep what they have.
+        """
         start_s = time.time()
         slot = self.arena.free_slot()
         self._write(slot)
@@ -2184,8 +2324,7 @@ class WeightWriter(Side):
         self.copied_bytes += room.nbytes
 
     def _prepare_for_gpu(self) -> None:
-        """A stream of its own for copies; and the arena as pinned memory, or the driver would copy
-        it once more, and hold up this process."""
+        """A stream of its own for copies; and the arena as pinned memory, or the driver would copy it once more, and hold up this process."""
         self.stream = torch.cuda.Stream()
         runtime = torch.cuda.cudart()
         whole = self.arena.whole
@@ -2196,7 +2335,9 @@ class WeightWriter(Side):
 
 
 class WeightReader(Side):
-    """A generator's side: `pull` makes its tensors the newest weights. Two ways to do so:
+    """A generator's side: `pull` makes its tensors the newest weights.
+
+    Two ways to do so:
 
     Point (the default): parameters become views of the slot. No byte is copied, and the lease lasts
     until the next pull.
@@ -2212,9 +2353,11 @@ class WeightReader(Side):
         copies: bool = False,
         compares: bool = False,
     ) -> None:
-        """reader: 0 .. num_readers - 1, mine alone. compares: before anything changes, asks whether
-        the writer lives, and compares the checksums that it must have made; this copies. Raises
-        WeightMismatch."""
+        """reader: 0 .. num_readers - 1, mine alone.
+
+        compares: before anything changes, asks whether the writer lives, and compares the checksums
+        that it must have made; this copies. Raises WeightMismatch.
+        """
         require(0 <= reader < handle.num_readers, f"arena: it has no reader {reader}")
         super().__init__(Arena.attach(handle, tensors), tensors)
         self.reader = reader
@@ -2224,8 +2367,9 @@ class WeightReader(Side):
         self.arena.give_back(reader)  # whoever was this reader before me is dead
 
     def pull(self) -> int:
-        """The version that the tensors are now; -1: none has been published. Raises WeightMismatch,
-        and then they are what they were.
+        """The version that the tensors are now; -1: none has been published.
+
+        Raises WeightMismatch, and then they are what they were.
 
         While my word names the new slot, my tensors are still views of the old one, for a moment.
         That is harmless: I read neither until this returns.
@@ -2262,10 +2406,16 @@ class WeightReader(Side):
 
 
 def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
-    """A process group: gloo for CPU tensors, NCCL for those of GPUs. meeting_place: an unnamed_file
-    in which the ranks find each other, and nobody else."""
+    """A process group: gloo for CPU tensors, NCCL for those of GPUs.
+
+    meeting_place: an unnamed_file in which the ranks find each other, and nobody else.
+    """
     store = torch.distributed.FileStore(meeting_place, num_ranks)
-    torch.distributed.init_process_group(store=store, rank=rank, world_size=num_ranks)
+    torch.distributed.init_process_group(
+        store=store,
+        rank=rank,
+        world_size=num_ranks,
+    )
 
 
 # -- measurement -----------------------------------------------------------------------------------
@@ -2304,15 +2454,23 @@ class Received:
 
 
 class Bench(Worker):
-    """The trainer, rank 0, and generators that join late. The weights are 290 bf16 tensors of
-    uneven sizes. Every byte of a version is its number modulo 120, so that a reader can tell."""
+    """The trainer, rank 0, and generators that join late.
+
+    The weights are 290 bf16 tensors of uneven sizes. Every byte of a version is its number modulo
+    120, so that a reader can tell.
+    """
 
     NUM_TENSORS = 290
     version = 0
     fetched_bytes = 0  # through an RDMABuffer
 
     @endpoint
-    async def join(self, meeting_place: str, num_mb: int, seed: int) -> ArenaHandle | None:
+    async def join(
+        self,
+        meeting_place: str,
+        num_mb: int,
+        seed: int,
+    ) -> ArenaHandle | None:
         """The trainer publishes 50 versions, and answers with the handle of its arena."""
         form_group(meeting_place, self.rank, 5)
         # All ranks have to make this smaller group, those that are not in it, too.
@@ -2412,7 +2570,11 @@ class Bench(Worker):
             for tensor in weights * 4:  # as in decoding four tokens
                 low, high = tensor.view(torch.int8).aminmax()
                 versions.update((int(low), int(high)))
-        return Received(end_s=end, held_s=end - start, is_torn=len(versions) > 1)
+        return Received(
+            end_s=end,
+            held_s=end - start,
+            is_torn=len(versions) > 1,
+        )
 
 
 @dataclass(frozen=True)
@@ -2609,8 +2771,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive numbers in a list of indices. In the list 4 5 6 9 there are two: start 4, end 7,
-    place 0; and start 9, end 10, place 3."""
+    """Consecutive numbers in a list of indices.
+
+    In the list 4 5 6 9 there are two: start 4, end 7, place 0; and start 9, end 10, place 3.
+    """
 
     start: int
     end: int  # behind the last
@@ -2627,8 +2791,10 @@ class Cut:
 
 
 def cut_of(tensor: torch.Tensor) -> Cut:
-    """How this process's DTensor is cut. A plain tensor is one that a mesh of no dimensions leaves
-    whole."""
+    """How this process's DTensor is cut.
+
+    A plain tensor is one that a mesh of no dimensions leaves whole.
+    """
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return Cut(mesh_shape=(), placements=(), coordinates=())
@@ -2644,9 +2810,11 @@ def cut_of(tensor: torch.Tensor) -> Cut:
 
 @functools.cache
 def boxes(shape: Index, cut: Cut) -> list[Box]:
-    """What the rank has of a tensor of this shape: the rules of DTensor's Shard, _StridedShard and
-    Replicate, applied to the indices of each dimension. (_StridedShard is what FSDP makes of a
-    dimension that tensor parallelism has cut before: it cuts each of `split_factor` parts.)"""
+    """What the rank has of a tensor of this shape: the rules of DTensor's Shard, _StridedShard and Replicate, applied to the indices of each dimension.
+
+    (_StridedShard is what FSDP makes of a dimension that tensor parallelism has cut before: it cuts
+    each of `split_factor` parts.)
+    """
     # Of each dimension, which of its indices I have: at first all of them. Each dimension of the mesh
     # then cuts one dimension of the tensor, and I keep my part.
     indices = [torch.arange(length) for length in shape]
@@ -2684,7 +2852,11 @@ def stretches_of(index: torch.Tensor) -> list[Stretch]:
     for end in ends:
         if end > first:
             stretches.append(
-                Stretch(start=int(index[first]), end=int(index[end - 1]) + 1, place=first)
+                Stretch(
+                    start=int(index[first]),
+                    end=int(index[end - 1]) + 1,
+                    place=first,
+                )
             )
         first = end
     return stretches
@@ -2699,7 +2871,14 @@ def layout(
     """The boxes of every rank of a mesh."""
     every_rank = itertools.product(*[range(length) for length in mesh_shape])
     return [
-        boxes(shape, Cut(mesh_shape=mesh_shape, placements=placements, coordinates=coordinates))
+        boxes(
+            shape,
+            Cut(
+                mesh_shape=mesh_shape,
+                placements=placements,
+                coordinates=coordinates,
+            ),
+        )
         for coordinates in every_rank
     ]
 
@@ -2729,16 +2908,25 @@ def overlap(have: Box, need: Box) -> Box | None:
     end = tuple(min(pair) for pair in zip(have.end, need.end, strict=True))
     if any(first >= behind for first, behind in zip(start, end, strict=True)):
         return None
-    return Box(start=start, end=end, local=have.place_of(start))
+    return Box(
+        start=start,
+        end=end,
+        local=have.place_of(start),
+    )
 
 
 def plan(
-    name: str, source: Layout, target: Layout, sent: collections.Counter[int] | None = None
+    name: str,
+    source: Layout,
+    target: Layout,
+    sent: collections.Counter[int] | None = None,
 ) -> list[Move]:
-    """Moves that give every target rank its boxes, each element once. Of several ranks that have
-    the same, the one is read that has the least to send so far; sent: elements, by source rank, of
-    earlier plans, and counted on here. Raises WeightMismatch if nobody has an element, or the two
-    sides are not cut from tensors of the same shape."""
+    """Moves that give every target rank its boxes, each element once.
+
+    Of several ranks that have the same, the one is read that has the least to send so far; sent:
+    elements, by source rank, of earlier plans, and counted on here. Raises WeightMismatch if nobody
+    has an element, or the two sides are not cut from tensors of the same shape.
+    """
     sent = collections.Counter() if sent is None else sent
     # Two sides that are cut from tensors of different shapes would give nonsense.
     there = whole_shape(source)
@@ -2803,7 +2991,11 @@ def region(offset: Index, size: Index) -> tuple[slice, ...]:
     return tuple(slice(i, i + length) for i, length in zip(offset, size, strict=True))
 
 
-def box_matches(name: str, view: torch.Tensor, tensor: torch.Tensor) -> list[Match]:
+def box_matches(
+    name: str,
+    view: torch.Tensor,
+    tensor: torch.Tensor,
+) -> list[Match]:
     """view: the whole tensor, in a slot. Which part of it belongs to which part of mine."""
     mine = local(tensor)
     held = boxes(tuple(tensor.shape), cut_of(tensor))
@@ -2812,12 +3004,21 @@ def box_matches(name: str, view: torch.Tensor, tensor: torch.Tensor) -> list[Mat
     for box in held:
         part = mine if is_whole else mine[region(box.local, box.size())]
         in_slot = view[region(box.start, box.size())]
-        matches.append(Match(name=name, in_slot=in_slot, mine=part, is_whole=is_whole))
+        matches.append(
+            Match(
+                name=name,
+                in_slot=in_slot,
+                mine=part,
+                is_whole=is_whole,
+            )
+        )
     return matches
 
 
 class ShardWriter(WeightWriter):
-    """One rank of a sharded trainer. All write their boxes into the same slot, as drawn above.
+    """One rank of a sharded trainer.
+
+    All write their boxes into the same slot, as drawn above.
 
     The ranks talk through the last words of the arena: word -1 - rank holds version and slot, of
     rank 0 those to write, of another rank those it has written.
@@ -2835,8 +3036,10 @@ class ShardWriter(WeightWriter):
         handle: ArenaHandle | None = None,
         note: Callable[[str, float], None] | None = None,
     ) -> None:
-        """tensors: DTensors, or plain ones, which are the same on all ranks. handle: of rank 0's
-        arena, for all others."""
+        """tensors: DTensors, or plain ones, which are the same on all ranks.
+
+        handle: of rank 0's arena, for all others.
+        """
         arena = Arena.attach(handle, tensors) if handle else None
         super().__init__(tensors, num_readers, arena=arena, note=note)
         self.rank = rank
@@ -2863,7 +3066,12 @@ class ShardWriter(WeightWriter):
             handle = told[0]
         return writer or cls(tensors, num_readers, rank, num_ranks, handle, note)
 
-    def match(self, name: str, view: torch.Tensor, tensor: torch.Tensor) -> list[Match]:
+    def match(
+        self,
+        name: str,
+        view: torch.Tensor,
+        tensor: torch.Tensor,
+    ) -> list[Match]:
         return box_matches(name, view, tensor) if self._is_first_copy(tensor) else []
 
     def _is_first_copy(self, tensor: torch.Tensor) -> bool:
@@ -2908,8 +3116,10 @@ class ShardWriter(WeightWriter):
         self.arena.words[-1 - self.rank] = word
 
     def _word_of(self, rank: int, version: int) -> int:
-        """Waits until that rank has come to this version. It looks, for a rank that is as fast as
-        this one will not need long."""
+        """Waits until that rank has come to this version.
+
+        It looks, for a rank that is as fast as this one will not need long.
+        """
         while self.arena.words[-1 - rank] // Arena.MAX_SLOTS < version:
             time.sleep(self.LOOK_AGAIN_S)
         word = self.arena.words[-1 - rank]
@@ -2920,7 +3130,12 @@ class ShardWriter(WeightWriter):
 class ShardReader(WeightReader):
     """One rank of a sharded generator: its DTensors become views of its boxes."""
 
-    def match(self, name: str, view: torch.Tensor, tensor: torch.Tensor) -> list[Match]:
+    def match(
+        self,
+        name: str,
+        view: torch.Tensor,
+        tensor: torch.Tensor,
+    ) -> list[Match]:
         return box_matches(name, view, tensor)
 
 
@@ -2939,8 +3154,10 @@ def pieces_of(memory: torch.Tensor) -> list[RDMABuffer]:
 
 
 async def read_pieces(pieces: list[RDMABuffer], room: torch.Tensor) -> None:
-    """Reads what pieces_of has given handles to into room, which is as long. When this returns or
-    raises, no read is under way any more."""
+    """Reads what pieces_of has given handles to into room, which is as long.
+
+    When this returns or raises, no read is under way any more.
+    """
     places = room.split(PIECE_BYTES)
     reads = [there.read_into(here) for there, here in zip(pieces, places, strict=True)]
     for result in await asyncio.gather(*reads, return_exceptions=True):
@@ -2949,8 +3166,11 @@ async def read_pieces(pieces: list[RDMABuffer], room: torch.Tensor) -> None:
 
 
 class Parcel:
-    """All that one rank has for another, in one buffer. Both sides make it from the same moves, so
-    they agree on the order: the widest dtype first, which keeps every part aligned."""
+    """All that one rank has for another, in one buffer.
+
+    Both sides make it from the same moves, so they agree on the order: the widest dtype first,
+    which keeps every part aligned.
+    """
 
     def __init__(
         self,
@@ -2960,8 +3180,10 @@ class Parcel:
         target: int,
         is_sender: bool,
     ) -> None:
-        """moves: of all ranks; the parcel has those from source to target. tensors: those of this
-        side, by name."""
+        """moves: of all ranks; the parcel has those from source to target.
+
+        tensors: those of this side, by name.
+        """
         # Views of what this rank has. A copy from them packs, a copy into them unpacks.
         parts = []
         for move in moves:
@@ -3022,9 +3244,11 @@ class Lap:
 
 
 class Cutter(Worker):
-    """One rank of a trainer and one of a generator, as where both share GPUs. The trainer has every
-    matrix by rows and by columns, and so has the generator. An element of version v is its index
-    modulo 120, plus v, so that a stale or a misplaced one shows."""
+    """One rank of a trainer and one of a generator, as where both share GPUs.
+
+    The trainer has every matrix by rows and by columns, and so has the generator. An element of
+    version v is its index modulo 120, plus v, so that a stale or a misplaced one shows.
+    """
 
     version = 0
 
@@ -3097,13 +3321,20 @@ class Cutter(Worker):
         else:
             self._slots(have, want)
         end = time.monotonic()
-        return Lap(memmove_s=memmove_s, start_s=start, end_s=end, sent_bytes=sent_bytes)
+        return Lap(
+            memmove_s=memmove_s,
+            start_s=start,
+            end_s=end,
+            sent_bytes=sent_bytes,
+        )
 
     def _gather(
         self, have: dict[str, torch.Tensor], want: dict[str, torch.Tensor], target: str
     ) -> int:
         """The usual way: the trainer's ranks tell each other everything, cut that, and pass it on.
-        The passing on is counted, and not timed: trainer and generator are one process here."""
+
+        The passing on is counted, and not timed: trainer and generator are one process here.
+        """
         dim = 0 if target == "rows" else 1
         sent_bytes = 0
         for name, there in have.items():
@@ -3258,8 +3489,11 @@ class Prompt:
 
 
 class Task:
-    """What is to be learned. For one of your own, write a subclass into a file and say --task
-    FILE.py:CLASS (DOCS 7). `user` runs in generators, `score` in judges (section 11)."""
+    """What is to be learned.
+
+    For one of your own, write a subclass into a file and say --task FILE.py:CLASS (DOCS 7). `user`
+    runs in generators, `score` in judges (section 11).
+    """
 
     instruction = ""  # for pretrained models; the tiny policy learns from examples what to do
     letters = "abcdefghijklmnop"  # a token each: all that the tiny policy can hear and say
@@ -3275,8 +3509,11 @@ class Task:
         return turns[len(said)].user
 
     def score(self, turns: tuple[Turn, ...], said: list[str]) -> list[float]:
-        """A reward for each of num_turns; only if all is right do they add up to 1. What raises, or
-        is no such list, counts as not judged, which is not 0. Here: the share of right letters."""
+        """A reward for each of num_turns; only if all is right do they add up to 1.
+
+        What raises, or is no such list, counts as not judged, which is not 0. Here: the share of
+        right letters.
+        """
         rewards = []
         for turn, text in itertools.zip_longest(turns, said, fillvalue=""):
             pairs = zip(text, turn.right, strict=False)
@@ -3286,10 +3523,14 @@ class Task:
 
 
 class Shift(Task):
-    """The answer to each letter is the letters that lie so many places on, in a ring of sixteen:
-    places [0] repeats what the user says; [1, 2, 3] makes "bcd" of "a" and "abc" of "p"."""
+    """The answer to each letter is the letters that lie so many places on, in a ring of sixteen: places [0] repeats what the user says; [1, 2, 3] makes "bcd" of "a" and "abc" of "p"."""
 
-    def __init__(self, instruction: str, places_on: list[int], num_turns: int = 2) -> None:
+    def __init__(
+        self,
+        instruction: str,
+        places_on: list[int],
+        num_turns: int = 2,
+    ) -> None:
         self.instruction = instruction
         self.places_on = places_on
         self.num_turns = num_turns
@@ -3417,10 +3658,16 @@ class Tokens:
         return Tokens.combine([part.each(widened) for part in parts], torch.cat)
 
     def packed(self) -> Tokens:
-        """[B, longest row] each: holes only at the ends of rows. A causal model needs no mask then,
-        for no token looks at what follows it."""
+        """[B, longest row] each: holes only at the ends of rows.
+
+        A causal model needs no mask then, for no token looks at what follows it.
+        """
         longest = int(self.mask.sum(1).max())
-        tokens_first = self.mask.argsort(dim=1, descending=True, stable=True)
+        tokens_first = self.mask.argsort(
+            dim=1,
+            descending=True,
+            stable=True,
+        )
         kept = tokens_first[:, :longest]
         return self.each(lambda column: column.gather(1, kept))
 
@@ -3493,8 +3740,10 @@ class Policy:
 
     def _read_template(self, instruction: str) -> None:
         """What the chat template puts around the user's words, in the first turn and in later ones.
+
         Then only new words need to be tokenized: ids made into text and tokenized again need not be
-        the ids that were sampled."""
+        the ids that were sampled.
+        """
         # Rendered once for a conversation in which everybody says SAID, and cut there. For the tiny
         # policy: "<user>" SAID "<end><assistant>" SAID "<end><user>" SAID "<end><assistant>".
         roles = ["user", "assistant", "user"]
@@ -3506,8 +3755,10 @@ class Policy:
         self.after = after
 
     def ids_of(self, texts: list[str], is_first_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The user's words, in the template: (ids, mask), [len(texts), L] int64 each. Holes are on
-        the left, so that all rows end together and sampling can begin."""
+        """The user's words, in the template: (ids, mask), [len(texts), L] int64 each.
+
+        Holes are on the left, so that all rows end together and sampling can begin.
+        """
         before = self.before_first if is_first_turn else self.before_later
         whole = [before + text + self.after for text in texts]
         found = self.tokenizer(
@@ -3527,9 +3778,11 @@ class Policy:
 
 
 def tiny_policy(letters: str, has_pairs: bool = False) -> tuple[Any, Any]:
-    """(tokenizer, model): a token per letter and three special ones, and 30 thousand parameters of
-    Qwen2's kind: real attention and a real cache, at laptop speed. has_pairs: there is also a token
-    for each pair of letters, as tokenizers of real models have tokens for frequent pairs."""
+    """(tokenizer, model): a token per letter and three special ones, and 30 thousand parameters of Qwen2's kind: real attention and a real cache, at laptop speed.
+
+    has_pairs: there is also a token for each pair of letters, as tokenizers of real models have
+    tokens for frequent pairs.
+    """
     tokens = ["<user>", "<assistant>", "<end>", *letters]
     merges = list(itertools.product(letters, letters)) if has_pairs else []
     tokens += [first + second for first, second in merges]
@@ -3555,7 +3808,11 @@ def tiny_policy(letters: str, has_pairs: bool = False) -> tuple[Any, Any]:
     return tokenizer, transformers.Qwen2ForCausalLM(config)
 
 
-def score_tokens(model: Any, ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def score_tokens(
+    model: Any,
+    ids: torch.Tensor,
+    chosen: torch.Tensor,
+) -> torch.Tensor:
     """The trainer's view: one forward pass over whole conversations.
 
     ids: [B, T] int64, packed; chosen: [B, T - 1] bool, true at N places. Returns [N, vocabulary]
@@ -3567,17 +3824,22 @@ def score_tokens(model: Any, ids: torch.Tensor, chosen: torch.Tensor) -> torch.T
 
 
 def recompute(model: Any, tokens: Tokens) -> torch.Tensor:
-    """[N] float32: the log-probabilities of all sampled tokens, row by row, as the trainer finds
-    them. tokens: packed."""
+    """[N] float32: the log-probabilities of all sampled tokens, row by row, as the trainer finds them.
+
+    tokens: packed.
+    """
     chosen = tokens.turn_ids[:, 1:] > 0  # the token of column t is predicted in column t - 1
     every = score_tokens(model, tokens.ids, chosen)
     return every.gather(1, tokens.ids[:, 1:][chosen][:, None]).squeeze(1)
 
 
 def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
-    """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d their difference. Its mean
-    estimates the KL divergence between the two distributions that the tokens come from. It is never
-    negative, and 0 only if they agree on every token. (Schulman 2020; k1 is -d, k2 is d**2 / 2.)"""
+    """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d their difference.
+
+    Its mean estimates the KL divergence between the two distributions that the tokens come from. It
+    is never negative, and 0 only if they agree on every token. (Schulman 2020; k1 is -d, k2 is d**2
+    / 2.)
+    """
     d = (recomputed - recorded).detach().double()
     return d.exp() - 1 - d
 
@@ -3591,8 +3853,11 @@ def version_0() -> int:
 
 
 class Decoder:
-    """Holds many conversations at once, a token per row and step, with a cache. An engine for long
-    answers on GPUs would be another class with these two methods: `hear` and `speak`."""
+    """Holds many conversations at once, a token per row and step, with a cache.
+
+    An engine for long answers on GPUs would be another class with these two methods: `hear` and
+    `speak`.
+    """
 
     def __init__(
         self,
@@ -3603,9 +3868,11 @@ class Decoder:
         greedy: bool = True,
         pull: Callable[[], int] = version_0,
     ) -> None:
-        """group_size: so many neighbours hear the same first turn. greedy: takes the likeliest
-        token instead of sampling. pull: makes the policy's weights those to sample with now, and
-        returns their version; it is called before every token."""
+        """group_size: so many neighbours hear the same first turn.
+
+        greedy: takes the likeliest token instead of sampling. pull: makes the policy's weights
+        those to sample with now, and returns their version; it is called before every token.
+        """
         self.policy = policy
         self.group_size = group_size
         self.greedy = greedy
@@ -3630,8 +3897,11 @@ class Decoder:
         self.is_cut = no_row.clone()  # [B]: it has ended because the next turn would not fit
 
     def hear(self, texts: Sequence[str | None]) -> None:
-        """The user's turn, a text per row. None ends the row's conversation; so does a turn that
-        would leave no room for an answer in the model's context."""
+        """The user's turn, a text per row.
+
+        None ends the row's conversation; so does a turn that would leave no room for an answer in
+        the model's context.
+        """
         self.turn += 1
         is_silent = [text is None for text in texts]
         self.is_over |= torch.tensor(is_silent, device=self.policy.cfg.device)
@@ -3652,9 +3922,16 @@ class Decoder:
         self.is_over |= no_room
         self.append(ids, mask * ~self.is_over[:, None], turn=0)
 
-    def append(self, ids: torch.Tensor, mask: torch.Tensor, turn: int) -> None:
-        """ids, mask: [B, L] int64, of words that were not sampled. turn: 0 for the user's; of an
-        answer that is to be learned (section 11), its turn."""
+    def append(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        turn: int,
+    ) -> None:
+        """ids, mask: [B, L] int64, of words that were not sampled.
+
+        turn: 0 for the user's; of an answer that is to be learned (section 11), its turn.
+        """
         zeros = torch.zeros_like(ids)
         new = Tokens(
             ids=ids,
@@ -3667,7 +3944,9 @@ class Decoder:
 
     def _without_second_end(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Many templates begin the user's later turns with the token that ends the assistant's.
-        Rows that have sampled it have it already: there it becomes a hole."""
+
+        Rows that have sampled it have it already: there it becomes a hole.
+        """
         if self.turn == 1:
             return mask
         first = mask.argmax(1, keepdim=True)  # [B, 1]: the column of each row's first token
@@ -3724,8 +4003,11 @@ class Decoder:
         return out.logits[:, -1].repeat_interleave(num_alike, 0)
 
     def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
-        """[B, vocabulary] float32: log-probabilities to sample from, and to record. They are the
-        policy's own: any change, such as a temperature or top-p, samples from another policy."""
+        """[B, vocabulary] float32: log-probabilities to sample from, and to record.
+
+        They are the policy's own: any change, such as a temperature or top-p, samples from another
+        policy.
+        """
         return logits.float().log_softmax(-1)
 
     def _append_sampled(self, logp: torch.Tensor) -> None:
@@ -3801,8 +4083,7 @@ class RoundsProbabilities(Decoder):
 
 
 class SamplesTopP(Decoder):
-    """Samples from the likeliest tokens that together have a probability of 0.9, as the generation
-    settings of most models have it, and records the probability among these."""
+    """Samples from the likeliest tokens that together have a probability of 0.9, as the generation settings of most models have it, and records the probability among these."""
 
     def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
         logp, order = logits.float().log_softmax(-1).sort(-1, descending=True)
@@ -3821,8 +4102,10 @@ class AgreementRow:
 
 
 def agreement(what: str, decoder_class: type[Decoder], cfg: Config) -> AgreementRow:
-    """A policy that changes twice while it converses, as if a trainer published meanwhile. Each
-    token is recomputed with the weights of the version that it names."""
+    """A policy that changes twice while it converses, as if a trainer published meanwhile.
+
+    Each token is recomputed with the weights of the version that it names.
+    """
     policy = Policy(cfg)
     states = []  # the weights of versions 0, 1 and 2
     for version in range(3):
@@ -3856,9 +4139,11 @@ def agreement(what: str, decoder_class: type[Decoder], cfg: Config) -> Agreement
 
 
 def num_ids_that_differ(num_answers: int, seed: int) -> int:
-    """Answers of four tokens, letters or pairs of letters, turned into text and tokenized again, as
-    a next turn made from text would do. Sampling "a" and then "b" gives two ids and the text "ab";
-    of that text the tokenizer makes the one id of the pair."""
+    """Answers of four tokens, letters or pairs of letters, turned into text and tokenized again, as a next turn made from text would do.
+
+    Sampling "a" and then "b" gives two ids and the text "ab"; of that text the tokenizer makes the
+    one id of the pair.
+    """
     tokenizer, _ = tiny_policy(Task.letters, has_pairs=True)
     rng = random.Random(seed)
     num_differ = 0
@@ -3950,8 +4235,10 @@ def advantages(
 
 @dataclass(frozen=True)
 class Sampled:
-    """N sampled tokens, as a loss sees them: [N] float32 each. Where the first three are equal all
-    losses have the same gradient, that of `reinforce`."""
+    """N sampled tokens, as a loss sees them: [N] float32 each.
+
+    Where the first three are equal all losses have the same gradient, that of `reinforce`.
+    """
 
     logp: torch.Tensor  # log-probability under the policy in training; the gradient flows here
     # The same when it was sampled, under whatever version that was. Not recomputed with the old
@@ -3993,8 +4280,11 @@ def reinforce_loss(tokens: Sampled) -> TokenLoss:
 
 
 def ppo_loss(tokens: Sampled) -> TokenLoss:
-    """A ratio and a clip. Once a token has become 1 + CLIP times as likely (or 1 - CLIP times, if
-    it was bad) the batch says no more about it, whether this trainer moved it or the lag did."""
+    """A ratio and a clip.
+
+    Once a token has become 1 + CLIP times as likely (or 1 - CLIP times, if it was bad) the batch
+    says no more about it, whether this trainer moved it or the lag did.
+    """
     ratio = (tokens.logp - tokens.recorded).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     is_good = tokens.advantage > 0
@@ -4004,8 +4294,11 @@ def ppo_loss(tokens: Sampled) -> TokenLoss:
 
 
 def decoupled_loss(tokens: Sampled) -> TokenLoss:
-    """Two questions apart (AReaL, Fu 2025). How old are the samples? That is a weight. How far have
-    the updates with this batch gone? That is a clip; it needs more than one update per batch."""
+    """Two questions apart (AReaL, Fu 2025).
+
+    How old are the samples? That is a weight. How far have the updates with this batch gone? That
+    is a clip; it needs more than one update per batch.
+    """
     clipped = ppo_loss(dataclasses.replace(tokens, recorded=tokens.near))
     weight = (tokens.near - tokens.recorded).exp().clamp(max=MAX_WEIGHT)
     return TokenLoss(loss=weight * clipped.loss, is_outside=clipped.is_outside)
@@ -4020,8 +4313,10 @@ def cispo_loss(tokens: Sampled) -> TokenLoss:
 
 
 def dppo_loss(tokens: Sampled) -> TokenLoss:
-    """As ppo, but distance is a difference of probabilities: for a rare token a ratio of 2 is
-    nothing, for a frequent one 1.2 is much. Inside, a small pull back to the samples."""
+    """As ppo, but distance is a difference of probabilities: for a rare token a ratio of 2 is nothing, for a frequent one 1.2 is much.
+
+    Inside, a small pull back to the samples.
+    """
     shift = (tokens.logp.exp() - tokens.recorded.exp()).detach()
     is_good = tokens.advantage > 0
     is_outside = torch.where(is_good, shift > MAX_SHIFT, shift < -MAX_SHIFT)
@@ -4070,8 +4365,7 @@ class SmallWorld:
         self.prompts = groups  # [32]: of each answer of a batch, its prompt, which is its group id
 
     def first_policy(self) -> torch.Tensor:
-        """[prompts, beginnings, symbols] float32: logits, random but for a liking of right answers
-        that grows from prompt to prompt, so that some prompts are easy."""
+        """[prompts, beginnings, symbols] float32: logits, random but for a liking of right answers that grows from prompt to prompt, so that some prompts are easy."""
         # Prompt 0 is hard, prompt 3 is easy: a baseline that knows the prompt has something to do.
         shape = (NUM_PROMPTS, self.num_beginnings, NUM_SYMBOLS)
         table = 0.7 * torch.randn(shape, generator=self.rng)
@@ -4105,10 +4399,16 @@ class SmallWorld:
         return by_batch.reshape(num_batches, -1)
 
     def as_sampled(
-        self, answers: torch.Tensor, old: torch.Tensor, logp: torch.Tensor, baseline: str
+        self,
+        answers: torch.Tensor,
+        old: torch.Tensor,
+        logp: torch.Tensor,
+        baseline: str,
     ) -> Sampled:
-        """What a trainer has of answers that `old` has sampled. logp: [..., 32, 3], under its own
-        policy."""
+        """What a trainer has of answers that `old` has sampled.
+
+        logp: [..., 32, 3], under its own policy.
+        """
         returns = self.rewards[self.prompts, answers][..., None]
         advantage = advantages(returns, self.prompts.expand_as(answers), baseline)
         return Sampled(
@@ -4119,10 +4419,14 @@ class SmallWorld:
         )
 
     def gradients(
-        self, loss: str, baseline: str, old: torch.Tensor, now: torch.Tensor, num_batches: int
+        self,
+        loss: str,
+        baseline: str,
+        old: torch.Tensor,
+        now: torch.Tensor,
+        num_batches: int,
     ) -> torch.Tensor:
-        """[batches, parameters]: in each row the gradient, uphill, that a trainer at `now` gets of
-        a batch that was sampled by `old`."""
+        """[batches, parameters]: in each row the gradient, uphill, that a trainer at `now` gets of a batch that was sampled by `old`."""
         answers = self.sample(old, num_batches)
         # A copy of the table for each batch, so that one backward pass gives all gradients.
         tables = now.expand(num_batches, *now.shape).clone().requires_grad_()
@@ -4158,9 +4462,12 @@ class SmallWorld:
 
 @dataclass(frozen=True)
 class EstimatorRow:
-    """A loss with a baseline, beside the truth. Tilt: 1 - cosine of the mean gradient with the true
-    one, 0 points there, 2 away from it. Noise: standard deviation of the gradient of one batch,
-    over the length of the mean. At lag 0, and 8 steps later."""
+    """A loss with a baseline, beside the truth.
+
+    Tilt: 1 - cosine of the mean gradient with the true one, 0 points there, 2 away from it. Noise:
+    standard deviation of the gradient of one batch, over the length of the mean. At lag 0, and 8
+    steps later.
+    """
 
     loss: str
     baseline: str
@@ -4174,7 +4481,11 @@ NUM_BATCHES = 2000
 
 
 def estimator_row(
-    world: SmallWorld, loss: str, baseline: str, old: torch.Tensor, now: torch.Tensor
+    world: SmallWorld,
+    loss: str,
+    baseline: str,
+    old: torch.Tensor,
+    now: torch.Tensor,
 ) -> EstimatorRow:
     tilt = []
     noise = []
@@ -4310,7 +4621,11 @@ def warm_start(policy: Policy) -> None:
     raise RuntimeError(f"warm start: {share:.2f} exact after {WARM_STEPS} steps, not {WARM_UNTIL}")
 
 
-def supervised_loss(policy: Policy, prompts: list[Prompt], rng: random.Random) -> torch.Tensor:
+def supervised_loss(
+    policy: Policy,
+    prompts: list[Prompt],
+    rng: random.Random,
+) -> torch.Tensor:
     """Of saying the right answers, some letters of which are replaced."""
     decoder = Decoder(policy, len(prompts))
     for turn in range(policy.task.num_turns):
@@ -4386,11 +4701,19 @@ class Part:
 
 
 class TrainState:
-    """The weights in training and all that an update needs. It is no actor, so tests run it in
-    their own process; Trainer is the actor around it. With several ranks each has a part of every
-    weight, gradient and moment (FSDP2), and scores a part of each batch."""
+    """The weights in training and all that an update needs.
 
-    def __init__(self, cfg: Config, policy: Policy, rank: int = 0) -> None:
+    It is no actor, so tests run it in their own process; Trainer is the actor around it. With
+    several ranks each has a part of every weight, gradient and moment (FSDP2), and scores a part of
+    each batch.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        policy: Policy,
+        rank: int = 0,
+    ) -> None:
         self.cfg = cfg
         self.model = policy.model
         self.rank = rank
@@ -4433,8 +4756,10 @@ class TrainState:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share_of_rate)
 
     def step(self, batch: Rollout, wait_for_copy: Callable[[], float]) -> StepStats:
-        """One batch, cfg.passes updates. wait_for_copy: returns when the weights may change, and
-        for how many seconds it waited."""
+        """One batch, cfg.passes updates.
+
+        wait_for_copy: returns when the weights may change, and for how many seconds it waited.
+        """
         start = time.monotonic()
         sampled = batch.sampled()
         num_tokens = max(1, int(sampled.sum()))
@@ -4518,8 +4843,11 @@ class TrainState:
         return dict(zip(sums, values.tolist(), strict=True))
 
     def _divergence(self, logp: torch.Tensor, part: Part) -> torch.Tensor:
-        """[N]: from the reference. k2, for as a loss it has the gradient of the KL divergence. That
-        of k1 is 0 on average, that of k3 is the one of the divergence the other way round."""
+        """[N]: from the reference.
+
+        k2, for as a loss it has the gradient of the KL divergence. That of k1 is 0 on average, that
+        of k3 is the one of the divergence the other way round.
+        """
         if self.reference is None:
             return 0 * logp
         reference_logp, _ = score_part(self.reference, part, has_bonus=0.0)
@@ -4554,9 +4882,15 @@ class TrainState:
             )
 
 
-def score_part(model: Any, part: Part, has_bonus: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the sampled tokens, [N] each: log-probability, and entropy of the choice in nats. Without
-    a bonus for it the entropy has no gradient, which saves memory."""
+def score_part(
+    model: Any,
+    part: Part,
+    has_bonus: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the sampled tokens, [N] each: log-probability, and entropy of the choice in nats.
+
+    Without a bonus for it the entropy has no gradient, which saves memory.
+    """
     every = score_tokens(model, part.ids, part.chosen)  # [N, vocabulary]
     logp = every.gather(1, part.ids[:, 1:][part.chosen][:, None]).squeeze(1)
     if not has_bonus:
@@ -4573,8 +4907,10 @@ def clip_gradient(model: Any) -> float:
 
 
 def checkpoint_of(state: TrainState, with_optimizer: bool) -> dict[str, Any]:
-    """Weights, moments and schedule, as whole tensors on the CPU of rank 0, however many ranks
-    there are: another number of ranks can go on from it. For all ranks at once."""
+    """Weights, moments and schedule, as whole tensors on the CPU of rank 0, however many ranks there are: another number of ranks can go on from it.
+
+    For all ranks at once.
+    """
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     optimizers = state.optimizer if with_optimizer else []
     weights, moments = dcp.get_state_dict(state.model, optimizers, options=options)
@@ -4582,9 +4918,16 @@ def checkpoint_of(state: TrainState, with_optimizer: bool) -> dict[str, Any]:
     return {"version": state.version, "weights": weights, "moments": moments, "schedule": schedule}
 
 
-def become(state: TrainState, found: dict[str, Any], base: dict[str, Any], cfg: Config) -> None:
-    """What a checkpoint says, for a run with this Config. base: the checkpoint of version 0, whose
-    weights the reference has."""
+def become(
+    state: TrainState,
+    found: dict[str, Any],
+    base: dict[str, Any],
+    cfg: Config,
+) -> None:
+    """What a checkpoint says, for a run with this Config.
+
+    base: the checkpoint of version 0, whose weights the reference has.
+    """
     state.prepare_optimizer(cfg)
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     has_optimizer = found["schedule"] is not None
@@ -4646,8 +4989,11 @@ class TrainerLost(RuntimeError):
 
 
 def device_of(cfg: Config, place: Place, rank: int) -> str:
-    """Trainer ranks have the first GPUs of the first host. Generators share the other GPUs of their
-    host, or all if there are no others. ValueError: it has not so many."""
+    """Trainer ranks have the first GPUs of the first host.
+
+    Generators share the other GPUs of their host, or all if there are no others. ValueError: it has
+    not so many.
+    """
     if cfg.device == "cpu":
         return "cpu"
     every = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
@@ -4666,8 +5012,10 @@ def about(cfg: Config) -> dict[str, Any]:
 
 
 def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
-    """What Trainer.save has written: a path, or the content. Nothing in it is executed. ValueError
-    says what is wrong with it."""
+    """What Trainer.save has written: a path, or the content.
+
+    Nothing in it is executed. ValueError says what is wrong with it.
+    """
     try:
         content = pathlib.Path(source).read_bytes() if isinstance(source, str) else source
         # torch.load compares no checksums; the zip file that it reads has them.
@@ -4752,8 +5100,7 @@ class Trainer(Worker):
         self.recorder.note(what, start_s, f"{self.recorder.actor} copies")
 
     def _begun(self) -> tuple[TrainState, ShardWriter]:
-        """Raises TrainerLost in a trainer that has not begun: whatever was sent to it was meant for
-        the one before it."""
+        """Raises TrainerLost in a trainer that has not begun: whatever was sent to it was meant for the one before it."""
         if self.state is None or self.writer is None:
             raise TrainerLost("this trainer has not begun")
         return self.state, self.writer
@@ -4840,8 +5187,7 @@ class Generator(Worker):
 
     @endpoint
     async def rollout(self, request: RolloutRequest) -> RolloutReply:
-        """All of it under one version, leased until the next pull; or in flight, each token under
-        the newest one."""
+        """All of it under one version, leased until the next pull; or in flight, each token under the newest one."""
         start = time.monotonic()
         with self.recorder.span("rollout"):
             reader = self._reader_of(request.arenas[self.place.host])
@@ -4890,8 +5236,11 @@ class JudgeRequest:
 
 
 class Judge(Worker):
-    """Runs a task's reward function. That is somebody else's code: it may hang, or end its process.
-    Here it can be killed, one request at a time, and takes nobody along."""
+    """Runs a task's reward function.
+
+    That is somebody else's code: it may hang, or end its process. Here it can be killed, one
+    request at a time, and takes nobody along.
+    """
 
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place)
@@ -4907,8 +5256,11 @@ class Judge(Worker):
 
 
 def rewards_of(task: Task, request: JudgeRequest) -> list[list[float]]:
-    """Of each turn of each episode. nan, not 0, if the function raises or answers something else
-    than num_turns finite numbers: not judged."""
+    """Of each turn of each episode.
+
+    nan, not 0, if the function raises or answers something else than num_turns finite numbers: not
+    judged.
+    """
     rewards = []
     for prompt, said in zip(request.prompts, request.said, strict=True):
         found = [math.nan] * task.num_turns
@@ -4924,8 +5276,11 @@ def rewards_of(task: Task, request: JudgeRequest) -> list[list[float]]:
 async def judge_all(
     judges: Service, prompts: list[Prompt], said: list[list[str]]
 ) -> list[list[float]]:
-    """Rewards per episode and turn; nan: not judged. If a request for many is lost with its judge,
-    each episode is asked for alone: only what kills its judge again stays without a reward."""
+    """Rewards per episode and turn; nan: not judged.
+
+    If a request for many is lost with its judge, each episode is asked for alone: only what kills
+    its judge again stays without a reward.
+    """
     try:
         return await judges.route(Judge.judge, JudgeRequest(prompts=prompts, said=said))
     except RequestLost:
@@ -5040,7 +5395,9 @@ class Cluster:
 
     async def load(self, path: str) -> str:
         """The trainer, maybe a new one, becomes what a checkpoint says, or with "" version 0.
-        Returns the state of the run that was saved there."""
+
+        Returns the state of the run that was saved there.
+        """
         begin = BeginRequest(
             meeting_place=await self._ask_trainer(Trainer.meeting_place),
             is_warm=self.is_warm and not self.base,  # else its weights are replaced anyway
@@ -5055,7 +5412,11 @@ class Cluster:
             self.base = path_of_base
         checkpoint = self.for_trainer(path or self.base)
         base = self.for_trainer(self.base)
-        load = LoadRequest(checkpoint=checkpoint, base=base, cfg=self.cfg)
+        load = LoadRequest(
+            checkpoint=checkpoint,
+            base=base,
+            cfg=self.cfg,
+        )
         state = await self._ask_trainer(Trainer.load, load)
         await self.arena_changed(handle)
         # From here on generators use the arena of this trainer, and no older version.
@@ -5133,8 +5494,10 @@ class Cluster:
         return await asyncio.gather(*parts)
 
     async def evaluate(self, prompts: list[Prompt], waits_for_newest: bool = True) -> float:
-        """Of these prompts, the share that is answered exactly, greedily. What could not be judged
-        counts as not exact. One request: one generator and one version."""
+        """Of these prompts, the share that is answered exactly, greedily.
+
+        What could not be judged counts as not exact. One request: one generator and one version.
+        """
         version = await self.published() if waits_for_newest else 0
         found = await self.rollout(prompts, group_size=1, greedy=True, min_version=version)
         rewards = found.rollout.rewards.sum(1).tolist()  # nan is not exact
@@ -5142,8 +5505,11 @@ class Cluster:
 
 
 async def surely(cluster: Cluster, call: Callable[[], Awaitable[Reply]]) -> Reply:
-    """For calls outside of a run. If the trainer is lost, the next one becomes what the lost one was
-    saved as or told to be last, and the call is made again."""
+    """For calls outside of a run.
+
+    If the trainer is lost, the next one becomes what the lost one was saved as or told to be last,
+    and the call is made again.
+    """
     for _ in range(3):
         try:
             return await call()
@@ -5178,7 +5544,9 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
 
 class Ledger:
     """Where every group of a run is: started = trained + undone + dropped + lost + in flight.
-    Whoever moves a group says so here, and nobody else counts."""
+
+    Whoever moves a group says so here, and nobody else counts.
+    """
 
     def __init__(self) -> None:
         self.changed = ChangeNotice()
@@ -5198,9 +5566,17 @@ class Ledger:
         self.counts["started"] += len(group_ids)
         self.in_flight.update(group_ids)
 
-    def settle(self, fate: str, group_ids: list[int], with_trainer: bool = False) -> None:
-        """fate: "trained", "dropped" or "lost". with_trainer: it was the trainer's loss that cost
-        them, so their prompts are drawn again. Wakes whoever waits for tickets or groups."""
+    def settle(
+        self,
+        fate: str,
+        group_ids: list[int],
+        with_trainer: bool = False,
+    ) -> None:
+        """fate: "trained", "dropped" or "lost".
+
+        with_trainer: it was the trainer's loss that cost them, so their prompts are drawn again.
+        Wakes whoever waits for tickets or groups.
+        """
         self.in_flight.difference_update(group_ids)
         self.counts[fate] += len(group_ids)
         if fate == "trained":
@@ -5291,7 +5667,12 @@ class Run:
         self.num_unjudged += len(found.rollout.said) - len(judged.said)
         return judged
 
-    def add_step(self, stats: StepStats, batch: Rollout, heldout: float | None) -> StepRow:
+    def add_step(
+        self,
+        stats: StepStats,
+        batch: Rollout,
+        heldout: float | None,
+    ) -> StepRow:
         """The trainer has made a step with this batch. heldout: as in StepRow."""
         self.ledger.settle("trained", batch.group_ids.unique().tolist())
         lags = (stats.version - 1 - batch.tokens.versions)[batch.sampled()]
@@ -5323,8 +5704,10 @@ class Run:
     SAVED = ("next_number", "busy_s", "num_unjudged", "num_cut")
 
     def go_on(self, saved: str) -> None:
-        """As as_json has it, in a process that has just begun. What was in flight then is lost, and
-        drawn again."""
+        """As as_json has it, in a process that has just begun.
+
+        What was in flight then is lost, and drawn again.
+        """
         found = json.loads(saved)
         for row in found["rows"]:
             stats = StepStats(**row.pop("stats"))
@@ -5388,14 +5771,23 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
 
 
 class Training:
-    """A run on a cluster. This one begins at version 0, saves nothing, and ends when the trainer is
-    lost; section 12 has one that goes on."""
+    """A run on a cluster.
+
+    This one begins at version 0, saves nothing, and ends when the trainer is lost; section 12 has
+    one that goes on.
+    """
 
     EVALUATE_EVERY = 25  # steps
     MAX_SKIPPED = 10  # steps in a row whose gradient was not finite: the run ends
     HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  heard > said"
 
-    def __init__(self, cluster: Cluster, run: Run, report: Report, folder: str = "") -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        run: Run,
+        report: Report,
+        folder: str = "",
+    ) -> None:
         """folder: for checkpoints."""
         self.cluster = cluster
         self.run = run
@@ -5492,7 +5884,12 @@ class Training:
         found = [row.stats.mismatch_k3 for row in self.run.rows]
         return max((value for value in found if value is not None), default=None)
 
-    def tell_learning(self, before: float, after: float, mismatch_k3: float | None) -> float:
+    def tell_learning(
+        self,
+        before: float,
+        after: float,
+        mismatch_k3: float | None,
+    ) -> float:
         """before, after: held-out exact. Returns the reward gained, last tenth over first."""
         limit = MAX_K3[self.cfg.device]
         self.report.check("largest k3 of both programs", mismatch_k3, "<=", limit)
@@ -5502,8 +5899,16 @@ class Training:
         tenth = max(1, len(self.run.rows) // 10)
         first = mean_reward(self.run.rows[:tenth])
         last = mean_reward(self.run.rows[-tenth:])
-        self.report.figure(heldout_before=before, heldout_after=after, mismatch_k3=mismatch_k3)
-        self.report.figure(reward_first=first, reward_last=last, lag_max=self.largest_lag())
+        self.report.figure(
+            heldout_before=before,
+            heldout_after=after,
+            mismatch_k3=mismatch_k3,
+        )
+        self.report.figure(
+            reward_first=first,
+            reward_last=last,
+            lag_max=self.largest_lag(),
+        )
         return last - first
 
 
@@ -5535,8 +5940,11 @@ async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
 
 
 class Lab:
-    """What the demos of RL are given: running actors. Starting them takes 15 s, mostly imports, so
-    the RL stages of one command share them, and nothing else: every run begins at version 0."""
+    """What the demos of RL are given: running actors.
+
+    Starting them takes 15 s, mostly imports, so the RL stages of one command share them, and
+    nothing else: every run begins at version 0.
+    """
 
     def __init__(self, report: Report, cluster: Cluster, training_class: type[Training]) -> None:
         self.report = report
@@ -5557,7 +5965,12 @@ class Lab:
             self.is_running = False
             await self.cluster.close()
 
-    def training(self, label: str, num_steps: int, folder: str = "") -> Training:
+    def training(
+        self,
+        label: str,
+        num_steps: int,
+        folder: str = "",
+    ) -> Training:
         """A run that has not begun. folder: for its checkpoints; "" keeps them in memory."""
         sampler = Sampler(self.cluster.cfg.task, self.cluster.cfg.seed)
         run = Run(label, num_steps, sampler)
@@ -5677,8 +6090,7 @@ class Interrupted(BaseException):
 
 
 class SafeTraining(Training):
-    """A run that saves itself, and goes on from there: when the trainer is lost, and when the same
-    command is given again after everything was lost."""
+    """A run that saves itself, and goes on from there: when the trainer is lost, and when the same command is given again after everything was lost."""
 
     MAX_LOSSES = 5  # of the trainer without a checkpoint in between: more is no accident
 
@@ -5745,8 +6157,7 @@ class SafeTraining(Training):
         return step % self.save_every == 0 or is_last or self.is_interrupted
 
     async def save_if_due(self) -> None:
-        """What the trainer writes and what this process knows go into one file, so they cannot be of
-        different steps."""
+        """What the trainer writes and what this process knows go into one file, so they cannot be of different steps."""
         if not self.is_save_due():
             return
         room = self.checkpoints.room()
@@ -5834,8 +6245,11 @@ def difference_row(what: str, left: Checkpoint, right: Checkpoint) -> dict[str, 
 
 
 class CutOff:
-    """A synchronous run that is cut off, and what becomes of it. A checkpoint is all that is left:
-    every process of the run is killed, and what the main process knew of it is thrown away."""
+    """A synchronous run that is cut off, and what becomes of it.
+
+    A checkpoint is all that is left: every process of the run is killed, and what the main process
+    knew of it is thrown away.
+    """
 
     NUM_STEPS = 12
     SAVE_EVERY = 3
@@ -5885,7 +6299,11 @@ class CutOff:
         return copy_path
 
 
-async def until_step(step: int, run: Run, running: asyncio.Task[None]) -> bool:
+async def until_step(
+    step: int,
+    run: Run,
+    running: asyncio.Task[None],
+) -> bool:
     """Waits until a run has come so far. False: it has ended before; raises what ended it."""
     while len(run.rows) < step and not running.done():
         await asyncio.sleep(0.002)
@@ -5972,8 +6390,10 @@ class Gate:
         return self.num_tickets - len(self.ledger.in_flight)
 
     async def wait(self) -> int:
-        """Until there is a ticket; woken by Ledger.settle. How many there are: whoever draws
-        prompts before the next `await` has them."""
+        """Until there is a ticket; woken by Ledger.settle.
+
+        How many there are: whoever draws prompts before the next `await` has them.
+        """
         await self.ledger.changed.wait_for(lambda: self.num_free() > 0)
         return self.num_free()
 
@@ -5998,8 +6418,11 @@ class ReplayBuffer:
         self.groups: list[Group] = []
 
     def put(self, rollout: Rollout, asked_for: list[int], run_id: int) -> None:
-        """asked_for: group ids. A group with fewer than two judged episodes has nothing to compare,
-        and one without a sampled token nothing to learn from: both are lost."""
+        """asked_for: group ids.
+
+        A group with fewer than two judged episodes has nothing to compare, and one without a
+        sampled token nothing to learn from: both are lost.
+        """
         sampled = rollout.sampled()
         kept = set()  # ids of groups that can be trained on
         for group_id in rollout.group_ids.unique().tolist():
@@ -6040,7 +6463,9 @@ class ReplayBuffer:
 
     async def take(self, run_id: int, version: int) -> Rollout:
         """The first groups that a trainer of this run id may see at this version, as one batch.
-        waits for enough of them / woken by `put`"""
+
+        waits for enough of them / woken by `put`
+        """
         while True:
             self._drop(run_id, version)
             if len(self.groups) >= GROUPS_PER_BATCH:
@@ -6079,12 +6504,7 @@ class AsyncLoops:
         self.is_done = False  # then no loop asks for tickets again
 
     async def run_to_end(self) -> None:
-        """Shutdown:  the training loop ends (or any loop raises)
-        -> is_done: no loop asks for tickets again
-        -> loops that wait for a generator get their answer, and put it
-        -> loops that wait for a ticket, and steps not answered, are cancelled
-        -> what raised is raised here, at once; what lies in the buffer is counted
-        """
+        """Shutdown:  the training loop ends (or any loop raises) -> is_done: no loop asks for tickets again -> loops that wait for a generator get their answer, and put it -> loops that wait for a ticket, and steps not answered, are cancelled -> what raised is raised here, at once; what lies in the buffer is counted"""
         async with self.training:
             self.version = self.cluster.oldest_version
             loops = [asyncio.ensure_future(self._training_loop())]
@@ -6102,8 +6522,7 @@ class AsyncLoops:
             await asyncio.gather(*ended)  # raises
 
     async def _rollout_loop(self) -> None:
-        """consumes tickets / waits for the gate, a generator, a judge / woken by Ledger.settle, the
-        answers / produces groups in the buffer / ends when the run is done"""
+        """consumes tickets / waits for the gate, a generator, a judge / woken by Ledger.settle, the answers / produces groups in the buffer / ends when the run is done"""
         while not self.is_done:
             num_free = await self.gate.wait()
             prompts = self.run.draw(min(num_free, GROUPS_PER_BATCH))
@@ -6146,8 +6565,7 @@ class AsyncLoops:
     # the answer tells.
 
     async def _training_loop(self) -> None:
-        """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
-        by the answer / produces versions / ends when all steps are made"""
+        """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put, by the answer / produces versions / ends when all steps are made"""
         while self.sent or not self.run.is_over():
             try:
                 await self._send_batches()
@@ -6176,15 +6594,20 @@ class AsyncLoops:
             self.version += 1
 
     async def _step(self, batch: Rollout, version: int) -> None:
-        """version: at which the trainer should see it. Only when it has stepped do the tickets of
-        the batch come back, for lag counts the trainer's versions."""
+        """version: at which the trainer should see it.
+
+        Only when it has stepped do the tickets of the batch come back, for lag counts the trainer's
+        versions.
+        """
         stats = await self.cluster.step(batch)
         assert stats.version == version + 1, "the trainer is at another version than was expected"
         self.training.step_done(stats, batch)
 
     async def _go_back(self, error: TrainerLost) -> None:
-        """The trainer is lost with the batches that it had. What was trained on before the loss was
-        noticed is settled already."""
+        """The trainer is lost with the batches that it had.
+
+        What was trained on before the loss was noticed is settled already.
+        """
         tasks = [step.task for step in self.sent]
         await asyncio.gather(*tasks, return_exceptions=True)  # the other one is lost too
         at_trainer = [group_id for step in self.sent for group_id in step.group_ids]
@@ -6214,8 +6637,7 @@ class Faults:
         self.struck_s: dict[str, float] = {}  # seconds since 1970, by service
 
     async def run_to_end(self, loops: AsyncLoops, first_step: int) -> SpeedRow:
-        """The run, with a fault at 10, 40 and 70 % of the steps after first_step; its speed until
-        first_step."""
+        """The run, with a fault at 10, 40 and 70 % of the steps after first_step; its speed until first_step."""
         run = loops.run
         running = asyncio.ensure_future(loops.run_to_end())
         await until_step(first_step, run, running)
@@ -6248,7 +6670,12 @@ class Faults:
         return rows
 
 
-def tell_speed(report: Report, sync: SpeedRow, fast: SpeedRow, training: Training) -> None:
+def tell_speed(
+    report: Report,
+    sync: SpeedRow,
+    fast: SpeedRow,
+    training: Training,
+) -> None:
     """The asynchronous run until the faults, beside the synchronous one of as many steps."""
     report.table([sync, fast])
     # At best, of the shares of time that both sides need in turn only the longer one is left.
@@ -6494,7 +6921,11 @@ def serve(address: str) -> None:
     print(f"{address} is open: whoever reaches it can run any code here, as this user", flush=True)
     while True:
         client, _ = server.accept()
-        threading.Thread(target=attend, args=(client,), daemon=True).start()
+        threading.Thread(
+            target=attend,
+            args=(client,),
+            daemon=True,
+        ).start()
 
 
 def attend(client: socket.socket) -> None:
@@ -6513,8 +6944,11 @@ def attend(client: socket.socket) -> None:
 
 
 def free_address(client: socket.socket) -> str:
-    """On the network of that connection, with a port that nobody has now. If another program takes
-    it before the Monarch host does, that host ends, and the run connects again."""
+    """On the network of that connection, with a port that nobody has now.
+
+    If another program takes it before the Monarch host does, that host ends, and the run connects
+    again.
+    """
     name, *_ = client.getsockname()
     with socket.create_server((name, 0), family=client.family) as server:
         _, port, *_ = server.getsockname()
@@ -6603,7 +7037,13 @@ class Relay(Worker):
 
     LOOK_EVERY_S = 0.005  # a look costs both hosts half a millisecond of CPU
 
-    def __init__(self, place: Place, trainer: Service, first_reader: int, num_readers: int) -> None:
+    def __init__(
+        self,
+        place: Place,
+        trainer: Service,
+        first_reader: int,
+        num_readers: int,
+    ) -> None:
         """first_reader: of the trainer's arena, that of relay 0. num_readers: of my arena."""
         super().__init__(place)
         self.trainer = trainer
@@ -6662,8 +7102,7 @@ class Relay(Worker):
 
 
 class HostsCluster(Cluster):
-    """The actors of RL on several hosts: the trainer on the first, generators and judges in turn on
-    all of them, a relay on each but the first."""
+    """The actors of RL on several hosts: the trainer on the first, generators and judges in turn on all of them, a relay on each but the first."""
 
     trainer_class = RelayedTrainer
 
@@ -6711,8 +7150,10 @@ class HostsCluster(Cluster):
             await self.relays.start()
 
     async def arenas(self) -> tuple[ArenaHandle | None, ...]:
-        """A relay may just be being replaced: then its host has no arena for a moment. It has one
-        before its generators are back, for they import more."""
+        """A relay may just be being replaced: then its host has no arena for a moment.
+
+        It has one before its generators are back, for they import more.
+        """
         status = await self.relays.status()
         by_relay = {place.replica_id: answers[0] for place, answers in status.answers.items()}
         return (self.handle, *[by_relay.get(relay) for relay in range(len(self.hosts) - 1)])
@@ -6768,7 +7209,11 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     workers = LocalWorkers(2)
     first, second = workers.processes
     report.say(f"two workers on this machine, {first} and {second}; about 20 s")
-    own = Config(seed=cfg.seed, hosts=f"{first},{second}", steps=num_steps)
+    own = Config(
+        seed=cfg.seed,
+        hosts=f"{first},{second}",
+        steps=num_steps,
+    )
     cluster = HostsCluster(own, is_warm=False)  # it need not learn
     run = Run("hosts", num_steps, Sampler(own.task, own.seed))
     training = SafeTraining(cluster, run, report)
@@ -6806,8 +7251,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 
 
 def write_trace(path: str, events: list[Event]) -> None:
-    """Chrome's trace format, which Perfetto opens: a row per actor, one for the copies that run
-    beside a trainer's steps, one for the time for which a replica was missing."""
+    """Chrome's trace format, which Perfetto opens: a row per actor, one for the copies that run beside a trainer's steps, one for the time for which a replica was missing."""
     numbers = {actor: i for i, actor in enumerate(dict.fromkeys(event.actor for event in events))}
     entries: list[dict[str, Any]] = []
     for actor, number in numbers.items():
@@ -6865,7 +7309,11 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
 
 
 def run_for_page(
-    training: Training, bound: int, before: float, after: float, events: list[Event]
+    training: Training,
+    bound: int,
+    before: float,
+    after: float,
+    events: list[Event],
 ) -> dict[str, Any]:
     return {
         "max_lag": bound,
@@ -6881,8 +7329,11 @@ def run_for_page(
 
 
 def write_page(path: str, runs: list[dict[str, Any]]) -> None:
-    """The runs go into the page as data. Whatever was said in them, it cannot end the script: there
-    is no "<" in it. The page shows such text as text, never as HTML."""
+    """The runs go into the page as data.
+
+    Whatever was said in them, it cannot end the script: there is no "<" in it. The page shows such
+    text as text, never as HTML.
+    """
     as_json = json.dumps(runs).replace("<", "\\u003c")
     pathlib.Path(path).write_text(PAGE.replace("= RUNS;", f"= {as_json};"), encoding="utf-8")
 
@@ -7138,7 +7589,12 @@ def parse(argv: list[str] | None) -> Command:
     if cfg.report and "async_rl" not in [stage.name for stage in stages]:
         parser.error("--report is of stage async_rl")
     try_all(parser, cfg, found.worker)
-    return Command(cfg=cfg, stages=stages, lists=found.list, worker=found.worker)
+    return Command(
+        cfg=cfg,
+        stages=stages,
+        lists=found.list,
+        worker=found.worker,
+    )
 
 
 @contextlib.contextmanager
@@ -7220,7 +7676,12 @@ async def run_stages(report: Report, command: Command) -> None:
     clock.cancel()
 
 
-async def run_stage(stage: Stage, report: Report, command: Command, lab: Lab) -> None:
+async def run_stage(
+    stage: Stage,
+    report: Report,
+    command: Command,
+    lab: Lab,
+) -> None:
     cfg = command.cfg
     if stage.needs_tcp and not command.has_tcp():
         await run_as_own_command(stage, report, cfg)
@@ -7235,8 +7696,10 @@ async def run_stage(stage: Stage, report: Report, command: Command, lab: Lab) ->
 
 
 async def run_as_own_command(stage: Stage, report: Report, cfg: Config) -> None:
-    """A stage that needs the other transport: as a process of its own, which prints for itself. What
-    it measured is taken over."""
+    """A stage that needs the other transport: as a process of its own, which prints for itself.
+
+    What it measured is taken over.
+    """
     result = unnamed_file("result")
     command = [sys.executable, os.path.abspath(__file__), "--only", stage.name]
     process = await asyncio.create_subprocess_exec(
