@@ -76,6 +76,9 @@ from __future__ import annotations
 # -- plumbing: before Monarch starts ---------------------------------------------------------------
 # One process of a run is started by you: the main process. It starts all others, each of which
 # imports this file under its name and finds the classes of the actors in it.
+#
+# So importing this file must do nothing but define things. Whatever has an effect (environment
+# variables, signal handlers, printing) happens in `main`, which only the main process runs.
 import os
 import signal
 
@@ -117,7 +120,7 @@ import types
 import urllib.parse
 import zipfile
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
@@ -145,7 +148,8 @@ class Lazy(types.ModuleType):
     """A module that is imported at its first use.
 
     torch costs 1.4 s of CPU in every process that uses it, and transformers 2.3 s more. Most
-    processes of stages 1 to 6 use neither.
+    processes of stages 1 to 6 use neither. So `torch` below is an object that imports the real
+    torch when the first of its attributes is asked for, such as `torch.zeros`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -155,12 +159,14 @@ class Lazy(types.ModuleType):
 if TYPE_CHECKING:  # what type checkers and editors see
     import torch
     import torch.distributed.checkpoint.state_dict as dcp
+    import torch.distributed.device_mesh as device_mesh
     import torch.distributed.fsdp as fsdp
     import torch.distributed.tensor as dtensor
     import transformers
 else:
     torch = Lazy("torch")
     dcp = Lazy("torch.distributed.checkpoint.state_dict")
+    device_mesh = Lazy("torch.distributed.device_mesh")
     fsdp = Lazy("torch.distributed.fsdp")
     dtensor = Lazy("torch.distributed.tensor")
     transformers = Lazy("transformers")
@@ -195,13 +201,18 @@ ENVIRONMENT = {
 
 
 def prepare_environment() -> None:
-    """Sets ENVIRONMENT for this process and those that it will start. What was set before wins."""
+    """Sets ENVIRONMENT for this process and those that it will start.
+
+    What you have set yourself stays as it is.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Workers find this file by its folder, wherever the command was started.
+    folder = os.path.dirname(os.path.abspath(__file__))
     before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = f"{os.path.dirname(os.path.abspath(__file__))}:{before}".strip(":")
-    reload_config_from_env()  # Monarch read its part when it was imported
+    os.environ["PYTHONPATH"] = f"{folder}:{before}".strip(":")
+    # Monarch has read its variables already, when it was imported above. Now it reads them again.
+    reload_config_from_env()
 
 
 def setting(
@@ -210,10 +221,10 @@ def setting(
     least: float | None = None,
     choices: str = "",
 ) -> Any:
-    """A field of Config.
+    """A field of Config, with what --help says of it.
 
-    meaning: its line of --help. least: its smallest value, if it has one. choices: its only values,
-    if it has few.
+    meaning: its line of --help. least: the smallest value that is allowed, if there is one.
+    choices: the only values that are allowed, separated by spaces; "": any.
     """
     metadata = {"meaning": meaning, "least": least, "choices": choices.split()}
     return field(default=default, metadata=metadata)
@@ -223,15 +234,17 @@ def setting(
 class Config:
     """Everything that a run can be told; each field is a flag.
 
-    It is passed to the constructor of every actor: a worker has its own copy of this file, and
-    would see no global that is set elsewhere.
+    It is passed to the constructor of every actor. A global variable would not do: each worker is a
+    process of its own with its own copy of this module, and would see the default.
     """
 
+    # What is trained, and how long.
     task: str = setting("repeat", "what is learned: repeat, count, pattern, or FILE.py:CLASS")
     model: str = setting("tiny", "folder or hub id of a causal LM, or the built-in tiny one")
     steps: int = setting(200, "training steps in async_rl, half as many in sync_rl", least=1)
     generators: int = setting(2, "replicas of the generator service", least=1)
     trainers: int = setting(1, "ranks over which the trainer is sharded with FSDP2", least=1)
+    # How: sections 10, 11 and 13 say what each of these does.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
     loss: str = setting(
         "ppo", "what an update minimises (section 10)", choices="reinforce ppo decoupled cispo dppo"
@@ -249,6 +262,7 @@ class Config:
     seed: int = setting(0, "of sampling, initial weights and prompts", least=0)
     device: str = setting("cpu", "where policies compute", choices="cpu cuda")
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
+    # What is written. Nothing is, unless you ask for it.
     json: str = setting("", "file for everything that was measured")
     log: str = setting("", "file for a JSON line per training step")
     trace: str = setting("", "file for who did what and when, as Perfetto reads it")
@@ -262,8 +276,9 @@ class Config:
 # One banner, one section, one claim, one demo: a coroutine demo_<name of the stage> that closes the
 # section. The decorator `stage` enters it into STAGES, in the order of the file.
 #
-# A line that provides a claim ends with a comment "mechanism: NAME". Change it as the hint of the
-# stage says, and that stage fails. The tests do just that.
+# The line that makes a claim true ends with a comment "mechanism: NAME". Each stage ends with a
+# hint that tells how to change that line. Do it, and that stage fails: so you see what the line is
+# for. The tests make the same changes, and expect just that stage to fail.
 
 
 @dataclass(frozen=True)
@@ -291,7 +306,10 @@ def stage(
     needs_lab: bool = False,
     needs_tcp: bool = False,
 ) -> Callable[[Demo], Demo]:
-    """Enters the demo below it into STAGES."""
+    """A decorator for demos, which enters the demo below it into STAGES.
+
+    The parameters are fields of Stage.
+    """
 
     def enter(demo: Demo) -> Demo:
         name = demo.__name__.removeprefix("demo_")
@@ -312,7 +330,10 @@ def stage(
 
 @functools.cache
 def line_with(text: str) -> int:
-    """The number of the first line of this file that ends so; 0 if there is none."""
+    """The number of the first line of this file that ends with this text; 0 if there is none.
+
+    So the line numbers that a run prints are right also after you have changed the file.
+    """
     lines = pathlib.Path(__file__).read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
         if line.endswith(text):
@@ -321,6 +342,7 @@ def line_with(text: str) -> int:
 
 
 def line_of_section(stage: Stage) -> int:
+    """The number of the line with the banner of its section."""
     title = f"# == {stage.number}. {stage.name.upper().replace('_', ' ')} "
     return line_with(title.ljust(100, "="))
 
@@ -328,7 +350,9 @@ def line_of_section(stage: Stage) -> int:
 class Report:
     """Prints what the stages have to say, and keeps what they measured.
 
-    In a run nothing else prints, because what workers print comes late and out of order.
+    In a run nothing else prints, because what workers print comes late and out of order. A stage
+    has checks, figures and tables: checks decide whether it holds, figures are for --json, and
+    tables are for both.
     """
 
     RELATIONS: ClassVar = {
@@ -347,6 +371,7 @@ class Report:
         self.last_print_s = time.monotonic()
 
     def say(self, *lines: str, indent: str = INDENT, end: str = "\n") -> None:
+        """Prints lines, in the place of the live line if there is one."""
         clear = self.CLEAR_LINE if self.is_terminal else ""
         for line in lines:
             print(f"{clear}{indent}{line}".rstrip(" "), end=end, flush=True)
@@ -358,33 +383,40 @@ class Report:
             self.say(line[:90], end="")
 
     async def keep_clock(self) -> None:
-        """waits for silence / produces a live line with the time / ends when it is cancelled"""
+        """Shows the time whenever nothing was printed for a while, so that a wait looks alive.
+
+        Loops in this file say so about themselves: waits for silence / produces a live line / ends
+        when it is cancelled.
+        """
         while True:
             await asyncio.sleep(1.0)
             if time.monotonic() - self.last_print_s > self.QUIET_S:
                 self.say_live(time.strftime("%H:%M:%S"))
 
     def table(self, rows: Sequence[Any]) -> None:
-        """rows: records of one class, or dicts.
+        """Prints records as a table, and keeps them for --json.
 
-        Fields are columns, words to the left, numbers to the right; --json has them too.
+        rows: records of one class, or dicts with the same keys. Each field becomes a column, with
+        its name as the head; words stand to the left in it, numbers to the right.
         """
         entries = []
         for row in rows:
             entries.append(row if isinstance(row, dict) else dataclasses.asdict(row))
-        lines = [""] * (1 + len(rows))  # the first has the heads
+        lines = [""] * (1 + len(rows))  # of the table; the first has the heads
         for name in entries[0]:
             values = [entry[name] for entry in entries]
-            cells = [name.replace("_", " "), *[show(value) for value in values]]
+            head = name.replace("_", " ")
+            cells = [head, *[show(value) for value in values]]
             width = max(len(cell) for cell in cells)
             is_words = any(isinstance(value, str) for value in values)
             for i, cell in enumerate(cells):
-                lines[i] += (cell.ljust(width) if is_words else cell.rjust(width)) + "  "
+                filled = cell.ljust(width) if is_words else cell.rjust(width)
+                lines[i] += f"{filled}  "
         self.say(*lines)
         self.stages[-1]["tables"].append(entries)
 
     def figure(self, **figures: float | int | str | None) -> None:
-        """For --json; names end in their unit. None: not known."""
+        """Keeps numbers for --json. Their names end in their unit; None: not known."""
         self.stages[-1]["figures"].update(figures)
 
     def check(
@@ -396,18 +428,21 @@ class Report:
     ) -> None:
         """Compares what was measured with what the claim says.
 
-        A failure makes the exit status 1. What is not known (None) fails. What is checked are
-        counts, bytes and differences, which are the same on a busy machine; times are shown.
+        A failure makes the exit status of the command 1, and what is not known (None) fails. What
+        is checked are counts, bytes and differences, which are the same on a busy machine. Times
+        are not: they are shown, and fail nothing.
         """
-        ok = got is not None and bool(self.RELATIONS[relation](got, want))
+        holds = self.RELATIONS[relation]
+        ok = got is not None and bool(holds(got, want))
         wanted = f"{relation} {show(want)}"
         found = {"what": what, "got": show(got), "want": wanted, "ok": ok}
         self.stages[-1]["checks"].append(found)
+        verdict = "    ok" if ok else "  FAIL"
         expected = "" if ok and relation == "==" else f"  ({wanted})"
-        self.say(f"{'    ok' if ok else '  FAIL'} {what}: {show(got)}{expected}", indent="")
+        self.say(f"{verdict} {what}: {show(got)}{expected}", indent="")
 
     def begin_stage(self, stage: Stage) -> None:
-        """Prints its head."""
+        """Prints its head: number, name, claim, and the line where its section begins."""
         entry = {"name": stage.name, "number": stage.number, "claim": stage.claim}
         self.stages.append({**entry, "checks": [], "figures": {}, "tables": []})
         line = line_of_section(stage)
@@ -415,7 +450,7 @@ class Report:
         self.say(textwrap.fill(head, 96, subsequent_indent=self.INDENT), indent="")
 
     def end_stage(self, stage: Stage, seconds: float) -> None:
-        """Prints its foot."""
+        """Prints its foot: the hint, and how long it took."""
         line = line_with(f"# mechanism: {stage.mechanism}")
         hint = f"try: in line {line}, {stage.hint}; then --only {stage.name}"
         checks = self.stages[-1]["checks"]
@@ -425,7 +460,7 @@ class Report:
 
 
 def show(value: Any) -> str:
-    """Two digits of what is below 0.1, two decimals up to 100, none above. None: a dash."""
+    """A number as it is printed: 0.0034, 0.52, 17.30, 1234. What is not known (None) is a dash."""
     if value is None:
         return "-"
     if not isinstance(value, float):
@@ -436,7 +471,7 @@ def show(value: Any) -> str:
 
 
 def since(start: float) -> float:
-    """Seconds since a time.monotonic()."""
+    """Seconds that have passed since `start`, a time.monotonic()."""
     return time.monotonic() - start
 
 
@@ -460,7 +495,7 @@ async def outcome(call: Callable[[], Awaitable[Any]], deadline_s: float | None =
 
 
 async def median_ms(call: Callable[[], Awaitable[Any]], num_calls: int = 50) -> float:
-    """Milliseconds from a call to its answer."""
+    """Milliseconds from a call to its answer, the median of some calls."""
     took_ms = []
     for _ in range(num_calls):
         start = time.monotonic()
@@ -478,6 +513,7 @@ def unnamed_file(name: str) -> str:
 
 
 def close_unnamed_file(path: str) -> None:
+    """For the process that made it: the last part of the path is its file descriptor."""
     os.close(int(pathlib.Path(path).name))
 
 
@@ -488,7 +524,8 @@ def close_unnamed_file(path: str) -> None:
 #   messages. The methods that messages may call are its endpoints. They run one at a time, in the
 #   order in which a caller sent the messages, so none ever sees another one half done. Two actors
 #   share nothing, and work at the same time.
-# Cost. A message and its answer; the demo measures how long they take.
+# Cost. A message and its answer, which takes about as long as a thousand calls of a method. The
+#   demo measures it.
 # Not here. Endpoints that may overlap (section 6).      Source. Hewitt, Bishop, Steiger 1973.
 #
 #     main process                            process of the actor
@@ -507,12 +544,10 @@ class Addition:
 
 
 class Tally(Actor):
-    """A counter.
+    """A counter, of which section 2 makes a mesh.
 
-    Section 2 makes a mesh of it.
-
-    `@endpoint` marks what messages may call. `current_rank()` tells an actor its number among those
-    that were spawned together.
+    `@endpoint` marks what messages may call; anything else is an ordinary method, for the actor
+    itself. `current_rank()` tells an actor its number among those that were spawned together.
     """
 
     def __init__(self) -> None:
@@ -521,9 +556,10 @@ class Tally(Actor):
 
     @endpoint  # mechanism: one at a time
     async def add(self, pause_s: float = 0.0005) -> Addition:
-        """Adds one, with a pause between reading and writing, for which threads are punished.
+        """Adds one, with a pause between reading the total and writing it.
 
-        In asyncio others would run during the pause. Here the next message waits for this one.
+        During that pause another thread, or another coroutine, would read the same total, and one
+        of the two additions would be lost. Here the next message waits until this method is done.
         """
         start_s = time.monotonic()
         seen = self.total
@@ -538,14 +574,17 @@ class Tally(Actor):
 
     @endpoint
     async def take(self) -> int:
-        """The number of additions since this was last asked."""
+        """The number of additions since this was last asked, which also sets it back to 0."""
         total = self.total
         self.total = 0
         return total
 
 
 async def additions_lost_by_threads(num_additions: int) -> int:
-    """Does with a plain object and threads what Tally.add does with an actor and messages."""
+    """Does with a plain object and threads what Tally.add does with an actor and messages.
+
+    Each of the threads reads, pauses and writes. All that read the same total write the same sum.
+    """
     box = {"total": 0}
 
     def add() -> None:
@@ -580,15 +619,18 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     lost = 200 - await one.take.call_one()
     report.check("additions of 200 that the actor lost", lost, "==", 0)
     # Answers come in the order of the calls, so neighbours in this list were sent one after the
-    # other.
+    # other. The actor takes both times itself, by a clock that all processes here share.
     num_early = 0
     for earlier, later in itertools.pairwise(additions):
         num_early += later.start_s < earlier.end_s
     report.check("calls that began before the one sent before had ended", num_early, "==", 0)
 
-    # Each takes half a second. If they were one actor, the second would begin after the first.
+    # Two actors at the same time, each for half a second. If they were one actor, the second call
+    # would begin when the first had ended, and the overlap would be below 0.
     a, b = await asyncio.gather(one.add.call_one(0.5), other.add.call_one(0.5))
-    overlap_s = min(a.end_s, b.end_s) - max(a.start_s, b.start_s)
+    last_start_s = max(a.start_s, b.start_s)
+    first_end_s = min(a.end_s, b.end_s)
+    overlap_s = first_end_s - last_start_s
     report.check("s for which both of two calls of 0.5 s ran", overlap_s, ">", 0)
     process_ids = {os.getpid(), a.process_id, b.process_id}
     report.check("processes, this one included", len(process_ids), "==", 3)
@@ -597,6 +639,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     report.say(f"a message to another process and its answer: {show(message_ms)} ms")
     report.figure(message_ms=message_ms)
     await procs.stop()
+    # You can now keep state in one place, and change it from many, without a lock.
 
 
 # == 2. ACTOR MESH =================================================================================
@@ -611,7 +654,8 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
 #     mesh.add.broadcast()      every member runs, nobody answers
 #     mesh.slice(rank=2)        the same mesh, narrowed to one member; then one of the above
 #
-#   What members must know is sent to them: with a call, or to their constructor.
+#   What members must know is sent to them: with a call, or to their constructor. A member's number
+#   in its mesh is its rank.
 # Cost. A call of all members waits for the slowest of them. The demo measures it beside call_one.
 # Not here. Meshes over several hosts (section 14).      Source. Monarch's meshes and adverbs.
 
@@ -628,11 +672,15 @@ class AdverbRow:
 async def adverb_row(mesh: Tally, call: str, answers: Sequence[Addition]) -> AdverbRow:
     """Asks every member whether it has just run.
 
-    That message comes after the call it asks about, because messages from one sender to one actor
-    arrive in the order sent.
+    This question comes after the call that it asks about, because messages from one sender to one
+    actor arrive in the order sent. So no sleep is needed, also after a call that nobody answers.
     """
-    totals = await mesh.take.call()  # a ValueMesh: pairs of a member's point and its answer
-    ran = [str(point.rank) for point, total in totals.items() if total > 0]
+    totals = await mesh.take.call()
+    # `call` returns a ValueMesh: for each member its point, which knows its rank, and its answer.
+    ran = []
+    for point, total in totals.items():
+        if total > 0:
+            ran.append(str(point.rank))
     answered = [str(answer.rank) for answer in answers]
     return AdverbRow(
         call=call,
@@ -662,17 +710,19 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     told = await adverb_row(mesh, "mesh.add.broadcast()", [])
 
     report.table([every, second, chosen, told])
-    # Which member `choose` draws is Monarch's affair: the same one runs and answers.
-    drawn = chosen.ranks_that_ran
+    # Which member `choose` draws is Monarch's affair. That it is one of them, and that the same one
+    # runs and answers, is what the word means.
+    drawn = chosen.ranks_that_ran[:1]
     num_wrong = 0
     for row, ran, answered in (
         (every, "0 1 2 3", "0 1 2 3"),
         (second, "2", "2"),
-        (chosen, drawn[:1], drawn),
+        (chosen, drawn, drawn),
         (told, "0 1 2 3", "-"),
     ):
-        num_wrong += (row.ranks_that_ran, row.ranks_that_answered) != (ran, answered)
+        num_wrong += row.ranks_that_ran != ran or row.ranks_that_answered != answered
     report.check("rows that differ from what the words mean", num_wrong, "==", 0)
+    # `call_one` on a mesh of several is a mistake, and says so instead of drawing a member.
     found = await outcome(mesh.add.call_one)
     report.check("call_one on four members", found, "==", "ValueError")
 
@@ -681,6 +731,7 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     report.say(f"ms to call one member {show(one_ms)}, all four {show(four_ms)}")
     report.figure(call_one_ms=one_ms, call_four_ms=four_ms)
     await procs.stop()
+    # You can now tell many processes something at once, and choose who answers.
 
 
 # == 3. RDMA TRANSFER ==============================================================================
@@ -692,7 +743,7 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 # Cost. The owner must keep the memory alive, and is not told when a reader is done (section 7 is
 #   about that). The memory must be contiguous: `.flatten()` of a strided view makes a copy, and
 #   bytes that are written into a copy vanish.
-# Not here. GPU memory: with an RDMA card the same handle covers it.     Source. Monarch, libibverbs.
+# Not here. GPU memory: with an RDMA card the same handle covers it. Source. Monarch, libibverbs.
 #
 # RDMA is remote direct memory access: a network card reads and writes the memory of another machine
 # without that machine's processor. For that the card must know where the memory lies, and that it
@@ -707,8 +758,8 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of the bytes of a CPU tensor."""
-    return zlib.crc32(tensor.numpy())
+    """CRC-32 of a uint8 tensor on the CPU: a number that differs if almost any byte differs."""
+    return zlib.crc32(tensor.numpy().data)
 
 
 class Owner(Actor):
@@ -720,11 +771,14 @@ class Owner(Actor):
 
     @endpoint
     async def register(self, num_bytes: int) -> RDMABuffer:
-        self.memory = torch.zeros(num_bytes, dtype=torch.uint8)  # kept alive here for the readers
+        """Makes new memory, and answers with a handle to it."""
+        # The attribute keeps the memory alive. A handle does not: it only knows the address.
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8)
         return RDMABuffer(self.memory)
 
     @endpoint
     async def register_gate(self) -> RDMABuffer:
+        """A handle to the byte for which `sit_until_gate_opens` waits."""
         return RDMABuffer(self.gate)
 
     @endpoint
@@ -734,9 +788,10 @@ class Owner(Actor):
 
     @endpoint
     async def sit_until_gate_opens(self, give_up_s: float) -> bool:
-        """Holds up this process's Python until somebody writes a 1 into the gate, which only a one-sided write can do meanwhile.
+        """Holds up this process's Python until somebody writes a 1 into the gate.
 
-        False: nobody has, for so many seconds.
+        It neither awaits nor answers messages meanwhile, so only a one-sided write can do that.
+        Returns False if nobody has done it for give_up_s seconds.
         """
         start = time.monotonic()
         while self.gate[0] == 0 and since(start) < give_up_s:
@@ -756,9 +811,13 @@ class TransferRow:
 
 
 async def transfer(owner: Owner, kib: int) -> TransferRow:
-    """Pushes random bytes through a handle, then fetches them on both roads."""
-    handle = await owner.register.call_one(kib << 10)
-    pushed = torch.randint(0, 256, (kib << 10,), dtype=torch.uint8)
+    """Pushes random bytes through a handle, then fetches them on both roads.
+
+    kib: how many units of 1024 bytes.
+    """
+    num_bytes = 1024 * kib
+    handle = await owner.register.call_one(num_bytes)
+    pushed = torch.randint(256, [num_bytes], dtype=torch.uint8)
     await handle.write_from(pushed)
 
     # Ones, so that every page of this memory exists before the clock starts: the system makes a
@@ -771,7 +830,8 @@ async def transfer(owner: Owner, kib: int) -> TransferRow:
     start = time.monotonic()
     message = await owner.as_message.call_one()
     message_ms = since(start) * 1e3
-    num_wrong = sum(checksum(found) != checksum(pushed) for found in (pulled, message))
+    should_be = checksum(pushed)
+    num_wrong = sum(checksum(found) != should_be for found in (pulled, message))
     return TransferRow(
         KiB=kib,
         handle_bytes=len(pickle.dumps(handle)),
@@ -790,18 +850,18 @@ async def transfer(owner: Owner, kib: int) -> TransferRow:
 async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     procs = this_host().spawn_procs(per_host={"owner": 1})
     owner = procs.spawn("owner", Owner)
-    await transfer(owner, kib=1)  # opens connections
+    await transfer(owner, kib=1)  # not in the table: the first one also opens connections
     rows = []
-    for kib in (1, 1 << 10, 64 << 10):
+    for kib in (1, 1024, 64 * 1024):
         rows.append(await transfer(owner, kib))
     report.table(rows)
     num_wrong = sum(row.num_wrong for row in rows)
     report.check(f"of {2 * len(rows)} fetches, those with wrong bytes", num_wrong, "==", 0)
     report.check("largest handle, bytes", max(row.handle_bytes for row in rows), "<", 1024)
 
-    # Now the owner's Python is stuck until a write through a handle opens its gate. Whatever comes
-    # back before that came without it.
-    # The message is sent after the call that gets it stuck, so it waits behind that.
+    # Does the owner's Python take part? Now it is stuck, until a write through a handle opens its
+    # gate. Whatever comes back before that came without it. Three things are sent, in this order: a
+    # call that gets it stuck, a message, which waits behind that call, and a one-sided read.
     handle = await owner.register.call_one(MIB)
     gate = await owner.register_gate.call_one()
     stuck = asyncio.ensure_future(owner.sit_until_gate_opens.call_one(20.0))
@@ -822,6 +882,7 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
         pull_ms=large.pull_ms,
     )
     await procs.stop()
+    # You can now move gigabytes between processes, and keep messages small.
 
 
 # == 4. CONTROLLERS ================================================================================
@@ -834,7 +895,7 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 # Not here. Actors that outlive that process.      Source. Monarch's get_or_spawn_controller.
 #
 # The actor that is found so in this file is Telemetry. From here on workers tell it what they do,
-# and `--trace` and `--report` show it. Nothing else depends on it.
+# and `--trace` and `--report` show it. Nothing else depends on it: if it is gone, a run goes on.
 
 
 @dataclass(frozen=True)
@@ -848,7 +909,10 @@ class Event:
 
 
 class Telemetry(Actor):
-    """Collects events from all processes: the newest ones, so that memory stays bounded."""
+    """Collects events from all processes.
+
+    It keeps only the newest ones, so that its memory stays bounded however long a run takes.
+    """
 
     MAX_EVENTS = 200_000  # some 60 MiB
 
@@ -857,25 +921,26 @@ class Telemetry(Actor):
 
     @endpoint
     async def record(self, events: list[Event]) -> int:
-        """How many it has now."""
+        """Takes events, and answers how many it has now."""
         self.events.extend(events)
         return len(self.events)
 
     @endpoint
     async def read(self, from_s: float = 0.0) -> list[Event]:
-        """Those that began at this time or later, in seconds since 1970."""
+        """The events that began at this time or later. from_s: seconds since 1970."""
         return [event for event in self.events if event.start_s >= from_s]
 
 
 async def telemetry(name: str = "telemetry") -> Telemetry:
-    """The same actor for whoever asks, in whatever process."""
+    """A reference to the Telemetry of this name: the same actor for whoever asks, anywhere."""
     return await get_or_spawn_controller(name, Telemetry)  # mechanism: by name
 
 
 class Recorder:
     """One actor's road to Telemetry.
 
-    It keeps events for a moment and sends them together, so that an event costs no message.
+    It keeps events for a moment and sends them together: a message for each would cost more than
+    what many of them report.
     """
 
     SEND_AFTER_S = 0.2
@@ -891,9 +956,10 @@ class Recorder:
         start_s: float,
         actor: str = "",
     ) -> None:
-        """Something that began at start_s (since 1970) and ends now.
+        """Something that began at start_s, in seconds since 1970, and ends now.
 
-        For threads, too: what they note is sent with the next span.
+        A thread may call this, too. What it notes is sent with the next span, because only the
+        event loop can send.
         """
         event = Event(
             what=what,
@@ -905,7 +971,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Notes how long the body of the `with` took."""
+        """Notes how long the body of the `with` took, and sees to it that notes are sent soon."""
         start_s = time.time()
         yield
         self.note(what, start_s)
@@ -913,7 +979,7 @@ class Recorder:
             self.sending = asyncio.ensure_future(self._send_soon())
 
     async def _send_soon(self) -> None:
-        """One message for all events of the last moment. If Telemetry is gone, they are too."""
+        """One message for all events of the last moment. If Telemetry is gone, so are they."""
         await asyncio.sleep(self.SEND_AFTER_S)
         store = await telemetry()
         store.record.broadcast([*self.events])  # nobody waits for an answer
@@ -921,11 +987,11 @@ class Recorder:
 
 
 class Witness(Actor):
-    """Reports one event, to the store of a name that it is told."""
+    """Reports one event, to the Telemetry of a name that it is told."""
 
     @endpoint
     async def report(self, name: str) -> int:
-        """How many events that store has then."""
+        """How many events that Telemetry then has. name: "" for one that only I know."""
         store = await telemetry(name or f"store of process {os.getpid()}")
         now_s = time.time()
         event = Event(
@@ -945,13 +1011,14 @@ class Witness(Actor):
 async def demo_controllers(report: Report, cfg: Config) -> None:
     procs = this_host().spawn_procs(per_host={"witness": 4})
     witnesses = procs.spawn("witness", Witness)
-    # All four ask at once. A store that answers "1 event" has just been created.
+    # All four ask at once. A Telemetry that then has 1 event has just been created.
     apart = list((await witnesses.report.call("")).values())
     together = list((await witnesses.report.call("demo of section 4")).values())
-    report.check("stores of 4 witnesses without a common name", apart.count(1), "==", 4)
-    report.check("stores of 4 witnesses with one", together.count(1), "==", 1)
-    report.check("events in that store", max(together), "==", 4)
+    report.check("actors created by 4 that each ask for another name", apart.count(1), "==", 4)
+    report.check("actors created by 4 that ask for the same name", together.count(1), "==", 1)
+    report.check("events that this one has in the end", max(together), "==", 4)
     await procs.stop()
+    # You can now find an actor from anywhere, without being given a reference to it.
 
 
 # == 5. SUPERVISION ================================================================================
@@ -977,7 +1044,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # died in a process that lives: an endpoint that raises though nobody waits for its answer
 # (`broadcast`) ends its actor.
 
-# Set when this process is about to end. From then on nothing is replaced.
+# Set by the main process when it is about to end all others. From then on nothing is replaced.
 LEAVING = threading.Event()
 
 
@@ -988,20 +1055,22 @@ class Host:
     the same on another machine.
     """
 
-    address = ""
+    address = ""  # of this machine there is none
 
     def life(self) -> str:
-        """Another text whenever the host was lost and is back; "" while it is lost.
+        """A name for the time since the host was started; "" while it is lost.
 
-        This machine has one life: if it is lost, so are we.
+        After a loss it is another name, so that whoever remembers the old one sees that all
+        processes of that time are gone. This machine has one life: if it is lost, so are we.
         """
         return "here"
 
     def is_here(self) -> bool:
+        """Can processes be started there now?"""
         return self.life() != ""
 
     async def spawn(self, name: str, num_ranks: int) -> ProcMesh:
-        """Starts so many processes."""
+        """Starts processes, one for each rank, in a mesh of this name."""
         return this_host().spawn_procs(per_host={"rank": num_ranks}, name=name)
 
     def watch(self, pids: list[int], on_end: Callable[[str], None]) -> None:
@@ -1022,19 +1091,19 @@ class Host:
             loop.add_reader(descriptor, has_ended, descriptor)
 
     def signal(self, pids: list[int], number: int) -> None:
-        """SIGKILL also ends processes that stand still."""
+        """Sends a signal to processes. SIGKILL also ends those that stand still."""
         kill(pids, number)
 
 
 def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
-    """Sends a signal to those of them that still run."""
+    """Sends a signal to those of these processes that still run."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(pid, number)
 
 
 def is_alive(pid: int) -> bool:
-    """Of a process of this host. A zombie is dead: its parent has not noticed yet."""
+    """Does this process of this host run? A zombie does not: its parent has not noticed yet."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
     except (FileNotFoundError, ProcessLookupError):
@@ -1055,7 +1124,11 @@ class Place:
 
 
 class Worker(Actor):
-    """What a supervisor owns: an actor in a process of its own, or in several (ranks) that live and die together."""
+    """What a supervisor owns: an actor in a process of its own.
+
+    It may also be several, one per process, which live and die together: the ranks of one worker. A
+    trainer that is sharded over GPUs is such a worker.
+    """
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -1066,8 +1139,8 @@ class Worker(Actor):
     async def pid(self) -> int:
         """Its process id.
 
-        It is asked first, so that a process that hangs in `setup` can be killed, and one that dies
-        there is noticed at once.
+        A supervisor asks this before anything else. From then on it can kill a process that hangs
+        in `setup`, and notices at once if one dies there.
         """
         return os.getpid()
 
@@ -1075,16 +1148,19 @@ class Worker(Actor):
     async def setup(self) -> Any:
         """Makes it ready to serve.
 
-        A constructor should be cheap, because nobody waits for it: what takes long, or can fail,
-        belongs into `prepare`, which is awaited here.
+        A constructor should be cheap: Monarch runs it when the actor is spawned, and nobody waits
+        for it. What takes long, or can fail, belongs into `prepare`, which is awaited here.
         """
         return await self.prepare()
 
     async def prepare(self) -> Any:
-        """Subclasses import, load and attach here. Whoever owns this worker gets the answer."""
+        """Here subclasses import, load and attach. What it returns goes to the supervisor."""
 
     def _handle_undeliverable_message(self, message: Any) -> bool:
-        """A message to somebody who is lost came back. False would end this actor."""
+        """Monarch calls this when a message to somebody who is lost came back.
+
+        True says that all is well. False, the default, would end this actor.
+        """
         return True
 
 
@@ -1105,8 +1181,8 @@ class ReplicaLost(RuntimeError):
 class Replica:
     """One worker, as its owner sees it.
 
-    Its successor will be another Replica of the same id, so late news of this one changes nothing
-    there.
+    If it is lost, its successor will be another Replica with the same id. So late news of this one
+    cannot be taken for news of that one.
     """
 
     def __init__(
@@ -1131,10 +1207,11 @@ class Replica:
         self.num_errors = 0  # in a row (section 6)
 
     def is_ready(self) -> bool:
+        """Has it been set up, and is not lost?"""
         return bool(self.answers) and not self.lost.done()
 
     def lose(self, why: str) -> None:
-        """The first to notice says why."""
+        """Marks it as lost. Several may notice; the first of them says why."""
         if not self.lost.done() and not LEAVING.is_set():
             loss = Loss(
                 replica_id=self.place.replica_id,
@@ -1144,14 +1221,20 @@ class Replica:
             self.lost.set_result(loss)
 
     def send_signal(self, number: int) -> None:
+        """To the processes of all its ranks."""
         self.host.signal(self.pids, number)
 
     async def end(self, deadline_s: float) -> None:
-        """Ends its processes, by SIGKILL: a polite end takes Python a second or two, and what stands still would never end politely."""
+        """Ends its processes.
+
+        By SIGKILL: a polite end takes Python a second or two, and what stands still would never end
+        politely.
+        """
         if self.host.life() != self.host_life:
             return  # its processes ended with that life of their host
         self.send_signal(signal.SIGKILL)
-        self.pids = []  # these numbers may soon be those of other processes
+        # The system may soon give these numbers to other processes, which nobody must kill.
+        self.pids = []
         await asyncio.wait_for(self.procs.stop(), deadline_s)
 
 
@@ -1167,10 +1250,15 @@ class ServiceSpec:
     num_ranks: int = 1  # processes of one replica
     hosts: tuple[Host, ...] = (Host(),)  # replicas go round them
     setup_deadline_s: float = 120.0  # imports on a busy machine take seconds, big models minutes
-    max_attempts: int = 3  # at one request: what kills whoever runs it must not kill all
-    max_in_flight: int = 1000  # requests at one replica; with 1 none dies of another's request
+    # Of section 6. A request that kills whoever runs it must not go on to kill all replicas, so
+    # there is a largest number of attempts.
+    max_attempts: int = 3
+    # Requests at one replica at a time. With 1, no request is lost because another one, at the same
+    # replica, has killed it.
+    max_in_flight: int = 1000
 
     def place(self, replica_id: int) -> Place:
+        """Replicas go round the hosts: of two hosts the first has 0, 2, 4, the other 1, 3, 5."""
         local_id, host = divmod(replica_id, len(self.hosts))
         return Place(
             service=self.name,
@@ -1183,7 +1271,8 @@ class ServiceSpec:
 class Supervisor(Actor):
     """Owns the replicas of one class of workers.
 
-    It spawns them itself, for Monarch tells only the actor that spawned a process of its death.
+    It spawns them itself, because Monarch tells of the death of a process only the actor that has
+    spawned it.
     """
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -1191,7 +1280,7 @@ class Supervisor(Actor):
         self.replicas: dict[int, Replica] = {}  # by replica id, the newest of each
 
     async def _spawn(self, replica_id: int) -> Replica:
-        """Makes a replica, or replaces it, and returns when it is ready.
+        """Makes the replica with this id, or replaces it, and returns when it is ready.
 
         Raises what its setup raised, or ReplicaLost.
         """
@@ -1206,7 +1295,8 @@ class Supervisor(Actor):
         actor = procs.spawn(name, self.spec.replica_class, place, *self.spec.args)
         new = Replica(place, host, procs, actor, name)
         self.replicas[replica_id] = new
-        # 3. The first answers: it runs, so it can be watched; and it is ready.
+        # 3. Its first answers. The one to "pid" says that it runs, so from here on it is watched.
+        # The one to "setup" says that it is ready.
         new.pids = await self._call(new, "pid", (), self.spec.setup_deadline_s)
         host.watch(new.pids, new.lose)
         new.answers = await self._call(new, "setup", (), self.spec.setup_deadline_s)
@@ -1219,15 +1309,15 @@ class Supervisor(Actor):
         args: tuple[Any, ...],
         deadline_s: float,
     ) -> list[Any]:
-        """The answers of all its ranks, rank 0 first.
+        """Calls a worker, and returns the answers of all its ranks, rank 0 first.
 
-        Raises ActorError, around what the endpoint raised, or ReplicaLost; an answer that comes
-        after that is ignored.
+        Raises ActorError, around what the endpoint raised. Raises ReplicaLost if the replica was
+        lost or has missed the deadline; an answer that comes after that is ignored.
         """
         call = asyncio.ensure_future(getattr(replica.actor, method).call(*args))
         first = "FIRST_COMPLETED"
         try:
-            # Whatever comes first: the answer, the loss of the replica, the deadline.
+            # Sleeps until the first of these: the answer comes, the replica is lost, the deadline.
             await asyncio.wait({call, replica.lost}, timeout=deadline_s, return_when=first)
             is_answered = call.done()
         finally:
@@ -1242,9 +1332,10 @@ class Supervisor(Actor):
             raise ReplicaLost(f"{replica.name}, {method}: it died") from error
 
     def __supervise__(self, failure: MeshFailure) -> bool:
-        """Monarch calls this: a process of mine died, or the actor in it.
+        """Monarch calls this when a process that I spawned has died, or the actor in it.
 
-        Of most deaths the pidfd has told before; then this finds the replica lost already.
+        Of most deaths the pidfd has told before. Then the replica is lost already, and this changes
+        nothing.
         """
         for replica in self.replicas.values():
             if failure.mesh_name.startswith(f"{replica.name}-"):
@@ -1255,11 +1346,21 @@ class Supervisor(Actor):
         return True  # as in Worker
 
 
-class Roots(Worker):
-    """A worker to fail, here and in section 6.
+# -- measurement -----------------------------------------------------------------------------------
+# A worker gets into each kind of trouble, one after the other. What does its caller see, is its
+# owner told, and after how long does it work again?
+#
+# The columns of the table: what the caller saw, either an answer or an exception; whether the owner
+# was told within a second, and after how many ms; how long the cure took, which is a new process,
+# or nothing; and what the next call answers, which should be the root of 4.
 
-    Asked for the root of a negative number, it raises. As replica 1 it also raises for the numbers
-    from 100 to 199, as a worker does whose machine is not well: the requests are good, it is not.
+
+class Roots(Worker):
+    """A worker to fail, here and in section 6: it computes square roots.
+
+    Asked for the root of a negative number, it raises; that request is bad. As replica 1 it also
+    raises for the numbers from 100 to 199, as a worker does whose machine is not well: those
+    requests are good, the replica is not.
     """
 
     def __init__(self, place: Place, diary: str = "") -> None:
@@ -1268,7 +1369,7 @@ class Roots(Worker):
 
     @endpoint
     async def root(self, number: int) -> float:
-        """Raises ValueError below 0."""
+        """The square root of a number. Raises ValueError below 0."""
         self._write(f"begun {number}\n")
         await asyncio.sleep(0.002)
         if self.place.replica_id == 1 and 100 <= number < 200:
@@ -1296,7 +1397,8 @@ class TroubleRow:
     next_call: Any  # what root(4) answers afterwards
 
 
-# What happens -> what its caller should see, and whether the owner should be told.
+# What happens -> what its caller should see, and whether the owner should be told. An exception
+# reaches the owner only if no caller waits for it; a standstill reaches nobody.
 TROUBLES = {
     "raises, call_one": ("ValueError", "no"),
     "raises, broadcast": ("nothing", "yes"),
@@ -1319,13 +1421,16 @@ class Trial(Supervisor):
             await asyncio.sleep(0.1)  # on a busy machine a process may still answer for a moment
         caller_saw = await self._ask_root_of_minus_1(victim, trouble)
 
-        # 2. Is the owner told? Five looks of Monarch's detector fit into this second, so that
-        # "no" means something.
+        # 2. Is the owner told? It has a second. Five looks of Monarch's detector fit into that, so
+        # that a "no" means something.
         await asyncio.wait({victim.lost}, timeout=1.0)
         is_told = victim.lost.done()
-        after_ms = (victim.lost.result().noticed_s - struck_s) * 1e3 if is_told else None
+        after_ms = None
+        if is_told:
+            loss = victim.lost.result()
+            after_ms = (loss.noticed_s - struck_s) * 1e3
 
-        # 3. The cure. Who raised under call_one is well, and stays.
+        # 3. The cure. A worker that raised under call_one is well, and stays.
         start = time.monotonic()
         if is_told or caller_saw == "TimeoutError":
             await self._spawn(0)  # mechanism: replace
@@ -1342,7 +1447,7 @@ class Trial(Supervisor):
         )
 
     async def _ask_root_of_minus_1(self, victim: Replica, trouble: str) -> str:
-        """What a caller sees of it."""
+        """What the caller of root(-1) sees, whose worker is in this trouble."""
         root = victim.actor.root
         if trouble == "raises, broadcast":
             root.broadcast(-1)  # it raises, and nobody waits: this ends the actor
@@ -1366,6 +1471,8 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
         num_replicas=1,
         deadline_s=10.0,
     )
+    # An owner is an actor too: Monarch tells of a death the actor that has spawned the process.
+    # This one lives in the main process.
     trial = this_proc().spawn("trial", Trial, spec)
     rows = []
     for trouble in TROUBLES:
@@ -1380,6 +1487,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     report.check("troubles that were seen otherwise", num_otherwise, "==", 0)
     num_cured = sum(row.next_call == 2.0 for row in rows)
     report.check("right answers of 4 calls after the cure", num_cured, "==", len(TROUBLES))
+    # You can now say of every failure who hears of it, and who has to do something.
 
 
 # == 6. SERVICE ====================================================================================
@@ -1409,25 +1517,28 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 class ChangeNotice:
     """Wakes coroutines that wait for something to become true.
 
-    Whoever changes the state that they wait for calls `notify`; each then looks again for itself.
-    It needs no lock: in one event loop nothing else runs between a look and the next `await`.
+    Whoever changes the state that they wait for calls `notify`. Each waiter then wakes, looks for
+    itself whether its condition holds, and goes on waiting if not. So there is one notice for all
+    conditions. No lock is needed: in one event loop nothing else runs between a look and the next
+    `await`.
     """
 
     def __init__(self) -> None:
         self.event = asyncio.Event()
 
     def notify(self) -> None:
-        # `set` marks all that wait now as ready to run. They run although the event is cleared at
-        # once; whoever begins to wait later waits for the next notice.
+        """Wakes all that wait now."""
+        # `set` marks them as ready to run. They do run, although the event is cleared at once;
+        # whoever begins to wait later waits for the next notice.
         self.event.set()
         self.event.clear()
 
     async def wait(self) -> None:
-        """Until the next notice."""
+        """Sleeps until the next notice."""
         await self.event.wait()
 
     async def wait_for(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Until the condition holds. False: it does not, after timeout_s."""
+        """Sleeps until the condition holds. False: it still does not, after timeout_s."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._until(condition), timeout_s)
         return condition()
@@ -1438,7 +1549,7 @@ class ChangeNotice:
 
 
 class NoReplica(RuntimeError):
-    """There is no healthy replica, and none came for the setup deadline; or it was closed."""
+    """No replica is healthy, and none became so within the setup deadline; or it was closed."""
 
 
 class RequestLost(RuntimeError):
@@ -1447,7 +1558,7 @@ class RequestLost(RuntimeError):
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """A snapshot."""
+    """What a service says of itself. Checks read this, and never a trace."""
 
     pids: list[int]  # of healthy replicas
     answers: dict[Place, list[Any]]  # what their setup answered, a value per rank
@@ -1459,7 +1570,8 @@ class ServiceStatus:
 class ReplicaKeeper(Supervisor):
     """Makes replicas, and replaces those that are lost.
 
-    Its endpoints may overlap (`concurrent_endpoint`), or it would do one thing at a time.
+    Endpoints run one at a time (section 1). These must not: while one request waits for a replica,
+    others have to be given out. A `concurrent_endpoint` may begin while others wait at an `await`.
     """
 
     RETRY_SETUP_S = 0.5  # a setup that always fails must not spin
@@ -1475,7 +1587,7 @@ class ReplicaKeeper(Supervisor):
     async def start(self) -> None:
         """Makes all replicas at the same time, and returns when all are ready.
 
-        Called again, it replaces them all. Raises what the setup of one raised.
+        Called again, it replaces them all. Raises what the setup of one of them raised.
         """
         await self._stop_keepers()
         for replica in self.replicas.values():
@@ -1487,15 +1599,22 @@ class ReplicaKeeper(Supervisor):
         await self.changed.wait_for(self._is_complete)
 
     async def _keep(self, replica_id: int) -> None:
-        """waits for a loss / woken by Replica.lose / produces the next replica / ends with `close`, or when the first replica of this id cannot be made"""
+        """The keeper of one replica id: makes a replica, and another one whenever it is lost.
+
+        waits for a loss / woken by Replica.lose / produces the next replica / ends with `close`, or
+        when the first replica of this id cannot be made
+        """
         loss: Loss | None = None  # the one that the next replica makes good
         while True:
             try:
                 replica = await self._spawn(replica_id)
             except (ActorError, ReplicaLost, asyncio.TimeoutError, OSError, ValueError) as error:
+                # Its setup failed. For the first replica that is a mistake, such as a wrong path,
+                # and ends this keeper: `_healthy` tells whoever waits. For a later one it may be
+                # bad luck, so it is tried again.
                 await asyncio.sleep(self.RETRY_SETUP_S)
                 if loss is None and self._host_of(replica_id).is_here():
-                    raise  # `_healthy` tells whoever waits
+                    raise
                 if loss is None:
                     why = f"setup failed: {cause(error)}"
                     loss = Loss(
@@ -1512,10 +1631,15 @@ class ReplicaKeeper(Supervisor):
             self.changed.notify()
 
     def _host_of(self, replica_id: int) -> Host:
+        """The host on which it belongs."""
         return self.spec.hosts[self.spec.place(replica_id).host]
 
     def _healthy(self) -> list[Replica]:
-        """Raises what ended a keeper: a service does not go on without replacing anybody."""
+        """The replicas that are ready, by id.
+
+        Raises what ended a keeper, if one has ended: a service does not go on as if nothing was the
+        matter when it can no longer replace anybody.
+        """
         for keeper in self.keepers:
             if keeper.done():
                 keeper.result()
@@ -1537,7 +1661,7 @@ class ReplicaKeeper(Supervisor):
         self.replicas = {}
 
     async def _stop_keepers(self) -> None:
-        """First, or a replacement would come in between."""
+        """Before replicas are ended: a keeper would take that for a loss, and replace them."""
         keepers = self.keepers
         self.keepers = []
         for keeper in keepers:
@@ -1546,7 +1670,7 @@ class ReplicaKeeper(Supervisor):
 
 
 class ServiceActor(ReplicaKeeper):
-    """The service itself: gives requests to replicas."""
+    """The service itself: gives requests to replicas, and their answers to callers."""
 
     MAX_ERRORS = 3  # in a row, until a replica that raises is replaced
 
@@ -1563,9 +1687,10 @@ class ServiceActor(ReplicaKeeper):
         args: tuple[Any, ...],
         deadline_s: float,
     ) -> Any:
-        """Runs a request on a healthy replica, all its ranks, and answers as rank 0 does.
+        """Runs a request on a healthy replica, on all its ranks, and returns the answer of rank 0.
 
-        Raises what the request is to blame for, NoReplica or RequestLost.
+        method: the name of the endpoint. Raises what the endpoint raised, if the request is to
+        blame for it; NoReplica; RequestLost.
         """
         raised: Replica | None = None  # the replica that has raised on this request
         # A replica that is lost, or raises, costs an attempt; waiting for a free one costs none.
@@ -1596,7 +1721,10 @@ class ServiceActor(ReplicaKeeper):
         args: tuple[Any, ...],
         deadline_s: float,
     ) -> Any:
-        """The answer of rank 0. Raises ReplicaLost, or ActorError: it raised, and is well."""
+        """One attempt: the answer of rank 0.
+
+        Raises ReplicaLost, or ActorError if the endpoint raised and the replica is well.
+        """
         replica.num_in_flight += 1
         try:
             answers = await self._call(replica, method, args, deadline_s)
@@ -1614,15 +1742,16 @@ class ServiceActor(ReplicaKeeper):
         return answers[0]
 
     def _mark(self, replica: Replica) -> None:
-        """It raised on a request that another one has answered."""
+        """Gives it a mark: it raised on a request that another one has answered."""
         replica.num_errors += 1
         if replica.num_errors >= self.MAX_ERRORS:
             replica.lose("kept raising")
 
     async def _pick(self, other_than: Replica | None) -> Replica:
-        """The next replica.
+        """Chooses the replica for an attempt, and waits for one if need be.
 
-        Waits as long as there are healthy ones, which are busy, or one may still come.
+        As long as there are healthy ones it waits without a limit, for they will not be busy for
+        ever. If there are none it waits for the setup deadline: one may be on its way.
         """
 
         def others() -> list[Replica]:
@@ -1645,8 +1774,8 @@ class ServiceActor(ReplicaKeeper):
             came = await self.changed.wait_for(is_decided, self.spec.setup_deadline_s)
             if not came and not others():
                 raise NoReplica(f"{self.spec.name}: all replicas are lost")
-        # The fewest requests in flight: so a slow replica gets less work. Among equals the one
-        # whose turn it is: or an idle service would always use the same one.
+        # The one with the fewest requests in flight, so that a slow replica gets less work. Among
+        # equals the one whose turn it is, or an idle service would always use the same one.
         self.num_picks += 1
 
         def order(replica: Replica) -> tuple[int, int]:
@@ -1657,7 +1786,7 @@ class ServiceActor(ReplicaKeeper):
 
     @concurrent_endpoint
     async def status(self, wait_s: float = 0.0) -> ServiceStatus:
-        """Once all replicas are healthy that can be, or wait_s have passed."""
+        """How it is: once all replicas are healthy that can be, or wait_s have passed."""
         await self.changed.wait_for(self._is_complete, wait_s)
         healthy = self._healthy()
         return ServiceStatus(
@@ -1670,9 +1799,10 @@ class ServiceActor(ReplicaKeeper):
 
     @concurrent_endpoint
     async def strike(self, number: int, replica_id: int | None = None) -> None:
-        """Sends a signal to a replica, for demonstrations: to this one, or to the first."""
-        victim = self._healthy()[0] if replica_id is None else self.replicas[replica_id]
-        victim.send_signal(number)
+        """Sends a signal to a replica, for demonstrations. replica_id None: to the first one."""
+        if replica_id is None:
+            replica_id = self._healthy()[0].place.replica_id
+        self.replicas[replica_id].send_signal(number)
 
 
 Arguments = ParamSpec("Arguments")
@@ -1680,17 +1810,15 @@ Reply = TypeVar("Reply")
 
 
 def name_of(endpoint: Endpoint[..., Any]) -> str:
-    """Of an endpoint as its class has it: `root`, of Roots.root."""
+    """The name of an endpoint: "root", of Roots.root."""
     return endpoint._method.__name__  # type: ignore[attr-defined]  # Monarch has no public way
 
 
 class Service:
-    """What users of a service have: typed calls to its actor.
+    """What users of a service have: typed calls to its actor. It can be sent in messages.
 
-    It can be sent in messages.
-
-    An endpoint is named by itself, not by a string, so that an editor finds it and a type checker
-    compares the request with its parameter: service.route(Roots.root, 4).
+    An endpoint is named by itself, as in service.route(Roots.root, 4), and not by a string. So an
+    editor finds where it is used, and a type checker compares the request with its parameter.
     """
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -1708,16 +1836,18 @@ class Service:
         A request is one record, without keywords. Raises what the endpoint raised, from the error
         that has the worker's traceback; NoReplica; RequestLost.
         """
-        name = name_of(endpoint)
-        return await self._ask(self.actor.route.call_one(name, request, self.spec.deadline_s))
+        method = name_of(endpoint)
+        answer = self.actor.route.call_one(method, request, self.spec.deadline_s)
+        return await self._ask(answer)
 
     def within(self, deadline_s: float) -> Service:
-        """The same service, for requests that take another time."""
+        """The same service, with another deadline, for requests that take longer or shorter."""
         other = copy.copy(self)
         other.spec = dataclasses.replace(self.spec, deadline_s=deadline_s)
         return other
 
     async def start(self) -> None:
+        """Returns when all replicas are ready."""
         await self._ask(self.actor.start.call_one())
 
     async def status(self, wait_s: float = 0.0) -> ServiceStatus:
@@ -1727,6 +1857,7 @@ class Service:
         await self._ask(self.actor.strike.call_one(number, replica_id))
 
     async def close(self) -> None:
+        """Ends all replicas, and returns when they have ended."""
         await self._ask(self.actor.close.call_one())
 
     async def _ask(self, answer: Awaitable[Reply]) -> Reply:
@@ -1741,7 +1872,12 @@ class Service:
 
 
 # How many of 400 requests are answered while replicas get into trouble, with Monarch's `choose` and
-# with the service. The numbers of requests decide when a fault comes, not the clock.
+# with the service? A fault comes with the request of a certain number, not at a certain time, so
+# that a run on a slow machine meets the same faults.
+#
+# An answer given twice would not show at the caller: whoever awaits gets one answer. So the
+# replicas write down what they do, each request when it begins and when it is done, in one file.
+# There a request that was run without need shows, and so does one that was answered without work.
 
 
 @dataclass(frozen=True)
@@ -1757,13 +1893,13 @@ class StormRow:
 async def storm(
     how: str,
     ask: Callable[[int], Awaitable[float]],
-    faults: dict[int, Callable[[], Any]],
+    faults: Mapping[int, Callable[[], Awaitable[None]]],
     deadline_s: float | None = None,
 ) -> StormRow:
-    """ask: the root of a number.
+    """Sends 400 requests and looks at the answers.
 
-    faults: what is done just before the request of that number. deadline_s: after which a caller
-    gives up.
+    ask: the request for the root of a number. faults: for some numbers, what is done just before
+    the request of that number. deadline_s: after so long a caller gives up; None: never.
     """
     took_ms: list[float] = []
 
@@ -1786,12 +1922,19 @@ async def storm(
 
 
 async def storm_on_a_mesh() -> StormRow:
-    """With Monarch's `choose`, while one of four replicas stands still."""
+    """With Monarch's `choose`, while one of four replicas stands still.
+
+    Callers give up after a second; without that they would wait for ever.
+    """
     procs = this_host().spawn_procs(per_host={"replica": 4})
     pool = procs.spawn("pool", Roots, Place(service="pool", replica_id=0))
     victim = await pool.slice(replica=3).pid.call_one()
-    stop = functools.partial(asyncio.to_thread, os.kill, victim, signal.SIGSTOP)
-    found = await storm("choose; #3 stops", pool.root.choose, {0: stop}, deadline_s=1.0)
+
+    async def stop() -> None:
+        os.kill(victim, signal.SIGSTOP)
+
+    faults = {0: stop}
+    found = await storm("choose; #3 stops", pool.root.choose, faults, deadline_s=1.0)
     os.kill(victim, signal.SIGCONT)  # so that it can be ended politely
     await procs.stop()
     return found
@@ -1814,12 +1957,12 @@ async def demo_service(report: Report, cfg: Config) -> None:
     )
     service = Service(spec)
     await service.start()
-    # Requests that are bad themselves: all replicas raise, and none is replaced for it.
+    # First 20 requests that are bad themselves: all replicas raise, and none is replaced for it.
     bad = []
     for _ in range(20):
         bad.append(await outcome(lambda: service.route(Roots.root, -1)))
     before = await service.status(10.0)
-    # Replica 1 raises by itself, for the requests from 100 to 199.
+    # Then 400 good ones. Replica 1 raises by itself, on those from 100 to 199.
     faults = {
         100: functools.partial(service.strike, signal.SIGKILL, 2),
         200: functools.partial(service.strike, signal.SIGSTOP, 3),
@@ -1840,6 +1983,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     num_answers = after.num_answers - before.num_answers
     num_failed = after.num_failed_attempts - before.num_failed_attempts
     report.say(f"at the replicas {num_begun} attempts began; {num_failed} failed")
+    # failover: the request that waited longest, for the deadline of the replica that stood still.
     overhead_us = (served.fastest_ms - chosen.fastest_ms) * 1e3
     report.figure(failover_ms=served.slowest_ms, route_overhead_us=overhead_us)
     report.check("requests of 400 lost with choose", 400 - chosen.answered_right, ">", 0)
@@ -1853,6 +1997,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     report.check("why replicas were replaced", kinds, "==", expected)
     report.check("bad requests of 20 that raise at their caller", bad.count("ValueError"), "==", 20)
     report.check("replicas replaced for them", len(before.lost_replicas), "==", 0)
+    # You can now call workers that fail, and write the callers as if they did not.
 
 
 # == 7. WEIGHT SYNC ================================================================================
@@ -1885,6 +2030,7 @@ class WeightMismatch(ValueError):
 
 
 def require(holds: Any, otherwise: str) -> None:
+    """Raises WeightMismatch with the text `otherwise`, unless the first argument is true."""
     if not holds:
         raise WeightMismatch(otherwise)
 
@@ -1892,26 +2038,33 @@ def require(holds: Any, otherwise: str) -> None:
 # -- 7a. Layout: where each tensor lies in a slot --------------------------------------------------
 # Both sides compute the layout for themselves, from their own tensors, and compare. A difference in
 # a name, a shape, a dtype or a tie is found before a byte moves.
+#
+# By example: a model of two matrices, bf16, of which the second is tied to the first, that is, one
+# tensor under two names:
+#
+#     name             shape      tied_to          offset   num_bytes
+#     embed.weight     (19, 40)   embed.weight          0        1520
+#     lm_head.weight   (19, 40)   embed.weight          0        1520     not stored a second time
+#     norm.weight      (40,)      norm.weight        1536          80     1536 = 24 cache lines
+#     checksums of the three, 8 bytes each, at the end of the slot
 
 CACHE_LINE_BYTES = 64  # what a processor reads and writes at once
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Where one tensor lies in a slot.
-
-    Example: name "lm_head.weight", shape (19, 40), dtype "bfloat16", tied_to "embed.weight", offset
-    64, num_bytes 1520.
-    """
+    """Where one tensor lies in a slot: a row of the table above."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
-    # The first name of the same memory: its own, unless two parameters are tied, that is, one
-    # tensor under two names. That one is stored once.
-    tied_to: str
+    dtype: str  # such as "bfloat16"
+    tied_to: str  # the first name of the same tensor: its own name, unless it is tied
     offset: int  # bytes from the start of the slot, a multiple of CACHE_LINE_BYTES
     num_bytes: int
+
+    def same_tensor_as(self, other: TensorSpec) -> bool:
+        """Could one be copied into the other? They may lie at different offsets."""
+        return dataclasses.replace(self, offset=0) == dataclasses.replace(other, offset=0)
 
 
 @dataclass(frozen=True)
@@ -1922,39 +2075,44 @@ class Manifest:
     slot_bytes: int  # a multiple of a memory page
 
     def stored_specs(self) -> list[TensorSpec]:
-        """Without those that are stored under an earlier name."""
+        """The specs without those that are stored under an earlier name."""
         return [spec for spec in self.specs if spec.tied_to == spec.name]
 
 
 def round_up(number: int, multiple: int) -> int:
-    """round_up(70, 64) is 128."""
+    """The next multiple: round_up(70, 64) is 128."""
     return math.ceil(number / multiple) * multiple
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process has of a tensor: all of it, unless it is a DTensor (section 8)."""
-    if not hasattr(tensor, "to_local"):
+    to_local = getattr(tensor, "to_local", None)  # a method that only DTensors have
+    if to_local is None:
         return tensor
-    with torch.no_grad():  # with gradients the answer would be a view that autograd records
-        return tensor.to_local()
+    with torch.no_grad():  # else the answer would be a view that autograd records
+        return to_local()
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All that must arrive, by name: parameters and buffers, tied ones under each of their names.
 
-    The tensors themselves, not copies.
+    These are the tensors themselves, not copies: who changes them changes the module.
     """
     return dict(module.state_dict(keep_vars=True))
 
 
 def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> Manifest:
-    """The layout of these tensors, in their order; floating-point ones as this dtype."""
+    """The layout of these tensors, in their order.
+
+    dtype: of the floating-point ones in the slot; None: the one that they have.
+    """
     specs = []
     stored: dict[Any, TensorSpec] = {}  # by the memory that a tensor occupies
     end = 0
     for name, tensor in tensors.items():
         stored_dtype = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-        # An empty tensor has no address, and neither has one of which this rank has nothing.
+        # Tied tensors share their memory. An empty tensor has no address, and neither has one of
+        # which this rank has nothing: such a tensor is tied to none.
         address = local(tensor).data_ptr() or id(tensor)
         memory = (address, tensor.shape, tensor.stride(), tensor.dtype)
         first = stored.get(memory)
@@ -1992,7 +2150,7 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 
 @dataclass(frozen=True)
 class ArenaHandle:
-    """How another process of this host finds the arena. Small enough for any message."""
+    """How another process of this host finds the arena: small enough for any message."""
 
     pid: int  # of the writer: the memory is its file /proc/<pid>/fd/<descriptor>
     descriptor: int
@@ -2005,15 +2163,18 @@ class ArenaHandle:
 class Arena:
     """One process's mapping of the shared memory: words of 8 bytes, then slots.
 
-    Words lie 64 bytes apart. If two shared a cache line, each store to one would take that line
-    away from the processor that reads the other. CPython reads and writes such a word with one copy
-    of 8 aligned bytes, which x86-64 does in one piece, so nobody sees half of an old value.
+    A word holds two numbers in one, so that both change at once: version 7 in slot 2 is the word
+    7 * 1024 + 2. CPython reads and writes a word with one copy of 8 aligned bytes, which x86-64
+    does in one piece, so nobody sees half of an old value.
+
+    Words lie 64 bytes apart, each in a cache line of its own. If two shared a cache line, each
+    store to one would take that line away from the processor that reads the other.
     """
 
     # Which word is which.
-    LATEST = 0  # version * MAX_SLOTS + slot: one word, so that both change at once
+    LATEST = 0  # version * MAX_SLOTS + slot
     RUN = 1  # the run id of the writer
-    LEASES = 2  # and on, one of each reader: its process id * MAX_SLOTS + slot
+    LEASES = 2  # this and the following, one of each reader: its process id * MAX_SLOTS + slot
 
     MAX_SLOTS = 1024
     MAX_READERS = 900  # the last words are section 8's
@@ -2035,56 +2196,6 @@ class Arena:
         self.slots = self.whole[self.HEADER_BYTES :].view(handle.num_slots, -1)
         self.views: dict[int, dict[str, torch.Tensor]] = {}  # by slot, as far as asked for
 
-    @classmethod
-    def create(cls, manifest: Manifest, num_readers: int) -> Arena:
-        """For the writer.
-
-        The memory has no name in any file system: it is gone when nobody has it open, even after
-        kill -9, and the size of /dev/shm is no limit.
-        """
-        require(num_readers <= cls.MAX_READERS, f"arena: {num_readers} readers are too many")
-        num_slots = num_readers + 2  # mechanism: one is always free
-        descriptor = os.memfd_create("monarch_rl")
-        os.ftruncate(descriptor, cls.HEADER_BYTES + num_slots * manifest.slot_bytes)
-        handle = ArenaHandle(
-            pid=os.getpid(),
-            descriptor=descriptor,
-            run_id=time.time_ns(),
-            manifest=manifest,
-            num_slots=num_slots,
-            num_readers=num_readers,
-        )
-        arena = cls(handle, descriptor)
-        # Bytes of 255 make NOTHING of every word. They also make every page exist now: the first
-        # write to a page costs several times what copying into it costs (DOCS 2).
-        arena.whole.fill_(255)
-        arena.words[cls.RUN] = handle.run_id
-        return arena
-
-    @classmethod
-    def attach(cls, handle: ArenaHandle, tensors: dict[str, torch.Tensor]) -> Arena:
-        """For another process of this host, which has these tensors.
-
-        Raises WeightMismatch: without this comparison another dtype of the same size, say, would be
-        read as nonsense, unseen.
-        """
-        there = {spec.name: spec for spec in handle.manifest.specs}
-        here = {spec.name: spec for spec in manifest_of(tensors).specs}
-        for name in [*here, *there]:
-            theirs = dataclasses.replace(there[name], offset=0) if name in there else None
-            ours = dataclasses.replace(here[name], offset=0) if name in here else None
-            require(theirs == ours, f"{name}: {theirs} there, {ours} here")
-        path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
-        try:
-            with open(path, "r+b", buffering=0) as file:
-                arena = cls(handle, file.fileno())  # a mapping outlives its file
-        except (OSError, ValueError) as error:
-            raise WeightMismatch(f"arena: its writer, process {handle.pid}: {error}") from error
-        # That number may be another process by now, and its file another file.
-        is_same = arena.words[cls.RUN] == handle.run_id
-        require(is_same, f"arena: it is not that of run {handle.run_id}")
-        return arena
-
     def tensors(self, slot: int) -> dict[str, torch.Tensor]:
         """The tensors of a slot by name, as views of its memory."""
         if slot not in self.views:
@@ -2097,18 +2208,22 @@ class Arena:
 
     def stored_checksums(self, slot: int) -> torch.Tensor:
         """[tensors] int64: a view of what the writer left at the end of the slot."""
-        return self.slots[slot, -8 * len(self.handle.manifest.specs) :].view(torch.int64)
+        num_bytes = 8 * len(self.handle.manifest.specs)
+        return self.slots[slot, -num_bytes:].view(torch.int64)
 
     def computed_checksums(self, slot: int) -> torch.Tensor:
-        """[tensors] int64: of what the slot holds."""
-        views = self.tensors(slot).values()
-        return torch.tensor([checksum(view.flatten().view(torch.uint8)) for view in views])
+        """[tensors] int64: of what the slot holds now."""
+        found = []
+        for view in self.tensors(slot).values():
+            found.append(checksum(view.flatten().view(torch.uint8)))
+        return torch.tensor(found)
 
     def fence(self) -> None:
-        """My stores become visible to others before my next loads run.
+        """Makes my stores visible to others before my next loads run.
 
-        A processor may keep a store in a buffer of its own while later loads go ahead; this is the
-        only reordering that x86-64 allows. An atomic read-modify-write instruction empties the
+        A processor keeps a store in a buffer of its own for a moment, while its later loads go
+        ahead. So two processors can each store, and then each miss the store of the other. This is
+        the only reordering that x86-64 allows. An atomic read-modify-write instruction empties the
         buffer first (Intel SDM vol. 3, 9.2.3.9), and taking a lock is one.
         """
         with self.lock:
@@ -2120,20 +2235,22 @@ class Arena:
         return version, slot
 
     def newest_version(self) -> int:
+        """Its version alone."""
         version, _ = self.latest()
         return version
 
     def commit(self, version: int, slot: int) -> None:
-        """For the writer, when the slot is complete: from now on readers may use it."""
+        """For the writer, when the slot is complete: makes it the latest, for all readers."""
         self.words[self.LATEST] = version * self.MAX_SLOTS + slot
 
     def announce(self, reader: int, slot: int) -> None:
-        """For a reader: the slot that it is about to read.
+        """For a reader: writes the slot that it is about to read into its word.
 
         The process id goes along, so that the writer can tell the lease of a dead reader from that
         of a slow one.
         """
-        self.words[self.LEASES + reader] = os.getpid() * self.MAX_SLOTS + slot
+        lease = os.getpid() * self.MAX_SLOTS + slot
+        self.words[self.LEASES + reader] = lease
 
     def give_back(self, reader: int) -> None:
         """For a reader that reads nothing any more, or has not begun."""
@@ -2145,13 +2262,15 @@ class Arena:
         self.fence()
         _, latest = self.latest()
         busy = {latest}
-        for lease in self.words[self.LEASES : self.LEASES + self.handle.num_readers]:
+        for reader in range(self.handle.num_readers):
+            lease = self.words[self.LEASES + reader]
             pid, slot = divmod(lease, self.MAX_SLOTS)
             if is_alive(pid):  # the lease of a process that has ended is nobody's
                 busy.add(slot)
-        free = [slot for slot in range(self.handle.num_slots) if slot not in busy]
-        require(free, "arena: no free slot")
-        return free[0]
+        for slot in range(self.handle.num_slots):
+            if slot not in busy:
+                return slot
+        raise WeightMismatch("arena: no free slot")
 
     def lease(self, reader: int) -> tuple[int, int]:
         """(version, slot) of the newest weights.
@@ -2172,13 +2291,65 @@ class Arena:
                 return version, slot
 
 
+def create_arena(manifest: Manifest, num_readers: int) -> Arena:
+    """An arena for so many readers; the process that calls this is its writer.
+
+    The memory has no name in any file system. So it is gone when nobody has it open, even after
+    kill -9, and the size of /dev/shm is no limit.
+    """
+    most = Arena.MAX_READERS
+    require(num_readers <= most, f"arena: {num_readers} readers are too many")
+    num_slots = num_readers + 2  # mechanism: one is always free
+    descriptor = os.memfd_create("monarch_rl")
+    os.ftruncate(descriptor, Arena.HEADER_BYTES + num_slots * manifest.slot_bytes)
+    handle = ArenaHandle(
+        pid=os.getpid(),
+        descriptor=descriptor,
+        run_id=time.time_ns(),
+        manifest=manifest,
+        num_slots=num_slots,
+        num_readers=num_readers,
+    )
+    arena = Arena(handle, descriptor)
+    # Bytes of 255 make NOTHING of every word. They also make every page of memory exist now: the
+    # first write to a page costs several times what copying into it costs (DOCS 2).
+    arena.whole.fill_(255)
+    arena.words[Arena.RUN] = handle.run_id
+    return arena
+
+
+def attach_arena(handle: ArenaHandle, tensors: dict[str, torch.Tensor]) -> Arena:
+    """The same arena, mapped into another process of this host, which has these tensors.
+
+    Raises WeightMismatch if the two sides differ in a name, a shape, a dtype or a tie. Without this
+    comparison another dtype of the same size, say, would be read as nonsense, unseen.
+    """
+    there = {spec.name: spec for spec in handle.manifest.specs}
+    here = {spec.name: spec for spec in manifest_of(tensors).specs}
+    for name in [*here, *there]:
+        theirs = there.get(name)
+        ours = here.get(name)
+        is_same = theirs and ours and theirs.same_tensor_as(ours)
+        require(is_same, f"{name}: {theirs} there, {ours} here")
+    path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            arena = Arena(handle, file.fileno())  # a mapping outlives its file
+    except (OSError, ValueError) as error:
+        raise WeightMismatch(f"arena: its writer, process {handle.pid}: {error}") from error
+    # That number may be another process by now, and its file another file.
+    is_same_run = arena.words[Arena.RUN] == handle.run_id
+    require(is_same_run, f"arena: it is not that of run {handle.run_id}")
+    return arena
+
+
 # -- 7c. The writer --------------------------------------------------------------------------------
 #
-#     Trainer.step   forward, backward | wait | optimizer step | start | forward, backward | wait ...
-#     the thread                                               | copy into a free slot, commit |
+#     Trainer.step   forward, backward | wait | optimizer | start | forward, backward | wait ...
+#     the thread                                          | copy into a free slot, commit |
 #
-# Why the copy may run beside the next forward and backward pass: these read the weights, and so does
-# the copy. Only the optimizer changes them, and it waits.
+# Why the copy may run beside the next forward and backward pass: these read the weights, and so
+# does the copy. Only the optimizer changes them, and it waits.
 
 
 @dataclass(frozen=True)
@@ -2201,7 +2372,10 @@ class Side:
         self.matches: dict[int, list[Match]] = {}  # by slot, as far as used
 
     def matches_with(self, slot: int) -> list[Match]:
-        """Made once per slot: both its views and the tensors stay where they are."""
+        """The matches of all tensors with a slot.
+
+        They are made once per slot: its views and the tensors both stay where they are.
+        """
         if slot not in self.matches:
             found = []
             for name, view in self.arena.tensors(slot).items():
@@ -2226,7 +2400,7 @@ class Side:
         ]
 
     def switch_to(self, tensors: dict[str, torch.Tensor]) -> None:
-        """From now on these, of the same manifest."""
+        """Uses other tensors from now on, of the same manifest."""
         self.tensors = tensors
         self.matches = {}
 
@@ -2243,12 +2417,14 @@ class WeightWriter(Side):
         arena: Arena | None = None,
         note: Callable[[str, float], None] | None = None,
     ) -> None:
-        """tensors: the trainer's own, changed in place.
+        """Creates the arena, unless another rank has.
 
-        dtype: the copy casts to it. with_checksums: for readers that compare them. arena: if
-        another rank owns it (section 8). note: is told of each copy, and when it began.
+        tensors: the trainer's own, which the optimizer changes in place. num_readers: generators
+        that may attach. dtype: what the copy casts to; None: no cast. with_checksums: for readers
+        that compare. arena: the one of another rank (section 8). note: a function that is told of
+        each copy, and when it began.
         """
-        super().__init__(arena or Arena.create(manifest_of(tensors, dtype), num_readers), tensors)
+        super().__init__(arena or create_arena(manifest_of(tensors, dtype), num_readers), tensors)
         # What is tied to an earlier name needs no copy of its own.
         self.stored_names = {spec.name for spec in self.arena.handle.manifest.stored_specs()}
         self.with_checksums = with_checksums
@@ -2261,7 +2437,10 @@ class WeightWriter(Side):
             self._prepare_for_gpu()
 
     def start(self, version: int) -> None:
-        """Begins to make the tensors, as they are now, the latest version."""
+        """Begins to make the tensors, as they are now, the latest version.
+
+        It returns while a thread copies. Until `wait` has returned nobody may change the tensors.
+        """
         self.wait()
         require(version > self.version, f"version {version} after version {self.version}")
         self.version = version
@@ -2271,7 +2450,7 @@ class WeightWriter(Side):
         self.copying = self.thread.submit(self._copy, version)
 
     def wait(self) -> float:
-        """Until the copy is complete, and the tensors may change: seconds that it took.
+        """Returns when the copy is complete and the tensors may change: seconds that it waited.
 
         Raises what the copy raised, and so does every later call, for no version can follow.
         """
@@ -2281,12 +2460,12 @@ class WeightWriter(Side):
         return since(start)
 
     def publish(self, version: int) -> None:
-        """For who has nothing else to do meanwhile."""
+        """`start` and `wait` in one, for who has nothing else to do meanwhile."""
         self.start(version)
         self.wait()
 
     def _copy(self, version: int) -> None:
-        """What the thread does.
+        """What the thread does: fill a free slot, then make it the latest.
 
         If it raises, nothing was committed, and readers keep what they have.
         """
@@ -2309,24 +2488,27 @@ class WeightWriter(Side):
             self.arena.stored_checksums(slot).copy_(self.arena.computed_checksums(slot))
 
     def _copy_one(self, match: Match) -> None:
-        """By the fastest way that there is for it."""
+        """Copies one tensor, by the fastest way that there is for it."""
         room = match.in_slot
         mine = match.mine
         require(room.shape == mine.shape, f"{match.name}: it has another shape than at the start")
         is_plain = room.is_contiguous() and mine.is_contiguous() and room.dtype == mine.dtype
         if is_plain and not mine.is_cuda:
-            # Tensor.copy_ reads what it will overwrite. memmove does not, for what is larger than
-            # the threshold in ENVIRONMENT: it saves a third of the traffic to memory. And ctypes
-            # lets other Python threads run meanwhile.
+            # Before an ordinary store the processor loads the cache line that it will overwrite.
+            # memmove, above the threshold in ENVIRONMENT, uses stores that do not: this saves a
+            # third of the traffic to memory. And ctypes lets other Python threads run meanwhile.
             ctypes.memmove(room.data_ptr(), mine.data_ptr(), room.nbytes)
         else:
             room.copy_(mine, non_blocking=True)
         self.copied_bytes += room.nbytes
 
     def _prepare_for_gpu(self) -> None:
-        """A stream of its own for copies; and the arena as pinned memory, or the driver would copy it once more, and hold up this process."""
+        """Makes a stream of its own for copies, and pins the arena.
+
+        From memory that is not pinned the driver would copy once more, and hold up this process.
+        """
         self.stream = torch.cuda.Stream()
-        runtime = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()
         whole = self.arena.whole
         torch.cuda.check_error(runtime.cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
 
@@ -2335,14 +2517,13 @@ class WeightWriter(Side):
 
 
 class WeightReader(Side):
-    """A generator's side: `pull` makes its tensors the newest weights.
+    """A generator's side: `pull` makes its tensors the newest weights, in one of two ways.
 
-    Two ways to do so:
+    To point, which is the default: the tensors become views of the slot. No byte is copied, and the
+    lease lasts until the next pull.
 
-    Point (the default): parameters become views of the slot. No byte is copied, and the lease lasts
-    until the next pull.
-    Copy (copies=True, and always on GPUs): the bytes go into the tensors that are there. Compiled
-    code wants that, which holds the addresses of its weights.
+    To copy, which is the only way on GPUs: the bytes go into the memory that the tensors have.
+    Compiled code wants that too, because it holds the addresses of its weights.
     """
 
     def __init__(
@@ -2353,13 +2534,14 @@ class WeightReader(Side):
         copies: bool = False,
         compares: bool = False,
     ) -> None:
-        """reader: 0 .. num_readers - 1, mine alone.
+        """Attaches to the arena. Raises WeightMismatch if these tensors do not fit it.
 
-        compares: before anything changes, asks whether the writer lives, and compares the checksums
-        that it must have made; this copies. Raises WeightMismatch.
+        reader: a number from 0 to num_readers - 1 that no other reader has. copies: as above.
+        compares: before it changes anything, `pull` asks whether the writer lives, and compares the
+        checksums, which the writer must have been told to make. This implies copies.
         """
         require(0 <= reader < handle.num_readers, f"arena: it has no reader {reader}")
-        super().__init__(Arena.attach(handle, tensors), tensors)
+        super().__init__(attach_arena(handle, tensors), tensors)
         self.reader = reader
         self.compares = compares
         self.copies = copies or compares or any(tensor.is_cuda for tensor in tensors.values())
@@ -2367,12 +2549,12 @@ class WeightReader(Side):
         self.arena.give_back(reader)  # whoever was this reader before me is dead
 
     def pull(self) -> int:
-        """The version that the tensors are now; -1: none has been published.
+        """Makes the tensors the newest version, which it returns; -1: none has been published.
 
-        Raises WeightMismatch, and then they are what they were.
+        Raises WeightMismatch, and then the tensors are what they were before.
 
-        While my word names the new slot, my tensors are still views of the old one, for a moment.
-        That is harmless: I read neither until this returns.
+        For a moment my word names the new slot while my tensors are still views of the old one,
+        which the writer may now fill. That is harmless, for I read neither until this returns.
         """
         newest = self.arena.newest_version()
         require(newest >= self.version, f"arena: version {newest}, after version {self.version}")
@@ -2395,7 +2577,7 @@ class WeightReader(Side):
         return version
 
     def _compare(self, slot: int) -> None:
-        """Bytes that changed in memory, or were never written, have another checksum."""
+        """Raises WeightMismatch if the bytes of the slot are not those that the writer left."""
         differs = self.arena.stored_checksums(slot) != self.arena.computed_checksums(slot)
         names = list(self.arena.tensors(slot))
         wrong = [names[i] for i in differs.nonzero().flatten().tolist()]
@@ -2406,13 +2588,12 @@ class WeightReader(Side):
 
 
 def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
-    """A process group: gloo for CPU tensors, NCCL for those of GPUs.
+    """Makes this process a member of a process group: gloo for CPU tensors, NCCL for GPUs.
 
-    meeting_place: an unnamed_file in which the ranks find each other, and nobody else.
+    meeting_place: an unnamed_file, the same for all ranks, in which they find each other.
     """
-    store = torch.distributed.FileStore(meeting_place, num_ranks)
     torch.distributed.init_process_group(
-        store=store,
+        init_method=f"file://{meeting_place}",
         rank=rank,
         world_size=num_ranks,
     )
@@ -2421,8 +2602,19 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 # -- measurement -----------------------------------------------------------------------------------
 
 
-# Four roads from a trainer to its generators, in processes of their own. Each round, one road takes
-# one version; in a race, the trainer goes on publishing while generators read.
+# Four roads from a trainer to its generators, all in processes of their own: the slots of this
+# section, the same slots without leases, a broadcast, and one-sided reads of the trainer's live
+# weights. In a round one version takes a road, and that is timed. In a race the trainer also goes
+# on publishing while generators read, and what they read is searched for a second version.
+#
+# Times are shown, and decide nothing, for a busy machine changes them. That a sync costs about one
+# copy is counted in bytes: those that all processes have copied, over those of one version. And
+# beside each time stands that of a memmove of as many bytes, taken a moment before in the same
+# process, so that the ratio of the two means the same on every machine.
+#
+# Both kinds of waiting of a broadcast show in the columns "held", for how long the Python of one
+# side stood still: for the transfer in the row "gloo broadcast, 2", and for the last to come in the
+# row in which one generator comes late. In the rows of slots neither side waits for the other.
 
 
 @dataclass(frozen=True)
@@ -2454,10 +2646,10 @@ class Received:
 
 
 class Bench(Worker):
-    """The trainer, rank 0, and generators that join late.
+    """A rank of the bench: rank 0 is the trainer, the others are generators, which join later.
 
-    The weights are 290 bf16 tensors of uneven sizes. Every byte of a version is its number modulo
-    120, so that a reader can tell.
+    The weights are 290 bf16 tensors of uneven sizes, as of a model with 24 layers. Every byte of a
+    version is its number modulo 120, so that a reader can tell which versions it has read.
     """
 
     NUM_TENSORS = 290
@@ -2473,8 +2665,8 @@ class Bench(Worker):
     ) -> ArenaHandle | None:
         """The trainer publishes 50 versions, and answers with the handle of its arena."""
         form_group(meeting_place, self.rank, 5)
-        # All ranks have to make this smaller group, those that are not in it, too.
-        self.trainer_and_two = torch.distributed.new_group([0, 1, 2])
+        # For the broadcast. Also the ranks that are not in this smaller group have to make it.
+        self.trainer_and_two: Any = torch.distributed.new_group([0, 1, 2])
         self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)
         # 289 cuts at random places make 290 tensors. A multiple of 32 elements is a cache line.
         places = range(32, num_mb * MIB // 2, 32)
@@ -2489,12 +2681,12 @@ class Bench(Worker):
 
     @endpoint
     async def live_weights(self) -> RDMABuffer:
-        """A handle of the memory that the trainer writes into. Nothing protects it."""
+        """A handle of the memory in which the trainer changes its weights. Nothing protects it."""
         return RDMABuffer(self.block)
 
     @endpoint
     async def attach(self, handle: ArenaHandle, live: RDMABuffer) -> float:
-        """A generator joins: ms until it has the newest version."""
+        """A generator joins: ms until it has the newest version. live: for the one-sided reads."""
         self.live = live
         start = time.monotonic()
         self.reader = WeightReader(handle, self.rank - 1, self.tensors)
@@ -2503,7 +2695,7 @@ class Bench(Worker):
 
     @endpoint
     async def publish(self, num_versions: int) -> int:
-        """The trainer publishes so many: how many there are now."""
+        """The trainer publishes so many versions, and answers how many there are now."""
         self._publish(num_versions)
         return self.version
 
@@ -2519,7 +2711,7 @@ class Bench(Worker):
 
     @endpoint
     async def copied_bytes(self) -> int:
-        """What this process has copied so far, into slots or out of them."""
+        """Bytes that this process has copied so far, into slots or out of them."""
         if self.rank > 0:
             return self.reader.copied_bytes + self.fetched_bytes
         self.writer.wait()
@@ -2527,7 +2719,7 @@ class Bench(Worker):
 
     @endpoint
     async def send(self, road: SyncRoad) -> Sent:
-        """The trainer makes a version, and publishes it."""
+        """The trainer makes a version, and sends it on this road."""
         self._make_next_version()
         start = time.monotonic()
         room = self.writer.arena.slots[self.writer.arena.free_slot()]
@@ -2546,7 +2738,7 @@ class Bench(Worker):
 
     @endpoint
     async def receive(self, road: SyncRoad, version: int) -> Received:
-        """A generator waits for this version; in a race it then reads, as if it decoded."""
+        """A generator gets this version; in a race it then reads it, as if it decoded tokens."""
         if self.rank == 1:
             time.sleep(road.late_s)
         start = time.monotonic()
@@ -2559,7 +2751,9 @@ class Bench(Worker):
         else:
             while self.reader.arena.newest_version() < version:
                 time.sleep(0.0005)
-            start = time.monotonic()  # looking is not being held up: it could decode meanwhile
+            # Only now the clock starts: while it looked it was not held up, for it could have
+            # decoded with the version that it has.
+            start = time.monotonic()
             self.reader.pull()
             weights = list(self.tensors.values())
             if road.kind == "no leases":  # the fault: it gives back what it goes on reading
@@ -2567,7 +2761,8 @@ class Bench(Worker):
         end = time.monotonic()
         versions = set()
         if road.is_race:
-            for tensor in weights * 4:  # as in decoding four tokens
+            for tensor in weights * 4:  # four times over all weights, as in decoding four tokens
+                # All bytes of a version are equal, so two versions show as two extremes.
                 low, high = tensor.view(torch.int8).aminmax()
                 versions.update((int(low), int(high)))
         return Received(
@@ -2592,7 +2787,7 @@ class SyncRow:
 
 
 class SyncBench:
-    """Measures roads."""
+    """Sends versions on roads, and makes a row of the table of each road."""
 
     def __init__(self, ranks: Bench, num_mb: int) -> None:
         self.ranks = ranks
@@ -2601,7 +2796,10 @@ class SyncBench:
         self.model_bytes = num_mb * MIB
 
     async def round(self, road: SyncRoad) -> tuple[Sent, list[Received]]:
-        """Generators are asked first: they wait for the version, or in the broadcast."""
+        """One round on this road: what the trainer says of it, and what the generators say.
+
+        Generators are asked first. They wait for the version, or for the trainer in the broadcast.
+        """
         newest = await self.trainer.publish.call_one(0)
         receiving = []
         for i, generator in enumerate(self.generators[: road.num_generators]):
@@ -2613,15 +2811,16 @@ class SyncBench:
         return sent, list(await asyncio.gather(*receiving))
 
     async def row(self, num_rounds: int, road: SyncRoad) -> SyncRow:
-        """The race first: reads that are torn. Then the same road without one, for the times."""
+        """Measures a road: races first, for reads that are torn, then rounds for the times."""
         num_torn = 0
+        num_races = 0 if road.late_s else num_rounds
         race = dataclasses.replace(road, is_race=True)
-        for _ in range(0 if road.late_s else num_rounds):
+        for _ in range(num_races):
             _, received = await self.round(race)
             num_torn += sum(one.is_torn for one in received)
-        before = sum((await self.ranks.copied_bytes.call()).values())
+        before = await self._copied_bytes()
         rounds = [await self.round(road) for _ in range(num_rounds)]
-        copied = sum((await self.ranks.copied_bytes.call()).values()) - before
+        copied = await self._copied_bytes() - before
 
         took_s = []
         memmove_s = []
@@ -2643,11 +2842,16 @@ class SyncBench:
             trainer_held=statistics.median(trainer_s) * 1e3,
             gen_held=statistics.median(generator_s) * 1e3,
             torn=num_torn,
-            reads=0 if road.late_s else num_rounds * road.num_generators,
+            reads=num_races * road.num_generators,
         )
 
+    async def _copied_bytes(self) -> int:
+        """By all processes so far."""
+        found = await self.ranks.copied_bytes.call()
+        return sum(found.values())
+
     async def num_published_beside_a_stopped_reader(self, num_versions: int) -> int:
-        """A generator that stands still holds a lease."""
+        """How many of these versions the trainer publishes while a generator holds its lease."""
         pid = await self.generators[0].pid.call_one()
         os.kill(pid, signal.SIGSTOP)
         before = await self.trainer.publish.call_one(0)
@@ -2656,7 +2860,8 @@ class SyncBench:
         return after - before
 
 
-SYNC_ROADS = [  # (rounds, road)
+# Pairs of a number of rounds and a road. A round of the slower roads takes half a second.
+SYNC_ROADS = [
     (7, SyncRoad(kind="no leases", num_generators=2)),
     (7, SyncRoad(kind="slots", num_generators=1)),
     (7, SyncRoad(kind="slots", num_generators=2)),
@@ -2681,8 +2886,10 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     ranks = procs.spawn("bench", Bench, Place(service="bench", replica_id=0))
     handles = await ranks.join.call(unnamed_file("meeting place"), num_mb, cfg.seed)
     bench = SyncBench(ranks, num_mb)
+    # Only now, after 50 versions, do generators come. Nobody has to wait for them, or tell anybody.
     live = await bench.trainer.live_weights.call_one()
     handle = handles.item(rank=0)
+    assert handle is not None, "rank 0 is the trainer, which answers with a handle"
     late_ms = []
     for generator in bench.generators:
         late_ms.append(await generator.attach.call_one(handle, live))
@@ -2722,6 +2929,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     copies = [row.copies for row in safe]
     report.check("copies that a sync took with 1, 2, 4 generators", copies, "==", [1.0, 1.0, 1.0])
     report.check("versions published beside a reader that stood still", num_published, "==", 12)
+    # You can now hand weights to any number of readers on a host, and neither side waits.
 
 
 # == 8. RESHARD ====================================================================================
@@ -2753,7 +2961,10 @@ Index = tuple[int, ...]  # a place in a tensor, or a size: a number for each dim
 
 @dataclass(frozen=True)
 class Box:
-    """A cuboid of a whole tensor that one rank has."""
+    """A cuboid of a whole tensor that one rank has: of a matrix, a rectangle.
+
+    Above, source 1 has the box with start (3, 0), end (5, 23) and local (0, 0).
+    """
 
     start: Index  # of its first element, in the whole
     end: Index  # behind its last element
@@ -2761,10 +2972,11 @@ class Box:
 
     def size(self) -> Index:
         """Its length in each dimension."""
-        return tuple(end - start for start, end in zip(self.start, self.end, strict=True))
+        pairs = zip(self.start, self.end, strict=True)
+        return tuple(end - start for start, end in pairs)
 
     def place_of(self, offset: Index) -> Index:
-        """Where this element of the whole lies in what the box's rank has."""
+        """Where the element at this offset in the whole lies in what the rank of the box has."""
         steps = zip(offset, self.start, self.local, strict=True)
         return tuple(i - start + here for i, start, here in steps)
 
@@ -2773,7 +2985,8 @@ class Box:
 class Stretch:
     """Consecutive numbers in a list of indices.
 
-    In the list 4 5 6 9 there are two: start 4, end 7, place 0; and start 9, end 10, place 3.
+    In the list 4 5 6 9 there are two of them: one has start 4, end 7, place 0; the other has start
+    9, end 10, place 3.
     """
 
     start: int
@@ -2783,17 +2996,21 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut, and which rank is meant."""
+    """How a tensor is cut, and which rank is meant.
+
+    Ranks stand in a mesh, and a placement says for each dimension of the mesh what is done along
+    it: Shard(0) cuts the tensor's rows among the ranks, Replicate() gives all of them the same.
+    """
 
     mesh_shape: tuple[int, ...]  # such as (2, 4): two rows of four ranks
-    placements: tuple[dtensor.Placement, ...]  # for each dimension of the mesh
-    coordinates: Index  # of the rank in the mesh
+    placements: tuple[dtensor.Placement, ...]  # one for each dimension of the mesh
+    coordinates: Index  # of the rank in the mesh, such as (1, 3)
 
 
 def cut_of(tensor: torch.Tensor) -> Cut:
-    """How this process's DTensor is cut.
+    """How this process's DTensor is cut, and which of the ranks this process is.
 
-    A plain tensor is one that a mesh of no dimensions leaves whole.
+    A plain tensor counts as one that a mesh of no dimensions leaves whole.
     """
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
@@ -2810,13 +3027,15 @@ def cut_of(tensor: torch.Tensor) -> Cut:
 
 @functools.cache
 def boxes(shape: Index, cut: Cut) -> list[Box]:
-    """What the rank has of a tensor of this shape: the rules of DTensor's Shard, _StridedShard and Replicate, applied to the indices of each dimension.
+    """The boxes that this rank has of a tensor of this shape.
 
-    (_StridedShard is what FSDP makes of a dimension that tensor parallelism has cut before: it cuts
-    each of `split_factor` parts.)
+    This applies the rules of DTensor's Shard, _StridedShard and Replicate to the indices of each
+    dimension. (_StridedShard is what FSDP makes of a dimension that tensor parallelism has cut
+    before: it cuts each of `split_factor` parts.)
     """
-    # Of each dimension, which of its indices I have: at first all of them. Each dimension of the mesh
-    # then cuts one dimension of the tensor, and I keep my part.
+    # Which indices of each dimension the rank has: at first all of them. Each dimension of the mesh
+    # then cuts one dimension of the tensor, and the rank keeps its part. By example, 23 columns on
+    # 2 ranks: 0 to 22 at first, then 0 to 11 for rank 0 and 12 to 22 for rank 1.
     indices = [torch.arange(length) for length in shape]
     steps = zip(cut.placements, cut.mesh_shape, cut.coordinates, strict=True)
     for placement, num_ranks, coordinate in steps:
@@ -2830,7 +3049,8 @@ def boxes(shape: Index, cut: Cut) -> list[Box]:
             mine.append(part[coordinate * length : (coordinate + 1) * length])
         indices[dim] = torch.cat(mine)
 
-    # Indices that follow each other make a stretch; one stretch of each dimension makes a box.
+    # Indices that follow each other make a stretch, and one stretch of each dimension makes a box.
+    # Mostly there is one stretch per dimension, and so one box.
     found = []
     for stretches in itertools.product(*[stretches_of(index) for index in indices]):
         found.append(
@@ -2844,20 +3064,16 @@ def boxes(shape: Index, cut: Cut) -> list[Box]:
 
 
 def stretches_of(index: torch.Tensor) -> list[Stretch]:
-    """index: [n] int64, rising. Its stretches of consecutive numbers."""
+    """The stretches of consecutive numbers in a list. index: [n] int64, rising."""
     is_break = index.diff() != 1  # [n - 1]: between which neighbours one ends
     ends = [*(is_break.nonzero().flatten() + 1).tolist(), len(index)]
     stretches = []
     first = 0
     for end in ends:
         if end > first:
-            stretches.append(
-                Stretch(
-                    start=int(index[first]),
-                    end=int(index[end - 1]) + 1,
-                    place=first,
-                )
-            )
+            start = int(index[first])
+            last = int(index[end - 1])
+            stretches.append(Stretch(start=start, end=last + 1, place=first))
         first = end
     return stretches
 
@@ -2868,24 +3084,21 @@ Layout = list[list[Box]]  # by rank, the boxes that it has
 def layout(
     shape: Index, mesh_shape: tuple[int, ...], placements: tuple[dtensor.Placement, ...]
 ) -> Layout:
-    """The boxes of every rank of a mesh."""
-    every_rank = itertools.product(*[range(length) for length in mesh_shape])
-    return [
-        boxes(
-            shape,
-            Cut(
-                mesh_shape=mesh_shape,
-                placements=placements,
-                coordinates=coordinates,
-            ),
+    """The boxes of every rank of a mesh, for a tensor of this shape."""
+    found = []
+    for coordinates in itertools.product(*[range(length) for length in mesh_shape]):
+        cut = Cut(
+            mesh_shape=mesh_shape,
+            placements=placements,
+            coordinates=coordinates,
         )
-        for coordinates in every_rank
-    ]
+        found.append(boxes(shape, cut))
+    return found
 
 
 @dataclass(frozen=True)
 class Move:
-    """Elements of a tensor that one rank of the source has and one of the target needs."""
+    """Elements of a tensor that one rank of the source has and one rank of the target needs."""
 
     name: str  # of the tensor
     source: int  # rank
@@ -2899,20 +3112,21 @@ class Move:
 def whole_shape(side: Layout) -> Index:
     """Where the boxes of all ranks end: the shape of the whole tensor, unless that is empty."""
     ends = [box.end for held in side for box in held]
-    return tuple(max(lengths) for lengths in zip(*ends, strict=True))
+    by_dimension = zip(*ends, strict=True)
+    return tuple(max(lengths) for lengths in by_dimension)
 
 
 def overlap(have: Box, need: Box) -> Box | None:
-    """The cuboid that two boxes share, if they do; `local` as in `have`."""
-    start = tuple(max(pair) for pair in zip(have.start, need.start, strict=True))
-    end = tuple(min(pair) for pair in zip(have.end, need.end, strict=True))
-    if any(first >= behind for first, behind in zip(start, end, strict=True)):
-        return None
-    return Box(
-        start=start,
-        end=end,
-        local=have.place_of(start),
-    )
+    """The cuboid that two boxes share; None if they share nothing. Its `local` is that in `have`.
+
+    In each dimension it begins where the later one begins, and ends where the earlier one ends.
+    """
+    starts = zip(have.start, need.start, strict=True)
+    ends = zip(have.end, need.end, strict=True)
+    start = tuple(max(pair) for pair in starts)
+    end = tuple(min(pair) for pair in ends)
+    shared = Box(start=start, end=end, local=have.place_of(start))
+    return shared if min(shared.size()) > 0 else None
 
 
 def plan(
@@ -2923,9 +3137,10 @@ def plan(
 ) -> list[Move]:
     """Moves that give every target rank its boxes, each element once.
 
-    Of several ranks that have the same, the one is read that has the least to send so far; sent:
-    elements, by source rank, of earlier plans, and counted on here. Raises WeightMismatch if nobody
-    has an element, or the two sides are not cut from tensors of the same shape.
+    If several source ranks have the same box, the one is read that has the least to send so far.
+    sent: how many elements each source rank sends by earlier plans, which this one adds to. Raises
+    WeightMismatch if nobody has some element, or if the two sides are not cut from tensors of the
+    same shape.
     """
     sent = collections.Counter() if sent is None else sent
     # Two sides that are cut from tensors of different shapes would give nonsense.
@@ -2938,8 +3153,8 @@ def plan(
         for box in held:
             owners.setdefault(box, []).append(rank)
 
-    # Boxes of one tensor do not overlap, so moves do not either: if the sizes of the moves into a box
-    # add up to the size of that box, each element is written exactly once.
+    # Boxes of one tensor do not overlap, and so neither do moves. If the sizes of the moves into a
+    # box add up to the size of that box, then each of its elements is written exactly once.
     moves = []
     for target_rank, needed in enumerate(target):
         for need in needed:
@@ -2958,7 +3173,7 @@ def moves_into(
     owners: dict[Box, list[int]],
     sent: collections.Counter[int],
 ) -> Iterator[Move]:
-    """One move from each box that meets this one."""
+    """One move from each box of the source that meets this box of the target."""
     for have, ranks in owners.items():
         shared = overlap(have, need)
         if shared is None:
@@ -2988,7 +3203,8 @@ def moves_into(
 
 def region(offset: Index, size: Index) -> tuple[slice, ...]:
     """What to index a tensor with, to get a box of it."""
-    return tuple(slice(i, i + length) for i, length in zip(offset, size, strict=True))
+    pairs = zip(offset, size, strict=True)
+    return tuple(slice(i, i + length) for i, length in pairs)
 
 
 def box_matches(
@@ -2996,7 +3212,10 @@ def box_matches(
     view: torch.Tensor,
     tensor: torch.Tensor,
 ) -> list[Match]:
-    """view: the whole tensor, in a slot. Which part of it belongs to which part of mine."""
+    """Which part of the whole tensor in a slot belongs to which part of what this rank has.
+
+    view: the whole tensor, in the slot. tensor: the DTensor of this rank, or a plain one.
+    """
     mine = local(tensor)
     held = boxes(tuple(tensor.shape), cut_of(tensor))
     is_whole = len(held) == 1
@@ -3016,12 +3235,11 @@ def box_matches(
 
 
 class ShardWriter(WeightWriter):
-    """One rank of a sharded trainer.
+    """One rank of a sharded trainer. All ranks write their boxes into the same slot.
 
-    All write their boxes into the same slot, as drawn above.
-
-    The ranks talk through the last words of the arena: word -1 - rank holds version and slot, of
-    rank 0 those to write, of another rank those it has written.
+    The ranks talk through the last words of the arena, a word for each, of the form version *
+    MAX_SLOTS + slot. The word of rank 0 says what is to be written; that of another rank says what
+    it has written.
     """
 
     FAILED = 1 << 62  # in a word: that rank's copy has raised
@@ -3036,11 +3254,12 @@ class ShardWriter(WeightWriter):
         handle: ArenaHandle | None = None,
         note: Callable[[str, float], None] | None = None,
     ) -> None:
-        """tensors: DTensors, or plain ones, which are the same on all ranks.
+        """Creates the arena (rank 0), or attaches to it (the others).
 
-        handle: of rank 0's arena, for all others.
+        tensors: DTensors, or plain ones, which are the same on all ranks. handle: of the arena of
+        rank 0, for all other ranks. note: as in WeightWriter.
         """
-        arena = Arena.attach(handle, tensors) if handle else None
+        arena = attach_arena(handle, tensors) if handle else None
         super().__init__(tensors, num_readers, arena=arena, note=note)
         self.rank = rank
         self.num_ranks = num_ranks
@@ -3054,7 +3273,10 @@ class ShardWriter(WeightWriter):
         num_ranks: int,
         note: Callable[[str, float], None] | None = None,
     ) -> ShardWriter:
-        """For all ranks of a process group at once: rank 0 makes the arena and tells the others."""
+        """The writers of all ranks of a process group, which call this at the same time.
+
+        Rank 0 makes the arena, and tells the others its handle.
+        """
         writer = None
         handle = None
         if rank == 0:
@@ -3075,7 +3297,7 @@ class ShardWriter(WeightWriter):
         return box_matches(name, view, tensor) if self._is_first_copy(tensor) else []
 
     def _is_first_copy(self, tensor: torch.Tensor) -> bool:
-        """Of what several ranks have alike, the first of them writes it."""
+        """Does this rank write it? Of several ranks that have the same, the first one does."""
         cut = cut_of(tensor)
         if not cut.placements:  # a plain tensor, such as a buffer: all ranks have it
             return self.rank == 0
@@ -3090,14 +3312,14 @@ class ShardWriter(WeightWriter):
             else:
                 self._copy_as_another(version)
         except Exception:
-            # Whoever waits for my word must not wait for ever.
+            # Whoever waits for my word would wait for ever: it gets a word that says so.
             self._say(self.FAILED)
             raise
         if self.note:
             self.note("publish", start_s)
 
     def _copy_as_rank_0(self, version: int) -> None:
-        """The upper one of the drawing: it names the slot, and commits when all have written."""
+        """The upper half of the drawing: names the slot, and commits when all have written."""
         slot = self.arena.free_slot()
         self._say(version * Arena.MAX_SLOTS + slot)  # the others may begin
         self._write(slot)
@@ -3106,19 +3328,20 @@ class ShardWriter(WeightWriter):
         self.arena.commit(version, slot)
 
     def _copy_as_another(self, version: int) -> None:
-        """The lower one."""
+        """The lower half of the drawing: writes into the slot that rank 0 has named."""
         word = self._word_of(0, version)  # waits for the name of the slot
         self._write(word % Arena.MAX_SLOTS)
         self._say(word)  # I have written
 
     def _say(self, word: int) -> None:
-        """To the other ranks, in my word."""
+        """Tells the other ranks, in this rank's word."""
         self.arena.words[-1 - self.rank] = word
 
     def _word_of(self, rank: int, version: int) -> int:
-        """Waits until that rank has come to this version.
+        """Waits until that rank has come to this version, and returns its word.
 
-        It looks, for a rank that is as fast as this one will not need long.
+        It looks again and again instead of being woken: nothing in shared memory can wake another
+        process, and ranks that do the same work come at almost the same time.
         """
         while self.arena.words[-1 - rank] // Arena.MAX_SLOTS < version:
             time.sleep(self.LOOK_AGAIN_S)
@@ -3142,6 +3365,9 @@ class ShardReader(WeightReader):
 # -- 8c. Between hosts: parcels --------------------------------------------------------------------
 # Parcels are shown here and used nowhere else: to another host, section 14 sends whole slots. The
 # reading in pieces is used there.
+#
+#     rank of the source                                rank of the target
+#     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
 
 # One RDMABuffer over everything is read by one thread of Monarch's and crosses at a third of the
 # speed of many buffers of this size that are read at the same time.
@@ -3149,17 +3375,19 @@ PIECE_BYTES = 4 * MIB
 
 
 def pieces_of(memory: torch.Tensor) -> list[RDMABuffer]:
-    """memory: [num_bytes] uint8. Handles to all of it."""
+    """Handles that together cover this memory. memory: [num_bytes] uint8."""
     return [RDMABuffer(piece) for piece in memory.split(PIECE_BYTES)]
 
 
 async def read_pieces(pieces: list[RDMABuffer], room: torch.Tensor) -> None:
-    """Reads what pieces_of has given handles to into room, which is as long.
+    """Reads memory of which `pieces_of` made the handles. room: as long, to read it into.
 
-    When this returns or raises, no read is under way any more.
+    When this returns or raises, no read is under way any more: all are awaited first.
     """
     places = room.split(PIECE_BYTES)
-    reads = [there.read_into(here) for there, here in zip(pieces, places, strict=True)]
+    reads = []
+    for there, here in zip(pieces, places, strict=True):
+        reads.append(there.read_into(here))
     for result in await asyncio.gather(*reads, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
@@ -3168,8 +3396,8 @@ async def read_pieces(pieces: list[RDMABuffer], room: torch.Tensor) -> None:
 class Parcel:
     """All that one rank has for another, in one buffer.
 
-    Both sides make it from the same moves, so they agree on the order: the widest dtype first,
-    which keeps every part aligned.
+    Both sides make a parcel from the same moves, so they agree on the order of its parts: the
+    widest dtype first, so that each part begins at a multiple of the size of its elements.
     """
 
     def __init__(
@@ -3180,9 +3408,10 @@ class Parcel:
         target: int,
         is_sender: bool,
     ) -> None:
-        """moves: of all ranks; the parcel has those from source to target.
+        """Makes an empty parcel.
 
-        tensors: those of this side, by name.
+        moves: those of all ranks; the parcel takes the ones from source to target. tensors: those
+        of this side, by name. is_sender: is this side the source?
         """
         # Views of what this rank has. A copy from them packs, a copy into them unpacks.
         parts = []
@@ -3195,13 +3424,12 @@ class Parcel:
         self.is_sender = is_sender
         sizes = [part.nbytes for part in parts]
         self.buffer = torch.zeros(sum(sizes), dtype=torch.uint8)
-        self.packed = [
-            room.view(part.dtype).view(part.shape)
-            for room, part in zip(self.buffer.split(sizes), parts, strict=True)
-        ]
+        self.packed = []
+        for room, part in zip(self.buffer.split(sizes), parts, strict=True):
+            self.packed.append(room.view(part.dtype).view(part.shape))
 
     def copy(self) -> None:
-        """Packs, or unpacks. It may run in a thread."""
+        """Packs the parcel at the sender, unpacks it at the receiver. It may run in a thread."""
         for packed, part in zip(self.packed, self.parts, strict=True):
             if self.is_sender:
                 packed.copy_(part)
@@ -3210,7 +3438,10 @@ class Parcel:
 
 
 async def receive(parcels: list[Parcel], handles: list[list[RDMABuffer]]) -> None:
-    """Reads parcels one after the other. Each is unpacked in a thread while the next is read."""
+    """Reads parcels one after the other, and unpacks each in a thread while it reads the next.
+
+    handles: of each parcel of the senders, what `pieces_of` made of its buffer.
+    """
     unpacking = []
     for parcel, handle in zip(parcels, handles, strict=True):
         await read_pieces(handle, parcel.buffer)
@@ -3221,7 +3452,13 @@ async def receive(parcels: list[Parcel], handles: list[list[RDMABuffer]]) -> Non
 # -- measurement -----------------------------------------------------------------------------------
 
 
-# A trainer of two ranks and a generator of two ranks, in two processes that have one of each.
+# A trainer of two ranks and a generator of two ranks, in two processes that have one of each. On
+# three roads versions go from one to the other, and each time all elements are compared.
+#
+# The sizes are odd on purpose: 1025 columns on two ranks are 513 and 512, and the numbers of rows
+# differ from matrix to matrix. The columns "sent" and "written" count bytes, over those that the
+# generator needs: a gather sends everything twice, parcels send it once, and through slots nothing
+# is sent, because each rank writes what it has, and reads what it needs, in memory that both share.
 
 
 @dataclass(frozen=True)
@@ -3244,22 +3481,27 @@ class Lap:
 
 
 class Cutter(Worker):
-    """One rank of a trainer and one of a generator, as where both share GPUs.
+    """One rank of a trainer and one rank of a generator, as where both share GPUs.
 
-    The trainer has every matrix by rows and by columns, and so has the generator. An element of
-    version v is its index modulo 120, plus v, so that a stale or a misplaced one shows.
+    The trainer has every matrix twice, cut by rows and cut by columns, and so has the generator. An
+    element of version v is its index modulo 120, plus v, so that a stale one shows, and one that is
+    in the wrong place.
     """
 
     version = 0
 
     @endpoint
     async def join(self, meeting_place: str, shapes: dict[str, Index]) -> None:
+        """Makes the tensors of these shapes, the arena, and the parcels."""
         form_group(meeting_place, self.rank, 2)
-        self.mesh = dtensor.init_device_mesh("cpu", (2,))
+        self.mesh = device_mesh.init_device_mesh("cpu", (2,))
         cuts = {"rows": dtensor.Shard(0), "columns": dtensor.Shard(1)}
-        # By how they are cut, and then by name.
-        self.trainer = {by: self._make(shapes, cut) for by, cut in cuts.items()}
-        self.generator = {by: self._make(shapes, cut) for by, cut in cuts.items()}
+        # The tensors of both, by how they are cut, and then by name.
+        self.trainer: dict[str, dict[str, torch.Tensor]] = {}
+        self.generator: dict[str, dict[str, torch.Tensor]] = {}
+        for by, cut in cuts.items():
+            self.trainer[by] = self._make(shapes, cut)
+            self.generator[by] = self._make(shapes, cut)
         self.writer = ShardWriter.join(self.trainer["rows"], 2, self.rank, 2)
         handle = self.writer.arena.handle
         self.reader = ShardReader(handle, self.rank, self.generator["rows"])
@@ -3275,7 +3517,7 @@ class Cutter(Worker):
     def _make_parcels(
         self, shapes: dict[str, Index], by_rows: dtensor.Shard, by_columns: dtensor.Shard
     ) -> None:
-        """By rows to by columns: one to send to each rank, one to receive from each."""
+        """From by rows to by columns: a parcel to send to each rank, one to receive from each."""
         moves: list[Move] = []
         sent: collections.Counter[int] = collections.Counter()
         for name, shape in shapes.items():
@@ -3297,7 +3539,7 @@ class Cutter(Worker):
 
     @endpoint
     async def travel(self, road: ReshardRoad) -> Lap:
-        """The trainer makes its next version, and it gets to the generator."""
+        """The trainer makes its next version, which then travels to the generator."""
         self.version += 1
         for tensors in self.trainer.values():
             for tensor in tensors.values():
@@ -3305,8 +3547,8 @@ class Cutter(Worker):
         # The yardstick copies the last slot into the one before it. Neither is in use: writer and
         # readers take the lowest free ones, and there are two readers and four slots.
         start = time.monotonic()
-        slots = self.writer.arena.slots
-        ctypes.memmove(slots[-2].data_ptr(), slots[-1].data_ptr(), slots[-1].nbytes)
+        *_, target, source = self.writer.arena.slots
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         memmove_s = since(start)
 
         torch.distributed.barrier()  # the starting line
@@ -3333,7 +3575,8 @@ class Cutter(Worker):
     ) -> int:
         """The usual way: the trainer's ranks tell each other everything, cut that, and pass it on.
 
-        The passing on is counted, and not timed: trainer and generator are one process here.
+        Returns the bytes that were sent. Passing on is counted, but takes no time here, because
+        trainer and generator are one process.
         """
         dim = 0 if target == "rows" else 1
         sent_bytes = 0
@@ -3347,7 +3590,10 @@ class Cutter(Worker):
         return sent_bytes
 
     async def _parcels(self) -> int:
-        """Not after `_slots`, which points the generator's tensors elsewhere."""
+        """Returns the bytes that were sent. To be called before `_slots`, never after it.
+
+        That one points the generator's tensors elsewhere, and the parcels hold views of them.
+        """
         for parcel in self.sending:
             parcel.copy()
         torch.distributed.barrier()
@@ -3364,12 +3610,12 @@ class Cutter(Worker):
 
     @endpoint
     async def written_bytes(self) -> int:
-        """Into slots, so far."""
+        """Bytes that this rank has written into slots so far."""
         return self.writer.copied_bytes
 
     @endpoint
     async def num_wrong(self, by: str) -> int:
-        """How many tensors of the generator are not what a trainer that is cut as it is has."""
+        """How many tensors of the generator differ from those of a trainer that is cut alike."""
         num_wrong = 0
         for name, tensor in self.generator[by].items():
             num_wrong += not torch.equal(local(tensor), local(self.trainer[by][name]))
@@ -3389,7 +3635,7 @@ class ReshardRow:
 
 
 async def reshard_row(ranks: Cutter, road: ReshardRoad, needed_bytes: int) -> ReshardRow:
-    """Medians of seven rounds; the first one touches pages, and connects."""
+    """Measures a road, seven rounds of it; times are medians."""
     took_s = []
     memmove_s = []
     before = sum((await ranks.written_bytes.call()).values())
@@ -3437,6 +3683,7 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
         rows.append(await reshard_row(ranks, road, needed_bytes))
     await procs.stop()
     report.table(rows)
+    # "same" is the road of section 7, on which both sides are cut alike: what does another cost?
     gather, parcels, there, back, same = rows
     slower = max(there.x_memmove, back.x_memmove)
     report.figure(
@@ -3450,19 +3697,21 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     report.check("bytes written to a slot / needed", written, "==", [1.0, 1.0, 1.0])
     report.check("bytes that parcels sent / needed", parcels.sent_over_needed, "==", 1.0)
     report.check("bytes that a gather sent / needed", gather.sent_over_needed, ">", 1.0)
+    # You can now cut trainer and generators as each likes best, and still copy weights once.
 
 
 # == 9. ROLLOUT ====================================================================================
-# Problem. In RL the policy makes its own training set, so the same network runs in two programs. The
-#   generator samples token by token, with a cache; the trainer scores whole conversations at once,
-#   for a gradient. If they disagree about what was sampled, or how likely it was, the gradient is
-#   that of samples that nobody drew. No error says so.
+# Problem. In RL the policy makes its own training set, so the same network runs in two programs.
+#   The generator samples token by token; it keeps what attention has computed for earlier tokens
+#   (their keys and values) in a cache. The trainer scores whole conversations at once, for a
+#   gradient. If the two disagree about what was sampled, or how likely it was, the gradient is that
+#   of samples that nobody drew. No error says so.
 # Rule. Record while sampling, and reconstruct nothing afterwards:
 #     the ids      a new turn starts from the exact ids of the turns before; text is for people
 #     the version  of the weights that chose each token
 #     the log-probability of each token, in fp32, under the distribution that it was drawn from
-#   A cache of keys and values was computed by some weights. With other weights it is wrong.
-# Cost. Three numbers per token beside its id.
+#   And throw the cache away when new weights come: it was computed by the old ones.
+# Cost. Three numbers per token beside its id. A new cache costs one pass over what was said so far.
 # Not here. Batches that rows join and leave while others go on (vLLM, SGLang).
 # Source. Mistakes of public RL code, collected in DOCS 5; k3: Schulman 2020.
 
@@ -3482,7 +3731,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation to be had."""
+    """A conversation to be had, once or several times."""
 
     id: int  # also the group id of its episodes; below 0 if it is held out
     turns: tuple[Turn, ...]
@@ -3491,8 +3740,8 @@ class Prompt:
 class Task:
     """What is to be learned.
 
-    For one of your own, write a subclass into a file and say --task FILE.py:CLASS (DOCS 7). `user`
-    runs in generators, `score` in judges (section 11).
+    For a task of your own, write a subclass into a file and say --task FILE.py:CLASS (DOCS 7). The
+    main process calls `conversation`, generators call `user`, judges (section 11) call `score`.
     """
 
     instruction = ""  # for pretrained models; the tiny policy learns from examples what to do
@@ -3501,29 +3750,35 @@ class Task:
     max_new_tokens = 4  # sampled in a turn, its end included
 
     def conversation(self, rng: random.Random) -> tuple[Turn, ...]:
-        """Draws a conversation of num_turns. An rng in the same state gives the same one."""
+        """Draws a conversation of num_turns. With an rng in the same state it is the same one."""
         raise NotImplementedError
 
     def user(self, turns: tuple[Turn, ...], said: list[str]) -> str | None:
-        """What the user says after these answers, on which it may depend. None ends it here."""
+        """What the user says after these answers. It may depend on them; None: the user leaves."""
         return turns[len(said)].user
 
     def score(self, turns: tuple[Turn, ...], said: list[str]) -> list[float]:
         """A reward for each of num_turns; only if all is right do they add up to 1.
 
-        What raises, or is no such list, counts as not judged, which is not 0. Here: the share of
-        right letters.
+        If this raises, or returns something else than such a list, the episode counts as not
+        judged, which is not the same as a reward of 0. Here a reward is the share of letters that
+        are right, for each turn an equal part of 1.
         """
         rewards = []
-        for turn, text in itertools.zip_longest(turns, said, fillvalue=""):
+        for number, turn in enumerate(turns):
+            text = said[number] if number < len(said) else ""  # a conversation may have ended early
             pairs = zip(text, turn.right, strict=False)
             num_right = sum(letter == right for letter, right in pairs)
-            rewards.append(num_right / max(len(text), len(turn.right)) / self.num_turns)
+            length = max(len(text), len(turn.right))
+            rewards.append(num_right / length / self.num_turns)
         return rewards
 
 
 class Shift(Task):
-    """The answer to each letter is the letters that lie so many places on, in a ring of sixteen: places [0] repeats what the user says; [1, 2, 3] makes "bcd" of "a" and "abc" of "p"."""
+    """The answer to a letter is the letters that lie so many places on, in a ring of sixteen.
+
+    places_on [0] repeats what the user says; [1, 2, 3] makes "bcd" of "a", and "abc" of "p".
+    """
 
     def __init__(
         self,
@@ -3560,7 +3815,7 @@ TASKS: dict[str, Task] = {
 
 
 def task_of(name: str) -> Task:
-    """A built-in one, or an object of a class in somebody's file: "FILE.py:CLASS"."""
+    """The task of this name: a built-in one, or FILE.py:CLASS for a class in somebody's file."""
     path, _, class_name = name.rpartition(":")
     return runpy.run_path(path)[class_name]() if path else TASKS[name]
 
@@ -3568,18 +3823,21 @@ def task_of(name: str) -> Task:
 class Sampler:
     """Draws prompts by their number: the same one for the same number and seed, in any process.
 
-    Up to 512 conversations are set aside and never trained on, the same for all seeds: `heldout`
-    for the figures that are reported, `validation` to decide when a warm start (section 11) ends.
+    So which prompts come next is one number, which a checkpoint can hold.
+
+    Up to 512 conversations are set aside and never trained on, the same for all seeds. Half of them
+    are `heldout`, for the figures that are reported, the other half `validation`, which decides
+    when a warm start (section 11) ends.
     """
 
     def __init__(self, task_name: str, seed: int) -> None:
         self.task = task_of(task_name)
         self.seed = seed
-        # A dict keeps the order and has each conversation once. A small task has few different ones:
-        # then at most half of them are set aside.
         rng = random.Random("held out")
-        some = list(dict.fromkeys(self.task.conversation(rng) for _ in range(2000)))
-        kept = some[: min(512, len(some) // 2)]
+        drawn = [self.task.conversation(rng) for _ in range(2000)]
+        different = list(dict.fromkeys(drawn))  # each once, in the order of their first appearance
+        # A small task has few different conversations. At most half of them are set aside.
+        kept = different[: min(512, len(different) // 2)]
         self.set_aside = set(kept)
         prompts = []
         for i, turns in enumerate(kept):
@@ -3588,18 +3846,22 @@ class Sampler:
         self.validation = prompts[1::2]
 
     def prompt(self, number: int) -> Prompt | None:
-        """None: what this number draws is set aside."""
-        turns = self.task.conversation(random.Random(f"{self.seed} {number}"))
-        return None if turns in self.set_aside else Prompt(id=number, turns=turns)
+        """The prompt of this number. None: its conversation is one of those that are set aside."""
+        rng = random.Random(f"{self.seed} {number}")
+        turns = self.task.conversation(rng)
+        if turns in self.set_aside:
+            return None
+        return Prompt(id=number, turns=turns)
 
     def stream(self) -> Iterator[Prompt]:
-        """Of the numbers 0, 1, 2, ... those that are free, without an end."""
+        """The prompts of the numbers 0, 1, 2, ..., without those that are set aside and an end."""
         for number in itertools.count():
             prompt = self.prompt(number)
             if prompt is not None:
                 yield prompt
 
     def first(self, num_prompts: int) -> list[Prompt]:
+        """The first so many of them."""
         return list(itertools.islice(self.stream(), num_prompts))
 
 
@@ -3608,8 +3870,8 @@ class Sampler:
 # Conversations are rows of a table with a column per token. A row has holes where another row's
 # turn is longer; a hole is masked, and has no position. So all rows have their turns in the same
 # columns: one batch and one cache do for rows of any length, and no row is ever shifted or
-# tokenized again. Two rows (<u> and <a> begin the user's and the assistant's turn, <e> ends one;
-# u is a letter of the user's; a to g were sampled; a dot is a hole):
+# tokenized again. Here are two rows. (<u> and <a> begin a turn of the user's and of the
+# assistant's, <e> ends one; u is a letter of the user's; a to g were sampled; a dot is a hole.)
 #
 #     ids         <u> u u u <e> <a>  a b c <e>   .   <u> u u u <e> <a>  d e f <e>
 #                 <u> u u u <e> <a>  a <e> .  .  .   <u> u u u <e> <a>  d e f g
@@ -3619,7 +3881,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What stands in the conversations: [B, T] each, B rows of T columns."""
+    """What stands in the conversations: [B, T] each, for B rows of T columns."""
 
     ids: torch.Tensor  # int64
     mask: torch.Tensor  # int64: 1 is a token, 0 a hole
@@ -3641,15 +3903,16 @@ class Tokens:
         )
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
+        """Changes all five in the same way."""
         return Tokens.combine([self], lambda columns: change(columns[0]))
 
     def with_columns(self, new: Tokens) -> Tokens:
-        """New columns behind these, for the same rows."""
+        """Puts new columns behind these, for the same rows."""
         return Tokens.combine([self, new], lambda columns: torch.cat(columns, 1))
 
     @staticmethod
     def stacked(parts: list[Tokens]) -> Tokens:
-        """The rows of all parts, with holes on the right of narrower ones."""
+        """The rows of all parts. Where a part has fewer columns, holes are added on its right."""
         width = max(part.ids.shape[1] for part in parts)
 
         def widened(column: torch.Tensor) -> torch.Tensor:
@@ -3658,23 +3921,22 @@ class Tokens:
         return Tokens.combine([part.each(widened) for part in parts], torch.cat)
 
     def packed(self) -> Tokens:
-        """[B, longest row] each: holes only at the ends of rows.
+        """[B, longest row] each: the same rows, with holes only at their ends.
 
-        A causal model needs no mask then, for no token looks at what follows it.
+        For the trainer, which needs no mask then: in a causal model no token looks at what follows
+        it, so what stands behind the end of a row changes nothing in it.
         """
         longest = int(self.mask.sum(1).max())
-        tokens_first = self.mask.argsort(
-            dim=1,
-            descending=True,
-            stable=True,
-        )
-        kept = tokens_first[:, :longest]
+        # Of each row, the numbers of its columns in a new order: tokens first, then holes, both in
+        # the order that they have. A row "a . b" has the order 0 2 1, and becomes "a b .".
+        order = self.mask.argsort(dim=1, descending=True, stable=True)
+        kept = order[:, :longest]
         return self.each(lambda column: column.gather(1, kept))
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Episodes, a row each. The rows of a group need not be neighbours."""
+    """Episodes, each of them a row. The rows of a group need not be neighbours."""
 
     tokens: Tokens
     rewards: torch.Tensor  # [B, turns] float32, of each turn; nan: not judged (yet)
@@ -3684,6 +3946,7 @@ class Rollout:
     said: list[list[str]]  # of each row, what the policy said in each turn
 
     def select(self, rows: list[int]) -> Rollout:
+        """The episodes with these numbers."""
         return Rollout(
             tokens=self.tokens.each(lambda column: column[rows]),
             rewards=self.rewards[rows],
@@ -3695,6 +3958,7 @@ class Rollout:
 
     @staticmethod
     def join(parts: list[Rollout]) -> Rollout:
+        """The episodes of all parts."""
         return Rollout(
             tokens=Tokens.stacked([part.tokens for part in parts]),
             rewards=torch.cat([part.rewards for part in parts]),
@@ -3705,8 +3969,9 @@ class Rollout:
         )
 
     def judged(self) -> Rollout:
-        """Without the episodes that could not be judged."""
-        return self.select(self.rewards.isfinite().all(1).nonzero().flatten().tolist())
+        """The episodes that could be judged."""
+        is_judged = self.rewards.isfinite().all(1)  # [B]
+        return self.select(is_judged.nonzero().flatten().tolist())
 
     def sampled(self) -> torch.Tensor:
         """[B, T] bool: the tokens that the policy chose. Nothing else ever carries loss."""
@@ -3714,6 +3979,7 @@ class Rollout:
 
 
 # -- 9c. The policy --------------------------------------------------------------------------------
+# Generators and the trainer both have one of these, built alike.
 
 
 class Policy:
@@ -3724,13 +3990,18 @@ class Policy:
         self.cfg = cfg
         self.task = task_of(cfg.task)
         is_tiny = cfg.model == "tiny"
+        self.tokenizer: Any
+        self.model: Any
         if is_tiny:
             self.tokenizer, self.model = tiny_policy(self.task.letters)
         else:
             dtype = torch.float32 if cfg.device == "cpu" else torch.bfloat16
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype)
-        self.model.to(cfg.device).eval()  # dropout would make the two programs disagree
+            auto = transformers.AutoModelForCausalLM
+            self.model = auto.from_pretrained(cfg.model, dtype=dtype)
+        # In mode `eval`, also while it is trained: dropout would draw other masks in each program,
+        # and they would disagree.
+        self.model.to(cfg.device).eval()
         self.end_id: int = self.tokenizer.eos_token_id  # ends a turn
         self.tokenizer.pad_token = self.tokenizer.eos_token  # fills holes, which nobody looks at
         # The task counts letters; a pretrained tokenizer may need several tokens for one.
@@ -3739,13 +4010,15 @@ class Policy:
         self._read_template("" if is_tiny else f"{self.task.instruction}\n")
 
     def _read_template(self, instruction: str) -> None:
-        """What the chat template puts around the user's words, in the first turn and in later ones.
+        """Finds what the chat template puts around the user's words, in the first turn and later.
 
-        Then only new words need to be tokenized: ids made into text and tokenized again need not be
-        the ids that were sampled.
+        With these texts each turn can be tokenized by itself. Templates expect a whole conversation
+        as text instead, but ids that are made into text and tokenized again need not be the ids
+        that were sampled.
         """
-        # Rendered once for a conversation in which everybody says SAID, and cut there. For the tiny
-        # policy: "<user>" SAID "<end><assistant>" SAID "<end><user>" SAID "<end><assistant>".
+        # The template is rendered once, for a conversation in which everybody says SAID, and the
+        # result is cut there. That of the tiny policy:
+        #   <user> SAID <end><assistant> SAID <end><user> SAID <end><assistant>
         roles = ["user", "assistant", "user"]
         chat = [{"role": role, "content": "SAID"} for role in roles]
         whole = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -3757,34 +4030,37 @@ class Policy:
     def ids_of(self, texts: list[str], is_first_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The user's words, in the template: (ids, mask), [len(texts), L] int64 each.
 
-        Holes are on the left, so that all rows end together and sampling can begin.
+        Holes are on the left, so that all rows end together and sampling can begin. The rows of a
+        group often hear the same text, so each text is tokenized once.
         """
         before = self.before_first if is_first_turn else self.before_later
-        whole = [before + text + self.after for text in texts]
+        different = list(dict.fromkeys(texts))
         found = self.tokenizer(
-            whole,
+            [before + text + self.after for text in different],
             return_tensors="pt",
             add_special_tokens=False,
             padding=True,
             padding_side="left",
         ).to(self.cfg.device)
-        return found["input_ids"], found["attention_mask"]
+        which = [different.index(text) for text in texts]  # for each row, the number of its text
+        return found["input_ids"][which], found["attention_mask"][which]
 
     def text_of(self, ids: list[int]) -> str:
-        """Sampled ids up to the end of the turn, as text. A '+' says that there was no end."""
+        """Sampled ids up to the end of the turn, as text. A '+' says that the turn had no end."""
         if self.end_id not in ids:
             return self.tokenizer.decode(ids).strip() + "+"
         return self.tokenizer.decode(ids[: ids.index(self.end_id)]).strip()
 
 
 def tiny_policy(letters: str, has_pairs: bool = False) -> tuple[Any, Any]:
-    """(tokenizer, model): a token per letter and three special ones, and 30 thousand parameters of Qwen2's kind: real attention and a real cache, at laptop speed.
+    """(tokenizer, model): a policy with which everything here runs at laptop speed.
 
-    has_pairs: there is also a token for each pair of letters, as tokenizers of real models have
-    tokens for frequent pairs.
+    The tokenizer has a token per letter and three special ones. The model has 30 thousand
+    parameters and is of Qwen2's kind, with real attention and a real cache. has_pairs: there is
+    also a token for each pair of letters, as tokenizers of real models have for frequent pairs.
     """
     tokens = ["<user>", "<assistant>", "<end>", *letters]
-    merges = list(itertools.product(letters, letters)) if has_pairs else []
+    merges: Any = list(itertools.product(letters, letters)) if has_pairs else []
     tokens += [first + second for first, second in merges]
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
     tokenizer = transformers.Qwen2Tokenizer(
@@ -3803,9 +4079,10 @@ def tiny_policy(letters: str, has_pairs: bool = False) -> tuple[Any, Any]:
         num_key_value_heads=2,
         num_hidden_layers=2,
         tie_word_embeddings=True,
-        attn_implementation="eager",
     )
-    return tokenizer, transformers.Qwen2ForCausalLM(config)
+    # "eager" is attention written out in PyTorch: for so small a model it is the fastest.
+    auto = transformers.AutoModelForCausalLM
+    return tokenizer, auto.from_config(config, attn_implementation="eager")
 
 
 def score_tokens(
@@ -3824,7 +4101,7 @@ def score_tokens(
 
 
 def recompute(model: Any, tokens: Tokens) -> torch.Tensor:
-    """[N] float32: the log-probabilities of all sampled tokens, row by row, as the trainer finds them.
+    """[N] float32: the trainer's log-probabilities of all sampled tokens, row by row.
 
     tokens: packed.
     """
@@ -3848,15 +4125,15 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
 
 
 def version_0() -> int:
-    """For a decoder whose weights do not change."""
+    """What `pull` is in a decoder whose weights do not change."""
     return 0
 
 
 class Decoder:
-    """Holds many conversations at once, a token per row and step, with a cache.
+    """Holds many conversations at once, and samples a token per row and step.
 
-    An engine for long answers on GPUs would be another class with these two methods: `hear` and
-    `speak`.
+    Its two methods take turns: `hear` takes what the user says, `speak` answers. An engine for long
+    answers on GPUs would be another class with these two methods.
     """
 
     def __init__(
@@ -3868,10 +4145,11 @@ class Decoder:
         greedy: bool = True,
         pull: Callable[[], int] = version_0,
     ) -> None:
-        """group_size: so many neighbours hear the same first turn.
+        """Begins num_rows conversations.
 
-        greedy: takes the likeliest token instead of sampling. pull: makes the policy's weights
-        those to sample with now, and returns their version; it is called before every token.
+        group_size: so many neighbouring rows hear the same first turn. greedy: take the likeliest
+        token instead of sampling. pull: makes the policy's weights those to sample with now, and
+        returns their version; it is called before every token.
         """
         self.policy = policy
         self.group_size = group_size
@@ -3879,14 +4157,8 @@ class Decoder:
         self.pull = pull
         device = policy.cfg.device
         self.rng = torch.Generator(device).manual_seed(seed)
-        none = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
-        self.tokens = Tokens(
-            ids=none,
-            mask=none,
-            turn_ids=none,
-            logprobs=none.float(),
-            versions=none,
-        )
+        nothing = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
+        self.tokens = given_tokens(nothing, nothing, turn=0)  # [B, 0]
         self.turn = 0  # the present one, from 1
         self.version: int | None = None  # of the weights that made the cache
         self.cache: Any = None
@@ -3897,29 +4169,24 @@ class Decoder:
         self.is_cut = no_row.clone()  # [B]: it has ended because the next turn would not fit
 
     def hear(self, texts: Sequence[str | None]) -> None:
-        """The user's turn, a text per row.
+        """The user's turn, a text per row. None ends the row's conversation.
 
-        None ends the row's conversation; so does a turn that would leave no room for an answer in
-        the model's context.
+        So does a turn that would leave no room for an answer in the model's context.
         """
         self.turn += 1
         is_silent = [text is None for text in texts]
         self.is_over |= torch.tensor(is_silent, device=self.policy.cfg.device)
-        # Each text is tokenized once, for the rows of a group often hear the same: `known` has the
-        # number of each text, `which` has for each row the number of its text.
-        known: dict[str, int] = {}
-        for text in texts:
-            known.setdefault(text or "", len(known))
-        ids, mask = self.policy.ids_of(list(known), is_first_turn=self.turn == 1)
-        which = torch.tensor([known[text or ""] for text in texts])
-        ids = ids[which]  # [B, L]
-        mask = self._without_second_end(ids, mask[which])
+        heard = [text or "" for text in texts]
+        ids, mask = self.policy.ids_of(heard, is_first_turn=self.turn == 1)  # [B, L]
+        mask = self._without_second_end(ids, mask)
 
         # Is there room for what was said before, for this, and for the longest answer?
-        length = self.tokens.mask.sum(1) + mask.sum(1) + self.policy.max_new_tokens
+        before = self.tokens.mask.sum(1)  # [B]
+        length = before + mask.sum(1) + self.policy.max_new_tokens
         no_room = (length > self.policy.context) & ~self.is_over
         self.is_cut |= no_room
         self.is_over |= no_room
+        # Rows whose conversation is over get nothing but holes.
         self.append(ids, mask * ~self.is_over[:, None], turn=0)
 
     def append(
@@ -3928,19 +4195,8 @@ class Decoder:
         mask: torch.Tensor,
         turn: int,
     ) -> None:
-        """ids, mask: [B, L] int64, of words that were not sampled.
-
-        turn: 0 for the user's; of an answer that is to be learned (section 11), its turn.
-        """
-        zeros = torch.zeros_like(ids)
-        new = Tokens(
-            ids=ids,
-            mask=mask,
-            turn_ids=mask * turn,
-            logprobs=zeros.float(),
-            versions=zeros,
-        )
-        self.tokens = self.tokens.with_columns(new)
+        """Adds words that were not sampled here. The parameters are those of given_tokens."""
+        self.tokens = self.tokens.with_columns(given_tokens(ids, mask, turn))
 
     def _without_second_end(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Many templates begin the user's later turns with the token that ends the assistant's.
@@ -3956,19 +4212,21 @@ class Decoder:
         return mask.scatter(1, first, keeps_first.long())
 
     def speak(self) -> list[str]:
-        """The assistant's turn, until every row has ended it: what each row said."""
+        """The assistant's turn, until every row has ended it. Returns what each row said."""
         start = self.tokens.ids.shape[1]  # the first column of this turn
         self.is_speaking = ~self.is_over
         for _ in range(self.policy.max_new_tokens):
             if not self.is_speaking.any():
                 break
-            # Between two tokens: the only moment at which weights may change.
+            # This is between two tokens, which is the only moment at which weights may change.
             self._take_new_weights()
-            self._append_sampled(self.log_distribution(self._next_logits()))
-        return [self.policy.text_of(ids) for ids in self.tokens.ids[:, start:].tolist()]
+            logits = self._next_logits()
+            self._append_sampled(self.log_distribution(logits))
+        answers = self.tokens.ids[:, start:].tolist()
+        return [self.policy.text_of(ids) for ids in answers]
 
     def _take_new_weights(self) -> None:
-        """Tokens from here on carry this version, earlier ones keep theirs."""
+        """Pulls. Tokens from here on carry the new version, earlier ones keep theirs."""
         version = self.pull()
         if version != self.version:
             self.version = version
@@ -3977,19 +4235,20 @@ class Decoder:
             self.cache = self.new_cache()  # mechanism: a cache per version
 
     def new_cache(self) -> Any:
-        """Empty: the next step computes keys and values of all tokens again."""
+        """An empty cache: the next step computes keys and values of all tokens again."""
         return transformers.DynamicCache(config=self.policy.model.config)
 
     def _next_logits(self) -> torch.Tensor:
-        """[B, vocabulary]: of the token that follows in each row."""
+        """[B, vocabulary]: the model's opinion of the token that follows in each row."""
         # The rows of a group begin alike. Until they have spoken, what they heard is computed once
-        # for all of them.
+        # for all of them: for every eighth row, say.
         num_alike = 1 if self.has_spoken else self.group_size
         ids = self.tokens.ids[::num_alike]
         mask = self.tokens.mask[::num_alike]
         # Columns that the cache lacks: all of them at first, then those that were appended since.
         num_new = ids.shape[1] - self.cache.get_seq_length()
-        positions = (mask.cumsum(1) - 1).clamp(min=0)  # holes do not count
+        # The position of a token is the number of tokens before it: holes do not count.
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
         out = self.policy.model(
             ids[:, -num_new:],
             attention_mask=mask,
@@ -4003,15 +4262,18 @@ class Decoder:
         return out.logits[:, -1].repeat_interleave(num_alike, 0)
 
     def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
-        """[B, vocabulary] float32: log-probabilities to sample from, and to record.
+        """[B, vocabulary] float32: the log-probabilities to sample from, and to record.
 
-        They are the policy's own: any change, such as a temperature or top-p, samples from another
-        policy.
+        They are the policy's own. With any change, such as a temperature or top-p, another policy
+        is sampled from than the one that is trained.
         """
         return logits.float().log_softmax(-1)
 
     def _append_sampled(self, logp: torch.Tensor) -> None:
-        """logp: [B, vocabulary]. A token for each row; rows that have ended get a hole."""
+        """Samples a token for each row. Rows that have ended their turn get a hole.
+
+        logp: [B, vocabulary] float32.
+        """
         if self.greedy:
             token = logp.argmax(-1, keepdim=True)  # [B, 1]
         else:
@@ -4029,6 +4291,22 @@ class Decoder:
         self.is_speaking = self.is_speaking & (token[:, 0] != self.policy.end_id)
 
 
+def given_tokens(ids: torch.Tensor, mask: torch.Tensor, turn: int) -> Tokens:
+    """Tokens that were not sampled. ids, mask: [B, L] int64.
+
+    turn: 0 for the user's words; for an answer that is to be learned as it is (section 11), its
+    turn.
+    """
+    zeros = torch.zeros_like(ids)
+    return Tokens(
+        ids=ids,
+        mask=mask,
+        turn_ids=mask * turn,
+        logprobs=zeros.float(),
+        versions=zeros,
+    )
+
+
 def generate(
     policy: Policy,
     prompts: list[Prompt],
@@ -4038,15 +4316,20 @@ def generate(
     pull: Callable[[], int] = version_0,
     decoder_class: type[Decoder] = Decoder,
 ) -> Rollout:
-    """Has each conversation group_size times. Nothing is judged yet."""
-    # Groups stand together here; who joins or selects rows later need not keep them so.
+    """Has each conversation group_size times. The rewards are nan: nothing is judged yet.
+
+    The parameters are those of Decoder.
+    """
+    # The rows of a group are neighbours here. Whoever joins or selects rows need not keep that.
     rows = [prompt for prompt in prompts for _ in range(group_size)]
     said: list[list[str]] = [[] for _ in rows]
     decoder = decoder_class(policy, len(rows), group_size, seed, greedy, pull)
     with torch.inference_mode():
         for _ in range(policy.task.num_turns):
-            pairs = zip(rows, said, strict=True)
-            decoder.hear([policy.task.user(prompt.turns, so_far) for prompt, so_far in pairs])
+            texts = []
+            for prompt, so_far in zip(rows, said, strict=True):
+                texts.append(policy.task.user(prompt.turns, so_far))
+            decoder.hear(texts)
             answers = decoder.speak()
             for row in (~decoder.is_over).nonzero().flatten().tolist():
                 said[row].append(answers[row])
@@ -4063,13 +4346,15 @@ def generate(
 
 
 # -- measurement -----------------------------------------------------------------------------------
-# Three decoders that break the rule, and text in place of ids. Each has been seen in public code.
-# What a trainer would compare with is held beside what the generator recorded, as k3: how far apart
-# the two distributions are that they come from. It should be 0, but for rounding.
+# Four ways to break the rule, each of which has been seen in public code: three decoders, and text
+# in place of ids. Of the decoders, what the trainer recomputes is held beside what the generator
+# recorded, as k3, which tells how far apart the two distributions are that they come from. It
+# should be 0, but for rounding. A k3 of 0.1 is enormous: most steps of RL change a policy by less.
+# One of 1e-5 is small, but it is there at every step and always pushes the same way.
 
 
 class KeepsOldCache(Decoder):
-    """After new weights it goes on with the keys and values of the old ones."""
+    """Goes on with the keys and values of the old weights when new ones have come."""
 
     def new_cache(self) -> Any:
         return super().new_cache() if self.cache is None else self.cache
@@ -4083,18 +4368,24 @@ class RoundsProbabilities(Decoder):
 
 
 class SamplesTopP(Decoder):
-    """Samples from the likeliest tokens that together have a probability of 0.9, as the generation settings of most models have it, and records the probability among these."""
+    """Samples only from the likeliest tokens, those that together have a probability of 0.9.
+
+    The generation settings of most models do so. What it records is the probability among these.
+    """
 
     def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
-        logp, order = logits.float().log_softmax(-1).sort(-1, descending=True)
-        before = logp.exp().cumsum(-1) - logp.exp()  # the probability of likelier ones
-        kept = logp.masked_fill(before > 0.9, -math.inf).log_softmax(-1)
-        return torch.empty_like(kept).scatter(-1, order, kept)
+        every = logits.float().log_softmax(-1)
+        logp, order = every.sort(-1, descending=True)
+        p = logp.exp()
+        before = p.cumsum(-1) - p  # the probability of all likelier ones together
+        kept = logp.masked_fill(before > 0.9, -math.inf)
+        kept = kept.log_softmax(-1)  # so that they add up to 1 again
+        return torch.empty_like(kept).scatter(-1, order, kept)  # in the order of the vocabulary
 
 
 @dataclass(frozen=True)
 class AgreementRow:
-    """How recorded and recomputed log-probabilities compare."""
+    """How what was recorded compares with what the trainer finds."""
 
     what_the_trainer_compares_with: str
     mean_k3: float
@@ -4102,16 +4393,16 @@ class AgreementRow:
 
 
 def agreement(what: str, decoder_class: type[Decoder], cfg: Config) -> AgreementRow:
-    """A policy that changes twice while it converses, as if a trainer published meanwhile.
+    """Measures a decoder whose policy changes twice while it converses, as if a trainer published.
 
-    Each token is recomputed with the weights of the version that it names.
+    Each token is then recomputed with the weights of the version that it names. what: for the row.
     """
     policy = Policy(cfg)
     states = []  # the weights of versions 0, 1 and 2
     for version in range(3):
         other = Policy(dataclasses.replace(cfg, seed=cfg.seed + version))
         state = other.model.state_dict()
-        # Twice as large as fresh ones, so that some tokens are much likelier than others.
+        # Twice as large as fresh weights, so that some tokens are much likelier than others.
         states.append({name: 2 * tensor for name, tensor in state.items()})
     num_pulls = itertools.count()
 
@@ -4139,10 +4430,10 @@ def agreement(what: str, decoder_class: type[Decoder], cfg: Config) -> Agreement
 
 
 def num_ids_that_differ(num_answers: int, seed: int) -> int:
-    """Answers of four tokens, letters or pairs of letters, turned into text and tokenized again, as a next turn made from text would do.
+    """Turns sampled answers into text and tokenizes them again, as a next turn from text would do.
 
-    Sampling "a" and then "b" gives two ids and the text "ab"; of that text the tokenizer makes the
-    one id of the pair.
+    Answers have four tokens, which are letters or pairs of letters. Sampling "a" and then "b" gives
+    two ids and the text "ab"; of that text the tokenizer makes the one id of the pair.
     """
     tokenizer, _ = tiny_policy(Task.letters, has_pairs=True)
     rng = random.Random(seed)
@@ -4178,6 +4469,7 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
     smallest = min(row.mean_k3 for row in wrong)
     report.check("smallest k3 of the three that break the rule", smallest, ">", 1e-6)
     report.check("ids that differ after a trip through text", num_differ, ">", 0)
+    # You can now sample with one program and train with another, and know that they agree.
 
 
 # == 10. LOSSES ====================================================================================
@@ -4191,7 +4483,7 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #                  are counted as often as the present one would have drawn them.
 #     a clip       a token that has moved far enough gets no more gradient. It does not correct a
 #                  direction; it limits how far one batch can push.
-# Cost. Ratios make noise: a few tokens may weigh much. A clip silences tokens.
+# Cost. Ratios make noise: a few tokens may have most of the weight. A clip silences tokens.
 # Not here. Value networks as baselines; ratios of whole answers.
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), GRPO (Shao 2024), RLOO (Ahmadian 2024).
 #
@@ -4199,8 +4491,13 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 # and the advantages add up to 0. Only the gradient means something. So a loss that does not fall
 # says nothing; watch the reward, held-out answers, the entropy and k3 instead.
 
-# Why the mean of the group. The answers to one prompt tell how hard that prompt is, and this needs
-# no second network. That a prompt is easy then does not teach that all its answers are good.
+# Why the mean of the group is the baseline. The answers to one prompt tell how hard that prompt is,
+# and this needs no second network. With a baseline that does not know the prompt, all answers to an
+# easy prompt look good, also the worse ones. By example, two groups of four with rewards 0 and 1:
+#
+#     group   rewards     advantages with `group`   with `leave_one_out`   with `batch`
+#     easy    1 1 1 0      0.6  0.6  0.6 -1.7        0.3  0.3  0.3 -1       1  1  1 -1
+#     hard    0 0 0 1     -0.6 -0.6 -0.6  1.7       -0.3 -0.3 -0.3  1      -1 -1 -1  1
 
 GROUP_SIZE = 8  # episodes per prompt: the mean of fewer is a poor baseline
 
@@ -4208,16 +4505,16 @@ GROUP_SIZE = 8  # episodes per prompt: the mean of fewer is a poor baseline
 def advantages(
     returns: torch.Tensor, group_ids: torch.Tensor, baseline: str = "group"
 ) -> torch.Tensor:
-    """How much better each answer was than expected.
+    """How much better each answer was than expected: [..., B, turns] float32.
 
-    returns: [..., B, turns], the rewards from a turn on. group_ids: [..., B]. Returns [..., B,
-    turns] float32: with `group` and `batch` in standard deviations (GRPO), else as they are. Groups
-    are found by id: by position, one lost row would mix all groups behind it.
+    returns: [..., B, turns], the sum of the rewards from a turn on. group_ids: [..., B] int64. With
+    `group` and `batch` advantages are in standard deviations (GRPO), else in units of the reward.
+    Groups are found by id: by position, one lost row would mix all groups behind it.
     """
     if baseline == "none":
         return returns.float()
-    # [..., B, B]: who is compared with whom. When each row adds up to 1, a product with it takes
-    # the means.
+    # [..., B, B]: in row i, 1 for each answer with which answer i is compared. When each row is
+    # made to add up to 1, a product with this matrix takes the means.
     peers = (group_ids[..., :, None] == group_ids[..., None, :]).double()
     if baseline == "batch":
         peers = torch.ones_like(peers)
@@ -4225,19 +4522,23 @@ def advantages(
         # Without itself: an answer in its own mean would shrink its own advantage.
         itself = torch.eye(peers.shape[-1], dtype=torch.float64)
         peers = peers * (1 - itself)
-    peers = peers / peers.sum(-1, keepdim=True).clamp(min=1)
-    centred = returns.double() - peers @ returns.double()
+    num_peers = peers.sum(-1, keepdim=True)
+    peers = peers / num_peers.clamp(min=1)
+    expected = peers @ returns.double()
+    centred = returns.double() - expected
     if baseline == "leave_one_out":
         return centred.float()
     deviation = (peers @ centred**2).sqrt()
-    return (centred / (deviation + 1e-4)).float()  # a group that is all alike teaches nothing: 0
+    # The small number keeps a group that is all alike from dividing 0 by 0. It teaches nothing: 0.
+    return (centred / (deviation + 1e-4)).float()
 
 
 @dataclass(frozen=True)
 class Sampled:
     """N sampled tokens, as a loss sees them: [N] float32 each.
 
-    Where the first three are equal all losses have the same gradient, that of `reinforce`.
+    Where the first three fields are equal, that is at lag 0 and before the first update, all losses
+    have the same gradient, that of `reinforce`.
     """
 
     logp: torch.Tensor  # log-probability under the policy in training; the gradient flows here
@@ -4259,8 +4560,10 @@ class TokenLoss:
 # The loss of a batch is the mean over its sampled tokens, so a long answer weighs as much as its
 # tokens do. In the formulas r is the ratio, A the advantage:
 #
-#     reinforce   -A log p                                    decoupled   w * ppo, with r from `near`
-#     ppo         -min(A r, A clip(r, 1 - CLIP, 1 + CLIP))    cispo       -A min(r, MAX_WEIGHT) log p
+#     reinforce   -A log p
+#     ppo         -min(A r, A clip(r, 1 - CLIP, 1 + CLIP))
+#     decoupled   w ppo, where r is p / p near, and w = min(p near / p recorded, MAX_WEIGHT)
+#     cispo       -A min(r, MAX_WEIGHT) log p, where no gradient flows through r
 #     dppo        -A r + PULL_BACK (log r)**2, while p has moved by less than MAX_SHIFT
 
 CLIP = 0.2  # how far the probability of a token may move, as a ratio, before its gradient stops
@@ -4275,29 +4578,32 @@ def nowhere(tokens: Sampled) -> torch.Tensor:
 
 
 def reinforce_loss(tokens: Sampled) -> TokenLoss:
-    """The gradient of the mean reward, of samples of lag 0. Lag is ignored."""
+    """The gradient of the mean reward, if the samples have lag 0. It does not look at their lag."""
     return TokenLoss(loss=-tokens.advantage * tokens.logp, is_outside=nowhere(tokens))
 
 
 def ppo_loss(tokens: Sampled) -> TokenLoss:
     """A ratio and a clip.
 
-    Once a token has become 1 + CLIP times as likely (or 1 - CLIP times, if it was bad) the batch
-    says no more about it, whether this trainer moved it or the lag did.
+    Once a good token has become 1 + CLIP times as likely, or a bad one 1 - CLIP times, the batch
+    says no more about it. It does not matter whether this trainer moved it or the lag did.
     """
     ratio = (tokens.logp - tokens.recorded).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     is_good = tokens.advantage > 0
-    is_outside = torch.where(is_good, ratio > 1 + CLIP, ratio < 1 - CLIP)
+    is_above = ratio > 1 + CLIP
+    is_below = ratio < 1 - CLIP
+    is_outside = torch.where(is_good, is_above, is_below)
+    # The smaller of both: outside that is the clipped one, a constant, so there is no gradient.
     gain = torch.min(tokens.advantage * ratio, tokens.advantage * clipped)
     return TokenLoss(loss=-gain, is_outside=is_outside)
 
 
 def decoupled_loss(tokens: Sampled) -> TokenLoss:
-    """Two questions apart (AReaL, Fu 2025).
+    """Asks two questions apart from each other (AReaL, Fu 2025).
 
-    How old are the samples? That is a weight. How far have the updates with this batch gone? That
-    is a clip; it needs more than one update per batch.
+    How old are the samples? The answer is a weight. How far have the updates with this batch gone?
+    The answer is a clip, which does something only with more than one update per batch (--passes).
     """
     clipped = ppo_loss(dataclasses.replace(tokens, recorded=tokens.near))
     weight = (tokens.near - tokens.recorded).exp().clamp(max=MAX_WEIGHT)
@@ -4305,7 +4611,7 @@ def decoupled_loss(tokens: Sampled) -> TokenLoss:
 
 
 def cispo_loss(tokens: Sampled) -> TokenLoss:
-    """The weight is cut off, not the gradient: every token counts (MiniMax-M1, 2025)."""
+    """Cuts off the weight, not the gradient, so that every token counts (MiniMax-M1, 2025)."""
     ratio = (tokens.logp.detach() - tokens.recorded).exp()
     weight = ratio.clamp(max=MAX_WEIGHT)  # mechanism: ratio
     loss = -tokens.advantage * weight * tokens.logp
@@ -4313,9 +4619,10 @@ def cispo_loss(tokens: Sampled) -> TokenLoss:
 
 
 def dppo_loss(tokens: Sampled) -> TokenLoss:
-    """As ppo, but distance is a difference of probabilities: for a rare token a ratio of 2 is nothing, for a frequent one 1.2 is much.
+    """As ppo, but distance is a difference of probabilities instead of a ratio.
 
-    Inside, a small pull back to the samples.
+    For a rare token a ratio of 2 is nothing, for a frequent one 1.2 is much. Inside the limit there
+    is a small pull back to the samples.
     """
     shift = (tokens.logp.exp() - tokens.recorded.exp()).detach()
     is_good = tokens.advantage > 0
@@ -4334,9 +4641,14 @@ LOSSES: dict[str, Callable[[Sampled], TokenLoss]] = {
 }
 
 # -- measurement -----------------------------------------------------------------------------------
-# A policy so small that all its answers can be listed: 4 prompts, answers of 3 tokens out of 4, so
-# 64 answers each. Its parameters are a table: a logit for each prompt, beginning of an answer, and
-# next token. So the true J and the true gradient are sums, and estimators can be held beside them.
+# A policy so small that all its answers can be listed: 4 prompts, and answers of 3 tokens, each one
+# of 4 symbols, so 64 answers per prompt. Its parameters are a table: a logit for each prompt,
+# beginning of an answer, and next symbol. So the true J and the true gradient are sums that can be
+# computed, and what a loss makes of samples can be held beside them.
+#
+# Two numbers describe an estimator, which is a loss with a baseline. Tilt: 1 - cosine of the angle
+# between the mean of its gradients and the true one; 0 points where the truth points, 2 away from
+# it. Noise: the standard deviation of the gradient of one batch, over the length of the mean.
 
 NUM_PROMPTS = 4
 NUM_SYMBOLS = 4
@@ -4350,9 +4662,9 @@ class SmallWorld:
         self.rng = torch.Generator().manual_seed(seed)
         every = itertools.product(range(NUM_SYMBOLS), repeat=LENGTH)
         self.answers = torch.tensor(list(every))  # [64, 3]: all of them
-        # [64, 3]: the row of the table before each token, a number for each beginning of an answer:
-        # 0 for none, 1 to 4 for one token, 5 to 20 for two. It is the number of the beginning that
-        # is a token shorter, times four, plus the token, plus one.
+        # [64, 3]: for each token of each answer, the row of the table from which it is drawn. That
+        # is the number of the answer's beginning so far: 0 for none, 1 to 4 for one token, 5 to 20
+        # for two. It is computed from the beginning that is a token shorter.
         beginnings = [torch.zeros(len(self.answers), dtype=torch.int64)]
         for t in range(LENGTH - 1):
             beginnings.append(beginnings[t] * NUM_SYMBOLS + self.answers[:, t] + 1)
@@ -4365,8 +4677,11 @@ class SmallWorld:
         self.prompts = groups  # [32]: of each answer of a batch, its prompt, which is its group id
 
     def first_policy(self) -> torch.Tensor:
-        """[prompts, beginnings, symbols] float32: logits, random but for a liking of right answers that grows from prompt to prompt, so that some prompts are easy."""
-        # Prompt 0 is hard, prompt 3 is easy: a baseline that knows the prompt has something to do.
+        """[prompts, beginnings, symbols] float32: logits to begin with.
+
+        They are random, but for a liking of the right answers that grows from prompt to prompt.
+        Prompt 0 is hard, prompt 3 is easy: a baseline that knows the prompt has something to do.
+        """
         shape = (NUM_PROMPTS, self.num_beginnings, NUM_SYMBOLS)
         table = 0.7 * torch.randn(shape, generator=self.rng)
         for prompt in range(NUM_PROMPTS):
@@ -4376,23 +4691,26 @@ class SmallWorld:
         return table
 
     def logp(self, table: torch.Tensor) -> torch.Tensor:
-        """[prompts, 64, 3]: of each token of each answer."""
+        """[prompts, 64, 3]: log-probabilities of each token of each answer."""
         return table.log_softmax(-1)[:, self.beginnings, self.answers]
 
     def true_gradient(self, table: torch.Tensor) -> torch.Tensor:
-        """Of J, the sum over all answers of probability times reward."""
+        """The gradient of J, which is the sum over all answers of probability times reward."""
         mine = table.clone().requires_grad_()
         p = self.logp(mine).sum(-1).exp()  # [prompts, 64]
-        return torch.autograd.grad((p * self.rewards).sum(-1).mean(), mine)[0]
+        mean_reward = (p * self.rewards).sum(-1).mean()
+        (gradient,) = torch.autograd.grad(mean_reward, mine)
+        return gradient
 
     def divergence(self, old: torch.Tensor, new: torch.Tensor) -> float:
-        """KL(old, new) in nats per answer, exactly."""
-        before = self.logp(old).sum(-1)
+        """KL(old, new), exactly: in nats per answer, 0 if the two policies are the same."""
+        before = self.logp(old).sum(-1)  # [prompts, 64]
         after = self.logp(new).sum(-1)
-        return float((before.exp() * (before - after)).sum(-1).mean())
+        of_prompt = (before.exp() * (before - after)).sum(-1)
+        return float(of_prompt.mean())
 
     def sample(self, table: torch.Tensor, num_batches: int) -> torch.Tensor:
-        """[batches, 32] int64: numbers of answers, a group after the other."""
+        """[batches, 32] int64: sampled answers by their numbers, eight to each prompt."""
         p = self.logp(table).sum(-1).exp()
         found = torch.multinomial(p, num_batches * GROUP_SIZE, True, generator=self.rng)
         by_batch = found.view(NUM_PROMPTS, num_batches, GROUP_SIZE).transpose(0, 1)
@@ -4407,7 +4725,7 @@ class SmallWorld:
     ) -> Sampled:
         """What a trainer has of answers that `old` has sampled.
 
-        logp: [..., 32, 3], under its own policy.
+        answers: [..., 32] int64. logp: [..., 32, 3], under the policy of the trainer.
         """
         returns = self.rewards[self.prompts, answers][..., None]
         advantage = advantages(returns, self.prompts.expand_as(answers), baseline)
@@ -4426,7 +4744,10 @@ class SmallWorld:
         now: torch.Tensor,
         num_batches: int,
     ) -> torch.Tensor:
-        """[batches, parameters]: in each row the gradient, uphill, that a trainer at `now` gets of a batch that was sampled by `old`."""
+        """[batches, parameters]: the gradients, uphill, of so many batches.
+
+        Each is the one that a trainer whose policy is `now` computes from 32 answers of `old`.
+        """
         answers = self.sample(old, num_batches)
         # A copy of the table for each batch, so that one backward pass gives all gradients.
         tables = now.expand(num_batches, *now.shape).clone().requires_grad_()
@@ -4439,14 +4760,14 @@ class SmallWorld:
         return -torch.autograd.grad(total, tables)[0].flatten(1)
 
     def later_policy(self, table: torch.Tensor, num_steps: int) -> torch.Tensor:
-        """What a trainer makes of a policy: steps along gradients of single batches."""
+        """What a trainer makes of a policy in so many steps along gradients of single batches."""
         for _ in range(num_steps):
             step = self.gradients("reinforce", "leave_one_out", table, table, 1)
             table = table + 0.7 * (step / step.norm()).view_as(table)
         return table
 
     def pushed_nats(self, loss: str, old: torch.Tensor, num_updates: int) -> float:
-        """How far the policy is from `old` after so many updates with one and the same batch."""
+        """How far so many updates with one and the same batch take the policy away from `old`."""
         answers = self.sample(old, 1)
         table = old.clone().requires_grad_()
         optimizer = torch.optim.Adam([table], 0.1)
@@ -4519,7 +4840,7 @@ ESTIMATORS = [
 
 
 def largest_difference_at_lag_0(world: SmallWorld, table: torch.Tensor) -> float:
-    """Between the gradients of two losses on the same batch."""
+    """The largest difference between the gradients that two losses have on the same batch."""
     found = []
     state = world.rng.get_state()
     for loss in LOSSES:
@@ -4537,6 +4858,7 @@ def largest_difference_at_lag_0(world: SmallWorld, table: torch.Tensor) -> float
 async def demo_losses(report: Report, cfg: Config) -> None:
     world = SmallWorld(cfg.seed)
     old = world.first_policy()
+    # `old` samples, and `now` is trained: 8 steps later, so at a lag of 8.
     now = world.later_policy(old, num_steps=8)
     moved = show(world.divergence(old, now))
     report.say(
@@ -4548,9 +4870,10 @@ async def demo_losses(report: Report, cfg: Config) -> None:
         rows.append(estimator_row(world, loss, baseline, old, now))
     report.table(rows)
     report.say("at a lag ppo and dppo silence what has moved already, so the rest points elsewhere")
+    # What a clip is for: with the gradient of one batch alone, how far can updates go?
     pushed = {loss: world.pushed_nats(loss, old, 100) for loss in LOSSES}
     texts = [f"{loss} {show(nats)}" for loss, nats in pushed.items()]
-    report.say(f"100 updates with one batch move it by so many nats: {', '.join(texts)}")
+    report.say("100 updates with one batch move it by so many nats:", f"  {', '.join(texts)}")
 
     none, _, group, alone, _, _, cispo, _ = rows
     report.figure(
@@ -4564,14 +4887,19 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     )
     difference = largest_difference_at_lag_0(world, old)
     report.check("lag 0: largest difference between the losses' gradients", difference, "<", 1e-6)
-    # The mean of finitely many gradients has a tilt of noise ** 2 / (2 * batches) by chance.
-    over_chance = max(row.tilt / (row.noise**2 / (2 * NUM_BATCHES)) for row in (none, alone))
+    # With and without a baseline the mean should point where the truth points. The mean of finitely
+    # many gradients has a tilt of noise ** 2 / (2 * batches) by chance; more would be a real tilt.
+    over_chance = 0.0
+    for row in (none, alone):
+        by_chance = row.noise**2 / (2 * NUM_BATCHES)
+        over_chance = max(over_chance, row.tilt / by_chance)
     report.check("lag 0: tilt with no baseline and the others', / by chance", over_chance, "<", 2)
     report.check("lag 0: noise with a baseline / without", alone.noise / none.noise, "<", 0.8)
     corrected = cispo.tilt_at_a_lag / alone.tilt_at_a_lag
     report.check("lag 8: tilt with a ratio / without", corrected, "<", 0.8)
     bounded = pushed["ppo"] / pushed["reinforce"]
     report.check("how far 100 updates push, with a clip / without", bounded, "<", 0.2)
+    # You can now say what a loss does with a sample that is old, and what that costs.
 
 
 # == 11. SYNC RL ===================================================================================
@@ -4593,7 +4921,8 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 
 # -- 11a. The warm start ---------------------------------------------------------------------------
 # From random weights RL has nothing to make likelier: all answers are wrong. So the tiny policy
-# first takes supervised steps, until it is bad but not hopeless. A pretrained model needs none.
+# first takes supervised steps, which show it right answers, until it is bad but not hopeless. A
+# pretrained model needs none.
 
 WARM_BATCH = 64  # conversations per supervised step
 WARM_RATE = 6e-4  # below that of RL, so that it does not jump past the place where it should stop
@@ -4603,7 +4932,7 @@ WARM_STEPS = 1000
 
 
 def warm_start(policy: Policy) -> None:
-    """Raises RuntimeError if the task is too hard for the tiny policy."""
+    """Trains the policy on right answers. RuntimeError if the task is too hard for it."""
     # Other prompts than those of RL, which have seeds from 0 on.
     sampler = Sampler(policy.cfg.task, seed=-1 - policy.cfg.seed)
     prompts = sampler.stream()
@@ -4611,7 +4940,8 @@ def warm_start(policy: Policy) -> None:
     optimizer = torch.optim.AdamW(policy.model.parameters(), WARM_RATE, weight_decay=0.0)
     share = 0.0
     for step in range(WARM_STEPS):
-        supervised_loss(policy, list(itertools.islice(prompts, WARM_BATCH)), rng).backward()
+        batch = list(itertools.islice(prompts, WARM_BATCH))
+        supervised_loss(policy, batch, rng).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % 5 == 0 or share > 0.02:  # near the end it rises by 0.05 a step
@@ -4626,7 +4956,7 @@ def supervised_loss(
     prompts: list[Prompt],
     rng: random.Random,
 ) -> torch.Tensor:
-    """Of saying the right answers, some letters of which are replaced."""
+    """The loss of saying the right answers, some letters of which are replaced by others."""
     decoder = Decoder(policy, len(prompts))
     for turn in range(policy.task.num_turns):
         decoder.hear([prompt.turns[turn].user for prompt in prompts])
@@ -4638,7 +4968,8 @@ def supervised_loss(
                 answer += rng.choice(policy.task.letters) if is_wrong else letter
             answers.append(answer + policy.tokenizer.eos_token)
         # The decoder is told what it has said, in place of sampling it.
-        found = policy.tokenizer(answers, return_tensors="pt", padding=True).to(policy.cfg.device)
+        found = policy.tokenizer(answers, return_tensors="pt", padding=True)
+        found = found.to(policy.cfg.device)
         decoder.append(found["input_ids"], found["attention_mask"], decoder.turn)
     tokens = decoder.tokens.packed()
     labels = tokens.ids.where(tokens.turn_ids > 0, -100)  # -100 is what transformers leaves out
@@ -4646,24 +4977,30 @@ def supervised_loss(
 
 
 def exact_share(policy: Policy, prompts: list[Prompt]) -> float:
-    """Of these prompts, those that the policy answers exactly, greedily."""
+    """The share of these prompts that the policy answers exactly, when it takes the likeliest."""
     said = generate(policy, prompts, group_size=1).said
-    pairs = zip(prompts, said, strict=True)
-    rewards = [sum(policy.task.score(prompt.turns, answers)) for prompt, answers in pairs]
-    return sum(is_exact(reward) for reward in rewards) / len(prompts)
+    num_exact = 0
+    for prompt, answers in zip(prompts, said, strict=True):
+        reward = sum(policy.task.score(prompt.turns, answers))
+        num_exact += is_exact(reward)
+    return num_exact / len(prompts)
 
 
 def is_exact(reward: float) -> bool:
-    """Sums of thirds miss 1 by rounding."""
+    """Is all of an episode right? Its rewards then add up to 1, but for rounding."""
     return reward > 0.999
 
 
 # -- 11b. One update -------------------------------------------------------------------------------
 # The heart of the file is TrainState.step and _backward: score the batch, compare with what was
-# recorded, and make the better answers likelier. What stands around it are parts of batches that fit
-# into memory, several ranks, and numbers that tell how it went.
+# recorded, and make the better answers likelier. Around that are three things: parts, because a
+# large batch does not fit into memory at once; ranks; and numbers that tell how it went.
+#
+#     batch of 128 episodes --parts_of--> part 0, part 1, ...   each a forward and a backward pass
+#     each part: score_part -> log-probabilities of its tokens -> a loss (section 10) -> gradient
+#     all parts: clip the gradient, wait for the copy of the last version, update
 
-MAX_GRAD_NORM = 1.0
+MAX_GRAD_NORM = 1.0  # a longer gradient is shortened to this: one odd batch must not do much harm
 MAX_LOGITS = 1 << 27  # that a forward pass of the trainer may make: half a GiB in fp32
 MAX_K3 = {"cpu": 1e-6, "cuda": 1e-2}  # between the two programs, by rounding: in fp32, in bf16
 
@@ -4678,7 +5015,9 @@ class StepStats:
     lag_max: int
     loss: float  # says nothing about learning (section 10)
     mismatch_k3: float | None  # recorded against recomputed, tokens of lag 0; None: there are none
-    ess: float  # effective sample size: 1 if all tokens weigh the same, near 0 if few weigh all
+    # Effective sample size, as a share: 1 if all tokens weigh the same, near 0 if a few of them
+    # have all the weight.
+    ess: float
     entropy: float  # nats per token
     clipped: float  # share of tokens that the loss left without a gradient
     kl: float  # divergence from the policy before RL, nats per token; 0 without --kl
@@ -4704,8 +5043,9 @@ class TrainState:
     """The weights in training and all that an update needs.
 
     It is no actor, so tests run it in their own process; Trainer is the actor around it. With
-    several ranks each has a part of every weight, gradient and moment (FSDP2), and scores a part of
-    each batch.
+    several ranks each has a part of every weight, gradient and moment (FSDP2, fully sharded data
+    parallelism), and scores a part of each batch. A moment is what AdamW remembers of the gradients
+    so far.
     """
 
     def __init__(
@@ -4719,52 +5059,47 @@ class TrainState:
         self.rank = rank
         self.version = -1  # of the weights; 0 is before RL
         # With --kl: a frozen copy of the policy before RL, to stay near.
-        self.reference = copy.deepcopy(self.model).requires_grad_(False) if cfg.kl else None
+        self.reference: Any = None
+        if cfg.kl:
+            self.reference = copy.deepcopy(self.model).requires_grad_(False)
         self.prepare_optimizer(cfg)
 
     def shard(self, meeting_place: str) -> None:
-        """For all ranks at once, which until now have the same weights."""
+        """Cuts the weights into parts. All ranks call it at once, with the same whole weights."""
         form_group(meeting_place, self.rank, self.cfg.trainers)
         device, _, _ = self.cfg.device.partition(":")
-        mesh = dtensor.init_device_mesh(device, (self.cfg.trainers,))
+        mesh = device_mesh.init_device_mesh(device, (self.cfg.trainers,))
         for model in (self.model, self.reference):
             if model is not None:
-                # Reshard also after a forward pass that no backward pass follows: into weights that
-                # stay whole no checkpoint could be loaded.
+                # FSDP gathers the whole weights for a forward pass. Let it cut them again also when
+                # no backward pass follows: a checkpoint cannot be loaded into whole ones.
                 fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=True)
         self.prepare_optimizer(self.cfg)  # of the parts
 
     def prepare_optimizer(self, cfg: Config) -> None:
-        """A fresh one, for a run with this Config."""
+        """Makes a fresh optimizer and schedule, for a run with this Config."""
         self.cfg = dataclasses.replace(cfg, device=self.cfg.device)
-        is_tiny = cfg.model == "tiny"
-        rate = cfg.lr
-        if rate is None:
-            rate = 1e-3 if is_tiny else 1e-6
-        # Without a bonus, a wrong letter that a whole group agrees on is never tried otherwise. In a
-        # large vocabulary it would also feed tokens that are never right.
-        self.entropy_bonus = cfg.entropy
-        if self.entropy_bonus is None:
-            self.entropy_bonus = 0.01 if is_tiny else 0.0
-        parameters = self.model.parameters()
-        self.optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0, fused=True)
-
-        def share_of_rate(num_done: int) -> float:
-            """In the last quarter it falls to 0: with a constant rate a run may end in a dip."""
-            return min(1.0, 4 * max(0.0, 1 - num_done / cfg.steps))
-
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share_of_rate)
+        self.entropy_bonus = entropy_bonus(cfg)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            learning_rate(cfg),
+            weight_decay=0.0,
+            fused=True,
+        )
+        share = functools.partial(share_of_rate, cfg.steps)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share)
 
     def step(self, batch: Rollout, wait_for_copy: Callable[[], float]) -> StepStats:
-        """One batch, cfg.passes updates.
+        """Trains on one batch, with cfg.passes updates.
 
         wait_for_copy: returns when the weights may change, and for how many seconds it waited.
         """
         start = time.monotonic()
-        sampled = batch.sampled()
-        num_tokens = max(1, int(sampled.sum()))
-        parts = list(self.parts(batch))
+        num_tokens = max(1, int(batch.sampled().sum()))
+        parts = list(parts_of(self, batch))
         near: list[torch.Tensor] = []  # of each part, before the first update
+        mean: dict[str, float] = {}
+        grad_norm = 0.0
         stall_s = 0.0
         num_skipped = 0
         for _ in range(self.cfg.passes):
@@ -4773,13 +5108,9 @@ class TrainState:
             grad_norm = clip_gradient(self.model)
             # 2. The update: when the copy of the last version is complete, and not before.
             stall_s += wait_for_copy()
-            if math.isfinite(grad_norm):
-                self.optimizer.step()
-            else:
-                num_skipped += 1
-            self.optimizer.zero_grad()
+            num_skipped += not self._update(grad_norm)
         self.schedule.step()  # after a skipped update too: what is planned is a number of steps
-        lag = (self.version - batch.tokens.versions) * sampled
+        lag = (self.version - batch.tokens.versions) * batch.sampled()  # [B, T]
         self.version += 1
         return StepStats(
             version=self.version,
@@ -4799,14 +5130,30 @@ class TrainState:
             step_s=since(start),
         )
 
+    def _update(self, grad_norm: float) -> bool:
+        """Changes the weights. False: it has not, because the gradient was not finite."""
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return is_finite
+
     def _backward(
-        self, parts: list[Part], near: list[torch.Tensor], num_tokens: int
+        self,
+        parts: list[Part],
+        near: list[torch.Tensor],
+        num_tokens: int,
     ) -> dict[str, float]:
-        """Adds up the gradient of all parts. Returns means over the tokens of all ranks, by name."""
+        """Adds up the gradient of all parts.
+
+        near: of each part; filled by the first pass over the batch, and read by later ones.
+        num_tokens: sampled, in the parts of all ranks. Returns the means over all of them of what
+        columns_for_log has.
+        """
         sums: dict[str, float] = collections.defaultdict(float)
         for i, part in enumerate(parts):
-            # What was recorded is never recomputed here. If it was, lag and errors would be gone from
-            # the comparison, and nobody would see them.
+            # What was recorded is never recomputed here. If it was, lag and errors would be gone
+            # from the comparison, and nobody would see them.
             logp, entropy = score_part(self.model, part, self.entropy_bonus)
             if len(near) == i:
                 near.append(logp.detach())
@@ -4818,104 +5165,161 @@ class TrainState:
             )
             found = LOSSES[self.cfg.loss](tokens)
             kl = self._divergence(logp, part)
-            objective = found.loss + self.cfg.kl * kl - self.entropy_bonus * entropy
-            # The mean over the tokens of all ranks. FSDP takes the mean of the ranks' gradients,
-            # which divides by their number once more.
-            (objective.sum() * self.cfg.trainers / num_tokens).backward()
-
-            # For the log, and for nothing else: sums over the tokens of this part.
-            weight = (near[i] - part.recorded).exp()  # how much likelier the token is by now
-            columns = {
-                "loss": found.loss,
-                "outside": found.is_outside,
-                "entropy": entropy,
-                "kl": kl,
-                "fresh": part.is_fresh,
-                "fresh_k3": k3(part.recorded, near[i]) * part.is_fresh,
-                "weight": weight,
-                "weight_squared": weight**2,
-            }
+            objective = found.loss + self.cfg.kl * kl
+            objective = objective - self.entropy_bonus * entropy  # [N]
+            # The gradient of the mean over the tokens of all ranks. FSDP takes the mean of the
+            # ranks' gradients, which divides by their number once more.
+            total = objective.sum() * self.cfg.trainers
+            (total / num_tokens).backward()
+            columns = columns_for_log(tokens, found, part.is_fresh)
+            columns.update(entropy=entropy, kl=kl)
             for name, column in columns.items():
                 sums[name] += float(column.detach().double().sum())
-        values = torch.tensor(list(sums.values()), dtype=torch.float64) / num_tokens
+        return self._means_over_ranks(sums, num_tokens)
+
+    def _means_over_ranks(self, sums: dict[str, float], num_tokens: int) -> dict[str, float]:
+        """sums: over the tokens of this rank, by name; the same names on all ranks."""
+        values = torch.tensor(list(sums.values()), dtype=torch.float64)
         if self.cfg.trainers > 1:
-            torch.distributed.all_reduce(values)
-        return dict(zip(sums, values.tolist(), strict=True))
+            torch.distributed.all_reduce(values)  # adds up those of all ranks
+        means = (values / num_tokens).tolist()
+        return dict(zip(sums, means, strict=True))
 
     def _divergence(self, logp: torch.Tensor, part: Part) -> torch.Tensor:
-        """[N]: from the reference.
+        """[N]: how far each token has moved from the reference; 0 without a reference.
 
-        k2, for as a loss it has the gradient of the KL divergence. That of k1 is 0 on average, that
-        of k3 is the one of the divergence the other way round.
+        It is k2, the square of the difference. As a loss k2 has the gradient of the KL divergence.
+        The gradient of k1 is 0 on average, and that of k3 is the gradient of the divergence the
+        other way round.
         """
         if self.reference is None:
             return 0 * logp
-        reference_logp, _ = score_part(self.reference, part, has_bonus=0.0)
+        reference_logp, _ = score_part(self.reference, part, entropy_bonus=0.0)
         return (logp - reference_logp) ** 2 / 2
 
-    def parts(self, batch: Rollout) -> Iterator[Part]:
-        """This rank's rows, in as many forward passes as MAX_LOGITS makes of them."""
-        tokens = batch.tokens
-        returns = batch.rewards.flip(1).cumsum(1).flip(1)  # [B, turns]: what comes after is due
-        advantage = advantages(returns, batch.group_ids, self.cfg.baseline)
 
-        # Longest first, dealt out to the ranks like cards, so that all have as much to do.
-        longest_first = tokens.mask.sum(1).argsort(descending=True, stable=True)
-        num_ranks = self.cfg.trainers
-        mine = longest_first[self.rank :: num_ranks]
-        # As many parts on every rank, or one would wait for ever; and none empty.
-        num_logits = tokens.ids.numel() * self.model.config.vocab_size // num_ranks
-        num_parts = min(math.ceil(num_logits / MAX_LOGITS), len(longest_first) // num_ranks)
-        for rows in mine.tensor_split(num_parts):
-            # Rows of a part are about as long as each other, so that packing leaves few holes.
-            packed = tokens.each(lambda column, rows=rows: column[rows]).packed()
-            packed = packed.each(lambda column: column.to(self.cfg.device))
-            of_turn = advantage[rows].to(self.cfg.device)
-            of_token = of_turn.gather(1, (packed.turn_ids - 1).clamp(min=0))  # [b, t]
-            chosen = packed.turn_ids[:, 1:] > 0  # the token of column t is predicted at t - 1
-            yield Part(
-                ids=packed.ids,
-                chosen=chosen,
-                recorded=packed.logprobs[:, 1:][chosen],
-                advantage=of_token[:, 1:][chosen],
-                is_fresh=packed.versions[:, 1:][chosen] == self.version,
-            )
+def learning_rate(cfg: Config) -> float:
+    """That of --lr. If it is not given: a tiny model learns fast, a pretrained one forgets fast."""
+    if cfg.lr is not None:
+        return cfg.lr
+    return 1e-3 if cfg.model == "tiny" else 1e-6
+
+
+def entropy_bonus(cfg: Config) -> float:
+    """That of --entropy, a weight.
+
+    If it is not given the tiny policy has one: without it a wrong letter on which a whole group
+    agrees is never tried otherwise. In a large vocabulary it would feed tokens that are never
+    right.
+    """
+    if cfg.entropy is not None:
+        return cfg.entropy
+    return 0.01 if cfg.model == "tiny" else 0.0
+
+
+def share_of_rate(num_steps: int, num_done: int) -> float:
+    """The schedule of the learning rate, as a share of it: 1, and in the last quarter down to 0.
+
+    With a constant rate a run may end in a dip.
+    """
+    share_left = max(0.0, 1 - num_done / num_steps)
+    return min(1.0, 4 * share_left)
+
+
+def parts_of(state: TrainState, batch: Rollout) -> Iterator[Part]:
+    """The rows of a batch that this rank scores, in parts of at most MAX_LOGITS."""
+    cfg = state.cfg
+    tokens = batch.tokens
+    # A turn is to be praised or blamed for what comes after it, too: rewards 0.2, 0.5 of two turns
+    # make returns 0.7, 0.5. (Flipped, added up from the left, and flipped back.)
+    returns = batch.rewards.flip(1).cumsum(1).flip(1)  # [B, turns]
+    advantage = advantages(returns, batch.group_ids, cfg.baseline)  # [B, turns]
+
+    # Longest rows first, dealt out to the ranks like cards, so that all have as much to do.
+    longest_first = tokens.mask.sum(1).argsort(descending=True, stable=True)
+    mine = longest_first[state.rank :: cfg.trainers]
+    # As many parts on every rank, because FSDP gathers weights with all ranks at once and one rank
+    # would wait for ever. And no part may be empty.
+    num_logits = tokens.ids.numel() * state.model.config.vocab_size // cfg.trainers
+    num_parts = math.ceil(num_logits / MAX_LOGITS)
+    num_parts = min(num_parts, len(longest_first) // cfg.trainers)
+    for rows in mine.tensor_split(num_parts):
+        # Rows of a part are about as long as each other, so that packing leaves few holes.
+        packed = tokens.each(lambda column, rows=rows: column[rows]).packed()
+        packed = packed.each(lambda column: column.to(cfg.device))
+        # Each token has the advantage of its turn. Turns count from 1; where no token was sampled
+        # this takes the first turn, and `chosen` leaves it out.
+        turn = (packed.turn_ids - 1).clamp(min=0)
+        of_token = advantage[rows].to(cfg.device).gather(1, turn)  # [b, t]
+        chosen = packed.turn_ids[:, 1:] > 0  # the token of column t is predicted at t - 1
+        yield Part(
+            ids=packed.ids,
+            chosen=chosen,
+            recorded=packed.logprobs[:, 1:][chosen],
+            advantage=of_token[:, 1:][chosen],
+            is_fresh=packed.versions[:, 1:][chosen] == state.version,
+        )
 
 
 def score_part(
     model: Any,
     part: Part,
-    has_bonus: float,
+    entropy_bonus: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the sampled tokens, [N] each: log-probability, and entropy of the choice in nats.
 
     Without a bonus for it the entropy has no gradient, which saves memory.
     """
     every = score_tokens(model, part.ids, part.chosen)  # [N, vocabulary]
-    logp = every.gather(1, part.ids[:, 1:][part.chosen][:, None]).squeeze(1)
-    if not has_bonus:
+    sampled_ids = part.ids[:, 1:][part.chosen]  # [N]
+    logp = every.gather(1, sampled_ids[:, None]).squeeze(1)
+    if not entropy_bonus:
         every = every.detach()
     # Where a probability is 0 its logarithm is -inf, and their product must be 0.
-    entropy = -(every.exp() * every.clamp(min=-100)).sum(-1)
+    surprise = -every.clamp(min=-100)
+    entropy = (every.exp() * surprise).sum(-1)
     return logp, entropy
 
 
+def columns_for_log(
+    tokens: Sampled,
+    found: TokenLoss,
+    is_fresh: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """[N] each, by name: what the log tells of tokens. Nothing of it goes into the gradient."""
+    weight = (tokens.near - tokens.recorded).exp()  # how much likelier a token is by now
+    return {
+        "loss": found.loss,
+        "outside": found.is_outside,
+        "fresh": is_fresh,
+        "fresh_k3": k3(tokens.recorded, tokens.near) * is_fresh,
+        "weight": weight,
+        "weight_squared": weight**2,
+    }
+
+
 def clip_gradient(model: Any) -> float:
-    """The norm of the whole gradient before it was clipped; of several ranks it is a DTensor."""
+    """Shortens the gradient to MAX_GRAD_NORM. Returns how long it was."""
     norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    is_sharded = hasattr(norm, "full_tensor")  # with several ranks it is a DTensor
+    return float(norm.full_tensor() if is_sharded else norm)
 
 
 def checkpoint_of(state: TrainState, with_optimizer: bool) -> dict[str, Any]:
-    """Weights, moments and schedule, as whole tensors on the CPU of rank 0, however many ranks there are: another number of ranks can go on from it.
+    """What a checkpoint has of a trainer: weights, moments and schedule. All ranks call it at once.
 
-    For all ranks at once.
+    They are whole tensors on the CPU of rank 0, however many ranks there are. So a run can go on
+    from it with another number of ranks.
     """
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     optimizers = state.optimizer if with_optimizer else []
     weights, moments = dcp.get_state_dict(state.model, optimizers, options=options)
-    schedule = state.schedule.state_dict() if with_optimizer else None
-    return {"version": state.version, "weights": weights, "moments": moments, "schedule": schedule}
+    return {
+        "version": state.version,
+        "weights": weights,
+        "moments": moments,
+        "schedule": state.schedule.state_dict() if with_optimizer else None,
+    }
 
 
 def become(
@@ -4924,9 +5328,9 @@ def become(
     base: dict[str, Any],
     cfg: Config,
 ) -> None:
-    """What a checkpoint says, for a run with this Config.
+    """Makes a trainer what a checkpoint says, for a run with this Config.
 
-    base: the checkpoint of version 0, whose weights the reference has.
+    found: the checkpoint. base: the one of version 0, whose weights the reference gets.
     """
     state.prepare_optimizer(cfg)
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -4948,7 +5352,7 @@ def become(
 
 @dataclass(frozen=True)
 class Examination:
-    """Of a batch of lag 0 that nothing was trained on yet: what must hold, or nothing is learned."""
+    """What must hold of a batch of lag 0, before anything is trained, or nothing is learned."""
 
     mean_k3: float  # recorded against recomputed
     off_from_1: float  # the largest distance of a sum of probabilities from 1
@@ -4959,29 +5363,32 @@ class Examination:
 
 
 def examine(state: TrainState, batch: Rollout) -> Examination:
-    part = next(state.parts(batch))
-    logp, _ = score_part(state.model, part, has_bonus=0.0)
+    """Scores a batch without training on it."""
+    part = next(parts_of(state, batch))
+    logp, _ = score_part(state.model, part, entropy_bonus=0.0)
     logp.sum().backward()
-    gradients = [parameter.grad for parameter in state.model.parameters()]
-    without = [gradient for gradient in gradients if gradient is None or not gradient.any()]
+    num_without = 0
+    for parameter in state.model.parameters():
+        has_gradient = parameter.grad is not None and bool(parameter.grad.any())
+        num_without += not has_gradient
     state.optimizer.zero_grad()
     with torch.no_grad():
         every = score_tokens(state.model, part.ids, part.chosen)
-    same_group = (batch.group_ids[:, None] == batch.group_ids).float()
-    group_sums = same_group @ advantages(batch.rewards, batch.group_ids)
+    same_group = batch.group_ids[:, None] == batch.group_ids  # [B, B]
+    group_sums = same_group.float() @ advantages(batch.rewards, batch.group_ids)
     return Examination(
         mean_k3=float(k3(part.recorded, logp).mean()),
         off_from_1=float((every.exp().sum(1) - 1).abs().max()),
         num_above_0=int((batch.tokens.logprobs > 0).sum()),
-        num_without_gradient=len(without),
+        num_without_gradient=num_without,
         group_sum=float(group_sums.abs().max()),
         num_conversations=len({tuple(said) for said in batch.said}),
     )
 
 
 # -- 11c. The workers ------------------------------------------------------------------------------
-# Three kinds of processes: the trainer, generators, judges. Each endpoint has one request, and one
-# reply; these records are all that passes between the programs, but for the weights.
+# Three kinds of processes: the trainer, generators, judges. Each endpoint has one request and one
+# reply, which are records. Besides the weights these records are all that passes between programs.
 
 
 class TrainerLost(RuntimeError):
@@ -4989,10 +5396,10 @@ class TrainerLost(RuntimeError):
 
 
 def device_of(cfg: Config, place: Place, rank: int) -> str:
-    """Trainer ranks have the first GPUs of the first host.
+    """On what device a worker computes: "cpu", or "cuda:0" and so on.
 
-    Generators share the other GPUs of their host, or all if there are no others. ValueError: it has
-    not so many.
+    Trainer ranks have the first GPUs of the first host, one each. Generators share the other GPUs
+    of their host, or all of them if there are no others. ValueError: there are too few.
     """
     if cfg.device == "cpu":
         return "cpu"
@@ -5012,9 +5419,9 @@ def about(cfg: Config) -> dict[str, Any]:
 
 
 def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
-    """What Trainer.save has written: a path, or the content.
+    """What Trainer.save has written. source: the path of a file, or its content.
 
-    Nothing in it is executed. ValueError says what is wrong with it.
+    Nothing in it is executed. Raises ValueError, which says what is wrong with it.
     """
     try:
         content = pathlib.Path(source).read_bytes() if isinstance(source, str) else source
@@ -5033,7 +5440,7 @@ def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BeginRequest:
-    """The first that a trainer gets."""
+    """The first request that a trainer gets."""
 
     meeting_place: str  # where the ranks of a trainer find each other
     is_warm: bool  # should the tiny policy take its warm start?
@@ -5042,7 +5449,7 @@ class BeginRequest:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """For a checkpoint."""
+    """To write a checkpoint."""
 
     path: str  # a file that the trainer can write; "": the reply has the content
     state: str  # of the run, saved beside; "" for the weights alone
@@ -5058,7 +5465,10 @@ class LoadRequest:
 
 
 class Trainer(Worker):
-    """Steps and publishes. With several ranks, calls go to all of them and rank 0 answers."""
+    """Steps and publishes: the actor around a TrainState and a ShardWriter.
+
+    With several ranks, calls go to all of them at once, and the answer of rank 0 counts.
+    """
 
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place)
@@ -5067,7 +5477,7 @@ class Trainer(Worker):
         self.writer: ShardWriter | None = None  # None until it has begun
 
     async def prepare(self) -> str:
-        """Its device."""
+        """Builds the policy. Answers with the device on which it computes."""
         device = device_of(self.cfg, self.place, self.rank)
         self.cfg = dataclasses.replace(self.cfg, device=device)
         self.policy = Policy(self.cfg)
@@ -5077,11 +5487,12 @@ class Trainer(Worker):
 
     @endpoint
     async def meeting_place(self) -> str:
+        """Where the ranks can find each other: a file on the host of rank 0."""
         return unnamed_file("meeting place")
 
     @endpoint
     async def begin(self, request: BeginRequest) -> ArenaHandle:
-        """Where it publishes. One that has begun only answers."""
+        """Begins, and answers where it publishes. One that has begun already only answers."""
         if self.writer is None:
             if request.is_warm and self.cfg.model == "tiny":
                 warm_start(self.policy)
@@ -5100,7 +5511,10 @@ class Trainer(Worker):
         self.recorder.note(what, start_s, f"{self.recorder.actor} copies")
 
     def _begun(self) -> tuple[TrainState, ShardWriter]:
-        """Raises TrainerLost in a trainer that has not begun: whatever was sent to it was meant for the one before it."""
+        """What a trainer has that has begun; TrainerLost if it has not.
+
+        Then the request was meant for the trainer before this one, which was lost.
+        """
         if self.state is None or self.writer is None:
             raise TrainerLost("this trainer has not begun")
         return self.state, self.writer
@@ -5119,7 +5533,7 @@ class Trainer(Worker):
 
     @endpoint
     async def load(self, request: LoadRequest) -> str:
-        """Becomes what a checkpoint says, and publishes that. The state of the run, as saved."""
+        """Becomes what a checkpoint says, and publishes that. Answers with the run's part of it."""
         state, writer = self._begun()
         writer.wait()
         found = read_checkpoint(request.checkpoint, request.cfg)
@@ -5130,14 +5544,17 @@ class Trainer(Worker):
 
     @endpoint
     async def published(self) -> int:
-        """This trainer's version, when generators can pull it."""
+        """This trainer's version. It answers when generators can pull that version."""
         state, writer = self._begun()
         writer.wait()
         return state.version
 
     @endpoint
     async def step(self, batch: Rollout) -> StepStats:
-        """Trains on a batch. A thread copies the result, for which the next update waits."""
+        """Trains on a batch.
+
+        When it answers a thread is copying the result. The next update will wait for that.
+        """
         state, writer = self._begun()
         with self.recorder.span("step"):
             stats = state.step(batch, writer.wait)
@@ -5146,6 +5563,7 @@ class Trainer(Worker):
 
     @endpoint
     async def examine(self, batch: Rollout) -> Examination:
+        """Scores a batch without training on it."""
         state, _ = self._begun()
         return examine(state, batch)
 
@@ -5172,7 +5590,7 @@ class RolloutReply:
 
 
 class Generator(Worker):
-    """Pulls the newest weights, and converses."""
+    """Pulls the newest weights, and converses: the actor around a Decoder and a WeightReader."""
 
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place)
@@ -5180,14 +5598,18 @@ class Generator(Worker):
         self.reader: WeightReader | None = None
 
     async def prepare(self) -> str:
-        """Its device."""
+        """Builds the policy. Answers with the device on which it computes."""
         device = device_of(self.cfg, self.place, self.rank)
         self.policy = Policy(dataclasses.replace(self.cfg, device=device))
         return device
 
     @endpoint
     async def rollout(self, request: RolloutRequest) -> RolloutReply:
-        """All of it under one version, leased until the next pull; or in flight, each token under the newest one."""
+        """Has the conversations of a request.
+
+        All of them under one version, which stays leased until the next pull. Or, with
+        is_in_flight, each token under the version that is the newest then.
+        """
         start = time.monotonic()
         with self.recorder.span("rollout"):
             reader = self._reader_of(request.arenas[self.place.host])
@@ -5210,7 +5632,7 @@ class Generator(Worker):
         return RolloutReply(rollout=rollout, busy_s=since(start))
 
     def _reader_of(self, handle: ArenaHandle | None) -> WeightReader:
-        """Another trainer has another arena."""
+        """A reader of this arena. A new trainer has another arena, and needs another reader."""
         if handle is None:
             raise RuntimeError("this host has no relay")
         if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
@@ -5219,6 +5641,7 @@ class Generator(Worker):
         return self.reader
 
     def _pull(self, reader: WeightReader) -> int:
+        """Pulls, and notes it for the trace if there was something new."""
         before = reader.version
         start_s = time.time()
         version = reader.pull()
@@ -5238,8 +5661,8 @@ class JudgeRequest:
 class Judge(Worker):
     """Runs a task's reward function.
 
-    That is somebody else's code: it may hang, or end its process. Here it can be killed, one
-    request at a time, and takes nobody along.
+    That is somebody else's code: it may hang, or end its process. Here it runs in a process that
+    can be killed, and takes nobody along, because a judge has one request at a time.
     """
 
     def __init__(self, place: Place, cfg: Config) -> None:
@@ -5251,15 +5674,16 @@ class Judge(Worker):
 
     @endpoint
     async def judge(self, request: JudgeRequest) -> list[list[float]]:
+        """Rewards, as rewards_of has them."""
         with self.recorder.span("judge"):
             return rewards_of(self.task, request)
 
 
 def rewards_of(task: Task, request: JudgeRequest) -> list[list[float]]:
-    """Of each turn of each episode.
+    """The rewards of each turn of each episode.
 
-    nan, not 0, if the function raises or answers something else than num_turns finite numbers: not
-    judged.
+    An episode is not judged, and its rewards are nan and not 0, if the function raises, or answers
+    something else than num_turns finite numbers.
     """
     rewards = []
     for prompt, said in zip(request.prompts, request.said, strict=True):
@@ -5276,10 +5700,10 @@ def rewards_of(task: Task, request: JudgeRequest) -> list[list[float]]:
 async def judge_all(
     judges: Service, prompts: list[Prompt], said: list[list[str]]
 ) -> list[list[float]]:
-    """Rewards per episode and turn; nan: not judged.
+    """Rewards of each turn of each episode; nan: not judged.
 
-    If a request for many is lost with its judge, each episode is asked for alone: only what kills
-    its judge again stays without a reward.
+    If a request for many episodes is lost with its judge, each of them is asked for alone. Then
+    only the one that kills its judge again stays without a reward.
     """
     try:
         return await judges.route(Judge.judge, JudgeRequest(prompts=prompts, said=said))
@@ -5305,7 +5729,7 @@ GROUPS_PER_BATCH = 16  # prompts per training step
 def specs_of(
     cfg: Config, hosts: tuple[Host, ...], trainer_class: type[Trainer]
 ) -> dict[str, ServiceSpec]:
-    """The services of an RL run, by name."""
+    """What services an RL run needs, by name."""
     # Seconds after which a silent worker counts as hung. Steps and rollouts of the tiny policy take
     # some 30 ms; those of real models are not known beforehand.
     slow = 1.0 if cfg.model == "tiny" else 20.0
@@ -5340,8 +5764,21 @@ def specs_of(
     return {spec.name: spec for spec in (trainer, generator, judge)}
 
 
+def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
+    """The seed with which the answers to these prompts are sampled.
+
+    It follows from the prompts. So a run that goes on, or a request that is made again, samples
+    what it would have sampled.
+    """
+    rng = random.Random(f"{cfg.seed} {prompts[0].id}")
+    return rng.getrandbits(48)
+
+
 class Cluster:
-    """The actors of RL, and typed calls to them. It knows nothing of runs."""
+    """The actors of RL, and typed calls to them.
+
+    It knows nothing of runs: one cluster serves one run after the other.
+    """
 
     trainer_class: ClassVar[type[Trainer]] = Trainer  # section 14 has another one
 
@@ -5362,15 +5799,15 @@ class Cluster:
         self.newest = ""  # the checkpoint that a lost trainer should be again; "": version 0
 
     def hosts_of(self, cfg: Config) -> tuple[Host, ...]:
-        """The first is the trainer's. Here: this machine alone."""
+        """The hosts of a run, that of the trainer first. Here: this machine alone."""
         return (Host(),)
 
     def generators_per_host(self) -> int:
-        """At most."""
+        """How many generators a host has at most."""
         return math.ceil(self.cfg.generators / len(self.hosts))
 
     async def start(self) -> None:
-        """Importing takes longest, so all start at the same time."""
+        """Starts all processes at the same time, because imports take long, and loads version 0."""
         await asyncio.gather(*[service.start() for service in self.services])
         await self.load("")
 
@@ -5378,7 +5815,7 @@ class Cluster:
         """Ends all processes."""
         await asyncio.gather(*[service.close() for service in self.services])
 
-    # The trainer. These raise TrainerLost, or what it raised.
+    # Calls of the trainer. They raise TrainerLost if it is lost, and else what it raised.
 
     async def _ask_trainer(
         self,
@@ -5386,17 +5823,19 @@ class Cluster:
         *request: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Reply:
-        """All its ranks; the answer of rank 0."""
-        service = self.trainer.within(120.0) if endpoint is Trainer.begin else self.trainer
+        """Calls an endpoint of the trainer on all its ranks. Returns the answer of rank 0."""
+        service = self.trainer
+        if endpoint is Trainer.begin:  # it may take a warm start
+            service = service.within(120.0)
         try:
             return await service.route(endpoint, *request, **keywords)
         except RequestLost as error:
             raise TrainerLost("the trainer died or hung") from error
 
     async def load(self, path: str) -> str:
-        """The trainer, maybe a new one, becomes what a checkpoint says, or with "" version 0.
+        """Makes the trainer, which may be a new one, what a checkpoint says; "": version 0.
 
-        Returns the state of the run that was saved there.
+        Returns the run's part of that checkpoint.
         """
         begin = BeginRequest(
             meeting_place=await self._ask_trainer(Trainer.meeting_place),
@@ -5426,7 +5865,7 @@ class Cluster:
         return state
 
     def num_readers(self) -> int:
-        """Of the trainer's arena."""
+        """How many readers the trainer's arena must have room for."""
         return self.generators_per_host()
 
     def for_trainer(self, path: str) -> str | bytes:
@@ -5437,24 +5876,26 @@ class Cluster:
         """A trainer publishes there now. (Section 14 moves its relays.)"""
 
     async def save(self, path: str, state: str) -> None:
-        """Writes a checkpoint to this file."""
+        """Writes a checkpoint into this file. state: the run's part of it; "": weights alone."""
         await self._ask_trainer(Trainer.save, SaveRequest(path=path, state=state))
 
     def remember(self, path: str) -> None:
-        """A trainer that is lost outside of a run should become what this checkpoint says."""
+        """From now on a trainer that is lost outside of a run becomes what this checkpoint says."""
         self.newest = path
 
     async def published(self) -> int:
-        """The trainer's version, when it can be pulled."""
+        """The trainer's version. Returns when generators can pull it."""
         return await self._ask_trainer(Trainer.published)
 
     async def step(self, batch: Rollout) -> StepStats:
+        """One training step."""
         return await self._ask_trainer(Trainer.step, batch)
 
     async def examine(self, batch: Rollout) -> Examination:
+        """Scores a batch without training on it."""
         return await self._ask_trainer(Trainer.examine, batch)
 
-    # Generators and judges.
+    # Calls of generators and judges.
 
     async def rollout(
         self,
@@ -5463,16 +5904,17 @@ class Cluster:
         greedy: bool = False,
         min_version: int = 0,
     ) -> RolloutReply:
-        """One request to a generator, one to a judge: with rewards, nan where it was not judged."""
-        # The seed follows from the prompts: a run that goes on, or a request that is made again,
-        # samples what it would have sampled.
-        rng = random.Random(f"{self.cfg.seed} {prompts[0].id}")
+        """Asks a generator for conversations, and then a judge for their rewards.
+
+        min_version: the generator waits until it can pull this one. Rewards are nan where an
+        episode could not be judged. Raises what `route` raises.
+        """
         request = RolloutRequest(
             arenas=await self.arenas(),
             min_version=max(min_version, self.oldest_version),
             prompts=prompts,
             group_size=group_size,
-            seed=rng.getrandbits(48),
+            seed=seed_of(self.cfg, prompts),
             greedy=greedy,
             is_in_flight=self.cfg.pull == "token" and not greedy,
         )
@@ -5483,32 +5925,43 @@ class Cluster:
         return dataclasses.replace(reply, rollout=rollout)
 
     async def arenas(self) -> tuple[ArenaHandle | None, ...]:
-        """What the generators of each host read: here the trainer's own."""
+        """For each host, the arena that its generators read: here the trainer's own."""
         return (self.handle,)
 
     async def sample(self, prompts: list[Prompt]) -> list[RolloutReply]:
-        """A whole batch under the trainer's newest version, split over all generators."""
+        """Samples under the trainer's newest version. The prompts are split over all generators."""
         version = await self.published()
         num = min(self.cfg.generators, len(prompts))
         parts = [self.rollout(prompts[i::num], min_version=version) for i in range(num)]
         return await asyncio.gather(*parts)
 
-    async def evaluate(self, prompts: list[Prompt], waits_for_newest: bool = True) -> float:
-        """Of these prompts, the share that is answered exactly, greedily.
 
-        What could not be judged counts as not exact. One request: one generator and one version.
-        """
-        version = await self.published() if waits_for_newest else 0
-        found = await self.rollout(prompts, group_size=1, greedy=True, min_version=version)
-        rewards = found.rollout.rewards.sum(1).tolist()  # nan is not exact
-        return sum(is_exact(reward) for reward in rewards) / len(prompts)
+async def evaluate(
+    cluster: Cluster,
+    prompts: list[Prompt],
+    waits_for_newest: bool = True,
+) -> float:
+    """The share of these prompts that is answered exactly, when the likeliest tokens are taken.
+
+    What could not be judged counts as not exact. It is one request, so one generator answers all
+    prompts under one version. waits_for_newest: under the version that the trainer has now, or a
+    later one.
+    """
+    version = await cluster.published() if waits_for_newest else 0
+    found = await cluster.rollout(
+        prompts,
+        group_size=1,
+        greedy=True,
+        min_version=version,
+    )
+    rewards = found.rollout.rewards.sum(1).tolist()  # nan is not exact
+    return sum(is_exact(reward) for reward in rewards) / len(prompts)
 
 
 async def surely(cluster: Cluster, call: Callable[[], Awaitable[Reply]]) -> Reply:
-    """For calls outside of a run.
+    """Makes a call of a cluster outside of a run, and makes it again if the trainer is lost.
 
-    If the trainer is lost, the next one becomes what the lost one was saved as or told to be last,
-    and the call is made again.
+    Before that the next trainer becomes what the lost one was last told to be, or saved as.
     """
     for _ in range(3):
         try:
@@ -5520,7 +5973,7 @@ async def surely(cluster: Cluster, call: Callable[[], Awaitable[Reply]]) -> Repl
 
 
 async def placement(cluster: Cluster) -> list[dict[str, str]]:
-    """A row per host: on which of its devices each service computes."""
+    """A row per host, for a table: on which of its devices the replicas of a service compute."""
     rows = [{"host": host.address or "this host"} for host in cluster.hosts]
     for service in cluster.services:
         answers = (await service.status()).answers
@@ -5545,7 +5998,8 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
 class Ledger:
     """Where every group of a run is: started = trained + undone + dropped + lost + in flight.
 
-    Whoever moves a group says so here, and nobody else counts.
+    Whoever moves a group says so here, and nobody else counts. After a run it must add up, or some
+    group was forgotten: its ticket (section 13) would never come back.
     """
 
     def __init__(self) -> None:
@@ -5572,10 +6026,10 @@ class Ledger:
         group_ids: list[int],
         with_trainer: bool = False,
     ) -> None:
-        """fate: "trained", "dropped" or "lost".
+        """They are in flight no more. Wakes whoever waits for tickets or groups.
 
-        with_trainer: it was the trainer's loss that cost them, so their prompts are drawn again.
-        Wakes whoever waits for tickets or groups.
+        fate: "trained", "dropped" or "lost". with_trainer: the loss of the trainer cost them, so
+        their prompts are drawn again.
         """
         self.in_flight.difference_update(group_ids)
         self.counts[fate] += len(group_ids)
@@ -5594,7 +6048,7 @@ class Ledger:
         self.draw_again = group_ids + self.draw_again
 
     def num_missing(self) -> int:
-        """Groups that were started and are nowhere. Not 0: somebody did not tell."""
+        """Groups that were started and are nowhere. If it is not 0, somebody did not tell."""
         settled = sum(self.counts.values()) - self.counts["started"]
         return self.counts["started"] - settled - len(self.in_flight)
 
@@ -5629,7 +6083,10 @@ class SpeedRow:
 
 
 class Run:
-    """All that a run is, beside the trainer's state: plain data, and so a part of a checkpoint."""
+    """All that a run is besides the trainer's state.
+
+    It is plain data, and so it can be a part of a checkpoint.
+    """
 
     def __init__(self, label: str, num_steps: int, sampler: Sampler) -> None:
         self.label = label
@@ -5660,7 +6117,7 @@ class Run:
         return prompts
 
     def count(self, found: RolloutReply) -> Rollout:
-        """What of it can be trained on."""
+        """Enters a reply into the books. Returns the part of it that can be trained on."""
         self.busy_s += found.busy_s
         self.num_cut += int(found.rollout.is_cut.sum())
         judged = found.rollout.judged()
@@ -5673,7 +6130,7 @@ class Run:
         batch: Rollout,
         heldout: float | None,
     ) -> StepRow:
-        """The trainer has made a step with this batch. heldout: as in StepRow."""
+        """Enters a step that the trainer has made with this batch. heldout: as in StepRow."""
         self.ledger.settle("trained", batch.group_ids.unique().tolist())
         lags = (stats.version - 1 - batch.tokens.versions)[batch.sampled()]
         row = StepRow(
@@ -5691,10 +6148,15 @@ class Run:
         return row
 
     def is_over(self) -> bool:
+        """Has the trainer made all steps?"""
         return len(self.rows) >= self.num_steps
 
     def as_json(self) -> str:
-        """The run's part of a checkpoint."""
+        """The run's part of a checkpoint.
+
+        Groups in flight are saved as prompts to draw again: what samples there are of them will not
+        exist when the run goes on.
+        """
         state = {name: getattr(self, name) for name in self.SAVED}
         rows = [dataclasses.asdict(row) for row in self.rows]
         in_flight = sorted(self.ledger.in_flight)
@@ -5704,9 +6166,9 @@ class Run:
     SAVED = ("next_number", "busy_s", "num_unjudged", "num_cut")
 
     def go_on(self, saved: str) -> None:
-        """As as_json has it, in a process that has just begun.
+        """Becomes what as_json wrote, in a process that has just begun.
 
-        What was in flight then is lost, and drawn again.
+        The groups that were in flight then count as lost, and their prompts are drawn again.
         """
         found = json.loads(saved)
         for row in found["rows"]:
@@ -5723,14 +6185,14 @@ class Run:
         self.began = time.monotonic() - self.rows[-1].seconds
 
     def go_back(self, num_steps: int, group_ids: list[int]) -> None:
-        """The trainer was lost, with these groups, and is back at this step."""
+        """The trainer was lost, with these groups, and is back at the state after num_steps."""
         self.ledger.settle("lost", group_ids, with_trainer=True)
         self.ledger.undo()
         self.rows = self.rows[:num_steps]
         self.num_sent = num_steps
 
     def speed(self, num_steps: int, num_generators: int) -> SpeedRow:
-        """Of the first so many steps."""
+        """How fast the first num_steps were."""
         rows = self.rows[:num_steps]
         seconds = rows[-1].seconds
         return SpeedRow(
@@ -5746,11 +6208,12 @@ class Run:
 
 
 def mean_reward(rows: list[StepRow]) -> float:
+    """Of the batches of these steps."""
     return statistics.fmean(row.stats.reward for row in rows)
 
 
 def alarms(rows: list[StepRow]) -> Iterator[str]:
-    """What the last steps of a run mean if a number of theirs is beyond what is healthy."""
+    """Says what it means, for each number of the last steps that is beyond what is healthy."""
     stats = rows[-1].stats
     if stats.mismatch_k3 is not None and stats.mismatch_k3 > 0.01:
         yield "mismatch_k3 > 0.01: trainer and generator disagree about the same weights"
@@ -5768,13 +6231,24 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
 
 
 # -- 11f. Training: a run on a cluster -------------------------------------------------------------
+# The lines that a run prints, column by column (DOCS 9 has each at length):
+#
+#     step       training steps made            reward     mean of the batch, 0 to 1
+#     exact      held-out prompts that were answered exactly, by the last evaluation that came back
+#     lag, max   mean and largest lag of the batch, in versions
+#     k3         recorded against recomputed, over tokens of lag 0; "-": there were none
+#     ess        1 if all tokens weigh the same       nats   entropy per token
+#     clip       share of tokens without a gradient
+#     gen        share of the time so far for which generators worked; train: the trainer
+#     tok/s      sampled and trained on, so far
+#     heard      what the user said in one episode of the batch; said: what the policy answered
 
 
 class Training:
-    """A run on a cluster.
+    """A run on a cluster: what is done before it, after each step, and behind it.
 
-    This one begins at version 0, saves nothing, and ends when the trainer is lost; section 12 has
-    one that goes on.
+    This one begins at version 0, saves nothing, and ends when the trainer is lost. Section 12 has a
+    subclass that goes on.
     """
 
     EVALUATE_EVERY = 25  # steps
@@ -5788,7 +6262,7 @@ class Training:
         report: Report,
         folder: str = "",
     ) -> None:
-        """folder: for checkpoints."""
+        """folder: for checkpoints; this class has none."""
         self.cluster = cluster
         self.run = run
         self.report = report
@@ -5817,18 +6291,18 @@ class Training:
         self.run.began = time.monotonic()
 
     def is_save_due(self) -> bool:
-        """Before another step is sent?"""
+        """Must the run be saved before another step is sent to the trainer?"""
         return False
 
     async def save_if_due(self) -> None:
         """Called when no step is under way."""
 
     async def trainer_lost(self, error: TrainerLost, group_ids: list[int]) -> None:
-        """group_ids: of the groups that were lost with it."""
+        """What is done then. group_ids: of the groups that were lost with it."""
         raise error
 
     def step_done(self, stats: StepStats, batch: Rollout) -> None:
-        """Enters a step into the books, writes it to --log, and looks whether it is healthy."""
+        """Enters a step into the books, writes it to --log, and looks whether all is well."""
         row = self.run.add_step(stats, batch, self.heldout)
         if self.cfg.log:
             line = dataclasses.asdict(row)
@@ -5847,15 +6321,15 @@ class Training:
         self._show(row)
 
     async def _evaluate(self) -> None:
-        """Beside the steps. It may fail; then this figure stays what it was."""
+        """Evaluates beside the steps. If that fails, the figure stays what it was."""
         heldout = self.run.sampler.heldout
         try:
-            self.heldout = await self.cluster.evaluate(heldout, waits_for_newest=False)
+            self.heldout = await evaluate(self.cluster, heldout, waits_for_newest=False)
         except Exception as error:  # whatever it is, it costs no step
             self.report.say(f"{self.run.label}: an evaluation failed: {error}")
 
     def _show(self, row: StepRow) -> None:
-        """The first step, and then eight more of a whole run; on a terminal every tenth, live."""
+        """Prints a line for the first step and eight more; on a terminal every tenth step, live."""
         every = max(1, self.cfg.steps // 8)
         is_kept = row.step == 1 or row.step % every == 0
         if not is_kept and row.step % 10 != 0:
@@ -5877,12 +6351,16 @@ class Training:
             self.report.say_live(line)
 
     def largest_lag(self) -> int:
+        """Of all tokens that were trained on."""
         return max(row.stats.lag_max for row in self.run.rows)
 
     def largest_k3(self) -> float | None:
-        """Of tokens of lag 0. None: there were none."""
-        found = [row.stats.mismatch_k3 for row in self.run.rows]
-        return max((value for value in found if value is not None), default=None)
+        """The largest mean k3 of a step, over its tokens of lag 0. None: there were none."""
+        found = []
+        for row in self.run.rows:
+            if row.stats.mismatch_k3 is not None:
+                found.append(row.stats.mismatch_k3)
+        return max(found, default=None)
 
     def tell_learning(
         self,
@@ -5890,7 +6368,10 @@ class Training:
         after: float,
         mismatch_k3: float | None,
     ) -> float:
-        """before, after: held-out exact. Returns the reward gained, last tenth over first."""
+        """Reports what was learned. Returns the reward gained, last tenth of the steps over first.
+
+        before, after: held-out exact. mismatch_k3: the largest one.
+        """
         limit = MAX_K3[self.cfg.device]
         self.report.check("largest k3 of both programs", mismatch_k3, "<=", limit)
         num_prompts = len(self.run.sampler.heldout)
@@ -5913,7 +6394,7 @@ class Training:
 
 
 async def train_sync(training: Training) -> None:
-    """Sample, step, publish, one after the other."""
+    """The synchronous loop: sample, step, publish, one after the other."""
     run = training.run
     async with training:
         while not run.is_over():
@@ -5928,7 +6409,7 @@ async def train_sync(training: Training) -> None:
 
 
 async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
-    """With the trainer's newest version."""
+    """A batch that was sampled under the trainer's newest version, so its lag is 0."""
     prompts = run.draw(GROUPS_PER_BATCH)
     parts = await cluster.sample(prompts)
     batch = Rollout.join([run.count(part) for part in parts])
@@ -5942,8 +6423,8 @@ async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
 class Lab:
     """What the demos of RL are given: running actors.
 
-    Starting them takes 15 s, mostly imports, so the RL stages of one command share them, and
-    nothing else: every run begins at version 0.
+    Starting them takes 15 s, mostly imports. So the RL stages of one command share them, as the
+    runs of one user would. They share nothing else: every run begins at version 0.
     """
 
     def __init__(self, report: Report, cluster: Cluster, training_class: type[Training]) -> None:
@@ -5953,7 +6434,7 @@ class Lab:
         self.is_running = False
 
     async def start(self) -> None:
-        """The first time only."""
+        """Starts the actors, the first time that it is called."""
         if not self.is_running:
             self.is_running = True
             self.report.say("starting trainer, generators and judges (about 15 s)")
@@ -5961,6 +6442,7 @@ class Lab:
             self.report.table(await placement(self.cluster))
 
     async def close(self) -> None:
+        """Ends them, if they were started."""
         if self.is_running:
             self.is_running = False
             await self.cluster.close()
@@ -5987,13 +6469,14 @@ class Lab:
 async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     cluster = lab.cluster
     report.say(f"seed {cfg.seed}")
-    # Before anything is trained: one batch of lag 0, scored by both programs.
+    # Before anything is trained: one batch of lag 0, scored by both programs. If one of these
+    # checks fails, no training will learn what it should.
     training = lab.training("sync", math.ceil(cfg.steps / 2), "sync_rl")
     sampler = training.run.sampler
     prompts = sampler.first(GROUPS_PER_BATCH)
     parts = await surely(cluster, lambda: cluster.sample(prompts))
     first = Rollout.join([part.rollout.judged() for part in parts])
-    before = await surely(cluster, lambda: cluster.evaluate(sampler.heldout))
+    before = await surely(cluster, lambda: evaluate(cluster, sampler.heldout))
     found = await surely(cluster, lambda: cluster.examine(first))
     limit = MAX_K3[cfg.device]
     report.check("k3 of both programs", found.mean_k3, "<=", limit)
@@ -6006,37 +6489,43 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     await train_sync(training)
     # The same batch, scored by what the trainer has become: now it is far from lag 0.
     stale = await surely(cluster, lambda: cluster.examine(first))
-    after = await surely(cluster, lambda: cluster.evaluate(sampler.heldout))
+    after = await surely(cluster, lambda: evaluate(cluster, sampler.heldout))
     gained = training.tell_learning(before, after, training.largest_k3())
     late = f"k3 of the first batch, {training.run.num_steps} steps too late"
     report.check(late, stale.mean_k3, ">", 1e-4)
     report.check("lag, largest of all steps", training.largest_lag(), "==", 0)
     report.check("reward gained, last tenth over first", gained, ">", 0.1)
+    # You can now train a policy, and know for each number whether it means that things go well.
 
 
 # == 12. RECOVERY ==================================================================================
 # Problem. A run takes days, and something ends it on the way: a trainer that dies, a machine that
-#   loses its power in the middle of a write, a reward function that never returns. Begun again from
-#   the weights alone a run learns something else, for much more than weights was going on.
+#   loses its power in the middle of a write, a reward function that never returns. If it is begun
+#   again from the weights alone it learns something else, for more than weights was going on.
 # Rule. Save all that the next step depends on, together: weights, the optimizer's moments, the
 #   learning rate's schedule, which prompts come next. The seeds of sampling follow from those. A
 #   checkpoint is complete on the disk before it gets its name, and two are kept, so at any moment
-#   there is a good one. What was under way when the run was cut off is drawn again.
+#   there is a good one. What was under way when the run was cut off is drawn again: no prompt is
+#   left out, and none is trained on twice.
+#
+#   In a synchronous run these are all the causes of what comes next, so a run that goes on equals
+#   one that was never cut off, bit for bit. In an asynchronous run the order in which groups come
+#   is a cause too, and nobody saves that.
 # Cost. A write every so many steps; the steps since the newest checkpoint are made again.
 # Not here. Checkpoints over several machines' disks (torch.distributed.checkpoint).
 # Source. The order write, fsync, rename, fsync of the folder: Pillai 2014.
 #
 #     step 50                     step 57            then
-#     checkpoint: weights 50,     the trainer dies   a trainer begins, and becomes what step 50 was;
-#       moments, schedule,                           the groups of steps 51 to 57 are `undone`, their
-#       rows 1-50, prompts 0-799                     prompts are drawn again, in the same order
+#     checkpoint: weights 50,     the trainer dies   a trainer begins and becomes what step 50 was;
+#       moments, schedule,                           the groups of steps 51 to 57 are `undone`:
+#       rows 1-50, prompts 0-799                     their prompts are drawn again, in that order
 
 
 class Checkpoints:
-    """A run's newest two, in a folder, or in memory for as long as this process lives."""
+    """A run's newest two checkpoints: in a folder, or in memory while this process lives."""
 
     def __init__(self, folder: str = "", paths: Sequence[str] = ()) -> None:
-        """paths: of checkpoints in memory that there are, newest first."""
+        """folder: "" for memory. paths: of checkpoints in memory that exist, newest first."""
         self.folder = folder
         self.paths = list(paths)  # newest first
         if folder:
@@ -6045,7 +6534,10 @@ class Checkpoints:
             self.paths = [str(path) for path in found]
 
     def newest(self, cfg: Config, say: Callable[[str], None]) -> str:
-        """The path of the newest that can be read. "": there are none. ValueError: none can."""
+        """The path of the newest checkpoint that can be read. "": there are none.
+
+        say: is told of those that cannot be read. ValueError: none can.
+        """
         for path in self.paths:
             try:
                 read_checkpoint(path, cfg)
@@ -6058,17 +6550,21 @@ class Checkpoints:
         return ""
 
     def room(self) -> str:
-        """Where to write the next one. In a folder over one that was cut off, if there is one."""
+        """Where to write the next one: in a folder over one that was cut off, if there is one."""
         return f"{self.folder}/unfinished" if self.folder else unnamed_file("checkpoint")
 
     def keep(self, room: str, step: int) -> None:
-        """It was written. When it is on the disk, and not before, it becomes the newest."""
+        """Makes what was written there the newest, when it is on the disk, and not before.
+
+        Without the first flush the disk might have the name before the content. Without the second
+        it might lose the name.
+        """
         path = room
         if self.folder:
             path = f"{self.folder}/step-{step:08d}.pt"
             flush_to_disk(room)
             os.replace(room, path)
-            flush_to_disk(self.folder)  # the new name too
+            flush_to_disk(self.folder)
         others = [other for other in self.paths if other != path]
         self.paths = [path, *others[:1]]
         for old in others[1:]:
@@ -6079,18 +6575,25 @@ class Checkpoints:
 
 
 def flush_to_disk(path: str) -> None:
-    """Of a file its content, of a folder its names."""
+    """Returns when the disk has it: of a file its content, of a folder its names."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, after the step under way has been saved. Nothing on the way to `main` catches it."""
+    """Ctrl-C, when the step under way has been saved.
+
+    It is no Exception, so nothing catches it on its way to `main`, which ends the process.
+    """
 
 
 class SafeTraining(Training):
-    """A run that saves itself, and goes on from there: when the trainer is lost, and when the same command is given again after everything was lost."""
+    """A run that saves itself, and goes on from what was saved.
+
+    It does so when the trainer is lost, and also when everything was lost and the same command is
+    given again.
+    """
 
     MAX_LOSSES = 5  # of the trainer without a checkpoint in between: more is no accident
 
@@ -6103,7 +6606,10 @@ class SafeTraining(Training):
         checkpoints: Checkpoints | None = None,
         save_every: int | None = None,
     ) -> None:
-        """folder: in --checkpoint; without either, checkpoints are in memory."""
+        """folder: of this run, in the folder of --checkpoint; without either, memory is used.
+
+        checkpoints: instead of those. save_every: steps, instead of --save-every.
+        """
         super().__init__(cluster, run, report, folder)
         path = f"{self.cfg.checkpoint}/{folder}" if folder and self.cfg.checkpoint else ""
         self.checkpoints = checkpoints or Checkpoints(path)
@@ -6113,7 +6619,7 @@ class SafeTraining(Training):
         self.handler_before: Any = None  # of Ctrl-C
 
     async def begin(self) -> None:
-        """At version 0, or after the newest checkpoint."""
+        """Begins at version 0, or goes on after the newest checkpoint."""
         saved = await self._load_newest()
         self.run.began = time.monotonic()
         if saved:
@@ -6128,12 +6634,12 @@ class SafeTraining(Training):
         await super().__aexit__(error_type, *rest)
 
     def _interrupt(self, *_: Any) -> None:
-        """The first Ctrl-C waits for the end of a step, and saves it. A second one ends at once."""
+        """The first Ctrl-C lets a step end and be saved. A second one ends the process at once."""
         self.is_interrupted = True
         signal.signal(signal.SIGINT, self.handler_before)
 
     async def _load_newest(self) -> str:
-        """The state of the run that was saved there."""
+        """Loads the newest checkpoint into the trainer. Returns the run's part of it."""
         while True:
             path = self.checkpoints.newest(self.cfg, self.report.say)
             try:
@@ -6142,22 +6648,28 @@ class SafeTraining(Training):
                 self._count_loss(error)
 
     def _count_loss(self, error: TrainerLost) -> None:
+        """Raises RuntimeError if the trainer was lost too often since the newest checkpoint."""
         self.num_losses += 1
         if self.num_losses > self.MAX_LOSSES:
             raise RuntimeError("the trainer is lost again and again") from error
 
     def _say_where(self) -> None:
+        """Says after which step the run goes on."""
         num_steps = len(self.run.rows)
         self.report.say(f"{self.run.label}: the trainer goes on after step {num_steps}")
 
     def is_save_due(self) -> bool:
-        """Also at the end, and after Ctrl-C."""
+        """After every save_every steps, at the end, and after Ctrl-C."""
         step = self.run.num_sent
         is_last = step == self.run.num_steps
         return step % self.save_every == 0 or is_last or self.is_interrupted
 
     async def save_if_due(self) -> None:
-        """What the trainer writes and what this process knows go into one file, so they cannot be of different steps."""
+        """Saves the run, if it is time to. Called when no step is under way.
+
+        What the trainer writes and what this process knows go into one file, so that they cannot be
+        of different steps.
+        """
         if not self.is_save_due():
             return
         room = self.checkpoints.room()
@@ -6171,7 +6683,7 @@ class SafeTraining(Training):
             raise Interrupted(f"interrupted; the same command goes on after step {step}")
 
     async def trainer_lost(self, error: TrainerLost, group_ids: list[int]) -> None:
-        """This process still knows everything; only the trainer has to be put back."""
+        """Goes back to the newest checkpoint: the trainer, and this process's books with it."""
         self._count_loss(error)
         saved = await self._load_newest()
         num_steps = len(json.loads(saved)["rows"]) if saved else 0
@@ -6181,10 +6693,16 @@ class SafeTraining(Training):
 
 # -- measurement -----------------------------------------------------------------------------------
 # Two accidents: a run that is cut off, and a reward function that hangs.
+#
+# Three runs of 12 steps are cut off in the same way, and go on from what is left: from the weights
+# alone, from weights and moments, and from all of it. Each is compared with a run that was not cut,
+# after the last step: the largest difference of any weight, and of any moment. For the whole
+# checkpoint both must be 0.0, not small. For the other two they must not be, or this would show
+# nothing.
 
 
 class HangingTask(Shift):
-    """A reward function that never returns from one answer."""
+    """The task `repeat`, with a reward function that never returns if it hears "hang"."""
 
     def score(self, turns: tuple[Turn, ...], said: list[str]) -> list[float]:
         while said == ["hang"]:
@@ -6193,14 +6711,14 @@ class HangingTask(Shift):
 
 
 class HangingJudge(Judge):
-    """A judge of that task."""
+    """A judge with that task."""
 
     async def prepare(self) -> None:
         self.task = HangingTask("", [0])
 
 
 async def judge_that_hangs(report: Report) -> None:
-    """One of 16 episodes makes its judge hang."""
+    """Has 16 episodes judged, of which one makes its judge hang, and checks what that costs."""
     spec = ServiceSpec(
         name="hanging judge",
         replica_class=HangingJudge,
@@ -6214,8 +6732,7 @@ async def judge_that_hangs(report: Report) -> None:
     await judges.start()
     turns = (Turn(user="a", right="a"), Turn(user="a", right="a"))
     prompts = [Prompt(id=i, turns=turns) for i in range(16)]
-    said = [["a", "a"] for _ in prompts]
-    said[5] = ["hang"]
+    said = [["a", "a"] for _ in prompts[1:]] + [["hang"]]
     together = JudgeRequest(prompts=prompts, said=said)
     found = await outcome(lambda: judges.route(Judge.judge, together))
     rewards = await judge_all(judges, prompts, said)
@@ -6233,19 +6750,22 @@ Checkpoint = dict[str, Any]  # as checkpoint_of makes it
 
 def difference_row(what: str, left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
     """The largest difference between weights, and between moments, of two checkpoints."""
-    weights = [(left["weights"][name], right["weights"][name]) for name in left["weights"]]
+    weights = []
+    for name, tensor in left["weights"].items():
+        weights.append((tensor, right["weights"][name]))
     moments = []
     for name, state in left["moments"]["state"].items():
         others = right["moments"]["state"][name]
         moments += [(state[kind], others[kind]) for kind in state]
     row: dict[str, Any] = {"what went on": what}
     for kind, pairs in (("weights", weights), ("moments", moments)):
-        row[kind] = max(float((one - other).abs().max()) for one, other in pairs)
+        differences = [float((one - other).abs().max()) for one, other in pairs]
+        row[kind] = max(differences)
     return row
 
 
 class CutOff:
-    """A synchronous run that is cut off, and what becomes of it.
+    """Cuts a synchronous run off, and lets it go on.
 
     A checkpoint is all that is left: every process of the run is killed, and what the main process
     knew of it is thrown away.
@@ -6261,18 +6781,18 @@ class CutOff:
         self.rng = random.Random(seed)
 
     def training(self, label: str, paths: Sequence[str] = ()) -> SafeTraining:
-        """paths: of the checkpoints that there are."""
+        """A run that has not begun. paths: of the checkpoints from which it may go on."""
         run = Run(label, self.NUM_STEPS, Sampler(self.cfg.task, self.cfg.seed))
         kept = Checkpoints(paths=paths)
         return SafeTraining(self.cluster, run, self.lab.report, "", kept, self.SAVE_EVERY)
 
     async def end_of(self, training: SafeTraining) -> Checkpoint:
-        """The checkpoint of the last step."""
+        """Runs it to its end. Returns the checkpoint of the last step."""
         await train_sync(training)
         return read_checkpoint(training.checkpoints.paths[0], self.cfg)
 
     async def strike(self) -> SafeTraining:
-        """What is left of a run that is killed at a random moment of a random step."""
+        """Begins a run, and kills it at a random moment of a random step. Returns what is left."""
         training = self.training("cut")
         step = 2 * self.SAVE_EVERY + self.rng.randint(1, self.SAVE_EVERY - 1)
         running = asyncio.ensure_future(train_sync(training))
@@ -6288,7 +6808,7 @@ class CutOff:
         return training
 
     def copy_without(self, parts: Sequence[str], path: str) -> str:
-        """A copy of a checkpoint that lacks something."""
+        """A copy of a checkpoint that lacks some parts of it: "moments", "prompts"."""
         found = read_checkpoint(path, self.cfg)
         if "moments" in parts:
             found.update(moments={}, schedule=None)
@@ -6304,7 +6824,10 @@ async def until_step(
     run: Run,
     running: asyncio.Task[None],
 ) -> bool:
-    """Waits until a run has come so far. False: it has ended before; raises what ended it."""
+    """Waits until a run has made so many steps. False: it has ended before that.
+
+    Raises what ended it. running: the task in which the run runs.
+    """
     while len(run.rows) < step and not running.done():
         await asyncio.sleep(0.002)
     if running.done():
@@ -6325,6 +6848,7 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
     whole = await cut_off.end_of(cut_off.training("whole"))
     cut = await cut_off.strike()
     newest, older = cut.checkpoints.paths
+    # The cut run goes on three times, each time from a checkpoint that has more in it.
     rows = []
     for what, missing in (
         ("weights", ["moments", "prompts"]),
@@ -6348,6 +6872,7 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
     report.check("lines about a damaged checkpoint", len(told), "==", 1)
     report.check("used is the one before it", used, "==", older)
     await judge_that_hangs(report)
+    # You can now leave a run alone for a week.
 
 
 # == 13. ASYNC RL ==================================================================================
@@ -6359,7 +6884,8 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 #   under way to K + 1 batches. That alone does not bound lag, for a group that takes long is
 #   overtaken by others; so a group more than K versions old is dropped when a batch is taken. Its
 #   ticket comes back. Without that the run would have fewer and fewer tickets, and stop.
-# Cost. Lag: samples are off-policy, and the loss has to bear it (section 10).
+# Cost. Lag: samples are off-policy, that is, of an older policy than the one in training, and the
+#   loss has to bear it (section 10).
 # Not here. Waiting for the oldest group instead of dropping it: nothing is lost, and the trainer
 #   stands still for every straggler (DOCS 5 has both, with numbers). Finishing another's rollout.
 # Source. IMPALA (Espeholt 2018), AReaL (Fu 2025).
@@ -6379,7 +6905,11 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 
 
 class Gate:
-    """Tickets, one per group. Those that are out are the groups in flight."""
+    """Hands out tickets, one per group. Those that are out are the groups in flight.
+
+    So it keeps no count of its own: the Ledger has it, and a group that is settled there gives its
+    ticket back by that.
+    """
 
     def __init__(self, ledger: Ledger, num_tickets: int) -> None:
         self.ledger = ledger
@@ -6390,9 +6920,10 @@ class Gate:
         return self.num_tickets - len(self.ledger.in_flight)
 
     async def wait(self) -> int:
-        """Until there is a ticket; woken by Ledger.settle.
+        """Waits until there is a ticket, woken by Ledger.settle. Returns how many there are.
 
-        How many there are: whoever draws prompts before the next `await` has them.
+        Whoever draws prompts for them before the next `await` has them, because nothing else runs
+        until then.
         """
         await self.ledger.changed.wait_for(lambda: self.num_free() > 0)
         return self.num_free()
@@ -6418,10 +6949,10 @@ class ReplayBuffer:
         self.groups: list[Group] = []
 
     def put(self, rollout: Rollout, asked_for: list[int], run_id: int) -> None:
-        """asked_for: group ids.
+        """Takes the groups of a rollout that can be trained on; the others count as lost.
 
         A group with fewer than two judged episodes has nothing to compare, and one without a
-        sampled token nothing to learn from: both are lost.
+        sampled token has nothing to learn from. asked_for: the ids of all groups of the request.
         """
         sampled = rollout.sampled()
         kept = set()  # ids of groups that can be trained on
@@ -6436,15 +6967,15 @@ class ReplayBuffer:
                 rollout=rollout, rows=rows, id=group_id, run_id=run_id, oldest_version=oldest
             )
             self.groups.append(group)
-        # This also wakes `take`, when nothing is lost too.
-        self.ledger.settle("lost", [group_id for group_id in asked_for if group_id not in kept])
+        lost = [group_id for group_id in asked_for if group_id not in kept]
+        self.ledger.settle("lost", lost)  # also when the list is empty, for this wakes `take`
 
     def is_usable(self, group: Group, version: int) -> bool:
-        """The rule: at most K versions old when the trainer, at this version, sees it."""
+        """May the trainer, when it is at this version, be given this group? At most K old."""
         return version - group.oldest_version <= self.max_lag  # mechanism: lag bound
 
     def _drop(self, run_id: int, version: int) -> None:
-        """What no trainer may see gives its tickets back."""
+        """Takes out what the trainer may not be given. The tickets come back by that."""
         too_old = []
         of_lost_trainer = []
         usable = []
@@ -6462,7 +6993,7 @@ class ReplayBuffer:
             self.ledger.settle("dropped", of_lost_trainer, with_trainer=True)
 
     async def take(self, run_id: int, version: int) -> Rollout:
-        """The first groups that a trainer of this run id may see at this version, as one batch.
+        """A batch: the first groups that a trainer of this run id may be given at this version.
 
         waits for enough of them / woken by `put`
         """
@@ -6477,14 +7008,14 @@ class ReplayBuffer:
 
 @dataclass(frozen=True)
 class SentStep:
-    """A batch at the trainer."""
+    """A batch that was sent to the trainer, and is not answered yet."""
 
     task: asyncio.Task[None]
     group_ids: list[int]
 
 
 class AsyncLoops:
-    """The two kinds of loops. The run ends when the trainer has made its steps."""
+    """The two kinds of loops of an asynchronous run, and what they share."""
 
     MAX_FRUITLESS = 320  # groups lost more than trained on, some twenty rollouts: nobody gets on
 
@@ -6495,8 +7026,9 @@ class AsyncLoops:
         self.ledger = training.run.ledger
         self.gate = Gate(self.ledger, (max_lag + 1) * GROUPS_PER_BATCH)  # mechanism: tickets
         self.buffer = ReplayBuffer(self.ledger, max_lag)
-        # While the trainer works on a batch, the next one already waits there, so it never waits
-        # for the main process. That one grows older by a version. With K = 0 it would be too old.
+        # While the trainer works on a batch, the next one already waits there, so the trainer never
+        # waits for the main process. A batch that waits grows older by a version. With K = 0 it
+        # would then be too old.
         self.max_sent = 2 if max_lag > 0 else 1
         self.sent: collections.deque[SentStep] = collections.deque()
         self.version = 0  # at which the trainer will see the next batch
@@ -6504,11 +7036,20 @@ class AsyncLoops:
         self.is_done = False  # then no loop asks for tickets again
 
     async def run_to_end(self) -> None:
-        """Shutdown:  the training loop ends (or any loop raises) -> is_done: no loop asks for tickets again -> loops that wait for a generator get their answer, and put it -> loops that wait for a ticket, and steps not answered, are cancelled -> what raised is raised here, at once; what lies in the buffer is counted"""
+        """Runs until all steps are made, or a loop raises. Then it shuts down in this order.
+
+            is_done is set, so no loop asks for tickets again
+            loops that wait for a generator get their answer, and put it into the buffer
+            loops that wait for a ticket, and steps that are not answered, are cancelled
+            what a loop has raised is raised here
+
+        After an exception it does not wait for answers. Groups that lie in the buffer at the end
+        stay in the books as groups in flight.
+        """
         async with self.training:
             self.version = self.cluster.oldest_version
             loops = [asyncio.ensure_future(self._training_loop())]
-            # Two requests per generator, so that none waits for its next one.
+            # Two requests per generator, so that none of them waits for its next one.
             for _ in range(2 * self.cluster.cfg.generators):
                 loops.append(asyncio.ensure_future(self._rollout_loop()))
             ended, _ = await asyncio.wait(loops, return_when="FIRST_COMPLETED")
@@ -6522,7 +7063,11 @@ class AsyncLoops:
             await asyncio.gather(*ended)  # raises
 
     async def _rollout_loop(self) -> None:
-        """consumes tickets / waits for the gate, a generator, a judge / woken by Ledger.settle, the answers / produces groups in the buffer / ends when the run is done"""
+        """consumes tickets / waits for the gate, then for a generator and a judge
+
+        woken by Ledger.settle, then by their answers / produces groups in the buffer / ends when
+        the run is done
+        """
         while not self.is_done:
             num_free = await self.gate.wait()
             prompts = self.run.draw(min(num_free, GROUPS_PER_BATCH))
@@ -6534,6 +7079,7 @@ class AsyncLoops:
                 self.ledger.changed.notify()
 
     async def _one_rollout(self, prompts: list[Prompt]) -> None:
+        """Asks for it, and settles every group of it: in the buffer, or lost."""
         group_ids = [prompt.id for prompt in prompts]
         run_id = self._run_id()
         try:
@@ -6549,11 +7095,12 @@ class AsyncLoops:
             self.buffer.put(self.run.count(found), group_ids, run_id)
 
     def _run_id(self) -> int:
+        """Of the present trainer."""
         assert self.cluster.handle is not None, "loops run after the trainer has begun"
         return self.cluster.handle.run_id
 
     def _may_send(self) -> bool:
-        """A batch to the trainer, ahead of the answer to the last one."""
+        """May a batch be sent to the trainer now, maybe before it has answered the last one?"""
         if self.run.num_sent >= self.run.num_steps:
             return False
         if not self.sent:
@@ -6561,11 +7108,15 @@ class AsyncLoops:
         return len(self.sent) < self.max_sent and not self.training.is_save_due()
 
     # One batch is sent ahead, so there are two roads to wait on at once: for groups, and for the
-    # trainer's answer to an earlier batch. If the trainer is lost, groups of it never come, and only
-    # the answer tells.
+    # trainer's answer to an earlier batch. If the trainer is lost, its groups never come, and only
+    # that answer tells.
 
     async def _training_loop(self) -> None:
-        """consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put, by the answer / produces versions / ends when all steps are made"""
+        """consumes groups / waits for the buffer, then for the trainer
+
+        woken by ReplayBuffer.put, then by the trainer's answer / produces versions / ends when all
+        steps are made
+        """
         while self.sent or not self.run.is_over():
             try:
                 await self._send_batches()
@@ -6578,7 +7129,7 @@ class AsyncLoops:
                 await self._go_back(error)
 
     async def _send_batches(self) -> None:
-        """As many as the trainer may have; fewer if a step ends first."""
+        """Sends the trainer as many batches as it may have; fewer if a step ends meanwhile."""
         while self._may_send():
             take = asyncio.ensure_future(self.buffer.take(self._run_id(), self.version))
             under_way = [step.task for step in self.sent]
@@ -6594,24 +7145,26 @@ class AsyncLoops:
             self.version += 1
 
     async def _step(self, batch: Rollout, version: int) -> None:
-        """version: at which the trainer should see it.
+        """Sends a batch to the trainer, and enters the answer into the books.
 
-        Only when it has stepped do the tickets of the batch come back, for lag counts the trainer's
-        versions.
+        version: the one at which the trainer will be when it begins. The tickets of the batch come
+        back only now that the step is made: earlier, generators would be asked for samples which
+        are one version older than the books say.
         """
         stats = await self.cluster.step(batch)
         assert stats.version == version + 1, "the trainer is at another version than was expected"
         self.training.step_done(stats, batch)
 
     async def _go_back(self, error: TrainerLost) -> None:
-        """The trainer is lost with the batches that it had.
+        """Goes back to the newest checkpoint, when the trainer is lost with the batches it had.
 
         What was trained on before the loss was noticed is settled already.
         """
         tasks = [step.task for step in self.sent]
         await asyncio.gather(*tasks, return_exceptions=True)  # the other one is lost too
-        at_trainer = [group_id for step in self.sent for group_id in step.group_ids]
-        lost = [group_id for group_id in at_trainer if group_id in self.ledger.in_flight]
+        lost = []
+        for step in self.sent:
+            lost += [group_id for group_id in step.group_ids if group_id in self.ledger.in_flight]
         self.sent.clear()
         await self.training.trainer_lost(error, lost)
         self.version = self.cluster.oldest_version
@@ -6619,8 +7172,12 @@ class AsyncLoops:
 
 # -- measurement -----------------------------------------------------------------------------------
 
-# The run without its rule, the run with it and with three faults, and a synchronous run of as many
-# steps beside the part before the faults.
+# Three runs. One without the rule, to see the lag grow. One with it, into which three faults strike
+# in its second half. And a synchronous one, to compare with the first half of that.
+#
+# How much faster the asynchronous run is depends on the machine, and is shown. What is checked is
+# the reason for it: the share of the time for which the trainer works, over that share in the
+# synchronous run, taken over the same number of steps before any fault. Lag and books are counted.
 
 FAULTS = {
     "generator": signal.SIGKILL,
@@ -6629,19 +7186,33 @@ FAULTS = {
 }
 
 
+@dataclass(frozen=True)
+class FaultRow:
+    """What became of a fault."""
+
+    fault: str  # the signal, and of which service one was struck
+    noticed: str  # how, as in Loss.why
+    after_ms: float
+    replaced_after_ms: float  # from then on
+
+
 class Faults:
-    """Strikes the services of a run, one after the other."""
+    """Strikes the services of a run, one after the other, and finds out what became of it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.services = {service.spec.name: service for service in cluster.services}
         self.struck_s: dict[str, float] = {}  # seconds since 1970, by service
 
     async def run_to_end(self, loops: AsyncLoops, first_step: int) -> SpeedRow:
-        """The run, with a fault at 10, 40 and 70 % of the steps after first_step; its speed until first_step."""
+        """Runs the loops, and strikes after 10, 40 and 70 % of the steps that follow first_step.
+
+        Returns the speed of the run until first_step, when nobody had been struck yet.
+        """
         run = loops.run
         running = asyncio.ensure_future(loops.run_to_end())
         await until_step(first_step, run, running)
         speed = run.speed(first_step, loops.cluster.cfg.generators)
+        # A generator dies, a judge stands still, the trainer dies; one after the other.
         for name, percent in zip(FAULTS, (10, 40, 70), strict=True):
             step = first_step + (run.num_steps - first_step) * percent // 100
             is_running = await until_step(step, run, running)
@@ -6651,22 +7222,23 @@ class Faults:
         await running
         return speed
 
-    async def rows(self) -> list[dict[str, Any]]:
-        """How each was noticed and made good."""
+    async def rows(self) -> list[FaultRow]:
+        """How each fault was noticed and made good; a fault that was not has no row."""
         rows = []
         for name, struck_s in self.struck_s.items():
             status = await self.services[name].status(60.0)
-            for loss in status.lost_replicas:
-                if loss.noticed_s > struck_s and loss.replaced_s is not None:
-                    rows.append(
-                        {
-                            "fault": f"{FAULTS[name].name}, one {name}",
-                            "noticed": loss.why,
-                            "after ms": (loss.noticed_s - struck_s) * 1e3,
-                            "replaced after ms": (loss.replaced_s - loss.noticed_s) * 1e3,
-                        }
-                    )
-                    break
+            later = [loss for loss in status.lost_replicas if loss.noticed_s > struck_s]
+            if not later or later[0].replaced_s is None:
+                continue
+            loss = later[0]
+            replaced_s = later[0].replaced_s
+            row = FaultRow(
+                fault=f"{FAULTS[name].name}, one {name}",
+                noticed=loss.why,
+                after_ms=(loss.noticed_s - struck_s) * 1e3,
+                replaced_after_ms=(replaced_s - loss.noticed_s) * 1e3,
+            )
+            rows.append(row)
         return rows
 
 
@@ -6676,17 +7248,19 @@ def tell_speed(
     fast: SpeedRow,
     training: Training,
 ) -> None:
-    """The asynchronous run until the faults, beside the synchronous one of as many steps."""
+    """Reports how fast the asynchronous run was until the faults, beside the synchronous one."""
     report.table([sync, fast])
-    # At best, of the shares of time that both sides need in turn only the longer one is left.
+    # In the synchronous run both sides work in turn. At best, of the two shares of the time only
+    # the longer one is left.
     needs = [sync.generators_busy, sync.trainer_busy]
+    speedup = sync.s / fast.s
     rows = training.run.rows
     stall_s = sum(row.stats.stall_s for row in rows)
     stall = stall_s / sum(row.stats.step_s for row in rows)
-    good = [row.seconds for row in rows if (row.heldout or 0) >= 0.95]
+    good = [row.seconds for row in rows if row.heldout is not None and row.heldout >= 0.95]
     report.figure(
-        async_speedup=sync.s / fast.s,
-        speedup_of_ideal=sync.s / fast.s * max(needs) / sum(needs),
+        async_speedup=speedup,
+        speedup_of_ideal=speedup * max(needs) / sum(needs),
         bottleneck_busy_share=max(fast.generators_busy, fast.trainer_busy),
         trainer_stall_share=stall,
         seconds_to_95=good[0] if good else None,
@@ -6698,7 +7272,7 @@ def tell_speed(
 
 
 def tell_lag(report: Report, loose: Training, training: Training) -> None:
-    """loose: a run without the rule."""
+    """Reports how old samples were. loose: a run without the rule."""
     bound = training.cfg.max_lag
     rows = []
     by_rule = {"no tickets, no drop": loose, f"tickets and drop, K = {bound}": training}
@@ -6711,6 +7285,7 @@ def tell_lag(report: Report, loose: Training, training: Training) -> None:
 
 
 def tell_books(report: Report, loops: AsyncLoops) -> None:
+    """Reports what became of all groups, and checks that none was forgotten."""
     run = loops.run
     counts = run.ledger.counts
     num_in_flight = len(run.ledger.in_flight)
@@ -6729,27 +7304,32 @@ def tell_books(report: Report, loops: AsyncLoops) -> None:
 
 
 @stage(
-    "both sides work all the time; lag never exceeds the bound; faults cost no step but those since "
-    "the checkpoint",
+    "both sides work all the time; lag never exceeds the bound; faults cost no step but those "
+    "since the checkpoint",
     hint="write `True`, and `max_lag + 100` tickets: nothing bounds the lag",
     mechanism="lag bound",
     needs_lab=True,
 )
 async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     cluster = lab.cluster
-    num_compared = max(1, cfg.steps // 2)  # steps to compare; the faults come after them
+    # Steps to compare with the synchronous run. The faults come after them.
+    num_compared = max(1, cfg.steps // 2)
     report.say(f"seed {cfg.seed}; about half a minute")
+    # 1. Without the rule: tickets for all, and nothing is ever too old.
     loose = lab.training("loose", min(40, num_compared))
     heldout = loose.run.sampler.heldout
-    before = await surely(cluster, lambda: cluster.evaluate(heldout))
-    await AsyncLoops(loose, max_lag=10**6).run_to_end()  # tickets for all, and nothing is too old
+    before = await surely(cluster, lambda: evaluate(cluster, heldout))
+    await AsyncLoops(loose, max_lag=10**6).run_to_end()
 
+    # 2. With it, and with faults.
     training = lab.training("async", cfg.steps, "async_rl")
     loops = AsyncLoops(training, cfg.max_lag)
     faults = Faults(cluster)
     fast = await faults.run_to_end(loops, num_compared)
-    after = await surely(cluster, lambda: cluster.evaluate(heldout))
+    after = await surely(cluster, lambda: evaluate(cluster, heldout))
     noticed = await faults.rows()
+
+    # 3. The synchronous run.
     peer = lab.training("sync", num_compared)
     await train_sync(peer)
 
@@ -6762,14 +7342,15 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     # Tokens of lag 0, of which k3 is known, are in the synchronous run.
     training.tell_learning(before, after, peer.largest_k3())
     report.check("held-out exact, gained", after - before, ">", 0)
+    # You can now keep both sides at work, and say how old a sample can be.
 
 
 # == 14. HOSTS =====================================================================================
 # Problem. Generators on other machines cannot map the trainer's memory, a network cable carries a
 #   tenth of what a memory bus does, and a machine can be lost with all that is on it.
-# Rule. On each other host a relay, which is one more reader of the trainer's arena: it leases a slot
-#   by the protocol of section 7, with one-sided reads and writes in place of loads and stores, and
-#   publishes in an arena of its own host. There generators read as they do at home. So a version
+# Rule. On each other host runs a relay, which is one more reader of the trainer's arena. It leases
+#   a slot by the protocol of section 7, with one-sided reads and writes in place of loads and
+#   stores, and publishes in an arena of its own host. Generators read there as at home. A version
 #   crosses once per host, and the trainer's Python takes no part. A lost host is a Host whose life
 #   has ended: its replicas are lost, requests go elsewhere, and they come back with it.
 # Cost. A worker process on every host. Its port runs any code for whoever reaches it: a private
@@ -6783,9 +7364,10 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #                                Arena of the trainer  <-- reads --  Relay -> Arena of host B
 
 # -- 14a. Links ------------------------------------------------------------------------------------
-# A worker (--worker) waits for connections. For each it starts a Monarch host of its own, at a new
-# port, and ends it with the connection. (At an old port Monarch would deliver messages that were
-# meant for actors of the run before.) Over the connection both sides speak in lines of JSON:
+# A worker (--worker) waits for connections. For each of them it starts a Monarch host, which is a
+# process that starts others for whoever asks, at a new port, and ends it with the connection. (At
+# an old port Monarch would deliver messages that were meant for actors of the run before.) Over the
+# connection both sides speak in lines of JSON:
 #
 #     worker: {"torch": "2.13.0", ...}          once: what it has, to be compared
 #     run:    []                                begin
@@ -6809,6 +7391,7 @@ def versions() -> dict[str, str]:
 
 
 def name_and_port(address: str) -> tuple[str, int]:
+    """Of tcp://NAME:PORT. ValueError: it is not of that form."""
     where = urllib.parse.urlsplit(address)
     if where.scheme == "tcp" and where.hostname and where.port:
         return where.hostname, where.port
@@ -6816,6 +7399,7 @@ def name_and_port(address: str) -> tuple[str, int]:
 
 
 def url(name: str, port: int) -> str:
+    """The other way round. An address of IPv6 stands in brackets."""
     return f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
 
 
@@ -6828,7 +7412,7 @@ class Connection:
 
 
 def connect(address: str) -> Connection:
-    """OSError: nobody answers. ValueError: no worker, or one of other versions."""
+    """Connects to a worker. OSError: nobody answers. ValueError: it has other versions."""
     with socket.create_connection(name_and_port(address), 4.0) as connection:
         lines = connection.makefile("rw")  # which keeps it open
         theirs = json.loads(lines.readline())
@@ -6841,7 +7425,10 @@ def connect(address: str) -> Connection:
 
 
 class Link(threading.Thread):
-    """The connection to a worker, made again whenever it is lost."""
+    """The connection to a worker, made again whenever it is lost.
+
+    It is a thread, so that a beat is answered in time also while the event loop is busy.
+    """
 
     def __init__(self, address: str, say: Callable[[str], None]) -> None:
         super().__init__(daemon=True)
@@ -6851,9 +7438,12 @@ class Link(threading.Thread):
         self.was_here = False
         self.is_closed = False
         self.signals: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # to send there
+        # Tasks that wait for the loss of the host: asyncio forgets a task that nobody refers to.
+        self.watchers: set[asyncio.Task[None]] = set()
         self.start()
 
     def run(self) -> None:
+        """What the thread does."""
         while not self.is_closed:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 self._listen(connect(self.address).lines)
@@ -6863,7 +7453,7 @@ class Link(threading.Thread):
             time.sleep(RECONNECT_S)
 
     def _listen(self, lines: Any) -> None:
-        """Until the connection ends."""
+        """Listens to the worker until the connection ends. A silence of SILENCE_S ends it, too."""
         with lines:
             print("[]", file=lines, flush=True)
             for line in lines:
@@ -6879,7 +7469,7 @@ class Link(threading.Thread):
 
 @functools.cache
 def link_to(address: str) -> Link:
-    """One per address, whoever asks in this process."""
+    """The link to this address: the same one for whoever asks in this process."""
     return Link(address, Report().say)
 
 
@@ -6893,15 +7483,22 @@ class RemoteHost(Host):
         return link_to(self.address).monarch_address
 
     async def spawn(self, name: str, num_ranks: int) -> ProcMesh:
-        """Waits until the host is here."""
+        """Starts processes there, when the host is here."""
         while not self.is_here():
             await asyncio.sleep(BEAT_S)
         mesh = attach_to_workers(ca="trust_all_connections", workers=[self.life()])
         return mesh.spawn_procs(per_host={"rank": num_ranks}, name=name)
 
     def watch(self, pids: list[int], on_end: Callable[[str], None]) -> None:
-        """Of its processes Monarch's detector tells. Of the host nobody does: the link knows."""
-        asyncio.ensure_future(self._watch_life(self.life(), on_end))
+        """Calls back when the host is lost.
+
+        Pidfds do not reach another host. Of a process there Monarch's own detector tells, but of a
+        lost host it does not: the link knows.
+        """
+        watchers = link_to(self.address).watchers
+        watcher = asyncio.ensure_future(self._watch_life(self.life(), on_end))
+        watchers.add(watcher)
+        watcher.add_done_callback(watchers.discard)
 
     async def _watch_life(self, life: str, on_end: Callable[[str], None]) -> None:
         while self.life() == life:
@@ -6914,7 +7511,7 @@ class RemoteHost(Host):
 
 
 def serve(address: str) -> None:
-    """--worker: until somebody ends this process."""
+    """What --worker does, until somebody ends this process."""
     name, port = name_and_port(address)
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
     server = socket.create_server((name, port), family=family)
@@ -6929,7 +7526,7 @@ def serve(address: str) -> None:
 
 
 def attend(client: socket.socket) -> None:
-    """One connection to this worker."""
+    """Serves one connection to this worker, in a thread."""
     client.settimeout(SILENCE_S)
     with client.makefile("rw") as lines, contextlib.suppress(OSError, ValueError):
         print(json.dumps(versions()), file=lines, flush=True)
@@ -6944,10 +7541,10 @@ def attend(client: socket.socket) -> None:
 
 
 def free_address(client: socket.socket) -> str:
-    """On the network of that connection, with a port that nobody has now.
+    """An address on the network of that connection, with a port that nobody uses now.
 
-    If another program takes it before the Monarch host does, that host ends, and the run connects
-    again.
+    If another program takes the port before the Monarch host does, that host ends, and the run
+    connects again.
     """
     name, *_ = client.getsockname()
     with socket.create_server((name, 0), family=client.family) as server:
@@ -6956,6 +7553,7 @@ def free_address(client: socket.socket) -> str:
 
 
 def start_monarch_host(address: str) -> subprocess.Popen[bytes]:
+    """A process in which Monarch can start others."""
     # prctl(1, 9): the system sends it SIGKILL when this worker ends, however that happens.
     code = (
         "import ctypes; ctypes.CDLL(None).prctl(1, 9); import monarch.actor as m; "
@@ -6965,7 +7563,10 @@ def start_monarch_host(address: str) -> subprocess.Popen[bytes]:
 
 
 def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
-    """waits for the run's lines / produces a line each time / ends when either side does"""
+    """The worker's side of the lines.
+
+    waits for the run's lines / produces a line each time / ends when either side does
+    """
     while host.poll() is None:
         print(json.dumps(address), file=lines, flush=True)
         for pid, number in json.loads(lines.readline()):
@@ -6990,11 +7591,13 @@ def descendants(root: int) -> list[int]:
 
 
 # -- 14b. The relay --------------------------------------------------------------------------------
+# It does what WeightReader and WeightWriter do, one after the other: it leases a slot of the
+# trainer's arena, copies it into a slot of its own, and makes that one the latest of its host.
 
 
 @dataclass(frozen=True)
 class RemoteHandle:
-    """What a reader of another host needs: handles to words and slots, a few hundred bytes each."""
+    """What a reader on another host needs: RDMABuffers of the words and slots of an arena."""
 
     handle: ArenaHandle
     latest: RDMABuffer
@@ -7003,7 +7606,7 @@ class RemoteHandle:
 
 
 def remote_handle(arena: Arena, reader: int) -> RemoteHandle:
-    """Made by the arena's process, and of use as long as that lives."""
+    """The process that owns the arena makes this. It is of use as long as that process lives."""
     every_8_bytes = arena.whole[: Arena.HEADER_BYTES].view(torch.int64)
     words = every_8_bytes.view(-1, CACHE_LINE_BYTES // 8)[:, :1]  # [words, 1]
     return RemoteHandle(
@@ -7019,6 +7622,7 @@ class RelayedTrainer(Trainer):
 
     @endpoint
     async def remote(self, reader: int) -> RemoteHandle:
+        """For the relay that is this reader of the arena."""
         _, writer = self._begun()
         return remote_handle(writer.arena, reader)
 
@@ -7044,7 +7648,10 @@ class Relay(Worker):
         first_reader: int,
         num_readers: int,
     ) -> None:
-        """first_reader: of the trainer's arena, that of relay 0. num_readers: of my arena."""
+        """first_reader: the number that relay 0 has among the readers of the trainer's arena.
+
+        num_readers: generators on each host, for the relay's own arena.
+        """
         super().__init__(place)
         self.trainer = trainer
         self.reader = first_reader + place.replica_id
@@ -7055,28 +7662,31 @@ class Relay(Worker):
         self.lease_word = torch.zeros(1, dtype=torch.int64)
 
     async def prepare(self) -> ArenaHandle:
-        """Of my arena, into which versions come from now on."""
+        """Makes an arena for this host. Answers with its handle."""
         self.remote = await self.trainer.route(RelayedTrainer.remote, self.reader)
-        self.arena = Arena.create(self.remote.handle.manifest, self.num_readers)
+        self.arena = create_arena(self.remote.handle.manifest, self.num_readers)
         self.following = asyncio.ensure_future(self._follow())
         return self.arena.handle
 
     async def _follow(self) -> None:
-        """waits for nobody, but looks / produces versions / ends with this process"""
+        """The relay's loop: looks every few ms / produces versions / ends with its process."""
         while True:
             await asyncio.sleep(self.LOOK_EVERY_S)
             with contextlib.suppress(Exception):  # a trainer that is gone; another relay will come
                 await self._fetch_if_new()
 
     async def _fetch_if_new(self) -> None:
-        """Arena.lease, one-sided. A write that is answered is seen by all: this is the fence."""
+        """The steps of Arena.lease, with one-sided reads and writes.
+
+        It needs no fence: `write_from` returns when the word is written, and all see it then.
+        """
         latest = await self._look()
         version, slot = divmod(latest, Arena.MAX_SLOTS)
         if version == self.arena.newest_version():
             return
         # 1. Announce the slot, 2. so that the writer sees it. The trainer cannot ask whether a
-        # process of another host lives, so I lease in the trainer's own name. If I die, my successor
-        # has the same word.
+        # process of another host lives, so this lease is in the trainer's own name. If this relay
+        # dies, its successor has the same word.
         self.lease_word.fill_(self.remote.handle.pid * Arena.MAX_SLOTS + slot)
         await self.remote.lease.write_from(self.lease_word)  # mechanism: lease of the relay
         if await self._look() != latest:  # 3. look again
@@ -7088,11 +7698,13 @@ class Relay(Worker):
         self.read_bytes += self.arena.slots[free].nbytes
 
     async def _look(self) -> int:
+        """The word of the trainer's arena that names the latest version and its slot."""
         await self.remote.latest.read_into(self.latest_word)
         return int(self.latest_word)
 
     @endpoint
     async def traffic(self) -> Traffic:
+        """What it has carried so far."""
         stored = self.arena.handle.manifest.stored_specs()
         return Traffic(
             num_versions=self.num_versions,
@@ -7102,7 +7714,11 @@ class Relay(Worker):
 
 
 class HostsCluster(Cluster):
-    """The actors of RL on several hosts: the trainer on the first, generators and judges in turn on all of them, a relay on each but the first."""
+    """The actors of RL on several hosts.
+
+    The trainer is on the first, generators and judges go round all of them, and each but the first
+    has a relay.
+    """
 
     trainer_class = RelayedTrainer
 
@@ -7110,9 +7726,8 @@ class HostsCluster(Cluster):
         super().__init__(cfg, is_warm)
         for host in self.hosts:
             host.life()  # connects
-        num_readers = (
-            self.generators_per_host()
-        )  # of each arena; at the trainer's, relays come next
+        # Of each arena. At that of the trainer, the numbers of relays follow those of generators.
+        num_readers = self.generators_per_host()
         relays = ServiceSpec(
             name="relay",
             replica_class=Relay,
@@ -7127,7 +7742,10 @@ class HostsCluster(Cluster):
         return tuple(RemoteHost(address) for address in cfg.hosts.split(","))
 
     async def close(self) -> None:
-        """Relays first: they ask the trainer. With the links the Monarch hosts end."""
+        """Ends all processes, and the links, with which the Monarch hosts end.
+
+        Relays come first: they ask the trainer.
+        """
         await self.relays.close()
         await super().close()
         for host in self.hosts:
@@ -7137,7 +7755,7 @@ class HostsCluster(Cluster):
         return self.generators_per_host() + len(self.hosts) - 1
 
     def for_trainer(self, path: str) -> bytes:
-        """It may be on another host, so its content travels, as a message."""
+        """The trainer may be on another host, so the content of the file travels, as a message."""
         return pathlib.Path(path).read_bytes()
 
     async def save(self, path: str, state: str) -> None:
@@ -7145,25 +7763,32 @@ class HostsCluster(Cluster):
         pathlib.Path(path).write_bytes(content)
 
     async def arena_changed(self, handle: ArenaHandle) -> None:
-        """Relays need a trainer that has begun; each time it is another one they are, too."""
+        """Starts all relays, or replaces them: each reads the arena of one trainer."""
         if handle != self.handle:
             await self.relays.start()
 
     async def arenas(self) -> tuple[ArenaHandle | None, ...]:
-        """A relay may just be being replaced: then its host has no arena for a moment.
+        """For each host, the arena that its generators read: that of the trainer, or of a relay.
 
-        It has one before its generators are back, for they import more.
+        While a relay is being replaced its host has none. It has one again before its generators
+        are back, because they import more.
         """
         status = await self.relays.status()
         by_relay = {place.replica_id: answers[0] for place, answers in status.answers.items()}
-        return (self.handle, *[by_relay.get(relay) for relay in range(len(self.hosts) - 1)])
+        arenas = [self.handle]
+        for relay in range(len(self.hosts) - 1):
+            arenas.append(by_relay.get(relay))
+        return tuple(arenas)
 
 
 # -- measurement -----------------------------------------------------------------------------------
+# Two workers on loopback addresses are two hosts that happen to be one machine. A synchronous run
+# trains across them; half-way the second host is lost with a generator, a judge and the relay on
+# it; two steps later it is back. Not one step may be lost, for the trainer is on the first host.
 
 
 class LocalWorkers:
-    """Workers on loopback addresses: hosts that are one machine."""
+    """Workers on this machine, each on a loopback address and a port of its own."""
 
     def __init__(self, num_hosts: int) -> None:
         self.processes: dict[str, subprocess.Popen[str]] = {}
@@ -7173,12 +7798,13 @@ class LocalWorkers:
             self.start(url(name, port))
 
     def start(self, address: str) -> None:
+        """Starts a worker, or starts it again."""
         command = [sys.executable, os.path.abspath(__file__), "--worker", address]
         process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
         self.processes[address] = process
 
     def lose(self, address: str) -> None:
-        """As if its machine lost its power."""
+        """Ends a worker as if its machine lost its power."""
         self.processes[address].kill()
         self.processes[address].wait()
 
@@ -7189,7 +7815,7 @@ class LocalWorkers:
 
 
 async def until_replaced(service: Service) -> list[Loss]:
-    """Waits until a replica that was lost has a successor."""
+    """Waits until a replica that was lost has a successor. Returns those that were lost."""
     while True:
         status = await service.status(60.0)
         if status.lost_replicas:
@@ -7198,8 +7824,8 @@ async def until_replaced(service: Service) -> list[Loss]:
 
 
 @stage(
-    "another host costs one copy per version, however many generators it has; a lost host costs its "
-    "work in progress",
+    "another host costs one copy per version, however many generators it has; a lost host costs "
+    "its work in progress",
     hint="do nothing, `pass`: its replicas are never replaced",
     mechanism="host lost",
     needs_tcp=True,
@@ -7220,12 +7846,15 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     await cluster.start()
     report.table(await placement(cluster))
     running = asyncio.ensure_future(train_sync(training))
+    # 1. Half of the steps, with both hosts.
     await until_step(num_steps // 2, run, running)
     traffic = await cluster.relays.route(Relay.traffic)
+    # 2. Two steps without the second host. 3. The others; meanwhile it comes back.
     workers.lose(second)
-    await until_step(num_steps // 2 + 2, run, running)  # without it
+    await until_step(num_steps // 2 + 2, run, running)
     workers.start(second)
     await running
+    # 4. Does it sample again, from the weights of the trainer?
     lost = [*await until_replaced(cluster.relays), *await until_replaced(cluster.generators)]
     again = await cluster.sample(run.sampler.first(GROUPS_PER_BATCH))
     found = await cluster.examine(Rollout.join([reply.rollout.judged() for reply in again]))
@@ -7245,13 +7874,21 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     report.check("largest k3, of samples of both hosts", training.largest_k3(), "<=", limit)
     report.check("k3 of samples of both, when it is back", found.mean_k3, "<=", limit)
     report.figure(bytes_per_version_over_model=copies)
+    # You can now add hosts, and lose them.
 
 
 # -- plumbing: what --trace and --report write -----------------------------------------------------
+# Both show what Telemetry has collected: a trace of the whole command, for Perfetto; and a page
+# about five asynchronous runs, one at each of five bounds on lag, with a slider to go from one to
+# another. The page is one file, needs no network, and stands at the end of this part as a text.
 
 
 def write_trace(path: str, events: list[Event]) -> None:
-    """Chrome's trace format, which Perfetto opens: a row per actor, one for the copies that run beside a trainer's steps, one for the time for which a replica was missing."""
+    """Writes a file in Chrome's trace format, which Perfetto opens.
+
+    It has a row per actor, one for the copies that run beside a trainer's steps, and one per
+    replica that was lost, for the time for which it was missing.
+    """
     numbers = {actor: i for i, actor in enumerate(dict.fromkeys(event.actor for event in events))}
     entries: list[dict[str, Any]] = []
     for actor, number in numbers.items():
@@ -7272,11 +7909,9 @@ def write_trace(path: str, events: list[Event]) -> None:
 
 
 async def read_events(from_s: float = 0.0) -> list[Event]:
+    """What Telemetry has, of this time and later. from_s: seconds since 1970."""
     store = await telemetry()
     return await store.read.call_one(from_s)
-
-
-BOUNDS = (0, 1, 2, 4, 8)  # of the runs of --report
 
 
 async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
@@ -7290,13 +7925,13 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
         run = training.run
         heldout = run.sampler.heldout
         await surely(cluster, lambda: cluster.load(""))
-        before = await cluster.evaluate(heldout)
+        before = await evaluate(cluster, heldout)
         running = asyncio.ensure_future(AsyncLoops(training, bound).run_to_end())
         if await until_step(run.num_steps // 2, run, running):
             await cluster.generators.strike(signal.SIGKILL)
         await running
         await cluster.generators.status(60.0)  # the next run begins with all of them
-        after = await cluster.evaluate(heldout)
+        after = await evaluate(cluster, heldout)
         await asyncio.sleep(2 * Recorder.SEND_AFTER_S)  # until the last events have come
         speed = run.speed(run.num_steps, cfg.generators)
         lag = training.largest_lag()
@@ -7315,6 +7950,7 @@ def run_for_page(
     after: float,
     events: list[Event],
 ) -> dict[str, Any]:
+    """What the page has of one run. before, after: held-out exact."""
     return {
         "max_lag": bound,
         "generators": training.cfg.generators,
@@ -7377,7 +8013,8 @@ pre { overflow-x: auto; margin: 0 } .two { display: grid; gap: 0 1.5rem;
 <svg id="timeline" role="img"></svg>
 <label for="from">From second <output id="second"></output></label>
 <input type="range" id="from" min="0" max="1000" value="0">
-<label>Shown: <select id="width"><option value="1">1 s</option><option value="3" selected>3 s</option>
+<label>Shown: <select id="width">
+<option value="1">1 s</option><option value="3" selected>3 s</option>
   <option value="10">10 s</option><option value="1e9">the whole run</option></select></label>
 <ul id="faults"></ul>
 <div class="two">
@@ -7394,7 +8031,8 @@ const $ = id => document.getElementById(id), sum = some => some.reduce((a, b) =>
 const safe = words => String(words).replace(/[&<>"']/g, c => `&#${c.charCodeAt(0)};`);
 const names = {rollout: "generate", judge: "judge", step: "train", publish: "publish",
   pull: "pull (thin: well under 1 ms)", other: "other", lost: "lost, until replaced"};
-const kind = e => e.actor.endsWith(" lost") ? "lost" : Object.hasOwn(names, e.what) ? e.what : "other";
+const kind = e => e.actor.endsWith(" lost") ? "lost"
+  : Object.hasOwn(names, e.what) ? e.what : "other";
 const runs = RUNS_OF_PAGE.map(run => {
   const events = run.events.map(([what, start, end, actor]) => ({what, start, end, actor}));
   const began = events.filter(e => kind(e) == "rollout").map(e => e.start);
@@ -7454,7 +8092,8 @@ function drawTimeline(run, from, to) {
   const bars = seen.map(e => {
     const a = Math.max(x(e.start), left), b = Math.min(x(e.end), wide);
     const low = e.kind == "publish" || e.kind == "lost";
-    const what = e.kind == "other" ? e.what : e.kind == "lost" ? e.what + ", replaced" : names[e.kind];
+    const what = e.kind == "other" ? e.what
+      : e.kind == "lost" ? e.what + ", replaced" : names[e.kind];
     return `<rect class="${e.kind}" x="${a.toFixed(1)}" width="${Math.max(b - a, 1).toFixed(1)}"
       ${fill(e.kind)} y="${run.lanes.indexOf(e.lane) * high + (low ? 26 : 13)}"
       height="${low ? 5 : 12}"><title>${safe(e.actor)}: ${safe(what)},
@@ -7508,6 +8147,10 @@ draw();
 
 # -- plumbing: the command line --------------------------------------------------------------------
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
+#
+# Wrong usage is found before any process is started, by trying: the task draws a prompt, the
+# model's configuration is read, files are opened, hosts are called. It gets one line that says what
+# is wrong.
 
 
 @dataclass(frozen=True)
@@ -7520,18 +8163,24 @@ class Command:
     worker: str | None  # the address of --worker
 
     def has_tcp(self) -> bool:
-        """Does this process use TCP for Monarch's messages, and not Unix sockets?"""
-        return bool(self.cfg.hosts) or [stage.needs_tcp for stage in self.stages] == [True]
+        """Does this process use TCP for Monarch's messages, and not Unix sockets?
+
+        It does with --hosts, and for a stage that needs it if that is the only one.
+        """
+        is_alone = len(self.stages) == 1 and self.stages[0].needs_tcp
+        return bool(self.cfg.hosts) or is_alone
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """An ArgumentParser that says in one line what is wrong, without the usage above it."""
 
     def error(self, message: str) -> Any:
+        """What argparse calls then. It does not return."""
         self.exit(2, f"monarch_rl: {message}\n")
 
 
 def make_parser() -> Parser:
+    """The flags that choose stages, and a flag for each field of Config."""
     parser = Parser(
         usage="%(prog)s flags [their defaults]",
         description=(__doc__ or "").split("\n", 1)[0],
@@ -7539,18 +8188,17 @@ def make_parser() -> Parser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 22, 100),
     )
     by_number = {str(stage.number): stage.name for stage in STAGES.values()}
-
-    def stage_name(text: str) -> str:
-        return by_number.get(text, text)
-
-    which = parser.add_mutually_exclusive_group()
     last = list(STAGES)[-1]
-    for flag, meaning, default in (
-        ("--stage", f"run 1 to it [{last}]", last),
-        ("--only", "run this stage", None),
-    ):
+    which = parser.add_mutually_exclusive_group()
+    stage_flags = {"--stage": (f"run 1 to it [{last}]", last), "--only": ("run this stage", None)}
+    for flag, (meaning, default) in stage_flags.items():
         which.add_argument(
-            flag, help=meaning, default=default, type=stage_name, choices=STAGES, metavar="STAGE"
+            flag,
+            help=meaning,
+            default=default,
+            type=lambda text: by_number.get(text, text),
+            choices=STAGES,
+            metavar="STAGE",
         )
     which.add_argument("--list", action="store_true", help="print the stages and their lines")
     which.add_argument(
@@ -7580,13 +8228,16 @@ def parse(argv: list[str] | None) -> Command:
     for setting in dataclasses.fields(Config):
         value = getattr(found, setting.name)
         least = setting.metadata["least"]
-        if least is not None and value is not None and not value >= least:  # nan is not
+        # Not `value < least`, for a value of nan must fail too.
+        if least is not None and value is not None and not value >= least:
             parser.error(f"--{setting.name.replace('_', '-')} must be at least {least}")
     names = [setting.name for setting in dataclasses.fields(Config)]
     cfg = Config(**{name: getattr(found, name) for name in names})
     last = STAGES[found.stage].number
-    stages = [STAGES[found.only]] if found.only else list(STAGES.values())[:last]
-    if cfg.report and "async_rl" not in [stage.name for stage in stages]:
+    stages = list(STAGES.values())[:last]
+    if found.only:
+        stages = [STAGES[found.only]]
+    if cfg.report and STAGES["async_rl"] not in stages:
         parser.error("--report is of stage async_rl")
     try_all(parser, cfg, found.worker)
     return Command(
@@ -7607,7 +8258,7 @@ def blaming(parser: Parser, flag: str) -> Iterator[None]:
 
 
 def try_all(parser: Parser, cfg: Config, worker: str | None) -> None:
-    """Finds what cannot work."""
+    """Finds out what cannot work, each thing by trying it."""
     with blaming(parser, "Linux on x86-64"):
         try_platform()
     with blaming(parser, f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)"):
@@ -7633,12 +8284,14 @@ def try_all(parser: Parser, cfg: Config, worker: str | None) -> None:
 
 
 def try_platform() -> None:
+    """Section 7 relies on how an x86-64 processor orders loads and stores, and on Linux's memfd."""
     machine = f"{sys.platform} {os.uname().machine}"
     if machine != "linux x86_64":
         raise ValueError(f"this is {machine}")
 
 
 def try_task(cfg: Config) -> None:
+    """Can prompts be drawn, with as many turns as the task says?"""
     sampler = Sampler(cfg.task, cfg.seed)
     prompt = sampler.validation[0]  # IndexError: it draws too few different conversations
     if len(prompt.turns) < sampler.task.num_turns:
@@ -7646,7 +8299,7 @@ def try_task(cfg: Config) -> None:
 
 
 def try_files(paths: list[str]) -> None:
-    """Can each be written? Leaves none behind."""
+    """Can each of these files be written? A file that was not there is removed again."""
     for path in paths:
         if not os.path.isfile(path):
             with open(path, "x", encoding="utf-8"):
@@ -7654,11 +8307,15 @@ def try_files(paths: list[str]) -> None:
 
 
 async def run_stages(report: Report, command: Command) -> None:
-    """Head, demo and foot of each. An exception in a demo is a failed check, and the next runs."""
+    """Runs stages, one after the other.
+
+    An exception in a demo is a failed check of its stage, and the next stage runs.
+    """
     cfg = command.cfg
     cluster = HostsCluster(cfg) if cfg.hosts else Cluster(cfg)
     lab = Lab(report, cluster, SafeTraining)
     clock = asyncio.ensure_future(report.keep_clock())
+    # The actors of RL end with the last stage that needs them.
     with_lab = [stage for stage in command.stages if stage.needs_lab]
     for stage in command.stages:
         start = time.monotonic()
@@ -7667,7 +8324,7 @@ async def run_stages(report: Report, command: Command) -> None:
             await run_stage(stage, report, command, lab)
         except Exception as error:
             report.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
-            sys.excepthook(*sys.exc_info())
+            sys.excepthook(type(error), error, error.__traceback__)
         if stage in with_lab[-1:]:
             await lab.close()
         report.end_stage(stage, since(start))
@@ -7682,6 +8339,7 @@ async def run_stage(
     command: Command,
     lab: Lab,
 ) -> None:
+    """Runs the demo of a stage, with what it needs."""
     cfg = command.cfg
     if stage.needs_tcp and not command.has_tcp():
         await run_as_own_command(stage, report, cfg)
@@ -7700,7 +8358,7 @@ async def run_as_own_command(stage: Stage, report: Report, cfg: Config) -> None:
 
     What it measured is taken over.
     """
-    result = unnamed_file("result")
+    result = unnamed_file("result")  # its figures, as --json has them
     command = [sys.executable, os.path.abspath(__file__), "--only", stage.name]
     process = await asyncio.create_subprocess_exec(
         *command, "--seed", str(cfg.seed), "--json", result, stdout=asyncio.subprocess.PIPE
@@ -7714,13 +8372,18 @@ async def run_as_own_command(stage: Stage, report: Report, cfg: Config) -> None:
 
 
 def leave(status: int, line: str = "") -> None:
-    """Ends now, from wherever we are; our processes too, and with them their memory."""
+    """Ends this process, and before it all that it has started, and with them their memory.
+
+    status: the exit status. line: what to say of it on the terminal. It may be called from a signal
+    handler.
+    """
     if LEAVING.is_set():  # a second Ctrl-C, or news of somebody who was just killed
         time.sleep(1.0)
         return
     LEAVING.set()
     end = time.monotonic() + 10.0
     num_quiet = 0  # looks in a row that found nobody: a process may be on its way while we look
+    # Processes of processes, too: those that Monarch has started belong to each other, not to us.
     while num_quiet < 5 and time.monotonic() < end:
         found = descendants(os.getpid())
         num_quiet = 0 if found else num_quiet + 1
@@ -7732,8 +8395,10 @@ def leave(status: int, line: str = "") -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """The command. argv: its arguments; None: those of this process."""
     prepare_environment()
     command = parse(argv)
+    # What needs no actors.
     if command.lists:
         for stage in STAGES.values():
             line = line_of_section(stage)
@@ -7743,6 +8408,8 @@ def main(argv: list[str] | None = None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: leave(0))
         serve(command.worker)
+    # How messages travel. Other hosts must be able to answer, so this one needs an address that
+    # they can reach: the one from which it reaches them.
     cfg = command.cfg
     if cfg.hosts:
         first, *_ = cfg.hosts.split(",")
@@ -7755,6 +8422,8 @@ def main(argv: list[str] | None = None) -> None:
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(noise.fileno(), 2)
     signal.signal(signal.SIGINT, lambda *_: leave(130, "interrupted"))
+    # For a death that no owner has handled, which would be a mistake in this file. Monarch's own
+    # hook ends the process as well, but leaves others behind.
     monarch.actor.unhandled_fault_hook = lambda failure: leave(1, f"an actor died: {failure}")
     report = Report()
     try:
@@ -7767,6 +8436,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def finish(report: Report, cfg: Config, noise: Any) -> None:
+    """Writes --json, says what has failed, and leaves. noise: the file of what workers said."""
     if cfg.json:
         machine = {**versions(), "cores": len(os.sched_getaffinity(0))}
         whole = {
