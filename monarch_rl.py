@@ -23,7 +23,8 @@ the claim fail without the rule that makes it true and hold with it, and measure
          |                       +----------- Arena: slots, leases <--|------------------+
          +----------------- tickets come back ------------------------+
 
-      control plane: actor messages, small          data plane: shared memory or RDMA, bulk
+      Small things travel as messages between actors (the control plane). The weights, which are
+      large, travel through shared memory or by RDMA (the data plane).
 
     1 hello_actor     state in a process of its own; one call at a time, in order
     2 actor_mesh      many members, one call: who runs, and who answers
@@ -41,9 +42,10 @@ the claim fail without the rule that makes it true and hold with it, and measure
    14 hosts           another host costs one copy per version; a lost one its work in progress
 
 How to read it. In an hour: this page, then the leads, pictures and demos of sections 1 to 3, 5
-to 7, 11 and 13. In an afternoon: all of it. What stands under `plumbing` is what any program
-needs, and what stands under `measurement` produces numbers; both can be skipped at first. After
-section 13 you have the whole system on one host. DOCS.md says at length why each part is as it is.
+to 7, 11 and 13. In an afternoon: these sections whole, without what stands under `measurement`,
+which produces the numbers, and under `plumbing`, which any program needs. All of it takes two
+days. After section 13 you have the whole system on one host; 14 adds others. DOCS.md says at length
+why each part is as it is.
 
 Left out, and what to use instead: paged attention and continuous batching (vLLM, SGLang); tensor,
 pipeline and expert parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools;
@@ -52,6 +54,9 @@ would hide the part that is taught here.
 
 The words:
 
+    actor     An object in a process of its own, which others reach by messages (section 1).
+    RDMA      Remote direct memory access: one process reads or writes memory of another one,
+              which takes no part in it (section 3).
     episode   One conversation between a user and the policy. Example: the user says "abc", the
               policy answers "abc", the user says "dfa", the policy answers "dfb".
     group     The episodes sampled from one prompt, here eight. Their rewards are compared with
@@ -61,10 +66,13 @@ The words:
     lag       How old a sample is when it is trained on. Sampled with version 5, trained on when
               the trainer is at version 7: the lag is 2.
     publish   The trainer makes a version available. Generators pull it when they like.
-    slot      A place in shared memory for one copy of all weights.
+    slot      A place in shared memory for one copy of all weights. All slots of a trainer, with
+              a few words about them, are its arena. WeightWriter fills slots, WeightReader reads.
     lease     A reader's note "I am reading slot 3", for the writer to see.
     torn      Of weights that were read: some tensors are of version 6 and some of version 7.
-    ticket    The permission to generate one group. There are few, so little is under way.
+    ticket    The permission to generate one group. There are few, so little is under way. The
+              Gate hands them out.
+    sampler   Draws prompts, always the same one for the same number.
     replica   One of several interchangeable workers, in a process of its own.
     judge     A replica that runs the reward function, which is somebody else's code.
     run id    A number for one life of the trainer. After a restart there is another version 7,
@@ -292,7 +300,9 @@ class Stage:
     mechanism: str  # the name in the comment of the line that the hint means
     demo: Callable[..., Awaitable[None]]
     needs_lab: bool  # is the demo given a Lab, the running actors of RL (section 11)?
-    needs_tcp: bool  # Monarch has one transport per process; others use Unix sockets
+    # Must messages travel by TCP? The other stages use Unix sockets, which stay on this machine. A
+    # process has to decide for one of the two.
+    needs_tcp: bool
 
 
 STAGES: dict[str, Stage] = {}  # by name; complete when this file has been imported
@@ -385,8 +395,9 @@ class Report:
     async def keep_clock(self) -> None:
         """Shows the time whenever nothing was printed for a while, so that a wait looks alive.
 
-        Loops in this file say so about themselves: waits for silence / produces a live line / ends
-        when it is cancelled.
+        Loops in this file are described by a few short answers, with a slash between them: what
+        they wait for, who wakes them, what they produce, when they end. Of this one: waits for
+        silence / produces a live line / ends when it is cancelled.
         """
         while True:
             await asyncio.sleep(1.0)
@@ -524,8 +535,7 @@ def close_unnamed_file(path: str) -> None:
 #   messages. The methods that messages may call are its endpoints. They run one at a time, in the
 #   order in which a caller sent the messages, so none ever sees another one half done. Two actors
 #   share nothing, and work at the same time.
-# Cost. A message and its answer, which takes about as long as a thousand calls of a method. The
-#   demo measures it.
+# Cost. A message and its answer take the time of thousands of method calls; the demo shows both.
 # Not here. Endpoints that may overlap (section 6).      Source. Hewitt, Bishop, Steiger 1973.
 #
 #     main process                            process of the actor
@@ -603,11 +613,14 @@ async def additions_lost_by_threads(num_additions: int) -> int:
     mechanism="one at a time",
 )
 async def demo_hello_actor(report: Report, cfg: Config) -> None:
+    """Loses additions with threads, and none with an actor; then lets two actors overlap."""
     lost = await additions_lost_by_threads(200)
     report.check("additions of 200 that threads lost", lost, ">", 0)
 
-    # Two processes, with an actor in each. `spawn` returns at once, with a reference to both
-    # actors; `slice` narrows it to one of them. `call_one` sends a message to that one and returns
+    # Two processes, with an actor in each. They stand along one dimension, which gets the name
+    # "worker" here. `spawn` returns at once, with a reference to both actors; `slice` narrows it to
+    # the one at this place of the dimension. (A reference, to one or to several, has the type of
+    # the actor, here Tally.) `call_one` sends a message to that one and returns
     # something to await for the answer. The message is on its way before anybody awaits.
     procs = this_host().spawn_procs(per_host={"worker": 2})
     tallies = procs.spawn("tally", Tally)
@@ -636,7 +649,14 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     report.check("processes, this one included", len(process_ids), "==", 3)
 
     message_ms = await median_ms(one.take.call_one)
-    report.say(f"a message to another process and its answer: {show(message_ms)} ms")
+    start = time.monotonic()
+    for _ in range(1000):
+        since(start)
+    method_us = since(start) * 1e3  # ms for 1000 calls are us for one
+    report.say(
+        f"a message to another process and its answer: {show(message_ms)} ms; "
+        f"a call of a function: {show(method_us)} us"
+    )
     report.figure(message_ms=message_ms)
     await procs.stop()
     # You can now keep state in one place, and change it from many, without a lock.
@@ -696,6 +716,7 @@ async def adverb_row(mesh: Tally, call: str, answers: Sequence[Addition]) -> Adv
     mechanism="every member, no answer",
 )
 async def demo_actor_mesh(report: Report, cfg: Config) -> None:
+    """Calls a mesh of four in each way, and asks its members who has run."""
     procs = this_host().spawn_procs(per_host={"rank": 4})
     mesh = procs.spawn("tally", Tally)
 
@@ -745,6 +766,9 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 #   bytes that are written into a copy vanish.
 # Not here. GPU memory: with an RDMA card the same handle covers it. Source. Monarch, libibverbs.
 #
+# A handle says where the bytes are: which process has them, at what address, how many there are, and
+# a key with which a card, if there is one, lets others in. It holds none of the bytes.
+#
 # RDMA is remote direct memory access: a network card reads and writes the memory of another machine
 # without that machine's processor. For that the card must know where the memory lies, and that it
 # stays there, which is what registering tells it. Without such a card Monarch does the same over
@@ -765,9 +789,13 @@ def checksum(tensor: torch.Tensor) -> int:
 class Owner(Actor):
     """Owns memory and hands out handles to it."""
 
+    # Two bytes, the gate: is it open, and does this process's Python stand before it?
+    OPEN = 0
+    STUCK = 1
+
     def __init__(self) -> None:
         self.memory = torch.zeros(0, dtype=torch.uint8)
-        self.gate = torch.zeros(1, dtype=torch.uint8)
+        self.gate = torch.zeros(2, dtype=torch.uint8)
 
     @endpoint
     async def register(self, num_bytes: int) -> RDMABuffer:
@@ -778,7 +806,7 @@ class Owner(Actor):
 
     @endpoint
     async def register_gate(self) -> RDMABuffer:
-        """A handle to the byte for which `sit_until_gate_opens` waits."""
+        """A handle to the gate."""
         return RDMABuffer(self.gate)
 
     @endpoint
@@ -788,15 +816,16 @@ class Owner(Actor):
 
     @endpoint
     async def sit_until_gate_opens(self, give_up_s: float) -> bool:
-        """Holds up this process's Python until somebody writes a 1 into the gate.
+        """Holds up this process's Python until somebody opens the gate.
 
-        It neither awaits nor answers messages meanwhile, so only a one-sided write can do that.
-        Returns False if nobody has done it for give_up_s seconds.
+        It neither awaits nor answers messages meanwhile, so only a one-sided write can open it.
+        Returns False if nobody has for give_up_s seconds.
         """
         start = time.monotonic()
-        while self.gate[0] == 0 and since(start) < give_up_s:
+        self.gate[self.STUCK] = 1
+        while self.gate[self.OPEN] == 0 and since(start) < give_up_s:
             time.sleep(0.001)
-        return bool(self.gate[0] == 1)
+        return bool(self.gate[self.OPEN] == 1)
 
 
 @dataclass(frozen=True)
@@ -848,6 +877,7 @@ async def transfer(owner: Owner, kib: int) -> TransferRow:
     mechanism="one-sided read",
 )
 async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
+    """Sends the same bytes on both roads; then reads from an owner whose Python is stuck."""
     procs = this_host().spawn_procs(per_host={"owner": 1})
     owner = procs.spawn("owner", Owner)
     await transfer(owner, kib=1)  # not in the table: the first one also opens connections
@@ -867,10 +897,16 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     stuck = asyncio.ensure_future(owner.sit_until_gate_opens.call_one(20.0))
     message = asyncio.ensure_future(owner.as_message.call_one())
     pulled = torch.ones(MIB, dtype=torch.uint8)
+    state = torch.zeros(2, dtype=torch.uint8)
+    while state[Owner.STUCK] == 0:
+        await gate.read_into(state)  # one-sided too
     await handle.read_into(pulled)  # mechanism: one-sided read
-    report.check("messages that the stuck owner has answered", int(message.done()), "==", 0)
-    await gate.write_from(torch.ones(1, dtype=torch.uint8))
+    num_answered = int(message.done())
+    # The pull is over, and the owner has been stuck since before it began. If it still is, the gate
+    # is opened in time, and the pull has ended without its Python.
+    await gate.write_from(torch.ones(2, dtype=torch.uint8))
     num_pulled = int(await stuck)  # 0: it gave up before the gate was opened
+    report.check("messages that the stuck owner has answered", num_answered, "==", 0)
     report.check("pulls of 1 MiB that ended while it was stuck", num_pulled, "==", 1)
     report.check("bytes of that message, after the gate", len(await message), "==", MIB)
 
@@ -1009,6 +1045,7 @@ class Witness(Actor):
     mechanism="by name",
 )
 async def demo_controllers(report: Report, cfg: Config) -> None:
+    """Lets four actors in four processes ask at once: for one name, and each for another."""
     procs = this_host().spawn_procs(per_host={"witness": 4})
     witnesses = procs.spawn("witness", Witness)
     # All four ask at once. A Telemetry that then has 1 event has just been created.
@@ -1119,7 +1156,8 @@ class Place:
 
     service: str  # the name of the service that owns it, such as "generator"
     replica_id: int  # 0, 1, ...: the same for a replica and for whatever replaces it
-    host: int = 0  # number of its host; with one host always 0
+    # These two matter from section 14 on. Until then there is one host, and local_id = replica_id.
+    host: int = 0  # number of its host
     local_id: int = 0  # its number among the replicas of this service on that host
 
 
@@ -1185,6 +1223,8 @@ class Replica:
     cannot be taken for news of that one.
     """
 
+    MAX_MARKS = 3  # in a row, until a replica that raises is replaced
+
     def __init__(
         self,
         place: Place,
@@ -1203,8 +1243,21 @@ class Replica:
         self.answers: list[Any] = []  # of setup, one per rank; empty until it is ready
         # Becomes a Loss when it is lost, and so wakes everybody who waits for this replica.
         self.lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
-        self.num_in_flight = 0  # requests it works on (section 6)
-        self.num_errors = 0  # in a row (section 6)
+        # Section 6 uses these.
+        self.num_in_flight = 0  # requests it works on
+        self.num_marks = 0  # in a row, for requests on which it raised and another one did not
+
+    def runs_in(self, pids: list[int]) -> None:
+        """Its processes are these."""
+        self.pids = pids
+
+    def has_set_up(self, answers: list[Any]) -> None:
+        """It is ready."""
+        self.answers = answers
+
+    def retire(self) -> None:
+        """It counts as ready no more."""
+        self.answers = []
 
     def is_ready(self) -> bool:
         """Has it been set up, and is not lost?"""
@@ -1219,6 +1272,25 @@ class Replica:
                 noticed_s=time.time(),
             )
             self.lost.set_result(loss)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While it works on a request."""
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+
+    def has_answered(self) -> None:
+        """It has answered a request, so it is well."""
+        self.num_marks = 0
+
+    def mark(self) -> None:
+        """It raised on a request that another one has answered."""
+        self.num_marks += 1
+        if self.num_marks >= self.MAX_MARKS:
+            self.lose("kept raising")
 
     def send_signal(self, number: int) -> None:
         """To the processes of all its ranks."""
@@ -1297,9 +1369,10 @@ class Supervisor(Actor):
         self.replicas[replica_id] = new
         # 3. Its first answers. The one to "pid" says that it runs, so from here on it is watched.
         # The one to "setup" says that it is ready.
-        new.pids = await self._call(new, "pid", (), self.spec.setup_deadline_s)
-        host.watch(new.pids, new.lose)
-        new.answers = await self._call(new, "setup", (), self.spec.setup_deadline_s)
+        pids = await self._call(new, "pid", (), self.spec.setup_deadline_s)
+        new.runs_in(pids)
+        host.watch(pids, new.lose)
+        new.has_set_up(await self._call(new, "setup", (), self.spec.setup_deadline_s))
         return new
 
     async def _call(
@@ -1334,9 +1407,11 @@ class Supervisor(Actor):
     def __supervise__(self, failure: MeshFailure) -> bool:
         """Monarch calls this when a process that I spawned has died, or the actor in it.
 
-        Of most deaths the pidfd has told before. Then the replica is lost already, and this changes
-        nothing.
+        It is no endpoint, so it does not wait for its turn: it runs while an endpoint awaits
+        something. Of most deaths the pidfd has told before. Then the replica is lost already, and
+        this changes nothing.
         """
+        # Monarch calls a mesh by the name that we gave it, a dash, and a number of its own.
         for replica in self.replicas.values():
             if failure.mesh_name.startswith(f"{replica.name}-"):
                 replica.lose("died")
@@ -1412,6 +1487,7 @@ class Trial(Supervisor):
 
     @endpoint
     async def suffer(self, trouble: str) -> TroubleRow:
+        """Lets a fresh worker get into this trouble, which is one of TROUBLES, and out of it."""
         victim = await self._spawn(0)
 
         # 1. It happens.
@@ -1464,6 +1540,7 @@ class Trial(Supervisor):
     mechanism="replace",
 )
 async def demo_supervision(report: Report, cfg: Config) -> None:
+    """Lets all of TROUBLES happen to a worker, one after the other."""
     spec = ServiceSpec(
         name="worker",
         replica_class=Roots,
@@ -1591,7 +1668,7 @@ class ReplicaKeeper(Supervisor):
         """
         await self._stop_keepers()
         for replica in self.replicas.values():
-            replica.answers = []
+            replica.retire()
         for replica_id in range(self.spec.num_replicas):
             keeper = asyncio.ensure_future(self._keep(replica_id))
             keeper.add_done_callback(lambda _: self.changed.notify())
@@ -1609,19 +1686,16 @@ class ReplicaKeeper(Supervisor):
             try:
                 replica = await self._spawn(replica_id)
             except (ActorError, ReplicaLost, asyncio.TimeoutError, OSError, ValueError) as error:
-                # Its setup failed. For the first replica that is a mistake, such as a wrong path,
-                # and ends this keeper: `_healthy` tells whoever waits. For a later one it may be
-                # bad luck, so it is tried again.
+                # Its setup failed: it raised, was lost or took too long. Or its host is gone, which
+                # shows as an OSError, or as a ValueError while it goes. For the first replica of a host that is here, this
+                # is a mistake, such as a wrong path. It ends this keeper, and `_healthy` tells
+                # whoever waits. In all other cases it may be bad luck, and is tried again.
                 await asyncio.sleep(self.RETRY_SETUP_S)
-                if loss is None and self._host_of(replica_id).is_here():
+                is_first = loss is None
+                if is_first and self._host_of(replica_id).is_here():
                     raise
-                if loss is None:
-                    why = f"setup failed: {cause(error)}"
-                    loss = Loss(
-                        replica_id=replica_id,
-                        why=why,
-                        noticed_s=time.time(),
-                    )
+                why = f"setup failed: {cause(error)}"
+                loss = loss or self._loss_now(replica_id, why)
                 continue
             if loss is not None:  # it took the place of one that was lost
                 self.lost_replicas.append(dataclasses.replace(loss, replaced_s=time.time()))
@@ -1629,6 +1703,14 @@ class ReplicaKeeper(Supervisor):
             self.changed.notify()
             loss = await replica.lost  # mostly it sleeps here
             self.changed.notify()
+
+    def _loss_now(self, replica_id: int, why: str) -> Loss:
+        """A loss that is noticed now."""
+        return Loss(
+            replica_id=replica_id,
+            why=why,
+            noticed_s=time.time(),
+        )
 
     def _host_of(self, replica_id: int) -> Host:
         """The host on which it belongs."""
@@ -1672,8 +1754,6 @@ class ReplicaKeeper(Supervisor):
 class ServiceActor(ReplicaKeeper):
     """The service itself: gives requests to replicas, and their answers to callers."""
 
-    MAX_ERRORS = 3  # in a row, until a replica that raises is replaced
-
     def __init__(self, spec: ServiceSpec) -> None:
         super().__init__(spec)
         self.num_picks = 0
@@ -1707,9 +1787,9 @@ class ServiceActor(ReplicaKeeper):
                     raise cause(error) from error  # two have raised, or there is no other
                 raised = replica
                 continue
-            replica.num_errors = 0
+            replica.has_answered()
             if raised is not None:
-                self._mark(raised)  # the request was good, so that replica is not
+                raised.mark()  # the request was good, so that replica is not
             self.num_answers += 1
             return answer  # outcome 1
         raise RequestLost(f"{self.spec.name}: {method} has lost {self.spec.max_attempts} replicas")
@@ -1725,9 +1805,9 @@ class ServiceActor(ReplicaKeeper):
 
         Raises ReplicaLost, or ActorError if the endpoint raised and the replica is well.
         """
-        replica.num_in_flight += 1
         try:
-            answers = await self._call(replica, method, args, deadline_s)
+            with replica.at_work():
+                answers = await self._call(replica, method, args, deadline_s)
         except ActorError:
             if self.spec.num_ranks > 1:
                 # A rank that loses another one raises: a collective has failed. The death itself
@@ -1737,15 +1817,8 @@ class ServiceActor(ReplicaKeeper):
                 raise ReplicaLost(f"{replica.name} is lost") from None
             raise
         finally:
-            replica.num_in_flight -= 1
             self.changed.notify()
         return answers[0]
-
-    def _mark(self, replica: Replica) -> None:
-        """Gives it a mark: it raised on a request that another one has answered."""
-        replica.num_errors += 1
-        if replica.num_errors >= self.MAX_ERRORS:
-            replica.lose("kept raising")
 
     async def _pick(self, other_than: Replica | None) -> Replica:
         """Chooses the replica for an attempt, and waits for one if need be.
@@ -1821,9 +1894,10 @@ class Service:
     editor finds where it is used, and a type checker compares the request with its parameter.
     """
 
-    def __init__(self, spec: ServiceSpec) -> None:
+    def __init__(self, spec: ServiceSpec, actor: ServiceActor | None = None) -> None:
+        """actor: one that there is already; None: makes one."""
         self.spec = spec
-        self.actor = this_proc().spawn(spec.name, ServiceActor, spec)
+        self.actor = actor or this_proc().spawn(spec.name, ServiceActor, spec)
 
     async def route(
         self,
@@ -1833,27 +1907,30 @@ class Service:
     ) -> Reply:
         """Runs an endpoint on some replica.
 
-        A request is one record, without keywords. Raises what the endpoint raised, from the error
-        that has the worker's traceback; NoReplica; RequestLost.
+        request: what the endpoint takes, which here is one record or number. (That it may be
+        several, or keywords, stands in the signature because type checkers ask for it.) Raises what
+        the endpoint raised, from the error that has the worker's traceback; NoReplica; RequestLost.
         """
+        if keywords:
+            raise TypeError("a request has no keywords")
         method = name_of(endpoint)
         answer = self.actor.route.call_one(method, request, self.spec.deadline_s)
         return await self._ask(answer)
 
     def within(self, deadline_s: float) -> Service:
         """The same service, with another deadline, for requests that take longer or shorter."""
-        other = copy.copy(self)
-        other.spec = dataclasses.replace(self.spec, deadline_s=deadline_s)
-        return other
+        return Service(dataclasses.replace(self.spec, deadline_s=deadline_s), self.actor)
 
     async def start(self) -> None:
         """Returns when all replicas are ready."""
         await self._ask(self.actor.start.call_one())
 
     async def status(self, wait_s: float = 0.0) -> ServiceStatus:
+        """A snapshot. For wait_s it waits until all replicas are healthy that can be."""
         return await self._ask(self.actor.status.call_one(wait_s))
 
     async def strike(self, number: int, replica_id: int | None = None) -> None:
+        """Sends a signal to a replica, for demonstrations; None: to the first."""
         await self._ask(self.actor.strike.call_one(number, replica_id))
 
     async def close(self) -> None:
@@ -1946,6 +2023,7 @@ async def storm_on_a_mesh() -> StormRow:
     mechanism="another attempt",
 )
 async def demo_service(report: Report, cfg: Config) -> None:
+    """Sends 400 requests while replicas fail: to a mesh with `choose`, and to a service."""
     chosen = await storm_on_a_mesh()
     diary = unnamed_file("diary")  # in which replicas note what they do; it survives them
     spec = ServiceSpec(
@@ -1990,6 +2068,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     report.check("requests of 400 lost by the service", 400 - served.answered_right, "==", 0)
     report.check("answers that the service gave", num_answers, "==", 400)
     report.check("requests that replicas finished", num_finished, "==", 400)
+    # It may also be below 0: what is sent to a replica that has just died fails, and never begins.
     num_needless = num_begun - num_failed - 400
     report.check("attempts beyond one per request and failure", num_needless, "<=", 0)
     kinds = sorted({loss.why for loss in after.lost_replicas})
@@ -2080,7 +2159,7 @@ class Manifest:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The next multiple: round_up(70, 64) is 128."""
+    """The next multiple. Example: 70 and 64 give 128."""
     return math.ceil(number / multiple) * multiple
 
 
@@ -2137,13 +2216,12 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #
 # The arena of two readers, while version 8 is being written:
 #
-#     words   latest = (7, slot 2)      lease of 0 = slot 2      lease of 1 = slot 1
-#             +-----------+-----------+-----------+-----------+
-#     slots   | 0: v8 ... | 1: v6     | 2: v7     | 3: v5     |
-#             +-----------+-----------+-----------+-----------+
-#               is being    reader 1    the latest; free
-#               written     reads it    reader 0
-#                                       reads it
+#     words   latest = (version 7, slot 2)     lease of 0 = slot 2     lease of 1 = slot 1
+#
+#     slots   slot 0      version 8 is being written into it
+#             slot 1      version 6      reader 1 reads it
+#             slot 2      version 7      the latest; reader 0 reads it
+#             slot 3      version 5      free
 #
 # Readers + 2 slots are enough: each reader holds one at most, one is the latest, one is written.
 
@@ -2164,8 +2242,10 @@ class Arena:
     """One process's mapping of the shared memory: words of 8 bytes, then slots.
 
     A word holds two numbers in one, so that both change at once: version 7 in slot 2 is the word
-    7 * 1024 + 2. CPython reads and writes a word with one copy of 8 aligned bytes, which x86-64
-    does in one piece, so nobody sees half of an old value.
+    7 * 1024 + 2. CPython reads and writes an item of such a memoryview with one memcpy of 8 bytes
+    (unpack_single and pack_single in memoryobject.c), which compilers make one instruction. Of 8
+    aligned bytes x86-64 does that in one piece (Intel SDM vol. 3, 9.1.1), so nobody sees half of
+    an old value.
 
     Words lie 64 bytes apart, each in a cache line of its own. If two shared a cache line, each
     store to one would take that line away from the processor that reads the other.
@@ -2359,7 +2439,7 @@ class Match:
     name: str  # of the tensor
     in_slot: torch.Tensor
     mine: torch.Tensor
-    is_whole: bool  # this is all of what this process has of the tensor
+    is_whole: bool  # this is all of what this process has of the tensor (in section 8 not always)
 
 
 class Side:
@@ -2424,7 +2504,9 @@ class WeightWriter(Side):
         that compare. arena: the one of another rank (section 8). note: a function that is told of
         each copy, and when it began.
         """
-        super().__init__(arena or create_arena(manifest_of(tensors, dtype), num_readers), tensors)
+        if arena is None:
+            arena = create_arena(manifest_of(tensors, dtype), num_readers)
+        super().__init__(arena, tensors)
         # What is tied to an earlier name needs no copy of its own.
         self.stored_names = {spec.name for spec in self.arena.handle.manifest.stored_specs()}
         self.with_checksums = with_checksums
@@ -2556,6 +2638,7 @@ class WeightReader(Side):
         For a moment my word names the new slot while my tensors are still views of the old one,
         which the writer may now fill. That is harmless, for I read neither until this returns.
         """
+        # Versions of one arena only grow. If they do not, somebody else writes into it.
         newest = self.arena.newest_version()
         require(newest >= self.version, f"arena: version {newest}, after version {self.version}")
         if self.compares:
@@ -2612,9 +2695,12 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 # beside each time stands that of a memmove of as many bytes, taken a moment before in the same
 # process, so that the ratio of the two means the same on every machine.
 #
-# Both kinds of waiting of a broadcast show in the columns "held", for how long the Python of one
-# side stood still: for the transfer in the row "gloo broadcast, 2", and for the last to come in the
-# row in which one generator comes late. In the rows of slots neither side waits for the other.
+# Both kinds of waiting of a broadcast show in the columns "held": for how long the Python of the
+# trainer, or of a generator, stood still.
+#
+#     row "gloo broadcast, 2"             the trainer waits for the transfer
+#     row "gloo broadcast, 2, one late"   it also waits for the last to come, who is 50 ms late
+#     rows "slots"                        neither side waits for the other
 
 
 @dataclass(frozen=True)
@@ -2778,8 +2864,10 @@ class SyncRow:
 
     road: str  # and for how many generators
     ms: float  # from the beginning until the last generator has the version
-    x_memmove: float
-    copies: float | None  # bytes copied by all, over the bytes of a version; None: by the kernel
+    x_memmove: float  # those ms, over the ms of a memmove of as many bytes
+    # Bytes that all processes have copied, over the bytes of a version. None for a broadcast, which
+    # sends through sockets: what is copied there this program cannot count.
+    copies: float | None
     trainer_held: float | None  # for how long its Python stood still
     gen_held: float | None  # of the generator that was held longest
     torn: int  # reads, in races
@@ -2880,6 +2968,7 @@ SYNC_ROADS = [
     mechanism="announce",
 )
 async def demo_weight_sync(report: Report, cfg: Config) -> None:
+    """Sends versions on all roads, and searches what was read for a second version."""
     num_mb = cfg.model_mb
     report.say(f"290 tensors, {num_mb} MiB; seed {cfg.seed} (at 64 MiB about 20 s)")
     procs = this_host().spawn_procs(per_host={"rank": 5})
@@ -2946,15 +3035,14 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 # Not here. Expert parallel layouts; Partial placements (a trainer reduces them first).
 # Source. DTensor placements; cross-mesh resharding (Zhuang, MLSys 2023).
 #
-# Half a plan, by example: a matrix "w" of 5 x 23, of a trainer by rows, of a generator by columns.
+# By example: a matrix of 5 x 23, of a trainer of two ranks by rows, of a generator by columns.
 #
-#     source 0 has   rows 0-2, all columns          target 0 needs   all rows, columns 0-11
-#     source 1 has   rows 3-4, all columns          target 1 needs   all rows, columns 12-22
-#
-#     a move: source 0 -> target 1, offset (0, 12), size (3, 11), read_at (0, 12), write_at (0, 0)
-#     a move: source 1 -> target 1, offset (3, 12), size (2, 11), read_at (0, 12), write_at (3, 0)
+#     trainer rank 0     rows 0-2, all columns       writes this box into the slot
+#     trainer rank 1     rows 3-4, all columns       writes this box into the same slot
+#     generator rank 0   all rows, columns 0-11      views this box of the slot
+#     generator rank 1   all rows, columns 12-22     views this box of the slot
 
-# -- 8a. Boxes and plans ---------------------------------------------------------------------------
+# -- 8a. Boxes -------------------------------------------------------------------------------------
 
 Index = tuple[int, ...]  # a place in a tensor, or a size: a number for each dimension
 
@@ -2963,7 +3051,7 @@ Index = tuple[int, ...]  # a place in a tensor, or a size: a number for each dim
 class Box:
     """A cuboid of a whole tensor that one rank has: of a matrix, a rectangle.
 
-    Above, source 1 has the box with start (3, 0), end (5, 23) and local (0, 0).
+    Above, trainer rank 1 has the box with start (3, 0), end (5, 23) and local (0, 0).
     """
 
     start: Index  # of its first element, in the whole
@@ -3035,7 +3123,9 @@ def boxes(shape: Index, cut: Cut) -> list[Box]:
     """
     # Which indices of each dimension the rank has: at first all of them. Each dimension of the mesh
     # then cuts one dimension of the tensor, and the rank keeps its part. By example, 23 columns on
-    # 2 ranks: 0 to 22 at first, then 0 to 11 for rank 0 and 12 to 22 for rank 1.
+    # 2 ranks: 0 to 22 at first, then 0 to 11 for rank 0 and 12 to 22 for rank 1. And 12 rows with
+    # _StridedShard, split_factor 2, on 2 ranks: the parts 0-5 and 6-11, each cut in two; rank 0 has
+    # 0-2 and 6-8, which are two stretches, and rank 1 has 3-5 and 9-11.
     indices = [torch.arange(length) for length in shape]
     steps = zip(cut.placements, cut.mesh_shape, cut.coordinates, strict=True)
     for placement, num_ranks, coordinate in steps:
@@ -3076,119 +3166,6 @@ def stretches_of(index: torch.Tensor) -> list[Stretch]:
             stretches.append(Stretch(start=start, end=last + 1, place=first))
         first = end
     return stretches
-
-
-Layout = list[list[Box]]  # by rank, the boxes that it has
-
-
-def layout(
-    shape: Index, mesh_shape: tuple[int, ...], placements: tuple[dtensor.Placement, ...]
-) -> Layout:
-    """The boxes of every rank of a mesh, for a tensor of this shape."""
-    found = []
-    for coordinates in itertools.product(*[range(length) for length in mesh_shape]):
-        cut = Cut(
-            mesh_shape=mesh_shape,
-            placements=placements,
-            coordinates=coordinates,
-        )
-        found.append(boxes(shape, cut))
-    return found
-
-
-@dataclass(frozen=True)
-class Move:
-    """Elements of a tensor that one rank of the source has and one rank of the target needs."""
-
-    name: str  # of the tensor
-    source: int  # rank
-    target: int  # rank
-    offset: Index  # of the first of them, in the whole
-    size: Index
-    read_at: Index  # where the first of them lies in what the source rank has
-    write_at: Index  # and in what the target rank has
-
-
-def whole_shape(side: Layout) -> Index:
-    """Where the boxes of all ranks end: the shape of the whole tensor, unless that is empty."""
-    ends = [box.end for held in side for box in held]
-    by_dimension = zip(*ends, strict=True)
-    return tuple(max(lengths) for lengths in by_dimension)
-
-
-def overlap(have: Box, need: Box) -> Box | None:
-    """The cuboid that two boxes share; None if they share nothing. Its `local` is that in `have`.
-
-    In each dimension it begins where the later one begins, and ends where the earlier one ends.
-    """
-    starts = zip(have.start, need.start, strict=True)
-    ends = zip(have.end, need.end, strict=True)
-    start = tuple(max(pair) for pair in starts)
-    end = tuple(min(pair) for pair in ends)
-    shared = Box(start=start, end=end, local=have.place_of(start))
-    return shared if min(shared.size()) > 0 else None
-
-
-def plan(
-    name: str,
-    source: Layout,
-    target: Layout,
-    sent: collections.Counter[int] | None = None,
-) -> list[Move]:
-    """Moves that give every target rank its boxes, each element once.
-
-    If several source ranks have the same box, the one is read that has the least to send so far.
-    sent: how many elements each source rank sends by earlier plans, which this one adds to. Raises
-    WeightMismatch if nobody has some element, or if the two sides are not cut from tensors of the
-    same shape.
-    """
-    sent = collections.Counter() if sent is None else sent
-    # Two sides that are cut from tensors of different shapes would give nonsense.
-    there = whole_shape(source)
-    here = whole_shape(target)
-    require(there == here, f"{name}: {there} there, {here} here")
-
-    owners: dict[Box, list[int]] = {}  # the source ranks that have a box
-    for rank, held in enumerate(source):
-        for box in held:
-            owners.setdefault(box, []).append(rank)
-
-    # Boxes of one tensor do not overlap, and so neither do moves. If the sizes of the moves into a
-    # box add up to the size of that box, then each of its elements is written exactly once.
-    moves = []
-    for target_rank, needed in enumerate(target):
-        for need in needed:
-            missing = math.prod(need.size())
-            for move in moves_into(name, need, target_rank, owners, sent):
-                moves.append(move)
-                missing -= math.prod(move.size)
-            require(missing == 0, f"{name}: {missing} elements of {need} are nowhere")
-    return moves
-
-
-def moves_into(
-    name: str,
-    need: Box,
-    target: int,
-    owners: dict[Box, list[int]],
-    sent: collections.Counter[int],
-) -> Iterator[Move]:
-    """One move from each box of the source that meets this box of the target."""
-    for have, ranks in owners.items():
-        shared = overlap(have, need)
-        if shared is None:
-            continue
-        source = min(ranks, key=lambda rank: sent[rank])
-        sent[source] += math.prod(shared.size())
-        yield Move(
-            name=name,
-            source=source,
-            target=target,
-            offset=shared.start,
-            size=shared.size(),
-            read_at=shared.local,
-            write_at=need.place_of(shared.start),
-        )
 
 
 # -- 8b. Sharded writers and readers: one slot, many hands -----------------------------------------
@@ -3294,6 +3271,7 @@ class ShardWriter(WeightWriter):
         view: torch.Tensor,
         tensor: torch.Tensor,
     ) -> list[Match]:
+        """The boxes of this rank, unless another rank writes the same."""
         return box_matches(name, view, tensor) if self._is_first_copy(tensor) else []
 
     def _is_first_copy(self, tensor: torch.Tensor) -> bool:
@@ -3312,7 +3290,8 @@ class ShardWriter(WeightWriter):
             else:
                 self._copy_as_another(version)
         except Exception:
-            # Whoever waits for my word would wait for ever: it gets a word that says so.
+            # Whoever waits for my word would wait for ever: it gets a word that says so. (A rank
+            # that dies says nothing. Then the whole replica is lost, and all its ranks are killed.)
             self._say(self.FAILED)
             raise
         if self.note:
@@ -3359,18 +3338,143 @@ class ShardReader(WeightReader):
         view: torch.Tensor,
         tensor: torch.Tensor,
     ) -> list[Match]:
+        """The boxes of this rank."""
         return box_matches(name, view, tensor)
 
 
-# -- 8c. Between hosts: parcels --------------------------------------------------------------------
-# Parcels are shown here and used nowhere else: to another host, section 14 sends whole slots. The
-# reading in pieces is used there.
+# -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
+# This part is shown here, and the system does not use it: to another host, section 14 sends whole
+# slots. (Only the reading in pieces, at its end, comes back there.) It is what one needs if slots
+# would be too large for one host.
 #
 #     rank of the source                                rank of the target
 #     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
+#
+# A plan says what goes into the parcels. By example, for a matrix "w" of 5 x 23, of a trainer that
+# is cut by rows and a generator that is cut by columns:
+#
+#     source 0 has   rows 0-2, all columns          target 0 needs   all rows, columns 0-11
+#     source 1 has   rows 3-4, all columns          target 1 needs   all rows, columns 12-22
+#
+#     move: source 0 -> target 1, offset (0, 12), size (3, 11), read_at (0, 12), write_at (0, 0)
+#     move: source 1 -> target 1, offset (3, 12), size (2, 11), read_at (0, 12), write_at (3, 0)
 
-# One RDMABuffer over everything is read by one thread of Monarch's and crosses at a third of the
-# speed of many buffers of this size that are read at the same time.
+Layout = list[list[Box]]  # by rank, the boxes that it has
+
+
+def layout(
+    shape: Index, mesh_shape: tuple[int, ...], placements: tuple[dtensor.Placement, ...]
+) -> Layout:
+    """The boxes of every rank of a mesh, for a tensor of this shape."""
+    found = []
+    for coordinates in itertools.product(*[range(length) for length in mesh_shape]):
+        cut = Cut(
+            mesh_shape=mesh_shape,
+            placements=placements,
+            coordinates=coordinates,
+        )
+        found.append(boxes(shape, cut))
+    return found
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements of a tensor that one rank of the source has and one rank of the target needs."""
+
+    name: str  # of the tensor
+    source: int  # rank
+    target: int  # rank
+    offset: Index  # of the first of them, in the whole
+    size: Index
+    read_at: Index  # where the first of them lies in what the source rank has
+    write_at: Index  # and in what the target rank has
+
+
+def whole_shape(side: Layout) -> Index:
+    """Where the boxes of all ranks end: the shape of the whole tensor, unless that is empty."""
+    ends = [box.end for held in side for box in held]
+    by_dimension = zip(*ends, strict=True)
+    return tuple(max(lengths) for lengths in by_dimension)
+
+
+def overlap(have: Box, need: Box) -> Box | None:
+    """The cuboid that two boxes share; None if they share nothing. Its `local` is that in `have`.
+
+    In each dimension it begins where the later one begins, and ends where the earlier one ends.
+    """
+    starts = zip(have.start, need.start, strict=True)
+    ends = zip(have.end, need.end, strict=True)
+    start = tuple(max(pair) for pair in starts)
+    end = tuple(min(pair) for pair in ends)
+    shared = Box(start=start, end=end, local=have.place_of(start))
+    has_elements = all(length > 0 for length in shared.size())  # of apart boxes some are below 0
+    return shared if has_elements else None
+
+
+def plan(
+    name: str,
+    source: Layout,
+    target: Layout,
+    sent: collections.Counter[int] | None = None,
+) -> list[Move]:
+    """Moves that give every target rank its boxes, each element once.
+
+    If several source ranks have the same box, the one is read that has the least to send so far.
+    sent: how many elements each source rank sends by earlier plans, which this one adds to. Raises
+    WeightMismatch if nobody has some element, or if the two sides are not cut from tensors of the
+    same shape.
+    """
+    sent = collections.Counter() if sent is None else sent
+    # Two sides that are cut from tensors of different shapes would give nonsense.
+    there = whole_shape(source)
+    here = whole_shape(target)
+    require(there == here, f"{name}: {there} there, {here} here")
+
+    owners: dict[Box, list[int]] = {}  # the source ranks that have a box
+    for rank, held in enumerate(source):
+        for box in held:
+            owners.setdefault(box, []).append(rank)
+
+    # Boxes of one tensor do not overlap, and so neither do moves. If the sizes of the moves into a
+    # box add up to the size of that box, then each of its elements is written exactly once.
+    moves = []
+    for target_rank, needed in enumerate(target):
+        for need in needed:
+            missing = math.prod(need.size())
+            for move in moves_into(name, need, target_rank, owners, sent):
+                moves.append(move)
+                missing -= math.prod(move.size)
+            require(missing == 0, f"{name}: {missing} elements of {need} are nowhere")
+    return moves
+
+
+def moves_into(
+    name: str,
+    need: Box,
+    target: int,
+    owners: dict[Box, list[int]],
+    sent: collections.Counter[int],
+) -> Iterator[Move]:
+    """One move from each box of the source that meets this box of the target."""
+    for have, ranks in owners.items():
+        shared = overlap(have, need)
+        if shared is None:
+            continue
+        source = min(ranks, key=lambda rank: sent[rank])
+        sent[source] += math.prod(shared.size())
+        yield Move(
+            name=name,
+            source=source,
+            target=target,
+            offset=shared.start,
+            size=shared.size(),
+            read_at=shared.local,
+            write_at=need.place_of(shared.start),
+        )
+
+
+# One RDMABuffer over everything is read by one thread of Monarch's. Many buffers of this size that
+# are read at the same time cross faster (DOCS 8 has the numbers).
 PIECE_BYTES = 4 * MIB
 
 
@@ -3638,20 +3742,23 @@ async def reshard_row(ranks: Cutter, road: ReshardRoad, needed_bytes: int) -> Re
     """Measures a road, seven rounds of it; times are medians."""
     took_s = []
     memmove_s = []
+    sent_bytes = 0
     before = sum((await ranks.written_bytes.call()).values())
-    laps: list[Lap] = []
     for _ in range(7):
-        laps = list((await ranks.travel.call(road)).values())
+        laps = list((await ranks.travel.call(road)).values())  # of both ranks
         first_beginning = min(lap.start_s for lap in laps)
-        took_s.append(max(lap.end_s for lap in laps) - first_beginning)
+        last_end = max(lap.end_s for lap in laps)
+        took_s.append(last_end - first_beginning)
         memmove_s.append(laps[0].memmove_s)
-    written = sum((await ranks.written_bytes.call()).values()) - before
+        sent_bytes += sum(lap.sent_bytes for lap in laps)
+    written_bytes = sum((await ranks.written_bytes.call()).values()) - before
+    all_needed_bytes = needed_bytes * len(took_s)
     return ReshardRow(
         trainer_to_generator=f"{road.source} to {road.target}, {road.kind}",
         ms=statistics.median(took_s) * 1e3,
         x_memmove=statistics.median(took_s) / statistics.median(memmove_s),
-        sent_over_needed=sum(lap.sent_bytes for lap in laps) / needed_bytes,
-        written_over_needed=written / len(took_s) / needed_bytes,
+        sent_over_needed=sent_bytes / all_needed_bytes,
+        written_over_needed=written_bytes / all_needed_bytes,
         wrong=sum((await ranks.num_wrong.call(road.target)).values()),
     )
 
@@ -3671,6 +3778,7 @@ RESHARD_ROADS = [
     mechanism="uneven shards",
 )
 async def demo_reshard(report: Report, cfg: Config) -> None:
+    """Sends versions from one way to cut to another on three roads, and counts bytes."""
     num_rows = cfg.model_mb * MIB // (8 * 2 * 1025)  # 8 matrices of 1,025 columns of 2 bytes
     shapes = {f"layer.{i}": (num_rows + i, 1025) for i in range(8)}
     needed_bytes = sum(2 * math.prod(shape) for shape in shapes.values())
@@ -3706,14 +3814,16 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #   (their keys and values) in a cache. The trainer scores whole conversations at once, for a
 #   gradient. If the two disagree about what was sampled, or how likely it was, the gradient is that
 #   of samples that nobody drew. No error says so.
-# Rule. Record while sampling, and reconstruct nothing afterwards:
+# Rule. Record while sampling, and reconstruct nothing afterwards. Of each token:
 #     the ids      a new turn starts from the exact ids of the turns before; text is for people
 #     the version  of the weights that chose each token
 #     the log-probability of each token, in fp32, under the distribution that it was drawn from
 #   And throw the cache away when new weights come: it was computed by the old ones.
-# Cost. Three numbers per token beside its id. A new cache costs one pass over what was said so far.
+# Cost. Four numbers per token beside its id: version, log-probability, turn, and whether there is a
+#   token at all. A new cache costs one pass over what was said so far.
 # Not here. Batches that rows join and leave while others go on (vLLM, SGLang).
-# Source. Mistakes of public RL code, collected in DOCS 5; k3: Schulman 2020.
+# Source. Mistakes of public RL code, collected in DOCS 5. The demo measures disagreement as k3, an
+#   estimate of the KL divergence, which tells how far apart two distributions are (Schulman 2020).
 
 # -- 9a. Tasks and prompts -------------------------------------------------------------------------
 # A task draws conversations, plays the user, and says how good the answers were. The three that are
@@ -3791,6 +3901,7 @@ class Shift(Task):
         self.num_turns = num_turns
 
     def conversation(self, rng: random.Random) -> tuple[Turn, ...]:
+        """Random letters, with the answers that the rule makes of them."""
         num_letters = 3 // len(self.places_on)  # of the user, so that answers have three
         turns = []
         for _ in range(self.num_turns):
@@ -3854,7 +3965,7 @@ class Sampler:
         return Prompt(id=number, turns=turns)
 
     def stream(self) -> Iterator[Prompt]:
-        """The prompts of the numbers 0, 1, 2, ..., without those that are set aside and an end."""
+        """The prompts of the numbers 0, 1, 2, ... that are not set aside. It never ends."""
         for number in itertools.count():
             prompt = self.prompt(number)
             if prompt is not None:
@@ -3873,10 +3984,16 @@ class Sampler:
 # tokenized again. Here are two rows. (<u> and <a> begin a turn of the user's and of the
 # assistant's, <e> ends one; u is a letter of the user's; a to g were sampled; a dot is a hole.)
 #
-#     ids         <u> u u u <e> <a>  a b c <e>   .   <u> u u u <e> <a>  d e f <e>
-#                 <u> u u u <e> <a>  a <e> .  .  .   <u> u u u <e> <a>  d e f g
-#     turn_ids     0  0 0 0  0   0   1 1 1  1    0    0  0 0 0  0   0   2 2 2 2
-#     position     0  1 2 3  4   5   6 7 8  9    .   10 ...             (holes are skipped)
+#     row 0   ids        <u> u u u <e> <a>  a b c <e>  .  <u> u u u <e> <a>  d e f <e>
+#             turn_ids    0  0 0 0  0   0   1 1 1  1   0   0  0 0 0  0   0   2 2 2  2
+#             position    0  1 2 3  4   5   6 7 8  9   .  10 11 ...
+#     row 1   ids        <u> u u u <e> <a>  a <e> . .  .  <u> u u u <e> <a>  d e f  g
+#             turn_ids    0  0 0 0  0   0   1  1  0 0  0   0  0 0 0  0   0   2 2 2  2
+#             position    0  1 2 3  4   5   6  7  . .  .   8  9 ...
+#
+# An answer has at most four tokens here, so row 1 was stopped after g, without an <e>. The column
+# of holes before the second <u> is for a row that was stopped so in its first turn: it gets its <e>
+# from the template there. These two rows have sampled theirs.
 
 
 @dataclass(frozen=True)
@@ -3891,9 +4008,10 @@ class Tokens:
 
     @staticmethod
     def combine(
-        parts: Sequence[Tokens], how: Callable[[list[torch.Tensor]], torch.Tensor]
+        parts: Sequence[Tokens],
+        how: Callable[[list[torch.Tensor]], torch.Tensor],
     ) -> Tokens:
-        """Makes each column of these tokens from that column of the parts."""
+        """Makes each of the five tensors from the same one of all parts."""
         return Tokens(
             ids=how([part.ids for part in parts]),
             mask=how([part.mask for part in parts]),
@@ -3903,20 +4021,21 @@ class Tokens:
         )
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
-        """Changes all five in the same way."""
-        return Tokens.combine([self], lambda columns: change(columns[0]))
+        """Changes each of the five tensors in the same way."""
+        return Tokens.combine([self], lambda tensors: change(tensors[0]))
 
     def with_columns(self, new: Tokens) -> Tokens:
         """Puts new columns behind these, for the same rows."""
-        return Tokens.combine([self, new], lambda columns: torch.cat(columns, 1))
+        return Tokens.combine([self, new], lambda tensors: torch.cat(tensors, 1))
 
     @staticmethod
     def stacked(parts: list[Tokens]) -> Tokens:
         """The rows of all parts. Where a part has fewer columns, holes are added on its right."""
         width = max(part.ids.shape[1] for part in parts)
 
-        def widened(column: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.pad(column, (0, width - column.shape[1]))
+        def widened(tensor: torch.Tensor) -> torch.Tensor:
+            num_more = width - tensor.shape[1]
+            return torch.nn.functional.pad(tensor, (0, num_more))
 
         return Tokens.combine([part.each(widened) for part in parts], torch.cat)
 
@@ -3931,7 +4050,7 @@ class Tokens:
         # the order that they have. A row "a . b" has the order 0 2 1, and becomes "a b .".
         order = self.mask.argsort(dim=1, descending=True, stable=True)
         kept = order[:, :longest]
-        return self.each(lambda column: column.gather(1, kept))
+        return self.each(lambda tensor: tensor.gather(1, kept))
 
 
 @dataclass(frozen=True)
@@ -3948,7 +4067,7 @@ class Rollout:
     def select(self, rows: list[int]) -> Rollout:
         """The episodes with these numbers."""
         return Rollout(
-            tokens=self.tokens.each(lambda column: column[rows]),
+            tokens=self.tokens.each(lambda tensor: tensor[rows]),
             rewards=self.rewards[rows],
             group_ids=self.group_ids[rows],
             is_cut=self.is_cut[rows],
@@ -4336,7 +4455,7 @@ def generate(
         # Of what was cut off, no token counts as chosen.
         decoder.tokens.turn_ids[decoder.is_cut] = 0
     return Rollout(
-        tokens=decoder.tokens.each(lambda column: column.cpu()),
+        tokens=decoder.tokens.each(lambda tensor: tensor.cpu()),
         rewards=torch.full((len(rows), policy.task.num_turns), math.nan),
         group_ids=torch.tensor([prompt.id for prompt in rows]),
         is_cut=decoder.is_cut.cpu(),
@@ -4347,16 +4466,15 @@ def generate(
 
 # -- measurement -----------------------------------------------------------------------------------
 # Four ways to break the rule, each of which has been seen in public code: three decoders, and text
-# in place of ids. Of the decoders, what the trainer recomputes is held beside what the generator
-# recorded, as k3, which tells how far apart the two distributions are that they come from. It
-# should be 0, but for rounding. A k3 of 0.1 is enormous: most steps of RL change a policy by less.
-# One of 1e-5 is small, but it is there at every step and always pushes the same way.
+# in place of ids. For each decoder the trainer recomputes the log-probabilities that the generator
+# has recorded. The two are compared by their k3, which should be 0, but for rounding.
 
 
 class KeepsOldCache(Decoder):
     """Goes on with the keys and values of the old weights when new ones have come."""
 
     def new_cache(self) -> Any:
+        """Only the first time it is a new one."""
         return super().new_cache() if self.cache is None else self.cache
 
 
@@ -4364,6 +4482,7 @@ class RoundsProbabilities(Decoder):
     """Takes the softmax in bf16, in which large models compute."""
 
     def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        """In bf16, and then as fp32, which brings nothing back."""
         return logits.bfloat16().log_softmax(-1).float()
 
 
@@ -4374,6 +4493,7 @@ class SamplesTopP(Decoder):
     """
 
     def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        """Those of the likeliest tokens, made to add up to 1; all others -inf."""
         every = logits.float().log_softmax(-1)
         logp, order = every.sort(-1, descending=True)
         p = logp.exp()
@@ -4453,6 +4573,7 @@ def num_ids_that_differ(num_answers: int, seed: int) -> int:
     mechanism="a cache per version",
 )
 async def demo_rollout(report: Report, cfg: Config) -> None:
+    """Measures the right decoder and three wrong ones, and counts ids that text changes."""
     tiny = Config(seed=cfg.seed)  # whatever is trained later
     report.say(f"a policy whose weights change twice while it converses; seed {cfg.seed}")
     right = agreement("what was recorded", Decoder, tiny)
@@ -4473,12 +4594,15 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 
 
 # == 10. LOSSES ====================================================================================
-# Problem. What should be made larger is the mean reward J of the policy, and its gradient is known
-#   only by samples: grad J = E[A grad log p], the mean over sampled answers, with A the reward. It
-#   is noisy. And if the samples come from an older policy, it is the gradient of something else.
+# Problem. What should be made larger is the mean reward J of the policy: the sum over all answers
+#   of p times the reward A. As grad p = p grad log p, its gradient is a mean over sampled answers:
+#   grad J = E[A grad log p]. So samples are enough, but what they give is noisy. And if they come
+#   from an older policy, it is the gradient of something else.
 # Rule. Three things are done about that, each for a reason of its own:
-#     a baseline   A is how much better an answer was than expected. What is subtracted does not
-#                  depend on the answer, so the mean stays right, and the noise shrinks.
+#     a baseline   A is how much better an answer was than expected. If what is subtracted does not
+#                  depend on the answer, the mean stays right, and the noise shrinks. With
+#                  `leave_one_out` that is so; with `group` it depends on it a little, through the
+#                  mean and the deviation of the group, and the demo shows by how much that tilts.
 #     a ratio      r = p now / p when it was sampled weighs each token: samples of the old policy
 #                  are counted as often as the present one would have drawn them.
 #     a clip       a token that has moved far enough gets no more gradient. It does not correct a
@@ -4487,9 +4611,9 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 # Not here. Value networks as baselines; ratios of whole answers.
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), GRPO (Shao 2024), RLOO (Ahmadian 2024).
 #
-# At lag 0, with centred advantages, the value of these losses is 0 whatever happens: the ratio is 1
-# and the advantages add up to 0. Only the gradient means something. So a loss that does not fall
-# says nothing; watch the reward, held-out answers, the entropy and k3 instead.
+# At lag 0, with advantages that add up to 0, the value of a loss with a ratio is 0 whatever the
+# answers were, because the ratio is 1. Only its gradient means something. So a loss that does not
+# fall says nothing; watch the reward, held-out answers, the entropy and k3 instead.
 
 # Why the mean of the group is the baseline. The answers to one prompt tell how hard that prompt is,
 # and this needs no second network. With a baseline that does not know the prompt, all answers to an
@@ -4753,7 +4877,9 @@ class SmallWorld:
         tables = now.expand(num_batches, *now.shape).clone().requires_grad_()
         batch_ids = torch.arange(num_batches)[:, None, None]
         rows = self.beginnings[answers]  # [batches, 32, 3]
-        every = tables.log_softmax(-1)
+        every = tables.log_softmax(-1)  # [batches, prompts, beginnings, symbols]
+        # One number for each dimension of that, for each token: [batches, 1, 1], [32, 1], [batches,
+        # 32, 3] and [batches, 32, 3]. Together they pick [batches, 32, 3].
         logp = every[batch_ids, self.prompts[:, None], rows, self.answers[answers]]
         tokens = self.as_sampled(answers, old, logp, baseline)
         total = LOSSES[loss](tokens).loss.sum() / answers.shape[1]
@@ -4774,6 +4900,7 @@ class SmallWorld:
         for _ in range(num_updates):
             logp = self.logp(table)[self.prompts, answers]
             tokens = self.as_sampled(answers, old, logp, "group")
+            # Before the first of these updates the policy was `old`, which is what was recorded.
             tokens = dataclasses.replace(tokens, near=tokens.recorded)
             LOSSES[loss](tokens).loss.mean().backward()
             optimizer.step()
@@ -4808,6 +4935,7 @@ def estimator_row(
     old: torch.Tensor,
     now: torch.Tensor,
 ) -> EstimatorRow:
+    """Measures this loss and baseline on samples of `old`, for a trainer at `old` and at `now`."""
     tilt = []
     noise = []
     for policy in (old, now):
@@ -4856,6 +4984,7 @@ def largest_difference_at_lag_0(world: SmallWorld, table: torch.Tensor) -> float
     mechanism="ratio",
 )
 async def demo_losses(report: Report, cfg: Config) -> None:
+    """Holds each loss and baseline beside the true gradient, at lag 0 and at a lag of 8."""
     world = SmallWorld(cfg.seed)
     old = world.first_policy()
     # `old` samples, and `now` is trained: 8 steps later, so at a lag of 8.
@@ -4887,13 +5016,15 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     )
     difference = largest_difference_at_lag_0(world, old)
     report.check("lag 0: largest difference between the losses' gradients", difference, "<", 1e-6)
-    # With and without a baseline the mean should point where the truth points. The mean of finitely
-    # many gradients has a tilt of noise ** 2 / (2 * batches) by chance; more would be a real tilt.
+    # With and without a baseline the mean should point where the truth points. The mean of n
+    # gradients is off by noise / sqrt(n), as a share of its length, and so by about that angle; and
+    # 1 - cosine of a small angle is half its square. More than that would be a real tilt.
     over_chance = 0.0
     for row in (none, alone):
         by_chance = row.noise**2 / (2 * NUM_BATCHES)
         over_chance = max(over_chance, row.tilt / by_chance)
-    report.check("lag 0: tilt with no baseline and the others', / by chance", over_chance, "<", 2)
+    what = "lag 0: tilt without baseline and with leave_one_out / tilt by chance"
+    report.check(what, over_chance, "<", 2)
     report.check("lag 0: noise with a baseline / without", alone.noise / none.noise, "<", 0.8)
     corrected = cispo.tilt_at_a_lag / alone.tilt_at_a_lag
     report.check("lag 8: tilt with a ratio / without", corrected, "<", 0.8)
@@ -4913,11 +5044,17 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 # Not here. What happens when the trainer is lost (section 12).
 # Source. GRPO (Shao 2024); FSDP2 for trainers of several ranks.
 #
-#     Training      draw prompts ----------------------------------+        step ------------+
-#     Cluster                    rollout          judge            |                         |
-#     Generator                  pull, sample --> |                |                         |
-#     Judge                                       rewards -------> batch                     |
-#     Trainer                                                         update, publish <------+
+# A step of the loop. On the left, who does it:
+#
+#     main process   1. draws 16 prompts; their groups count as started in the Ledger
+#     generators     2. pull the newest weights, and sample 8 answers to each prompt
+#     judges         3. give each answer its rewards
+#     main process   4. joins all of it to a batch
+#     trainer        5. scores the batch, makes one update, and publishes the new weights
+#     main process   6. counts the groups as trained, and prints a line now and then
+#
+# The main process runs plain objects: a Cluster (11e), which has the actors and calls them; a Run
+# (11f), which has the Ledger; and a Training (11g), which does the above with both.
 
 # -- 11a. The warm start ---------------------------------------------------------------------------
 # From random weights RL has nothing to make likelier: all answers are wrong. So the tiny policy
@@ -5089,6 +5226,13 @@ class TrainState:
         share = functools.partial(share_of_rate, cfg.steps)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share)
 
+    def count_on(self, version: int) -> None:
+        """It has become what it was at this version. Its own version never goes back, though.
+
+        Readers of its arena refuse that, so a trainer that begins again counts on.
+        """
+        self.version = max(self.version + 1, version)
+
     def step(self, batch: Rollout, wait_for_copy: Callable[[], float]) -> StepStats:
         """Trains on one batch, with cfg.passes updates.
 
@@ -5164,7 +5308,7 @@ class TrainState:
                 advantage=part.advantage,
             )
             found = LOSSES[self.cfg.loss](tokens)
-            kl = self._divergence(logp, part)
+            kl = divergence(self.reference, logp, part)
             objective = found.loss + self.cfg.kl * kl
             objective = objective - self.entropy_bonus * entropy  # [N]
             # The gradient of the mean over the tokens of all ranks. FSDP takes the mean of the
@@ -5185,17 +5329,18 @@ class TrainState:
         means = (values / num_tokens).tolist()
         return dict(zip(sums, means, strict=True))
 
-    def _divergence(self, logp: torch.Tensor, part: Part) -> torch.Tensor:
-        """[N]: how far each token has moved from the reference; 0 without a reference.
 
-        It is k2, the square of the difference. As a loss k2 has the gradient of the KL divergence.
-        The gradient of k1 is 0 on average, and that of k3 is the gradient of the divergence the
-        other way round.
-        """
-        if self.reference is None:
-            return 0 * logp
-        reference_logp, _ = score_part(self.reference, part, entropy_bonus=0.0)
-        return (logp - reference_logp) ** 2 / 2
+def divergence(reference: Any, logp: torch.Tensor, part: Part) -> torch.Tensor:
+    """[N]: how far each token has moved from the reference, a model; 0 if that is None.
+
+    It is k2, half the square of the difference. As a loss k2 has the gradient of the KL divergence.
+    The gradient of k1 is 0 on average, and that of k3 is the gradient of the divergence the other
+    way round (DOCS 5 derives this, and a test compares all three).
+    """
+    if reference is None:
+        return 0 * logp
+    reference_logp, _ = score_part(reference, part, entropy_bonus=0.0)
+    return (logp - reference_logp) ** 2 / 2
 
 
 def learning_rate(cfg: Config) -> float:
@@ -5245,8 +5390,8 @@ def parts_of(state: TrainState, batch: Rollout) -> Iterator[Part]:
     num_parts = min(num_parts, len(longest_first) // cfg.trainers)
     for rows in mine.tensor_split(num_parts):
         # Rows of a part are about as long as each other, so that packing leaves few holes.
-        packed = tokens.each(lambda column, rows=rows: column[rows]).packed()
-        packed = packed.each(lambda column: column.to(cfg.device))
+        packed = tokens.each(lambda tensor, rows=rows: tensor[rows]).packed()
+        packed = packed.each(lambda tensor: tensor.to(cfg.device))
         # Each token has the advantage of its turn. Turns count from 1; where no token was sampled
         # this takes the first turn, and `chosen` leaves it out.
         turn = (packed.turn_ids - 1).clamp(min=0)
@@ -5305,6 +5450,48 @@ def clip_gradient(model: Any) -> float:
     return float(norm.full_tensor() if is_sharded else norm)
 
 
+@dataclass(frozen=True)
+class Examination:
+    """What must hold of a batch of lag 0, before anything is trained, or nothing is learned."""
+
+    mean_k3: float  # recorded against recomputed
+    off_from_1: float  # the largest distance of a sum of probabilities from 1
+    num_above_0: int  # log-probabilities
+    num_without_gradient: int  # parameters
+    group_sum: float  # the largest sum of a group's advantages
+    num_conversations: int  # that differ
+
+
+def examine(state: TrainState, batch: Rollout) -> Examination:
+    """Scores a batch without training on it."""
+    part = next(parts_of(state, batch))
+    logp, _ = score_part(state.model, part, entropy_bonus=0.0)
+    logp.sum().backward()
+    num_without = 0
+    for parameter in state.model.parameters():
+        has_gradient = parameter.grad is not None and bool(parameter.grad.any())
+        num_without += not has_gradient
+    state.optimizer.zero_grad()
+    with torch.no_grad():
+        every = score_tokens(state.model, part.ids, part.chosen)
+    same_group = batch.group_ids[:, None] == batch.group_ids  # [B, B]
+    group_sums = same_group.float() @ advantages(batch.rewards, batch.group_ids)
+    return Examination(
+        mean_k3=float(k3(part.recorded, logp).mean()),
+        off_from_1=float((every.exp().sum(1) - 1).abs().max()),
+        num_above_0=int((batch.tokens.logprobs > 0).sum()),
+        num_without_gradient=num_without,
+        group_sum=float(group_sums.abs().max()),
+        num_conversations=len({tuple(said) for said in batch.said}),
+    )
+
+
+# -- 11c. What is saved of a trainer ---------------------------------------------------------------
+# Every run begins with a checkpoint, that of version 0, which is the policy before RL. So one
+# trainer can serve one run after the other, and a trainer that replaces a lost one can become what
+# that was. Section 12 makes more checkpoints, and says how a run goes on from one.
+
+
 def checkpoint_of(state: TrainState, with_optimizer: bool) -> dict[str, Any]:
     """What a checkpoint has of a trainer: weights, moments and schedule. All ranks call it at once.
 
@@ -5346,71 +5533,7 @@ def become(
         state.schedule.load_state_dict(found["schedule"])
     if state.reference is not None:
         dcp.set_model_state_dict(state.reference, base["weights"], options=options)
-    # Readers refuse a version that goes back, so a trainer counts on when it begins again.
-    state.version = max(state.version + 1, found["version"])
-
-
-@dataclass(frozen=True)
-class Examination:
-    """What must hold of a batch of lag 0, before anything is trained, or nothing is learned."""
-
-    mean_k3: float  # recorded against recomputed
-    off_from_1: float  # the largest distance of a sum of probabilities from 1
-    num_above_0: int  # log-probabilities
-    num_without_gradient: int  # parameters
-    group_sum: float  # the largest sum of a group's advantages
-    num_conversations: int  # that differ
-
-
-def examine(state: TrainState, batch: Rollout) -> Examination:
-    """Scores a batch without training on it."""
-    part = next(parts_of(state, batch))
-    logp, _ = score_part(state.model, part, entropy_bonus=0.0)
-    logp.sum().backward()
-    num_without = 0
-    for parameter in state.model.parameters():
-        has_gradient = parameter.grad is not None and bool(parameter.grad.any())
-        num_without += not has_gradient
-    state.optimizer.zero_grad()
-    with torch.no_grad():
-        every = score_tokens(state.model, part.ids, part.chosen)
-    same_group = batch.group_ids[:, None] == batch.group_ids  # [B, B]
-    group_sums = same_group.float() @ advantages(batch.rewards, batch.group_ids)
-    return Examination(
-        mean_k3=float(k3(part.recorded, logp).mean()),
-        off_from_1=float((every.exp().sum(1) - 1).abs().max()),
-        num_above_0=int((batch.tokens.logprobs > 0).sum()),
-        num_without_gradient=num_without,
-        group_sum=float(group_sums.abs().max()),
-        num_conversations=len({tuple(said) for said in batch.said}),
-    )
-
-
-# -- 11c. The workers ------------------------------------------------------------------------------
-# Three kinds of processes: the trainer, generators, judges. Each endpoint has one request and one
-# reply, which are records. Besides the weights these records are all that passes between programs.
-
-
-class TrainerLost(RuntimeError):
-    """The trainer has died or hung. There may be another one, which has not begun."""
-
-
-def device_of(cfg: Config, place: Place, rank: int) -> str:
-    """On what device a worker computes: "cpu", or "cuda:0" and so on.
-
-    Trainer ranks have the first GPUs of the first host, one each. Generators share the other GPUs
-    of their host, or all of them if there are no others. ValueError: there are too few.
-    """
-    if cfg.device == "cpu":
-        return "cpu"
-    every = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if place.service == "trainer":
-        if rank >= len(every):
-            raise ValueError(f"{len(every)} GPUs, each trainer needs one")
-        return every[rank]
-    num_taken = cfg.trainers if place.host == 0 else 0
-    others = every[num_taken:] or every
-    return others[place.local_id % len(others)]
+    state.count_on(found["version"])
 
 
 def about(cfg: Config) -> dict[str, Any]:
@@ -5436,6 +5559,33 @@ def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
         why = " ".join(str(error).split())[:300]
         raise ValueError(f"{source!s:.200}: no checkpoint for this run: {why}") from error
     return found
+
+
+# -- 11d. The workers ------------------------------------------------------------------------------
+# Three kinds of processes: the trainer, generators, judges. Each endpoint has one request and one
+# reply, which are records. Besides the weights these records are all that passes between programs.
+
+
+class TrainerLost(RuntimeError):
+    """The trainer has died or hung. There may be another one, which has not begun."""
+
+
+def device_of(cfg: Config, place: Place, rank: int) -> str:
+    """On what device a worker computes: "cpu", or "cuda:0" and so on.
+
+    Trainer ranks have the first GPUs of the first host, one each. Generators share the other GPUs
+    of their host, or all of them if there are no others. ValueError: there are too few.
+    """
+    if cfg.device == "cpu":
+        return "cpu"
+    every = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if place.service == "trainer":
+        if rank >= len(every):
+            raise ValueError(f"{len(every)} GPUs, each trainer needs one")
+        return every[rank]
+    num_taken = cfg.trainers if place.host == 0 else 0
+    others = every[num_taken:] or every
+    return others[place.local_id % len(others)]
 
 
 @dataclass(frozen=True)
@@ -5544,7 +5694,7 @@ class Trainer(Worker):
 
     @endpoint
     async def published(self) -> int:
-        """This trainer's version. It answers when generators can pull that version."""
+        """The version of this trainer. It answers when generators can pull that version."""
         state, writer = self._begun()
         writer.wait()
         return state.version
@@ -5576,7 +5726,9 @@ class RolloutRequest:
     min_version: int  # waits until that one can be pulled
     prompts: list[Prompt]
     group_size: int
-    seed: int  # travels along: whoever runs the request again samples the same, if the weights are
+    # It travels along, so that a request which is run again samples the same, if the weights are the
+    # same, too.
+    seed: int
     greedy: bool
     is_in_flight: bool  # takes new weights before every token
 
@@ -5634,7 +5786,7 @@ class Generator(Worker):
     def _reader_of(self, handle: ArenaHandle | None) -> WeightReader:
         """A reader of this arena. A new trainer has another arena, and needs another reader."""
         if handle is None:
-            raise RuntimeError("this host has no relay")
+            raise RuntimeError("this host has no arena now")
         if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
             weights = weights_of(self.policy.model)
             self.reader = WeightReader(handle, self.place.local_id, weights)
@@ -5670,6 +5822,7 @@ class Judge(Worker):
         self.cfg = cfg
 
     async def prepare(self) -> None:
+        """Makes the task."""
         self.task = task_of(self.cfg.task)
 
     @endpoint
@@ -5716,7 +5869,7 @@ async def judge_all(
     return [reward for of_one in rewards for reward in of_one]
 
 
-# -- 11d. The cluster ------------------------------------------------------------------------------
+# -- 11e. The cluster ------------------------------------------------------------------------------
 #
 #     main process         Cluster, Run, Training: plain objects
 #       Service "trainer"    1 replica of --trainers ranks, which live and die together
@@ -5791,12 +5944,16 @@ class Cluster:
         self.generators = Service(specs["generator"])
         self.judges = Service(specs["judge"])
         self.services = [self.trainer, self.generators, self.judges]
-        # What generators read, when the trainer has begun; and the oldest version of its that they
-        # may use: the one with which the present run began.
+        # The arena of the present trainer, which generators read. None: it has not begun.
         self.handle: ArenaHandle | None = None
-        self.oldest_version = 0
-        self.base = ""  # a file in memory: the checkpoint of version 0
-        self.newest = ""  # the checkpoint that a lost trainer should be again; "": version 0
+        # The version with which the present run began. Older ones, which may still lie in the
+        # arena, are of another run, and no generator may use them.
+        self.first_version = 0
+        # The path of the checkpoint of version 0, with which every run begins: a file in memory.
+        self.base = ""
+        # The path of the checkpoint to which a trainer goes back if the present one is lost; "":
+        # that of version 0.
+        self.newest = ""
 
     def hosts_of(self, cfg: Config) -> tuple[Host, ...]:
         """The hosts of a run, that of the trainer first. Here: this machine alone."""
@@ -5833,22 +5990,24 @@ class Cluster:
             raise TrainerLost("the trainer died or hung") from error
 
     async def load(self, path: str) -> str:
-        """Makes the trainer, which may be a new one, what a checkpoint says; "": version 0.
+        """Makes the trainer what a checkpoint says; "": version 0.
 
-        Returns the run's part of that checkpoint.
+        This is how every run begins, and how a new trainer takes the place of a lost one. Returns
+        the run's part of that checkpoint.
         """
+        # 1. The trainer begins, if it has not: it builds its model; the very first one warms up.
         begin = BeginRequest(
             meeting_place=await self._ask_trainer(Trainer.meeting_place),
-            is_warm=self.is_warm and not self.base,  # else its weights are replaced anyway
+            is_warm=self.is_warm and not self.base,  # later ones get the weights of the first
             num_readers=self.num_readers(),
         )
         handle = await self._ask_trainer(Trainer.begin, begin)
-        # Every run begins with the same weights, and every trainer that replaces a lost one has to
-        # have them: they are kept here.
-        if not self.base:  # this trainer has made the weights with which all runs begin
+        # 2. The weights of the very first one are version 0 for all runs and all later trainers.
+        if not self.base:
             path_of_base = unnamed_file("version 0")
             await self.save(path_of_base, "")
             self.base = path_of_base
+        # 3. It becomes what the checkpoint says, and publishes that.
         checkpoint = self.for_trainer(path or self.base)
         base = self.for_trainer(self.base)
         load = LoadRequest(
@@ -5858,8 +6017,8 @@ class Cluster:
         )
         state = await self._ask_trainer(Trainer.load, load)
         await self.arena_changed(handle)
-        # From here on generators use the arena of this trainer, and no older version.
-        self.oldest_version = await self.published()
+        # 4. From here on generators use the arena of this trainer, and no older version.
+        self.first_version = await self.published()
         self.handle = handle
         self.newest = path
         return state
@@ -5873,7 +6032,7 @@ class Cluster:
         return path
 
     async def arena_changed(self, handle: ArenaHandle) -> None:
-        """A trainer publishes there now. (Section 14 moves its relays.)"""
+        """A trainer publishes there now. Here nobody needs to do anything about that."""
 
     async def save(self, path: str, state: str) -> None:
         """Writes a checkpoint into this file. state: the run's part of it; "": weights alone."""
@@ -5911,7 +6070,7 @@ class Cluster:
         """
         request = RolloutRequest(
             arenas=await self.arenas(),
-            min_version=max(min_version, self.oldest_version),
+            min_version=max(min_version, self.first_version),
             prompts=prompts,
             group_size=group_size,
             seed=seed_of(self.cfg, prompts),
@@ -5928,12 +6087,15 @@ class Cluster:
         """For each host, the arena that its generators read: here the trainer's own."""
         return (self.handle,)
 
-    async def sample(self, prompts: list[Prompt]) -> list[RolloutReply]:
-        """Samples under the trainer's newest version. The prompts are split over all generators."""
-        version = await self.published()
-        num = min(self.cfg.generators, len(prompts))
-        parts = [self.rollout(prompts[i::num], min_version=version) for i in range(num)]
-        return await asyncio.gather(*parts)
+
+async def sample(cluster: Cluster, prompts: list[Prompt]) -> list[RolloutReply]:
+    """Samples under the trainer's newest version. The prompts are split over all generators."""
+    version = await cluster.published()
+    num = min(cluster.cfg.generators, len(prompts))
+    parts = []
+    for first in range(num):
+        parts.append(cluster.rollout(prompts[first::num], min_version=version))
+    return await asyncio.gather(*parts)
 
 
 async def evaluate(
@@ -5984,7 +6146,7 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
     return rows
 
 
-# -- 11e. A run ------------------------------------------------------------------------------------
+# -- 11f. A run ------------------------------------------------------------------------------------
 #
 # Where a group can be. Each arrow is a call of Ledger.start or Ledger.settle:
 #
@@ -6038,6 +6200,23 @@ class Ledger:
         if with_trainer:
             self.draw_again = group_ids + self.draw_again
         self.changed.notify()
+
+    # These three are for section 12.
+
+    def saved(self) -> None:
+        """There is a checkpoint: what was trained on until now will not be undone."""
+        self.trained_since_save = []
+
+    def go_on(
+        self,
+        counts: dict[str, int],
+        was_in_flight: list[int],
+        draw_again: list[int],
+    ) -> None:
+        """Becomes what a checkpoint says. What was in flight then is lost, and drawn again."""
+        self.counts = counts
+        self.counts["lost"] += len(was_in_flight)
+        self.draw_again = was_in_flight + draw_again
 
     def undo(self) -> None:
         """The trainer is back at its checkpoint, and what it was trained on since is undone."""
@@ -6094,12 +6273,20 @@ class Run:
         self.sampler = sampler
         self.ledger = Ledger()
         self.rows: list[StepRow] = []  # of the steps that the trainer has made
-        self.num_sent = 0  # steps that it has made or was told to make
+        self.num_sent = 0  # steps that it has made or was told to make (more than made: section 13)
         self.next_number = 0  # of the prompt to draw next
         self.busy_s = 0.0  # of generators
         self.num_unjudged = 0
         self.num_cut = 0
         self.began = time.monotonic()
+
+    def begin(self) -> None:
+        """Its clock starts."""
+        self.began = time.monotonic()
+
+    def send(self) -> None:
+        """The trainer is told to make another step."""
+        self.num_sent += 1
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; their groups count as started."""
@@ -6151,25 +6338,24 @@ class Run:
         """Has the trainer made all steps?"""
         return len(self.rows) >= self.num_steps
 
+    # These three are for section 12.
+
     def as_json(self) -> str:
-        """The run's part of a checkpoint.
-
-        Groups in flight are saved as prompts to draw again: what samples there are of them will not
-        exist when the run goes on.
-        """
-        state = {name: getattr(self, name) for name in self.SAVED}
-        rows = [dataclasses.asdict(row) for row in self.rows]
-        in_flight = sorted(self.ledger.in_flight)
-        books = {"counts": self.ledger.counts, "draw_again": in_flight + self.ledger.draw_again}
-        return json.dumps({**state, **books, "rows": rows, "num_in_flight": len(in_flight)})
-
-    SAVED = ("next_number", "busy_s", "num_unjudged", "num_cut")
+        """The run's part of a checkpoint."""
+        state = {
+            "next_number": self.next_number,
+            "busy_s": self.busy_s,
+            "num_unjudged": self.num_unjudged,
+            "num_cut": self.num_cut,
+            "counts": self.ledger.counts,
+            "in_flight": sorted(self.ledger.in_flight),
+            "draw_again": self.ledger.draw_again,
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+        }
+        return json.dumps(state)
 
     def go_on(self, saved: str) -> None:
-        """Becomes what as_json wrote, in a process that has just begun.
-
-        The groups that were in flight then count as lost, and their prompts are drawn again.
-        """
+        """Becomes what as_json wrote, in a process that has just begun."""
         found = json.loads(saved)
         for row in found["rows"]:
             stats = StepStats(**row.pop("stats"))
@@ -6179,9 +6365,7 @@ class Run:
         self.busy_s = found["busy_s"]
         self.num_unjudged = found["num_unjudged"]
         self.num_cut = found["num_cut"]
-        self.ledger.counts = found["counts"]
-        self.ledger.counts["lost"] += found["num_in_flight"]
-        self.ledger.draw_again = found["draw_again"]
+        self.ledger.go_on(found["counts"], found["in_flight"], found["draw_again"])
         self.began = time.monotonic() - self.rows[-1].seconds
 
     def go_back(self, num_steps: int, group_ids: list[int]) -> None:
@@ -6220,7 +6404,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
     if stats.ess < 0.3:
         yield "ess < 0.3: few samples carry all the weight; too old, or steps too long"
     if stats.clipped > 0.5:
-        yield "clipped > 0.5: most tokens have left the trust region before they were used"
+        yield "clipped > 0.5: most tokens had moved too far before they were used (section 10)"
     if stats.entropy < 0.002:
         yield "entropy < 0.002: the policy has no alternatives left to compare"
     rewards = [row.stats.reward for row in rows[-20:]]
@@ -6230,7 +6414,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
         yield "reward 1 in 20 batches: all right, nothing to learn from"
 
 
-# -- 11f. Training: a run on a cluster -------------------------------------------------------------
+# -- 11g. Training: a run on a cluster -------------------------------------------------------------
 # The lines that a run prints, column by column (DOCS 9 has each at length):
 #
 #     step       training steps made            reward     mean of the batch, 0 to 1
@@ -6288,7 +6472,7 @@ class Training:
     async def begin(self) -> None:
         """The trainer becomes what it was before RL."""
         await self.cluster.load("")
-        self.run.began = time.monotonic()
+        self.run.begin()
 
     def is_save_due(self) -> bool:
         """Must the run be saved before another step is sent to the trainer?"""
@@ -6394,13 +6578,17 @@ class Training:
 
 
 async def train_sync(training: Training) -> None:
-    """The synchronous loop: sample, step, publish, one after the other."""
+    """The synchronous loop: sample, step, publish, one after the other.
+
+    It knows what to do when the trainer is lost. If a request to the generators is lost for good,
+    that is, with every replica that tried it, the run ends: the same request would do so again.
+    """
     run = training.run
     async with training:
         while not run.is_over():
             try:
                 batch = await sample_batch(training.cluster, run)
-                run.num_sent += 1
+                run.send()
                 stats = await training.cluster.step(batch)
                 training.step_done(stats, batch)
                 await training.save_if_due()
@@ -6411,7 +6599,7 @@ async def train_sync(training: Training) -> None:
 async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
     """A batch that was sampled under the trainer's newest version, so its lag is 0."""
     prompts = run.draw(GROUPS_PER_BATCH)
-    parts = await cluster.sample(prompts)
+    parts = await sample(cluster, prompts)
     batch = Rollout.join([run.count(part) for part in parts])
     # A group of which nothing could be judged is not in the batch.
     judged = set(batch.group_ids.tolist())
@@ -6467,6 +6655,7 @@ class Lab:
     needs_lab=True,
 )
 async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
+    """Compares both programs on a batch, trains synchronously, and evaluates before and after."""
     cluster = lab.cluster
     report.say(f"seed {cfg.seed}")
     # Before anything is trained: one batch of lag 0, scored by both programs. If one of these
@@ -6474,7 +6663,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     training = lab.training("sync", math.ceil(cfg.steps / 2), "sync_rl")
     sampler = training.run.sampler
     prompts = sampler.first(GROUPS_PER_BATCH)
-    parts = await surely(cluster, lambda: cluster.sample(prompts))
+    parts = await surely(cluster, lambda: sample(cluster, prompts))
     first = Rollout.join([part.rollout.judged() for part in parts])
     before = await surely(cluster, lambda: evaluate(cluster, sampler.heldout))
     found = await surely(cluster, lambda: cluster.examine(first))
@@ -6621,7 +6810,7 @@ class SafeTraining(Training):
     async def begin(self) -> None:
         """Begins at version 0, or goes on after the newest checkpoint."""
         saved = await self._load_newest()
-        self.run.began = time.monotonic()
+        self.run.begin()
         if saved:
             self.run.go_on(saved)
             self._say_where()
@@ -6659,7 +6848,11 @@ class SafeTraining(Training):
         self.report.say(f"{self.run.label}: the trainer goes on after step {num_steps}")
 
     def is_save_due(self) -> bool:
-        """After every save_every steps, at the end, and after Ctrl-C."""
+        """After every save_every steps, at the end, and after Ctrl-C.
+
+        It counts steps that were sent to the trainer. In a synchronous run these are the steps that
+        it has made. In an asynchronous one (section 13) nothing more is sent until they are.
+        """
         step = self.run.num_sent
         is_last = step == self.run.num_steps
         return step % self.save_every == 0 or is_last or self.is_interrupted
@@ -6677,7 +6870,7 @@ class SafeTraining(Training):
         await self.cluster.save(room, self.run.as_json())
         self.checkpoints.keep(room, step)
         self.cluster.remember(self.checkpoints.paths[0])
-        self.run.ledger.trained_since_save = []
+        self.run.ledger.saved()
         self.num_losses = 0
         if self.is_interrupted:
             raise Interrupted(f"interrupted; the same command goes on after step {step}")
@@ -6705,6 +6898,7 @@ class HangingTask(Shift):
     """The task `repeat`, with a reward function that never returns if it hears "hang"."""
 
     def score(self, turns: tuple[Turn, ...], said: list[str]) -> list[float]:
+        """As in Shift, but for that one answer."""
         while said == ["hang"]:
             time.sleep(1.0)
         return super().score(turns, said)
@@ -6714,6 +6908,7 @@ class HangingJudge(Judge):
     """A judge with that task."""
 
     async def prepare(self) -> None:
+        """Makes that task, whatever the Config says."""
         self.task = HangingTask("", [0])
 
 
@@ -6843,6 +7038,7 @@ async def until_step(
     needs_lab=True,
 )
 async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
+    """Cuts a run off and lets it go on, damages a checkpoint, and lets a judge hang."""
     report.say(f"synchronous runs of {CutOff.NUM_STEPS} steps; seed {cfg.seed} (about 20 s)")
     cut_off = CutOff(lab, cfg.seed)
     whole = await cut_off.end_of(cut_off.training("whole"))
@@ -6881,14 +7077,19 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 #   behind, and nothing bounds how many.
 # Rule. Two loops and a buffer. Rollout loops: take tickets, sample, put groups into the buffer. The
 #   training loop: take a batch from the buffer, step, publish. A ticket per group limits what is
-#   under way to K + 1 batches. That alone does not bound lag, for a group that takes long is
+#   under way to K + 1 batches: one at the trainer, and K behind it, of which the last will be K
+#   versions old when its turn comes. That alone does not bound lag, for a group that takes long is
 #   overtaken by others; so a group more than K versions old is dropped when a batch is taken. Its
 #   ticket comes back. Without that the run would have fewer and fewer tickets, and stop.
 # Cost. Lag: samples are off-policy, that is, of an older policy than the one in training, and the
 #   loss has to bear it (section 10).
-# Not here. Waiting for the oldest group instead of dropping it: nothing is lost, and the trainer
-#   stands still for every straggler (DOCS 5 has both, with numbers). Finishing another's rollout.
+# Not here. Finishing a rollout that another generator has begun.
 # Source. IMPALA (Espeholt 2018), AReaL (Fu 2025).
+#
+# There are two ways to keep the bound, and each has its price. To drop what came too late, as here:
+# the work for it is lost, and it is the long answers that are lost, for they take longest. Or to
+# wait for the oldest group before a step is made: nothing is lost, and the trainer stands still for
+# every straggler. (DOCS 5 has both, with numbers.)
 #
 # Lag, by example, with K = 1, so two batches of tickets (v is the trainer's version):
 #     v = 5   batch a is sampled under 5, batch b too; no ticket is left
@@ -7047,7 +7248,7 @@ class AsyncLoops:
         stay in the books as groups in flight.
         """
         async with self.training:
-            self.version = self.cluster.oldest_version
+            self.version = self.cluster.first_version
             loops = [asyncio.ensure_future(self._training_loop())]
             # Two requests per generator, so that none of them waits for its next one.
             for _ in range(2 * self.cluster.cfg.generators):
@@ -7063,10 +7264,11 @@ class AsyncLoops:
             await asyncio.gather(*ended)  # raises
 
     async def _rollout_loop(self) -> None:
-        """consumes tickets / waits for the gate, then for a generator and a judge
+        """A rollout loop. There are several.
 
-        woken by Ledger.settle, then by their answers / produces groups in the buffer / ends when
-        the run is done
+        consumes tickets / waits for the gate, then for a generator and a judge / woken by
+        Ledger.settle, then by their answers / produces groups in the buffer / ends when the run is
+        done
         """
         while not self.is_done:
             num_free = await self.gate.wait()
@@ -7112,10 +7314,10 @@ class AsyncLoops:
     # that answer tells.
 
     async def _training_loop(self) -> None:
-        """consumes groups / waits for the buffer, then for the trainer
+        """The training loop. There is one.
 
-        woken by ReplayBuffer.put, then by the trainer's answer / produces versions / ends when all
-        steps are made
+        consumes groups / waits for the buffer, then for the trainer / woken by ReplayBuffer.put,
+        then by the trainer's answer / produces versions / ends when all steps are made
         """
         while self.sent or not self.run.is_over():
             try:
@@ -7141,15 +7343,16 @@ class AsyncLoops:
             task = asyncio.ensure_future(self._step(batch, self.version))
             group_ids = batch.group_ids.unique().tolist()
             self.sent.append(SentStep(task=task, group_ids=group_ids))
-            self.run.num_sent += 1
+            self.run.send()
             self.version += 1
 
     async def _step(self, batch: Rollout, version: int) -> None:
         """Sends a batch to the trainer, and enters the answer into the books.
 
         version: the one at which the trainer will be when it begins. The tickets of the batch come
-        back only now that the step is made: earlier, generators would be asked for samples which
-        are one version older than the books say.
+        back only when the step is made. Take the example above, with v = 5: if the tickets of batch
+        a came back when a is sent, c would be sampled under 5 and not under 6, one version older
+        than the example says.
         """
         stats = await self.cluster.step(batch)
         assert stats.version == version + 1, "the trainer is at another version than was expected"
@@ -7167,7 +7370,7 @@ class AsyncLoops:
             lost += [group_id for group_id in step.group_ids if group_id in self.ledger.in_flight]
         self.sent.clear()
         await self.training.trainer_lost(error, lost)
-        self.version = self.cluster.oldest_version
+        self.version = self.cluster.first_version
 
 
 # -- measurement -----------------------------------------------------------------------------------
@@ -7250,8 +7453,9 @@ def tell_speed(
 ) -> None:
     """Reports how fast the asynchronous run was until the faults, beside the synchronous one."""
     report.table([sync, fast])
-    # In the synchronous run both sides work in turn. At best, of the two shares of the time only
-    # the longer one is left.
+    # In the synchronous run both sides work in turn: of each second generators need g, the trainer
+    # t. If they worked at the same time all the time, max(g, t) would do. So the ideal speedup is
+    # (g + t) / max(g, t).
     needs = [sync.generators_busy, sync.trainer_busy]
     speedup = sync.s / fast.s
     rows = training.run.rows
@@ -7280,6 +7484,7 @@ def tell_lag(report: Report, loose: Training, training: Training) -> None:
         mean = statistics.fmean(row.stats.lag_mean for row in found.run.rows)
         rows.append({"lag, in versions": rule, "mean": mean, "max": found.largest_lag()})
     report.table(rows)
+    # In 40 steps samples cannot grow much older than 10 versions, whatever --max-lag is.
     report.check("largest lag without the rule", loose.largest_lag(), ">", min(bound, 10))
     report.check("largest lag", training.largest_lag(), "<=", bound)
 
@@ -7311,6 +7516,7 @@ def tell_books(report: Report, loops: AsyncLoops) -> None:
     needs_lab=True,
 )
 async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
+    """Runs without the rule, with it and faults, and synchronously; reports all three."""
     cluster = lab.cluster
     # Steps to compare with the synchronous run. The faults come after them.
     num_compared = max(1, cfg.steps // 2)
@@ -7452,6 +7658,10 @@ class Link(threading.Thread):
             self.monarch_address = ""
             time.sleep(RECONNECT_S)
 
+    def close(self) -> None:
+        """Ends the connection, and with it the Monarch host there."""
+        self.is_closed = True
+
     def _listen(self, lines: Any) -> None:
         """Listens to the worker until the connection ends. A silence of SILENCE_S ends it, too."""
         with lines:
@@ -7480,6 +7690,7 @@ class RemoteHost(Host):
         self.address = address
 
     def life(self) -> str:
+        """The address of the Monarch host there, which is another one after a loss."""
         return link_to(self.address).monarch_address
 
     async def spawn(self, name: str, num_ranks: int) -> ProcMesh:
@@ -7506,6 +7717,7 @@ class RemoteHost(Host):
         on_end("host lost")  # mechanism: host lost
 
     def signal(self, pids: list[int], number: int) -> None:
+        """The worker there sends it, at its next line."""
         for pid in pids:
             link_to(self.address).signals.put((pid, number))
 
@@ -7678,7 +7890,10 @@ class Relay(Worker):
     async def _fetch_if_new(self) -> None:
         """The steps of Arena.lease, with one-sided reads and writes.
 
-        It needs no fence: `write_from` returns when the word is written, and all see it then.
+        In place of the fence: `write_from` returns when the word is written. Over TCP the other
+        side answers when it has written it; a test races a trainer against a relay. With a card the
+        second look is a read on the same connection, which is carried out after the write. (This
+        was written without such a card to try it on.)
         """
         latest = await self._look()
         version, slot = divmod(latest, Arena.MAX_SLOTS)
@@ -7739,6 +7954,7 @@ class HostsCluster(Cluster):
         self.relays = Service(relays)
 
     def hosts_of(self, cfg: Config) -> tuple[Host, ...]:
+        """Those of --hosts."""
         return tuple(RemoteHost(address) for address in cfg.hosts.split(","))
 
     async def close(self) -> None:
@@ -7749,9 +7965,10 @@ class HostsCluster(Cluster):
         await self.relays.close()
         await super().close()
         for host in self.hosts:
-            link_to(host.address).is_closed = True
+            link_to(host.address).close()
 
     def num_readers(self) -> int:
+        """A relay is one more reader."""
         return self.generators_per_host() + len(self.hosts) - 1
 
     def for_trainer(self, path: str) -> bytes:
@@ -7759,6 +7976,7 @@ class HostsCluster(Cluster):
         return pathlib.Path(path).read_bytes()
 
     async def save(self, path: str, state: str) -> None:
+        """Its content travels from the trainer as an answer."""
         content = await self._ask_trainer(Trainer.save, SaveRequest(path="", state=state))
         pathlib.Path(path).write_bytes(content)
 
@@ -7770,8 +7988,8 @@ class HostsCluster(Cluster):
     async def arenas(self) -> tuple[ArenaHandle | None, ...]:
         """For each host, the arena that its generators read: that of the trainer, or of a relay.
 
-        While a relay is being replaced its host has none. It has one again before its generators
-        are back, because they import more.
+        While a relay is being replaced its host has none. Mostly it has one again before its
+        generators are back, because they import more; else they raise, and another host's try.
         """
         status = await self.relays.status()
         by_relay = {place.replica_id: answers[0] for place, answers in status.answers.items()}
@@ -7809,6 +8027,7 @@ class LocalWorkers:
         self.processes[address].wait()
 
     def close(self) -> None:
+        """Ends all of them, politely."""
         for process in self.processes.values():
             process.terminate()
             process.wait()
@@ -7831,6 +8050,7 @@ async def until_replaced(service: Service) -> list[Loss]:
     needs_tcp=True,
 )
 async def demo_hosts(report: Report, cfg: Config) -> None:
+    """Trains across two hosts, loses one, gets it back, and counts what crossed between them."""
     num_steps = 16
     workers = LocalWorkers(2)
     first, second = workers.processes
@@ -7856,7 +8076,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     await running
     # 4. Does it sample again, from the weights of the trainer?
     lost = [*await until_replaced(cluster.relays), *await until_replaced(cluster.generators)]
-    again = await cluster.sample(run.sampler.first(GROUPS_PER_BATCH))
+    again = await sample(cluster, run.sampler.first(GROUPS_PER_BATCH))
     found = await cluster.examine(Rollout.join([reply.rollout.judged() for reply in again]))
     await cluster.close()
     workers.close()
@@ -7876,274 +8096,6 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     report.figure(bytes_per_version_over_model=copies)
     # You can now add hosts, and lose them.
 
-
-# -- plumbing: what --trace and --report write -----------------------------------------------------
-# Both show what Telemetry has collected: a trace of the whole command, for Perfetto; and a page
-# about five asynchronous runs, one at each of five bounds on lag, with a slider to go from one to
-# another. The page is one file, needs no network, and stands at the end of this part as a text.
-
-
-def write_trace(path: str, events: list[Event]) -> None:
-    """Writes a file in Chrome's trace format, which Perfetto opens.
-
-    It has a row per actor, one for the copies that run beside a trainer's steps, and one per
-    replica that was lost, for the time for which it was missing.
-    """
-    numbers = {actor: i for i, actor in enumerate(dict.fromkeys(event.actor for event in events))}
-    entries: list[dict[str, Any]] = []
-    for actor, number in numbers.items():
-        name = {"name": actor}
-        entries.append({"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": name})
-    for event in events:
-        entries.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": numbers[event.actor],
-                "name": event.what,
-                "ts": event.start_s * 1e6,  # microseconds
-                "dur": (event.end_s - event.start_s) * 1e6,
-            }
-        )
-    pathlib.Path(path).write_text(json.dumps({"traceEvents": entries}), encoding="utf-8")
-
-
-async def read_events(from_s: float = 0.0) -> list[Event]:
-    """What Telemetry has, of this time and later. from_s: seconds since 1970."""
-    store = await telemetry()
-    return await store.read.call_one(from_s)
-
-
-async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
-    """A run at each bound on lag, in each a generator killed half-way; and the page about them."""
-    cluster = lab.cluster
-    runs = []
-    rows = []
-    for bound in (0, 1, 2, 4, 8):
-        start_s = time.time()
-        training = lab.training(f"K = {bound}", math.ceil(cfg.steps * 2 / 3))
-        run = training.run
-        heldout = run.sampler.heldout
-        await surely(cluster, lambda: cluster.load(""))
-        before = await evaluate(cluster, heldout)
-        running = asyncio.ensure_future(AsyncLoops(training, bound).run_to_end())
-        if await until_step(run.num_steps // 2, run, running):
-            await cluster.generators.strike(signal.SIGKILL)
-        await running
-        await cluster.generators.status(60.0)  # the next run begins with all of them
-        after = await evaluate(cluster, heldout)
-        await asyncio.sleep(2 * Recorder.SEND_AFTER_S)  # until the last events have come
-        speed = run.speed(run.num_steps, cfg.generators)
-        lag = training.largest_lag()
-        rows.append({"bound": bound, "lag": lag, "exact": after, **dataclasses.asdict(speed)})
-        runs.append(run_for_page(training, bound, before, after, await read_events(start_s)))
-    report.table(rows)
-    num_above = sum(row["lag"] > row["bound"] for row in rows)
-    report.check("runs of 5 with a lag above the bound", num_above, "==", 0)
-    write_page(cfg.report, runs)
-
-
-def run_for_page(
-    training: Training,
-    bound: int,
-    before: float,
-    after: float,
-    events: list[Event],
-) -> dict[str, Any]:
-    """What the page has of one run. before, after: held-out exact."""
-    return {
-        "max_lag": bound,
-        "generators": training.cfg.generators,
-        "before": before,
-        "after": after,
-        "groups": training.run.ledger.counts,
-        "samples": GROUP_SIZE * GROUPS_PER_BATCH * training.run.num_steps,
-        "rows": [dataclasses.asdict(row) for row in training.run.rows],
-        # Short, for there are tens of thousands: what, begin, end, actor.
-        "events": [[event.what, event.start_s, event.end_s, event.actor] for event in events],
-    }
-
-
-def write_page(path: str, runs: list[dict[str, Any]]) -> None:
-    """The runs go into the page as data.
-
-    Whatever was said in them, it cannot end the script: there is no "<" in it. The page shows such
-    text as text, never as HTML.
-    """
-    as_json = json.dumps(runs).replace("<", "\\u003c")
-    pathlib.Path(path).write_text(PAGE.replace("= RUNS;", f"= {as_json};"), encoding="utf-8")
-
-
-PAGE = r"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>monarch_rl: from synchronous to asynchronous</title>
-<style>
-:root { color-scheme: light dark; --ink: #1c2330; --pale: #5c6675; --paper: #fff; --line: #d5dae2;
-  --rollout: #1f77b4; --judge: #9467bd; --step: #e07b00; --publish: #12805c; --pull: #7fc4f5;
-  --other: #9aa3ad; --lost: #d62728; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --pale: #a2acba; --paper: #14181f;
-  --line: #343c48; --rollout: #4aa3e0; --judge: #b796dc; --step: #ff9f3d; --publish: #3cc795;
-  --pull: #a9d8fa; --other: #6d7682; --lost: #ff6b6b; } }
-body { margin: 0 auto; padding: 1rem; max-width: 68rem; font: 1rem/1.45 system-ui, sans-serif;
-  color: var(--ink); background: var(--paper); }
-h1 { font-size: 1.4rem; margin: 0 } h2 { font-size: 1rem; margin: 1.4rem 0 .3rem }
-p, td, th, label, li { color: var(--pale) } p { margin: .3rem 0 } b, output { color: var(--ink) }
-input[type=range] { width: 100%; height: 2rem; accent-color: var(--step) }
-.ends { display: flex; justify-content: space-between; color: var(--pale); font-size: .85rem }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .5rem }
-dl div { border: 1px solid var(--line); border-radius: .4rem; padding: .4rem .6rem }
-dt { color: var(--pale); font-size: .8rem } dd { margin: 0; font-size: 1.15rem }
-svg { display: block; width: 100%; background: var(--paper) } svg text { fill: var(--pale) }
-.key span { display: inline-block; margin-right: .9rem } .key i { display: inline-block;
-  width: .8rem; height: .8rem; margin-right: .3rem; vertical-align: -.05rem }
-pre { overflow-x: auto; margin: 0 } .two { display: grid; gap: 0 1.5rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)) }
-</style>
-<h1>From synchronous to asynchronous</h1>
-<p>Measured runs of <code>monarch_rl.py</code>, as long as each other, from the same weights. K is
-  how many versions old a sample may be when it is trained on. With K = 0 each side waits for the
-  other; a larger K fills the gaps, and its price is lag. In each run a generator was killed
-  half-way.</p>
-<label for="bound">Bound on lag: <output id="shown"></output></label>
-<input type="range" id="bound" min="0" value="0" step="1">
-<div class="ends"><span>K = 0, fully synchronous</span><span id="last"></span></div>
-<dl id="numbers" aria-live="polite"></dl>
-<h2>Who did what</h2>
-<p class="key" id="key"></p>
-<svg id="timeline" role="img"></svg>
-<label for="from">From second <output id="second"></output></label>
-<input type="range" id="from" min="0" max="1000" value="0">
-<label>Shown: <select id="width">
-<option value="1">1 s</option><option value="3" selected>3 s</option>
-  <option value="10">10 s</option><option value="1e9">the whole run</option></select></label>
-<ul id="faults"></ul>
-<div class="two">
-<div><h2>Share of the time at work: trainer (orange), generators (blue)</h2>
-  <svg id="work" role="img"></svg></div>
-<div><h2>Reward of each step, over seconds</h2><svg id="reward" role="img"></svg></div>
-<div><h2>Lag of the tokens trained on, in versions</h2><svg id="lag" role="img"></svg></div>
-<div><h2>Heard &gt; said, first steps and last</h2><pre id="said"></pre></div>
-</div>
-<script>
-const RUNS_OF_PAGE = RUNS;
-const $ = id => document.getElementById(id), sum = some => some.reduce((a, b) => a + b, 0);
-// What came from elsewhere (names, reasons of losses) goes into markup as text.
-const safe = words => String(words).replace(/[&<>"']/g, c => `&#${c.charCodeAt(0)};`);
-const names = {rollout: "generate", judge: "judge", step: "train", publish: "publish",
-  pull: "pull (thin: well under 1 ms)", other: "other", lost: "lost, until replaced"};
-const kind = e => e.actor.endsWith(" lost") ? "lost"
-  : Object.hasOwn(names, e.what) ? e.what : "other";
-const runs = RUNS_OF_PAGE.map(run => {
-  const events = run.events.map(([what, start, end, actor]) => ({what, start, end, actor}));
-  const began = events.filter(e => kind(e) == "rollout").map(e => e.start);
-  const zero = began.reduce((a, b) => Math.min(a, b), Infinity);
-  events.forEach(e => { e.start -= zero; e.end -= zero; e.kind = kind(e);
-    const rank = /\.[1-9]/.exec(e.actor) || "";
-    e.lane = e.actor.split(".")[0].replace(/ (lost|copies)$/, "") + rank; });
-  const seconds = run.rows.at(-1).seconds;
-  const shown = events.filter(e => e.start < seconds && e.end > 0);
-  const lags = [];
-  run.rows.forEach(row => row.lags.forEach((n, i) => lags[i] = (lags[i] || 0) + n));
-  return {...run, seconds, lags, events: shown, lanes: [...new Set(shown.map(e => e.lane))].sort()};
-});
-const longest = Math.max(...runs.map(run => run.seconds));
-const fill = kind => `style="fill:var(--${kind})"`;
-const text = (x, y, words, end = "start") =>
-  `<text x="${x}" y="${y}" font-size="12" text-anchor="${end}">${safe(words)}</text>`;
-const percent = share => (100 * share).toFixed(0) + " %";
-// The seconds between from and to in which these lanes were at work at this kind.
-const busy = (run, lane, kind, from, to) => sum(run.events.map(e =>
-  lane.test(e.lane) && e.kind == kind
-  ? Math.max(0, Math.min(e.end, to) - Math.max(e.start, from)) : 0));
-const shares = (run, from, to) => [busy(run, /^trainer 0$/, "step", from, to),
-  busy(run, /^generator/, "rollout", from, to) / run.generators].map(s => s / (to - from));
-function plot(id, curves, words) {  // curves: [kind, [[x, y in 0..1]], opacity]
-  const width = 420, height = 190;
-  const x = v => 34 + v * (width - 40), y = v => 8 + (1 - v) * (height - 30);
-  const grid = [0, .5, 1].map(v => `<line x1="34" x2="${width - 6}" y1="${y(v)}" y2="${y(v)}"
-    style="stroke:var(--line)"/>` + text(28, y(v) + 4, v, "end"));
-  const lines = curves.map(([kind, points, opacity]) => `<polyline fill="none" stroke-width="2"
-    opacity="${opacity}" style="stroke:var(--${kind})" points="` +
-    points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ") + `"/>`);
-  $(id).setAttribute("viewBox", `0 0 ${width} ${height}`);
-  $(id).setAttribute("aria-label", words);
-  $(id).innerHTML = [...grid, ...lines, text(34, height - 4, "0 s"),
-    text(width - 6, height - 4, longest.toFixed(0) + " s", "end")].join("");
-}
-function drawNumbers(run) {
-  const [train, work] = shares(run, 0, run.seconds);
-  const lag = sum(run.lags.map((n, i) => (n || 0) * i)) / sum(run.lags);
-  $("numbers").innerHTML = [["seconds for " + run.rows.length + " steps", run.seconds.toFixed(1)],
-    ["samples trained on per s", (run.samples / run.seconds).toFixed(0)],
-    ["generators at work", percent(work)], ["trainer at work", percent(train)],
-    ["lag, mean and largest", `${lag.toFixed(2)}, ${run.lags.length - 1}`],
-    ["groups dropped, too old", run.groups.dropped + " of " + run.groups.started],
-    ["held-out exact", `${run.before.toFixed(3)} → ${run.after.toFixed(3)}`]]
-    .map(([what, value]) => `<div><dt>${what}</dt><dd>${value}</dd></div>`).join("");
-}
-function drawTimeline(run, from, to) {
-  const wide = $("timeline").clientWidth || 900, left = wide < 500 ? 0 : 96, high = 36;
-  const x = t => left + (t - from) / (to - from) * (wide - left);
-  const lanes = run.lanes.map((lane, i) => text(0, i * high + (left ? 22 : 10), lane) +
-    `<line x1="0" x2="${wide}" y1="${i * high + high - 4}" y2="${i * high + high - 4}"
-    style="stroke:var(--line)"/>`);
-  const seen = run.events.filter(e => e.end > from && e.start < to);
-  seen.sort((a, b) => (a.kind == "pull") - (b.kind == "pull"));  // thin ones on top
-  const bars = seen.map(e => {
-    const a = Math.max(x(e.start), left), b = Math.min(x(e.end), wide);
-    const low = e.kind == "publish" || e.kind == "lost";
-    const what = e.kind == "other" ? e.what
-      : e.kind == "lost" ? e.what + ", replaced" : names[e.kind];
-    return `<rect class="${e.kind}" x="${a.toFixed(1)}" width="${Math.max(b - a, 1).toFixed(1)}"
-      ${fill(e.kind)} y="${run.lanes.indexOf(e.lane) * high + (low ? 26 : 13)}"
-      height="${low ? 5 : 12}"><title>${safe(e.actor)}: ${safe(what)},
-      ${(1000 * (e.end - e.start)).toFixed(1)} ms</title></rect>`; });
-  $("timeline").setAttribute("viewBox", `0 0 ${wide} ${run.lanes.length * high}`);
-  $("timeline").setAttribute("aria-label",
-    `${run.lanes.length} actors from ${from.toFixed(1)} s to ${to.toFixed(1)} s`);
-  $("timeline").innerHTML = lanes.join("") + bars.join("");
-  $("faults").innerHTML = run.events.filter(e => e.kind == "lost").map(e => `<li>${safe(e.lane)}
-    ${safe(e.what)} at ${e.start.toFixed(1)} s, replaced after
-    ${(e.end - e.start).toFixed(1)} s</li>`).join("");
-}
-function drawCurves(run) {
-  const bins = [...Array(24).keys()].map(i => i * run.seconds / 24), half = run.seconds / 48;
-  const side = which => bins.map(b => [(b + half) / longest,
-    Math.min(1, shares(run, b, b + 2 * half)[which])]);
-  plot("work", [["step", side(0), 1], ["rollout", side(1), 1]],
-    "trainer and generators at work, over seconds");
-  const others = runs.filter(r => r != run).map(r => ["other", r, .35]);
-  plot("reward", [...others, ["step", run, 1]].map(([kind, r, opacity]) =>
-    [kind, r.rows.map(row => [row.seconds / longest, row.stats.reward]), opacity]),
-    "reward of this run, and of the others in grey");
-  const most = Math.max(9, run.lags.length), top = Math.max(...run.lags), tokens = sum(run.lags);
-  const share = n => percent(n / tokens), wide = 380 / most;
-  $("lag").setAttribute("viewBox", "0 0 420 190");
-  $("lag").setAttribute("aria-label", run.lags.map((n, i) => `lag ${i}: ${share(n)}`).join(", "));
-  $("lag").innerHTML = run.lags.map((n, i) => `<rect x="${34 + i * wide}" width="${360 / most}"
-    y="${168 - 140 * n / top}" height="${140 * n / top}" ${fill("step")}/>` +
-    text(34 + (i + .45) * wide, 162 - 140 * n / top, share(n), "middle") +
-    text(34 + (i + .45) * wide, 184, i, "middle")).join("");
-  const some = [...run.rows.slice(0, 4), null, ...run.rows.slice(-4)];
-  $("said").textContent = some.map(r =>
-    r ? `${String(r.step).padStart(4)}  ${r.heard} > ${r.said}` : "   ...").join("\n");
-}
-function draw() {
-  const run = runs[$("bound").value], span = Math.min(+$("width").value, run.seconds);
-  const from = (run.seconds - span) * $("from").value / 1000;
-  $("shown").value = `K = ${run.max_lag}`; $("second").value = from.toFixed(1);
-  $("bound").setAttribute("aria-valuetext", `K = ${run.max_lag}`);
-  drawNumbers(run); drawTimeline(run, from, from + span); drawCurves(run);
-}
-$("bound").max = runs.length - 1;
-$("last").textContent = `K = ${runs.at(-1).max_lag}`;
-$("key").innerHTML = Object.keys(names).map(kind =>
-  `<span><i style="background:var(--${kind})"></i>${names[kind]}</span>`).join("");
-for (const id of ["bound", "from", "width"]) $(id).addEventListener("input", draw);
-addEventListener("resize", draw);
-draw();
-</script></html>
-"""
 
 # -- plumbing: the command line --------------------------------------------------------------------
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
@@ -8455,7 +8407,277 @@ def finish(report: Report, cfg: Config, noise: Any) -> None:
     leave(0)
 
 
+# -- plumbing: what --trace and --report write -----------------------------------------------------
+# Both show what Telemetry has collected: a trace of the whole command, for Perfetto; and a page
+# about five asynchronous runs, one at each of five bounds on lag, with a slider to go from one to
+# another. The page is one file and needs no network. As it is HTML, CSS and JavaScript, and not
+# what this file is about, it stands at the very end, as a text.
+
+
+def write_trace(path: str, events: list[Event]) -> None:
+    """Writes a file in Chrome's trace format, which Perfetto opens.
+
+    It has a row per actor, one for the copies that run beside a trainer's steps, and one per
+    replica that was lost, for the time for which it was missing.
+    """
+    numbers = {actor: i for i, actor in enumerate(dict.fromkeys(event.actor for event in events))}
+    entries: list[dict[str, Any]] = []
+    for actor, number in numbers.items():
+        name = {"name": actor}
+        entries.append({"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": name})
+    for event in events:
+        entries.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": numbers[event.actor],
+                "name": event.what,
+                "ts": event.start_s * 1e6,  # microseconds
+                "dur": (event.end_s - event.start_s) * 1e6,
+            }
+        )
+    pathlib.Path(path).write_text(json.dumps({"traceEvents": entries}), encoding="utf-8")
+
+
+async def read_events(from_s: float = 0.0) -> list[Event]:
+    """What Telemetry has, of this time and later. from_s: seconds since 1970."""
+    store = await telemetry()
+    return await store.read.call_one(from_s)
+
+
+async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
+    """A run at each bound on lag, in each a generator killed half-way; and the page about them."""
+    cluster = lab.cluster
+    runs = []
+    rows = []
+    for bound in (0, 1, 2, 4, 8):
+        start_s = time.time()
+        training = lab.training(f"K = {bound}", math.ceil(cfg.steps * 2 / 3))
+        run = training.run
+        heldout = run.sampler.heldout
+        await surely(cluster, lambda: cluster.load(""))
+        before = await evaluate(cluster, heldout)
+        running = asyncio.ensure_future(AsyncLoops(training, bound).run_to_end())
+        if await until_step(run.num_steps // 2, run, running):
+            await cluster.generators.strike(signal.SIGKILL)
+        await running
+        await cluster.generators.status(60.0)  # the next run begins with all of them
+        after = await evaluate(cluster, heldout)
+        await asyncio.sleep(2 * Recorder.SEND_AFTER_S)  # until the last events have come
+        speed = run.speed(run.num_steps, cfg.generators)
+        lag = training.largest_lag()
+        rows.append({"bound": bound, "lag": lag, "exact": after, **dataclasses.asdict(speed)})
+        runs.append(run_for_page(training, bound, before, after, await read_events(start_s)))
+    report.table(rows)
+    num_above = sum(row["lag"] > row["bound"] for row in rows)
+    report.check("runs of 5 with a lag above the bound", num_above, "==", 0)
+    write_page(cfg.report, runs)
+
+
+def run_for_page(
+    training: Training,
+    bound: int,
+    before: float,
+    after: float,
+    events: list[Event],
+) -> dict[str, Any]:
+    """What the page has of one run. before, after: held-out exact."""
+    return {
+        "max_lag": bound,
+        "generators": training.cfg.generators,
+        "before": before,
+        "after": after,
+        "groups": training.run.ledger.counts,
+        "samples": GROUP_SIZE * GROUPS_PER_BATCH * training.run.num_steps,
+        "rows": [dataclasses.asdict(row) for row in training.run.rows],
+        # Short, for there are tens of thousands: what, begin, end, actor.
+        "events": [[event.what, event.start_s, event.end_s, event.actor] for event in events],
+    }
+
+
+def write_page(path: str, runs: list[dict[str, Any]]) -> None:
+    """The runs go into the page as data.
+
+    Whatever was said in them, it cannot end the script: there is no "<" in it. The page shows such
+    text as text, never as HTML.
+    """
+    as_json = json.dumps(runs).replace("<", "\\u003c")
+    pathlib.Path(path).write_text(PAGE.replace("= RUNS;", f"= {as_json};"), encoding="utf-8")
+
+
+PAGE = r"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>monarch_rl: from synchronous to asynchronous</title>
+<style>
+:root { color-scheme: light dark; --ink: #1c2330; --pale: #5c6675; --paper: #fff; --line: #d5dae2;
+  --rollout: #1f77b4; --judge: #9467bd; --step: #e07b00; --publish: #12805c; --pull: #7fc4f5;
+  --other: #9aa3ad; --lost: #d62728; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --pale: #a2acba; --paper: #14181f;
+  --line: #343c48; --rollout: #4aa3e0; --judge: #b796dc; --step: #ff9f3d; --publish: #3cc795;
+  --pull: #a9d8fa; --other: #6d7682; --lost: #ff6b6b; } }
+body { margin: 0 auto; padding: 1rem; max-width: 68rem; font: 1rem/1.45 system-ui, sans-serif;
+  color: var(--ink); background: var(--paper); }
+h1 { font-size: 1.4rem; margin: 0 } h2 { font-size: 1rem; margin: 1.4rem 0 .3rem }
+p, td, th, label, li { color: var(--pale) } p { margin: .3rem 0 } b, output { color: var(--ink) }
+input[type=range] { width: 100%; height: 2rem; accent-color: var(--step) }
+.ends { display: flex; justify-content: space-between; color: var(--pale); font-size: .85rem }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .5rem }
+dl div { border: 1px solid var(--line); border-radius: .4rem; padding: .4rem .6rem }
+dt { color: var(--pale); font-size: .8rem } dd { margin: 0; font-size: 1.15rem }
+svg { display: block; width: 100%; background: var(--paper) } svg text { fill: var(--pale) }
+.key span { display: inline-block; margin-right: .9rem } .key i { display: inline-block;
+  width: .8rem; height: .8rem; margin-right: .3rem; vertical-align: -.05rem }
+pre { overflow-x: auto; margin: 0 } .two { display: grid; gap: 0 1.5rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)) }
+</style>
+<h1>From synchronous to asynchronous</h1>
+<p>Measured runs of <code>monarch_rl.py</code>, as long as each other, from the same weights. K is
+  how many versions old a sample may be when it is trained on. With K = 0 each side waits for the
+  other; a larger K fills the gaps, and its price is lag. In each run a generator was killed
+  half-way.</p>
+<label for="bound">Bound on lag: <output id="shown"></output></label>
+<input type="range" id="bound" min="0" value="0" step="1">
+<div class="ends"><span>K = 0, fully synchronous</span><span id="last"></span></div>
+<dl id="numbers" aria-live="polite"></dl>
+<h2>Who did what</h2>
+<p class="key" id="key"></p>
+<svg id="timeline" role="img"></svg>
+<label for="from">From second <output id="second"></output></label>
+<input type="range" id="from" min="0" max="1000" value="0">
+<label>Shown: <select id="width">
+<option value="1">1 s</option><option value="3" selected>3 s</option>
+  <option value="10">10 s</option><option value="1e9">the whole run</option></select></label>
+<ul id="faults"></ul>
+<div class="two">
+<div><h2>Share of the time at work: trainer (orange), generators (blue)</h2>
+  <svg id="work" role="img"></svg></div>
+<div><h2>Reward of each step, over seconds</h2><svg id="reward" role="img"></svg></div>
+<div><h2>Lag of the tokens trained on, in versions</h2><svg id="lag" role="img"></svg></div>
+<div><h2>Heard &gt; said, first steps and last</h2><pre id="said"></pre></div>
+</div>
+<script>
+const RUNS_OF_PAGE = RUNS;
+const $ = id => document.getElementById(id), sum = some => some.reduce((a, b) => a + b, 0);
+// What came from elsewhere (names, reasons of losses) goes into markup as text.
+const safe = words => String(words).replace(/[&<>"']/g, c => `&#${c.charCodeAt(0)};`);
+const names = {rollout: "generate", judge: "judge", step: "train", publish: "publish",
+  pull: "pull (thin: well under 1 ms)", other: "other", lost: "lost, until replaced"};
+const kind = e => e.actor.endsWith(" lost") ? "lost"
+  : Object.hasOwn(names, e.what) ? e.what : "other";
+const runs = RUNS_OF_PAGE.map(run => {
+  const events = run.events.map(([what, start, end, actor]) => ({what, start, end, actor}));
+  const began = events.filter(e => kind(e) == "rollout").map(e => e.start);
+  const zero = began.reduce((a, b) => Math.min(a, b), Infinity);
+  events.forEach(e => { e.start -= zero; e.end -= zero; e.kind = kind(e);
+    const rank = /\.[1-9]/.exec(e.actor) || "";
+    e.lane = e.actor.split(".")[0].replace(/ (lost|copies)$/, "") + rank; });
+  const seconds = run.rows.at(-1).seconds;
+  const shown = events.filter(e => e.start < seconds && e.end > 0);
+  const lags = [];
+  run.rows.forEach(row => row.lags.forEach((n, i) => lags[i] = (lags[i] || 0) + n));
+  return {...run, seconds, lags, events: shown, lanes: [...new Set(shown.map(e => e.lane))].sort()};
+});
+const longest = Math.max(...runs.map(run => run.seconds));
+const fill = kind => `style="fill:var(--${kind})"`;
+const text = (x, y, words, end = "start") =>
+  `<text x="${x}" y="${y}" font-size="12" text-anchor="${end}">${safe(words)}</text>`;
+const percent = share => (100 * share).toFixed(0) + " %";
+// The seconds between from and to in which these lanes were at work at this kind.
+const busy = (run, lane, kind, from, to) => sum(run.events.map(e =>
+  lane.test(e.lane) && e.kind == kind
+  ? Math.max(0, Math.min(e.end, to) - Math.max(e.start, from)) : 0));
+const shares = (run, from, to) => [busy(run, /^trainer 0$/, "step", from, to),
+  busy(run, /^generator/, "rollout", from, to) / run.generators].map(s => s / (to - from));
+function plot(id, curves, words) {  // curves: [kind, [[x, y in 0..1]], opacity]
+  const width = 420, height = 190;
+  const x = v => 34 + v * (width - 40), y = v => 8 + (1 - v) * (height - 30);
+  const grid = [0, .5, 1].map(v => `<line x1="34" x2="${width - 6}" y1="${y(v)}" y2="${y(v)}"
+    style="stroke:var(--line)"/>` + text(28, y(v) + 4, v, "end"));
+  const lines = curves.map(([kind, points, opacity]) => `<polyline fill="none" stroke-width="2"
+    opacity="${opacity}" style="stroke:var(--${kind})" points="` +
+    points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ") + `"/>`);
+  $(id).setAttribute("viewBox", `0 0 ${width} ${height}`);
+  $(id).setAttribute("aria-label", words);
+  $(id).innerHTML = [...grid, ...lines, text(34, height - 4, "0 s"),
+    text(width - 6, height - 4, longest.toFixed(0) + " s", "end")].join("");
+}
+function drawNumbers(run) {
+  const [train, work] = shares(run, 0, run.seconds);
+  const lag = sum(run.lags.map((n, i) => (n || 0) * i)) / sum(run.lags);
+  $("numbers").innerHTML = [["seconds for " + run.rows.length + " steps", run.seconds.toFixed(1)],
+    ["samples trained on per s", (run.samples / run.seconds).toFixed(0)],
+    ["generators at work", percent(work)], ["trainer at work", percent(train)],
+    ["lag, mean and largest", `${lag.toFixed(2)}, ${run.lags.length - 1}`],
+    ["groups dropped, too old", run.groups.dropped + " of " + run.groups.started],
+    ["held-out exact", `${run.before.toFixed(3)} → ${run.after.toFixed(3)}`]]
+    .map(([what, value]) => `<div><dt>${what}</dt><dd>${value}</dd></div>`).join("");
+}
+function drawTimeline(run, from, to) {
+  const wide = $("timeline").clientWidth || 900, left = wide < 500 ? 0 : 96, high = 36;
+  const x = t => left + (t - from) / (to - from) * (wide - left);
+  const lanes = run.lanes.map((lane, i) => text(0, i * high + (left ? 22 : 10), lane) +
+    `<line x1="0" x2="${wide}" y1="${i * high + high - 4}" y2="${i * high + high - 4}"
+    style="stroke:var(--line)"/>`);
+  const seen = run.events.filter(e => e.end > from && e.start < to);
+  seen.sort((a, b) => (a.kind == "pull") - (b.kind == "pull"));  // thin ones on top
+  const bars = seen.map(e => {
+    const a = Math.max(x(e.start), left), b = Math.min(x(e.end), wide);
+    const low = e.kind == "publish" || e.kind == "lost";
+    const what = e.kind == "other" ? e.what
+      : e.kind == "lost" ? e.what + ", replaced" : names[e.kind];
+    return `<rect class="${e.kind}" x="${a.toFixed(1)}" width="${Math.max(b - a, 1).toFixed(1)}"
+      ${fill(e.kind)} y="${run.lanes.indexOf(e.lane) * high + (low ? 26 : 13)}"
+      height="${low ? 5 : 12}"><title>${safe(e.actor)}: ${safe(what)},
+      ${(1000 * (e.end - e.start)).toFixed(1)} ms</title></rect>`; });
+  $("timeline").setAttribute("viewBox", `0 0 ${wide} ${run.lanes.length * high}`);
+  $("timeline").setAttribute("aria-label",
+    `${run.lanes.length} actors from ${from.toFixed(1)} s to ${to.toFixed(1)} s`);
+  $("timeline").innerHTML = lanes.join("") + bars.join("");
+  $("faults").innerHTML = run.events.filter(e => e.kind == "lost").map(e => `<li>${safe(e.lane)}
+    ${safe(e.what)} at ${e.start.toFixed(1)} s, replaced after
+    ${(e.end - e.start).toFixed(1)} s</li>`).join("");
+}
+function drawCurves(run) {
+  const bins = [...Array(24).keys()].map(i => i * run.seconds / 24), half = run.seconds / 48;
+  const side = which => bins.map(b => [(b + half) / longest,
+    Math.min(1, shares(run, b, b + 2 * half)[which])]);
+  plot("work", [["step", side(0), 1], ["rollout", side(1), 1]],
+    "trainer and generators at work, over seconds");
+  const others = runs.filter(r => r != run).map(r => ["other", r, .35]);
+  plot("reward", [...others, ["step", run, 1]].map(([kind, r, opacity]) =>
+    [kind, r.rows.map(row => [row.seconds / longest, row.stats.reward]), opacity]),
+    "reward of this run, and of the others in grey");
+  const most = Math.max(9, run.lags.length), top = Math.max(...run.lags), tokens = sum(run.lags);
+  const share = n => percent(n / tokens), wide = 380 / most;
+  $("lag").setAttribute("viewBox", "0 0 420 190");
+  $("lag").setAttribute("aria-label", run.lags.map((n, i) => `lag ${i}: ${share(n)}`).join(", "));
+  $("lag").innerHTML = run.lags.map((n, i) => `<rect x="${34 + i * wide}" width="${360 / most}"
+    y="${168 - 140 * n / top}" height="${140 * n / top}" ${fill("step")}/>` +
+    text(34 + (i + .45) * wide, 162 - 140 * n / top, share(n), "middle") +
+    text(34 + (i + .45) * wide, 184, i, "middle")).join("");
+  const some = [...run.rows.slice(0, 4), null, ...run.rows.slice(-4)];
+  $("said").textContent = some.map(r =>
+    r ? `${String(r.step).padStart(4)}  ${r.heard} > ${r.said}` : "   ...").join("\n");
+}
+function draw() {
+  const run = runs[$("bound").value], span = Math.min(+$("width").value, run.seconds);
+  const from = (run.seconds - span) * $("from").value / 1000;
+  $("shown").value = `K = ${run.max_lag}`; $("second").value = from.toFixed(1);
+  $("bound").setAttribute("aria-valuetext", `K = ${run.max_lag}`);
+  drawNumbers(run); drawTimeline(run, from, from + span); drawCurves(run);
+}
+$("bound").max = runs.length - 1;
+$("last").textContent = `K = ${runs.at(-1).max_lag}`;
+$("key").innerHTML = Object.keys(names).map(kind =>
+  `<span><i style="background:var(--${kind})"></i>${names[kind]}</span>`).join("");
+for (const id of ["bound", "from", "width"]) $(id).addEventListener("input", draw);
+addEventListener("resize", draw);
+draw();
+</script></html>
+"""
+
+
 if __name__ == "__main__":
-    # By its name: only classes of a module are pickled by reference, and are the same in every
-    # process.
+    # Once more, as a module of that name. A class travels as the name of its module and its own; in
+    # a worker `__main__` is another program, which has no such class.
     importlib.import_module("monarch_rl").main()

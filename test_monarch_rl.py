@@ -58,8 +58,13 @@ class Run:
     def __init__(self, folder, *args, file=FILE, timeout=300, prefix=()):
         self.mark = uuid.uuid4().hex
         found = subprocess.run(
-            [*prefix, sys.executable, str(file), *args, "--json", "out.json"], cwd=folder, text=True,
-            capture_output=True, timeout=timeout, env={**os.environ, MARK: self.mark})
+            [*prefix, sys.executable, str(file), *args, "--json", "out.json"],
+            cwd=folder,
+            text=True,
+            capture_output=True,
+            timeout=timeout,
+            env={**os.environ, MARK: self.mark},
+        )
         self.status, self.out, self.err = found.returncode, found.stdout, found.stderr
         written = pathlib.Path(folder) / "out.json"
         self.json = json.loads(written.read_text()) if written.exists() else None
@@ -77,7 +82,10 @@ def processes_of(mark):
     found = []
     for entry in pathlib.Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+            if (
+                entry.name.isdigit()
+                and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes()
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue  # it ended, or belongs to somebody else
@@ -211,13 +219,20 @@ def test_training_learns(tmp_path, task):
 # -- without its mechanism a stage fails, and only that one ---------------------------------------
 
 BROKEN = {  # stage: (what provides the claim, what is there instead)
-    "hello_actor": ("    @endpoint\n    async def add(", "    @concurrent_endpoint\n    async def add("),
-    "actor_mesh": ("\"mesh.add.broadcast()\", [mesh.add.broadcast()]",
-                  "\"mesh.add.broadcast()\", [await mesh.add.choose()]"),
-    "rdma_transfer": ("await handle.read_into(pulled)",
-                      "pulled.copy_(await owner.as_message.call_one())"),
-    "controllers": ("name or f\"store", "f\"store"),
-    "supervision": ("if told or saw == \"TimeoutError\":", "if 'broadcast' in trigger:"),
+    "hello_actor": (
+        "    @endpoint\n    async def add(",
+        "    @concurrent_endpoint\n    async def add(",
+    ),
+    "actor_mesh": (
+        '"mesh.add.broadcast()", [mesh.add.broadcast()]',
+        '"mesh.add.broadcast()", [await mesh.add.choose()]',
+    ),
+    "rdma_transfer": (
+        "await handle.read_into(pulled)",
+        "pulled.copy_(await owner.as_message.call_one())",
+    ),
+    "controllers": ('name or f"store', 'f"store'),
+    "supervision": ('if told or saw == "TimeoutError":', "if 'broadcast' in trigger:"),
     "service": ("range(self.max_attempts)", "range(1)"),
     "weight_sync": ("self.arena.words[self.word] = os.getpid() * Arena.MAX_SLOTS + slot", "pass"),
     "reshard": ("-(-len(part) // num_ranks)", "len(part) // num_ranks"),
@@ -256,28 +271,67 @@ def test_stage_fails_without_its_mechanism(tmp_path, name):
     if name == "async_rl":  # tickets alone nearly bound the lag of equally long rollouts
         changes.append(("(max_lag + 1) * GROUPS", "(max_lag + 100) * GROUPS"))
     how = "--stage" if name == "supervision" else "--only"  # the stages before it hold
-    run = Run(tmp_path, how, name, "--steps", "40", "--model-mb", "16",
-              file=broken_file(tmp_path, *changes))
+    run = Run(
+        tmp_path,
+        how,
+        name,
+        "--steps",
+        "40",
+        "--model-mb",
+        "16",
+        file=broken_file(tmp_path, *changes),
+    )
     assert run.status == 1, run.out + run.err
     assert {stage["name"] for stage in run.json["stages"] if not stage["ok"]} == {name}
     failed = {check["what"] for check in run.stage(name)["checks"] if not check["ok"]}
     print(name, failed)
-    because = {"sync_rl": {"k3 of both sides", "lag, largest of all steps"}, "async_rl": {"largest lag"}}
+    because = {
+        "sync_rl": {"k3 of both sides", "lag, largest of all steps"},
+        "async_rl": {"largest lag"},
+    }
     assert because.get(name, failed) <= failed and run.left == []
 
 
-@pytest.mark.parametrize("name, change, check", [
-    ("hello_actor", ("one, other = tallies.slice(worker=0), tallies.slice(worker=1)",
-                     "one = other = tallies.slice(worker=0)"), "overlap of two actors"),
-    ("weight_sync", ("num_readers + 2\n", "num_readers + 1\n"), "no free slot"),
-    pytest.param("service", ("self._lose(replica, \"missed its deadline\" if late else \"died\")",
-                             "pass"), "kinds of failure", marks=long),
-    pytest.param("sync_rl", ("position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new:], logits_to_keep=1)",
-                             "logits_to_keep=1)"), "k3 of both sides", marks=long),
-])
+@pytest.mark.parametrize(
+    "name, change, check",
+    [
+        (
+            "hello_actor",
+            (
+                "one, other = tallies.slice(worker=0), tallies.slice(worker=1)",
+                "one = other = tallies.slice(worker=0)",
+            ),
+            "overlap of two actors",
+        ),
+        ("weight_sync", ("num_readers + 2\n", "num_readers + 1\n"), "no free slot"),
+        pytest.param(
+            "service",
+            ('self._lose(replica, "missed its deadline" if late else "died")', "pass"),
+            "kinds of failure",
+            marks=long,
+        ),
+        pytest.param(
+            "sync_rl",
+            (
+                "position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new:], logits_to_keep=1)",
+                "logits_to_keep=1)",
+            ),
+            "k3 of both sides",
+            marks=long,
+        ),
+    ],
+)
 def test_second_line_of_a_claim(tmp_path, name, change, check):
-    run = Run(tmp_path, "--only", name, "--steps", "40", "--model-mb", "16",
-              file=broken_file(tmp_path, change))
+    run = Run(
+        tmp_path,
+        "--only",
+        name,
+        "--steps",
+        "40",
+        "--model-mb",
+        "16",
+        file=broken_file(tmp_path, change),
+    )
     failed = [c["what"] + c["got"] for c in run.stage(name)["checks"] if not c["ok"]]
     assert run.status == 1 and any(check in what for what in failed), run.out + run.err
 
@@ -290,19 +344,26 @@ def expected_advantage(returns, ids, row, baseline):
     group = [r for r, g in zip(returns, ids) if g == ids[row]]
     others = [r for i, (r, g) in enumerate(zip(returns, ids)) if g == ids[row] and i != row]
     spread = lambda some: statistics.pstdev(some) + 1e-4
-    return {"none": lambda: returns[row],
-            "batch": lambda: (returns[row] - statistics.fmean(returns)) / spread(returns),
-            "group": lambda: (returns[row] - statistics.fmean(group)) / spread(group),
-            "leave_one_out": lambda: returns[row] - statistics.fmean(others or [0.0])}[baseline]()
+    return {
+        "none": lambda: returns[row],
+        "batch": lambda: (returns[row] - statistics.fmean(returns)) / spread(returns),
+        "group": lambda: (returns[row] - statistics.fmean(group)) / spread(group),
+        "leave_one_out": lambda: returns[row] - statistics.fmean(others or [0.0]),
+    }[baseline]()
 
 
 @pytest.mark.parametrize("baseline", m.BASELINES)
 def test_advantages_against_closed_form_per_turn_and_in_any_order(baseline):
     ids = torch.tensor([7, 7, 3, 3, 9, 9, 9, 5])  # uneven groups, one of a single row
-    returns = torch.tensor([[0.0, 1.0, 0.5, 0.5, 1.0, 0.0, 0.25, 0.75],
-                            [0.5, 0.0, 0.25, 0.25, 0.0, 1.0, 1.0, 0.5]]).T
-    expected = torch.tensor([[expected_advantage(turn.tolist(), ids.tolist(), row, baseline)
-                              for turn in returns.T] for row in range(8)])
+    returns = torch.tensor(
+        [[0.0, 1.0, 0.5, 0.5, 1.0, 0.0, 0.25, 0.75], [0.5, 0.0, 0.25, 0.25, 0.0, 1.0, 1.0, 0.5]]
+    ).T
+    expected = torch.tensor(
+        [
+            [expected_advantage(turn.tolist(), ids.tolist(), row, baseline) for turn in returns.T]
+            for row in range(8)
+        ]
+    )
     for _ in range(20):
         order = torch.randperm(8)
         found = m.advantages(returns[order], ids[order], baseline)
@@ -328,24 +389,30 @@ def test_losses_have_reinforces_gradient_on_policy(loss, seed):
     assert torch.allclose(found, -advantage, atol=1e-5) and not outside.any()
 
 
-@pytest.mark.parametrize("loss, stops", [("ppo", True), ("decoupled", True), ("dppo", True),
-                                         ("cispo", False), ("reinforce", False)])
+@pytest.mark.parametrize(
+    "loss, stops",
+    [("ppo", True), ("decoupled", True), ("dppo", True), ("cispo", False), ("reinforce", False)],
+)
 @pytest.mark.parametrize("advantage", [1.0, -2.0])
 def test_a_token_outside_the_trust_region_has_no_gradient_if_the_loss_has_one(
-        loss, stops, advantage):
+    loss, stops, advantage
+):
     mu, good = torch.tensor([-0.7]), math.copysign(1, advantage)
     for way, log_ratio in ((1, 0.6), (-1, -0.6), (1, 0.01), (-1, -0.01)):
         found, outside = gradient_of(loss, mu + log_ratio, mu, mu, torch.tensor([advantage]))
         too_far = stops and way == good and abs(log_ratio) > 0.1
         assert bool(outside) is too_far and bool(found == 0) is too_far, (way, log_ratio)
-        if not too_far: assert found.sign() == -good
+        if not too_far:
+            assert found.sign() == -good
 
 
 def test_ratios_and_differences_are_different_trust_regions():
     """A rare token may double for dppo, a frequent one move by a fifth for neither."""
-    for mu, log_ratio, outside in ((-8.0, 0.7, {"ppo": True, "dppo": False}),
-                                   (-0.3, 0.19, {"ppo": True, "dppo": False}),
-                                   (-0.3, 0.28, {"ppo": True, "dppo": True})):
+    for mu, log_ratio, outside in (
+        (-8.0, 0.7, {"ppo": True, "dppo": False}),
+        (-0.3, 0.19, {"ppo": True, "dppo": False}),
+        (-0.3, 0.28, {"ppo": True, "dppo": True}),
+    ):
         mu = torch.tensor([mu])
         for loss, expected in outside.items():
             found = m.LOSSES[loss](mu + log_ratio, mu, mu, torch.ones(1))[1]
@@ -355,8 +422,9 @@ def test_ratios_and_differences_are_different_trust_regions():
 def test_decoupled_corrects_for_age_apart_from_its_trust_region():
     """With near = mu it is ppo; else ppo around near, times the importance weight of near."""
     pi, mu, near, advantage = -torch.rand(4, 256) * 2 + torch.tensor([[0], [0], [0], [1]])
-    for found, expected in zip(gradient_of("decoupled", pi, mu, mu, advantage),
-                               gradient_of("ppo", pi, mu, mu, advantage)):
+    for found, expected in zip(
+        gradient_of("decoupled", pi, mu, mu, advantage), gradient_of("ppo", pi, mu, mu, advantage)
+    ):
         assert torch.equal(found, expected)
     found, outside = gradient_of("decoupled", pi, mu, near, advantage)
     plain, far = gradient_of("ppo", pi, near, near, advantage)
@@ -401,9 +469,16 @@ def rollout_of(group_ids, version, width=5):
     rows = len(group_ids)
     ones = torch.ones(rows, width, dtype=torch.int64)
     return m.Rollout(
-        ids=torch.arange(rows * width).view(rows, width), mask=ones, turns=ones,
-        logprobs=torch.zeros(rows, width), versions=ones * version, rewards=torch.rand(rows, 1),
-        group_ids=torch.tensor(group_ids), prompts=[None] * rows, answers=[[]] * rows)
+        ids=torch.arange(rows * width).view(rows, width),
+        mask=ones,
+        turns=ones,
+        logprobs=torch.zeros(rows, width),
+        versions=ones * version,
+        rewards=torch.rand(rows, 1),
+        group_ids=torch.tensor(group_ids),
+        prompts=[None] * rows,
+        answers=[[]] * rows,
+    )
 
 
 class StubFleet:
@@ -435,7 +510,11 @@ class StubHistory:
     """Every tenth step is a checkpoint."""
 
     def __init__(self, fleet, num_steps):
-        self.fleet, self.num_steps, self.count = fleet, num_steps, collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0)
+        self.fleet, self.num_steps, self.count = (
+            fleet,
+            num_steps,
+            collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0),
+        )
         self.rows, self.groups, self.saved, self.sent = [], [], 0, 0
 
     async def start(self):
@@ -464,11 +543,14 @@ class StubHistory:
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
-@pytest.mark.parametrize("generate_s, step_s, lost_at", [
-    (0.005, 0.002, []), (0.002, 0.012, []), (0.03, 0.002, []), (0.005, 0.002, [7, 23, 25])])
+@pytest.mark.parametrize(
+    "generate_s, step_s, lost_at",
+    [(0.005, 0.002, []), (0.002, 0.012, []), (0.03, 0.002, []), (0.005, 0.002, [7, 23, 25])],
+)
 def test_two_loops_end_with_every_bound(max_lag, generate_s, step_s, lost_at):
     """Against a fleet of one process, also with one side much faster, and with a trainer that is
     lost: no wait without an end, lag and memory bounded, books in order, no group trained twice."""
+
     async def scene():
         history = StubHistory(StubFleet(generate_s, step_s, lost_at), 40)
         run, most = m.AsyncRun(history, max_lag), 0
@@ -490,6 +572,7 @@ def test_two_loops_end_with_every_bound(max_lag, generate_s, step_s, lost_at):
 @pytest.mark.parametrize("broken", ["rollout", "step"])
 def test_a_loop_that_raises_ends_the_run_at_once_with_its_cause(broken):
     """Though other rollouts hang for a minute."""
+
     async def scene():
         fleet = StubFleet()
         if broken == "rollout":
@@ -501,6 +584,7 @@ def test_a_loop_that_raises_ends_the_run_at_once_with_its_cause(broken):
 
             fleet.rollout = rollout
         else:
+
             async def step(*_):
                 fleet.generate_s = 60
                 await asyncio.sleep(0.05)
@@ -551,6 +635,7 @@ def test_lag_is_bounded_and_tickets_add_up(seed):
 
 def test_a_group_that_is_lost_does_not_stop_a_run_without_lag():
     """With K = 0 there is one batch of tickets: what is left in the buffer holds 15 of them."""
+
     async def scene():
         gate = m.Gate(0, collections.Counter(started=0, trained=0, dropped=0, lost=0, undone=0))
         assert await gate.admit(m.GROUPS_PER_BATCH) == m.GROUPS_PER_BATCH
@@ -578,7 +663,13 @@ def test_join_pads_and_keeps_rows_together():
     joined = m.Rollout.join([(a, [0, 2]), (b, [1])])
     assert joined.turns[0].tolist() == [1, 1, 1, 0, 0] and joined.rewards.shape == (3, 1)
     assert joined.ids.shape == (3, 5) and joined.group_ids.tolist() == [1, 1, 6]
-    assert joined.versions[:, 0].tolist() == [4, 4, 7] and joined.mask[0].tolist() == [1, 1, 1, 0, 0]
+    assert joined.versions[:, 0].tolist() == [4, 4, 7] and joined.mask[0].tolist() == [
+        1,
+        1,
+        1,
+        0,
+        0,
+    ]
 
 
 # -- weight slots, in one process -----------------------------------------------------------------
@@ -623,8 +714,9 @@ def test_leased_slots_are_never_written(seed):
     """Random interleavings: whatever a reader holds stays as it was pulled, and a slot is free."""
     rng, num_readers = random.Random(seed), 3
     writer = m.WeightWriter(tensors(), num_readers, checksums=True)
-    readers = [m.WeightReader(writer.arena.handle, i, tensors(), check=i == 0)
-               for i in range(num_readers)]
+    readers = [
+        m.WeightReader(writer.arena.handle, i, tensors(), check=i == 0) for i in range(num_readers)
+    ]
     for version in range(1, 120):
         publish(writer, version)
         for reader in rng.sample(readers, rng.randrange(num_readers + 1)):
@@ -643,7 +735,9 @@ def test_a_slot_is_free_whatever_the_readers_lease():
             publish(writer, writer.version + 1)
             assert writer.arena.words[m.Arena.LATEST] % m.Arena.MAX_SLOTS not in leased
     writer.arena.handle = writer.arena.handle._replace(num_slots=4)
-    for reader, slot in enumerate({*range(4)} - {writer.arena.words[m.Arena.LATEST] % m.Arena.MAX_SLOTS}):
+    for reader, slot in enumerate(
+        {*range(4)} - {writer.arena.words[m.Arena.LATEST] % m.Arena.MAX_SLOTS}
+    ):
         writer.arena.words[m.Arena.LEASES + reader] = os.getpid() * m.Arena.MAX_SLOTS + slot
     with pytest.raises(m.WeightMismatch, match="no free slot"):
         publish(writer, writer.version + 1)
@@ -819,7 +913,10 @@ def test_writer_refuses_to_go_back():
 def test_cast_in_the_copy_is_the_plain_cast():
     source = {"w": torch.randn(1000, 37), "n": torch.arange(9)}
     writer = m.WeightWriter(source, num_readers=1, dtype=torch.bfloat16)
-    mine = {"w": torch.zeros(1000, 37, dtype=torch.bfloat16), "n": torch.zeros(9, dtype=torch.int64)}
+    mine = {
+        "w": torch.zeros(1000, 37, dtype=torch.bfloat16),
+        "n": torch.zeros(9, dtype=torch.int64),
+    }
     writer.publish(1)
     m.WeightReader(writer.arena.handle, 0, mine).pull()
     assert torch.equal(mine["w"], source["w"].bfloat16()) and torch.equal(mine["n"], source["n"])
@@ -827,8 +924,12 @@ def test_cast_in_the_copy_is_the_plain_cast():
 
 def test_strided_empty_and_scalar_tensors_arrive():
     def make(fill):
-        return {"t": torch.full((6, 4), fill).t(), "none": torch.zeros(0, 3), "one": torch.tensor(fill),
-                "flags": torch.tensor([True, False, fill > 0])}
+        return {
+            "t": torch.full((6, 4), fill).t(),
+            "none": torch.zeros(0, 3),
+            "one": torch.tensor(fill),
+            "flags": torch.tensor([True, False, fill > 0]),
+        }
 
     writer = m.WeightWriter(make(2.0), num_readers=1, checksums=True)
     reader = m.WeightReader(writer.arena.handle, 0, make(0.0), check=True)
@@ -1009,8 +1110,10 @@ def test_the_attack_tears_reads_without_leases(sides):
 
 
 def test_a_stopped_reader_costs_no_version_and_memory_does_not_grow(sides):
-    readers, trainer = [sides(reading_side, i, MIB16, True) for i in range(2)], sides(
-        writing_side, MIB16, 2)
+    readers, trainer = (
+        [sides(reading_side, i, MIB16, True) for i in range(2)],
+        sides(writing_side, MIB16, 2),
+    )
     assert all(reader.hears() == "ready" for reader in readers)
     handle = trainer.hears()
     trainer.pipe.send(("for", 20))
@@ -1027,8 +1130,10 @@ def test_a_stopped_reader_costs_no_version_and_memory_does_not_grow(sides):
     assert version == 1020
     assert os.stat(file).st_blocks == blocks
     reads, torn, grown = readers[1].hears()
-    print(f"1000 publishes beside a stopped reader: trainer grew by {growth} bytes, "
-          f"a reader of {reads} versions by {grown}")
+    print(
+        f"1000 publishes beside a stopped reader: trainer grew by {growth} bytes, "
+        f"a reader of {reads} versions by {grown}"
+    )
     assert torn == 0 and max(growth, grown) < 1 << 20  # bytes; one slot is 16 times that
 
 
@@ -1108,8 +1213,12 @@ for version in range(12):
     ratios.append((time.perf_counter() - middle) / (middle - start))
     highest.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 print(statistics.median(ratios), highest[-1] - highest[1])"""
-    found = subprocess.run([sys.executable, "-c", code, os.environ.get("CAST_MIB_NUMBERS", "1")],
-                           cwd=FOLDER, text=True, capture_output=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code, os.environ.get("CAST_MIB_NUMBERS", "1")],
+        cwd=FOLDER,
+        text=True,
+        capture_output=True,
+    )
     ratio, grown = found.stdout.split()
     print(f"cast_over_plain_cast {float(ratio):.3f}, extra memory {grown} KiB")
     assert int(grown) < 16 << 10, found.stderr
@@ -1144,10 +1253,15 @@ m.leave(0)
 def test_relay_is_never_torn_and_the_test_can_tell(tmp_path, lease, torn_expected):
     """Between two arenas, by one-sided reads and writes, while the trainer publishes without a
     pause; then without the announcement that protects the slot."""
-    changes = [] if lease else [("await self.remote.lease.write_from(self.lease_word)", "await asyncio.sleep(0)")]
+    changes = (
+        []
+        if lease
+        else [("await self.remote.lease.write_from(self.lease_word)", "await asyncio.sleep(0)")]
+    )
     folder = broken_file(tmp_path, *changes).parent
-    found = subprocess.run([sys.executable, "-c", RELAY], cwd=folder, text=True, capture_output=True,
-                           timeout=200)
+    found = subprocess.run(
+        [sys.executable, "-c", RELAY], cwd=folder, text=True, capture_output=True, timeout=200
+    )
     reads, torn, versions = json.loads(found.stdout.splitlines()[-1])
     print(f"relay, lease {lease}: {torn} of {reads} reads torn")
     assert reads == 60 and (torn > 0) is torn_expected
@@ -1165,8 +1279,9 @@ def rank_of(mesh_shape, rank):
     """This process is that rank of such a mesh."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank,
-                                         world_size=math.prod(mesh_shape))
+    torch.distributed.init_process_group(
+        "fake", store=FakeStore(), rank=rank, world_size=math.prod(mesh_shape)
+    )
     try:
         yield m.dtensor.init_device_mesh("cpu", mesh_shape)
     finally:
@@ -1175,8 +1290,10 @@ def rank_of(mesh_shape, rank):
 
 def cut(wholes, mesh, placements):
     """name -> DTensor, of name -> tensor and name -> placements"""
-    return {name: m.dtensor.distribute_tensor(whole.clone(), mesh, placements[name],
-                                              src_data_rank=None) for name, whole in wholes.items()}
+    return {
+        name: m.dtensor.distribute_tensor(whole.clone(), mesh, placements[name], src_data_rank=None)
+        for name, whole in wholes.items()
+    }
 
 
 def ranks(wholes, mesh_shape, placements):
@@ -1208,6 +1325,7 @@ def random_weights(rng, num_tensors):
 
 def random_cut(rng, wholes):
     """(mesh, name -> a placement for each dimension of the mesh)"""
+
     def placement(dim):
         some = [m.dtensor.Replicate(), rows(dim), strided(dim, rng.choice([2, 3]))]
         return rng.choices(some, [3, 5, 2])[0]
@@ -1215,7 +1333,8 @@ def random_cut(rng, wholes):
     mesh_shape = rng.choice(CUTS)
     return mesh_shape, {
         name: tuple(placement(rng.randrange(whole.dim())) for _ in mesh_shape)
-        for name, whole in wholes.items()}
+        for name, whole in wholes.items()
+    }
 
 
 def same(left, right):
@@ -1232,7 +1351,8 @@ def test_plan_gives_every_rank_what_distribute_tensor_gives(seed):
         have, want = (ranks(wholes, *side) for side in sides)
         boxes = [m.layout(whole.shape, mesh, placed["w0"]) for mesh, placed in sides]
         assert boxes == [
-            [m.boxes(whole.shape, *m.placed(d["w0"])) for d in side] for side in (have, want)]
+            [m.boxes(whole.shape, *m.placed(d["w0"])) for d in side] for side in (have, want)
+        ]
         got = [torch.full_like(m.local(d["w0"]), -1) for d in want]
         writes, sent = [torch.zeros(t.shape) for t in got], [[] for _ in have]
         for move in m.plan("w0", *boxes):
@@ -1263,8 +1383,10 @@ def test_an_element_that_nobody_has_is_named():
     rng, refused = random.Random(0), 0
     for _ in range(60):
         wholes = {"w0": torch.zeros(rng.randint(1, 9), rng.randint(1, 9))}
-        source, target = (m.layout(wholes["w0"].shape, mesh, placed["w0"]) for mesh, placed in (
-            random_cut(rng, wholes) for _ in range(2)))
+        source, target = (
+            m.layout(wholes["w0"].shape, mesh, placed["w0"])
+            for mesh, placed in (random_cut(rng, wholes) for _ in range(2))
+        )
         for box in {box for held in source for box in held}:
             without = [[other for other in held if other != box] for held in source]
             with pytest.raises(m.WeightMismatch, match="^layer.w: "):
@@ -1273,15 +1395,32 @@ def test_an_element_that_nobody_has_is_named():
     assert refused > 100
 
 
-@pytest.mark.parametrize("there, here", [
-    ((6, 4), (7, 4)), ((7, 4), (7, 5)), ((8, 4), (7, 4)), ((7, 5), (7, 4)), ((28,), (7, 4)),
-    ((7, 4), (28,)), ((7, 4), (7, 4, 2)), ((7, 4, 2), (7, 4)), ((4, 7), (7, 4)), ((0, 4), (7, 4)),
-    ((7, 4), (0, 4))])
+@pytest.mark.parametrize(
+    "there, here",
+    [
+        ((6, 4), (7, 4)),
+        ((7, 4), (7, 5)),
+        ((8, 4), (7, 4)),
+        ((7, 5), (7, 4)),
+        ((28,), (7, 4)),
+        ((7, 4), (28,)),
+        ((7, 4), (7, 4, 2)),
+        ((7, 4, 2), (7, 4)),
+        ((4, 7), (7, 4)),
+        ((0, 4), (7, 4)),
+        ((7, 4), (0, 4)),
+    ],
+)
 def test_different_shapes_have_no_plan(there, here):
     for placements in itertools.product([rows(), m.dtensor.Replicate()], repeat=2):
         with pytest.raises(m.WeightMismatch, match="^layer.w: "):
-            m.plan("layer.w", *(m.layout(shape, (2,), (placement,))
-                                for shape, placement in zip((there, here), placements)))
+            m.plan(
+                "layer.w",
+                *(
+                    m.layout(shape, (2,), (placement,))
+                    for shape, placement in zip((there, here), placements)
+                ),
+            )
 
 
 def test_parcels_carry_what_is_needed_and_nothing_else():
@@ -1292,8 +1431,13 @@ def test_parcels_carry_what_is_needed_and_nothing_else():
         sides = [random_cut(rng, wholes) for _ in range(2)]
         have, want = (ranks(wholes, *side) for side in sides)
         got = [{name: torch.full_like(m.local(t), -1) for name, t in d.items()} for d in want]
-        moves = [move for name, whole in wholes.items() for move in m.plan(
-            name, *(m.layout(whole.shape, mesh, placed[name]) for mesh, placed in sides))]
+        moves = [
+            move
+            for name, whole in wholes.items()
+            for move in m.plan(
+                name, *(m.layout(whole.shape, mesh, placed[name]) for mesh, placed in sides)
+            )
+        ]
         num_bytes = 0
         for source, target in itertools.product(range(len(have)), range(len(got))):
             sent = m.Parcel(moves, have[source], (source, target), sending=True)
@@ -1302,8 +1446,13 @@ def test_parcels_carry_what_is_needed_and_nothing_else():
             found.buffer.copy_(sent.buffer)
             found.copy()
             num_bytes += sent.buffer.nbytes
-            kinds.add(frozenset(wholes[move.name].dtype.itemsize for move in moves
-                                if (move.source, move.target) == (source, target)))
+            kinds.add(
+                frozenset(
+                    wholes[move.name].dtype.itemsize
+                    for move in moves
+                    if (move.source, move.target) == (source, target)
+                )
+            )
         assert all(map(same, got, want)), sides
         assert num_bytes == sum(m.local(t).nbytes for d in want for t in d.values())
     assert frozenset([1, 2, 4, 8]) in kinds
@@ -1341,8 +1490,10 @@ def test_a_parcel_is_unpacked_while_the_next_is_read():
         await m.receive(parcels, [(Handle(i),) for i in range(4)])
         return target["w"].tolist(), sorted(log)
 
-    assert asyncio.run(received()) == ([*range(8)], sorted(
-        f"{what} {i}" for i in range(4) for what in ("read", "unpack")))
+    assert asyncio.run(received()) == (
+        [*range(8)],
+        sorted(f"{what} {i}" for i in range(4) for what in ("read", "unpack")),
+    )
 
 
 def test_sharded_tensors_are_tied_if_they_are_one():
@@ -1367,8 +1518,13 @@ class Grid:
             m.local(tensor).fill_(-1)
         lead = m.ShardWriter(self.have[0], len(got), 0, len(self.have))
         handle = lead.arena.handle
-        self.writers = [lead, *(m.ShardWriter(d, len(got), rank, len(self.have), handle)
-                                for rank, d in enumerate(self.have[1:], 1))]
+        self.writers = [
+            lead,
+            *(
+                m.ShardWriter(d, len(got), rank, len(self.have), handle)
+                for rank, d in enumerate(self.have[1:], 1)
+            ),
+        ]
         self.readers = [m.ShardReader(handle, i, d) for i, d in enumerate(got)]
 
     def step(self):
@@ -1390,16 +1546,21 @@ def test_slots_give_every_rank_what_distribute_tensor_gives(seed):
         wholes = random_weights(rng, 4)
         grid = Grid(wholes, random_cut(rng, wholes), random_cut(rng, wholes))
         views = grid.writers[0].arena.tensors(0)
-        assert sum(view.nbytes for writer in grid.writers for name, t in writer.tensors.items()
-                   for view, _ in writer.parts(views[name], t)) == sum(
-            whole.nbytes for whole in wholes.values()), "of copies one is written"
+        assert sum(
+            view.nbytes
+            for writer in grid.writers
+            for name, t in writer.tensors.items()
+            for view, _ in writer.parts(views[name], t)
+        ) == sum(whole.nbytes for whole in wholes.values()), "of copies one is written"
         for version in (1, 2, 3):
             grid.step()
             *first, last = rng.sample(grid.writers, len(grid.writers))
             for writer in first:
                 writer.start(version)
             time.sleep(0.003)  # enough to write and to commit, if nobody waited for the last
-            assert {reader.pull() for reader in grid.readers} == {version - 1 if version > 1 else -1}
+            assert {reader.pull() for reader in grid.readers} == {
+                version - 1 if version > 1 else -1
+            }
             last.publish(version)
             for writer in first:
                 writer.wait()
@@ -1409,8 +1570,11 @@ def test_slots_give_every_rank_what_distribute_tensor_gives(seed):
 @pytest.fixture
 def two_to_two():
     wholes = {"w": torch.arange(35.0).view(7, 5), "b": torch.zeros(1)}
-    grid = Grid(wholes, ((2,), dict.fromkeys("wb", [rows()])),
-                ((2,), {"w": [rows(1)], "b": [m.dtensor.Replicate()]}))
+    grid = Grid(
+        wholes,
+        ((2,), dict.fromkeys("wb", [rows()])),
+        ((2,), {"w": [rows(1)], "b": [m.dtensor.Replicate()]}),
+    )
     yield grid
     for word in range(-3, 0):  # no thread of a failed test waits on
         grid.writers[0].arena.words[word] = 1 << 62
@@ -1418,8 +1582,11 @@ def two_to_two():
 
 def test_a_rank_with_other_tensors_is_refused(two_to_two):
     handle, mine = two_to_two.writers[0].arena.handle, two_to_two.have[1]
-    for others, named in [({"w": mine["w"]}, "b"), ({**mine, "c": mine["b"]}, "c"),
-                          ({**mine, "w": mine["b"]}, "w")]:
+    for others, named in [
+        ({"w": mine["w"]}, "b"),
+        ({**mine, "c": mine["b"]}, "c"),
+        ({**mine, "w": mine["b"]}, "w"),
+    ]:
         with pytest.raises(m.WeightMismatch, match=f"^{named}: "):
             m.ShardWriter(others, 2, 1, 2, handle)
         with pytest.raises(m.WeightMismatch, match=f"^{named}: "):
@@ -1454,18 +1621,26 @@ def test_tensors_that_are_not_cut_travel_as_they_are(two_to_two):
 
 # Between processes. Tensor: (shape, how the trainer cuts it, how the generator does)
 PLACED = {
-    "rows to rows": ((1030, 517), rows, rows), "rows to columns": ((1031, 517), rows, lambda: rows(1)),
-    "columns to rows": ((7, 9), lambda: rows(1), rows), "copies to rows": ((5, 3), m.dtensor.Replicate, rows),
-    "rows to copies": ((5, 3), rows, m.dtensor.Replicate), "one row": ((1, 9), rows, lambda: rows(1)),
-    "one row again": ((1, 9), rows, rows), "vector": ((11,), rows, rows),
-    "strided": ((9, 2, 3), strided, lambda: rows(2)), "to strided": ((10, 3), rows, strided)}
+    "rows to rows": ((1030, 517), rows, rows),
+    "rows to columns": ((1031, 517), rows, lambda: rows(1)),
+    "columns to rows": ((7, 9), lambda: rows(1), rows),
+    "copies to rows": ((5, 3), m.dtensor.Replicate, rows),
+    "rows to copies": ((5, 3), rows, m.dtensor.Replicate),
+    "one row": ((1, 9), rows, lambda: rows(1)),
+    "one row again": ((1, 9), rows, rows),
+    "vector": ((11,), rows, rows),
+    "strided": ((9, 2, 3), strided, lambda: rows(2)),
+    "to strided": ((10, 3), rows, strided),
+}
 KINDS = [torch.float32, torch.bfloat16, torch.int64]
 
 
 def placed_weights(rank, side):
     """What that rank of the trainer (0) or generator (1) has of version 0; element: its index."""
-    wholes = {name: (torch.arange(math.prod(shape)) % 100).to(KINDS[i % 3]).view(shape)
-              for i, (name, (shape, *_)) in enumerate(PLACED.items())}
+    wholes = {
+        name: (torch.arange(math.prod(shape)) % 100).to(KINDS[i % 3]).view(shape)
+        for i, (name, (shape, *_)) in enumerate(PLACED.items())
+    }
     with rank_of((2,), rank) as mesh:
         return cut(wholes, mesh, {name: [how[side]()] for name, (_, *how) in PLACED.items()})
 
@@ -1514,8 +1689,11 @@ def generator_rank(pipe, rank):
             time.sleep(rng.random() * 0.002)
             if version != before:
                 reads += 1
-                wrong |= {name for name, t in mine.items() if not torch.equal(
-                    m.local(t), m.local(base[name]) + version % 100)}
+                wrong |= {
+                    name
+                    for name, t in mine.items()
+                    if not torch.equal(m.local(t), m.local(base[name]) + version % 100)
+                }
             if version >= last:
                 break
         pipe.send((version, sorted(wrong), reads))
@@ -1642,8 +1820,13 @@ def test_many_trainers_have_the_gradient_of_one(tmp_path, num_ranks, loss="ppo")
     ratios are far from 1; all ranks say of the step what one trainer says."""
     (tmp_path / "probe.py").write_text(PROBE, encoding="utf-8")
     found = subprocess.run(
-        [sys.executable, "probe.py", loss, str(num_ranks)], cwd=tmp_path, text=True, capture_output=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{FOLDER}"})
+        [sys.executable, "probe.py", loss, str(num_ranks)],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{FOLDER}"},
+    )
     rows = [line.split() for line in found.stdout.splitlines() if line[:2] == f"{num_ranks} "]
     assert len(rows) == num_ranks, found.stdout + found.stderr
     print(f"{loss}: largest relative difference of gradients and of figures", rows)
@@ -1939,14 +2122,27 @@ def chaos(folder, *what, timeout=400):
     (folder / "chaos.py").write_text(CHAOS, encoding="utf-8")
     mark = uuid.uuid4().hex
     found = subprocess.run(
-        [sys.executable, "chaos.py", *what], cwd=folder, text=True, capture_output=True,
-        timeout=timeout, env={**os.environ, MARK: mark, "PYTHONPATH": f"{folder}:{FOLDER}",
-                              "CHAOS_FLAG": str(folder / "flag")})
+        [sys.executable, "chaos.py", *what],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        timeout=timeout,
+        env={
+            **os.environ,
+            MARK: mark,
+            "PYTHONPATH": f"{folder}:{FOLDER}",
+            "CHAOS_FLAG": str(folder / "flag"),
+        },
+    )
     print(found.stderr[-4000:])
     answers = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
     assert found.returncode == 0 and len(answers) == len(what), found.stdout + found.stderr
     assert wait_until(lambda: processes_of(mark) == [])
-    assert sorted(os.listdir(folder)) in (["chaos.py"], ["__pycache__", "chaos.py"], ["chaos.py", "saved"])
+    assert sorted(os.listdir(folder)) in (
+        ["chaos.py"],
+        ["__pycache__", "chaos.py"],
+        ["chaos.py", "saved"],
+    )
     return answers
 
 
@@ -1964,7 +2160,9 @@ def test_a_trainer_lost_outside_a_run_is_made_up_for(tmp_path):
     """Greedy evaluations before and after a loss have the same weights, and so the same result."""
     [found] = chaos(tmp_path, "outside")
     first, again, trained, after = found["exact"]
-    assert first == again and trained == after and found["failed"] == [] and found["steps"] == 20, found
+    assert first == again and trained == after and found["failed"] == [] and found["steps"] == 20, (
+        found
+    )
 
 
 @long
@@ -1997,16 +2195,24 @@ def power_cuts(folder, num_outside, num_inside, seed=0):
     while outside < num_outside or inside < num_inside or (room / "saved").exists():
         mark, unfinished = uuid.uuid4().hex, room / "saved" / "unfinished"
         process = subprocess.Popen(
-            [sys.executable, "chaos.py", "sync"], cwd=room, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, MARK: mark, "PYTHONPATH": f"{room}:{FOLDER}"})
+            [sys.executable, "chaos.py", "sync"],
+            cwd=room,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, MARK: mark, "PYTHONPATH": f"{room}:{FOLDER}"},
+        )
         assert process.stdout.readline() == "begun\n"
         unfinished.unlink(missing_ok=True)
         within = inside < num_inside and (outside >= num_outside or rng.random() < 0.5)
         end = time.monotonic() + (20 if within else rng.random() * 3.5)
         if within or outside < num_outside:
-            while time.monotonic() < end and process.poll() is None and not (
-                    within and unfinished.exists() and rng.random() < 0.5):
+            while (
+                time.monotonic() < end
+                and process.poll() is None
+                and not (within and unfinished.exists() and rng.random() < 0.5)
+            ):
                 time.sleep(0.0002 if within else 0.002)
             cut_off = process.poll() is None
             with contextlib.suppress(ProcessLookupError):
@@ -2026,7 +2232,9 @@ def power_cuts(folder, num_outside, num_inside, seed=0):
 @pytest.mark.parametrize("num_outside, num_inside", [(0, 1), pytest.param(2, 2, marks=long)])
 def test_a_power_cut_at_any_moment_changes_nothing(tmp_path, num_outside, num_inside):
     outside, inside, ends, gap = power_cuts(tmp_path, num_outside, num_inside)
-    print(f"power cuts: {outside} outside, {inside} inside a checkpoint, {ends} ends, difference {gap}")
+    print(
+        f"power cuts: {outside} outside, {inside} inside a checkpoint, {ends} ends, difference {gap}"
+    )
     assert outside >= num_outside and inside >= num_inside and ends >= 1 and gap == 0.0
 
 
@@ -2056,9 +2264,17 @@ def spoil(path, how):
         torch.save({"foreign": [1], "code": Bomb(), "nothing": None}[how], path)
 
 
-@pytest.mark.parametrize("how, told", [
-    ("truncated", "not a zip"), ("damaged", "damaged in"), ("newer", "'format': 2"),
-    ("another task", "'task': 'count'"), ("foreign", "no checkpoint"), ("code", "Weights only")])
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        ("truncated", "not a zip"),
+        ("damaged", "damaged in"),
+        ("newer", "'format': 2"),
+        ("another task", "'task': 'count'"),
+        ("foreign", "no checkpoint"),
+        ("code", "Weights only"),
+    ],
+)
 def test_a_bad_checkpoint_gets_one_line_and_the_older_one_is_used(tmp_path, refused, how, told):
     folder = tmp_path / "saved" / "sync_rl"
     checkpoint(folder / "step-00000002.pt")
@@ -2083,7 +2299,10 @@ def test_a_vault_keeps_the_newest_two_and_only_whole_ones(tmp_path, in_memory):
         torch.save({"about": m.about(m.Config()), "step": step}, room[0])
         expected = [torch.load(path)["step"] for path, _ in vault.kept]
         vault.keep(room, step)
-        assert [torch.load(path)["step"] for path, _ in vault.kept] == [step, *expected[:1]] or step == 30
+        assert [torch.load(path)["step"] for path, _ in vault.kept] == [
+            step,
+            *expected[:1],
+        ] or step == 30
     left_unfinished = vault.room()
     pathlib.Path(left_unfinished[0]).write_bytes(b"cut off")
     assert torch.load(vault.newest(m.Config(), print))["step"] == 30 and len(vault.kept) == 2
@@ -2091,13 +2310,31 @@ def test_a_vault_keeps_the_newest_two_and_only_whole_ones(tmp_path, in_memory):
         del vault, left_unfinished, room
         assert fds() == before  # the memory goes with the vault
     else:
-        assert sorted(os.listdir(tmp_path)) == ["step-00000020.pt", "step-00000030.pt", "unfinished"]
+        assert sorted(os.listdir(tmp_path)) == [
+            "step-00000020.pt",
+            "step-00000030.pt",
+            "unfinished",
+        ]
         assert [path for path, _ in m.Vault(str(tmp_path)).kept] == [path for path, _ in vault.kept]
 
 
-@pytest.mark.parametrize("answer", [
-    ValueError, SystemExit, 1.0, None, "many", [1.0], [0.1, 0.2, 0.3], [0.5, None], [0.5, "x"],
-    [0.5, math.inf], [math.nan, 0.5]], ids=str)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ValueError,
+        SystemExit,
+        1.0,
+        None,
+        "many",
+        [1.0],
+        [0.1, 0.2, 0.3],
+        [0.5, None],
+        [0.5, "x"],
+        [0.5, math.inf],
+        [math.nan, 0.5],
+    ],
+    ids=str,
+)
 def test_not_judged_is_not_zero(answer):
     class Odd(m.Task):
         def score(self, turns, said):
@@ -2167,7 +2404,9 @@ def test_evaluations_run_beside_the_steps_and_may_fail():
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("heldout, k3, shown", [(-1.0, -1.0, ["-", "-"]), (0.25, 2e-9, ["0.25", "2e-09"])])
+@pytest.mark.parametrize(
+    "heldout, k3, shown", [(-1.0, -1.0, ["-", "-"]), (0.25, 2e-9, ["0.25", "2e-09"])]
+)
 def test_a_step_line_has_a_dash_where_nothing_was_measured(capsys, heldout, k3, shown):
     run = history_of()
     run.heldout = heldout
@@ -2207,14 +2446,20 @@ def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path, quick_file
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
-    step = int(re.fullmatch(r"monarch_rl: interrupted; the same command goes on after step (\d+)\n", err)[1])
+    step = int(
+        re.fullmatch(r"monarch_rl: interrupted; the same command goes on after step (\d+)\n", err)[
+            1
+        ]
+    )
     assert wait_until(lambda: processes_of(mark) == []) and 0 < step < 30
     saved = tmp_path / "saved" / "sync_rl"
     assert os.listdir(saved) == [f"step-{step:08d}.pt"]
     run = Run(tmp_path, *command, file=quick_file)
     failed = {check["what"] for check in run.stage("sync_rl")["checks"] if not check["ok"]}
     assert failed <= {TOO_FEW_STEPS} and f"goes on after step {step}" in run.out, run.out + run.err
-    assert sorted(os.listdir(saved)) == [f"step-{step:08d}.pt", "step-00000030.pt"] and run.left == []
+    assert (
+        sorted(os.listdir(saved)) == [f"step-{step:08d}.pt", "step-00000030.pt"] and run.left == []
+    )
 
 
 # -- the policy -----------------------------------------------------------------------------------
@@ -2231,8 +2476,10 @@ def test_rows_of_any_length_hear_the_end_of_a_turn_once():
         before = decoder.columns[0].shape[1]
         decoder.hear(["e", "fgh"])
     ids, mask = (column[:, before:] for column in decoder.columns[:2])
-    heard = [policy.tokenizer.decode(row[keep == 1], skip_special_tokens=False)
-             for row, keep in zip(ids, mask)]
+    heard = [
+        policy.tokenizer.decode(row[keep == 1], skip_special_tokens=False)
+        for row, keep in zip(ids, mask)
+    ]
     assert heard == ["<user>e<end><assistant>", "<end><user>fgh<end><assistant>"]
 
 
@@ -2288,8 +2535,10 @@ def test_conversations_are_exactly_what_the_template_renders():
     for row, prompt in enumerate(rollout.prompts):
         ids = rollout.ids[row][rollout.mask[row] == 1].tolist()
         text = policy.tokenizer.decode(ids, skip_special_tokens=False)
-        expected = "".join(f"<user>{said}<end><assistant>{answer.rstrip('+')}<end>"
-                           for (said, _), answer in zip(prompt.turns, rollout.answers[row]))
+        expected = "".join(
+            f"<user>{said}<end><assistant>{answer.rstrip('+')}<end>"
+            for (said, _), answer in zip(prompt.turns, rollout.answers[row])
+        )
         assert text in (expected, expected[: -len("<end>")])
 
 
@@ -2352,8 +2601,12 @@ def assert_same_rows(found, expected, pairs):
         assert found.answers[row] == expected.answers[other]
 
 
-MIXED = [("abc", "d", "efgh"), ("a", "bcdefghijklmnop", "c"), ("ponmlkjihgfedcba", "a", "b"),
-         ("b", "b", "b")]
+MIXED = [
+    ("abc", "d", "efgh"),
+    ("a", "bcdefghijklmnop", "c"),
+    ("ponmlkjihgfedcba", "a", "b"),
+    ("b", "b", "b"),
+]
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -2369,8 +2622,10 @@ def test_texts_of_different_lengths_are_one_batch(greedy):
 @pytest.mark.parametrize("model", ["tiny", "llama"])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_user_who_says_nothing_more_ends_that_conversation_only(tmp_path, model, at):
-    texts = [tuple(None if (row, i) == (1, at) else text for i, text in enumerate(turns))
-             for row, turns in enumerate(MIXED)]
+    texts = [
+        tuple(None if (row, i) == (1, at) else text for i, text in enumerate(turns))
+        for row, turns in enumerate(MIXED)
+    ]
     changes = {} if model == "tiny" else {"model": save_checkpoint(tmp_path, model)}
     policy, rollout, num_cut = talk(texts, **changes)
     assert num_cut == 0 and [len(said) for said in rollout.answers] == [3, at, 3, 3]
@@ -2382,7 +2637,8 @@ def test_a_user_who_says_nothing_more_ends_that_conversation_only(tmp_path, mode
 @pytest.mark.parametrize("model", ["tiny", "llama"])
 @pytest.mark.parametrize("context, least, most", [(12, 4, 4), (28, 1, 3), (36, 1, 3), (60, 0, 0)])
 def test_a_conversation_too_long_for_the_context_is_cut_and_no_other(
-        tmp_path, model, context, least, most):
+    tmp_path, model, context, least, most
+):
     """Some rows have no room for their first turn, some none for a later one."""
     changes = {} if model == "tiny" else {"model": save_checkpoint(tmp_path, model)}
     policy, whole, _ = talk(MIXED, **changes)
@@ -2439,7 +2695,10 @@ def in_flight(schedule, group_size):
     each pull; the last one stays."""
     states = [m.Policy(m.Config(seed=seed)).model.state_dict() for seed in range(3)]
     states = [{name: 2 * tensor for name, tensor in state.items()} for state in states]
-    policy, versions = m.Policy(m.Config()), itertools.chain(schedule, itertools.repeat(schedule[-1]))
+    policy, versions = (
+        m.Policy(m.Config()),
+        itertools.chain(schedule, itertools.repeat(schedule[-1])),
+    )
 
     def pull():
         version = next(versions)
@@ -2461,7 +2720,13 @@ def off_by(policy, states, rollout):
     return gaps
 
 
-SCHEDULES = [[0, 0, 0, 1, 1, 1, 2], [0, 1, 2], [0, 0, 0, 0, 0, 1, 1, 2], [0, 0, 2, 2, 1], [2, 0, 1, 2]]
+SCHEDULES = [
+    [0, 0, 0, 1, 1, 1, 2],
+    [0, 1, 2],
+    [0, 0, 0, 0, 0, 1, 1, 2],
+    [0, 0, 2, 2, 1],
+    [2, 0, 1, 2],
+]
 
 
 @pytest.mark.parametrize("group_size", [1, 8])
@@ -2492,7 +2757,8 @@ def trainer_of(now=None, before=None, **changes):
         trainer.policy.model = before or trainer.policy.model
         await trainer.begin(0, False)
         await trainer.save(rooms[0][0], "")
-        if now: before.load_state_dict(now.state_dict())
+        if now:
+            before.load_state_dict(now.state_dict())
         await trainer.save(rooms[1][0], "")
         await trainer.load(rooms[1][0], rooms[0][0], trainer.cfg)
 
@@ -2503,7 +2769,9 @@ def trainer_of(now=None, before=None, **changes):
 def batch_of(trainer, num_groups=4, group_size=3, seed=0):
     """What it says itself, with random rewards."""
     prompts = m.Sampler(trainer.cfg).draw(num_groups)
-    rollout, _ = m.generate(trainer.policy, prompts, group_size, seed, False, lambda: trainer.version)
+    rollout, _ = m.generate(
+        trainer.policy, prompts, group_size, seed, False, lambda: trainer.version
+    )
     rng = torch.Generator().manual_seed(seed)
     shape = len(rollout.answers), trainer.policy.task.num_turns
     return rollout._replace(rewards=torch.rand(shape, generator=rng))
@@ -2513,7 +2781,8 @@ def gradients_of(trainer, batch):
     """(name -> gradient with which it steps, per optimizer step), what the step says of itself."""
     found, named = [], [*trainer.policy.model.named_parameters()]
     hook = trainer.optimizer.register_step_pre_hook(
-        lambda *_: found.append({name: p.grad.clone() for name, p in named}))
+        lambda *_: found.append({name: p.grad.clone() for name, p in named})
+    )
     stats = asyncio.run(trainer.step(batch))
     hook.remove()
     return found, stats
@@ -2548,8 +2817,11 @@ def seen_by_loss(trainer, batch):
 
 def turns_that_differ(batch, left, right, which):
     """In which turns the loss sees something else."""
-    return {int(batch.turns[place]) for place in left
-            if abs(left[place][which] - right[place][which]) > 1e-6}
+    return {
+        int(batch.turns[place])
+        for place in left
+        if abs(left[place][which] - right[place][which]) > 1e-6
+    }
 
 
 @pytest.mark.parametrize("baseline", m.BASELINES)
@@ -2559,12 +2831,17 @@ def test_a_reward_is_due_to_its_own_turn_and_the_turns_before(baseline, turn):
     batch = batch_of(trainer)
     rewards = batch.rewards.clone()
     rewards[:, turn - 1] = torch.rand(len(rewards))
-    [left], [right] = seen_by_loss(trainer, batch), seen_by_loss(trainer, batch._replace(rewards=rewards))
+    [left], [right] = (
+        seen_by_loss(trainer, batch),
+        seen_by_loss(trainer, batch._replace(rewards=rewards)),
+    )
     assert turns_that_differ(batch, left, right, 2) == {*range(1, turn + 1)}
     returns = batch.rewards.flip(1).cumsum(1).flip(1)
     expected = m.advantages(returns, batch.group_ids, baseline)
     for (row, column), (_, _, advantage) in left.items():
-        assert advantage == pytest.approx(float(expected[row, batch.turns[row, column] - 1]), abs=1e-6)
+        assert advantage == pytest.approx(
+            float(expected[row, batch.turns[row, column] - 1]), abs=1e-6
+        )
 
 
 def test_what_comes_later_changes_nothing_of_what_was_said_before():
@@ -2596,15 +2873,20 @@ def test_several_forward_passes_have_the_gradient_of_one(monkeypatch, max_logits
         trainer, rows = trainer_of(kl=0.5), []
         batch = batch_of(trainer)
         for parameter in trainer.policy.model.parameters():
-            parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter.data += 0.05 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(1)
+            )
         trainer.policy.model.register_forward_pre_hook(
-            lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+            lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
         found.append((*gradients_of(trainer, batch), rows))
     ([whole], stats, one), ([parts], told, several) = found
     assert len(one) == 1 < len(several) and sum(several) == 12 and gap(parts, whole) < 1e-5
     for name in stats._fields:
         if not name.endswith("_s"):
-            assert getattr(told, name) == pytest.approx(getattr(stats, name), rel=1e-4, abs=1e-7), name
+            assert getattr(told, name) == pytest.approx(getattr(stats, name), rel=1e-4, abs=1e-7), (
+                name
+            )
 
 
 def test_two_passes_are_two_updates_around_the_same_near():
@@ -2648,8 +2930,17 @@ def exact_batch(counts, logits):
     turns = torch.ones_like(ids)
     turns[0, 0] = 0
     logprobs = logits.log_softmax(0)[ids] * turns
-    return m.Rollout(ids, torch.ones_like(ids), turns, logprobs, torch.zeros_like(ids),
-                     torch.zeros(1, 1), torch.zeros(1).long(), [None], [("",)])
+    return m.Rollout(
+        ids,
+        torch.ones_like(ids),
+        turns,
+        logprobs,
+        torch.zeros_like(ids),
+        torch.zeros(1, 1),
+        torch.zeros(1).long(),
+        [None],
+        [("",)],
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -2658,39 +2949,60 @@ def test_kl_has_the_gradient_of_the_divergence(seed, weight):
     """Its expectation over the policy's own samples, against autograd of the exact sum."""
     counts, rng = [1, 2, 3, 4, 5, 1], torch.Generator().manual_seed(seed)
     logits, before = torch.tensor(counts).log(), torch.randn(6, generator=rng) / 3
-    trainer = trainer_of(Unigram(logits), Unigram(before), kl=weight, baseline="none", loss="reinforce",
-                         entropy=0.0)
+    trainer = trainer_of(
+        Unigram(logits), Unigram(before), kl=weight, baseline="none", loss="reinforce", entropy=0.0
+    )
     [found], stats = gradients_of(trainer, exact_batch(counts, logits))
 
     theta = logits.clone().requires_grad_()
     logp, reference = theta.log_softmax(0), before.log_softmax(0)
     p = logp.detach().exp()
-    [expected] = torch.autograd.grad(weight * (logp.exp() * (logp - reference)).sum(), theta, retain_graph=True)
+    [expected] = torch.autograd.grad(
+        weight * (logp.exp() * (logp - reference)).sum(), theta, retain_graph=True
+    )
     assert expected.norm() < m.MAX_GRAD_NORM and expected.norm() > 0.01
     assert torch.allclose(found["logits"], expected, atol=1e-6)
     assert stats.kl == pytest.approx(float((p * (logp - reference) ** 2).sum() / 2), rel=1e-5)
     # why k2: k1 has no gradient at all, and k3 another one
     ratio = reference - logp
-    k1, k3 = (torch.autograd.grad((p * k).sum(), theta, retain_graph=True)[0]
-              for k in (-ratio, ratio.exp() - 1 - ratio))
+    k1, k3 = (
+        torch.autograd.grad((p * k).sum(), theta, retain_graph=True)[0]
+        for k in (-ratio, ratio.exp() - 1 - ratio)
+    )
     assert k1.abs().max() < 1e-6 and (weight * k3 - expected).norm() > 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("model, entropy, weight", [
-    ("tiny", -1.0, 0.01), ("tiny", 0.0, 0.0), ("tiny", 0.3, 0.3), ("another", -1.0, 0.0), ("another", 0.3, 0.3)])
+@pytest.mark.parametrize(
+    "model, entropy, weight",
+    [
+        ("tiny", -1.0, 0.01),
+        ("tiny", 0.0, 0.0),
+        ("tiny", 0.3, 0.3),
+        ("another", -1.0, 0.0),
+        ("another", 0.3, 0.3),
+    ],
+)
 def test_the_entropy_bonus_has_the_gradient_of_the_entropy(monkeypatch, model, entropy, weight):
     """Without rewards nothing else has one. Only the tiny policy has a bonus unless told."""
     counts = [1, 2, 3, 4, 5, 1]
     logits, policy = torch.tensor(counts).log(), m.Policy
     monkeypatch.setattr(m, "Policy", lambda cfg: policy(cfg._replace(model="tiny")))
-    trainer = trainer_of(Unigram(logits), Unigram(logits), model=model, entropy=entropy, baseline="none",
-                         loss="reinforce")
+    trainer = trainer_of(
+        Unigram(logits),
+        Unigram(logits),
+        model=model,
+        entropy=entropy,
+        baseline="none",
+        loss="reinforce",
+    )
     [found], stats = gradients_of(trainer, exact_batch(counts, logits))
     theta = logits.clone().requires_grad_()
     exact = torch.distributions.Categorical(logits=theta).entropy()
     [expected] = torch.autograd.grad(-weight * exact, theta)
     assert stats.entropy == pytest.approx(float(exact), rel=1e-5)
-    assert torch.allclose(found["logits"], expected, atol=1e-6) and bool(expected.any()) == (weight > 0)
+    assert torch.allclose(found["logits"], expected, atol=1e-6) and bool(expected.any()) == (
+        weight > 0
+    )
 
 
 def test_a_token_that_cannot_come_has_a_finite_gradient():
@@ -2711,16 +3023,27 @@ def test_the_reference_is_the_policy_before_rl_and_stays():
     assert torch.equal(trainer.reference.state_dict()["model.embed_tokens.weight"], before)
 
 
-@pytest.mark.parametrize("broken, what", [
-    (None, ""), ("frozen", "without a gradient"), ("certain", "log-probabilities above 0"),
-    ("alike", "conversations that differ"), ("another", "k3")])
+@pytest.mark.parametrize(
+    "broken, what",
+    [
+        (None, ""),
+        ("frozen", "without a gradient"),
+        ("certain", "log-probabilities above 0"),
+        ("alike", "conversations that differ"),
+        ("another", "k3"),
+    ],
+)
 def test_examine_finds_what_is_broken(broken, what):
     trainer = trainer_of()
     batch = batch_of(trainer)
-    if broken == "frozen": next(trainer.policy.model.parameters()).requires_grad_(False)
-    if broken == "certain": batch = batch._replace(logprobs=batch.logprobs + 9.0 * (batch.turns > 0))
-    if broken == "another": batch = batch._replace(ids=(batch.ids + 1) % 19)
-    if broken == "alike": batch = batch._replace(answers=[("a", "b")] * 12)
+    if broken == "frozen":
+        next(trainer.policy.model.parameters()).requires_grad_(False)
+    if broken == "certain":
+        batch = batch._replace(logprobs=batch.logprobs + 9.0 * (batch.turns > 0))
+    if broken == "another":
+        batch = batch._replace(ids=(batch.ids + 1) % 19)
+    if broken == "alike":
+        batch = batch._replace(answers=[("a", "b")] * 12)
     found = asyncio.run(trainer.examine(batch))
     failed = [row[0] for row in found if not m.Report.OPERATORS[row[2]](row[1], row[3])]
     assert bool(failed) is bool(broken) and any(what in name for name in failed or [""]), failed
@@ -2737,35 +3060,65 @@ def save_checkpoint(folder, kind, shard="1GB", **generation):
 
     torch.manual_seed(7)
     tokenizer = m.tiny_policy(m.Task.letters)[0]
-    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                 num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128)
+    sizes = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+    )
     model = {
         "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes, tie_word_embeddings=False)),
         "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**sizes, tie_word_embeddings=True)),
-        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(
-            vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=512,
-            bos_token_id=2, eos_token_id=2)),
-        "t5": lambda: t.T5ForConditionalGeneration(t.T5Config(
-            vocab_size=len(tokenizer), d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)),
+        "gpt2": lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(
+                vocab_size=len(tokenizer),
+                n_embd=32,
+                n_layer=2,
+                n_head=2,
+                n_positions=512,
+                bos_token_id=2,
+                eos_token_id=2,
+            )
+        ),
+        "t5": lambda: t.T5ForConditionalGeneration(
+            t.T5Config(
+                vocab_size=len(tokenizer), d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2
+            )
+        ),
     }[kind]()
     with torch.no_grad():  # far from uniform, so that temperature and top_k would show
         for parameter in model.parameters():
-            if parameter.dim() > 1: parameter *= 4
+            if parameter.dim() > 1:
+                parameter *= 4
     model.generation_config = t.GenerationConfig(**generation)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder, max_shard_size=shard)
     return str(folder)
 
 
-@pytest.mark.parametrize("kind, shard, tied", [
-    ("qwen2", "1GB", True), ("llama", "1GB", False), ("llama", "10KB", False),
-    ("qwen2", "10KB", True), ("gpt2", "1GB", True)])
+@pytest.mark.parametrize(
+    "kind, shard, tied",
+    [
+        ("qwen2", "1GB", True),
+        ("llama", "1GB", False),
+        ("llama", "10KB", False),
+        ("qwen2", "10KB", True),
+        ("gpt2", "1GB", True),
+    ],
+)
 def test_other_models_take_the_same_path(tmp_path, kind, shard, tied):
     """What the folder says of sampling, for others, is not obeyed."""
-    folder = save_checkpoint(tmp_path / "model", kind, shard, do_sample=True, temperature=0.01, top_k=1)
+    folder = save_checkpoint(
+        tmp_path / "model", kind, shard, do_sample=True, temperature=0.01, top_k=1
+    )
     assert (len([*pathlib.Path(folder).glob("*.safetensors")]) > 1) is (shard == "10KB")
     policy, prompts = m.Policy(m.Config(model=folder)), m.Sampler(m.Config()).draw(4)
-    assert tied is (policy.model.get_input_embeddings().weight is policy.model.get_output_embeddings().weight)
+    assert tied is (
+        policy.model.get_input_embeddings().weight is policy.model.get_output_embeddings().weight
+    )
     rollout, _ = m.generate(policy, prompts, 8, seed=0, greedy=False)
     assert_recorded_is_recomputed(policy, rollout, 1e-4)
     assert len({*map(tuple, rollout.answers)}) > 16  # top_k 1 has one answer per prompt
@@ -2793,21 +3146,33 @@ def bad_model(folder, how):
     path = pathlib.Path(folder) / "model"
     save_checkpoint(path, "t5" if how == "not causal" else "llama", "10KB")
     if how == "no weights":
-        for file in path.glob("*.safetensors*"): file.unlink()
+        for file in path.glob("*.safetensors*"):
+            file.unlink()
     if how == "no template":
-        for file in path.glob("chat_template*"): file.unlink()
+        for file in path.glob("chat_template*"):
+            file.unlink()
         about = json.loads((path / "tokenizer_config.json").read_text())
-        (path / "tokenizer_config.json").write_text(json.dumps(
-            {key: value for key, value in about.items() if key != "chat_template"}))
+        (path / "tokenizer_config.json").write_text(
+            json.dumps({key: value for key, value in about.items() if key != "chat_template"})
+        )
     if how == "no tokenizer":
-        for file in path.glob("*token*"): file.unlink()
-    if how == "no config": (path / "config.json").unlink()
+        for file in path.glob("*token*"):
+            file.unlink()
+    if how == "no config":
+        (path / "config.json").unlink()
     return str(path)
 
 
-@pytest.mark.parametrize("how, told", [
-    ("no weights", "no file named model.safetensors"), ("no template", "chat_template is not set"),
-    ("not causal", "AutoModelForCausalLM"), ("no tokenizer", "tokenizer"), ("no config", "config")])
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        ("no weights", "no file named model.safetensors"),
+        ("no template", "chat_template is not set"),
+        ("not causal", "AutoModelForCausalLM"),
+        ("no tokenizer", "tokenizer"),
+        ("no config", "config"),
+    ],
+)
 def test_a_model_that_cannot_be_trained_gets_one_line_and_exit_2(tmp_path, refused, how, told):
     line = refused("--only", "sync_rl", "--model", bad_model(tmp_path, how))
     assert line.startswith("monarch_rl: --model ") and told in line
@@ -2815,20 +3180,44 @@ def test_a_model_that_cannot_be_trained_gets_one_line_and_exit_2(tmp_path, refus
 
 def test_a_model_that_cannot_be_reached_gets_one_line_and_exit_2(tmp_path):
     found = subprocess.run(
-        [sys.executable, str(FILE), "--model", "nobody/nothing"], cwd=tmp_path, text=True,
-        capture_output=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"})  # else it tries for 50 s
+        [sys.executable, str(FILE), "--model", "nobody/nothing"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # else it tries for 50 s
     assert found.returncode == 2 and found.stdout == "", found.stdout + found.stderr
-    assert len(found.stderr.splitlines()) == 1 and "--model nobody/nothing" in found.stderr, found.stderr
+    assert len(found.stderr.splitlines()) == 1 and "--model nobody/nothing" in found.stderr, (
+        found.stderr
+    )
 
 
-@pytest.mark.parametrize("body", [
-    "import sys; sys.exit()", "class X(", "X = 1", "class Y: pass", "class X: pass",
-    "class X(m.Task): pass",
-    "class X(m.Task):\n  def conversation(self, rng): return [['a', 'b'], ['a', 'b']]",
-    "class X(m.Task):\n  def conversation(self, rng): return ('a', 'b'), ('a', 'b')",  # the only one
-    "class X(m.Task):\n  def conversation(self, rng): return (rng.choice('abcdefgh'), 'b'),",
-    ], ids=["exits", "syntax", "no class", "no such class", "no methods", "no conversation", "lists",
-            "one conversation", "one turn of two"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import sys; sys.exit()",
+        "class X(",
+        "X = 1",
+        "class Y: pass",
+        "class X: pass",
+        "class X(m.Task): pass",
+        "class X(m.Task):\n  def conversation(self, rng): return [['a', 'b'], ['a', 'b']]",
+        "class X(m.Task):\n  def conversation(self, rng): return ('a', 'b'), ('a', 'b')",  # the only one
+        "class X(m.Task):\n  def conversation(self, rng): return (rng.choice('abcdefgh'), 'b'),",
+    ],
+    ids=[
+        "exits",
+        "syntax",
+        "no class",
+        "no such class",
+        "no methods",
+        "no conversation",
+        "lists",
+        "one conversation",
+        "one turn of two",
+    ],
+)
 def test_a_task_that_cannot_be_learned_gets_one_line_and_exit_2(tmp_path, refused, body):
     (tmp_path / "own.py").write_text(f"import monarch_rl as m\n{body}\n", encoding="utf-8")
     assert refused("--task", f"{tmp_path}/own.py:X").startswith("monarch_rl: --task ")
@@ -2836,7 +3225,9 @@ def test_a_task_that_cannot_be_learned_gets_one_line_and_exit_2(tmp_path, refuse
 
 def calculator(folder):
     """DOCS has a task of one's own, whole."""
-    blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", (FOLDER / "DOCS.md").read_text("utf-8"), re.M | re.S)
+    blocks = re.findall(
+        r"^```py(?:thon)?\n(.*?)^```", (FOLDER / "DOCS.md").read_text("utf-8"), re.M | re.S
+    )
     found = [block for block in blocks if "class Calculator" in block]
     assert len(found) == 1, "DOCS has no recipe with a class Calculator"
     (folder / "calculator.py").write_text(found[0], encoding="utf-8")
@@ -2851,8 +3242,15 @@ def test_the_recipe_for_a_task_of_ones_own_runs(tmp_path, quick_file, trainers):
     loaded again. So few steps teach nothing; nothing else may fail."""
     calculator(tmp_path)
     how = [["--steps", "40"], ["--trainers", "2", "--kl", "0.01", "--steps", "8"]][trainers - 1]
-    run = Run(tmp_path, "--only", "sync_rl", "--task", "calculator.py:Calculator", *how,
-              file=[FILE, quick_file][trainers - 1])
+    run = Run(
+        tmp_path,
+        "--only",
+        "sync_rl",
+        "--task",
+        "calculator.py:Calculator",
+        *how,
+        file=[FILE, quick_file][trainers - 1],
+    )
     failed = [check["what"] for check in run.stage("sync_rl")["checks"] if not check["ok"]]
     assert run.status == bool(failed) and run.left == [], run.out + run.err
     assert {*failed} <= {TOO_FEW_STEPS}, run.out + run.err
@@ -2863,8 +3261,11 @@ def test_a_model_from_a_folder_runs_through_the_stage(tmp_path):
     save_checkpoint(tmp_path / "model", "llama")
     run = Run(tmp_path, "--only", "async_rl", "--model", str(tmp_path / "model"), "--steps", "10")
     failed = {check["what"] for check in run.stage("async_rl")["checks"] if not check["ok"]}
-    learning = {"held-out exact, gained", "seconds to the same reward, sync / async",
-                "largest lag without the rule"}  # ten steps at 1e-6 do not teach
+    learning = {
+        "held-out exact, gained",
+        "seconds to the same reward, sync / async",
+        "largest lag without the rule",
+    }  # ten steps at 1e-6 do not teach
     assert failed <= learning and run.left == [], run.out + run.err
 
 
@@ -2881,7 +3282,9 @@ class Hub:
         with contextlib.suppress(OSError):  # no such device here, or not for this user
             for name in names:
                 self.taps.append(os.open("/dev/net/tun", os.O_RDWR))
-                request = struct.pack("16sH22x", name.encode(), 0x0002 | 0x1000)  # IFF_TAP | IFF_NO_PI
+                request = struct.pack(
+                    "16sH22x", name.encode(), 0x0002 | 0x1000
+                )  # IFF_TAP | IFF_NO_PI
                 fcntl.ioctl(self.taps[-1], 0x400454CA, request)  # TUNSETIFF
 
     def start(self):
@@ -2891,7 +3294,7 @@ class Hub:
 
     def carry(self, i):
         """Frames of tap i to all others; until the tap is gone."""
-        rng, others = random.Random(i), self.taps[:i] + self.taps[i + 1:]
+        rng, others = random.Random(i), self.taps[:i] + self.taps[i + 1 :]
         with contextlib.suppress(OSError):
             while frame := os.read(self.taps[i], 2048):
                 dropped = rng.random() < self.loss
@@ -2919,15 +3322,27 @@ class Network:
         self.names = [f"{self.tag}h{i}" for i in range(num_hosts)]
         self.addresses = [f"10.77.0.{i + 1}" for i in range(num_hosts)]
         self.hub = Hub(self.names if loss else [], loss)
-        commands = [f"netns add {self.tag}", f"-n {self.tag} link add br0 type bridge",
-                    f"-n {self.tag} link set br0 up"]
+        commands = [
+            f"netns add {self.tag}",
+            f"-n {self.tag} link add br0 type bridge",
+            f"-n {self.tag} link set br0 up",
+        ]
         for i, (name, address) in enumerate(zip(self.names, self.addresses)):
-            cable = [f"link set {name} netns {name} name eth"] if loss else [
-                f"link add eth netns {name} type veth peer name p{i} netns {self.tag}",
-                f"-n {self.tag} link set p{i} master br0 up"]
-            commands += [f"netns add {name}", *cable,
-                         f"-n {name} addr add {address}/24 dev eth", f"-n {name} link set eth up",
-                         f"-n {name} link set lo up"]
+            cable = (
+                [f"link set {name} netns {name} name eth"]
+                if loss
+                else [
+                    f"link add eth netns {name} type veth peer name p{i} netns {self.tag}",
+                    f"-n {self.tag} link set p{i} master br0 up",
+                ]
+            )
+            commands += [
+                f"netns add {name}",
+                *cable,
+                f"-n {name} addr add {address}/24 dev eth",
+                f"-n {name} link set eth up",
+                f"-n {name} link set lo up",
+            ]
         self.real = all(self.ip(command) for command in commands)
         if self.real:
             self.hub.start()
@@ -2959,8 +3374,12 @@ class Network:
         """Starts a worker there."""
         mark = uuid.uuid4().hex
         worker = self.workers[i] = subprocess.Popen(
-            [*self.inside(i, True), sys.executable, str(file), "--worker", self.url(i)], text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, MARK: mark})
+            [*self.inside(i, True), sys.executable, str(file), "--worker", self.url(i)],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, MARK: mark},
+        )
         worker.mark = mark
         assert "any code" in worker.stdout.readline()
         return worker
@@ -2988,8 +3407,17 @@ def test_a_run_on_two_hosts_pulls_what_was_published(network, tmp_path, quick_fi
     """The generator there has the same weights as the trainer here, at every step."""
     for i in (0, 1):
         network.work(i, quick_file)
-    run = Run(tmp_path, "--only", "sync_rl", "--hosts", network.hosts, "--steps", "20", file=quick_file,
-              prefix=network.inside(0))
+    run = Run(
+        tmp_path,
+        "--only",
+        "sync_rl",
+        "--hosts",
+        network.hosts,
+        "--steps",
+        "20",
+        file=quick_file,
+        prefix=network.inside(0),
+    )
     failed = {check["what"] for check in run.stage("sync_rl")["checks"] if not check["ok"]}
     assert failed <= {TOO_FEW_STEPS} and run.left == [], run.out + run.err
     assert f"{network.url(1)}   cpu" not in run.out and network.url(1) in run.out
@@ -3015,9 +3443,22 @@ def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, victim, st
     """Killed at that step, 0: while processes are started; the host of the trainer comes back."""
     num_steps = 90
     workers, log = [network.work(i) for i in range(3)], tmp_path / "log.jsonl"
-    process, mark = start(tmp_path, "--only", "async_rl", "--hosts", network.hosts, "--steps", str(num_steps),
-                          "--generators", "3", "--log", str(log), "--json", "out.json",
-                          prefix=network.inside(0))
+    process, mark = start(
+        tmp_path,
+        "--only",
+        "async_rl",
+        "--hosts",
+        network.hosts,
+        "--steps",
+        str(num_steps),
+        "--generators",
+        "3",
+        "--log",
+        str(log),
+        "--json",
+        "out.json",
+        prefix=network.inside(0),
+    )
 
     def steps():
         lines = log.read_text().splitlines() if log.exists() else []
@@ -3039,27 +3480,50 @@ def test_a_run_goes_on_without_a_host_that_is_lost(network, tmp_path, victim, st
     [stage] = json.loads((tmp_path / "out.json").read_text())["stages"]
     assert stage["ok"], out + err
     found = stage["figures"]
-    assert found["started"] == sum(found[k] for k in ("trained", "dropped", "lost", "undone", "in_flight"))
+    assert found["started"] == sum(
+        found[k] for k in ("trained", "dropped", "lost", "undone", "in_flight")
+    )
     assert found["trained"] == m.GROUPS_PER_BATCH * num_steps
     for i in {0, 1, 2} - {victim}:
         assert wait_until(lambda: processes_of(workers[i].mark) == before[i])
 
 
-@pytest.mark.parametrize("network", [pytest.param((2,), marks=long), (2, 0.01)], indirect=True,
-                         ids=["whole", "lossy"])
+@pytest.mark.parametrize(
+    "network", [pytest.param((2,), marks=long), (2, 0.01)], indirect=True, ids=["whole", "lossy"]
+)
 def test_what_crosses_the_network(network, tmp_path):
     """The recipe of DOCS 8: each byte once per host, however many generators there are; and none of
     another version, also where one packet in a hundred is lost."""
     if not network.real:
         pytest.skip("no network namespaces here, whose bytes could be counted")
-    [recipe] = re.findall(r'```python\n("""What a relay costs.*?)```', (FILE.parent / "DOCS.md").read_text(), re.S)
-    (tmp_path / "wire.py").write_text(recipe.replace("SECONDS = 96 * m.MIB, 15, 8", "SECONDS = 8 * m.MIB, 5, 4"))
-    most = 1.1 if network.hub.loss else 1.05  # no frame is larger there, and the lost ones come again
+    [recipe] = re.findall(
+        r'```python\n("""What a relay costs.*?)```', (FILE.parent / "DOCS.md").read_text(), re.S
+    )
+    (tmp_path / "wire.py").write_text(
+        recipe.replace("SECONDS = 96 * m.MIB, 15, 8", "SECONDS = 8 * m.MIB, 5, 4")
+    )
+    most = (
+        1.1 if network.hub.loss else 1.05
+    )  # no frame is larger there, and the lost ones come again
     for i in (0, 1):
         network.work(i)
-    command = [*network.inside(0), sys.executable, "wire.py", network.url(0), "eth", network.url(1), "eth"]
-    found = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120,
-                           env={**os.environ, "PYTHONPATH": f"{FILE.parent}:{tmp_path}"})
+    command = [
+        *network.inside(0),
+        sys.executable,
+        "wire.py",
+        network.url(0),
+        "eth",
+        network.url(1),
+        "eth",
+    ]
+    found = subprocess.run(
+        command,
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": f"{FILE.parent}:{tmp_path}"},
+    )
     found = json.loads(found.stdout.splitlines()[-1])
     assert 1 <= found["bytes_1"] <= most and abs(found["bytes_4"] / found["bytes_1"] - 1) <= 0.02
     assert found["torn_reads"] == 0 and found["reads"] > 3
@@ -3069,15 +3533,28 @@ def test_what_crosses_the_network(network, tmp_path):
 def ends_at_once(tmp_path, *args, timeout=20):
     """The line with which it does."""
     start = time.monotonic()
-    found = subprocess.run([sys.executable, str(FILE), *args], cwd=tmp_path, text=True,
-                           capture_output=True, timeout=timeout)
+    found = subprocess.run(
+        [sys.executable, str(FILE), *args],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=timeout,
+    )
     assert found.returncode == 2 and found.stdout == "" and time.monotonic() - start < 15
     [line] = found.stderr.splitlines()
     return line
 
 
-@pytest.mark.parametrize("args", ["--worker 127.0.0.1:26600", "--worker tcp://:26600", "--worker tcp://127.0.0.1",
-                                  "--worker http://127.0.0.1:1", "--worker tcp://[:26600"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        "--worker 127.0.0.1:26600",
+        "--worker tcp://:26600",
+        "--worker tcp://127.0.0.1",
+        "--worker http://127.0.0.1:1",
+        "--worker tcp://[:26600",
+    ],
+)
 def test_a_worker_serves_no_address_that_is_not_named(tmp_path, args):
     assert args.split()[1] in ends_at_once(tmp_path, *args.split())
 
@@ -3094,10 +3571,12 @@ def test_a_host_that_is_no_worker_is_named(tmp_path, says):
         if says is None:
             server.close()
         else:
+
             def answer():
                 client = server.accept()[0]
                 client.send(says)
                 time.sleep(8)
+
             threading.Thread(target=answer, daemon=True).start()
         line = ends_at_once(tmp_path, "--only", "sync_rl", "--hosts", address)
     assert address in line
@@ -3108,13 +3587,20 @@ def test_another_version_of_the_file_is_named(network, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / FILE.name).write_text(FILE.read_text() + "\n# another version\n")
     network.work(0, tmp_path / "old" / FILE.name)
-    found = subprocess.run([*network.inside(0), sys.executable, str(FILE), "--hosts", network.url(0)],
-                           cwd=tmp_path, text=True, capture_output=True, timeout=60)
+    found = subprocess.run(
+        [*network.inside(0), sys.executable, str(FILE), "--hosts", network.url(0)],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
     [line] = found.stderr.splitlines()
     assert found.returncode == 2 and network.url(0) in line and FILE.name in line
 
 
-@pytest.mark.parametrize("stage, last", [("service", "checks"), pytest.param("sync_rl", "held-out", marks=long)])
+@pytest.mark.parametrize(
+    "stage, last", [("service", "checks"), pytest.param("sync_rl", "held-out", marks=long)]
+)
 def test_a_run_on_one_host_opens_no_port(tmp_path, stage, last):
     """In a network namespace of its own, where nobody else listens."""
     net = Network(1)
@@ -3127,8 +3613,11 @@ def test_a_run_on_one_host_opens_no_port(tmp_path, stage, last):
         while process.poll() is None:
             with contextlib.suppress(OSError):
                 if os.readlink(proc / "ns" / "net") != ours:  # it has got there
-                    lines = [line.split() for kind in ("tcp", "tcp6")
-                             for line in (proc / "net" / kind).read_text().splitlines()[1:]]
+                    lines = [
+                        line.split()
+                        for kind in ("tcp", "tcp6")
+                        for line in (proc / "net" / kind).read_text().splitlines()[1:]
+                    ]
                     heard |= {line[1] for line in lines if line[3] == "0A"}
             time.sleep(0.05)
         assert last in process.communicate()[0] and heard == set()
@@ -3139,10 +3628,15 @@ def test_a_run_on_one_host_opens_no_port(tmp_path, stage, last):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_worker_that_ends_leaves_nothing_behind(network, tmp_path, number):
     worker = network.work(0)
-    process, _ = start(tmp_path, "--only", "sync_rl", "--hosts", network.url(0), prefix=network.inside(0))
+    process, _ = start(
+        tmp_path, "--only", "sync_rl", "--hosts", network.url(0), prefix=network.inside(0)
+    )
     assert wait_until(lambda: len(processes_of(worker.mark)) > 5, 60)
-    inner = [pid for pid in processes_of(worker.mark)
-             if b"--worker" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+    inner = [
+        pid
+        for pid in processes_of(worker.mark)
+        if b"--worker" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(max(inner), number)
     assert wait_until(lambda: processes_of(worker.mark) == [], 90)  # Monarch's own limit is 60 s
     process.kill()
@@ -3152,7 +3646,9 @@ def test_a_worker_that_ends_leaves_nothing_behind(network, tmp_path, number):
 def test_a_main_process_that_ends_leaves_nothing_on_other_hosts(network, tmp_path):
     worker = network.work(0)
     before = processes_of(worker.mark)
-    process, mark = start(tmp_path, "--only", "sync_rl", "--hosts", network.url(0), prefix=network.inside(0))
+    process, mark = start(
+        tmp_path, "--only", "sync_rl", "--hosts", network.url(0), prefix=network.inside(0)
+    )
     assert wait_until(lambda: len(processes_of(worker.mark)) > len(before) + 3, 60)
     for pid in processes_of(mark):
         with contextlib.suppress(ProcessLookupError):
@@ -3168,30 +3664,46 @@ def test_a_main_process_that_ends_leaves_nothing_on_other_hosts(network, tmp_pat
 def pictures(tmp_path_factory, quick_file):
     """A short run with both files."""
     folder = tmp_path_factory.mktemp("pictures")
-    run = Run(folder, "--only", "async_rl", "--steps", "30", "--report", "page.html", "--trace", "trace.json",
-              file=quick_file)
+    run = Run(
+        folder,
+        "--only",
+        "async_rl",
+        "--steps",
+        "30",
+        "--report",
+        "page.html",
+        "--trace",
+        "trace.json",
+        file=quick_file,
+    )
     return run, folder / "page.html", json.loads((folder / "trace.json").read_text())
 
 
 class Chromium:
     """A headless browser, driven over two pipes in its own protocol: no package is needed."""
 
-    PATH = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    PATH = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
 
     def __enter__(self):
         self.ids, self.events, self.session = itertools.count(1), [], {}
         (theirs, ours), (self.answers, to_us) = os.pipe(), os.pipe()
         self.profile = tempfile.TemporaryDirectory()
         # the browser reads descriptor 3 and writes 4
-        command = (f"exec 3<&{theirs} 4>&{to_us}; exec {self.PATH} --headless --no-sandbox --disable-gpu "
-                   f"--disable-dev-shm-usage --remote-debugging-pipe --user-data-dir={self.profile.name}")
-        self.process = subprocess.Popen(["bash", "-c", command], pass_fds=(theirs, to_us),
-                                        stderr=subprocess.DEVNULL)
+        command = (
+            f"exec 3<&{theirs} 4>&{to_us}; exec {self.PATH} --headless --no-sandbox --disable-gpu "
+            f"--disable-dev-shm-usage --remote-debugging-pipe --user-data-dir={self.profile.name}"
+        )
+        self.process = subprocess.Popen(
+            ["bash", "-c", command], pass_fds=(theirs, to_us), stderr=subprocess.DEVNULL
+        )
         os.close(theirs), os.close(to_us)
         self.orders, self.unread = os.fdopen(ours, "wb", buffering=0), b""
         target = self("Target.createTarget", url="about:blank")["targetId"]
-        self.session = {"sessionId": self(
-            "Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        self.session = {
+            "sessionId": self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        }
         for domain in ("Page", "Runtime", "Log", "Network"):
             self(f"{domain}.enable")
         return self
@@ -3205,7 +3717,10 @@ class Chromium:
 
     def __call__(self, method, **params):
         number = next(self.ids)
-        self.orders.write(json.dumps({"id": number, "method": method, "params": params, **self.session}).encode() + b"\0")
+        self.orders.write(
+            json.dumps({"id": number, "method": method, "params": params, **self.session}).encode()
+            + b"\0"
+        )
         while True:
             while b"\0" not in self.unread:
                 found = os.read(self.answers, 1 << 20)
@@ -3226,12 +3741,23 @@ class Chromium:
     def key(self, name):
         code = {"ArrowRight": 39, "ArrowLeft": 37, "Tab": 9}[name]
         for kind in ("keyDown", "keyUp"):
-            self("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code)
+            self(
+                "Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code
+            )
 
     def open(self, path, width, scheme):
         self.events.clear()
-        self("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500)
-        self("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=800,
+            deviceScaleFactor=1,
+            mobile=width < 500,
+        )
+        self(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
         self("Page.navigate", url=path.as_uri())
         assert wait_until(lambda: self.js("document.readyState") == "complete", 20)
 
@@ -3241,8 +3767,9 @@ class Chromium:
 def test_the_page_of_a_report_in_a_browser(pictures, width, scheme):
     """Its slider, moved with the keyboard, changes timeline and numbers; nothing goes wrong."""
     run, path, _ = pictures
-    assert run.status == 0 or {c["what"] for c in run.stage("async_rl")["checks"] if not c["ok"]} <= {
-        "held-out exact, gained", "seconds to the same reward, sync / async"}, run.out + run.err
+    assert run.status == 0 or {
+        c["what"] for c in run.stage("async_rl")["checks"] if not c["ok"]
+    } <= {"held-out exact, gained", "seconds to the same reward, sync / async"}, run.out + run.err
     shown = {}
     with Chromium() as browser:
         browser.open(path, width, scheme)
@@ -3253,17 +3780,26 @@ def test_the_page_of_a_report_in_a_browser(pictures, width, scheme):
             browser.key("Tab")
         for bound in (0, 1, 2, 4, 8):
             assert browser.js("document.getElementById('shown').value") == f"K = {bound}"
-            assert browser.js("document.getElementById('bound').getAttribute('aria-valuetext')") == f"K = {bound}"
-            rects = browser.js("JSON.stringify([...document.querySelectorAll('#timeline rect')].map("
-                               "r => [r.className.baseVal, +r.getAttribute('x'), +r.getAttribute('width')]))")
+            assert (
+                browser.js("document.getElementById('bound').getAttribute('aria-valuetext')")
+                == f"K = {bound}"
+            )
+            rects = browser.js(
+                "JSON.stringify([...document.querySelectorAll('#timeline rect')].map("
+                "r => [r.className.baseVal, +r.getAttribute('x'), +r.getAttribute('width')]))"
+            )
             kinds = collections.Counter(kind for kind, *_ in json.loads(rects))
-            assert min(kinds[k] for k in ("rollout", "step", "rewards", "publish", "pull")) >= 15, kinds
+            assert min(kinds[k] for k in ("rollout", "step", "rewards", "publish", "pull")) >= 15, (
+                kinds
+            )
             assert kinds["step"] >= 20 and kinds["lost"] >= 1  # a step each, and the generator
             assert all(x >= 0 and x + w <= width + 1 for _, x, w in json.loads(rects))
             assert "generator" in browser.js("document.getElementById('faults').textContent")
             numbers = browser.js("document.getElementById('numbers').innerText")
             most = int(re.search(r"largest\s+[\d.]+, (\d+)", numbers)[1])
-            assert most <= bound and ("100 %" in browser.js("document.getElementById('lag').textContent")) is (most == 0)
+            assert most <= bound and (
+                "100 %" in browser.js("document.getElementById('lag').textContent")
+            ) is (most == 0)
             shown[bound] = rects, numbers, browser.js("document.getElementById('work').innerHTML")
             browser.key("ArrowRight")
         assert [len({*column}) for column in zip(*shown.values())] == [5, 5, 5]
@@ -3271,13 +3807,28 @@ def test_the_page_of_a_report_in_a_browser(pictures, width, scheme):
         assert browser.js("document.getElementById('shown').value") == "K = 4"
         assert browser.js("document.getElementById('said').textContent").count(">") >= 8
         assert browser.js("document.documentElement.scrollWidth") <= width
-        ink, paper = (sum(map(int, re.findall(r"\d+", browser.js(
-            f"getComputedStyle(document.body).{which}"))[:3])) for which in ("color", "backgroundColor"))
+        ink, paper = (
+            sum(
+                map(
+                    int,
+                    re.findall(r"\d+", browser.js(f"getComputedStyle(document.body).{which}"))[:3],
+                )
+            )
+            for which in ("color", "backgroundColor")
+        )
         assert (ink > paper) is (scheme == "dark") and abs(ink - paper) > 380  # of 765
-        asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
+        asked = [
+            e["params"]["request"]["url"]
+            for e in browser.events
+            if e["method"] == "Network.requestWillBeSent"
+        ]
         assert asked == [path.as_uri()]
-        assert not [e for e in browser.events if e["method"] in (
-            "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")]
+        assert not [
+            e
+            for e in browser.events
+            if e["method"]
+            in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+        ]
 
 
 def test_a_page_that_was_told_to_end_its_script_does_not(tmp_path):
@@ -3286,8 +3837,10 @@ def test_a_page_that_was_told_to_end_its_script_does_not(tmp_path):
 
     class Fleet:
         cfg = m.Config(steps=3, report=str(tmp_path / "page.html"))
-        generators = types.SimpleNamespace(strike=types.SimpleNamespace(call_one=lambda n: asyncio.sleep(0)),
-                                           status=types.SimpleNamespace(call_one=lambda s: asyncio.sleep(0)))
+        generators = types.SimpleNamespace(
+            strike=types.SimpleNamespace(call_one=lambda n: asyncio.sleep(0)),
+            status=types.SimpleNamespace(call_one=lambda s: asyncio.sleep(0)),
+        )
 
         async def evaluate(self):
             return 0.5
@@ -3322,13 +3875,21 @@ def test_a_trace_is_what_perfetto_reads(pictures):
     names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert len(names) == len({*names.values()}) and {e["tid"] for e in spans} == {*names}
-    assert {"trainer 0.0", "trainer 0.0 copies", "generator 0.0", "generator 1.0", "judge 0.0",
-            "trainer 0 lost"} <= {*names.values()}
+    assert {
+        "trainer 0.0",
+        "trainer 0.0 copies",
+        "generator 0.0",
+        "generator 1.0",
+        "judge 0.0",
+        "trainer 0 lost",
+    } <= {*names.values()}
     what = collections.Counter(e["name"] for e in spans)
     assert min(what[name] for name in ("rollout", "rewards", "step", "publish", "pull")) > 100, what
     for tid in names:
         open_until = []
-        for span in sorted((e for e in spans if e["tid"] == tid), key=lambda e: (e["ts"], -e["dur"])):
+        for span in sorted(
+            (e for e in spans if e["tid"] == tid), key=lambda e: (e["ts"], -e["dur"])
+        ):
             assert span["dur"] >= 0 and span["pid"] == 0
             while open_until and open_until[-1] <= span["ts"] + 1:
                 open_until.pop()
@@ -3339,13 +3900,39 @@ def test_a_trace_is_what_perfetto_reads(pictures):
 # -- the command line -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("args", [
-    "--stage nope", "--only 12", "--task sums", "--loss none", "--steps 0", "--steps x",
-    "--generators -2", "--max-lag -1", "--model-mb 0", "--model /nowhere/model", "--bogus",
-    "--json /nowhere/out.json", "--task nowhere.py:X", "--task :X", "--kl -1", "--kl nan", "--entropy -2", "--lr -1",
-    "--passes 0", "--baseline x", "--loss x", "--pull never", "--log /nowhere/log", "--stage 1 --only 2",
-    "--trace /nowhere/trace", "--only sync_rl --report page.html", "--report /nowhere/page.html",
-] + ([] if torch.cuda.is_available() else ["--device cuda"]))
+@pytest.mark.parametrize(
+    "args",
+    [
+        "--stage nope",
+        "--only 12",
+        "--task sums",
+        "--loss none",
+        "--steps 0",
+        "--steps x",
+        "--generators -2",
+        "--max-lag -1",
+        "--model-mb 0",
+        "--model /nowhere/model",
+        "--bogus",
+        "--json /nowhere/out.json",
+        "--task nowhere.py:X",
+        "--task :X",
+        "--kl -1",
+        "--kl nan",
+        "--entropy -2",
+        "--lr -1",
+        "--passes 0",
+        "--baseline x",
+        "--loss x",
+        "--pull never",
+        "--log /nowhere/log",
+        "--stage 1 --only 2",
+        "--trace /nowhere/trace",
+        "--only sync_rl --report page.html",
+        "--report /nowhere/page.html",
+    ]
+    + ([] if torch.cuda.is_available() else ["--device cuda"]),
+)
 def test_bad_input_gets_one_line_and_exit_2(tmp_path, refused, args):
     refused(*args.split())
     assert os.listdir(tmp_path) == []
@@ -3361,13 +3948,20 @@ def test_bad_input_leaves_nothing_behind(tmp_path, args):
 def start(folder, *args, prefix=(), file=FILE):
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [*prefix, sys.executable, str(file), *args], cwd=folder, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, MARK: mark}, start_new_session=True)
+        [*prefix, sys.executable, str(file), *args],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, MARK: mark},
+        start_new_session=True,
+    )
     return process, mark
 
 
-@pytest.mark.parametrize("args, moments", [("--only async_rl", [0.05, 1.5, 14.0]),
-                                           ("--only service", [1.0, 2.5])])
+@pytest.mark.parametrize(
+    "args, moments", [("--only async_rl", [0.05, 1.5, 14.0]), ("--only service", [1.0, 2.5])]
+)
 def test_ctrl_c_leaves_nothing_behind(tmp_path, args, moments):
     for moment in moments:
         process, mark = start(tmp_path, *args.split())
@@ -3397,8 +3991,9 @@ def test_killing_the_main_process_ends_its_processes(tmp_path):
 
 
 def test_list_names_every_banner_and_its_line():
-    found = subprocess.run([sys.executable, str(FILE), "--list"], text=True, capture_output=True,
-                           timeout=60)
+    found = subprocess.run(
+        [sys.executable, str(FILE), "--list"], text=True, capture_output=True, timeout=60
+    )
     listed = [line.split()[:2] for line in found.stdout.splitlines()]
     banners = re.findall(r"^# == (\d+)\. ([A-Z ]+) =+$", SOURCE, re.M)
     assert listed == [[number, name.lower().replace(" ", "_")] for number, name in banners]
@@ -3427,8 +4022,11 @@ def docstring_lines():
 
 def test_size():
     docs = docstring_lines()
-    code = [i for i, line in enumerate(LINES, 1)
-            if line.strip() and not line.strip().startswith("#") and i not in docs]
+    code = [
+        i
+        for i, line in enumerate(LINES, 1)
+        if line.strip() and not line.strip().startswith("#") and i not in docs
+    ]
     assert len(code) <= 1700 and len(LINES) <= 2800
     assert max(map(len, LINES)) <= 100
 
@@ -3436,8 +4034,14 @@ def test_size():
 def test_functions_are_short_and_flat():
     def depth(node):
         blocks = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try)
-        return max((depth(child) + isinstance(child, blocks) for child in ast.iter_child_nodes(node)
-                    if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))), default=0)
+        return max(
+            (
+                depth(child) + isinstance(child, blocks)
+                for child in ast.iter_child_nodes(node)
+                if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+            ),
+            default=0,
+        )
 
     for function in FUNCTIONS:
         size = function.end_lineno - function.lineno + 1
@@ -3446,11 +4050,18 @@ def test_functions_are_short_and_flat():
 
 
 def test_only_the_report_and_the_plumbing_print():
-    printing = [n.lineno for n in ast.walk(TREE) if isinstance(n, ast.Call)
-                and isinstance(n.func, ast.Name) and n.func.id == "print"]
-    allowed = {i for node in TREE.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))
-               and node.name in ("Report", "Link", "serve", "attend", "leave", "main")
-               for i in range(node.lineno, node.end_lineno + 1)}
+    printing = [
+        n.lineno
+        for n in ast.walk(TREE)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "print"
+    ]
+    allowed = {
+        i
+        for node in TREE.body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+        and node.name in ("Report", "Link", "serve", "attend", "leave", "main")
+        for i in range(node.lineno, node.end_lineno + 1)
+    }
     assert set(printing) <= allowed
 
 
@@ -3487,10 +4098,14 @@ def test_readme_and_docs_agree_with_the_file():
 def test_the_map_in_readme_has_the_lines_of_the_file():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", readme, re.M))
-    banners = {str(i): re.sub(r"^# [=-]+ | [=-]+$", "", line) for i, line in enumerate(LINES, 1)
-               if re.match(r"# (==|--) .* [=-]+$", line)}
+    banners = {
+        str(i): re.sub(r"^# [=-]+ | [=-]+$", "", line)
+        for i, line in enumerate(LINES, 1)
+        if re.match(r"# (==|--) .* [=-]+$", line)
+    }
     assert {line: row.split(" | ")[0] for line, row in rows.items()} | banners == {
-        line: row.split(" | ")[0] for line, row in rows.items()} and len(rows) == len(banners) + 1
+        line: row.split(" | ")[0] for line, row in rows.items()
+    } and len(rows) == len(banners) + 1
     named = re.findall(r"`(\w+)` (\d+)", " ".join(rows.values()))
     assert len(named) > 40
     for name, line in named:
@@ -3498,7 +4113,9 @@ def test_the_map_in_readme_has_the_lines_of_the_file():
 
 
 def test_help_is_one_screen_and_every_flag_has_its_default():
-    found = subprocess.run([sys.executable, str(FILE), "--help"], text=True, capture_output=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, str(FILE), "--help"], text=True, capture_output=True, timeout=60
+    )
     lines = found.stdout.splitlines()
     assert found.returncode == 0 and len(lines) <= 40 and max(map(len, lines)) <= 100
     for name, default in m.Config()._asdict().items():
@@ -3510,23 +4127,46 @@ def test_help_is_one_screen_and_every_flag_has_its_default():
 
 # What DOCS names in code font and neither the file, nor these tests, nor a recipe has.
 ELSEWHERE = {
-    "_bytes", "_ms", "_per_s", "_us", "_s",  # ends of names
-    "ablate.py", "tails.py", "wire.py", "calculator.py",  # the recipes' own
-    "memfd", "pidfd", "ibverbs", "srun", "rollout_func",  # Linux, Monarch, Slurm, TRL
+    "_bytes",
+    "_ms",
+    "_per_s",
+    "_us",
+    "_s",  # ends of names
+    "ablate.py",
+    "tails.py",
+    "wire.py",
+    "calculator.py",  # the recipes' own
+    "memfd",
+    "pidfd",
+    "ibverbs",
+    "srun",
+    "rollout_func",  # Linux, Monarch, Slurm, TRL
 }
 
 
 def test_names_in_docs_exist():
     docs = (FOLDER / "DOCS.md").read_text(encoding="utf-8")
     fence = re.compile(r"^```.*?^```", re.M | re.S)
-    words = {*re.findall(r"\w+", SOURCE + pathlib.Path(__file__).read_text() + " ".join(fence.findall(docs)))}
-    named = {span for span in re.findall(r"`([^`\n]+)`", fence.sub("", docs))
-             if re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", span)}
+    words = {
+        *re.findall(
+            r"\w+", SOURCE + pathlib.Path(__file__).read_text() + " ".join(fence.findall(docs))
+        )
+    }
+    named = {
+        span
+        for span in re.findall(r"`([^`\n]+)`", fence.sub("", docs))
+        if re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", span)
+    }
     assert len(named) > 200
     assert {span for span in named - ELSEWHERE if not {*re.findall(r"\w+", span)} <= words} == set()
     flags = {*re.findall(r"`(--[a-z][a-z-]+)", docs)}
     assert flags <= {"--" + name.replace("_", "-") for name in m.Config._fields} | {
-        "--stage", "--only", "--list", "--worker", "--help"}, flags
+        "--stage",
+        "--only",
+        "--list",
+        "--worker",
+        "--help",
+    }, flags
     chapters = re.findall(r"^## (\d+)\. ", docs, re.M)
     assert chapters == [str(i) for i in range(12)]
 
@@ -3534,13 +4174,19 @@ def test_names_in_docs_exist():
 # -- all of it, at length -------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    subprocess.run([sys.executable, "-m", "pytest", "-q", __file__], env=os.environ | {"MONARCH_RL_ALL": "1"})
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__], env=os.environ | {"MONARCH_RL_ALL": "1"}
+    )
     with tempfile.TemporaryDirectory() as room:
         room = pathlib.Path(room)
         for number, what in enumerate(["failover:15", "throughput", "memory"]):
             print(json.dumps(*chaos(room / str(number), what)), flush=True)
         answers = [chaos(room / f"chaos {seed}", f"chaos:{seed}")[0] for seed in range(20)]
         print(*map(json.dumps, answers), sep="\n")
-        print(f"runs with three faults, as they should be: {sum(not a['wrong'] for a in answers)} of 20")
-        print("power cuts outside, inside a checkpoint; runs that ended; largest difference:",
-              power_cuts(room / "cuts", 40, 10))
+        print(
+            f"runs with three faults, as they should be: {sum(not a['wrong'] for a in answers)} of 20"
+        )
+        print(
+            "power cuts outside, inside a checkpoint; runs that ended; largest difference:",
+            power_cuts(room / "cuts", 40, 10),
+        )
