@@ -284,6 +284,14 @@ class Config:
 # One banner, one section, one claim, one demo: a coroutine demo_<name of the stage> that closes the
 # section. The decorator `stage` enters it into STAGES, in the order of the file.
 #
+# What a stage prints, from top to bottom:
+#
+#     [7/14] weight_sync: the claim, in a sentence  (the line of the file where its section begins)
+#            a table or a few lines of what was measured, first without the rule, then with it
+#         ok what is checked: what was found  (what it must be, if that is not plain)
+#            try: what to change in which line to see the claim fail
+#            how many checks, how many seconds
+#
 # The line that makes a claim true ends with a comment "mechanism: NAME". Each stage ends with a
 # hint that tells how to change that line. Do it, and that stage fails: so you see what the line is
 # for. The tests make the same changes, and expect just that stage to fail.
@@ -766,8 +774,8 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 #   bytes that are written into a copy vanish.
 # Not here. GPU memory: with an RDMA card the same handle covers it. Source. Monarch, libibverbs.
 #
-# A handle says where the bytes are: which process has them, at what address, how many there are, and
-# a key with which a card, if there is one, lets others in. It holds none of the bytes.
+# A handle says where the bytes are: which process has them, at what address, how many there are,
+# and a key with which a card, if there is one, lets others in. It holds none of the bytes.
 #
 # RDMA is remote direct memory access: a network card reads and writes the memory of another machine
 # without that machine's processor. For that the card must know where the memory lies, and that it
@@ -1216,6 +1224,16 @@ class ReplicaLost(RuntimeError):
     """The replica died, or missed its deadline, before it had answered."""
 
 
+# The life of a replica, and who moves it on:
+#
+#     spawned --- its pid is known ---> runs --- setup has answered ---> ready --- lose ---> lost
+#             Supervisor._spawn              Supervisor._spawn           a pidfd, a deadline,
+#                                                                        or three marks (section 6)
+#
+# From each of the states before it can be lost, too. Nothing leads back from there: the process is
+# killed, if it still runs, and another Replica takes the place.
+
+
 class Replica:
     """One worker, as its owner sees it.
 
@@ -1314,14 +1332,19 @@ class Replica:
 class ServiceSpec:
     """What a supervisor should own."""
 
-    name: str
+    name: str  # such as "generator"
     replica_class: type[Worker]
-    args: tuple[Any, ...]  # for the constructor of each, after its Place
+    # For the constructor of each replica, after its Place.
+    args: tuple[Any, ...]
     num_replicas: int
-    deadline_s: float  # for one attempt at a request: many times what it usually takes
-    num_ranks: int = 1  # processes of one replica
-    hosts: tuple[Host, ...] = (Host(),)  # replicas go round them
-    setup_deadline_s: float = 120.0  # imports on a busy machine take seconds, big models minutes
+    # For one attempt at a request: many times what it usually takes.
+    deadline_s: float
+    # Processes of one replica.
+    num_ranks: int = 1
+    # On which replicas are started, in turn.
+    hosts: tuple[Host, ...] = (Host(),)
+    # For a replica to become ready: imports on a busy machine take seconds, big models minutes.
+    setup_deadline_s: float = 120.0
     # Of section 6. A request that kills whoever runs it must not go on to kill all replicas, so
     # there is a largest number of attempts.
     max_attempts: int = 3
@@ -1588,7 +1611,13 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #
 # Three coroutines meet in it. One per request: route. One per replica, its keeper: it sleeps until
 # the replica is lost, makes another one, and sleeps again. And whoever asks for the status. They
-# wake each other with the ChangeNotice below.
+# wake each other with the ChangeNotice below. By example, of two replicas the first dies in the
+# middle of a request:
+#
+#     route of that request    sleeps in _call; wakes because the replica is lost; picks the other
+#     keeper of replica 0      sleeps; wakes because it is lost; makes another, which takes seconds
+#     route of other requests  pick replica 1 as long as replica 0 is not ready
+#     keeper of replica 0      replica 0 is ready: notify; whoever waits for a replica picks it now
 
 
 class ChangeNotice:
@@ -1637,11 +1666,15 @@ class RequestLost(RuntimeError):
 class ServiceStatus:
     """What a service says of itself. Checks read this, and never a trace."""
 
-    pids: list[int]  # of healthy replicas
-    answers: dict[Place, list[Any]]  # what their setup answered, a value per rank
-    lost_replicas: list[Loss]  # those that were replaced, oldest first
-    num_answers: int  # given to callers
-    num_failed_attempts: int  # that ended with a lost replica or an exception
+    # Of healthy replicas: their process ids, and what their setup answered, a value per rank.
+    pids: list[int]
+    answers: dict[Place, list[Any]]
+    # Those that were lost and have been replaced, oldest first.
+    lost_replicas: list[Loss]
+    # Given to callers since the service began.
+    num_answers: int
+    # Attempts that ended with a lost replica or an exception.
+    num_failed_attempts: int
 
 
 class ReplicaKeeper(Supervisor):
@@ -1687,9 +1720,10 @@ class ReplicaKeeper(Supervisor):
                 replica = await self._spawn(replica_id)
             except (ActorError, ReplicaLost, asyncio.TimeoutError, OSError, ValueError) as error:
                 # Its setup failed: it raised, was lost or took too long. Or its host is gone, which
-                # shows as an OSError, or as a ValueError while it goes. For the first replica of a host that is here, this
-                # is a mistake, such as a wrong path. It ends this keeper, and `_healthy` tells
-                # whoever waits. In all other cases it may be bad luck, and is tried again.
+                # shows as an OSError, or as a ValueError while it goes. For the first replica of a
+                # host that is here, this is a mistake, such as a wrong path. It ends this keeper,
+                # and `_healthy` tells whoever waits. In all other cases it may be bad luck, and is
+                # tried again.
                 await asyncio.sleep(self.RETRY_SETUP_S)
                 is_first = loss is None
                 if is_first and self._host_of(replica_id).is_here():
@@ -2054,6 +2088,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     # Answers are counted where they are received, where they are given, and where the work for them
     # is done. A request that is answered twice would show as more answers than requests; one that
     # is run without need as more attempts than requests and failures.
+    # Lines of the diary are "begun 17" and "done 17"; those of the bad requests end with "-1".
     lines = pathlib.Path(diary).read_text(encoding="utf-8").splitlines()
     good = [line for line in lines if not line.endswith("-1")]
     num_begun = sum(line.startswith("begun") for line in good)
@@ -2224,6 +2259,15 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #             slot 3      version 5      free
 #
 # Readers + 2 slots are enough: each reader holds one at most, one is the latest, one is written.
+#
+# By example, with one reader and so three slots, in which a slow reader comes and goes:
+#
+#     the writer publishes 1    into slot 0: all are free         latest = (1, slot 0)
+#     the reader pulls          leases slot 0, and begins to read
+#     the writer publishes 2    into slot 1, not the latest 0     latest = (2, slot 1)
+#     the writer publishes 3    into slot 2, for 0 is leased      latest = (3, slot 2)
+#     the writer publishes 4    into slot 1, for 0 is leased      latest = (4, slot 1)
+#     the reader pulls          leases slot 1: it skips versions 2 and 3, and slot 0 is free
 
 
 @dataclass(frozen=True)
@@ -2469,7 +2513,7 @@ class Side:
         view: torch.Tensor,
         tensor: torch.Tensor,
     ) -> list[Match]:
-        """What belongs where, of one tensor: here all of it. (In section 8, boxes.)"""
+        """What belongs where, of one tensor: here all of it, in section 8 boxes of it."""
         return [
             Match(
                 name=name,
@@ -2749,7 +2793,10 @@ class Bench(Worker):
         num_mb: int,
         seed: int,
     ) -> ArenaHandle | None:
-        """The trainer publishes 50 versions, and answers with the handle of its arena."""
+        """Makes the weights. The trainer also publishes 50 versions, and answers with its handle.
+
+        meeting_place: of the process group. num_mb: MiB of weights. seed: of the sizes of tensors.
+        """
         form_group(meeting_place, self.rank, 5)
         # For the broadcast. Also the ranks that are not in this smaller group have to make it.
         self.trainer_and_two: Any = torch.distributed.new_group([0, 1, 2])
@@ -2807,6 +2854,7 @@ class Bench(Worker):
     async def send(self, road: SyncRoad) -> Sent:
         """The trainer makes a version, and sends it on this road."""
         self._make_next_version()
+        # The yardstick: a copy of as many bytes, into the slot that the sync will use next.
         start = time.monotonic()
         room = self.writer.arena.slots[self.writer.arena.free_slot()]
         ctypes.memmove(room.data_ptr(), self.block.data_ptr(), self.block.nbytes)
@@ -2910,6 +2958,7 @@ class SyncBench:
         rounds = [await self.round(road) for _ in range(num_rounds)]
         copied = await self._copied_bytes() - before
 
+        # The clock runs from when the trainer begins until the last generator has the version.
         took_s = []
         memmove_s = []
         trainer_s = []
@@ -3730,12 +3779,16 @@ class Cutter(Worker):
 class ReshardRow:
     """What a road costs."""
 
-    trainer_to_generator: str
+    trainer_to_generator: str  # how each side is cut, and the road
+    # Median of the rounds, until both generator ranks have the version.
     ms: float
+    # Those ms, over the ms of a memmove of as many bytes.
     x_memmove: float
-    sent_over_needed: float  # bytes that ranks sent each other
-    written_over_needed: float  # bytes that they wrote into the slot
-    wrong: int  # tensors of 16, at both generator ranks
+    # Bytes that ranks sent each other, and bytes that they wrote into slots, over those of a model.
+    sent_over_needed: float
+    written_over_needed: float
+    # Tensors of 16 that are not what they should be: 8 at each of both generator ranks.
+    wrong: int
 
 
 async def reshard_row(ranks: Cutter, road: ReshardRoad, needed_bytes: int) -> ReshardRow:
@@ -4000,11 +4053,16 @@ class Sampler:
 class Tokens:
     """What stands in the conversations: [B, T] each, for B rows of T columns."""
 
-    ids: torch.Tensor  # int64
-    mask: torch.Tensor  # int64: 1 is a token, 0 a hole
-    turn_ids: torch.Tensor  # int64: in which turn the policy chose this token; 0: it did not
-    logprobs: torch.Tensor  # float32: with which it was chosen; 0 where turn_ids is 0
-    versions: torch.Tensor  # int64: of the weights that chose it; 0 where turn_ids is 0
+    # int64: the number of the token in the vocabulary. In a hole it means nothing.
+    ids: torch.Tensor
+    # int64: 1 is a token, 0 a hole.
+    mask: torch.Tensor
+    # int64: in which turn, 1, 2, ..., the policy chose this token; 0: it did not.
+    turn_ids: torch.Tensor
+    # float32: the log-probability with which it was chosen; 0 where turn_ids is 0.
+    logprobs: torch.Tensor
+    # int64: the version of the weights that chose it; 0 where turn_ids is 0.
+    versions: torch.Tensor
 
     @staticmethod
     def combine(
@@ -4058,11 +4116,16 @@ class Rollout:
     """Episodes, each of them a row. The rows of a group need not be neighbours."""
 
     tokens: Tokens
-    rewards: torch.Tensor  # [B, turns] float32, of each turn; nan: not judged (yet)
-    group_ids: torch.Tensor  # [B] int64
-    is_cut: torch.Tensor  # [B] bool: it did not fit into the model's context, and carries no loss
-    prompts: list[Prompt]  # of each row
-    said: list[list[str]]  # of each row, what the policy said in each turn
+    # [B, turns] float32: the reward of each turn; nan: not judged, or not yet.
+    rewards: torch.Tensor
+    # [B] int64: equal numbers belong to one group, which has one prompt.
+    group_ids: torch.Tensor
+    # [B] bool: the conversation did not fit into the model's context, and carries no loss.
+    is_cut: torch.Tensor
+    # Of each row, the conversation that was to be had.
+    prompts: list[Prompt]
+    # Of each row, what the policy said in each turn, as text: such as ["abc", "dfb+"].
+    said: list[list[str]]
 
     def select(self, rows: list[int]) -> Rollout:
         """The episodes with these numbers."""
@@ -4241,6 +4304,13 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
 
 
 # -- 9d. The decoder -------------------------------------------------------------------------------
+# Conversations of two turns go hear, speak, hear, speak. In `speak`, for each token:
+#
+#     1. pull: are there new weights? If so, the cache is thrown away
+#     2. a forward pass over the columns that the cache lacks, mostly the last token of each row
+#     3. log-probabilities of the next token, over the whole vocabulary
+#     4. a token is sampled for each row whose turn goes on, and a hole is put into the others
+#     5. what was sampled becomes a new column: id, turn, log-probability, version
 
 
 def version_0() -> int:
@@ -5146,23 +5216,38 @@ MAX_K3 = {"cpu": 1e-6, "cuda": 1e-2}  # between the two programs, by rounding: i
 class StepStats:
     """What a training step knows about itself. Means are over the sampled tokens of the batch."""
 
-    version: int  # of the weights after it
-    reward: float  # mean over episodes of the sum of their turns, 0 to 1
-    lag_mean: float  # in versions
+    # Of the weights after the step.
+    version: int
+    # Mean over episodes of the sum of their turns, 0 to 1. It should rise, unsteadily.
+    reward: float
+    # In versions: 0 if the batch was sampled by the weights that this step begins with.
+    lag_mean: float
     lag_max: int
-    loss: float  # says nothing about learning (section 10)
-    mismatch_k3: float | None  # recorded against recomputed, tokens of lag 0; None: there are none
+    # Says nothing about learning (section 10).
+    loss: float
+    # k3 of recorded and recomputed log-probabilities, over tokens of lag 0; None: there are none.
+    # Above MAX_K3 the two programs disagree, and what is learned is wrong.
+    mismatch_k3: float | None
     # Effective sample size, as a share: 1 if all tokens weigh the same, near 0 if a few of them
-    # have all the weight.
+    # have all the weight, as when samples are too old.
     ess: float
-    entropy: float  # nats per token
-    clipped: float  # share of tokens that the loss left without a gradient
-    kl: float  # divergence from the policy before RL, nats per token; 0 without --kl
-    grad_norm: float  # before it was clipped
-    num_tokens: int  # sampled
-    skipped: int  # updates left out because that norm was not finite
-    stall_s: float  # waiting for copies of the version before
-    step_s: float  # all of it
+    # Of the choice of a token, in nats. It falls as the policy becomes certain; at 0 there is
+    # nothing left to compare.
+    entropy: float
+    # Share of tokens that the loss left without a gradient.
+    clipped: float
+    # Divergence from the policy before RL, nats per token; 0 without --kl.
+    kl: float
+    # The length of the gradient before it was clipped.
+    grad_norm: float
+    # Sampled tokens in the batch.
+    num_tokens: int
+    # Updates left out because that length was not finite.
+    skipped: int
+    # Seconds for which the update waited for copies of the version before.
+    stall_s: float
+    # Seconds of the whole step.
+    step_s: float
 
 
 @dataclass(frozen=True)
@@ -5454,12 +5539,18 @@ def clip_gradient(model: Any) -> float:
 class Examination:
     """What must hold of a batch of lag 0, before anything is trained, or nothing is learned."""
 
-    mean_k3: float  # recorded against recomputed
-    off_from_1: float  # the largest distance of a sum of probabilities from 1
-    num_above_0: int  # log-probabilities
-    num_without_gradient: int  # parameters
-    group_sum: float  # the largest sum of a group's advantages
-    num_conversations: int  # that differ
+    # k3 of recorded and recomputed log-probabilities: do both programs agree?
+    mean_k3: float
+    # The largest distance from 1 that the probabilities of a next token add up to.
+    off_from_1: float
+    # Recorded log-probabilities above 0, which none can be.
+    num_above_0: int
+    # Parameters to which no gradient comes: a part of the model would not learn.
+    num_without_gradient: int
+    # The largest sum of a group's advantages, which should be 0: else all of a group is praised.
+    group_sum: float
+    # Different conversations in the batch: if all are alike there is nothing to compare.
+    num_conversations: int
 
 
 def examine(state: TrainState, batch: Rollout) -> Examination:
@@ -5563,7 +5654,16 @@ def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
 
 # -- 11d. The workers ------------------------------------------------------------------------------
 # Three kinds of processes: the trainer, generators, judges. Each endpoint has one request and one
-# reply, which are records. Besides the weights these records are all that passes between programs.
+# reply, which are records. Besides the weights these are all that passes between programs:
+#
+#     Trainer     begin        BeginRequest    -> ArenaHandle     builds its model, once
+#                 load         LoadRequest     -> str             becomes what a checkpoint says
+#                 save         SaveRequest     -> bytes           writes a checkpoint
+#                 step         Rollout         -> StepStats       trains on a batch, and publishes
+#                 published                    -> int             when the newest can be pulled
+#                 examine      Rollout         -> Examination     scores a batch, and no more
+#     Generator   rollout      RolloutRequest  -> RolloutReply    pulls, and has conversations
+#     Judge       judge        JudgeRequest    -> rewards         scores conversations
 
 
 class TrainerLost(RuntimeError):
@@ -5726,8 +5826,8 @@ class RolloutRequest:
     min_version: int  # waits until that one can be pulled
     prompts: list[Prompt]
     group_size: int
-    # It travels along, so that a request which is run again samples the same, if the weights are the
-    # same, too.
+    # It travels along, so that a request which is run again under the same weights samples the
+    # same.
     seed: int
     greedy: bool
     is_in_flight: bool  # takes new weights before every token
@@ -6155,6 +6255,10 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
 #                           |  +------dropped---> dropped    too old when a batch was taken
 #                           +---------lost------> lost       no answer, not judged, or at the
 #                                                            trainer when that was lost
+#
+# By example, 48 groups are started. A batch of 16 is trained on, 2 groups are dropped, 1 is lost:
+# the books say started 48, trained 16, dropped 2, lost 1, and so 29 must be in flight. Then the
+# trainer is lost, before the first checkpoint: trained 0, undone 16, and 29 still in flight.
 
 
 class Ledger:
@@ -6236,14 +6340,20 @@ class Ledger:
 class StepRow:
     """A line of --log."""
 
-    run: str
+    run: str  # such as "async"
     step: int  # from 1
-    seconds: float  # since the run began
-    busy_s: float  # that all generators have worked so far
-    heldout: float | None  # exact, by the last evaluation that has come back
-    lags: list[int]  # how many sampled tokens had lag 0, 1, 2, ...
-    heard: str  # what the user said in the batch's first episode
-    said: str  # and the policy
+    # Since the run began.
+    seconds: float
+    # For which generators have worked so far, all of them together.
+    busy_s: float
+    # Share of held-out prompts answered exactly, by the last evaluation that has come back; None:
+    # none has.
+    heldout: float | None
+    # How many sampled tokens of the batch had lag 0, 1, 2, ...
+    lags: list[int]
+    # What the user and the policy said in the batch's first episode.
+    heard: str
+    said: str
     stats: StepStats
 
 
@@ -6252,13 +6362,15 @@ class SpeedRow:
     """How fast the first steps of a run were."""
 
     run: str
-    s: float
+    s: float  # seconds for these steps
     steps: int
     steps_per_s: float
     tokens_per_s: float  # sampled and trained on
-    generators_busy: float  # share of the time for which they worked, their mean
+    # Share of the time for which they worked: 1 is all the time. Of generators, the mean.
+    generators_busy: float
     trainer_busy: float
-    reward: float  # mean over the last tenth of these steps
+    # Mean over the last tenth of these steps.
+    reward: float
 
 
 class Run:
@@ -6708,6 +6820,14 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #     checkpoint: weights 50,     the trainer dies   a trainer begins and becomes what step 50 was;
 #       moments, schedule,                           the groups of steps 51 to 57 are `undone`:
 #       rows 1-50, prompts 0-799                     their prompts are drawn again, in that order
+
+
+# What lies in the folder, and what a run goes on from if it is cut off there:
+#
+#     step-50, step-100                     100
+#     step-50, step-100, unfinished         100    150 is being written, or lies there half written
+#     step-50, step-100, step-150           150    it was flushed, and has got its name
+#     step-100, step-150                    150    the third newest was removed
 
 
 class Checkpoints:
@@ -7297,8 +7417,8 @@ class AsyncLoops:
             self.buffer.put(self.run.count(found), group_ids, run_id)
 
     def _run_id(self) -> int:
-        """Of the present trainer."""
-        assert self.cluster.handle is not None, "loops run after the trainer has begun"
+        """Of the present trainer, which has begun before the loops do."""
+        assert self.cluster.handle is not None
         return self.cluster.handle.run_id
 
     def _may_send(self) -> bool:
@@ -7331,7 +7451,11 @@ class AsyncLoops:
                 await self._go_back(error)
 
     async def _send_batches(self) -> None:
-        """Sends the trainer as many batches as it may have; fewer if a step ends meanwhile."""
+        """Sends the trainer as many batches as it may have; fewer if a step ends meanwhile.
+
+        While it waits for a batch b, one of three things happens: there are enough groups, and b is
+        sent; a step a ends, and its tickets admit new groups; or that step raises TrainerLost.
+        """
         while self._may_send():
             take = asyncio.ensure_future(self.buffer.take(self._run_id(), self.version))
             under_way = [step.task for step in self.sent]
@@ -7580,7 +7704,14 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #     worker: "tcp://10.0.0.2:40123"            ten times a second: I am here, and so is this host
 #     run:    [[4711, 9], ...]                  each time: signals to send, as (process id, number)
 #
-# Whoever hears nothing for SILENCE_S takes the other side for lost.
+# Whoever hears nothing for SILENCE_S takes the other side for lost. What follows then:
+#
+#     the link        its Monarch address becomes "", and it tries to connect twice a second
+#     RemoteHost      life() is "" now; whoever watched its processes is called back: "host lost"
+#     keepers         their replicas on that host are lost; each waits until the host is here
+#     route           requests that were under way there go to replicas on other hosts
+#     the worker      is back, with another Monarch host: life() is another address
+#     keepers         make their replicas again, there
 
 SILENCE_S = 8.0
 BEAT_S = 0.1
