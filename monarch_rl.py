@@ -468,6 +468,10 @@ class Report:
         head = f"[{stage.number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {line})"
         self.say(textwrap.fill(head, 96, subsequent_indent=self.INDENT), indent="")
 
+    def take_over(self, found: dict[str, Any]) -> None:
+        """Adds what --json of another process has of a stage."""
+        self.stages.append(found)
+
     def end_stage(self, stage: Stage, seconds: float) -> None:
         """Prints its foot: the hint, and how long it took."""
         line = line_with(f"# mechanism: {stage.mechanism}")
@@ -6220,7 +6224,7 @@ async def evaluate(
     return sum(is_exact(reward) for reward in rewards) / len(prompts)
 
 
-async def surely(cluster: Cluster, call: Callable[[], Awaitable[Reply]]) -> Reply:
+async def with_retries(cluster: Cluster, call: Callable[[], Awaitable[Reply]]) -> Reply:
     """Makes a call of a cluster outside of a run, and makes it again if the trainer is lost.
 
     Before that the next trainer becomes what the lost one was last told to be, or saved as.
@@ -6567,11 +6571,11 @@ class Training:
         self.heldout: float | None = None
         self.evaluations: list[asyncio.Task[None]] = []
         self.alarms_told: set[str] = set()
+        self.has_shown = False  # a line of a step
 
     # `async with training:` begins the run, and cleans up behind it, however it ends.
 
     async def __aenter__(self) -> Training:
-        self.report.say(self.HEAD)
         await self.begin()
         return self
 
@@ -6641,6 +6645,9 @@ class Training:
             f"{speed.generators_busy:5.2f}{speed.trainer_busy:6.2f}{speed.tokens_per_s:6.0f}"
             f"  {row.heard} > {row.said}"
         )
+        if not self.has_shown:
+            self.has_shown = True
+            self.report.say(self.HEAD)
         if is_kept:
             self.report.say(line[:92])
         else:
@@ -6770,15 +6777,16 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     """Compares both programs on a batch, trains synchronously, and evaluates before and after."""
     cluster = lab.cluster
     report.say(f"seed {cfg.seed}")
+    await with_retries(cluster, lambda: cluster.load(""))
     # Before anything is trained: one batch of lag 0, scored by both programs. If one of these
     # checks fails, no training will learn what it should.
     training = lab.training("sync", math.ceil(cfg.steps / 2), "sync_rl")
     sampler = training.run.sampler
     prompts = sampler.first(GROUPS_PER_BATCH)
-    parts = await surely(cluster, lambda: sample(cluster, prompts))
+    parts = await with_retries(cluster, lambda: sample(cluster, prompts))
     first = Rollout.join([part.rollout.judged() for part in parts])
-    before = await surely(cluster, lambda: evaluate(cluster, sampler.heldout))
-    found = await surely(cluster, lambda: cluster.examine(first))
+    before = await with_retries(cluster, lambda: evaluate(cluster, sampler.heldout))
+    found = await with_retries(cluster, lambda: cluster.examine(first))
     limit = MAX_K3[cfg.device]
     report.check("k3 of both programs", found.mean_k3, "<=", limit)
     report.check("probabilities, how far from a sum of 1", found.off_from_1, "<", 1e-4)
@@ -6789,8 +6797,8 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 
     await train_sync(training)
     # The same batch, scored by what the trainer has become: now it is far from lag 0.
-    stale = await surely(cluster, lambda: cluster.examine(first))
-    after = await surely(cluster, lambda: evaluate(cluster, sampler.heldout))
+    stale = await with_retries(cluster, lambda: cluster.examine(first))
+    after = await with_retries(cluster, lambda: evaluate(cluster, sampler.heldout))
     gained = training.tell_learning(before, after, training.largest_k3())
     late = f"k3 of the first batch, {training.run.num_steps} steps too late"
     report.check(late, stale.mean_k3, ">", 1e-4)
@@ -7186,7 +7194,8 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
     told: list[str] = []
     used = cut.checkpoints.newest(cut_off.cfg, told.append)
     report.check("lines about a damaged checkpoint", len(told), "==", 1)
-    report.check("used is the one before it", used, "==", older)
+    num_passed_over = [newest, older].index(used)
+    report.check("checkpoints passed over before one was used", num_passed_over, "==", 1)
     await judge_that_hangs(report)
     # You can now leave a run alone for a week.
 
@@ -7648,7 +7657,8 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     # 1. Without the rule: tickets for all, and nothing is ever too old.
     loose = lab.training("loose", min(40, num_compared))
     heldout = loose.run.sampler.heldout
-    before = await surely(cluster, lambda: evaluate(cluster, heldout))
+    await with_retries(cluster, lambda: cluster.load(""))
+    before = await with_retries(cluster, lambda: evaluate(cluster, heldout))
     await AsyncLoops(loose, max_lag=10**6).run_to_end()
 
     # 2. With it, and with faults.
@@ -7656,7 +7666,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     loops = AsyncLoops(training, cfg.max_lag)
     faults = Faults(cluster)
     fast = await faults.run_to_end(loops, num_compared)
-    after = await surely(cluster, lambda: evaluate(cluster, heldout))
+    after = await with_retries(cluster, lambda: evaluate(cluster, heldout))
     noticed = await faults.rows()
 
     # 3. The synchronous run.
@@ -8401,10 +8411,13 @@ async def run_stages(report: Report, command: Command) -> None:
     # The actors of RL end with the last stage that needs them.
     with_lab = [stage for stage in command.stages if stage.needs_lab]
     for stage in command.stages:
+        if stage.needs_tcp and not command.has_tcp():
+            await run_as_own_command(stage, report, cfg)
+            continue
         start = time.monotonic()
         report.begin_stage(stage)
         try:
-            await run_stage(stage, report, command, lab)
+            await run_stage(stage, report, cfg, lab)
         except Exception as error:
             report.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
             sys.excepthook(type(error), error, error.__traceback__)
@@ -8419,14 +8432,10 @@ async def run_stages(report: Report, command: Command) -> None:
 async def run_stage(
     stage: Stage,
     report: Report,
-    command: Command,
+    cfg: Config,
     lab: Lab,
 ) -> None:
     """Runs the demo of a stage, with what it needs."""
-    cfg = command.cfg
-    if stage.needs_tcp and not command.has_tcp():
-        await run_as_own_command(stage, report, cfg)
-        return
     if not stage.needs_lab:
         await stage.demo(report, cfg)
         return
@@ -8437,9 +8446,9 @@ async def run_stage(
 
 
 async def run_as_own_command(stage: Stage, report: Report, cfg: Config) -> None:
-    """A stage that needs the other transport: as a process of its own, which prints for itself.
+    """Runs a stage that needs the other transport: as a process of its own.
 
-    What it measured is taken over.
+    That one prints, head and foot too. What it measured is taken over.
     """
     result = unnamed_file("result")  # its figures, as --json has them
     command = [sys.executable, os.path.abspath(__file__), "--only", stage.name]
@@ -8450,8 +8459,13 @@ async def run_as_own_command(stage: Stage, report: Report, cfg: Config) -> None:
     async for line in process.stdout:
         report.say(line.decode().rstrip("\n"), indent="")
     await process.wait()
-    found = json.loads(pathlib.Path(result).read_text(encoding="utf-8"))
-    report.stages[-1].update(found["stages"][0])
+    written = pathlib.Path(result).read_text(encoding="utf-8")
+    if written:
+        report.take_over(json.loads(written)["stages"][0])
+    else:  # it has ended before its end
+        report.begin_stage(stage)
+        report.check("exit status", process.returncode, "==", 0)
+        report.end_stage(stage, 0.0)
 
 
 def leave(status: int, line: str = "") -> None:
@@ -8586,7 +8600,7 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
         training = lab.training(f"K = {bound}", math.ceil(cfg.steps * 2 / 3))
         run = training.run
         heldout = run.sampler.heldout
-        await surely(cluster, lambda: cluster.load(""))
+        await with_retries(cluster, lambda: cluster.load(""))
         before = await evaluate(cluster, heldout)
         running = asyncio.ensure_future(AsyncLoops(training, bound).run_to_end())
         if await until_step(run.num_steps // 2, run, running):
