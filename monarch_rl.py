@@ -1101,7 +1101,9 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # event loop hears of it at once. Monarch has a detector too: it looks at its processes every 200 ms
 # and calls `__supervise__` of the owner. That one stays, because it also knows of an actor that
 # died in a process that lives: an endpoint that raises though nobody waits for its answer
-# (`broadcast`) ends its actor.
+# (`broadcast`) ends its actor. A process that stands still does not answer its looks. After 5 s it
+# takes that for a death as well (ENVIRONMENT has this limit; Monarch's own is 30 s), and says so.
+# Most deadlines come sooner.
 
 # Set by the main process when it is about to end all others. From then on nothing is replaced.
 LEAVING = threading.Event()
@@ -8482,7 +8484,7 @@ def try_task(cfg: Config) -> None:
     """Can prompts be drawn, with as many turns as the task says?"""
     sampler = Sampler(cfg.task, cfg.seed)
     prompt = sampler.validation[0]  # IndexError: it draws too few different conversations
-    if len(prompt.turns) < sampler.task.num_turns:
+    if len(prompt.turns) != sampler.task.num_turns:
         raise ValueError(f"a conversation has {len(prompt.turns)} turns, not num_turns")
 
 
