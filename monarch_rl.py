@@ -1011,7 +1011,7 @@ class Recorder:
     ) -> None:
         """Something that began at start_s, in seconds since 1970, and ends now.
 
-        A thread may call this, too. What it notes is sent with the next span, because only the
+        A thread may call this, too. What it notes waits for the next send_soon, because only the
         event loop can send.
         """
         event = Event(
@@ -1024,14 +1024,18 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Notes how long the body of the `with` took, and sees to it that notes are sent soon."""
+        """Notes how long the body of the `with` took."""
         start_s = time.time()
         yield
         self.note(what, start_s)
-        if self.sending is None or self.sending.done():
-            self.sending = asyncio.ensure_future(self._send_soon())
+        self.send_soon()
 
-    async def _send_soon(self) -> None:
+    def send_soon(self) -> None:
+        """Sees to it that what was noted is sent."""
+        if self.sending is None or self.sending.done():
+            self.sending = asyncio.ensure_future(self._send())
+
+    async def _send(self) -> None:
         """One message for all events of the last moment. If Telemetry is gone, so are they."""
         await asyncio.sleep(self.SEND_AFTER_S)
         store = await telemetry()
@@ -1745,6 +1749,7 @@ class ReplicaKeeper(Supervisor):
             if loss is not None:  # it took the place of one that was lost
                 self.lost_replicas.append(dataclasses.replace(loss, replaced_s=time.time()))
                 self.recorder.note(loss.why, loss.noticed_s, f"{self.spec.name} {replica_id} lost")
+                self.recorder.send_soon()
             self.changed.notify()
             loss = await replica.lost  # mostly it sleeps here
             self.changed.notify()
@@ -7550,9 +7555,11 @@ class AsyncLoops:
         while self._may_send():
             take = asyncio.ensure_future(self.buffer.take(self._run_id(), self.version))
             under_way = [step.task for step in self.sent]
-            await asyncio.wait([take, *under_way], return_when="FIRST_COMPLETED")
+            try:
+                await asyncio.wait([take, *under_way], return_when="FIRST_COMPLETED")
+            finally:  # also when this loop is cancelled: nobody else knows of this task
+                take.cancel()  # if it has a batch, this does nothing
             if not take.done():  # a step has ended first, maybe without a trainer: hear of it
-                take.cancel()
                 return
             batch = take.result()
             task = asyncio.ensure_future(self._step(batch, self.version))
@@ -8693,12 +8700,12 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
     runs = []
     rows = []
     for bound in (0, 1, 2, 4, 8):
-        start_s = time.time()
         training = lab.training(f"K = {bound}", math.ceil(cfg.steps * 2 / 3))
         run = training.run
         heldout = run.sampler.heldout
         await with_retries(cluster, lambda: cluster.load(""))
         before = await evaluate(cluster, heldout)
+        start_s = time.time()  # the page shows what has happened since
         running = asyncio.ensure_future(AsyncLoops(training, bound).run_to_end())
         if await until_step(run.num_steps // 2, run, running):
             await cluster.generators.strike(signal.SIGKILL)
@@ -8708,7 +8715,9 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
         await asyncio.sleep(2 * Recorder.SEND_AFTER_S)  # until the last events have come
         speed = run.speed(run.num_steps, cfg.generators)
         lag = training.largest_lag()
-        rows.append({"bound": bound, "lag": lag, "exact": after, **dataclasses.asdict(speed)})
+        columns = dataclasses.asdict(speed)
+        del columns["run"], columns["steps"]  # the bound says the one, and the other is the same
+        rows.append({"bound": bound, "lag": lag, "exact": after, **columns})
         runs.append(run_for_page(training, bound, before, after, await read_events(start_s)))
     report.table(rows)
     num_above = sum(row["lag"] > row["bound"] for row in rows)

@@ -287,7 +287,7 @@ class Tour:
 
 @pytest.fixture(scope="session")
 def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
-    """It runs in a folder with another file of that name, which must not be taken for the real one."""
+    """It runs in a folder with another file of that name, which must not be taken for this one."""
     before = sorted(os.listdir("/dev/shm"))
     folder = tmp_path_factory.mktemp("tour")
     (folder / FILE.name).write_text("raise SystemExit('this is not the one')")
@@ -377,7 +377,7 @@ def test_the_demo_of_weight_sync_can_tell_torn_reads(tour: Tour) -> None:
 
 
 def test_both_kinds_of_waiting_of_a_broadcast_are_in_the_table(tour: Tour) -> None:
-    """It waits for the transfer, and for the last to come; slots make the trainer wait for neither."""
+    """It waits for the transfer, and for the last to come; slots let the trainer wait for neither."""
     [rows] = tour.run.stage("weight_sync")["tables"]
     held_ms = {row["road"]: row["trainer_held"] for row in rows}
     assert held_ms["slots, 2"] < held_ms["gloo broadcast, 2"]
@@ -2391,6 +2391,15 @@ def model_with_a_buffer(seed: int, steps: float) -> Any:
     return model
 
 
+def test_a_layout_has_no_holes() -> None:
+    """A tied tensor takes no room, and each other one begins where the one before has ended."""
+    page = torch.zeros(1024)
+    tensors = {"page": page, "same page": page, "short": torch.ones(3), "last": torch.ones(2)}
+    manifest = m.manifest_of(tensors)
+    assert [spec.offset for spec in manifest.specs] == [0, 0, 4096, 4096 + 64]
+    assert manifest.slot_bytes == 2 * 4096
+
+
 def test_tied_weights_are_stored_once() -> None:
     model = model_with_a_buffer(seed=0, steps=3.0)
     manifest = m.manifest_of(m.weights_of(model))
@@ -2783,6 +2792,11 @@ def test_the_writer_needs_its_fence_as_well(rule: Rule) -> None:
 # -- the lease of a relay, in the same model -------------------------------------------------------
 
 
+# A process that is not this one, and lives: the trainer cannot ask whether a relay lives, so a
+# relay leases in the trainer's name.
+PID_OF_TRAINER = 1
+
+
 @dataclass(frozen=True)
 class ModelWord:
     """An RDMABuffer of one word of the trainer's arena, for the relay in the model.
@@ -2798,6 +2812,7 @@ class ModelWord:
         room.fill_(self.replay[self.place])
 
     async def write_from(self, word: torch.Tensor) -> None:
+        assert int(word) // m.Arena.MAX_SLOTS == PID_OF_TRAINER
         self.replay[self.place] = int(word)
         with self.replay:
             pass
@@ -2830,7 +2845,7 @@ class RelayDouble:
         self.num_versions = 0
         self.read_bytes = 0
         self.remote = types.SimpleNamespace(
-            handle=self.arena.handle,
+            handle=dataclasses.replace(self.arena.handle, pid=PID_OF_TRAINER),
             latest=ModelWord(replay=replay, place=m.Arena.LATEST),
             lease=ModelWord(replay=replay, place=m.Arena.LEASES),
             slots=range(3),  # the "pieces" of a slot are its number
@@ -4809,7 +4824,7 @@ def test_a_table_stays_within_100_columns(
 # -- the books, in one process ---------------------------------------------------------------------
 
 
-def batch_of(group_ids: Sequence[int], version: int) -> m.Rollout:
+def groups_of(group_ids: Sequence[int], version: int) -> m.Rollout:
     """Two episodes of each group."""
     return rollout_of([group_id for group_id in group_ids for _ in range(2)], version)
 
@@ -4842,7 +4857,7 @@ async def history_of_gate_and_buffer(seed: int) -> m.Ledger:
             sampled_under.update(dict.fromkeys(group_ids, version))
         if away and rng.random() < 0.6:
             come_back = away.pop(rng.randrange(len(away)))  # stragglers are overtaken
-            rollout = batch_of(come_back, sampled_under[come_back[0]])
+            rollout = groups_of(come_back, sampled_under[come_back[0]])
             if rng.random() < 0.1:
                 ledger.settle("lost", come_back)
             else:
@@ -4916,9 +4931,9 @@ def test_groups_of_a_trainer_that_was_lost_are_dropped_and_drawn_again() -> None
         run = run_of()
         buffer = m.ReplayBuffer(run.ledger, max_lag=10)
         before = ids_drawn(run)
-        buffer.put(batch_of(before, version=3), before, run_id=1)
+        buffer.put(groups_of(before, version=3), before, run_id=1)
         after = ids_drawn(run)
-        buffer.put(batch_of(after, version=3), after, run_id=2)
+        buffer.put(groups_of(after, version=3), after, run_id=2)
         batch = await asyncio.wait_for(buffer.take(2, version=3), 5)
         assert batch.group_ids.unique().tolist() == after
         assert run.ledger.counts["dropped"] == m.GROUPS_PER_BATCH
@@ -4994,7 +5009,7 @@ class RandomRun:
         entries = sorted(self.some_in_flight(), key=lambda entry: self.group_ids[entry])
         if not entries:
             return
-        batch = batch_of(self.ids_of(entries), version=0)
+        batch = groups_of(self.ids_of(entries), version=0)
         self.run.add_step(stats_of(version=len(self.run.rows) + 1), batch, heldout=None)
         self.become(entries, "trained")
         self.since_save += entries
@@ -5056,10 +5071,10 @@ def test_prompts_of_a_lost_trainer_are_drawn_again_in_their_order() -> None:
     """Those of the steps that are undone, then those that it had, then what was to come anyway."""
     run = run_of()
     trained = ids_drawn(run)
-    run.add_step(stats_of(version=1), batch_of(trained, 0), heldout=None)
+    run.add_step(stats_of(version=1), groups_of(trained, 0), heldout=None)
     run.ledger.trained_since_save = []  # saved here
     undone = ids_drawn(run)
-    run.add_step(stats_of(version=2), batch_of(undone, 0), heldout=None)
+    run.add_step(stats_of(version=2), groups_of(undone, 0), heldout=None)
     at_trainer = ids_drawn(run)
     elsewhere = ids_drawn(run)
     run.go_back(1, at_trainer)
@@ -5129,7 +5144,7 @@ class StubCluster(m.Cluster):
         self.trainer_is_free = asyncio.Lock()
         self.num_under_way = 0  # steps
         self.num_made = 0  # steps; the version is the same number
-        self.oldest_version = 0
+        self.first_version = 0
         self.newest = ""
         self.handle = m.ArenaHandle(
             pid=0,
@@ -5144,7 +5159,7 @@ class StubCluster(m.Cluster):
         version = self.num_made
         busy_s = random.random() * 2 * self.generate_s
         await asyncio.sleep(busy_s)
-        rollout = batch_of([prompt.id for prompt in prompts], version)
+        rollout = groups_of([prompt.id for prompt in prompts], version)
         return m.RolloutReply(rollout=rollout, busy_s=busy_s)
 
     async def published(self) -> int:
@@ -5182,7 +5197,7 @@ class StubCluster(m.Cluster):
         if path:
             found = m.read_checkpoint(path, self.cfg)
         self.num_made = found["num_made"]
-        self.oldest_version = self.num_made
+        self.first_version = self.num_made
         self.newest = path
         return found["state"]
 
@@ -5855,7 +5870,7 @@ class OutsideRun:
 
     async def exact(self) -> float:
         heldout = self.sampler.heldout
-        return await m.surely(self.cluster, lambda: m.evaluate(self.cluster, heldout))
+        return await m.with_retries(self.cluster, lambda: m.evaluate(self.cluster, heldout))
 
     async def play(self, is_replaced: bool) -> dict[str, Any]:
         """What evaluations before and after a loss say, and an examination after another one."""
@@ -5863,10 +5878,10 @@ class OutsideRun:
         await self.lose(is_replaced)
         after = await self.exact()
         prompts = self.sampler.first(m.GROUPS_PER_BATCH)
-        replies = await m.surely(self.cluster, lambda: self.cluster.sample(prompts))
+        replies = await m.with_retries(self.cluster, lambda: m.sample(self.cluster, prompts))
         batch = m.Rollout.join([reply.rollout.judged() for reply in replies])
         await self.lose(is_replaced)
-        found = await m.surely(self.cluster, lambda: self.cluster.examine(batch))
+        found = await m.with_retries(self.cluster, lambda: self.cluster.examine(batch))
         return {"before": before, "after": after, "examination": dataclasses.asdict(found)}
 
 
@@ -6058,7 +6073,7 @@ def assert_same_run(left: str, right: str) -> None:
     """The run's parts of two checkpoints: the same books, and the same steps."""
     one = json.loads(left)
     other = json.loads(right)
-    for name in ("next_number", "counts", "draw_again", "num_in_flight", "num_unjudged"):
+    for name in ("next_number", "counts", "draw_again", "in_flight", "num_unjudged"):
         assert one[name] == other[name]
     for row, same in zip(one["rows"], other["rows"], strict=True):
         for name in ("step", "lags", "heard", "said"):
