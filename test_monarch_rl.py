@@ -377,7 +377,7 @@ def test_the_demo_of_weight_sync_can_tell_torn_reads(tour: Tour) -> None:
 
 
 def test_both_kinds_of_waiting_of_a_broadcast_are_in_the_table(tour: Tour) -> None:
-    """It waits for the transfer, and for the last to come; slots let the trainer wait for neither."""
+    """A trainer waits for the transfer and for the last to come; with slots for neither."""
     [rows] = tour.run.stage("weight_sync")["tables"]
     held_ms = {row["road"]: row["trainer_held"] for row in rows}
     assert held_ms["slots, 2"] < held_ms["gloo broadcast, 2"]
@@ -1680,13 +1680,15 @@ def failed_before_training(batch: m.Rollout, found: m.Examination) -> set[str]:
     cfg = m.Config()
     cluster: Any = types.SimpleNamespace(
         cfg=cfg,
-        sample=mock.AsyncMock(return_value=[m.RolloutReply(rollout=batch, busy_s=0.0)]),
+        load=mock.AsyncMock(return_value=""),
         examine=mock.AsyncMock(return_value=found),
     )
     report = m.Report()
     report.begin_stage(m.STAGES["sync_rl"])
     lab = m.Lab(report, cluster, m.Training)
+    reply = m.RolloutReply(rollout=batch, busy_s=0.0)
     with (
+        mock.patch.object(m, "sample", mock.AsyncMock(return_value=[reply])),
         mock.patch.object(m, "evaluate", mock.AsyncMock(return_value=0.0)),
         mock.patch.object(m, "train_sync", mock.AsyncMock(side_effect=Enough)),
         pytest.raises(Enough),
@@ -2642,7 +2644,7 @@ def accessed(
     side: int,
     access: Access,
 ) -> Moment:
-    """This side makes its next access to memory, and gets an answer."""
+    """Lets this side make its next access to memory, and get an answer."""
     buffer = moment.buffers[side]
     answer = 0
     if access.kind == "load":
@@ -5434,7 +5436,7 @@ def done_in(diary: str) -> list[str]:
 
 @dataclass(frozen=True)
 class LateHost(m.Host):
-    """This machine, but who is killed may first do what it was asked for.
+    """A host as it is, but who is killed may first do what it was asked for.
 
     So a replica that stood still, and was lost by that, gives its answer late.
     """
@@ -7395,34 +7397,6 @@ def assert_nested(spans: list[dict[str, Any]]) -> None:
         open_until.append(end)
 
 
-# -- all of it, at length --------------------------------------------------------------------------
-
-
-def run_at_length(folder: pathlib.Path) -> None:
-    """All tests, and then the figures of DOCS 10, which take an hour."""
-    everything = {**os.environ, "MONARCH_RL_ALL": "1"}
-    subprocess.run([sys.executable, "-m", "pytest", "-q", __file__], env=everything)
-    for number, what in enumerate(["failover:15", "throughput", "memory"]):
-        print(json.dumps(*play_scenes(folder / str(number), what, timeout_s=3600)), flush=True)
-    answers = []
-    for seed in range(20):
-        answers += play_scenes(folder / f"chaos {seed}", f"chaos:{seed}")
-        print(json.dumps(answers[-1]), flush=True)
-    num_right = sum(not answer["wrong"] for answer in answers)
-    print(f"runs with three faults, as they should be: {num_right} of 20")
-    cuts = PowerCuts(folder / "cuts", num_outside=40, num_inside=10)
-    cuts.run()
-    print(
-        f"power cuts: {cuts.outside} outside, {cuts.inside} inside a checkpoint; runs that ended: "
-        f"{cuts.ends}; largest difference: {cuts.difference}"
-    )
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as room:
-        run_at_length(pathlib.Path(room))
-
-
 # -- the command line ------------------------------------------------------------------------------
 
 BAD_INPUT = [
@@ -7736,7 +7710,7 @@ def test_records_are_frozen_and_made_with_keywords() -> None:
             assert not node.args, f"{node.lineno}: {ast.unparse(node)[:60]}"
 
 
-# Whose attributes are assigned from outside: two of libraries that ask for it, and what `main` does.
+# Whose attributes are assigned from outside: of two libraries that ask for it, and in `main`.
 OUTSIDE = {
     "match.mine.data",
     "self.tokenizer.pad_token",
@@ -7792,8 +7766,15 @@ def test_every_section_has_a_lead_and_ends_with_its_demo() -> None:
         assert definitions[-1].startswith("async def demo_"), BANNERS[start]
 
 
+def between(text: str, begin: str, end: str) -> str:
+    """The part of a text that stands between two others."""
+    _, _, behind = text.partition(begin)
+    found, _, _ = behind.partition(end)
+    return found
+
+
 def test_names_in_the_header_picture_exist() -> None:
-    picture = (m.__doc__ or "").split("It needs Linux")[1].split("1 hello_actor")[0]
+    picture = between(m.__doc__ or "", "It needs Linux", "1 hello_actor")
     names = re.findall(
         r"\b[A-Z][a-z]+(?:[A-Z][a-z]+)+\b|\b(?:Sampler|Gate|Arena|Judge|Trainer)\b", picture
     )
@@ -7885,7 +7866,7 @@ def test_readme_and_docs_agree_with_the_file() -> None:
 
 def test_every_check_of_the_tour_is_explained(tour: Tour) -> None:
     """By the first words of it, for many have numbers in them."""
-    table = DOCS.split("### The stages")[1].split("### The step line")[0]
+    table = between(DOCS, "### The stages", "### The step line")
     for stage in tour.run.json["stages"]:
         for check in stage["checks"]:
             words = re.split(r"\d+|, of ", check["what"])[0].strip(" ,(")
@@ -7927,3 +7908,31 @@ def test_names_in_docs_exist() -> None:
     assert set(re.findall(r"`(--[a-z][a-z-]+)", DOCS)) <= flags
     chapters = re.findall(r"^## (\d+)\. ", DOCS, re.M)
     assert chapters == [str(number) for number in range(12)]
+
+
+# -- all of it, at length --------------------------------------------------------------------------
+
+
+def run_at_length(folder: pathlib.Path) -> None:
+    """All tests, and then the figures of DOCS 10, which take an hour."""
+    everything = {**os.environ, "MONARCH_RL_ALL": "1"}
+    subprocess.run([sys.executable, "-m", "pytest", "-q", __file__], env=everything)
+    for number, what in enumerate(["failover:15", "throughput", "memory"]):
+        print(json.dumps(*play_scenes(folder / str(number), what, timeout_s=3600)), flush=True)
+    answers = []
+    for seed in range(20):
+        answers += play_scenes(folder / f"chaos {seed}", f"chaos:{seed}")
+        print(json.dumps(answers[-1]), flush=True)
+    num_right = sum(not answer["wrong"] for answer in answers)
+    print(f"runs with three faults, as they should be: {num_right} of 20")
+    cuts = PowerCuts(folder / "cuts", num_outside=40, num_inside=10)
+    cuts.run()
+    print(
+        f"power cuts: {cuts.outside} outside, {cuts.inside} inside a checkpoint; runs that ended: "
+        f"{cuts.ends}; largest difference: {cuts.difference}"
+    )
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as room:
+        run_at_length(pathlib.Path(room))
