@@ -1555,8 +1555,8 @@ class Trial(Supervisor):
 
         # 3. The cure. A worker that raised under call_one is well, and stays.
         start = time.monotonic()
-        if is_told or caller_saw == "TimeoutError":
-            await self._spawn(0)  # mechanism: replace
+        if is_told or caller_saw == "TimeoutError":  # mechanism: replace
+            await self._spawn(0)
         cure_ms = since(start) * 1e3
         worker = self.replicas[0].actor
         next_call = await outcome(lambda: worker.root.call_one(4), deadline_s=10.0)
@@ -1583,7 +1583,7 @@ class Trial(Supervisor):
 @stage(
     "an exception belongs to the caller; a dead process belongs to whoever spawned it, who "
     "replaces it; one that stands still is found by a deadline",
-    hint="do nothing, `pass`: whoever calls next meets the dead",
+    hint="write `if is_told:`: nobody is told of a worker that stands still, so it stays there",
     mechanism="replace",
 )
 async def demo_supervision(report: Report, cfg: Config) -> None:
@@ -6143,6 +6143,7 @@ class Cluster:
         # The path of the checkpoint to which a trainer goes back if the present one is lost; "":
         # that of version 0.
         self.newest = ""
+        self.owner_of_newest: object = None  # see `remember`
 
     def hosts_of(self, cfg: Config) -> tuple[Host, ...]:
         """The hosts of a run, that of the trainer first. Here: this machine alone."""
@@ -6184,8 +6185,7 @@ class Cluster:
         This is how every run begins, and how a new trainer takes the place of a lost one. Returns
         the run's part of that checkpoint.
         """
-        # 1. The trainer begins, if it has not: it makes optimizer and arena; the very first one
-        # warms up.
+        # 1. The trainer begins, if it has not: optimizer, arena; the very first one warms up.
         begin = BeginRequest(
             meeting_place=await self._ask_trainer(Trainer.meeting_place),
             is_warm=self.is_warm and not self.base,  # later ones get the weights of the first
@@ -6200,11 +6200,7 @@ class Cluster:
         # 3. It becomes what the checkpoint says, and publishes that.
         checkpoint = self.for_trainer(path or self.base)
         base = self.for_trainer(self.base)
-        load = LoadRequest(
-            checkpoint=checkpoint,
-            base=base,
-            cfg=self.cfg,
-        )
+        load = LoadRequest(checkpoint=checkpoint, base=base, cfg=self.cfg)
         state = await self._ask_trainer(Trainer.load, load)
         await self.arena_changed(handle)
         # 4. From here on generators use the arena of this trainer, and no older version.
@@ -6228,9 +6224,13 @@ class Cluster:
         """Writes a checkpoint into this file. state: the run's part of it; "": weights alone."""
         await self._ask_trainer(Trainer.save, SaveRequest(path=path, state=state))
 
-    def remember(self, path: str) -> None:
-        """From now on a trainer that is lost outside of a run becomes what this checkpoint says."""
+    def remember(self, path: str, owner: object) -> None:
+        """From now on a trainer that is lost outside of a run becomes what this checkpoint says.
+
+        owner: of the file. If it is in memory, it is there as long as somebody refers to its owner.
+        """
         self.newest = path
+        self.owner_of_newest = owner
 
     async def published(self) -> int:
         """The trainer's version. Returns when generators can pull it."""
@@ -6948,13 +6948,19 @@ class Checkpoints:
     """A run's newest two checkpoints: in a folder, or in memory while this process lives."""
 
     def __init__(self, folder: str = "", paths: Sequence[str] = ()) -> None:
-        """folder: "" for memory. paths: of checkpoints in memory that exist, newest first."""
+        """folder: "" for memory. paths: of checkpoints in memory, newest first, now owned by it."""
         self.folder = folder
         self.paths = list(paths)  # newest first
+        self.in_memory = set(paths)  # the files to close: these, and one that was only begun
         if folder:
             os.makedirs(folder, exist_ok=True)
             found = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True)
             self.paths = [str(path) for path in found]
+
+    def __del__(self) -> None:
+        """The memory goes when nobody refers to this object any more."""
+        for path in self.in_memory:
+            close_unnamed_file(path)
 
     def newest(self, cfg: Config, say: Callable[[str], None]) -> str:
         """The path of the newest checkpoint that can be read. "": there are none.
@@ -6974,7 +6980,11 @@ class Checkpoints:
 
     def room(self) -> str:
         """Where to write the next one: in a folder over one that was cut off, if there is one."""
-        return f"{self.folder}/unfinished" if self.folder else unnamed_file("checkpoint")
+        if self.folder:
+            return f"{self.folder}/unfinished"
+        path = unnamed_file("checkpoint")
+        self.in_memory.add(path)
+        return path
 
     def keep(self, room: str, step: int) -> None:
         """Makes what was written there the newest, when it is on the disk, and not before.
@@ -6994,6 +7004,7 @@ class Checkpoints:
             if self.folder:
                 os.remove(old)
             else:
+                self.in_memory.remove(old)
                 close_unnamed_file(old)
 
 
@@ -7066,9 +7077,12 @@ class SafeTraining(Training):
         while True:
             path = self.checkpoints.newest(self.cfg, self.report.say)
             try:
-                return await self.cluster.load(path)
+                saved = await self.cluster.load(path)
             except TrainerLost as error:  # another one
                 self._count_loss(error)
+            else:
+                self.cluster.remember(path, self.checkpoints)
+                return saved
 
     def _count_loss(self, error: TrainerLost) -> None:
         """Raises RuntimeError if the trainer was lost too often since the newest checkpoint."""
@@ -7103,7 +7117,7 @@ class SafeTraining(Training):
         step = len(self.run.rows)
         await self.cluster.save(room, self.run.as_json())
         self.checkpoints.keep(room, step)
-        self.cluster.remember(self.checkpoints.paths[0])
+        self.cluster.remember(self.checkpoints.paths[0], self.checkpoints)
         self.run.ledger.saved()
         self.num_losses = 0
         if self.is_interrupted:

@@ -439,7 +439,7 @@ BROKEN = {
         {"by name": "return await get_or_spawn_controller(f'{name} {os.getpid()}', Telemetry)"},
         "actors created by 4 that ask for the same name",
     ),
-    "supervision": ({"replace": "pass"}, "right answers of 4 calls"),
+    "supervision": ({"replace": "if is_told:"}, "right answers of 4 calls"),
     "service": ({"another attempt": "for _ in range(1):"}, "requests of 400 lost by the service"),
     "weight_sync": ({"announce": "pass"}, "torn reads through slots"),
     "reshard": ({"uneven shards": "length = len(part) // num_ranks"}, "errors that ended"),
@@ -458,11 +458,11 @@ BROKEN = {
         },
         "largest lag",
     ),
-    "hosts": ({"host lost": "pass"}, ""),
+    "hosts": ({"host lost": "pass"}, "why relay and generator"),
 }
 
 
-@pytest.mark.parametrize("name", [name for name in STAGE_NAMES if name != "hosts"])
+@pytest.mark.parametrize("name", STAGE_NAMES)
 def test_stage_fails_without_its_mechanism(tmp_path: pathlib.Path, name: str) -> None:
     changes, check = BROKEN[name]
     how = "--stage" if name == "supervision" else "--only"  # there the stages before it hold
@@ -474,22 +474,6 @@ def test_stage_fails_without_its_mechanism(tmp_path: pathlib.Path, name: str) ->
     print(name, failed)
     assert any(what.startswith(check) for what in failed)
     assert run.left == []
-
-
-def test_a_lost_host_is_missed_without_its_mechanism(tmp_path: pathlib.Path) -> None:
-    """Nobody replaces what was on it then, so the demo waits without an end: a minute is enough."""
-    changes, _ = BROKEN["hosts"]
-    file = changed_file(tmp_path, {**NO_WARM_START, **changes})
-    started = start_file(tmp_path, "--only", "hosts", file=file)
-    try:
-        with pytest.raises(subprocess.TimeoutExpired):
-            started.process.communicate(timeout=75)
-    finally:
-        kill_all(processes_of(started.mark))
-        out, _ = started.process.communicate()
-    assert ": lost" in out
-    assert ": back" in out
-    assert wait_until(lambda: processes_of(started.mark) == [], 30)
 
 
 def test_every_stage_names_a_line_that_is_there_once() -> None:
@@ -6290,8 +6274,9 @@ def test_the_newest_two_checkpoints_are_kept_and_only_whole_ones(
     assert kept_steps(checkpoints) == [30, 20]
     assert torch.load(checkpoints.newest(m.Config(), print))["step"] == 30
     if is_in_memory:
-        m.close_unnamed_file(unfinished)
-        assert num_descriptors() == before + 2  # the memory of older ones is free
+        assert num_descriptors() == before + 3  # the memory of older ones is free
+        del checkpoints
+        assert num_descriptors() == before
     else:
         names = ["step-00000020.pt", "step-00000030.pt", "unfinished"]
         assert sorted(os.listdir(tmp_path)) == names
