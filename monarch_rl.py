@@ -90,8 +90,8 @@ from __future__ import annotations
 # imports this file under its name and finds the classes of the actors in it.
 #
 # So importing this file must do nothing but define things. Whatever has an effect (environment
-# variables, signal handlers, printing) happens in `main`, which only the main process runs; but for
-# one handler below, which it sets before `main` can.
+# variables, signal handlers, printing) happens in `main`, which only the main process runs. One
+# exception: the handler below, which must be there before `main` can run.
 import os
 import signal
 
@@ -299,8 +299,9 @@ class Config:
 #
 # The line that makes a claim true ends with a comment "mechanism: NAME". Each stage ends with a
 # hint that tells how to change that line. Do it, and that stage fails: so you see what the line is
-# for. The tests make the same changes, and expect just that stage to fail. Lines with such a
-# comment that no hint names are changed by tests alone: no demo could show in seconds what they do.
+# for. The tests make the same changes, and expect just that stage to fail. Some lines have such a
+# comment, but no hint names them. Only the tests change these, for no demo could show in seconds
+# what they do.
 
 
 @dataclass(frozen=True)
@@ -454,9 +455,9 @@ class Report:
         """Compares what was measured with what the claim says.
 
         A failure makes the exit status of the command 1, and what is not known (None) fails. What
-        is checked are counts, bytes and differences, which are the same on a busy machine. Times
-        are not: they are shown, and fail nothing. Where a claim is about time, what is checked is a
-        ratio of two times of the same run, which a busy machine stretches alike.
+        is checked are counts, bytes and differences, which are the same on a busy machine. How long
+        something took is shown, and fails nothing. Where a claim is about time, what is checked is
+        whether two things overlapped, or a ratio of times, which a busy machine stretches alike.
         """
         holds = self.RELATIONS[relation]
         ok = got is not None and bool(holds(got, want))
@@ -952,6 +953,11 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 #
 # The actor that is found so in this file is Telemetry. From here on workers tell it what they do,
 # and `--trace` and `--report` show it. Nothing else depends on it: if it is gone, a run goes on.
+#
+# Whoever asks by name waits for an answer. If a worker dies before that, the answer comes back to
+# Monarch's registry of names in the main process, and ends it, and with it the run. So in runs only
+# the main process asks, and gives what it has found to workers that it makes: telling Telemetry
+# something needs no answer.
 
 
 @dataclass(frozen=True)
@@ -1003,8 +1009,14 @@ class Recorder:
 
     def __init__(self, actor: str) -> None:
         self.actor = actor
-        self.events: collections.deque[Event] = collections.deque()  # threads may append to it
+        self.store: Telemetry | None = None
+        # Threads may append to it. It is bounded, for maybe nobody ever says where to send them.
+        self.events: collections.deque[Event] = collections.deque(maxlen=10_000)
         self.sending: asyncio.Task[None] | None = None
+
+    def send_to(self, store: Telemetry | None) -> None:
+        """From now on events are sent there. None: they are kept."""
+        self.store = store
 
     def note(
         self,
@@ -1041,12 +1053,13 @@ class Recorder:
     async def _send(self) -> None:
         """One message for all events of the last moment. If Telemetry is gone, so are they."""
         await asyncio.sleep(self.SEND_AFTER_S)
-        store = await telemetry()
+        if self.store is None:
+            return
         # One by one, for a thread may append at any moment: what comes too late is sent next time.
         events = []
         while self.events:
             events.append(self.events.popleft())
-        store.record.broadcast(events)  # nobody waits for an answer
+        self.store.record.broadcast(events)  # nobody waits for an answer
 
 
 class Witness(Actor):
@@ -1109,8 +1122,8 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # and calls `__supervise__` of the owner. That one stays, because it also knows of an actor that
 # died in a process that lives: an endpoint that raises though nobody waits for its answer
 # (`broadcast`) ends its actor. A process that stands still does not answer its looks. After 5 s it
-# takes that for a death as well (ENVIRONMENT has this limit; Monarch's own is 30 s), and says so.
-# Most deadlines come sooner.
+# takes that for a death as well (ENVIRONMENT has this limit; Monarch's own is 30 s), and says so. A
+# shorter deadline comes sooner.
 
 # Set by the main process when it is about to end all others. From then on nothing is replaced.
 LEAVING = threading.Event()
@@ -1145,7 +1158,7 @@ class Host:
         """Calls back, in this event loop and with the reason, when one of these processes ends.
 
         `add_reader` asks the event loop to call a function when a descriptor becomes readable. For
-        a pidfd that is once, when its process ends. Raises OSError if one has ended already.
+        a pidfd that is once, when its process ends. Raises OSError if one is gone already.
         """
         loop = asyncio.get_running_loop()
 
@@ -1214,12 +1227,13 @@ class Worker(Actor):
         return os.getpid()
 
     @endpoint
-    async def setup(self) -> Any:
-        """Makes it ready to serve.
+    async def setup(self, store: Telemetry | None = None) -> Any:
+        """Makes it ready to serve. store: where its events go; None: nowhere.
 
         A constructor should be cheap: Monarch runs it when the actor is spawned, and nobody waits
         for it. What takes long, or can fail, belongs into `prepare`, which is awaited here.
         """
+        self.recorder.send_to(store)
         return await self.prepare()
 
     async def prepare(self) -> Any:
@@ -1418,7 +1432,8 @@ class Supervisor(Actor):
         pids = await self._call(new, "pid", (), self.spec.setup_deadline_s)
         new.runs_in(pids)
         host.watch(pids, new.lose)
-        new.has_set_up(await self._call(new, "setup", (), self.spec.setup_deadline_s))
+        store = await telemetry()
+        new.has_set_up(await self._call(new, "setup", (store,), self.spec.setup_deadline_s))
         return new
 
     async def _call(
@@ -1628,10 +1643,11 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #   must be harmless to repeat: two attempts may both do their work. Only one is answered.
 # Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 #
-#     caller --- route(Roots.root, 4) ---> ServiceActor --- root(4) ---> replica 0     answers
-#                                              |             root(4) ---> replica 1     was lost:
-#                                              |                              a keeper makes another
-#                                              +-- the answer of replica 0 or its successor
+#     caller --- route(Roots.root, 4) ---> ServiceActor
+#                                              | root(4) ---> replica 1    is lost: its keeper
+#                                              |                           makes another
+#                                              | root(4) ---> replica 0    answers
+#            <------- 2.0 ---------------------+
 #
 # Three coroutines meet in it. One per request: route. One per replica, its keeper: it sleeps until
 # the replica is lost, makes another one, and sleeps again. And whoever asks for the status. They
@@ -1753,6 +1769,7 @@ class ReplicaKeeper(Supervisor):
             if loss is not None:  # it took the place of one that was lost
                 self.lost_replicas.append(dataclasses.replace(loss, replaced_s=time.time()))
                 self.recorder.note(loss.why, loss.noticed_s, f"{self.spec.name} {replica_id} lost")
+                self.recorder.send_to(await telemetry())
                 self.recorder.send_soon()
             self.changed.notify()
             loss = await replica.lost  # mostly it sleeps here
@@ -2174,7 +2191,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
 class WeightMismatch(ValueError):
     """The two sides do not mean the same weights, or a rule of the arena would be broken.
 
-    Nothing has changed yet.
+    What readers have has not changed.
     """
 
 
@@ -2320,11 +2337,11 @@ class ArenaHandle:
 class Arena:
     """One process's mapping of the shared memory: words of 8 bytes, then slots.
 
-    A word holds two numbers in one, so that both change at once: version 7 in slot 2 is the word
-    7 * 1024 + 2. CPython reads and writes an item of such a memoryview with one memcpy of 8 bytes
-    (unpack_single and pack_single in memoryobject.c), which compilers make one instruction. Of 8
-    aligned bytes x86-64 does that in one piece (Intel SDM vol. 3, 9.1.1), so nobody sees half of
-    an old value.
+    A word, but for the run id, holds two numbers in one, so that both change at once: version 7 in
+    slot 2 is the word 7 * 1024 + 2. CPython reads and writes an item of such a memoryview with one
+    memcpy of 8 bytes (unpack_single and pack_single in memoryobject.c), which compilers make one
+    instruction. Of 8 aligned bytes x86-64 does that in one piece (Intel SDM vol. 3, 9.1.1), so
+    nobody sees half of an old value.
 
     Words lie 64 bytes apart, each in a cache line of its own. If two shared a cache line, each
     store to one would take that line away from the processor that reads the other.
@@ -2786,7 +2803,7 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 
 @dataclass(frozen=True)
 class SyncRoad:
-    """A way for a version from the trainer to generators, and how many of them take part.
+    """How a version gets from the trainer to generators, and how many of them take part.
 
     kind              the trainer                a generator               torn if
     "slots"           publishes                  waits, then pulls         (never)
@@ -2956,7 +2973,9 @@ class SyncRow:
     """What a road costs: medians, in ms."""
 
     road: str  # and for how many generators
-    ms: float  # from the beginning until the last generator has the version
+    # From the beginning until the last generator has the version; of an RDMABuffer with two
+    # messages that lie between.
+    ms: float
     x_memmove: float  # those ms, over the ms of a memmove of as many bytes
     # Bytes that all processes have copied, over the bytes of a version. None for a broadcast, which
     # sends through sockets: what is copied there this program cannot count.
@@ -2980,7 +2999,8 @@ class SyncBench:
         """One round on this road: what the trainer says of it, and what the generators say.
 
         Generators are asked first. They wait for the version, or for the trainer in the broadcast.
-        Who reads live weights waits for nothing: but for a race, that one is asked afterwards.
+        Who reads live weights waits for nothing, and so is asked when the trainer is done; in a
+        race it is asked first, as the others are.
         """
         newest = await self.trainer.publish.call_one(0)
         sent = None
@@ -3105,7 +3125,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
         trainer_held_by_group_ms=group.trainer_held,
         trainer_held_by_late_group_ms=late_group.trainer_held,
         gloo_gb_per_s=megabytes / group.ms,
-        rdma_gb_per_s=megabytes / direct.ms,
+        rdma_gb_per_s=megabytes / direct.gen_held,
         late_join_ms=max(late_ms),
     )
     safe = [one, two, four]
@@ -4404,7 +4424,7 @@ class Decoder:
         self.turn = 0  # the present one, from 1
         self.version: int | None = None  # of the weights that made the cache
         self.cache: Any = None
-        self.has_spoken = False  # until then all rows of a group are alike
+        self.has_spoken = False  # once it has, the rows of a group may differ
         no_row = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self.is_speaking = no_row  # [B]: the row's turn goes on
         self.is_over = no_row.clone()  # [B]: the row's conversation has ended
@@ -4724,9 +4744,10 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 # Rule. Three things are done about that, each for a reason of its own:
 #     a baseline   In place of R stands the advantage A: how much better the answer was than
 #                  expected. If what is subtracted from R does not depend on the answer, the mean
-#                  of the gradient stays right, and its noise shrinks. With `leave_one_out` that is
-#                  so; with `group` it depends on it a little, through the mean and the deviation
-#                  of the group, and the demo shows by how much that tilts.
+#                  of the gradient stays right, and its noise shrinks. `leave_one_out` subtracts
+#                  the mean of the other answers to the prompt: that is so there. `group` subtracts
+#                  the mean of all of them and divides by their deviation, and in both the answer
+#                  itself counts: the demo shows by how much that tilts.
 #     a ratio      r = p now / p when it was sampled weighs each token: samples of the old policy
 #                  are counted as often as the present one would have drawn them. Nearly: a ratio
 #                  of one token does not know what came before it, and large ones are cut off.
@@ -5030,6 +5051,7 @@ class SmallWorld:
 
     def pushed_nats(self, loss: str, old: torch.Tensor, num_updates: int) -> float:
         """How far so many updates with one and the same batch take the policy away from `old`."""
+        self.rng.manual_seed(self.seed)  # the same batch for all losses
         answers = self.sample(old, 1)
         table = old.clone().requires_grad_()
         optimizer = torch.optim.Adam([table], 0.1)
@@ -5287,7 +5309,8 @@ class StepStats:
     """What a training step knows about itself.
 
     Means are over the sampled tokens of the batch. With --passes, which trains on a batch several
-    times, they are those of the last pass, and `skipped` and `stall_s` are of all passes.
+    times, loss, entropy, clipped, kl and grad_norm are of the last pass, mismatch_k3 and ess from
+    before the first update, skipped and stall_s of all passes.
     """
 
     # Of the weights after the step.
@@ -5613,7 +5636,8 @@ def clip_gradient(model: Any) -> float:
 class Examination:
     """What must hold at lag 0, before anything is trained, or nothing is learned.
 
-    The first four are of some rows of the batch, which is enough, and the others of all.
+    mean_k3, off_from_1 and num_without_gradient are of some rows of the batch, which is enough; the
+    others are of all.
     """
 
     # k3 of recorded and recomputed log-probabilities: do both programs agree?
@@ -5631,7 +5655,7 @@ class Examination:
 
 
 def examine(state: TrainState, batch: Rollout) -> Examination:
-    """Scores the first rows of a batch, as many as one forward pass takes; changes nothing."""
+    """Scores the longest rows of a batch, as many as one forward pass takes; changes no weight."""
     part = next(parts_of(state, batch))
     logp, _ = score_part(state.model, part, entropy_bonus=0.0)
     logp.sum().backward()
@@ -5732,7 +5756,8 @@ def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
 
 # -- 11d. The workers ------------------------------------------------------------------------------
 # Three kinds of processes: the trainer, generators, judges. An endpoint has at most one request,
-# and one reply, which are records. Besides weights and events this is all that passes between them:
+# and one reply, which are records. Besides weights and events this is all that passes between the
+# main process and them:
 #
 #     Trainer     meeting_place                -> str             a file for its ranks to meet in
 #                 begin        BeginRequest    -> ArenaHandle     makes optimizer and arena, once
@@ -5740,7 +5765,7 @@ def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
 #                 save         SaveRequest     -> bytes           writes a checkpoint
 #                 step         Rollout         -> StepStats       trains on a batch, and publishes
 #                 published                    -> int             when the newest can be pulled
-#                 examine      Rollout         -> Examination     scores a batch, and no more
+#                 examine      Rollout         -> Examination     scores a part of it, no more
 #     Generator   rollout      RolloutRequest  -> RolloutReply    pulls, and has conversations
 #     Judge       judge        JudgeRequest    -> rewards         scores conversations
 
@@ -5892,7 +5917,7 @@ class Trainer(Worker):
 
     @endpoint
     async def examine(self, batch: Rollout) -> Examination:
-        """Scores a batch without training on it."""
+        """Scores a part of a batch, and trains on nothing."""
         state, _ = self._begun()
         return examine(state, batch)
 
@@ -6119,7 +6144,7 @@ def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
 class Cluster:
     """The actors of RL, and typed calls to them.
 
-    It knows nothing of runs: one cluster serves one run after the other.
+    It leads no run: it serves one after the other.
     """
 
     trainer_class: ClassVar[type[Trainer]] = Trainer  # section 14 has another one
@@ -6185,7 +6210,7 @@ class Cluster:
         This is how every run begins, and how a new trainer takes the place of a lost one. Returns
         the run's part of that checkpoint.
         """
-        # 1. The trainer begins, if it has not: optimizer, arena; the very first one warms up.
+        # 1. The trainer begins, if it has not; the very first one with a warm start.
         begin = BeginRequest(
             meeting_place=await self._ask_trainer(Trainer.meeting_place),
             is_warm=self.is_warm and not self.base,  # later ones get the weights of the first
@@ -6227,7 +6252,7 @@ class Cluster:
     def remember(self, path: str, owner: object) -> None:
         """From now on a trainer that is lost outside of a run becomes what this checkpoint says.
 
-        owner: of the file. If it is in memory, it is there as long as somebody refers to its owner.
+        owner: the Checkpoints that has it. A file in memory goes when nobody refers to that.
         """
         self.newest = path
         self.owner_of_newest = owner
@@ -6241,7 +6266,7 @@ class Cluster:
         return await self._ask_trainer(Trainer.step, batch)
 
     async def examine(self, batch: Rollout) -> Examination:
-        """Scores a batch without training on it."""
+        """Scores a part of a batch, and trains on nothing."""
         return await self._ask_trainer(Trainer.examine, batch)
 
     # Calls of generators and judges.
@@ -6945,10 +6970,10 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 
 
 class Checkpoints:
-    """A run's newest two checkpoints: in a folder, or in memory while this process lives."""
+    """A run's newest two checkpoints: in a folder, or in memory, and then they go with it."""
 
     def __init__(self, folder: str = "", paths: Sequence[str] = ()) -> None:
-        """folder: "" for memory. paths: of checkpoints in memory, newest first, now owned by it."""
+        """folder: "" for memory. paths: of checkpoints in memory, newest first, now its own."""
         self.folder = folder
         self.paths = list(paths)  # newest first
         self.in_memory = set(paths)  # the files to close: these, and one that was only begun
@@ -7332,10 +7357,10 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 #   behind, and nothing bounds how many.
 # Rule. Two loops and a buffer. Rollout loops: take tickets, sample, put groups into the buffer. The
 #   training loop: take a batch from the buffer, step, publish. A ticket per group limits what is
-#   under way to K + 1 batches: one at the trainer, and K behind it, of which the last will be K
-#   versions old when its turn comes. That alone does not bound lag, for a group that takes long is
-#   overtaken by others; so a group more than K versions old is dropped when a batch is taken. Its
-#   ticket comes back. Without that the run would have fewer and fewer tickets, and stop.
+#   under way to K + 1 batches: one that the trainer works on, and K behind it, of which the last
+#   will be K versions old when its turn comes. That alone does not bound lag, for a group that
+#   takes long is overtaken by others; so a group more than K versions old is dropped when a batch
+#   is taken. Its ticket comes back: else a run would have fewer and fewer tickets, and stop.
 # Cost. Lag: samples are off-policy, that is, of an older policy than the one in training, and the
 #   loss has to bear it (section 10).
 # Not here. Finishing a rollout that another generator has begun.
@@ -7480,7 +7505,7 @@ class SentStep:
 class AsyncLoops:
     """The two kinds of loops of an asynchronous run, and what they share."""
 
-    MAX_FRUITLESS = 320  # groups lost more than trained on, some twenty rollouts: nobody gets on
+    MAX_FRUITLESS = 320  # when so many more groups were lost than trained on, the run ends
 
     def __init__(self, training: Training, max_lag: int) -> None:
         self.training = training
@@ -7750,8 +7775,8 @@ def tell_lag(report: Report, loose: Training, training: Training) -> None:
         mean = statistics.fmean(row.stats.lag_mean for row in found.run.rows)
         rows.append({"lag, in versions": rule, "mean": mean, "max": found.largest_lag()})
     report.table(rows)
-    # Without the rule lag grows with every step that generators are ahead. This run is short, so if
-    # --max-lag is large, a lag of more than 10 is enough to see that.
+    # Without the rule generators run ahead, and lag grows. These steps are too few to exceed a
+    # large --max-lag; then a lag above 10 shows it well enough.
     report.check("largest lag without the rule", loose.largest_lag(), ">", min(bound, 10))
     report.check("largest lag", training.largest_lag(), "<=", bound)
 
@@ -7826,7 +7851,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #   a slot by the protocol of section 7, with one-sided reads and writes in place of loads and
 #   stores, and publishes in an arena of its own host. Generators read there as at home. A version
 #   crosses once per host, and the trainer's Python takes no part. A lost host is a Host whose life
-#   has ended: its replicas are lost, requests go elsewhere, and they come back with it.
+#   has ended: its replicas are lost, and come back with it. Meanwhile requests go elsewhere.
 # Cost. A worker process on every host. Its port runs any code for whoever reaches it: a private
 #   network, or the loopback, and nothing else. (Monarch can ask for certificates, of a certificate
 #   authority, ca; here it is told to trust everybody.)
@@ -8133,7 +8158,7 @@ class Traffic:
 class Relay(Worker):
     """One per other host. It reads the trainer's arena and writes one for the generators there."""
 
-    LOOK_EVERY_S = 0.005  # a look is a message, and work for both hosts
+    LOOK_EVERY_S = 0.005  # a look is a one-sided read; over TCP it is work for both hosts
 
     def __init__(
         self,
@@ -8320,9 +8345,9 @@ class LocalWorkers:
 
 
 async def until_replaced(service: Service) -> list[Loss]:
-    """Waits until a replica that was lost has a successor. Returns those that were lost.
+    """Waits until a replica that was lost has a successor. Returns the losses made good.
 
-    None of them, if nobody has noticed a loss for 20 s.
+    That is an empty list, if there is none after 20 s.
     """
     end = time.monotonic() + 20.0
     while True:
