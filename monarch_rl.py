@@ -954,10 +954,10 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 # The actor that is found so in this file is Telemetry. From here on workers tell it what they do,
 # and `--trace` and `--report` show it. Nothing else depends on it: if it is gone, a run goes on.
 #
-# Whoever asks by name waits for an answer. If a worker dies before that, the answer comes back to
-# Monarch's registry of names in the main process, and ends it, and with it the run. So in runs only
-# the main process asks, and gives what it has found to workers that it makes: telling Telemetry
-# something needs no answer.
+# Whoever asks by name waits for an answer. If a worker is stopped before it comes, the answer goes
+# back to Monarch's registry of names in the main process, and ends it, and with it the run. So in
+# runs only the main process asks, and gives what it has found to the workers that it makes: to tell
+# Telemetry something needs no answer.
 
 
 @dataclass(frozen=True)
