@@ -216,7 +216,7 @@ ENVIRONMENT = {
 def prepare_environment() -> None:
     """Sets ENVIRONMENT for this process and those that it will start.
 
-    What you have set yourself stays as it is.
+    What you have set yourself stays as it is; PYTHONPATH gets this file's folder in front of it.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -275,6 +275,7 @@ class Config:
     seed: int = setting(0, "of sampling, initial weights and prompts", least=0)
     device: str = setting("cpu", "where policies compute", choices="cpu cuda")
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
+    hosts: str = setting("", "tcp://ADDRESS:PORT,... of workers that the RL stages run on")
     # What is written. Nothing is, unless you ask for it.
     json: str = setting("", "file for everything that was measured")
     log: str = setting("", "file for a JSON line per training step")
@@ -282,7 +283,6 @@ class Config:
     report: str = setting("", "file for a page: async_rl at five bounds, about a minute more")
     checkpoint: str = setting("", "folder for checkpoints, from which a run goes on")
     save_every: int = setting(50, "steps between two checkpoints", least=1)
-    hosts: str = setting("", "tcp://ADDRESS:PORT,... of workers that the RL stages run on")
 
 
 # -- plumbing: the report --------------------------------------------------------------------------
@@ -376,8 +376,8 @@ class Report:
     """Prints what the stages have to say, and keeps what they measured.
 
     In a run nothing else prints, because what workers print comes late and out of order. A stage
-    has checks, figures and tables: checks decide whether it holds, figures are for --json, and
-    tables are for both.
+    has checks, figures and tables: checks decide whether it holds, tables are printed, and --json
+    has all three.
     """
 
     RELATIONS: ClassVar = {
@@ -442,7 +442,7 @@ class Report:
         self.stages[-1]["tables"].append(entries)
 
     def figure(self, **figures: float | int | str | None) -> None:
-        """Keeps numbers for --json. Their names end in their unit; None: not known."""
+        """Keeps values for --json. A name ends in the unit, if there is one; None: not known."""
         self.stages[-1]["figures"].update(figures)
 
     def check(
@@ -1258,14 +1258,15 @@ class Loss:
 
 
 class ReplicaLost(RuntimeError):
-    """The replica died, or missed its deadline, before it had answered."""
+    """The replica was lost, or missed its deadline, before it had answered."""
 
 
 # The life of a replica, and who moves it on:
 #
 #     spawned --- its pid is known ---> runs --- setup has answered ---> ready --- lose ---> lost
-#             Supervisor._spawn              Supervisor._spawn           a pidfd, a deadline,
-#                                                                        or three marks (section 6)
+#             Supervisor._spawn              Supervisor._spawn      a pidfd, Monarch, a deadline,
+#                                                                   three marks (section 6), or
+#                                                                   the loss of its host (14)
 #
 # From each of the states before it can be lost, too. Nothing leads back from there: the process is
 # killed, if it still runs, and another Replica takes the place.
@@ -1311,7 +1312,7 @@ class Replica:
         self.answers = answers
 
     def retire(self) -> None:
-        """It counts as ready no more, and is not lost: all are made anew (section 6)."""
+        """It counts as ready no more, though nothing befell it: all are made anew (section 6)."""
         self.answers = []
 
     def is_ready(self) -> bool:
@@ -1355,7 +1356,7 @@ class Replica:
         """Ends its processes.
 
         By SIGKILL: a polite end takes Python a second or two, and what stands still would never end
-        politely.
+        politely. Before its process ids are known only Monarch's own, polite end is left.
         """
         if self.host.life() != self.host_life:
             return  # its processes ended with that life of their host
@@ -1403,8 +1404,8 @@ class ServiceSpec:
 class Supervisor(Actor):
     """Owns the replicas of one class of workers.
 
-    It spawns them itself, because Monarch tells of the death of a process only the actor that has
-    spawned it.
+    It spawns them itself, because Monarch calls `__supervise__` of no other actor than the one that
+    has spawned a process.
     """
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -1414,12 +1415,12 @@ class Supervisor(Actor):
     async def _spawn(self, replica_id: int) -> Replica:
         """Makes the replica with this id, or replaces it, and returns when it is ready.
 
-        Raises what its setup raised, or ReplicaLost.
+        Raises what its setup raised, ReplicaLost, or OSError or ValueError if its host goes away.
         """
         # 1. What is left of the one before goes: a process that stands still could wake up.
         if replica_id in self.replicas:
             await self.replicas[replica_id].end(self.spec.deadline_s)
-        # 2. A process, and an actor in it. Both calls return before anything has happened.
+        # 2. A process, and an actor in it. Here both calls return before anything has happened.
         place = self.spec.place(replica_id)
         host = self.spec.hosts[place.host]
         name = f"{self.spec.name}_{replica_id}_{time.monotonic_ns()}"
@@ -1486,9 +1487,9 @@ class Supervisor(Actor):
 # A worker gets into each kind of trouble, one after the other. What does its caller see, is its
 # owner told, and after how long does it work again?
 #
-# The columns of the table: what the caller saw, either an answer or an exception; whether the owner
-# was told within a second, and after how many ms; how long the cure took, which is a new process,
-# or nothing; and what the next call answers, which should be the root of 4.
+# The columns of the table: what the caller saw, an exception or nothing; whether the owner was told
+# within a second, and after how many ms; how long the cure took, which is a new process, or
+# nothing; and what the next call answers, which should be the root of 4.
 
 
 class Roots(Worker):
@@ -1695,11 +1696,11 @@ class ChangeNotice:
 
 
 class NoReplica(RuntimeError):
-    """No replica is healthy, and none became so within the setup deadline; or it was closed."""
+    """No replica that may try is healthy, nor became so within the setup deadline; or closed."""
 
 
 class RequestLost(RuntimeError):
-    """Every replica that tried this request was lost."""
+    """All attempts at this request were used up: replicas were lost with it, or raised."""
 
 
 @dataclass(frozen=True)
@@ -1735,7 +1736,7 @@ class ReplicaKeeper(Supervisor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Makes all replicas at the same time, and returns when all are ready.
+        """Makes all replicas at the same time, and returns when all are ready that can be.
 
         Called again, it replaces them all. Raises what the setup of one of them raised.
         """
@@ -1751,8 +1752,8 @@ class ReplicaKeeper(Supervisor):
     async def _keep(self, replica_id: int) -> None:
         """The keeper of one replica id: makes a replica, and another one whenever it is lost.
 
-        waits for a loss / woken by Replica.lose / produces the next replica / ends with `close`, or
-        when the first replica of this id cannot be made
+        waits for a loss / woken by Replica.lose / produces the next replica / ends with `close` or
+        another `start`, or when the first replica of this id cannot be made on a host that is here
         """
         loss: Loss | None = None  # the one that the next replica makes good
         while True:
@@ -1772,7 +1773,8 @@ class ReplicaKeeper(Supervisor):
                 self.recorder.send_to(await telemetry())
                 self.recorder.send_soon()
             self.changed.notify()
-            loss = await replica.lost  # mostly it sleeps here
+            # Mostly it sleeps here. If it is cancelled, others may still wait for the same thing.
+            loss = await asyncio.shield(replica.lost)
             self.changed.notify()
 
     def _first_has_failed(self, replica_id: int, error: Exception) -> Loss:
@@ -1870,7 +1872,8 @@ class ServiceActor(ReplicaKeeper):
                 raised.mark()  # the request was good, so that replica is not
             self.num_answers += 1
             return answer  # outcome 1
-        raise RequestLost(f"{self.spec.name}: {method} has lost {self.spec.max_attempts} replicas")
+        num = self.spec.max_attempts
+        raise RequestLost(f"{self.spec.name}: no answer to {method} in {num} attempts")
 
     async def _attempt(
         self,
@@ -1914,7 +1917,7 @@ class ServiceActor(ReplicaKeeper):
             came = await self.changed.wait_for(is_decided, self.spec.setup_deadline_s)
             is_any_healthy = any(replica is not other_than for replica in self._healthy())
             if not came and not is_any_healthy:
-                raise NoReplica(f"{self.spec.name}: all replicas are lost")
+                raise NoReplica(f"{self.spec.name}: all replicas are lost that could try")
         raise NoReplica(f"{self.spec.name} is closed")
 
     def _free(self, other_than: Replica | None) -> list[Replica]:
@@ -2004,7 +2007,7 @@ class Service:
         return Service(dataclasses.replace(self.spec, deadline_s=deadline_s), self.actor)
 
     async def start(self) -> None:
-        """Returns when all replicas are ready."""
+        """Returns when all replicas are ready that can be: those whose host is here."""
         await self._ask(self.actor.start.call_one())
 
     async def status(self, wait_s: float = 0.0) -> ServiceStatus:
@@ -2260,7 +2263,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All that must arrive, by name: parameters and buffers, tied ones under each of their names.
+    """All that must arrive, by name: parameters and persistent buffers, tied ones under each name.
 
     These are the tensors themselves, not copies: who changes them changes the module.
     """
@@ -2551,7 +2554,8 @@ class Side:
     def matches_with(self, slot: int) -> list[Match]:
         """The matches of all tensors with a slot.
 
-        They are made once per slot: its views and the tensors both stay where they are.
+        They are made once per slot: its views stay where they are, and the tensors stay the same
+        objects (`pull` changes what memory they show).
         """
         if slot not in self.matches:
             found = []
@@ -3968,7 +3972,7 @@ class Turn:
 class Prompt:
     """A conversation to be had, once or several times."""
 
-    id: int  # also the group id of its episodes; below 0 if it is held out
+    id: int  # also the group id of its episodes; below 0 if it is never trained on
     turns: tuple[Turn, ...]
 
 
@@ -3976,7 +3980,8 @@ class Task:
     """What is to be learned.
 
     For a task of your own, write a subclass into a file and say --task FILE.py:CLASS (DOCS 7). The
-    main process calls `conversation`, generators call `user`, judges (section 11) call `score`.
+    main process calls `conversation`, generators call `user`, judges (section 11) call `score`; a
+    trainer that warms up the tiny policy calls all three.
     """
 
     instruction = ""  # for pretrained models; the tiny policy learns from examples what to do
@@ -4105,8 +4110,8 @@ class Sampler:
 #
 # Conversations are rows of a table with a column per token. A row has holes where another row's
 # turn is longer; a hole is masked, and has no position. So all rows have their turns in the same
-# columns: one batch and one cache do for rows of any length, and no row is ever shifted or
-# tokenized again. Here are two rows. (<u> and <a> begin a turn of the user's and of the
+# columns: one batch and one cache do for rows of any length, no row is shifted while it grows, and
+# none is tokenized again. Here are two rows. (<u> and <a> begin a turn of the user's and of the
 # assistant's, <e> ends one; u is a letter of the user's; a to g were sampled; a dot is a hole.)
 #
 #     row 0   ids        <u> u u u <e> <a>  a b c <e>  .  <u> u u u <e> <a>  d e f <e>
@@ -4131,9 +4136,9 @@ class Tokens:
     mask: torch.Tensor
     # int64: in which turn, 1, 2, ..., the policy chose this token; 0: it did not.
     turn_ids: torch.Tensor
-    # float32: the log-probability with which it was chosen; 0 where turn_ids is 0.
+    # float32: the log-probability with which it was chosen. Without meaning where turn_ids is 0.
     logprobs: torch.Tensor
-    # int64: the version of the weights that chose it; 0 where turn_ids is 0.
+    # int64: the version of the weights that chose it. Without meaning where turn_ids is 0.
     versions: torch.Tensor
 
     @staticmethod
@@ -4196,7 +4201,7 @@ class Rollout:
     is_cut: torch.Tensor
     # Of each row, the conversation that was to be had.
     prompts: list[Prompt]
-    # Of each row, what the policy said in each turn, as text: such as ["abc", "dfb+"]. A "+" says
+    # Of each row, what the policy said in each turn, as text: such as ["abc", "defg+"]. A "+" says
     # that the turn was stopped before it had an end.
     said: list[list[str]]
 
@@ -4474,7 +4479,7 @@ class Decoder:
         return mask.scatter(1, first, keeps_first.long())
 
     def speak(self) -> list[str]:
-        """The assistant's turn, until every row has ended it. Returns what each row said."""
+        """The assistant's turn, max_new_tokens at most. Returns what each row said."""
         start = self.tokens.ids.shape[1]  # the first column of this turn
         self.is_speaking = ~self.is_over
         for _ in range(self.policy.max_new_tokens):
@@ -4805,7 +4810,7 @@ def advantages(
 
 @dataclass(frozen=True)
 class Sampled:
-    """N sampled tokens, as a loss sees them: [N] float32 each.
+    """N sampled tokens, as a loss sees them: [N] float32 each (of any shape in SmallWorld).
 
     Where the first three fields are equal, that is at lag 0 and before the first update, all losses
     have the same gradient, that of `reinforce`.
@@ -4834,7 +4839,7 @@ class TokenLoss:
 #     ppo         -min(A r, A clip(r, 1 - CLIP, 1 + CLIP))
 #     decoupled   w ppo, where r is p / p near, and w = min(p near / p recorded, MAX_WEIGHT)
 #     cispo       -A min(r, MAX_WEIGHT) log p, where no gradient flows through r
-#     dppo        -A r + PULL_BACK (log r)**2, while p has moved by less than MAX_SHIFT
+#     dppo        -A r + PULL_BACK (log r)**2, until p has moved by MAX_SHIFT to where A pushes it
 
 # By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and the
 # loss of ppo, -r, has a gradient: the token becomes likelier still. At 0.65 r is 1.3, beyond 1.2,
@@ -5130,7 +5135,7 @@ ESTIMATORS = [
 
 
 def largest_difference_at_lag_0(world: SmallWorld, table: torch.Tensor) -> float:
-    """The largest difference between the gradients that two losses have on the same batch."""
+    """The largest difference of a loss's gradient from that of reinforce, on the same batch."""
     found = []
     state = world.rng.get_state()
     for loss in LOSSES:
@@ -5177,7 +5182,7 @@ async def demo_losses(report: Report, cfg: Config) -> None:
         pushed_ppo_nats=pushed["ppo"],
     )
     difference = largest_difference_at_lag_0(world, old)
-    report.check("lag 0: largest difference between the losses' gradients", difference, "<", 1e-6)
+    report.check("lag 0: largest difference of a gradient from reinforce", difference, "<", 1e-6)
     # With and without a baseline the mean should point where the truth points. The mean of n
     # gradients is off by noise / sqrt(n), as a share of its length, and so by about that angle; and
     # 1 - cosine of a small angle is half its square. More than that would be a real tilt.
@@ -5225,14 +5230,14 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 
 WARM_BATCH = 64  # conversations per supervised step
 WARM_RATE = 6e-4  # below that of RL, so that it does not jump past the place where it should stop
-WARM_NOISE = 0.1  # of the letters that it learns from are wrong: it must not become too certain
+WARM_NOISE = 0.1  # of the letters that it learns from are random: it must not become too certain
 WARM_UNTIL = 0.11  # of validation prompts right: much room to learn, and something to learn from
 WARM_STEPS = 1000
 
 
 def warm_start(policy: Policy) -> None:
-    """Trains the policy on right answers. RuntimeError if the task is too hard for it."""
-    # Other prompts than those of RL, which have seeds from 0 on.
+    """Trains the policy on mostly right answers. RuntimeError if the task is too hard for it."""
+    # They are drawn apart from those of RL, whose samplers have seeds from 0 on.
     sampler = Sampler(policy.cfg.task, seed=-1 - policy.cfg.seed)
     prompts = sampler.stream()
     rng = random.Random(policy.cfg.seed)
@@ -5255,7 +5260,7 @@ def supervised_loss(
     prompts: list[Prompt],
     rng: random.Random,
 ) -> torch.Tensor:
-    """The loss of saying the right answers, some letters of which are replaced by others."""
+    """The loss of saying the right answers, but for some letters that are drawn at random."""
     decoder = Decoder(policy, len(prompts))
     for turn in range(policy.task.num_turns):
         decoder.hear([prompt.turns[turn].user for prompt in prompts])
@@ -5263,8 +5268,8 @@ def supervised_loss(
         for prompt in prompts:
             answer = ""
             for letter in prompt.turns[turn].right:
-                is_wrong = rng.random() < WARM_NOISE
-                answer += rng.choice(policy.task.letters) if is_wrong else letter
+                is_random = rng.random() < WARM_NOISE
+                answer += rng.choice(policy.task.letters) if is_random else letter
             answers.append(answer + policy.tokenizer.eos_token)
         # The decoder is told what it has said, in place of sampling it.
         found = policy.tokenizer(answers, return_tensors="pt", padding=True)
@@ -5331,7 +5336,7 @@ class StepStats:
     # Of the choice of a token, in nats. It falls as the policy becomes certain; at 0 there is
     # nothing left to compare.
     entropy: float
-    # Share of tokens that the loss left without a gradient.
+    # Share of tokens that had moved too far for the loss, which left them without a gradient.
     clipped: float
     # Divergence from the policy before RL, nats per token; 0 without --kl.
     kl: float
@@ -5474,7 +5479,7 @@ class TrainState:
 
         near: of each part, what the first pass over the batch found; None: this is the first.
         num_tokens: sampled, in the parts of all ranks. Returns the means over all of them of what
-        columns_for_log has, and of each part the log-probabilities that it found.
+        columns_for_log has, of entropy and kl; and of each part the log-probabilities that it had.
         """
         sums: dict[str, float] = collections.defaultdict(float)
         logps = []
@@ -5554,7 +5559,10 @@ def share_of_rate(num_steps: int, num_done: int) -> float:
 
 
 def parts_of(state: TrainState, batch: Rollout) -> Iterator[Part]:
-    """The rows of a batch that this rank scores, in parts of at most MAX_LOGITS."""
+    """The rows of a batch that this rank scores, in parts of about MAX_LOGITS.
+
+    The batch has at least a row per rank.
+    """
     cfg = state.cfg
     tokens = batch.tokens
     # A turn is to be praised or blamed for what comes after it, too: rewards 0.2, 0.5 of two turns
@@ -5650,8 +5658,8 @@ class Examination:
     num_without_gradient: int
     # The largest sum of a group's advantages, which should be 0: else all of a group is praised.
     group_sum: float
-    # Different conversations in the batch: if all are alike there is nothing to compare.
-    num_conversations: int
+    # Different answers in the batch: if all are alike there is nothing to compare.
+    num_different: int
 
 
 def examine(state: TrainState, batch: Rollout) -> Examination:
@@ -5674,7 +5682,7 @@ def examine(state: TrainState, batch: Rollout) -> Examination:
         num_above_0=int((batch.tokens.logprobs > 0).sum()),
         num_without_gradient=num_without,
         group_sum=float(group_sums.abs().max()),
-        num_conversations=len({tuple(said) for said in batch.said}),
+        num_different=len({tuple(said) for said in batch.said}),
     )
 
 
@@ -5787,6 +5795,8 @@ def device_of(cfg: Config, place: Place, rank: int) -> str:
         if rank >= len(every):
             raise ValueError(f"{len(every)} GPUs, each trainer needs one")
         return every[rank]
+    if not every:
+        raise ValueError("no GPU on this host")
     num_taken = cfg.trainers if place.host == 0 else 0
     others = every[num_taken:] or every
     return others[place.local_id % len(others)]
@@ -5946,6 +5956,10 @@ class RolloutReply:
     busy_s: float  # that a generator worked on it
 
 
+class NoArena(RuntimeError):
+    """The host of this generator has no arena now: its relay is being replaced (section 14)."""
+
+
 class Generator(Worker):
     """Pulls the newest weights, and converses: the actor around a Decoder and a WeightReader."""
 
@@ -5991,7 +6005,7 @@ class Generator(Worker):
     def _reader_of(self, handle: ArenaHandle | None) -> WeightReader:
         """A reader of this arena. A new trainer has another arena, and needs another reader."""
         if handle is None:
-            raise RuntimeError("this host has no arena now")
+            raise NoArena("this host has no arena now")
         if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
             weights = weights_of(self.policy.model)
             self.reader = WeightReader(handle, self.place.local_id, weights)
@@ -6370,8 +6384,8 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
 #                           |  |
 #                           |  +------dropped---> dropped    too old when a batch was taken, or
 #                           |                                sampled by a trainer that is lost
-#                           +---------lost------> lost       no answer, not judged, or at the
-#                                                            trainer when that was lost
+#                           +---------lost------> lost       no answer, not judged, or on its way
+#                                                            when trainer or run was lost
 #
 # By example, 48 groups are started. A batch of 16 is trained on, 2 groups are dropped, 1 is lost:
 # the books say started 48, trained 16, dropped 2, lost 1, and so 29 must be in flight. Then the
@@ -6385,18 +6399,20 @@ class Ledger:
     group was forgotten: its ticket (section 13) would never come back.
     """
 
+    MAX_FRUITLESS = 320  # when so many more groups were lost than trained on, a run has no sense
+
     def __init__(self) -> None:
         self.changed = ChangeNotice()
         self.counts = {
             "started": 0,
             "trained": 0,
-            "undone": 0,  # trained on by a trainer that was lost before its next checkpoint
+            "undone": 0,  # trained on by a trainer that was lost, after the checkpoint gone back to
             "dropped": 0,  # too old, or of a lost trainer, when a batch was taken (section 13)
-            "lost": 0,  # no answer, or not enough of it judged
+            "lost": 0,  # no answer, too little of it judged, or lost with the trainer or the run
         }
         self.in_flight: set[int] = set()  # ids: in a generator, at a judge, in the buffer, ...
-        self.trained_since_save: list[int] = []  # ids, in this order
-        self.draw_again: list[int] = []  # prompts whose groups were lost with a trainer
+        self.trained_by_step: list[list[int]] = []  # ids, of each step that this process has seen
+        self.draw_again: list[int] = []  # prompts whose groups were lost with a trainer or a run
 
     def start(self, group_ids: list[int]) -> None:
         """They were drawn, and are on their way to a generator."""
@@ -6417,16 +6433,16 @@ class Ledger:
         self.in_flight.difference_update(group_ids)
         self.counts[fate] += len(group_ids)
         if fate == "trained":
-            self.trained_since_save += group_ids
+            self.trained_by_step.append(group_ids)
         if with_trainer:
             self.draw_again = group_ids + self.draw_again
         self.changed.notify()
 
-    # These three are for section 12.
+    def is_fruitless(self) -> bool:
+        """Were so many groups lost that nobody gets on?"""
+        return self.counts["lost"] - self.counts["trained"] > self.MAX_FRUITLESS
 
-    def saved(self) -> None:
-        """There is a checkpoint: what was trained on until now will not be undone."""
-        self.trained_since_save = []
+    # These two are for section 12.
 
     def go_on(
         self,
@@ -6439,10 +6455,12 @@ class Ledger:
         self.counts["lost"] += len(was_in_flight)
         self.draw_again = was_in_flight + draw_again
 
-    def undo(self) -> None:
-        """The trainer is back at its checkpoint, and what it was trained on since is undone."""
-        group_ids = self.trained_since_save
-        self.trained_since_save = []
+    def undo(self, num_steps: int) -> None:
+        """The trainer is back at a checkpoint, so many steps ago: what it has learned is undone."""
+        group_ids: list[int] = []
+        while num_steps > 0 and self.trained_by_step:
+            group_ids = self.trained_by_step.pop() + group_ids
+            num_steps -= 1
         self.counts["trained"] -= len(group_ids)
         self.counts["undone"] += len(group_ids)
         self.draw_again = group_ids + self.draw_again
@@ -6600,7 +6618,7 @@ class Run:
     def go_back(self, num_steps: int, group_ids: list[int]) -> None:
         """The trainer was lost, with these groups, and is back at the state after num_steps."""
         self.ledger.settle("lost", group_ids, with_trainer=True)
-        self.ledger.undo()
+        self.ledger.undo(len(self.rows) - num_steps)
         self.rows = self.rows[:num_steps]
         self.num_sent = num_steps
 
@@ -6628,7 +6646,7 @@ def mean_reward(rows: list[StepRow]) -> float:
 def alarms(rows: list[StepRow]) -> Iterator[str]:
     """Says what it means, for each number of the last steps that is beyond what is healthy."""
     stats = rows[-1].stats
-    # The same limit for all devices, for alarms know of none: far above what rounding can do.
+    # The same limit for all devices, for alarms know of none: that of MAX_K3 for GPUs.
     if stats.mismatch_k3 is not None and stats.mismatch_k3 > 0.01:
         yield "mismatch_k3 > 0.01: trainer and generator disagree about the same weights"
     if stats.ess < 0.3:
@@ -6652,7 +6670,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
 #     lag, max   mean and largest lag of the batch, in versions
 #     k3         recorded against recomputed, over tokens of lag 0; "-": there were none
 #     ess        1 if all tokens weigh the same       nats   entropy per token
-#     clip       share of tokens without a gradient
+#     clip       share of tokens that had moved too far for the loss
 #     gen        share of the time so far for which generators worked; train: the trainer
 #     tok/s      sampled and trained on, so far
 #     heard      what the user said in one episode of the batch; said: what the policy answered
@@ -6834,7 +6852,10 @@ async def train_sync(training: Training) -> None:
 
 
 async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
-    """A batch that was sampled under the trainer's newest version, so its lag is 0."""
+    """A batch that was sampled under the trainer's newest version, so its lag is 0.
+
+    RuntimeError: nothing of it could be judged.
+    """
     prompts = run.draw(GROUPS_PER_BATCH)
     parts = await sample(cluster, prompts)
     batch = Rollout.join([run.count(part) for part in parts])
@@ -6842,6 +6863,8 @@ async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
     judged = set(batch.group_ids.tolist())
     unjudged = [prompt.id for prompt in prompts if prompt.id not in judged]
     run.ledger.settle("lost", unjudged)
+    if not judged:
+        raise RuntimeError(f"none of {len(prompts)} groups could be judged")
     return batch
 
 
@@ -6915,7 +6938,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     report.check("log-probabilities above 0", found.num_above_0, "==", 0)
     report.check("parameters without a gradient", found.num_without_gradient, "==", 0)
     report.check("advantages, largest sum of a group", found.group_sum, "<", 1e-4)
-    report.check("conversations that differ", found.num_conversations, ">", len(first.said) // 10)
+    report.check("answers that differ", found.num_different, ">", len(first.said) // 10)
 
     await train_sync(training)
     # The same batch, scored by what the trainer has become: now it is far from lag 0.
@@ -6955,7 +6978,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 # What a run keeps, and what it takes back, when the trainer dies at step 57, with a checkpoint of
 # step 50 and two batches, b58 and b59, at the trainer:
 #
-#     rows of the log       51 to 57 are taken back, and made again
+#     rows of the run       51 to 57 are taken back, and made again (--log has both)
 #     groups of 51 to 57    112 were trained on: now they count as undone
 #     groups of b58, b59    32 count as lost
 #     prompts of all these  144 are drawn again, before new ones, in the same order
@@ -7143,7 +7166,6 @@ class SafeTraining(Training):
         await self.cluster.save(room, self.run.as_json())
         self.checkpoints.keep(room, step)
         self.cluster.remember(self.checkpoints.paths[0], self.checkpoints)
-        self.run.ledger.saved()
         self.num_losses = 0
         if self.is_interrupted:
             raise Interrupted(f"interrupted; the same command goes on after step {step}")
@@ -7167,8 +7189,8 @@ class SafeTraining(Training):
 # A run of 12 steps is cut off, and goes on three times from what is left: from the weights alone,
 # from weights and moments, and from all of it. Each time it is compared with a run that was not cut
 # off, after the last step: the largest difference of any weight, and of any moment. For the whole
-# checkpoint both must be 0.0, not small. For the other two they must not be, or this would show
-# nothing.
+# checkpoint both must be 0.0, not small. For the other two the larger one must not be, or this
+# would show nothing.
 
 
 class HangingTask(Shift):
@@ -7230,7 +7252,7 @@ def difference_row(what: str, left: Checkpoint, right: Checkpoint) -> dict[str, 
     moments = []
     for name, state in left["moments"]["state"].items():
         others = right["moments"]["state"][name]
-        moments += [(state[kind], others[kind]) for kind in state]
+        moments += [(state[kind], others[kind]) for kind in state if kind != "step"]  # a count
     row: dict[str, Any] = {"what went on": what}
     for kind, pairs in (("weights", weights), ("moments", moments)):
         differences = [float((one - other).abs().max()) for one, other in pairs]
@@ -7505,8 +7527,6 @@ class SentStep:
 class AsyncLoops:
     """The two kinds of loops of an asynchronous run, and what they share."""
 
-    MAX_FRUITLESS = 320  # when so many more groups were lost than trained on, the run ends
-
     def __init__(self, training: Training, max_lag: int) -> None:
         self.training = training
         self.cluster = training.cluster
@@ -7529,7 +7549,7 @@ class AsyncLoops:
             is_done is set, so no loop asks for tickets again
             loops that wait for a generator get their answer, and put it into the buffer
             loops that still wait for a ticket, and steps without an answer, are cancelled
-            what a loop has raised is raised here
+            what the loop that ended first has raised is raised here
 
         After an exception it does not wait for answers. Groups that lie in the buffer at the end
         stay in the books as groups in flight.
@@ -7576,12 +7596,13 @@ class AsyncLoops:
         except Exception as error:  # no replica, no judge, or what the request raised
             self.ledger.settle("lost", group_ids)
             self.training.report.say(f"{len(prompts)} groups lost: {error}")
-            num_more = self.ledger.counts["lost"] - self.ledger.counts["trained"]
-            if isinstance(error, NoReplica) or num_more > self.MAX_FRUITLESS:
+            if isinstance(error, NoReplica) or self.ledger.is_fruitless():
                 raise
             await asyncio.sleep(0.5)  # whatever is the matter needs a moment
         else:
             self.buffer.put(self.run.count(found), group_ids, run_id)
+            if self.ledger.is_fruitless():
+                raise RuntimeError("most groups are lost: too few of their episodes are judged")
 
     def _run_id(self) -> int:
         """Of the present trainer, which has begun before the loops do."""
@@ -7864,7 +7885,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #                                Arena of the trainer  <-- reads --  Relay -> Arena of host B
 
 # -- 14a. Links ------------------------------------------------------------------------------------
-# A worker (--worker) waits for connections. For each of them it starts a Monarch host, which is a
+# A worker (--worker) waits for connections. For each that begins a run it starts a Monarch host, a
 # process that starts others for whoever asks, at a new port, and ends it with the connection. (At
 # an old port Monarch would deliver messages that were meant for actors of the run before.) Over the
 # connection both sides speak in lines of JSON:
@@ -8292,12 +8313,26 @@ class HostsCluster(Cluster):
         if handle != self.handle:
             await self.relays.start()
 
+    async def rollout(
+        self,
+        prompts: list[Prompt],
+        group_size: int = GROUP_SIZE,
+        greedy: bool = False,
+        min_version: int = 0,
+    ) -> RolloutReply:
+        """As in Cluster; again, if both generators that tried were of hosts without an arena."""
+        while True:
+            try:
+                return await super().rollout(prompts, group_size, greedy, min_version)
+            except NoArena:
+                await asyncio.sleep(BEAT_S)
+
     async def arenas(self) -> tuple[ArenaHandle | None, ...]:
         """For each host, the arena that its generators read: that of the trainer, or of a relay.
 
         While a relay is being replaced its host has none. Mostly it has one again before its
-        generators are back, because they import more. If not, the generator raises, and the service
-        gives the request to one of another host.
+        generators are back, because they import more. If not, a generator raises NoArena, and the
+        service gives the request to another one.
         """
         status = await self.relays.status()
         by_relay = {place.replica_id: answers[0] for place, answers in status.answers.items()}
@@ -8422,9 +8457,8 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 #
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
 #
-# Wrong usage is found before any process is started, by trying: the task draws a prompt, the
-# model's configuration is read, files are opened, hosts are called. It gets one line that says what
-# is wrong.
+# Wrong usage is found before any process is started, by trying: the task draws a prompt, the model
+# is loaded once, files are opened, hosts are called. It gets one line that says what is wrong.
 
 
 @dataclass(frozen=True)
@@ -8541,7 +8575,7 @@ def try_all(parser: Parser, cfg: Config, worker: str | None) -> None:
         if not cfg.hosts:  # else the hosts will tell
             device_of(cfg, Place(service="trainer", replica_id=0), cfg.trainers - 1)
     with blaming(parser, f"--model {cfg.model}"):
-        if cfg.model != "tiny":  # "meta": built without computing anything
+        if cfg.model != "tiny":  # "meta": what was loaded is not kept
             Policy(dataclasses.replace(cfg, device="meta"))
     with blaming(parser, "--checkpoint"):
         for name in ("sync_rl", "async_rl"):
@@ -8575,8 +8609,9 @@ def try_task(cfg: Config) -> None:
 def try_files(paths: list[str]) -> None:
     """Can each of these files be written? A file that was not there is removed again."""
     for path in paths:
-        if not os.path.isfile(path):
-            with open(path, "x", encoding="utf-8"):
+        is_there = os.path.isfile(path)
+        with open(path, "a" if is_there else "x", encoding="utf-8"):
+            if not is_there:
                 os.remove(path)
 
 
@@ -8734,7 +8769,8 @@ def finish(report: Report, cfg: Config, noise: Any) -> None:
 
 
 # -- plumbing: what --trace and --report write -----------------------------------------------------
-# Both show what Telemetry has collected: a trace of the whole command, for Perfetto; and a page
+# Both show what Telemetry has collected: a trace of the command (but for stage 14 if it has one of
+# its own, as in a tour), for Perfetto; and a page
 # about five asynchronous runs, one at each of five bounds on lag, with a slider to go from one to
 # another. The page is one file and needs no network. As it is HTML, CSS and JavaScript, and not
 # what this file is about, it stands at the very end, as a text.
