@@ -3668,7 +3668,7 @@ def run_race_behind_a_relay() -> None:
     run_actors(race_behind_a_relay())
 
 
-@pytest.mark.parametrize("has_lease", [True, False])
+@pytest.mark.parametrize("has_lease", [True, pytest.param(False, marks=long)])
 def test_a_relay_is_never_torn_and_the_test_can_tell(
     tmp_path: pathlib.Path, has_lease: bool
 ) -> None:
@@ -7275,7 +7275,7 @@ def check_page_at(
     found = bars(browser)
     kinds = collections.Counter(bar.kind for bar in found)
     for kind in ("rollout", "step", "judge", "publish", "pull"):
-        assert kinds[kind] >= 15, kinds
+        assert kinds[kind] >= 5, kinds
     assert kinds["step"] >= num_steps  # a bar each
     assert kinds["lost"] >= 1  # the generator
     assert kinds["other"] == 0
@@ -7901,7 +7901,8 @@ def test_the_map_in_readme_has_the_lines_of_the_file() -> None:
     for number, banner in BANNERS.items():
         title = re.sub(r"^# [=-]+ | [=-]+$", "", banner)
         if title != "measurement":
-            assert rows[str(number)].split(" | ")[0] == title
+            shown, _, _ = rows[str(number)].partition(" |")
+            assert shown == title
     named = re.findall(r"`(\w+)` (\d+)", " ".join(rows.values()))
     assert len(named) > 40
     for name, line in named:
