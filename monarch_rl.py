@@ -257,7 +257,7 @@ class Config:
     steps: int = setting(200, "training steps in async_rl, half as many in sync_rl", least=1)
     generators: int = setting(2, "replicas of the generator service", least=1)
     trainers: int = setting(1, "ranks over which the trainer is sharded with FSDP2", least=1)
-    # How: sections 10, 11 and 13 say what each of these does.
+    # How: sections 7 to 14 say what each of these does.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
     loss: str = setting(
         "ppo", "what an update minimises (section 10)", choices="reinforce ppo decoupled cispo dppo"
@@ -442,7 +442,7 @@ class Report:
         self.stages[-1]["tables"].append(entries)
 
     def figure(self, **figures: float | int | str | None) -> None:
-        """Keeps values for --json. A name ends in the unit, if there is one; None: not known."""
+        """Keeps values for --json. A name says its unit, if there is one; None: not known."""
         self.stages[-1]["figures"].update(figures)
 
     def check(
@@ -1261,6 +1261,10 @@ class ReplicaLost(RuntimeError):
     """The replica was lost, or missed its deadline, before it had answered."""
 
 
+class NotNow(RuntimeError):
+    """What an endpoint raises if it cannot serve at the moment, and nobody is to blame for that."""
+
+
 # The life of a replica, and who moves it on:
 #
 #     spawned --- its pid is known ---> runs --- setup has answered ---> ready --- lose ---> lost
@@ -1415,12 +1419,14 @@ class Supervisor(Actor):
     async def _spawn(self, replica_id: int) -> Replica:
         """Makes the replica with this id, or replaces it, and returns when it is ready.
 
-        Raises what its setup raised, ReplicaLost, or OSError or ValueError if its host goes away.
+        Raises what its setup raised; ReplicaLost; TimeoutError if the one before does not end;
+        OSError or ValueError if a process, or the host, has gone.
         """
         # 1. What is left of the one before goes: a process that stands still could wake up.
         if replica_id in self.replicas:
             await self.replicas[replica_id].end(self.spec.deadline_s)
-        # 2. A process, and an actor in it. Here both calls return before anything has happened.
+        # 2. A process, and an actor in it. On this machine both calls return before anything has
+        # happened.
         place = self.spec.place(replica_id)
         host = self.spec.hosts[place.host]
         name = f"{self.spec.name}_{replica_id}_{time.monotonic_ns()}"
@@ -1696,7 +1702,7 @@ class ChangeNotice:
 
 
 class NoReplica(RuntimeError):
-    """No replica that may try is healthy, nor became so within the setup deadline; or closed."""
+    """No replica that may try became healthy within the setup deadline; or all are closed."""
 
 
 class RequestLost(RuntimeError):
@@ -1736,7 +1742,7 @@ class ReplicaKeeper(Supervisor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Makes all replicas at the same time, and returns when all are ready that can be.
+        """Makes all replicas at the same time, and returns when all that can be are ready.
 
         Called again, it replaces them all. Raises what the setup of one of them raised.
         """
@@ -1773,8 +1779,7 @@ class ReplicaKeeper(Supervisor):
                 self.recorder.send_to(await telemetry())
                 self.recorder.send_soon()
             self.changed.notify()
-            # Mostly it sleeps here. If it is cancelled, others may still wait for the same thing.
-            loss = await asyncio.shield(replica.lost)
+            loss = await asyncio.shield(replica.lost)  # mostly it sleeps here; others wait, too
             self.changed.notify()
 
     def _first_has_failed(self, replica_id: int, error: Exception) -> Loss:
@@ -1853,6 +1858,7 @@ class ServiceActor(ReplicaKeeper):
         blame for it; NoReplica; RequestLost.
         """
         raised: Replica | None = None  # the replica that has raised on this request
+        to_blame: Replica | None = None  # the same, unless it raised NotNow
         # A replica that is lost, or raises, costs an attempt; waiting for a free one costs none.
         for _ in range(self.spec.max_attempts):  # mechanism: another attempt
             replica = await self._pick(other_than=raised)
@@ -1866,14 +1872,14 @@ class ServiceActor(ReplicaKeeper):
                 if raised is not None or self.spec.num_replicas == 1:
                     raise cause(error) from error  # two have raised, or there is no other
                 raised = replica
+                to_blame = None if isinstance(cause(error), NotNow) else replica
                 continue
             replica.has_answered()
-            if raised is not None:
-                raised.mark()  # the request was good, so that replica is not
+            if to_blame is not None:
+                to_blame.mark()  # the request was good, so that replica is not
             self.num_answers += 1
             return answer  # outcome 1
-        num = self.spec.max_attempts
-        raise RequestLost(f"{self.spec.name}: no answer to {method} in {num} attempts")
+        raise RequestLost(f"{self.spec.name}: {method} failed {self.spec.max_attempts} times")
 
     async def _attempt(
         self,
@@ -1917,7 +1923,7 @@ class ServiceActor(ReplicaKeeper):
             came = await self.changed.wait_for(is_decided, self.spec.setup_deadline_s)
             is_any_healthy = any(replica is not other_than for replica in self._healthy())
             if not came and not is_any_healthy:
-                raise NoReplica(f"{self.spec.name}: all replicas are lost that could try")
+                raise NoReplica(f"{self.spec.name}: all replicas that could try are lost")
         raise NoReplica(f"{self.spec.name} is closed")
 
     def _free(self, other_than: Replica | None) -> list[Replica]:
@@ -2007,7 +2013,7 @@ class Service:
         return Service(dataclasses.replace(self.spec, deadline_s=deadline_s), self.actor)
 
     async def start(self) -> None:
-        """Returns when all replicas are ready that can be: those whose host is here."""
+        """Returns when all replicas that can be are ready: those whose host is here."""
         await self._ask(self.actor.start.call_one())
 
     async def status(self, wait_s: float = 0.0) -> ServiceStatus:
@@ -4136,9 +4142,9 @@ class Tokens:
     mask: torch.Tensor
     # int64: in which turn, 1, 2, ..., the policy chose this token; 0: it did not.
     turn_ids: torch.Tensor
-    # float32: the log-probability with which it was chosen. Without meaning where turn_ids is 0.
+    # float32: the log-probability with which it was chosen. It means nothing where turn_ids is 0.
     logprobs: torch.Tensor
-    # int64: the version of the weights that chose it. Without meaning where turn_ids is 0.
+    # int64: the version of the weights that chose it. It means nothing where turn_ids is 0.
     versions: torch.Tensor
 
     @staticmethod
@@ -4839,7 +4845,7 @@ class TokenLoss:
 #     ppo         -min(A r, A clip(r, 1 - CLIP, 1 + CLIP))
 #     decoupled   w ppo, where r is p / p near, and w = min(p near / p recorded, MAX_WEIGHT)
 #     cispo       -A min(r, MAX_WEIGHT) log p, where no gradient flows through r
-#     dppo        -A r + PULL_BACK (log r)**2, until p has moved by MAX_SHIFT to where A pushes it
+#     dppo        -A r + PULL_BACK (log r)**2, until p has moved by MAX_SHIFT the way A pushes it
 
 # By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and the
 # loss of ppo, -r, has a gradient: the token becomes likelier still. At 0.65 r is 1.3, beyond 1.2,
@@ -5237,7 +5243,7 @@ WARM_STEPS = 1000
 
 def warm_start(policy: Policy) -> None:
     """Trains the policy on mostly right answers. RuntimeError if the task is too hard for it."""
-    # They are drawn apart from those of RL, whose samplers have seeds from 0 on.
+    # Its prompts are drawn apart from those of RL, whose samplers have seeds from 0 on.
     sampler = Sampler(policy.cfg.task, seed=-1 - policy.cfg.seed)
     prompts = sampler.stream()
     rng = random.Random(policy.cfg.seed)
@@ -5956,10 +5962,6 @@ class RolloutReply:
     busy_s: float  # that a generator worked on it
 
 
-class NoArena(RuntimeError):
-    """The host of this generator has no arena now: its relay is being replaced (section 14)."""
-
-
 class Generator(Worker):
     """Pulls the newest weights, and converses: the actor around a Decoder and a WeightReader."""
 
@@ -6005,7 +6007,7 @@ class Generator(Worker):
     def _reader_of(self, handle: ArenaHandle | None) -> WeightReader:
         """A reader of this arena. A new trainer has another arena, and needs another reader."""
         if handle is None:
-            raise NoArena("this host has no arena now")
+            raise NotNow("this host has no arena")  # its relay is being replaced (section 14)
         if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
             weights = weights_of(self.policy.model)
             self.reader = WeightReader(handle, self.place.local_id, weights)
@@ -6378,14 +6380,15 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
 # -- 11f. A run ------------------------------------------------------------------------------------
 #
 # Where a group can be. Each arrow is a call of Ledger.start, Ledger.settle or, for the last one in
-# the upper row, Ledger.undo:
+# the upper row, Ledger.undo. (Ledger.go_on enters what was lost with a run.)
 #
 #     drawn ---start---> in flight ---trained---> trained ---the trainer is lost---> undone
 #                           |  |
 #                           |  +------dropped---> dropped    too old when a batch was taken, or
 #                           |                                sampled by a trainer that is lost
-#                           +---------lost------> lost       no answer, not judged, or on its way
-#                                                            when trainer or run was lost
+#                           +---------lost------> lost       no answer, not judged, at the trainer
+#                                                            when that was lost, or in flight when
+#                                                            the run was
 #
 # By example, 48 groups are started. A batch of 16 is trained on, 2 groups are dropped, 1 is lost:
 # the books say started 48, trained 16, dropped 2, lost 1, and so 29 must be in flight. Then the
@@ -6399,19 +6402,20 @@ class Ledger:
     group was forgotten: its ticket (section 13) would never come back.
     """
 
-    MAX_FRUITLESS = 320  # when so many more groups were lost than trained on, a run has no sense
+    MAX_FRUITLESS = 320  # if so many more groups are lost than trained on, a run makes no sense
 
     def __init__(self) -> None:
         self.changed = ChangeNotice()
         self.counts = {
             "started": 0,
             "trained": 0,
-            "undone": 0,  # trained on by a trainer that was lost, after the checkpoint gone back to
+            "undone": 0,  # trained on by a trainer that was lost, and not in any checkpoint used
             "dropped": 0,  # too old, or of a lost trainer, when a batch was taken (section 13)
             "lost": 0,  # no answer, too little of it judged, or lost with the trainer or the run
         }
         self.in_flight: set[int] = set()  # ids: in a generator, at a judge, in the buffer, ...
-        self.trained_by_step: list[list[int]] = []  # ids, of each step that this process has seen
+        self.num_lost_before = 0  # of "lost", those that were lost with an earlier process
+        self.trained_by_step: list[list[int]] = []  # ids, of each step
         self.draw_again: list[int] = []  # prompts whose groups were lost with a trainer or a run
 
     def start(self, group_ids: list[int]) -> None:
@@ -6439,8 +6443,9 @@ class Ledger:
         self.changed.notify()
 
     def is_fruitless(self) -> bool:
-        """Were so many groups lost that nobody gets on?"""
-        return self.counts["lost"] - self.counts["trained"] > self.MAX_FRUITLESS
+        """Were so many groups lost that the run does not get on?"""
+        num_lost = self.counts["lost"] - self.num_lost_before
+        return num_lost - self.counts["trained"] > self.MAX_FRUITLESS
 
     # These two are for section 12.
 
@@ -6449,18 +6454,20 @@ class Ledger:
         counts: dict[str, int],
         was_in_flight: list[int],
         draw_again: list[int],
+        trained_by_step: list[list[int]],
     ) -> None:
         """Becomes what a checkpoint says. What was in flight then is lost, and drawn again."""
         self.counts = counts
         self.counts["lost"] += len(was_in_flight)
+        self.num_lost_before = self.counts["lost"]
+        self.trained_by_step = trained_by_step
         self.draw_again = was_in_flight + draw_again
 
     def undo(self, num_steps: int) -> None:
-        """The trainer is back at a checkpoint, so many steps ago: what it has learned is undone."""
+        """The trainer is back at a checkpoint: the last so many steps are undone."""
         group_ids: list[int] = []
-        while num_steps > 0 and self.trained_by_step:
+        for _ in range(num_steps):
             group_ids = self.trained_by_step.pop() + group_ids
-            num_steps -= 1
         self.counts["trained"] -= len(group_ids)
         self.counts["undone"] += len(group_ids)
         self.draw_again = group_ids + self.draw_again
@@ -6597,6 +6604,7 @@ class Run:
             "counts": self.ledger.counts,
             "in_flight": sorted(self.ledger.in_flight),
             "draw_again": self.ledger.draw_again,
+            "trained_by_step": self.ledger.trained_by_step,
             "rows": [dataclasses.asdict(row) for row in self.rows],
         }
         return json.dumps(state)
@@ -6612,7 +6620,9 @@ class Run:
         self.busy_s = found["busy_s"]
         self.num_unjudged = found["num_unjudged"]
         self.num_cut = found["num_cut"]
-        self.ledger.go_on(found["counts"], found["in_flight"], found["draw_again"])
+        self.ledger.go_on(
+            found["counts"], found["in_flight"], found["draw_again"], found["trained_by_step"]
+        )
         self.began = time.monotonic() - self.rows[-1].seconds
 
     def go_back(self, num_steps: int, group_ids: list[int]) -> None:
@@ -6854,7 +6864,7 @@ async def train_sync(training: Training) -> None:
 async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
     """A batch that was sampled under the trainer's newest version, so its lag is 0.
 
-    RuntimeError: nothing of it could be judged.
+    RuntimeError: too little of it could be judged.
     """
     prompts = run.draw(GROUPS_PER_BATCH)
     parts = await sample(cluster, prompts)
@@ -6863,8 +6873,8 @@ async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
     judged = set(batch.group_ids.tolist())
     unjudged = [prompt.id for prompt in prompts if prompt.id not in judged]
     run.ledger.settle("lost", unjudged)
-    if not judged:
-        raise RuntimeError(f"none of {len(prompts)} groups could be judged")
+    if len(batch.said) < cluster.cfg.trainers:
+        raise RuntimeError(f"of {len(prompts)} groups {len(judged)} could be judged")
     return batch
 
 
@@ -7189,8 +7199,8 @@ class SafeTraining(Training):
 # A run of 12 steps is cut off, and goes on three times from what is left: from the weights alone,
 # from weights and moments, and from all of it. Each time it is compared with a run that was not cut
 # off, after the last step: the largest difference of any weight, and of any moment. For the whole
-# checkpoint both must be 0.0, not small. For the other two the larger one must not be, or this
-# would show nothing.
+# checkpoint both must be 0.0, not small. In each of the other two rows the larger of both must not
+# be 0, or this would show nothing.
 
 
 class HangingTask(Shift):
@@ -8324,14 +8334,14 @@ class HostsCluster(Cluster):
         while True:
             try:
                 return await super().rollout(prompts, group_size, greedy, min_version)
-            except NoArena:
+            except NotNow:
                 await asyncio.sleep(BEAT_S)
 
     async def arenas(self) -> tuple[ArenaHandle | None, ...]:
         """For each host, the arena that its generators read: that of the trainer, or of a relay.
 
         While a relay is being replaced its host has none. Mostly it has one again before its
-        generators are back, because they import more. If not, a generator raises NoArena, and the
+        generators are back, because they import more. If not, a generator raises NotNow, and the
         service gives the request to another one.
         """
         status = await self.relays.status()
@@ -8609,7 +8619,7 @@ def try_task(cfg: Config) -> None:
 def try_files(paths: list[str]) -> None:
     """Can each of these files be written? A file that was not there is removed again."""
     for path in paths:
-        is_there = os.path.isfile(path)
+        is_there = os.path.exists(path)
         with open(path, "a" if is_there else "x", encoding="utf-8"):
             if not is_there:
                 os.remove(path)
@@ -8769,11 +8779,11 @@ def finish(report: Report, cfg: Config, noise: Any) -> None:
 
 
 # -- plumbing: what --trace and --report write -----------------------------------------------------
-# Both show what Telemetry has collected: a trace of the command (but for stage 14 if it has one of
-# its own, as in a tour), for Perfetto; and a page
-# about five asynchronous runs, one at each of five bounds on lag, with a slider to go from one to
-# another. The page is one file and needs no network. As it is HTML, CSS and JavaScript, and not
-# what this file is about, it stands at the very end, as a text.
+# Both show what Telemetry has collected: a trace of the command, for Perfetto (without stage 14
+# where that runs as a command of its own, as in the whole tour); and a page about five asynchronous
+# runs, one at each of five bounds on lag, with a slider to go from one to another. The page is one
+# file and needs no network. As it is HTML, CSS and JavaScript, and not what this file is about, it
+# stands at the very end, as a text.
 
 
 def write_trace(path: str, events: list[Event]) -> None:

@@ -5608,9 +5608,9 @@ def test_what_an_endpoint_raises_reaches_the_caller_with_its_line_of_code(
 def test_a_caller_is_told_why_there_is_no_answer(service_scenes: dict[str, Any]) -> None:
     found = service_scenes["errors"]
     assert found["lost"]["type"] == "RequestLost"
-    assert found["lost"]["text"] == "roots: no answer to root in 2 attempts"
+    assert found["lost"]["text"] == "roots: root failed 2 times"
     assert found["none"]["type"] == "NoReplica"
-    assert found["none"]["text"] == "roots: all replicas are lost that could try"
+    assert found["none"]["text"] == "roots: all replicas that could try are lost"
     for when in ("closed", "after"):  # one that waited, and one that came later
         assert found[when]["type"] == "NoReplica"
         assert found[when]["text"] == "roots is closed"
@@ -6772,7 +6772,7 @@ def test_a_request_waits_for_a_relay_that_is_being_replaced(
 ) -> None:
     """If all generators that tried it were of that host, it is no fault of the request."""
     reply = m.RolloutReply(rollout=rollout_of([1], version=0), busy_s=0.0)
-    tries = mock.AsyncMock(side_effect=[m.NoArena("none"), m.NoArena("none"), reply])
+    tries = mock.AsyncMock(side_effect=[m.NotNow("none"), m.NotNow("none"), reply])
     monkeypatch.setattr(m.Cluster, "rollout", tries)
     cluster = m.HostsCluster.__new__(m.HostsCluster)
     assert asyncio.run(cluster.rollout([])) is reply
