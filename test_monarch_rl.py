@@ -6928,6 +6928,7 @@ def test_what_crosses_the_network(network: Network, tmp_path: pathlib.Path) -> N
         assert dropped > carried / 200
 
 
+@long
 def test_a_relay_without_its_lease_reads_torn_weights(
     network: Network, tmp_path: pathlib.Path
 ) -> None:
@@ -7848,6 +7849,7 @@ def test_the_recipe_of_drop_wait_and_keep_prints_the_table_of_docs(tmp_path: pat
     assert "lag max 159.00; trainer idle 0.00;" in keep
 
 
+@long
 def test_the_recipe_of_what_lag_does_runs(tmp_path: pathlib.Path) -> None:
     """Shortened: one seed, few steps."""
     program = recipe('"""What lag does and what saves it')
