@@ -488,6 +488,7 @@ def test_every_stage_names_a_line_that_is_there_once() -> None:
         assert m.STAGES[name].mechanism in changes
 
 
+@long
 def test_one_slot_less_is_too_few(tmp_path: pathlib.Path) -> None:
     file = changed_file(tmp_path, {"one is always free": "num_slots = num_readers + 1"})
     run = run_file(tmp_path, "--only", "weight_sync", "--model-mb", "16", file=file)
