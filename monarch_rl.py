@@ -233,13 +233,16 @@ def setting(
     meaning: str,
     least: float | None = None,
     choices: str = "",
+    kind: type | None = None,
 ) -> Any:
     """A field of Config, with what --help says of it.
 
-    meaning: its line of --help. least: the smallest value that is allowed, if there is one.
-    choices: the only values that are allowed, separated by spaces; "": any.
+    default: False makes a flag without a value. meaning: its line of --help. least: the smallest
+    value that is allowed, if there is one. choices: the only values that are allowed, separated by
+    spaces; "": any. kind: of the value; None: that of the default.
     """
-    metadata = {"meaning": meaning, "least": least, "choices": choices.split()}
+    kind = kind or type(default)
+    metadata = {"meaning": meaning, "least": least, "choices": choices.split(), "kind": kind}
     return field(default=default, metadata=metadata)
 
 
@@ -255,7 +258,10 @@ class Config:
     task: str = setting("repeat", "what is learned: repeat, count, pattern, or FILE.py:CLASS")
     model: str = setting("tiny", "folder or hub id of a causal LM, or the built-in tiny one")
     steps: int = setting(200, "training steps in async_rl, half as many in sync_rl", least=1)
+    batch_groups: int = setting(16, "prompts per training step, each with a group", least=1)
+    group_size: int = setting(8, "episodes per prompt: the mean of few is a poor baseline", least=2)
     generators: int = setting(2, "replicas of the generator service", least=1)
+    judges: int = setting(2, "replicas of the judge service", least=1)
     trainers: int = setting(1, "ranks over which the trainer is sharded with FSDP2", least=1)
     # How: sections 7 to 14 say what each of these does.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
@@ -266,10 +272,12 @@ class Config:
         "group", "what a reward is compared with", choices="group none batch leave_one_out"
     )
     passes: int = setting(1, "updates per batch", least=1)
-    lr: float | None = setting(None, "learning rate; None: 1e-3 for tiny, else 1e-6", least=0)
+    lr: float | None = setting(
+        None, "learning rate; None: 1e-3 for tiny, else 1e-6", least=0, kind=float
+    )
     kl: float = setting(0.0, "weight of the divergence from the policy before RL", least=0)
     entropy: float | None = setting(
-        None, "weight of an entropy bonus; None: 0.01 for tiny, else 0", least=0
+        None, "weight of an entropy bonus; None: 0.01 for tiny, else 0", least=0, kind=float
     )
     pull: str = setting("rollout", "new weights come before each of these", choices="rollout token")
     seed: int = setting(0, "of sampling, initial weights and prompts", least=0)
@@ -4780,8 +4788,6 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #     easy    1 1 1 0      0.6  0.6  0.6 -1.7        0.3  0.3  0.3 -1       1  1  1 -1
 #     hard    0 0 0 1     -0.6 -0.6 -0.6  1.7       -0.3 -0.3 -0.3  1      -1 -1 -1  1
 
-GROUP_SIZE = 8  # episodes per prompt: the mean of fewer is a poor baseline
-
 
 def advantages(
     returns: torch.Tensor, group_ids: torch.Tensor, baseline: str = "group"
@@ -4939,6 +4945,7 @@ LOSSES: dict[str, Callable[[Sampled], TokenLoss]] = {
 # it. Noise: the standard deviation of the gradient of one batch, over the length of the mean.
 
 NUM_PROMPTS = 4
+NUM_ANSWERS = 8  # sampled to each prompt of a batch
 NUM_SYMBOLS = 4
 LENGTH = 3
 
@@ -4962,7 +4969,7 @@ class SmallWorld:
         self.right = torch.randint(NUM_SYMBOLS, (NUM_PROMPTS, LENGTH), generator=self.rng)
         is_right = self.answers[None] == self.right[:, None]  # [prompts, 64, 3]
         self.rewards = is_right.float().mean(-1)  # [prompts, 64]: the share of right tokens
-        groups = torch.arange(NUM_PROMPTS).repeat_interleave(GROUP_SIZE)
+        groups = torch.arange(NUM_PROMPTS).repeat_interleave(NUM_ANSWERS)
         self.prompts = groups  # [32]: of each answer of a batch, its prompt, which is its group id
 
     def first_policy(self) -> torch.Tensor:
@@ -5001,8 +5008,8 @@ class SmallWorld:
     def sample(self, table: torch.Tensor, num_batches: int) -> torch.Tensor:
         """[batches, 32] int64: sampled answers by their numbers, eight to each prompt."""
         p = self.logp(table).sum(-1).exp()
-        found = torch.multinomial(p, num_batches * GROUP_SIZE, True, generator=self.rng)
-        by_batch = found.view(NUM_PROMPTS, num_batches, GROUP_SIZE).transpose(0, 1)
+        found = torch.multinomial(p, num_batches * NUM_ANSWERS, True, generator=self.rng)
+        by_batch = found.view(NUM_PROMPTS, num_batches, NUM_ANSWERS).transpose(0, 1)
         return by_batch.reshape(num_batches, -1)
 
     def as_sampled(
@@ -6097,8 +6104,6 @@ async def judge_all(
 #       Service "generator"  --generators replicas, a process each
 #       Service "judge"      2 replicas, a process each, one request at a time
 
-GROUPS_PER_BATCH = 16  # prompts per training step
-
 
 def specs_of(
     cfg: Config, hosts: tuple[Host, ...], trainer_class: type[Trainer]
@@ -6129,7 +6134,7 @@ def specs_of(
         name="judge",
         replica_class=Judge,
         args=(cfg,),
-        num_replicas=2,  # one may hang, the other works
+        num_replicas=cfg.judges,  # with two, one may hang and the other works
         hosts=hosts,
         deadline_s=2 * slow,
         max_attempts=1,
@@ -6290,20 +6295,20 @@ class Cluster:
     async def rollout(
         self,
         prompts: list[Prompt],
-        group_size: int = GROUP_SIZE,
+        group_size: int | None = None,
         greedy: bool = False,
         min_version: int = 0,
     ) -> RolloutReply:
         """Asks a generator for conversations, and then a judge for their rewards.
 
-        min_version: the generator waits until it can pull this one. Rewards are nan where an
-        episode could not be judged. Raises what `route` raises.
+        group_size: None: that of --group-size. min_version: the generator waits until it can pull
+        this one. Rewards are nan where an episode could not be judged. Raises what `route` raises.
         """
         request = RolloutRequest(
             arenas=await self.arenas(),
             min_version=max(min_version, self.first_version),
             prompts=prompts,
-            group_size=group_size,
+            group_size=group_size or self.cfg.group_size,
             seed=seed_of(self.cfg, prompts),
             greedy=greedy,
             is_in_flight=self.cfg.pull == "token" and not greedy,
@@ -6866,7 +6871,7 @@ async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
 
     RuntimeError: too little of it could be judged.
     """
-    prompts = run.draw(GROUPS_PER_BATCH)
+    prompts = run.draw(cluster.cfg.batch_groups)
     parts = await sample(cluster, prompts)
     batch = Rollout.join([run.count(part) for part in parts])
     # A group of which nothing could be judged is not in the batch.
@@ -6937,7 +6942,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     # checks fails, no training will learn what it should.
     training = lab.training("sync", math.ceil(cfg.steps / 2), "sync_rl")
     sampler = training.run.sampler
-    prompts = sampler.first(GROUPS_PER_BATCH)
+    prompts = sampler.first(cfg.batch_groups)
     parts = await with_retries(cluster, lambda: sample(cluster, prompts))
     first = Rollout.join([part.rollout.judged() for part in parts])
     before = await with_retries(cluster, lambda: evaluate(cluster, sampler.heldout))
@@ -7457,9 +7462,15 @@ class Group:
 class ReplayBuffer:
     """Groups that wait for the trainer, as they came. Samples pass from loop to loop only here."""
 
-    def __init__(self, ledger: Ledger, max_lag: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        max_lag: int,
+        batch_groups: int = Config.batch_groups,
+    ) -> None:
         self.ledger = ledger
         self.max_lag = max_lag
+        self.batch_groups = batch_groups  # in a batch
         self.groups: list[Group] = []
 
     def put(self, rollout: Rollout, asked_for: list[int], run_id: int) -> None:
@@ -7513,9 +7524,9 @@ class ReplayBuffer:
         """
         while True:
             self._drop(run_id, version)
-            if len(self.groups) >= GROUPS_PER_BATCH:
-                taken = self.groups[:GROUPS_PER_BATCH]
-                self.groups = self.groups[GROUPS_PER_BATCH:]
+            if len(self.groups) >= self.batch_groups:
+                taken = self.groups[: self.batch_groups]
+                self.groups = self.groups[self.batch_groups :]
                 return Rollout.join([group.rollout.select(group.rows) for group in taken])
             await self.ledger.changed.wait()
 
@@ -7542,8 +7553,9 @@ class AsyncLoops:
         self.cluster = training.cluster
         self.run = training.run
         self.ledger = training.run.ledger
-        self.gate = Gate(self.ledger, (max_lag + 1) * GROUPS_PER_BATCH)  # mechanism: tickets
-        self.buffer = ReplayBuffer(self.ledger, max_lag)
+        self.batch_groups = training.cfg.batch_groups
+        self.gate = Gate(self.ledger, (max_lag + 1) * self.batch_groups)  # mechanism: tickets
+        self.buffer = ReplayBuffer(self.ledger, max_lag, self.batch_groups)
         # While the trainer works on a batch, the next one already waits there, so the trainer never
         # waits for the main process. A batch that waits grows older by a version. With K = 0 it
         # would then be too old.
@@ -7589,7 +7601,7 @@ class AsyncLoops:
         """
         while not self.is_done:
             num_free = await self.gate.wait()
-            prompts = self.run.draw(min(num_free, GROUPS_PER_BATCH))
+            prompts = self.run.draw(min(num_free, self.batch_groups))
             self.num_away += len(prompts)
             try:
                 await self._one_rollout(prompts)
@@ -7825,9 +7837,10 @@ def tell_books(report: Report, loops: AsyncLoops) -> None:
     report.check("groups started, not accounted for", run.ledger.num_missing(), "==", 0)
     num_nowhere = num_in_flight - found
     report.check("groups in flight, but in no loop nor the buffer", num_nowhere, "==", 0)
-    num_groups = run.num_steps * GROUPS_PER_BATCH
+    batch_groups = loops.batch_groups
+    num_groups = run.num_steps * batch_groups
     report.check("groups trained on", counts["trained"], "==", num_groups)
-    most = loops.training.cfg.save_every * GROUPS_PER_BATCH
+    most = loops.training.cfg.save_every * batch_groups
     report.check("groups undone by the loss of the trainer", counts["undone"], "<=", most)
 
 
@@ -8326,7 +8339,7 @@ class HostsCluster(Cluster):
     async def rollout(
         self,
         prompts: list[Prompt],
-        group_size: int = GROUP_SIZE,
+        group_size: int | None = None,
         greedy: bool = False,
         min_version: int = 0,
     ) -> RolloutReply:
@@ -8435,7 +8448,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     await running
     # 4. Does it sample again, from the weights of the trainer?
     lost = [*await until_replaced(cluster.relays), *await until_replaced(cluster.generators)]
-    again = await sample(cluster, run.sampler.first(GROUPS_PER_BATCH))
+    again = await sample(cluster, run.sampler.first(own.batch_groups))
     found = await cluster.examine(Rollout.join([reply.rollout.judged() for reply in again]))
     await cluster.close()
     workers.close()
@@ -8526,17 +8539,27 @@ def make_parser() -> Parser:
         metavar="ADDRESS",
         help="serve this host to runs with --hosts [%(const)s]",
     )
+    add_settings(parser)
+    return parser
+
+
+def add_settings(parser: Parser) -> None:
+    """A flag for each field of Config."""
     for setting in dataclasses.fields(Config):
-        kind = type(setting.default) if setting.default is not None else float
+        flag = "--" + setting.name.replace("_", "-")
+        meaning = f"{setting.metadata['meaning']} [{setting.default}]"
+        if setting.default is False:
+            parser.add_argument(flag, action="store_true", help=meaning)
+            continue
+        kind = setting.metadata["kind"]
         parser.add_argument(
-            "--" + setting.name.replace("_", "-"),
+            flag,
             type=kind,
             default=setting.default,
             choices=setting.metadata["choices"] or None,
             metavar=kind.__name__,
-            help=f"{setting.metadata['meaning']} [{setting.default}]",
+            help=meaning,
         )
-    return parser
 
 
 def parse(argv: list[str] | None) -> Command:
@@ -8862,7 +8885,7 @@ def run_for_page(
         "before": before,
         "after": after,
         "groups": training.run.ledger.counts,
-        "samples": GROUP_SIZE * GROUPS_PER_BATCH * training.run.num_steps,
+        "samples": training.cfg.group_size * training.cfg.batch_groups * training.run.num_steps,
         "rows": [dataclasses.asdict(row) for row in training.run.rows],
         # Short, for there are tens of thousands: what, begin, end, actor.
         "events": [[event.what, event.start_s, event.end_s, event.actor] for event in events],

