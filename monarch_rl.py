@@ -282,6 +282,10 @@ class Config:
     pull: str = setting("rollout", "new weights come before each of these", choices="rollout token")
     seed: int = setting(0, "of sampling, initial weights and prompts", least=0)
     device: str = setting("cpu", "where policies compute", choices="cpu cuda")
+    stuck_after: float = setting(
+        120.0, "seconds without a token or part of a batch: such a worker is replaced", least=1
+    )
+    judge_stuck_after: float = setting(5.0, "seconds that a reward may take", least=0.5)
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
     hosts: str = setting("", "tcp://ADDRESS:PORT,... of workers that the RL stages run on")
     # What is written. Nothing is, unless you ask for it.
@@ -1107,31 +1111,44 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 
 
 # == 5. SUPERVISION ================================================================================
-# Problem. Processes die, and some only stand still. If nobody is responsible, every later call
-#   fails, or waits for ever.
+# Problem. Processes die, some stand still, and some work for ever. If nobody is responsible, every
+#   later call fails, or waits for ever. But a worker that has not answered for ten minutes may be
+#   well: its step takes that long.
 # Rule. Whose failure is it? An exception belongs to the caller that waits for the answer; the actor
-#   lives on. A dead process belongs to the actor that spawned it, its owner, who replaces it. A
-#   process that stands still tells nobody, so every call carries a deadline: missing it counts as
-#   death. In short:
+#   lives on. A process belongs to the actor that spawned it, its owner, who replaces it when it
+#   falls ill. There are three illnesses, and how long a call takes tells of none of them; so each
+#   has a detector of its own, and no call has a deadline:
 #
-#     what happens            its caller sees       its owner is told by       and then
-#     endpoint raises         the exception         nobody                     the actor lives on
-#     process dies            SupervisionError      a pidfd, in milliseconds   it is replaced
-#     process stands still    nothing               the deadline of a call     killed, and replaced
-#
-#   So it is with Monarch's calls themselves, which the demo measures. Supervisor._call, below, has
-#   the deadline, and makes one exception of both kinds of loss: ReplicaLost.
-# Cost. Too short a deadline kills the slow. A replacement with torch takes seconds to import it.
+#     what happens         its caller sees   its owner is told by              and then
+#     endpoint raises      the exception     nobody                            the actor lives on
+#     process dies         ReplicaLost       a pidfd, in milliseconds          it is replaced
+#     it stands still      ReplicaLost       its pulse, silent for 3 s         killed, and replaced
+#     it works for ever    ReplicaLost       its progress, after a limit       killed, and replaced
+#     it works for long    the answer        nobody                            the actor lives on
+# Cost. A thread in every worker. A replacement with torch takes seconds to import it.
 # Not here. Who restarts the owner: here all owners live in the main process, and end with it.
 # Source. Supervisors of Erlang (Armstrong 2003); pidfd_open(2).
 #
-# A pidfd is a file descriptor for a process. It becomes readable when the process ends, and so an
-# event loop hears of it at once. Monarch has a detector too: it looks at its processes every 200 ms
-# and calls `__supervise__` of the owner. That one stays, because it also knows of an actor that
-# died in a process that lives: an endpoint that raises though nobody waits for its answer
-# (`broadcast`) ends its actor. A process that stands still does not answer its looks. After 5 s it
-# takes that for a death as well (ENVIRONMENT has this limit; Monarch's own is 30 s), and says so. A
-# shorter deadline comes sooner.
+# 1. Death. A pidfd is a file descriptor for a process. It becomes readable when the process ends,
+# and so an event loop hears of it at once. Monarch has a detector too: it looks at its processes
+# every 200 ms and calls `__supervise__` of the owner. That one stays, because it also knows of an
+# actor that died in a process that lives: an endpoint that raises though nobody waits for its
+# answer (`broadcast`) ends its actor.
+#
+# 2. Standstill. A thread in each worker counts a word in shared memory up, ten times a second: the
+# pulse. The owner looks at it four times a second. A process that was stopped, or that gets no
+# memory, does not move it. One that is busy does: Python lets other threads run every 5 ms, and
+# what computes in C mostly lets go of the GIL, the lock that a thread must hold to run Python.
+# Mostly: to load a file, or to match a regular expression, C code may hold it for many seconds. The
+# pulse is silent then, though the process works. So the owner looks at one more thing, the time for
+# which the system has let the process compute. As long as that grows, it does not stand still.
+#
+# 3. Endless work. Another word moves with everything that a worker has got done: a token, a part of
+# a batch, an episode judged. If a worker has requests and this word does not move for a limit, the
+# worker is stuck. The limit is for one such piece of work. A request that waits behind another one
+# sees the progress of that one, and a step of an hour is well if each of its parts is short.
+
+# -- 5a. Hosts, and the signs of life of a process -------------------------------------------------
 
 # Set by the main process when it is about to end all others. From then on nothing is replaced.
 LEAVING = threading.Event()
@@ -1162,7 +1179,7 @@ class Host:
         """Starts processes, one for each rank, in a mesh of this name."""
         return this_host().spawn_procs(per_host={"rank": num_ranks}, name=name)
 
-    def watch(self, pids: list[int], on_end: Callable[[str], None]) -> None:
+    def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
         """Calls back, in this event loop and with the reason, when one of these processes ends.
 
         `add_reader` asks the event loop to call a function when a descriptor becomes readable. For
@@ -1175,9 +1192,13 @@ class Host:
             os.close(descriptor)
             on_end("died")
 
-        for pid in pids:
-            descriptor = os.pidfd_open(pid)
+        for pulse in pulses:
+            descriptor = os.pidfd_open(pulse.pid)
             loop.add_reader(descriptor, has_ended, descriptor)
+
+    def signs(self, pulse: PulseHandle) -> Signs | None:
+        """What can be seen of this process now; None: nothing new since the last look."""
+        return read_signs(pulse)
 
     def signal(self, pids: list[int], number: int) -> None:
         """Sends a signal to processes. SIGKILL also ends those that stand still."""
@@ -1191,15 +1212,128 @@ def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
             os.kill(pid, number)
 
 
-def is_alive(pid: int) -> bool:
-    """Does this process of this host run? A zombie does not: its parent has not noticed yet."""
+def status_of(pid: int) -> list[str]:
+    """What the system says of a process of this host: its state, its parent, and so on.
+
+    The state is a letter: "T" it was stopped, "Z" it has ended and its parent has not noticed yet,
+    "X" it has gone; any other: it runs, or waits for something.
+    """
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    # "12 (any name) S 1 ...": the state is the first letter behind the last parenthesis.
+        return ["X"]
+    # "12 (any name) S 1 ...": it stands behind the last parenthesis (proc_pid_stat(5)).
     _, _, behind_name = stat.rpartition(") ")
-    return behind_name[0] not in "ZX"
+    return behind_name.split()
+
+
+def is_alive(pid: int) -> bool:
+    """Does this process of this host run?"""
+    state, *_ = status_of(pid)
+    return state not in ENDED
+
+
+ENDED = "ZX"  # the states of a process that has ended
+
+
+@dataclass(frozen=True)
+class PulseHandle:
+    """Where a process shows that it lives: the first thing that its owner asks it for."""
+
+    pid: int
+    path: str  # of its file in memory, for processes of the same host
+
+
+class Pulse:
+    """A worker's own side of it: two words of 8 bytes in shared memory.
+
+    Whoever reads them asks nothing of the worker, so an answer does not depend on how it is.
+    """
+
+    BEATS = 0  # the first word: moves as long as a thread of this process can run
+    PROGRESS = 1  # the second: moves when something got done
+    BEAT_EVERY_S = 0.1
+
+    def __init__(self) -> None:
+        self.handle = PulseHandle(pid=os.getpid(), path=unnamed_file("pulse"))
+        with open(self.handle.path, "r+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            self.memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        self.words = memoryview(self.memory).cast("q")
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        """The thread: waits for the clock / produces beats / ends with its process."""
+        while True:
+            self.words[self.BEATS] += 1
+            time.sleep(self.BEAT_EVERY_S)
+
+    def advance(self) -> None:
+        """Something got done: a token, a part of a batch, an episode. Any thread may call it."""
+        self.words[self.PROGRESS] += 1
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What can be seen of a process at one look, without asking it."""
+
+    state: str  # a letter, as status_of has it
+    cpu_ticks: int  # for which its threads have computed so far; a tick is 10 ms
+    beats: int  # of its pulse
+    progress: int
+
+
+def read_signs(pulse: PulseHandle) -> Signs:
+    """Looks at a process of this host."""
+    words = [0, 0]
+    # It may end at any moment, and its file with it. Then its state tells.
+    with contextlib.suppress(OSError), open(pulse.path, "rb", buffering=0) as file:
+        words = memoryview(file.read(16)).cast("q").tolist()
+    status = status_of(pulse.pid)
+    # Behind the state follow numbers; the twelfth and thirteenth are the ticks for which the
+    # process has computed itself, and for which the system has worked for it.
+    state = status[0]
+    ticks = [int(number) for number in status[11:13]]
+    return Signs(
+        state=state,
+        cpu_ticks=sum(ticks),
+        beats=words[Pulse.BEATS],
+        progress=words[Pulse.PROGRESS],
+    )
+
+
+LOOK_EVERY_S = 0.25  # an owner looks at all its processes
+
+
+def num_looks(limit_s: float) -> int:
+    """A limit as a number of looks.
+
+    An owner that was itself stopped did not look, so it accuses nobody when it goes on.
+    """
+    return math.ceil(limit_s / LOOK_EVERY_S)
+
+
+class Watch:
+    """What an owner has seen of one process, look by look."""
+
+    def __init__(self, pulse: PulseHandle) -> None:
+        self.pulse = pulse
+        self.last: Signs | None = None  # at the last look
+        self.num_silent = 0  # looks in a row at which it seemed to stand still
+
+    def look(self, now: Signs) -> bool:
+        """Compares with the last look. Returns whether the process has got something done."""
+        last = self.last or now
+        is_beating = now.beats != last.beats or self.last is None
+        # A process that was stopped just now may have computed until then.
+        is_computing = now.cpu_ticks != last.cpu_ticks and now.state != "T"
+        is_well = is_beating or is_computing  # mechanism: silent but at work
+        self.num_silent = 0 if is_well else self.num_silent + 1
+        self.last = now
+        return now.progress != last.progress
+
+
+# -- 5b. Workers, and their replicas ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1224,15 +1358,16 @@ class Worker(Actor):
         self.place = place
         self.rank = current_rank().rank
         self.recorder = Recorder(f"{place.service} {place.replica_id}.{self.rank}")
+        self.pulse = Pulse()  # subclasses call its `advance` whenever they got something done
 
     @endpoint
-    async def pid(self) -> int:
-        """Its process id.
+    async def find_pulse(self) -> PulseHandle:
+        """Where its pulse is, and its process id.
 
         A supervisor asks this before anything else. From then on it can kill a process that hangs
-        in `setup`, and notices at once if one dies there.
+        in `setup`, and notices if one dies or stands still there.
         """
-        return os.getpid()
+        return self.pulse.handle
 
     @endpoint
     async def setup(self, store: Telemetry | None = None) -> Any:
@@ -1260,13 +1395,15 @@ class Loss:
     """That a replica was lost."""
 
     replica_id: int
-    why: str  # "died", "missed its deadline", "kept raising", "host lost", "setup failed: ..."
+    # "died", "stood still", "made no progress", "kept raising", "host lost", "setup too slow", or
+    # "setup failed: ..."
+    why: str
     noticed_s: float  # seconds since 1970, by the clock of this host
     replaced_s: float | None = None  # when the next one was ready; None: not yet
 
 
 class ReplicaLost(RuntimeError):
-    """The replica was lost, or missed its deadline, before it had answered."""
+    """The replica was lost before it had answered."""
 
 
 class NotNow(RuntimeError):
@@ -1276,7 +1413,7 @@ class NotNow(RuntimeError):
 # The life of a replica, and who moves it on:
 #
 #     spawned --- its pid is known ---> runs --- setup has answered ---> ready --- lose ---> lost
-#             Supervisor._spawn              Supervisor._spawn      a pidfd, Monarch, a deadline,
+#             Supervisor._spawn              Supervisor._spawn      a pidfd, Monarch, its signs,
 #                                                                   three marks (section 6), or
 #                                                                   the loss of its host (14)
 #
@@ -1292,6 +1429,7 @@ class Replica:
     """
 
     MAX_MARKS = 3  # in a row, until a replica that raises is replaced
+    END_WITHIN_S = 30.0
 
     def __init__(
         self,
@@ -1308,16 +1446,19 @@ class Replica:
         self.actor = actor  # a reference to the worker
         self.name = name  # of its mesh: in Monarch's failures this tells whose they are
         self.pids: list[int] = []  # of its ranks; known when they run
+        self.watches: list[Watch] = []  # the same
+        self.num_idle = 0  # looks in a row at which it had requests, and got nothing done
         self.answers: list[Any] = []  # of setup, one per rank; empty until it is ready
         # Becomes a Loss when it is lost, and so wakes everybody who waits for this replica.
         self.lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
-        # Section 6 uses these.
         self.num_in_flight = 0  # requests it works on
+        # Section 6 uses this.
         self.num_marks = 0  # in a row, for requests on which it raised and another one did not
 
-    def runs_in(self, pids: list[int]) -> None:
+    def runs_in(self, pulses: list[PulseHandle]) -> None:
         """Its processes are these."""
-        self.pids = pids
+        self.pids = [pulse.pid for pulse in pulses]
+        self.watches = [Watch(pulse) for pulse in pulses]
 
     def has_set_up(self, answers: list[Any]) -> None:
         """It is ready."""
@@ -1341,14 +1482,36 @@ class Replica:
             )
             self.lost.set_result(loss)
 
+    def look(self, spec: ServiceSpec) -> None:
+        """Looks at its processes once, and loses it if one is ill. spec: has the limits."""
+        is_news = False
+        has_moved = False
+        for watch in self.watches:
+            signs = self.host.signs(watch.pulse)
+            if signs is None:
+                continue
+            is_news = True
+            has_moved |= watch.look(signs)  # one rank that gets on is enough: others wait for it
+            if signs.state in ENDED:
+                self.lose("died")
+            if watch.num_silent >= num_looks(spec.standstill_s):  # mechanism: standstill
+                self.lose("stood still")
+        if is_news:
+            self.num_idle += 1
+        if has_moved or not self.num_in_flight or not self.is_ready():  # a setup has a deadline
+            self.num_idle = 0
+        if self.num_idle >= num_looks(spec.stuck_after_s):  # mechanism: endless work
+            self.lose("made no progress")
+
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """While it works on a request."""
+        """While it works on a request. That it has answered one is progress, too."""
         self.num_in_flight += 1
         try:
             yield
         finally:
             self.num_in_flight -= 1
+            self.num_idle = 0
 
     def has_answered(self) -> None:
         """It has answered a request, so it is well."""
@@ -1364,8 +1527,8 @@ class Replica:
         """To the processes of all its ranks."""
         self.host.signal(self.pids, number)
 
-    async def end(self, deadline_s: float) -> None:
-        """Ends its processes.
+    async def end(self) -> None:
+        """Ends its processes, which takes milliseconds. TimeoutError: it took END_WITHIN_S.
 
         By SIGKILL: a polite end takes Python a second or two, and what stands still would never end
         politely. Before its process ids are known only Monarch's own, polite end is left.
@@ -1375,7 +1538,8 @@ class Replica:
         self.send_signal(signal.SIGKILL)
         # The system may soon give these numbers to other processes, which nobody must kill.
         self.pids = []
-        await asyncio.wait_for(self.procs.stop(), deadline_s)
+        self.watches = []
+        await asyncio.wait_for(self.procs.stop(), self.END_WITHIN_S)
 
 
 @dataclass(frozen=True)
@@ -1387,13 +1551,17 @@ class ServiceSpec:
     # For the constructor of each replica, after its Place.
     args: tuple[Any, ...]
     num_replicas: int
-    # For one attempt at a request: many times what it usually takes.
-    deadline_s: float
+    # So long a process may show no life: many times the pause between two beats.
+    standstill_s: float = 3.0
+    # So long a replica that has requests may go without progress: many times what the largest piece
+    # of its work takes, such as a part of a batch.
+    stuck_after_s: float = 120.0
     # Processes of one replica.
     num_ranks: int = 1
     # On which replicas are started, in turn.
     hosts: tuple[Host, ...] = (Host(),)
     # For a replica to become ready: imports on a busy machine take seconds, big models minutes.
+    # This is a deadline. Imports tell of no progress; and nothing stands in a queue before a setup.
     setup_deadline_s: float = 120.0
     # Of section 6. A request that kills whoever runs it must not go on to kill all replicas, so
     # there is a largest number of attempts.
@@ -1413,6 +1581,9 @@ class ServiceSpec:
         )
 
 
+# -- 5c. The owner ---------------------------------------------------------------------------------
+
+
 class Supervisor(Actor):
     """Owns the replicas of one class of workers.
 
@@ -1420,9 +1591,12 @@ class Supervisor(Actor):
     has spawned a process.
     """
 
+    START_WITHIN_S = 120.0  # a process has to say that it runs; on a busy machine that is seconds
+
     def __init__(self, spec: ServiceSpec) -> None:
         self.spec = spec
         self.replicas: dict[int, Replica] = {}  # by replica id, the newest of each
+        self.looking: asyncio.Task[None] | None = None  # runs while there are replicas
 
     async def _spawn(self, replica_id: int) -> Replica:
         """Makes the replica with this id, or replaces it, and returns when it is ready.
@@ -1432,7 +1606,7 @@ class Supervisor(Actor):
         """
         # 1. What is left of the one before goes: a process that stands still could wake up.
         if replica_id in self.replicas:
-            await self.replicas[replica_id].end(self.spec.deadline_s)
+            await self.replicas[replica_id].end()
         # 2. A process, and an actor in it. On this machine both calls return before anything has
         # happened.
         place = self.spec.place(replica_id)
@@ -1442,38 +1616,61 @@ class Supervisor(Actor):
         actor = procs.spawn(name, self.spec.replica_class, place, *self.spec.args)
         new = Replica(place, host, procs, actor, name)
         self.replicas[replica_id] = new
-        # 3. Its first answers. The one to "pid" says that it runs, so from here on it is watched.
-        # The one to "setup" says that it is ready.
-        pids = await self._call(new, "pid", (), self.spec.setup_deadline_s)
-        new.runs_in(pids)
-        host.watch(pids, new.lose)
-        store = await telemetry()
-        new.has_set_up(await self._call(new, "setup", (store,), self.spec.setup_deadline_s))
+        # 3. Its first answers.
+        try:
+            await asyncio.wait_for(self._set_up(new), self.spec.setup_deadline_s)
+        except asyncio.TimeoutError:
+            new.lose("setup too slow")
+            limit_s = self.spec.setup_deadline_s
+            raise ReplicaLost(f"{name}: not set up within {limit_s:.0f} s") from None
         return new
+
+    async def _set_up(self, new: Replica) -> None:
+        """Waits for its first answers.
+
+        That to "find_pulse" says that it runs, so from here on it is watched. That to "setup" says that
+        it is ready.
+        """
+        pulses = await asyncio.wait_for(self._call(new, "find_pulse", ()), self.START_WITHIN_S)
+        new.runs_in(pulses)
+        new.host.watch(pulses, new.lose)
+        if self.looking is None or self.looking.done():
+            self.looking = asyncio.ensure_future(self._look())
+        store = await telemetry()
+        new.has_set_up(await self._call(new, "setup", (store,)))
+
+    async def _look(self) -> None:
+        """The owner's loop: waits for the clock / produces losses / ends when there is no replica.
+
+        Between two looks it sleeps, however late it was, so a slow owner just looks less often.
+        """
+        while self.replicas:
+            for replica in self.replicas.values():
+                replica.look(self.spec)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _call(
         self,
         replica: Replica,
         method: str,
         args: tuple[Any, ...],
-        deadline_s: float,
     ) -> list[Any]:
         """Calls a worker, and returns the answers of all its ranks, rank 0 first.
 
         Raises ActorError, around what the endpoint raised. Raises ReplicaLost if the replica was
-        lost or has missed the deadline; an answer that comes after that is ignored.
+        lost; an answer that comes after that is ignored.
         """
         call = asyncio.ensure_future(getattr(replica.actor, method).call(*args))
-        first = "FIRST_COMPLETED"
         try:
-            # Sleeps until the first of these: the answer comes, the replica is lost, the deadline.
-            await asyncio.wait({call, replica.lost}, timeout=deadline_s, return_when=first)
+            with replica.at_work():
+                # Sleeps until the first of these: the answer comes, the replica is lost.
+                await asyncio.wait({call, replica.lost}, return_when="FIRST_COMPLETED")
             is_answered = call.done()
         finally:
             call.cancel()  # if there is no answer yet; also if this call is cancelled itself
         if not is_answered:
-            replica.lose("missed its deadline")  # unless it was lost otherwise
-            raise ReplicaLost(f"{replica.name}, {method}: no answer")
+            why = replica.lost.result().why
+            raise ReplicaLost(f"{replica.name}, {method}: it {why}")
         try:
             return list(call.result().values())
         except SupervisionError as error:  # Monarch knew of the death before the pidfd did
@@ -1499,11 +1696,12 @@ class Supervisor(Actor):
 
 # -- measurement -----------------------------------------------------------------------------------
 # A worker gets into each kind of trouble, one after the other. What does its caller see, is its
-# owner told, and after how long does it work again?
+# owner told, and after how long does it work again? And it is busy for twice as long as it may
+# stand still, in three ways. That is no trouble, and nobody may take it for one.
 #
-# The columns of the table: what the caller saw, an exception or nothing; whether the owner was told
-# within a second, and after how many ms; how long the cure took, which is a new process, or
-# nothing; and what the next call answers, which should be the root of 4.
+# The columns of the table: what the caller saw, an exception or the answer; what the owner was
+# told, and after how many ms; how long the cure took, which is a new process, or nothing; and what
+# the next call answers, which should be the root of 4.
 
 
 class Roots(Worker):
@@ -1535,10 +1733,24 @@ class Roots(Worker):
             with open(self.diary, "a", encoding="utf-8") as file:
                 file.write(line)
 
+    @endpoint
+    async def toil(self, how: str, wanted_s: float) -> float:
+        """Is busy for about so long, in one of three ways. Returns how long it was, in seconds."""
+        start = time.monotonic()
+        if how == "C, without the GIL":
+            time.sleep(wanted_s)  # C code, too; as when it computes, other threads can run
+        elif how == "C, holding the GIL":
+            # `sum` adds up a range in C, without a pause. How long may that range be?
+            sum(range(10**7))
+            sum(range(int(10**7 * wanted_s / since(start))))
+        while since(start) < wanted_s:  # "Python": all of it is here
+            pass
+        return since(start)
+
 
 @dataclass(frozen=True)
 class TroubleRow:
-    """What became of a worker that got into trouble."""
+    """What became of a worker that got into trouble, or was just busy."""
 
     what_happened: str
     caller_saw: str
@@ -1548,99 +1760,133 @@ class TroubleRow:
     next_call: Any  # what root(4) answers afterwards
 
 
-# What happens -> what its caller should see, and whether the owner should be told. An exception
-# reaches the owner only if no caller waits for it. A standstill reaches nobody: the caller gives up
-# after a deadline of its own, which is a TimeoutError.
+# What happens -> what its caller should see, and what the owner should be told. An exception
+# reaches the owner only if no caller waits for it.
 TROUBLES = {
-    "raises, call_one": ("ValueError", "no"),
-    "raises, broadcast": ("nothing", "yes"),
-    "SIGKILL": ("SupervisionError", "yes"),
-    "SIGSTOP": ("TimeoutError", "no"),
+    "raises": ("ValueError", "nothing"),
+    "raises, nobody waits": ("nothing", "died"),
+    "SIGKILL": ("ReplicaLost", "died"),
+    "SIGSTOP": ("ReplicaLost", "stood still"),
+    "works for ever": ("ReplicaLost", "made no progress"),
 }
+BUSY = ("C, without the GIL", "Python", "C, holding the GIL")
 
 
 class Trial(Supervisor):
-    """Owns one worker, to which all of TROUBLES happens."""
+    """Owns one worker, to which all of that happens."""
 
     @endpoint
     async def suffer(self, trouble: str) -> TroubleRow:
         """Lets a fresh worker get into this trouble, which is one of TROUBLES, and out of it."""
         victim = await self._spawn(0)
-
         # 1. It happens.
         struck_s = time.time()
+        caller_saw = await self._get_into(victim, trouble)
+        # 2. Is the owner told? It has a second. Five looks of Monarch's detector fit into that, so
+        # that a "nothing" means something.
+        await asyncio.wait({victim.lost}, timeout=1.0)
+        return await self._cured(victim, trouble, caller_saw, struck_s)
+
+    async def _get_into(self, victim: Replica, trouble: str) -> str:
+        """Lets it happen. Returns what the caller of this worker sees."""
+        if trouble == "raises, nobody waits":
+            victim.actor.root.broadcast(-1)  # this ends the actor
+            return "nothing"
         if trouble.startswith("SIG"):
             kill(victim.pids, signal.Signals[trouble])
-            await asyncio.sleep(0.1)  # on a busy machine a process may still answer for a moment
-        caller_saw = await self._ask_root_of_minus_1(victim, trouble)
+        request = functools.partial(self._call, victim, "root", (-1,))
+        if trouble == "works for ever":
+            request = functools.partial(self._call, victim, "toil", ("Python", math.inf))
+        # What no detector has found after 20 s will never be found.
+        return str(await outcome(request, 20.0))
 
-        # 2. Is the owner told? It has a second. Five looks of Monarch's detector fit into that, so
-        # that a "no" means something.
-        await asyncio.wait({victim.lost}, timeout=1.0)
-        is_told = victim.lost.done()
+    @endpoint
+    async def be_busy(self, how: str, wanted_s: float) -> TroubleRow:
+        """Keeps a worker busy, in one of the ways of BUSY."""
+        worker = self.replicas[0]
+        start_s = time.time()
+        answer = await outcome(lambda: self._call(worker, "toil", (how, wanted_s)), 20.0)
+        if isinstance(answer, list):  # of its ranks, of which there is one
+            answer = f"{answer[0]:.1f} s of work"
+        return await self._cured(worker, how, answer, start_s)
+
+    async def _cured(
+        self,
+        victim: Replica,
+        what_happened: str,
+        caller_saw: str,
+        struck_s: float,
+    ) -> TroubleRow:
+        """Replaces the worker if it was lost, and asks the one that is there now."""
+        told = "nothing"
         after_ms = None
-        if is_told:
+        if victim.lost.done():
             loss = victim.lost.result()
+            told = loss.why
             after_ms = (loss.noticed_s - struck_s) * 1e3
-
-        # 3. The cure. A worker that raised under call_one is well, and stays.
         start = time.monotonic()
-        if is_told or caller_saw == "TimeoutError":  # mechanism: replace
+        if told != "nothing":  # mechanism: replace
             await self._spawn(0)
         cure_ms = since(start) * 1e3
         worker = self.replicas[0].actor
         next_call = await outcome(lambda: worker.root.call_one(4), deadline_s=10.0)
         return TroubleRow(
-            what_happened=trouble,
+            what_happened=what_happened,
             caller_saw=caller_saw,
-            owner_was_told="yes" if is_told else "no",
+            owner_was_told=told,
             after_ms=after_ms,
             cure_ms=cure_ms,
             next_call=next_call,
         )
 
-    async def _ask_root_of_minus_1(self, victim: Replica, trouble: str) -> str:
-        """What the caller of root(-1) sees, whose worker is in this trouble."""
-        root = victim.actor.root
-        if trouble == "raises, broadcast":
-            root.broadcast(-1)  # it raises, and nobody waits: this ends the actor
-            return "nothing"
-        # Of a death Monarch tells the callers. Of a standstill it tells nobody: the deadline does.
-        deadline_s = 0.3 if trouble == "SIGSTOP" else 10.0
-        return await outcome(lambda: root.call_one(-1), deadline_s)
-
 
 @stage(
-    "an exception belongs to the caller; a dead process belongs to whoever spawned it, who "
-    "replaces it; one that stands still is found by a deadline",
-    hint="write `if is_told:`: nobody is told of a worker that stands still, so it stays there",
-    mechanism="replace",
+    "an exception belongs to the caller, an ill process to its owner: dead, standing still and "
+    "working for ever are three illnesses with three detectors, and none takes work for illness",
+    hint="write `is_well = is_beating`: who holds the GIL for a while is killed for it",
+    mechanism="silent but at work",
 )
 async def demo_supervision(report: Report, cfg: Config) -> None:
-    """Lets all of TROUBLES happen to a worker, one after the other."""
+    """Lets all of TROUBLES happen to a worker, one after the other, and then keeps it busy."""
     spec = ServiceSpec(
         name="worker",
         replica_class=Roots,
         args=(),
         num_replicas=1,
-        deadline_s=10.0,
+        # A third, and a fortieth, of what they are in a run, so that this is over soon.
+        standstill_s=1.0,
+        stuck_after_s=3.0,
     )
+    limits = (
+        f"{spec.standstill_s:.0f} s without a pulse, {spec.stuck_after_s:.0f} s without progress"
+    )
+    report.say(f"limits: {limits} (about 15 s)")
     # An owner is an actor too: Monarch tells of a death the actor that has spawned the process.
     # This one lives in the main process.
     trial = this_proc().spawn("trial", Trial, spec)
     rows = []
     for trouble in TROUBLES:
         rows.append(await trial.suffer.call_one(trouble))
+    ill = {row.what_happened: row for row in rows}
+    busy = []
+    for how in BUSY:
+        busy.append(await trial.be_busy.call_one(how, 2 * spec.standstill_s))
     await trial.stop()
-    report.table(rows)
+    report.table([*rows, *busy])
+    report.figure(
+        detect_ms=ill["SIGKILL"].after_ms,
+        respawn_ms=ill["SIGKILL"].cure_ms,
+        standstill_ms=ill["SIGSTOP"].after_ms,
+        stuck_ms=ill["works for ever"].after_ms,
+    )
     num_otherwise = 0
     for row in rows:
         num_otherwise += (row.caller_saw, row.owner_was_told) != TROUBLES[row.what_happened]
-        if row.what_happened == "SIGKILL":
-            report.figure(detect_ms=row.after_ms, respawn_ms=row.cure_ms)
-    report.check("troubles that were seen otherwise", num_otherwise, "==", 0)
+    report.check("troubles of 5 that were seen otherwise", num_otherwise, "==", 0)
     num_cured = sum(row.next_call == 2.0 for row in rows)
-    report.check("right answers of 4 calls after the cure", num_cured, "==", len(TROUBLES))
+    report.check("right answers of 5 calls after the cure", num_cured, "==", len(TROUBLES))
+    num_replaced = sum(row.owner_was_told != "nothing" for row in busy)
+    report.check("workers of 3 replaced for being busy", num_replaced, "==", 0)
     # You can now say of every failure who hears of it, and who has to do something.
 
 
@@ -1650,7 +1896,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # Rule. The caller asks the service, and the service asks a replica: a healthy one with the fewest
 #   requests in flight, in turn among equals. An attempt has one of three outcomes:
 #     1. It answers. The caller gets the answer, once.
-#     2. It is lost: it died, or missed its deadline. It is replaced; another one gets the request.
+#     2. It is lost, by one of the three illnesses. It is replaced; another one gets the request.
 #     3. It raises. Is the request bad, or the replica? Another one will tell. If that one raises
 #        too, the request is to blame and the exception is its caller's. If that one answers, the
 #        first replica has a mark; three marks in a row, and it is replaced.
@@ -1774,9 +2020,10 @@ class ReplicaKeeper(Supervisor):
             try:
                 replica = await self._spawn(replica_id)
             except (ActorError, ReplicaLost, asyncio.TimeoutError, OSError, ValueError) as error:
-                # Its setup failed: it raised, was lost or took too long. Or its host is gone, which
-                # shows as an OSError, or as a ValueError while it goes. Of a later replica this may
-                # be bad luck, and it is tried again. Not so of the first of all.
+                # Its setup failed: it raised, or was lost. Or the one before does not end. Or its
+                # host is gone, which shows as an OSError, or as a ValueError while it goes. Of a
+                # later replica this may be bad luck, and it is tried again. Not so of the first of
+                # all.
                 await asyncio.sleep(self.RETRY_SETUP_S)
                 if loss is None:
                     loss = self._first_has_failed(replica_id, error)  # it may raise
@@ -1812,12 +2059,14 @@ class ReplicaKeeper(Supervisor):
     def _healthy(self) -> list[Replica]:
         """The replicas that are ready, by id.
 
-        Raises what ended a keeper, if one has ended: a service does not go on as if nothing was the
-        matter when it can no longer replace anybody.
+        Raises what ended a keeper, or the looking, if one has ended: a service does not go on as if
+        nothing was the matter when it can no longer replace anybody.
         """
         for keeper in self.keepers:
             if keeper.done():
                 keeper.result()
+        if self.looking is not None and self.looking.done():
+            self.looking.result()
         return [replica for replica in self.replicas.values() if replica.is_ready()]
 
     def _is_complete(self) -> bool:
@@ -1831,8 +2080,7 @@ class ReplicaKeeper(Supervisor):
         """Ends all replicas. Requests that still wait for one get NoReplica."""
         await self._stop_keepers()
         self.changed.notify()
-        ends = [replica.end(self.spec.setup_deadline_s) for replica in self.replicas.values()]
-        await asyncio.gather(*ends)
+        await asyncio.gather(*[replica.end() for replica in self.replicas.values()])
         self.replicas = {}
 
     async def _stop_keepers(self) -> None:
@@ -1858,7 +2106,6 @@ class ServiceActor(ReplicaKeeper):
         self,
         method: str,
         args: tuple[Any, ...],
-        deadline_s: float,
     ) -> Any:
         """Runs a request on a healthy replica, on all its ranks, and returns the answer of rank 0.
 
@@ -1871,7 +2118,7 @@ class ServiceActor(ReplicaKeeper):
         for _ in range(self.spec.max_attempts):  # mechanism: another attempt
             replica = await self._pick(other_than=raised)
             try:
-                answer = await self._attempt(replica, method, args, deadline_s)
+                answer = await self._attempt(replica, method, args)
             except ReplicaLost:  # outcome 2: its keeper replaces it; another one tries
                 self.num_failed_attempts += 1
                 continue
@@ -1894,15 +2141,13 @@ class ServiceActor(ReplicaKeeper):
         replica: Replica,
         method: str,
         args: tuple[Any, ...],
-        deadline_s: float,
     ) -> Any:
         """One attempt: the answer of rank 0.
 
         Raises ReplicaLost, or ActorError if the endpoint raised and the replica is well.
         """
         try:
-            with replica.at_work():
-                answers = await self._call(replica, method, args, deadline_s)
+            answers = await self._call(replica, method, args)
         except ActorError:
             if self.spec.num_ranks > 1:
                 # A rank that loses another one raises: a collective has failed. The death itself
@@ -2009,16 +2254,12 @@ class Service:
         request: what the endpoint takes, which here is one record or number. (That it may be
         several, or keywords, stands in the signature because type checkers ask for it.) Raises what
         the endpoint raised, from the error that has the worker's traceback; NoReplica; RequestLost.
+        It takes as long as the work takes. A caller with less time uses asyncio.wait_for.
         """
         if keywords:
             raise TypeError("a request has no keywords")
         method = name_of(endpoint)
-        answer = self.actor.route.call_one(method, request, self.spec.deadline_s)
-        return await self._ask(answer)
-
-    def within(self, deadline_s: float) -> Service:
-        """The same service, with another deadline, for requests that take longer or shorter."""
-        return Service(dataclasses.replace(self.spec, deadline_s=deadline_s), self.actor)
+        return await self._ask(self.actor.route.call_one(method, request))
 
     async def start(self) -> None:
         """Returns when all replicas that can be are ready: those whose host is here."""
@@ -2104,14 +2345,14 @@ async def storm_on_a_mesh() -> StormRow:
     """
     procs = this_host().spawn_procs(per_host={"replica": 4})
     pool = procs.spawn("pool", Roots, Place(service="pool", replica_id=0))
-    victim = await pool.slice(replica=3).pid.call_one()
+    victim = await pool.slice(replica=3).find_pulse.call_one()
 
     async def stop() -> None:
-        os.kill(victim, signal.SIGSTOP)
+        os.kill(victim.pid, signal.SIGSTOP)
 
     faults = {0: stop}
     found = await storm("choose; #3 stops", pool.root.choose, faults, deadline_s=1.0)
-    os.kill(victim, signal.SIGCONT)  # so that it can be ended politely
+    os.kill(victim.pid, signal.SIGCONT)  # so that it can be ended politely
     await procs.stop()
     return found
 
@@ -2130,7 +2371,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
         replica_class=Roots,
         args=(diary,),
         num_replicas=4,
-        deadline_s=0.5,
+        standstill_s=1.0,  # a third of what it is in a run
     )
     service = Service(spec)
     await service.start()
@@ -2161,7 +2402,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     num_answers = after.num_answers - before.num_answers
     num_failed = after.num_failed_attempts - before.num_failed_attempts
     report.say(f"at the replicas {num_begun} attempts began; {num_failed} failed")
-    # failover: the request that waited longest, for the deadline of the replica that stood still.
+    # failover: the request that waited longest, until the replica was known to stand still.
     overhead_us = (served.fastest_ms - chosen.fastest_ms) * 1e3
     report.figure(failover_ms=served.slowest_ms, route_overhead_us=overhead_us)
     report.check("requests of 400 lost with choose", 400 - chosen.answered_right, ">", 0)
@@ -2172,7 +2413,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     num_needless = num_begun - num_failed - 400
     report.check("attempts beyond one per request and failure", num_needless, "<=", 0)
     kinds = sorted({loss.why for loss in after.lost_replicas})
-    expected = ["died", "kept raising", "missed its deadline"]
+    expected = ["died", "kept raising", "stood still"]
     report.check("why replicas were replaced", kinds, "==", expected)
     report.check("bad requests of 20 that raise at their caller", bad.count("ValueError"), "==", 20)
     report.check("replicas replaced for them", len(before.lost_replicas), "==", 0)
@@ -3077,7 +3318,7 @@ class SyncBench:
 
     async def num_published_beside_a_stopped_reader(self, num_versions: int) -> int:
         """How many of these versions the trainer publishes while a generator holds its lease."""
-        pid = await self.generators[0].pid.call_one()
+        pid = (await self.generators[0].find_pulse.call_one()).pid
         os.kill(pid, signal.SIGSTOP)
         before = await self.trainer.publish.call_one(0)
         after = await self.trainer.publish.call_one(num_versions)
@@ -5248,8 +5489,11 @@ WARM_UNTIL = 0.11  # of validation prompts right: much room to learn, and someth
 WARM_STEPS = 1000
 
 
-def warm_start(policy: Policy) -> None:
-    """Trains the policy on mostly right answers. RuntimeError if the task is too hard for it."""
+def warm_start(policy: Policy, advance: Callable[[], None] = lambda: None) -> None:
+    """Trains the policy on mostly right answers. RuntimeError if the task is too hard for it.
+
+    advance: is called after every step, so that whoever owns this process sees that it gets on.
+    """
     # Its prompts are drawn apart from those of RL, whose samplers have seeds from 0 on.
     sampler = Sampler(policy.cfg.task, seed=-1 - policy.cfg.seed)
     prompts = sampler.stream()
@@ -5261,6 +5505,7 @@ def warm_start(policy: Policy) -> None:
         supervised_loss(policy, batch, rng).backward()
         optimizer.step()
         optimizer.zero_grad()
+        advance()
         if step % 5 == 0 or share > 0.02:  # near the end it rises by 0.05 a step
             share = exact_share(policy, sampler.validation)
         if share >= WARM_UNTIL:  # mechanism: warm start
@@ -5298,9 +5543,21 @@ def exact_share(policy: Policy, prompts: list[Prompt]) -> float:
     said = generate(policy, prompts, group_size=1).said
     num_exact = 0
     for prompt, answers in zip(prompts, said, strict=True):
-        reward = sum(policy.task.score(prompt.turns, answers))
+        reward = sum(score_now(policy.task, prompt, answers))
         num_exact += is_exact(reward)
     return num_exact / len(prompts)
+
+
+def score_now(task: Task, prompt: Prompt, said: list[str]) -> list[float]:
+    """What a task's `score` says, for a caller that cannot await it, if it is a coroutine.
+
+    Such a caller runs in an event loop already, and a thread has one loop at most: so in another.
+    """
+    found: Any = task.score(prompt.turns, said)
+    if not asyncio.iscoroutine(found):
+        return found
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, found).result()
 
 
 def is_exact(reward: float) -> bool:
@@ -5390,8 +5647,11 @@ class TrainState:
         cfg: Config,
         policy: Policy,
         rank: int = 0,
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
+        """advance: is called after every part of a batch, as in `warm_start`."""
         self.cfg = cfg
+        self.advance = advance
         self.model = policy.model
         self.rank = rank
         self.version = -1  # of the weights; 0 is before RL
@@ -5519,6 +5779,7 @@ class TrainState:
             columns.update(entropy=entropy, kl=kl)
             for name, column in columns.items():
                 sums[name] += float(column.detach().double().sum())
+            self.advance()
         return self._means_over_ranks(sums, num_tokens), logps
 
     def _means_over_ranks(self, sums: dict[str, float], num_tokens: int) -> dict[str, float]:
@@ -5792,7 +6053,7 @@ def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
 
 
 class TrainerLost(RuntimeError):
-    """The trainer has died or hung. There may be another one, which has not begun."""
+    """The trainer was lost. There may be another one, which has not begun."""
 
 
 def device_of(cfg: Config, place: Place, rank: int) -> str:
@@ -5872,8 +6133,8 @@ class Trainer(Worker):
         """Begins, and answers where it publishes. One that has begun already only answers."""
         if self.writer is None:
             if request.is_warm and self.cfg.model == "tiny":
-                warm_start(self.policy)
-            self.state = TrainState(self.cfg, self.policy, self.rank)
+                warm_start(self.policy, self.pulse.advance)
+            self.state = TrainState(self.cfg, self.policy, self.rank, self.pulse.advance)
             if self.cfg.trainers > 1:
                 self.state.shard(request.meeting_place)
             weights = weights_of(self.policy.model)
@@ -5999,6 +6260,7 @@ class Generator(Worker):
             version = self._pull(reader)  # mechanism: pull
 
             def pull() -> int:
+                self.pulse.advance()  # a token is sampled after this
                 return self._pull(reader) if request.is_in_flight else version
 
             rollout = generate(
@@ -6042,7 +6304,8 @@ class Judge(Worker):
     """Runs a task's reward function.
 
     That is somebody else's code: it may hang, or end its process. Here it runs in a process that
-    can be killed, and takes nobody along, because a judge has one request at a time.
+    can be killed, and takes nobody along, because a judge has one request at a time. How long it
+    may take is said of an episode (--judge-stuck-after), and not of a request.
     """
 
     def __init__(self, place: Place, cfg: Config) -> None:
@@ -6057,25 +6320,54 @@ class Judge(Worker):
     async def judge(self, request: JudgeRequest) -> list[list[float]]:
         """Rewards, as rewards_of has them."""
         with self.recorder.span("judge"):
-            return rewards_of(self.task, request)
+            return await rewards_of(self.task, request, self.pulse.advance)
 
 
-def rewards_of(task: Task, request: JudgeRequest) -> list[list[float]]:
-    """The rewards of each turn of each episode.
+# Episodes that wait at the same time in one judge, for another server say, if `score` is a
+# coroutine. That server may be small.
+JUDGED_AT_ONCE = 16
 
-    An episode is not judged, and its rewards are nan and not 0, if the function raises, or answers
+
+async def rewards_of(
+    task: Task,
+    request: JudgeRequest,
+    advance: Callable[[], None] = lambda: None,
+) -> list[list[float]]:
+    """The rewards of each turn of each episode. advance: is called after every episode.
+
+    A `score` that is a coroutine runs for several episodes at once. A plain one cannot: while it
+    computes nothing else runs here, and one episode comes after the other. Then more judges help.
+    """
+    room = asyncio.Semaphore(JUDGED_AT_ONCE)
+
+    async def judged(prompt: Prompt, said: list[str]) -> list[float]:
+        async with room:
+            rewards = await rewards_of_one(task, prompt, said)
+        advance()
+        return rewards
+
+    pairs = zip(request.prompts, request.said, strict=True)
+    return await asyncio.gather(*[judged(prompt, said) for prompt, said in pairs])
+
+
+async def rewards_of_one(task: Task, prompt: Prompt, said: list[str]) -> list[float]:
+    """The rewards of each turn of an episode.
+
+    It is not judged, and its rewards are nan and not 0, if the function raises, or answers
     something else than num_turns finite numbers.
     """
-    rewards = []
-    for prompt, said in zip(request.prompts, request.said, strict=True):
-        found = [math.nan] * task.num_turns
-        # Whatever it raises: the caller counts what was not judged.
-        with contextlib.suppress(Exception, SystemExit):
-            numbers = [float(reward) for reward in task.score(prompt.turns, said)]
-            if len(numbers) == task.num_turns and math.isfinite(sum(numbers)):
-                found = numbers
-        rewards.append(found)
-    return rewards
+    # Whatever it raises: the caller counts what was not judged.
+    with contextlib.suppress(Exception, SystemExit):
+        found: Any = task.score(prompt.turns, said)
+        if isinstance(found, Awaitable):  # `async def score`
+            found = await found
+        numbers = [float(reward) for reward in found]
+        if len(numbers) == task.num_turns and math.isfinite(sum(numbers)):
+            return numbers
+    return [math.nan] * task.num_turns
+
+
+REQUESTS_PER_JUDGE = 2  # of a rollout: a judge that is quicker than others gets a third one
 
 
 async def judge_all(
@@ -6083,18 +6375,27 @@ async def judge_all(
 ) -> list[list[float]]:
     """Rewards of each turn of each episode; nan: not judged.
 
-    If a request for many episodes is lost with its judge, each of them is asked for alone. Then
-    only the one that kills its judge again stays without a reward.
+    All judges get a share of the episodes. If one is lost, each episode that it was asked for is
+    asked for again, alone. Then only the one that kills its judge again stays without a reward.
     """
-    try:
-        return await judges.route(Judge.judge, JudgeRequest(prompts=prompts, said=said))
-    except RequestLost:
-        if len(prompts) == 1:
-            return [[math.nan] * len(prompts[0].turns)]
-    pairs = zip(prompts, said, strict=True)
-    alone = [judge_all(judges, [prompt], [answers]) for prompt, answers in pairs]
-    rewards = await asyncio.gather(*alone)
-    return [reward for of_one in rewards for reward in of_one]
+    num_requests = min(len(prompts), REQUESTS_PER_JUDGE * judges.spec.num_replicas)
+    rewards: list[list[float]] = [[]] * len(prompts)
+
+    async def judge(at: slice) -> None:
+        request = JudgeRequest(prompts=prompts[at], said=said[at])
+        try:
+            rewards[at] = await judges.route(Judge.judge, request)
+        except RequestLost:
+            if len(request.prompts) == 1:
+                rewards[at] = [[math.nan] * len(request.prompts[0].turns)]
+            else:
+                places = range(len(prompts))[at]
+                await asyncio.gather(*[judge(slice(i, i + 1)) for i in places])
+
+    # Every fourth one, say: so the episodes of a group, which take equally long, go to all judges.
+    shares = [slice(first, None, num_requests) for first in range(num_requests)]
+    await asyncio.gather(*[judge(share) for share in shares])
+    return rewards
 
 
 # -- 11e. The cluster ------------------------------------------------------------------------------
@@ -6102,16 +6403,16 @@ async def judge_all(
 #     main process         Cluster, Run, Training: plain objects
 #       Service "trainer"    1 replica of --trainers ranks, which live and die together
 #       Service "generator"  --generators replicas, a process each
-#       Service "judge"      2 replicas, a process each, one request at a time
+#       Service "judge"      --judges replicas, a process each, one request at a time
 
 
 def specs_of(
     cfg: Config, hosts: tuple[Host, ...], trainer_class: type[Trainer]
 ) -> dict[str, ServiceSpec]:
     """What services an RL run needs, by name."""
-    # Seconds after which a silent worker counts as hung. Steps and rollouts of the tiny policy take
-    # some 30 ms; those of real models are not known beforehand.
-    slow = 1.0 if cfg.model == "tiny" else 20.0
+    # Who lets trainer and generators work longer without progress has a larger model, which also
+    # takes longer to load.
+    setup_deadline_s = max(ServiceSpec.setup_deadline_s, cfg.stuck_after)
     trainer = ServiceSpec(
         name="trainer",
         replica_class=trainer_class,
@@ -6119,7 +6420,8 @@ def specs_of(
         num_replicas=1,
         num_ranks=cfg.trainers,
         hosts=hosts[:1],
-        deadline_s=10 * slow,
+        stuck_after_s=cfg.stuck_after,
+        setup_deadline_s=setup_deadline_s,
         max_attempts=1,  # a step may not be made twice without being noticed
     )
     generator = ServiceSpec(
@@ -6128,7 +6430,8 @@ def specs_of(
         args=(cfg,),
         num_replicas=cfg.generators,
         hosts=hosts,
-        deadline_s=5 * slow,
+        stuck_after_s=cfg.stuck_after,
+        setup_deadline_s=setup_deadline_s,
     )
     judge = ServiceSpec(
         name="judge",
@@ -6136,7 +6439,7 @@ def specs_of(
         args=(cfg,),
         num_replicas=cfg.judges,  # with two, one may hang and the other works
         hosts=hosts,
-        deadline_s=2 * slow,
+        stuck_after_s=cfg.judge_stuck_after,
         max_attempts=1,
         max_in_flight=1,
     )
@@ -6217,13 +6520,10 @@ class Cluster:
         **keywords: Arguments.kwargs,
     ) -> Reply:
         """Calls an endpoint of the trainer on all its ranks. Returns the answer of rank 0."""
-        service = self.trainer
-        if endpoint is Trainer.begin:  # it may take a warm start
-            service = service.within(120.0)
         try:
-            return await service.route(endpoint, *request, **keywords)
+            return await self.trainer.route(endpoint, *request, **keywords)
         except RequestLost as error:
-            raise TrainerLost("the trainer died or hung") from error
+            raise TrainerLost("the trainer was lost") from error
 
     async def load(self, path: str) -> str:
         """Makes the trainer what a checkpoint says; "": the policy before RL.
@@ -6299,7 +6599,7 @@ class Cluster:
         greedy: bool = False,
         min_version: int = 0,
     ) -> RolloutReply:
-        """Asks a generator for conversations, and then a judge for their rewards.
+        """Asks a generator for conversations, and then the judges for their rewards.
 
         group_size: None: that of --group-size. min_version: the generator waits until it can pull
         this one. Rewards are nan where an episode could not be judged. Raises what `route` raises.
@@ -7233,7 +7533,7 @@ async def judge_that_hangs(report: Report) -> None:
         replica_class=HangingJudge,
         args=(Config(),),
         num_replicas=2,
-        deadline_s=1.0,
+        stuck_after_s=1.0,
         max_attempts=1,
         max_in_flight=1,
     )
@@ -7243,8 +7543,8 @@ async def judge_that_hangs(report: Report) -> None:
     prompts = [Prompt(id=i, turns=turns) for i in range(16)]
     said = [["a", "a"] for _ in prompts[1:]] + [["hang"]]
     together = JudgeRequest(prompts=prompts, said=said)
-    # Three attempts: this one for all 16, the same again in judge_all, and there the one for the
-    # guilty episode alone. Each kills a judge.
+    # Three attempts: this one for all 16; in judge_all the one for the four of which the guilty
+    # episode is one; and there the one for it alone. Each kills a judge.
     found = await outcome(lambda: judges.route(Judge.judge, together))
     rewards = await judge_all(judges, prompts, said)
     status = await judges.status(10.0)
@@ -7419,7 +7719,7 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 # A generator dies, message by message (sections 5 to 7). The trainer hears nothing of it:
 #     kernel -> owner              a pidfd is readable: `lose` wakes whoever waits for that replica
 #     route -> another generator   the same prompts and the same seed, on the same tickets
-#     _keep -> a new process       "pid", then "setup", seconds of it imports: it is ready
+#     _keep -> a new process       "find_pulse", then "setup", seconds of it imports: it is ready
 #     route -> the new generator   it attaches to the arena as the same reader, and pulls
 
 
@@ -7763,12 +8063,10 @@ class Faults:
         """How each fault was noticed and made good; a fault that was not has no row."""
         rows = []
         for name, struck_s in self.struck_s.items():
-            status = await self.services[name].status(60.0)
-            later = [loss for loss in status.lost_replicas if loss.noticed_s > struck_s]
-            if not later or later[0].replaced_s is None:
+            loss = await self._made_good(name, struck_s)
+            if loss is None or loss.replaced_s is None:
                 continue
-            loss = later[0]
-            replaced_s = later[0].replaced_s
+            replaced_s = loss.replaced_s
             row = FaultRow(
                 fault=f"{FAULTS[name].name}, one {name}",
                 noticed=loss.why,
@@ -7777,6 +8075,20 @@ class Faults:
             )
             rows.append(row)
         return rows
+
+    async def _made_good(self, name: str, struck_s: float) -> Loss | None:
+        """The loss of a replica of this service after struck_s, once there is another one.
+
+        A standstill takes seconds to be noticed, so the run may have ended before. None: nothing
+        was noticed within 20 s.
+        """
+        end = time.monotonic() + 20.0
+        while True:
+            status = await self.services[name].status(60.0)
+            later = [loss for loss in status.lost_replicas if loss.noticed_s > struck_s]
+            if later or time.monotonic() > end:
+                return later[0] if later else None
+            await asyncio.sleep(0.1)
 
 
 def tell_speed(
@@ -7914,9 +8226,11 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 # connection both sides speak in lines of JSON:
 #
 #     worker: {"torch": "2.13.0", ...}          once: what it has, to be compared
-#     run:    []                                begin
-#     worker: "tcp://10.0.0.2:40123"            ten times a second: I am here, and so is this host
-#     run:    [[4711, 9], ...]                  each time: signals to send, as (process id, number)
+#     run:    begin
+#     worker: {"host": "tcp://10.0.0.2:40123",  ten times a second: I am here, and so is this host;
+#              "signs": {"4711": {...}}}        and what can be seen of the processes asked about
+#     run:    {"signals": [[4711, 9], ...],     each time: signals to send, as (process id, number);
+#              "pulses": [[4711, PATH], ...]}   and where the processes to look at have their pulse
 #
 # Whoever hears nothing for SILENCE_S takes the other side for lost. What follows then:
 #
@@ -7989,6 +8303,9 @@ class Link(threading.Thread):
         self.was_here = False
         self.is_closed = False
         self.signals: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # to send there
+        # By process id: whom the worker is to look at, and what it saw, until somebody takes it.
+        self.pulses: dict[int, PulseHandle] = {}
+        self.signs: dict[int, Signs] = {}
         # Tasks that wait for the loss of the host: asyncio forgets a task that nobody refers to.
         self.watchers: set[asyncio.Task[None]] = set()
         self.start()
@@ -8010,16 +8327,29 @@ class Link(threading.Thread):
     def _listen(self, lines: Any) -> None:
         """Listens to the worker until the connection ends. A silence of SILENCE_S ends it, too."""
         with lines:
-            print("[]", file=lines, flush=True)
+            self.pulses.clear()  # of a host that was lost
+            print("begin", file=lines, flush=True)
             for line in lines:
                 if self.is_closed:
                     return
                 if self.was_here and not self.monarch_address:
                     self.say(f"{self.address}: back")
-                self.monarch_address = json.loads(line)
+                told = json.loads(line)
+                self.monarch_address = told["host"]
                 self.was_here = True
+                self._keep_signs(told["signs"])
                 signals = [self.signals.get() for _ in range(self.signals.qsize())]
-                print(json.dumps(signals), file=lines, flush=True)
+                pulses = [[pulse.pid, pulse.path] for pulse in list(self.pulses.values())]
+                answer = {"signals": signals, "pulses": pulses}
+                print(json.dumps(answer), file=lines, flush=True)
+
+    def _keep_signs(self, told: dict[str, dict[str, Any]]) -> None:
+        """Keeps what the worker saw of each process. One that has ended is looked at no more."""
+        for name, fields in told.items():
+            pid = int(name)
+            self.signs[pid] = Signs(**fields)
+            if self.signs[pid].state in ENDED:
+                self.pulses.pop(pid, None)
 
 
 @functools.cache
@@ -8045,12 +8375,13 @@ class RemoteHost(Host):
         mesh = attach_to_workers(ca="trust_all_connections", workers=[self.life()])
         return mesh.spawn_procs(per_host={"rank": num_ranks}, name=name)
 
-    def watch(self, pids: list[int], on_end: Callable[[str], None]) -> None:
+    def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
         """Calls back when the host is lost.
 
-        Pidfds do not reach another host. Of a process there Monarch's own detector tells, but of a
-        lost host it does not: the link knows.
+        Pidfds do not reach another host. Of a process there its signs tell, and Monarch's own
+        detector, but of a lost host neither does: the link knows.
         """
+        link_to(self.address).pulses.update({pulse.pid: pulse for pulse in pulses})
         watchers = link_to(self.address).watchers
         watcher = asyncio.ensure_future(self._watch_life(self.life(), on_end))
         watchers.add(watcher)
@@ -8060,6 +8391,13 @@ class RemoteHost(Host):
         while self.life() == life:
             await asyncio.sleep(BEAT_S)
         on_end("host lost")  # mechanism: host lost
+
+    def signs(self, pulse: PulseHandle) -> Signs | None:
+        """What the worker there saw last; None: no line has come since the last look.
+
+        So a network that is cut for a moment makes nobody seem to stand still.
+        """
+        return link_to(self.address).signs.pop(pulse.pid, None)
 
     def signal(self, pids: list[int], number: int) -> None:
         """The worker there sends it, at its next line."""
@@ -8124,12 +8462,18 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 
     waits for the run's lines / produces a line each time / ends when either side does
     """
+    signs: dict[int, dict[str, Any]] = {}  # by process id
     while host.poll() is None:
-        print(json.dumps(address), file=lines, flush=True)
-        for pid, number in json.loads(lines.readline()):
+        print(json.dumps({"host": address, "signs": signs}), file=lines, flush=True)
+        asked = json.loads(lines.readline())
+        for pid, number in asked["signals"]:
             if pid in descendants(host.pid):  # nobody but those that this worker has started
                 kill([pid], number)
         time.sleep(BEAT_S)
+        signs = {}
+        for pid, path in asked["pulses"]:
+            seen = read_signs(PulseHandle(pid=pid, path=path))
+            signs[pid] = dataclasses.asdict(seen)
 
 
 def descendants(root: int) -> list[int]:
@@ -8300,7 +8644,8 @@ class HostsCluster(Cluster):
             args=(self.trainer, num_generators, num_generators),
             num_replicas=len(self.hosts) - 1,
             hosts=self.hosts[1:] or self.hosts,
-            deadline_s=10.0,
+            stuck_after_s=cfg.stuck_after,
+            setup_deadline_s=3600.0,  # it asks the trainer, behind steps that may take long
         )
         self.relays = Service(relays)
 
