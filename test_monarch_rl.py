@@ -345,7 +345,7 @@ FIGURES = {
     "hello_actor": "message_ms",
     "actor_mesh": "call_one_ms call_four_ms",
     "rdma_transfer": "message_ms pull_ms backend",
-    "supervision": "detect_ms respawn_ms",
+    "supervision": "detect_ms respawn_ms standstill_ms stuck_ms",
     "service": "failover_ms route_overhead_us",
     "weight_sync": "memmove_ms sync_over_memmove sync_over_memmove_1 sync_over_memmove_4 "
     "gloo_gb_per_s rdma_gb_per_s trainer_held_ms trainer_held_by_group_ms "
@@ -439,7 +439,10 @@ BROKEN = {
         {"by name": "return await get_or_spawn_controller(f'{name} {os.getpid()}', Telemetry)"},
         "actors created by 4 that ask for the same name",
     ),
-    "supervision": ({"replace": "if is_told:"}, "right answers of 4 calls"),
+    "supervision": (
+        {"silent but at work": "is_well = is_beating"},
+        "workers of 3 replaced for being busy",
+    ),
     "service": ({"another attempt": "for _ in range(1):"}, "requests of 400 lost by the service"),
     "weight_sync": ({"announce": "pass"}, "torn reads through slots"),
     "reshard": ({"uneven shards": "length = len(part) // num_ranks"}, "errors that ended"),
@@ -4758,10 +4761,10 @@ def wide_speed_row(label: str) -> m.SpeedRow:
 WIDE_TABLES: dict[str, list[Any]] = {
     "supervision": [
         m.TroubleRow(
-            what_happened="raises, broadcast",
+            what_happened="raises, nobody waits",
             caller_saw="SupervisionError",
-            owner_was_told="yes",
-            after_ms=1234.5,
+            owner_was_told="made no progress",
+            after_ms=12345.6,
             cure_ms=12345.6,
             next_call="SupervisionError",
         )
@@ -4790,7 +4793,7 @@ WIDE_TABLES: dict[str, list[Any]] = {
     "faults": [
         m.FaultRow(
             fault="SIGKILL, one generator",
-            noticed="missed its deadline",
+            noticed="made no progress",
             after_ms=12345.6,
             replaced_after_ms=12345.6,
         )
@@ -5415,6 +5418,236 @@ def test_a_trainer_that_is_lost_again_and_again_ends_the_run() -> None:
         asyncio.run(scene([12, 13, 14, 15, 16, 17]))
 
 
+# -- three illnesses -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SeenHost(m.Host):
+    """A host on which a process looks as the test says, look by look."""
+
+    looks: list[m.Signs | None]
+
+    def signs(self, pulse: m.PulseHandle) -> m.Signs | None:
+        return self.looks.pop(0)
+
+
+def seen(**changes: Any) -> m.Signs:
+    """How a process may look that does nothing."""
+    signs = m.Signs(
+        state="S",
+        cpu_ticks=7,
+        beats=7,
+        progress=7,
+    )
+    return dataclasses.replace(signs, **changes)
+
+
+NOBODY = m.PulseHandle(pid=0, path="")
+
+
+async def diagnosis(
+    looks: Sequence[m.Signs | None],
+    num_in_flight: int = 1,
+    num_ranks: int = 1,
+    is_ready: bool = True,
+) -> str:
+    """What an owner says who sees this of a replica, after how many looks; "" is nothing.
+
+    Its limits are 4 looks without life and 8 without progress.
+    """
+    host = SeenHost(list(looks))
+    place = m.Place(service="seen", replica_id=0)
+    replica = m.Replica(place, host, mock.Mock(), mock.Mock(), "seen")
+    replica.runs_in([NOBODY] * num_ranks)
+    if is_ready:
+        replica.has_set_up(["here"])
+    spec = roots_spec(standstill_s=1.0, stuck_after_s=2.0)
+    with contextlib.ExitStack() as works:
+        for _ in range(num_in_flight):
+            works.enter_context(replica.at_work())
+        for number in range(len(looks) // num_ranks):
+            replica.look(spec)
+            if replica.lost.done():
+                return f"{replica.lost.result().why} {number}"
+    return ""
+
+
+MOVING = range(40)
+LOOKS: dict[str, tuple[list[m.Signs | None], str]] = {
+    "well": ([seen(beats=i, progress=i) for i in MOVING], ""),
+    "stands still": ([seen() for _ in MOVING], "stood still 4"),
+    "stands still later": (
+        [seen(beats=min(i, 9), progress=min(i, 9)) for i in MOVING],
+        "stood still 13",
+    ),
+    "was stopped in mid-work": (
+        [seen(state="T", cpu_ticks=i, progress=i) for i in MOVING],
+        "stood still 4",
+    ),
+    "holds the GIL, and works": ([seen(cpu_ticks=i, progress=i) for i in MOVING], ""),
+    "works for ever": ([seen(beats=i) for i in MOVING], "made no progress 8"),
+    "works for ever in C": ([seen(cpu_ticks=i) for i in MOVING], "made no progress 8"),
+    "gets on, slowly": ([seen(beats=i, progress=i // 7) for i in MOVING], ""),
+    "has ended": ([seen(state="Z")], "died 0"),
+    "has gone": ([seen(beats=1), seen(state="X")], "died 1"),
+    # Lines of another host do not come for a while.
+    "not seen": ([None] * 40, ""),
+    "hardly seen": ([seen(), None, None, None, seen(), None, seen(), None, seen()], ""),
+    "a pause of three looks": ([seen(beats=i // 4, progress=i // 4) for i in MOVING], ""),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_what_an_owner_sees_of_a_process(name: str) -> None:
+    looks, wanted = LOOKS[name]
+    assert asyncio.run(diagnosis(looks)) == wanted
+
+
+def test_who_has_no_request_need_not_get_on() -> None:
+    looks = [seen(beats=i) for i in MOVING]
+    assert asyncio.run(diagnosis(looks, num_in_flight=0)) == ""
+    assert asyncio.run(diagnosis(looks, is_ready=False)) == ""  # a setup has a deadline instead
+    assert asyncio.run(diagnosis([seen() for _ in MOVING], num_in_flight=0)) == "stood still 4"
+
+
+def test_one_rank_that_gets_on_is_enough() -> None:
+    """The looks of both ranks take turns: the second waits for the first all the time."""
+    looks: list[m.Signs | None] = []
+    for i in MOVING:
+        looks += [seen(beats=i, progress=i), seen(beats=i)]
+    assert asyncio.run(diagnosis(looks, num_ranks=2)) == ""
+    looks = []
+    for i in MOVING:
+        looks += [seen(beats=i, progress=i), seen(progress=i)]
+    assert asyncio.run(diagnosis(looks, num_ranks=2)) == "stood still 4"
+
+
+async def time_in_the_queue() -> bool:
+    """Is a replica lost that answers one request after the other, each within the limit?"""
+    host = SeenHost([seen(beats=i) for i in range(100)])
+    place = m.Place(service="seen", replica_id=0)
+    replica = m.Replica(place, host, mock.Mock(), mock.Mock(), "seen")
+    replica.runs_in([NOBODY])
+    replica.has_set_up(["here"])
+    spec = roots_spec(standstill_s=1.0, stuck_after_s=2.0)
+    with replica.at_work():  # the last in the queue
+        for _ in range(5):
+            with replica.at_work():
+                for _ in range(7):
+                    replica.look(spec)
+    return replica.lost.done()
+
+
+def test_time_in_the_queue_does_not_count() -> None:
+    assert not asyncio.run(time_in_the_queue())
+
+
+def test_a_pulse_beats_and_advances() -> None:
+    pulse = m.Pulse()
+    first = m.read_signs(pulse.handle)
+    assert wait_until(lambda: m.read_signs(pulse.handle).beats > first.beats + 2)
+    pulse.advance()
+    now = m.read_signs(pulse.handle)
+    assert now.progress == first.progress + 1
+    assert now.state not in m.ENDED
+    assert now.cpu_ticks >= first.cpu_ticks > 0
+
+
+def test_signs_of_a_process_that_was_stopped_and_has_ended() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    handle = m.PulseHandle(pid=child.pid, path=f"/proc/{child.pid}/nothing")
+    child.send_signal(signal.SIGSTOP)
+    assert wait_until(lambda: m.read_signs(handle).state == "T")
+    child.kill()
+    assert wait_until(lambda: m.read_signs(handle).state == "Z")
+    child.wait()
+    assert m.read_signs(handle) == seen(state="X", cpu_ticks=0, beats=0, progress=0)
+
+
+# -- judges ----------------------------------------------------------------------------------------
+
+
+class SlowTask(m.Task):
+    """Its rewards need somebody else, for whom it waits."""
+
+    num_turns = 1
+
+    def __init__(self) -> None:
+        self.num_at_once = 0
+        self.most_at_once = 0
+
+    async def score(self, turns: tuple[m.Turn, ...], said: list[str]) -> list[float]:
+        self.num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        await asyncio.sleep(0.01)
+        self.num_at_once -= 1
+        if said == ["bad"]:
+            raise ValueError("no reward")
+        return [float(said[0])]
+
+
+def request_of(answers: Sequence[str]) -> m.JudgeRequest:
+    prompts = [m.Prompt(id=i, turns=()) for i in range(len(answers))]
+    return m.JudgeRequest(prompts=prompts, said=[[answer] for answer in answers])
+
+
+def test_a_reward_may_be_a_coroutine_and_several_run_at_once() -> None:
+    task = SlowTask()
+    progress = mock.Mock()
+    answers = ["bad", *[str(i) for i in range(1, 50)]]
+    rewards = asyncio.run(m.rewards_of(task, request_of(answers), progress))
+    assert rewards[1:] == [[float(i)] for i in range(1, 50)]
+    assert math.isnan(rewards[0][0])
+    assert task.most_at_once == m.JUDGED_AT_ONCE
+    assert progress.call_count == 50
+
+
+async def score_in_a_loop(task: m.Task) -> list[float]:
+    return m.score_now(task, m.Prompt(id=0, turns=()), ["0.5"])
+
+
+def test_a_coroutine_can_be_scored_where_nobody_can_await() -> None:
+    assert asyncio.run(score_in_a_loop(SlowTask())) == [0.5]
+
+
+class PoisonedJudges:
+    """A service of two judges, one of which is lost with every request for a bad episode."""
+
+    spec = m.specs_of(m.Config(judges=2), (m.Host(),), m.Trainer)["judge"]
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    async def route(self, endpoint: Any, request: m.JudgeRequest) -> list[list[float]]:
+        self.sizes.append(len(request.prompts))
+        await asyncio.sleep(0)
+        if ["bad"] in request.said:
+            raise m.RequestLost("judge: lost")
+        return [[float(said[0])] for said in request.said]
+
+
+def test_only_the_guilty_episode_stays_unjudged() -> None:
+    answers = [str(i) for i in range(37)]
+    answers[5] = answers[20] = "bad"
+    request = request_of(answers)
+    request = dataclasses.replace(
+        request, prompts=[m.Prompt(id=0, turns=(m.Turn(user="", right=""),)) for _ in answers]
+    )
+    judges = PoisonedJudges()
+    rewards = asyncio.run(m.judge_all(judges, request.prompts, request.said))
+    for number, of_one in enumerate(rewards):
+        if number in (5, 20):
+            assert math.isnan(of_one[0])
+        else:
+            assert of_one == [float(number)]
+    assert judges.sizes[:4] == [10, 9, 9, 9]  # a share each, and then each alone of those lost
+    assert judges.sizes[4:] == [1] * (9 + 10)
+
+
+def test_no_episodes_need_no_judge() -> None:
+    assert asyncio.run(m.judge_all(PoisonedJudges(), [], [])) == []
+
+
 # -- a service under strain ------------------------------------------------------------------------
 # Actors run in other processes than that of the tests: a test starts one that plays scenes, which
 # are functions of this module, and whose workers find the classes below in this module too.
@@ -5512,7 +5745,7 @@ def roots_spec(**changes: Any) -> m.ServiceSpec:
         replica_class=m.Roots,
         args=(),
         num_replicas=2,
-        deadline_s=1.0,
+        standstill_s=1.0,
     )
     return dataclasses.replace(spec, **changes)
 
@@ -5593,7 +5826,7 @@ def test_an_answer_that_comes_after_the_loss_is_not_given_twice(
     assert sorted(found["done"]) == sorted([*every, "done 1"])
     assert found["num_failed_attempts"] == 1
     assert found["num_answers"] == 10
-    assert found["why"] == ["missed its deadline"]
+    assert found["why"] == ["stood still"]
 
 
 def test_what_an_endpoint_raises_reaches_the_caller_with_its_line_of_code(
@@ -5858,12 +6091,12 @@ async def failover_scene(num_kills: int) -> dict[str, Any]:
             await asyncio.gather(*asked)
             took_ms.append(m.since(start) * 1e3)
         lost = (await cluster.generators.status(30.0)).lost_replicas
-    late = [loss.noticed_s - struck_s for loss in lost if loss.why == "missed its deadline"]
+    late = [loss.noticed_s - struck_s for loss in lost if loss.why == "stood still"]
     return {
         "failover_ms": statistics.median(took_ms[:num_kills]),
         "failover_all_ms": took_ms,
         "freeze_found_s": late[-1:],
-        "deadline_s": cluster.generators.spec.deadline_s,
+        "standstill_s": cluster.generators.spec.standstill_s,
     }
 
 
@@ -6387,7 +6620,7 @@ class OddTask(m.Task):
 def test_not_judged_is_not_zero(answer: Any) -> None:
     prompts = [m.Prompt(id=0, turns=())] * 2
     request = m.JudgeRequest(prompts=prompts, said=[["bad"], ["good"]])
-    bad, good = m.rewards_of(OddTask(answer), request)
+    bad, good = asyncio.run(m.rewards_of(OddTask(answer), request))
     assert good == [0.25, 0.5]
     assert len(bad) == 2
     assert not any(math.isfinite(reward) for reward in bad)
