@@ -6100,6 +6100,104 @@ async def failover_scene(num_kills: int) -> dict[str, Any]:
     }
 
 
+class Toiler(m.Roots):
+    """A worker with long steps, of ten parts each."""
+
+    @m.endpoint
+    async def step(self, how: str, seconds: float) -> float:
+        """Takes about so long. Returns how long it took."""
+        start = time.monotonic()
+        matrix = torch.rand(300, 300) if how == "computes" else None
+        for part in range(1, 11):
+            while (left_s := seconds * part / 10 - m.since(start)) > 0:
+                if how == "sleeps in C":
+                    time.sleep(left_s)
+                elif matrix is not None:
+                    matrix = (matrix @ matrix).softmax(1)
+            self.pulse.advance()
+        return m.since(start)
+
+
+TOILS = ("sleeps in C", "in Python", "computes")
+
+
+def toil_spec(**changes: Any) -> m.ServiceSpec:
+    """One worker with the limits of a trainer."""
+    spec = m.specs_of(m.Config(), (m.Host(),), m.Trainer)["trainer"]
+    spec = dataclasses.replace(spec, name="toiler", replica_class=Toiler, args=())
+    return dataclasses.replace(spec, **changes)
+
+
+async def long_and_stopped(how: str, seconds: float, stops: bool) -> dict[str, Any]:
+    """A worker makes one long step, and then another one, in whose middle it is stopped."""
+    service = m.Service(toil_spec())
+    await service.start()
+    took_s = await service.route(Toiler.step, how, seconds)
+    num_replaced = len((await service.status()).lost_replicas)
+    found: dict[str, Any] = {"how": how, "seconds": seconds, "took_s": round(took_s, 1)}
+    if stops:
+        asked = asyncio.ensure_future(m.outcome(lambda: service.route(Toiler.step, how, seconds)))
+        await asyncio.sleep(min(seconds / 2, 20.0))
+        struck_s = time.time()
+        await service.strike(signal.SIGSTOP)
+        found["caller_saw"] = await asked
+        [loss] = (await service.status(60.0)).lost_replicas[num_replaced:]
+        found["why"] = loss.why
+        found["found_s"] = round(loss.noticed_s - struck_s, 2)
+    await service.close()
+    return {**found, "replaced": num_replaced}
+
+
+async def toil_scene(longest_s: int) -> dict[str, Any]:
+    """Steps of 6, 60 and 300 s, as far as they are not longer than that, all at the same time."""
+    steps = [seconds for seconds in (6.0, 60.0, 300.0) if seconds <= longest_s]
+    work = [long_and_stopped(how, seconds, True) for how in TOILS for seconds in steps]
+    return {"rows": await asyncio.gather(*work)}
+
+
+# Makes a process busy, for as many seconds as its argument says.
+BUSY = (
+    "import sys, time; end = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: 1"
+)
+
+
+def busy_processes(number: int, seconds: float) -> list[subprocess.Popen[bytes]]:
+    return [subprocess.Popen([sys.executable, "-c", BUSY, str(seconds)]) for _ in range(number)]
+
+
+async def load_scene(seconds: int) -> dict[str, Any]:
+    """Who is lost while eight other processes are busy, and how soon is one found that stops?"""
+    busy = busy_processes(8, seconds + 25)
+    work = [long_and_stopped(how, float(seconds), True) for how in TOILS]
+    rows = await asyncio.gather(*work)
+    num_busy = sum(process.poll() is None for process in busy)
+    for process in busy:
+        process.kill()
+        process.wait()
+    return {"rows": rows, "num_busy": num_busy}
+
+
+class SlowTrainer(m.Trainer):
+    """Whatever it is asked takes 6 s more."""
+
+    def _begun(self) -> tuple[m.TrainState, m.ShardWriter]:
+        time.sleep(6.0)
+        return super()._begun()
+
+
+async def slow_trainer_scene() -> dict[str, Any]:
+    """An asynchronous run with such a trainer: steps are sent while it works on others."""
+    cfg = m.Config(steps=4)
+    with mock.patch.object(WatchedCluster, "trainer_class", SlowTrainer):
+        cluster = WatchedCluster(cfg, is_warm=False)
+    async with cluster:
+        training = recorded(cluster, "slow", cfg.steps)
+        await m.AsyncLoops(training, cfg.max_lag).run_to_end()
+        lost = [len((await service.status()).lost_replicas) for service in cluster.services]
+    step_s = training.run.rows[-1].seconds / cfg.steps
+    return {"steps": len(training.run.rows), "lost": lost, "step_s": step_s}
+
+
 class OutsideRun:
     """Kills the trainer while there is no run, and asks then."""
 
@@ -6210,6 +6308,9 @@ SCENES: dict[str, Callable[..., Any]] = {
     "errors": errors_scene,
     "chaos": chaos_scene,
     "failover": failover_scene,
+    "toil": toil_scene,
+    "load": load_scene,
+    "slow_trainer": slow_trainer_scene,
     "outside": outside_scene,
     "throughput": throughput_scene,
     "memory": memory_scene,
@@ -6294,6 +6395,37 @@ def test_a_trainer_lost_outside_a_run_is_made_up_for(tmp_path: pathlib.Path) -> 
         assert examination["num_without_gradient"] == 0, found
     assert found["untrained"]["before"] != found["trained"]["before"], found
     assert found["steps"] == 20
+
+
+def is_healthy_until_stopped(row: dict[str, Any]) -> bool:
+    """Was this worker left alone while it worked, and found when it stood still?"""
+    return (
+        row["replaced"] == 0 and row["caller_saw"] == "RequestLost" and row["why"] == "stood still"
+    )
+
+
+def test_long_steps_are_no_illness(tmp_path: pathlib.Path) -> None:
+    """Twice as long as a process may stand still. At length: 60 s and 300 s, too."""
+    [found] = play_scenes(tmp_path, "toil:300" if RUNS_ALL else "toil:6")
+    print(found)
+    assert len(found["rows"]) == 3 * (3 if RUNS_ALL else 1)
+    assert [row for row in found["rows"] if not is_healthy_until_stopped(row)] == []
+
+
+@long
+def test_nobody_is_lost_on_a_machine_under_load(tmp_path: pathlib.Path) -> None:
+    [found] = play_scenes(tmp_path, "load:20")
+    print(found)
+    assert found["num_busy"] == 8
+    assert [row for row in found["rows"] if not is_healthy_until_stopped(row)] == []
+
+
+@long
+def test_a_trainer_with_slow_steps_is_not_replaced(tmp_path: pathlib.Path) -> None:
+    [found] = play_scenes(tmp_path, "slow_trainer")
+    print(found)
+    assert found["steps"] == 4
+    assert found["lost"] == [0, 0, 0]
 
 
 @long
