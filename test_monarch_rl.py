@@ -479,6 +479,14 @@ def test_stage_fails_without_its_mechanism(tmp_path: pathlib.Path, name: str) ->
     assert run.left == []
 
 
+@long
+@pytest.mark.parametrize("name", ["standstill", "endless work"])
+def test_an_illness_without_its_detector_is_not_found(tmp_path: pathlib.Path, name: str) -> None:
+    file = changed_file(tmp_path, {name: "if False:"})
+    run = run_file(tmp_path, "--only", "supervision", file=file)
+    assert run.failed_checks("supervision") == {"troubles of 5 that were seen otherwise"}
+
+
 def test_every_stage_names_a_line_that_is_there_once() -> None:
     """The hint prints its number, and the tests above change it."""
     for stage in m.STAGES.values():
@@ -6177,6 +6185,49 @@ async def load_scene(seconds: int) -> dict[str, Any]:
     return {"rows": rows, "num_busy": num_busy}
 
 
+async def told_of(service: m.Service, number: int | None) -> dict[str, Any]:
+    """What is told of a worker that gets a signal, or, with None, a request without an end."""
+    await service.start()
+    start_s = time.time()
+    if number is None:
+        asked = service.route(m.Roots.toil, "Python", math.inf)
+    else:
+        await service.strike(number)
+        asked = service.route(m.Roots.root, 4)
+    caller_saw = await m.outcome(lambda: asked, 60.0)
+    while not (status := await service.status(60.0)).lost_replicas:
+        await asyncio.sleep(0.1)
+    [loss] = status.lost_replicas
+    answer = await service.route(m.Roots.root, 4)
+    await service.close()
+    return {
+        "why": loss.why,
+        "found_s": round(loss.noticed_s - start_s, 2),
+        "caller_saw": caller_saw,
+        "next": answer,
+    }
+
+
+async def remote_illness_scene() -> dict[str, Any]:
+    """The three illnesses on another host, and a worker there that holds the GIL for a while."""
+    m.enable_transport("tcp://127.0.0.1:0")
+    workers = m.LocalWorkers(1)
+    [address] = workers.processes
+    spec = toil_spec(hosts=(m.RemoteHost(address),), stuck_after_s=4.0)
+    busy = m.Service(dataclasses.replace(spec, name="busy", stuck_after_s=60.0))
+    await busy.start()
+    worked_s = await busy.route(m.Roots.toil, "C, holding the GIL", 5.0)
+    found: dict[str, Any] = {"busy_s": worked_s}
+    found["replaced"] = len((await busy.status()).lost_replicas)
+    await busy.close()
+    for number in (signal.SIGKILL, signal.SIGSTOP, None):
+        name = f"ill_{number}"
+        found[str(number)] = await told_of(m.Service(dataclasses.replace(spec, name=name)), number)
+    m.link_to(address).close()
+    workers.close()
+    return found
+
+
 class SlowTrainer(m.Trainer):
     """Whatever it is asked takes 6 s more."""
 
@@ -6311,6 +6362,7 @@ SCENES: dict[str, Callable[..., Any]] = {
     "toil": toil_scene,
     "load": load_scene,
     "slow_trainer": slow_trainer_scene,
+    "remote_illness": remote_illness_scene,
     "outside": outside_scene,
     "throughput": throughput_scene,
     "memory": memory_scene,
@@ -6418,6 +6470,17 @@ def test_nobody_is_lost_on_a_machine_under_load(tmp_path: pathlib.Path) -> None:
     print(found)
     assert found["num_busy"] == 8
     assert [row for row in found["rows"] if not is_healthy_until_stopped(row)] == []
+
+
+def test_illnesses_on_another_host_are_told_by_its_worker(tmp_path: pathlib.Path) -> None:
+    [found] = play_scenes(tmp_path, "remote_illness")
+    print(found)
+    assert found["replaced"] == 0
+    told = {"9": "died", "19": "stood still", "None": "made no progress"}
+    for number, why in told.items():
+        assert found[number]["why"] == why
+        assert found[number]["caller_saw"] in ("RequestLost", "NoReplica")
+        assert found[number]["next"] == 2.0
 
 
 @long
