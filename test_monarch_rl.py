@@ -6228,6 +6228,52 @@ async def remote_illness_scene() -> dict[str, Any]:
     return found
 
 
+class SlowRewards(m.Shift):
+    """Takes half a second for each answer, and never ends with one of them."""
+
+    def score(self, turns: tuple[m.Turn, ...], said: list[str]) -> list[float]:
+        time.sleep(0.5)
+        while said == ["bad"]:
+            pass
+        return super().score(turns, said)
+
+
+class SlowJudge(m.Judge):
+    """A judge with that task."""
+
+    async def prepare(self) -> None:
+        self.task = SlowRewards("", [0])
+
+
+async def slow_rewards_scene() -> dict[str, Any]:
+    """Requests that take longer than an episode may, and one episode among them that never ends."""
+    spec = m.specs_of(m.Config(), (m.Host(),), m.Trainer)["judge"]
+    judges = m.Service(dataclasses.replace(spec, replica_class=SlowJudge))
+    await judges.start()
+    turns = (m.Turn(user="a", right="a"), m.Turn(user="b", right="b"))
+    prompts = [m.Prompt(id=i, turns=turns) for i in range(48)]
+    good = [["a", "b"] for _ in prompts]
+    start = time.monotonic()
+    rewards = await m.judge_all(judges, prompts, good)
+    all_good = {"right": rewards.count([0.5, 0.5]), "took_s": m.since(start)}
+    all_good["lost"] = len((await judges.status()).lost_replicas)
+    asked_s = time.time()
+    alone = m.JudgeRequest(prompts=prompts[:1], said=[["bad"]])
+    caller_saw = await m.outcome(lambda: judges.route(m.Judge.judge, alone))
+    found_s = (await judges.status(60.0)).lost_replicas[0].noticed_s - asked_s
+    rewards = await m.judge_all(judges, prompts, [["bad"], *good[1:]])
+    lost = (await judges.status(60.0)).lost_replicas
+    await judges.close()
+    return {
+        "all_good": all_good,
+        "caller_saw": caller_saw,
+        "found_s": found_s,
+        "right": rewards.count([0.5, 0.5]),
+        "not_judged": sum(math.isnan(of_first_turn) for of_first_turn, _ in rewards),
+        "why": [loss.why for loss in lost],
+    }
+
+
 class SlowTrainer(m.Trainer):
     """Whatever it is asked takes 6 s more."""
 
@@ -6363,6 +6409,7 @@ SCENES: dict[str, Callable[..., Any]] = {
     "load": load_scene,
     "slow_trainer": slow_trainer_scene,
     "remote_illness": remote_illness_scene,
+    "slow_rewards": slow_rewards_scene,
     "outside": outside_scene,
     "throughput": throughput_scene,
     "memory": memory_scene,
@@ -6481,6 +6528,17 @@ def test_illnesses_on_another_host_are_told_by_its_worker(tmp_path: pathlib.Path
         assert found[number]["why"] == why
         assert found[number]["caller_saw"] in ("RequestLost", "NoReplica")
         assert found[number]["next"] == 2.0
+
+
+@long
+def test_the_limit_of_judges_is_for_an_episode(tmp_path: pathlib.Path) -> None:
+    [found] = play_scenes(tmp_path, "slow_rewards")
+    print(found)
+    assert found["all_good"]["lost"] == 0
+    assert found["all_good"]["right"] == 48
+    assert found["caller_saw"] == "RequestLost"
+    assert (found["right"], found["not_judged"]) == (47, 1)
+    assert found["why"] == ["made no progress"] * 3  # alone, in a request of twelve, alone again
 
 
 @long
