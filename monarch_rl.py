@@ -1646,7 +1646,8 @@ class Supervisor(Actor):
         """
         while self.replicas:
             for replica in self.replicas.values():
-                replica.look(self.spec)
+                if not replica.lost.done():  # else its process id may be somebody else's by now
+                    replica.look(self.spec)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _call(
@@ -1696,8 +1697,8 @@ class Supervisor(Actor):
 
 # -- measurement -----------------------------------------------------------------------------------
 # A worker gets into each kind of trouble, one after the other. What does its caller see, is its
-# owner told, and after how long does it work again? And it is busy for longer than it may
-# stand still, in three ways. That is no trouble, and nobody may take it for one.
+# owner told, and after how long does it work again? And it is busy for longer than it may stand
+# still, in three ways. That is no trouble, and nobody may take it for one.
 #
 # The columns of the table: what the caller saw, an exception or the answer; what the owner was
 # told, and after how many ms; how long the cure took, which is a new process, or nothing; and what
