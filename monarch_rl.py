@@ -4260,8 +4260,9 @@ class Task:
         """A reward for each of num_turns; only if all is right do they add up to 1.
 
         If this raises, or returns something else than such a list, the episode counts as not
-        judged, which is not the same as a reward of 0. Here a reward is the share of letters that
-        are right, for each turn an equal part of 1.
+        judged, which is not the same as a reward of 0. It may be a coroutine (`async def`), if it
+        waits for somebody else. Here a reward is the share of letters that are right, for each turn
+        an equal part of 1.
         """
         rewards = []
         for number, turn in enumerate(turns):
