@@ -490,7 +490,7 @@ def test_every_stage_names_a_line_that_is_there_once() -> None:
 
 @long
 def test_one_slot_less_is_too_few(tmp_path: pathlib.Path) -> None:
-    file = changed_file(tmp_path, {"one is always free": "num_slots = num_readers + 1"})
+    file = changed_file(tmp_path, {"one is always free": "num_slots = num_pointing + 1"})
     run = run_file(tmp_path, "--only", "weight_sync", "--model-mb", "16", file=file)
     assert run.status == 1
     assert "no free slot" in run.out
@@ -616,7 +616,7 @@ def gradient_of(
     """The gradient of a loss by the log-probability of each token; and which are outside."""
     mine = logp.clone().requires_grad_()
     tokens = m.Sampled(logp=mine, recorded=recorded, near=near, advantage=advantage)
-    found = m.LOSSES[loss](tokens)
+    found = m.LOSSES[loss](tokens, m.USUAL_LIMITS)
     found.loss.sum().backward()
     assert mine.grad is not None
     return mine.grad, found.is_outside
@@ -689,12 +689,12 @@ def test_decoupled_corrects_for_age_apart_from_its_trust_region() -> None:
 
     found, is_outside = gradient_of("decoupled", logp, recorded, near, advantage)
     around_near, is_expected = gradient_of("ppo", logp, near, near, advantage)
-    weight = (near - recorded).exp().clamp(max=m.MAX_WEIGHT)
+    weight = (near - recorded).exp().clamp(max=m.USUAL_LIMITS.max_weight)
     assert torch.allclose(found, around_near * weight)
     assert torch.equal(is_outside, is_expected)
     assert is_outside.any()
     assert not is_outside.all()
-    assert (weight == m.MAX_WEIGHT).any()
+    assert (weight == m.USUAL_LIMITS.max_weight).any()
 
 
 def test_cispo_cuts_the_weight_and_not_the_gradient() -> None:
@@ -702,7 +702,9 @@ def test_cispo_cuts_the_weight_and_not_the_gradient() -> None:
     logp = torch.tensor([-1.0, -1.0, -1.5])
     advantage = torch.tensor([1.0, -1.0, 1.0])
     found, _ = gradient_of("cispo", logp, recorded, recorded, advantage)
-    assert found.tolist() == pytest.approx([-m.MAX_WEIGHT, m.MAX_WEIGHT, -math.exp(-0.5)])
+    assert found.tolist() == pytest.approx(
+        [-m.USUAL_LIMITS.max_weight, m.USUAL_LIMITS.max_weight, -math.exp(-0.5)]
+    )
 
 
 def test_k3_is_zero_for_equals_and_positive_otherwise() -> None:
@@ -1357,7 +1359,7 @@ def seen_by_loss(trainer: LocalTrainer, batch: m.Rollout) -> list[dict[TokenPlac
     marks = torch.arange(batch.tokens.ids.numel()).view_as(batch.tokens.ids) / -1024
     seen: list[tuple[TokenPlace, SeenToken]] = []
 
-    def spy(tokens: m.Sampled) -> m.TokenLoss:
+    def spy(tokens: m.Sampled, limits: m.Limits) -> m.TokenLoss:
         for i, mark in enumerate((tokens.recorded * -1024).tolist()):
             token = SeenToken(
                 logp=float(tokens.logp.detach()[i]),
@@ -1365,7 +1367,7 @@ def seen_by_loss(trainer: LocalTrainer, batch: m.Rollout) -> list[dict[TokenPlac
                 advantage=float(tokens.advantage[i]),
             )
             seen.append((divmod(int(mark), width), token))
-        return m.reinforce_loss(tokens)
+        return m.reinforce_loss(tokens, limits)
 
     with mock.patch.dict(m.LOSSES, spy=spy):
         trainer.state.cfg = dataclasses.replace(trainer.state.cfg, loss="spy")
@@ -5143,6 +5145,7 @@ class StubCluster(m.Cluster):
             manifest=m.Manifest(specs=(), slot_bytes=0),
             num_slots=0,
             num_readers=0,
+            num_copying=0,
         )
 
     async def rollout(self, prompts: list[m.Prompt], *_: Any, **__: Any) -> m.RolloutReply:
@@ -6056,7 +6059,7 @@ def test_a_trainer_lost_outside_a_run_is_made_up_for(tmp_path: pathlib.Path) -> 
     for when in ("untrained", "trained"):
         assert found[when]["before"] == found[when]["after"], found
         examination = found[when]["examination"]
-        assert examination["mean_k3"] <= m.MAX_K3["cpu"], found
+        assert examination["mean_k3"] <= m.MAX_K3["float32"], found
         assert examination["off_from_1"] < 1e-4, found
         assert examination["num_without_gradient"] == 0, found
     assert found["untrained"]["before"] != found["trained"]["before"], found
