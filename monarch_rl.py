@@ -5951,15 +5951,10 @@ def become(
     """
     state.prepare_optimizer(cfg)
     options = loading(cfg)
-    has_optimizer = found["schedule"] is not None
-    dcp.set_state_dict(
-        state.model,
-        state.optimizer if has_optimizer else [],
-        options=options,
-        model_state_dict=found["weights"],
-        optim_state_dict=found["moments"],
-    )
-    if has_optimizer:
+    dcp.set_model_state_dict(state.model, found["weights"], options=options)
+    if found["schedule"] is not None:
+        moments = found["moments"]
+        dcp.set_optimizer_state_dict(state.model, state.optimizer, moments, options=options)
         state.schedule.load_state_dict(found["schedule"])
     if state.reference is not None:
         dcp.set_model_state_dict(state.reference, base["weights"], options=options)
@@ -8721,6 +8716,97 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     # You can now add hosts, and lose them.
 
 
+# -- plumbing: the memory of this host -------------------------------------------------------------
+# What a run needs is computed before it starts: a run that is killed for memory says nothing, and
+# may be killed after hours. Bytes per parameter of the model, where c is 4 in fp32 and 2 in bf16:
+#
+#                   before the first pull    later
+#     arena         c for each slot          the same
+#     trainer       4                        16: weight, gradient, two moments; on GPUs neither
+#     generators    c for each               0: they read the arena in place; on GPUs neither
+#     checkpoints   4: version 0             4, and 12 for each that is kept in memory, which are
+#                                            the newest two and the one that is being written
+#     saving                                 12, where rank 0 first collects it from FSDP or a GPU
+#
+# With --kl the trainer has 4 more. What depends on the lengths of answers is not in it, nor is what
+# a process needs to import torch and transformers.
+
+
+def memory_needs(cfg: Config, num_parameters: int) -> dict[str, int]:
+    """Bytes that a run needs on this host, by what needs them, when it needs most."""
+    number_bytes = dtype_of(cfg).itemsize
+    is_on_gpu = cfg.device != "cpu"
+    num_slots = 2 if is_on_gpu else cfg.generators + 2
+    arena = number_bytes * num_slots
+    reference = 4 if cfg.kl else 0
+    before = {
+        "arena": arena,
+        "trainer": 0 if is_on_gpu else 4 + reference,
+        "generators": 0 if is_on_gpu else number_bytes * cfg.generators,
+        "checkpoints": 4,
+    }
+    later = {
+        "arena": arena,
+        "trainer": 0 if is_on_gpu else 16 + reference,
+        "checkpoints": 4 if cfg.checkpoint else 4 + 3 * 12,
+        "saving": 12 if is_on_gpu or needs_group(cfg) else 0,
+    }
+    most = max(before, later, key=lambda needs: sum(needs.values()))
+    return {what: per_parameter * num_parameters for what, per_parameter in most.items()}
+
+
+def free_in_cgroup(folder: pathlib.Path) -> float:
+    """Bytes that the processes of this cgroup may still take; infinity: it has no limit.
+
+    A cgroup is a set of processes, such as those of a container, that share limits (cgroups(7)).
+    """
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        counts = (folder / "memory.stat").read_text().split()
+    except FileNotFoundError:
+        return math.inf
+    if limit == "max":
+        return math.inf
+    # Files that were read count as used, and go when memory is needed. Shared memory, which counts
+    # among them, stays.
+    by_name = dict(zip(counts[::2], counts[1::2], strict=True))
+    cached = int(by_name["file"]) - int(by_name["shmem"])
+    return int(limit) - used + cached
+
+
+def free_memory() -> float:
+    """Bytes that processes of this host can still take, as far as the system lets us."""
+    text = pathlib.Path("/proc/meminfo").read_text()
+    _, _, behind = text.partition("MemAvailable:")
+    kib, *_ = behind.split()
+    found = [1024.0 * int(kib)]
+    # The line of cgroups of version 2 begins with "0::"; behind it is our path among them. The
+    # limits of all that lie above it hold as well.
+    root = pathlib.Path("/sys/fs/cgroup")
+    for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            mine = root / line.removeprefix("0::").strip("/")
+            above = [folder for folder in mine.parents if folder.is_relative_to(root)]
+            found += [free_in_cgroup(folder) for folder in (mine, *above)]
+    return min(found)
+
+
+def what_memory_lacks(cfg: Config, num_parameters: int) -> str:
+    """A line that says why this run does not fit into the memory of this host; "": it does."""
+    gib = 1 << 30
+    needs = memory_needs(cfg, num_parameters)
+    whole = sum(needs.values())
+    free = free_memory()
+    if whole <= free:
+        return ""
+    parts = [f"{what} {num_bytes / gib:.1f}" for what, num_bytes in needs.items() if num_bytes]
+    return (
+        f"needs {whole / gib:.1f} GiB of host memory ({', '.join(parts)}), "
+        f"this host has {free / gib:.1f} free"
+    )
+
+
 # -- plumbing: the command line --------------------------------------------------------------------
 # Some commands:
 #
@@ -8859,6 +8945,13 @@ def try_all(parser: Parser, cfg: Config, worker: str | None) -> None:
     with blaming(parser, "--device cuda"):
         if not cfg.hosts:  # else the hosts will tell
             device_of(cfg, Place(service="trainer", replica_id=0), cfg.trainers - 1)
+    lacks = ""
+    with blaming(parser, f"--model {cfg.model}"):
+        if cfg.model != "tiny" and not cfg.hosts:
+            shapes = Policy(cfg, is_empty=True).model
+            lacks = what_memory_lacks(cfg, num_parameters(shapes))
+    if lacks:
+        parser.error(lacks)
     with blaming(parser, f"--model {cfg.model}"):
         if cfg.model != "tiny":  # "meta": what was loaded is not kept
             Policy(dataclasses.replace(cfg, device="meta"), torch.bfloat16)
