@@ -198,7 +198,8 @@ ENVIRONMENT = {
     # Copies above 128 KiB bypass the cache, and so do not read what they overwrite (section 7).
     # The C library reads this when a process starts.
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x20000",
-    # Several processes share the cores, so none of them computes in several threads.
+    # Several processes share the cores, so none of them computes in several threads, but for
+    # trainers and generators of a large model (--threads).
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     # Process groups are of one host here, and need no network but the loopback.
@@ -306,7 +307,12 @@ class Config:
         kind=str,
     )
     recompute: bool = setting(False, "backward computes each layer again: slower, with less memory")
-    threads: int = setting(1, "threads with which each trainer and generator computes", least=1)
+    threads: int | None = setting(
+        None,
+        "of each trainer and generator; None: 1 for tiny, else the cores divided by these",
+        least=1,
+        kind=int,
+    )
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
     hosts: str = setting("", "tcp://ADDRESS:PORT,... of workers that the RL stages run on")
     # What is written. Nothing is, unless you ask for it.
@@ -5951,13 +5957,14 @@ def become(
     """
     state.prepare_optimizer(cfg)
     options = loading(cfg)
-    dcp.set_model_state_dict(state.model, found["weights"], options=options)
+    # The copies are for torch, which puts its own tensors into the dicts that it is given.
+    dcp.set_model_state_dict(state.model, dict(found["weights"]), options=options)
     if found["schedule"] is not None:
         moments = found["moments"]
         dcp.set_optimizer_state_dict(state.model, state.optimizer, moments, options=options)
         state.schedule.load_state_dict(found["schedule"])
     if state.reference is not None:
-        dcp.set_model_state_dict(state.reference, base["weights"], options=options)
+        dcp.set_model_state_dict(state.reference, dict(base["weights"]), options=options)
     state.count_on(found["version"])
 
 
@@ -6048,6 +6055,18 @@ def device_of(cfg: Config, place: Place, rank: int) -> str:
     return others[place.local_id % len(others)]
 
 
+def num_threads(cfg: Config) -> int:
+    """With how many threads a trainer or a generator computes on CPUs: --threads.
+
+    If it is not given the cores of this host are divided among them. The tiny policy is too small:
+    splitting its work takes longer than the work.
+    """
+    if cfg.threads is not None:
+        return cfg.threads
+    num_cores = len(os.sched_getaffinity(0))
+    return 1 if cfg.model == "tiny" else max(1, num_cores // (cfg.trainers + cfg.generators))
+
+
 def num_copying_per_host(cfg: Config) -> int:
     """Readers of an arena that copy: on GPUs all generators of its host, on CPUs none."""
     num_hosts = len(cfg.hosts.split(","))
@@ -6095,7 +6114,7 @@ class Trainer(Worker):
     async def prepare(self) -> str:
         """Builds the policy, with content on rank 0 only. Answers with its device."""
         device = device_of(self.cfg, self.place, self.rank)
-        torch.set_num_threads(self.cfg.threads)
+        torch.set_num_threads(num_threads(self.cfg))
         self.cfg = dataclasses.replace(self.cfg, device=device)
         self.policy = Policy(self.cfg, torch.float32, is_empty=self.rank > 0)
         if device != "cpu":
@@ -6222,7 +6241,7 @@ class Generator(Worker):
     async def prepare(self) -> str:
         """Builds the policy. Answers with the device on which it computes."""
         device = device_of(self.cfg, self.place, self.rank)
-        torch.set_num_threads(self.cfg.threads)
+        torch.set_num_threads(num_threads(self.cfg))
         self.policy = Policy(dataclasses.replace(self.cfg, device=device))
         return device
 

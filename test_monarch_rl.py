@@ -2179,6 +2179,14 @@ def test_a_temperature_is_that_of_both_programs() -> None:
     assert m.generate(policy, prompts, 1).said == greedy.said
 
 
+def test_cores_are_divided_among_those_who_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    assert m.num_threads(m.Config()) == 1
+    assert m.num_threads(m.Config(model="large")) == 5
+    assert m.num_threads(m.Config(model="large", generators=30)) == 1
+    assert m.num_threads(m.Config(threads=3)) == 3
+
+
 def test_new_tokens_are_limited_by_the_flag() -> None:
     assert m.Policy(m.Config()).max_new_tokens == m.Task.max_new_tokens
     assert m.Policy(m.Config(max_new_tokens=2)).max_new_tokens == 2
@@ -2258,6 +2266,7 @@ def build_rank(rank: int, model: str, place: str, pipe: Any) -> None:
     buffers = [float(buffer.double().sum()) for buffer in state.model.buffers()]
     pipe.send((grown, embedding is head, sums, buffers))
     pipe.close()
+    torch.distributed.destroy_process_group()
 
 
 def peak_bytes() -> int:
