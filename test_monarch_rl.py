@@ -1974,12 +1974,14 @@ def test_the_recipe_for_a_task_of_ones_own_runs(
 ) -> None:
     """With one trainer; and with two and a reference, which is scored without a backward pass.
 
-    So few steps teach nothing; nothing else may fail.
+    These also compute their layers again, at another temperature. So few steps teach nothing;
+    nothing else may fail.
     """
     write_calculator(tmp_path)
     how = ["--steps", "40"]
     if trainers == 2:
         how = ["--trainers", "2", "--kl", "0.01", "--steps", "8"]
+        how += ["--recompute", "--temperature", "0.8"]
     file = FILE if trainers == 1 else quick_file
     task = ["--task", "calculator.py:Calculator"]
     run = run_file(tmp_path, "--only", "sync_rl", *task, *how, file=file)
@@ -1990,9 +1992,11 @@ def test_the_recipe_for_a_task_of_ones_own_runs(
     assert "Traceback" not in run.out + run.err
 
 
-def test_a_model_from_a_folder_runs_through_the_stage(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=long)])
+def test_a_model_from_a_folder_runs_through_the_stage(tmp_path: pathlib.Path, dtype: str) -> None:
     model = save_model(tmp_path / "model", "llama")
-    run = run_file(tmp_path, "--only", "async_rl", "--model", model, "--steps", "10")
+    how = ["--model", model, "--steps", "10", "--dtype", dtype]
+    run = run_file(tmp_path, "--only", "async_rl", *how)
     # Ten steps at a rate of 1e-6 do not teach, and five of a run without the rule are over before
     # its samples are old.
     may_fail = {"held-out exact, gained", "largest lag without the rule"}
