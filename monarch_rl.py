@@ -8747,8 +8747,10 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 #                                            the newest two and the one that is being written
 #     saving                                 12, where rank 0 first collects it from FSDP or a GPU
 #
-# With --kl the trainer has 4 more. What depends on the lengths of answers is not in it, nor is what
-# a process needs to import torch and transformers.
+# With --kl the trainer has 4 more. Processes need PROCESS_BYTES each on top, whatever the model is.
+# What depends on the lengths of answers is not in it.
+
+PROCESS_BYTES = 350 * MIB  # that a process has for itself when it has imported torch, transformers
 
 
 def memory_needs(cfg: Config, num_parameters: int) -> dict[str, int]:
@@ -8771,7 +8773,9 @@ def memory_needs(cfg: Config, num_parameters: int) -> dict[str, int]:
         "saving": 12 if is_on_gpu or needs_group(cfg) else 0,
     }
     most = max(before, later, key=lambda needs: sum(needs.values()))
-    return {what: per_parameter * num_parameters for what, per_parameter in most.items()}
+    needs = {what: per_parameter * num_parameters for what, per_parameter in most.items()}
+    # The main process has imported them as well; judges need less.
+    return {**needs, "processes": (1 + cfg.trainers + cfg.generators) * PROCESS_BYTES}
 
 
 def free_in_cgroup(folder: pathlib.Path) -> float:

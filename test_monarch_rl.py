@@ -2240,7 +2240,11 @@ def test_a_model_that_memory_cannot_hold_is_refused(
 
 def test_what_a_run_needs_follows_its_flags() -> None:
     def needed(**changes: Any) -> int:
-        return sum(m.memory_needs(m.Config(**changes), 1).values())
+        """Bytes per parameter. Besides those each process needs some, the main process too."""
+        cfg = m.Config(**changes)
+        needs = m.memory_needs(cfg, 1)
+        assert needs.pop("processes") == (2 + cfg.generators) * m.PROCESS_BYTES
+        return sum(needs.values())
 
     # Four slots and sixteen; version 0, two checkpoints and a third.
     assert needed() == 4 * 4 + 16 + 4 + 36
