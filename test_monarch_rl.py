@@ -2730,7 +2730,7 @@ def test_a_writer_refuses_to_go_back() -> None:
 
 
 def test_the_cast_in_the_copy_is_the_plain_cast() -> None:
-    source = {"w": torch.randn(1000, 37), "n": torch.arange(9)}
+    source = {"w": torch.nn.Parameter(torch.randn(1000, 37)), "n": torch.arange(9)}
     writer = m.WeightWriter(source, num_readers=1, dtype=torch.bfloat16)
     mine = {
         "w": torch.zeros(1000, 37, dtype=torch.bfloat16),
@@ -3857,8 +3857,9 @@ def cast_many_times(num_mib: int) -> None:
     source = {}
     plain = {}
     for i in range(64):
-        source[str(i)] = torch.ones(num_mib * m.MIB).view(-1, 1024)
-        plain[str(i)] = torch.zeros_like(source[str(i)], dtype=torch.bfloat16)
+        whole = torch.ones(num_mib * m.MIB).view(-1, 1024)
+        source[str(i)] = torch.nn.Parameter(whole, requires_grad=False)
+        plain[str(i)] = torch.zeros_like(whole, dtype=torch.bfloat16)
     writer = m.WeightWriter(source, 0, torch.bfloat16)
     ratios = []
     highest = []
