@@ -175,6 +175,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     import torch.distributed.device_mesh as device_mesh
     import torch.distributed.fsdp as fsdp
     import torch.distributed.tensor as dtensor
+    import torch.utils.checkpoint as checkpointing
     import transformers
 else:
     torch = Lazy("torch")
@@ -182,6 +183,7 @@ else:
     device_mesh = Lazy("torch.distributed.device_mesh")
     fsdp = Lazy("torch.distributed.fsdp")
     dtensor = Lazy("torch.distributed.tensor")
+    checkpointing = Lazy("torch.utils.checkpoint")
     transformers = Lazy("transformers")
 
 MIB = 1 << 20  # bytes
@@ -196,7 +198,8 @@ ENVIRONMENT = {
     # Copies above 128 KiB bypass the cache, and so do not read what they overwrite (section 7).
     # The C library reads this when a process starts.
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x20000",
-    # Several processes share the cores, so none of them computes in several threads.
+    # Several processes share the cores, so none of them computes in several threads, but for
+    # trainers and generators of a large model (--threads).
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     # Process groups are of one host here, and need no network but the loopback.
@@ -262,6 +265,15 @@ class Config:
     group_size: int = setting(8, "episodes per prompt: the mean of few is a poor baseline", least=2)
     generators: int = setting(2, "replicas of the generator service", least=1)
     judges: int = setting(2, "replicas of the judge service", least=1)
+    max_new_tokens: int | None = setting(
+        None,
+        "sampled in a turn; None: what the task says, three times that for --model",
+        least=1,
+        kind=int,
+    )
+    temperature: float = setting(
+        1.0, "logits are divided by it, in sampling and in training", least=0.01
+    )
     trainers: int = setting(1, "ranks over which the trainer is sharded with FSDP2", least=1)
     # How: sections 7 to 14 say what each of these does.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
@@ -270,6 +282,12 @@ class Config:
     )
     baseline: str = setting(
         "group", "what a reward is compared with", choices="group none batch leave_one_out"
+    )
+    clip: float = setting(
+        0.2, "ppo, decoupled: how far a token's ratio may move away from 1", least=0
+    )
+    max_weight: float = setting(
+        2.0, "cispo, decoupled: larger weights of a token are cut off", least=0
     )
     passes: int = setting(1, "updates per batch", least=1)
     lr: float | None = setting(
@@ -282,6 +300,19 @@ class Config:
     pull: str = setting("rollout", "new weights come before each of these", choices="rollout token")
     seed: int = setting(0, "of sampling, initial weights and prompts", least=0)
     device: str = setting("cpu", "where policies compute", choices="cpu cuda")
+    dtype: str | None = setting(
+        None,
+        "in which policies compute; None: float32 on cpu, bfloat16 on cuda",
+        choices="float32 bfloat16",
+        kind=str,
+    )
+    recompute: bool = setting(False, "backward computes each layer again: slower, with less memory")
+    threads: int | None = setting(
+        None,
+        "of each trainer and generator; None: 1 for tiny, else the cores divided by these",
+        least=1,
+        kind=int,
+    )
     stuck_after: float = setting(
         120.0, "seconds without a token or part of a batch: such a worker is replaced", least=1
     )
@@ -2532,13 +2563,15 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> Manifest:
     """The layout of these tensors, in their order.
 
-    dtype: of the floating-point ones in the slot; None: the one that they have.
+    dtype: of parameters in the slot, if they are floating-point; None: the one that they have.
+    Buffers keep their own.
     """
     specs = []
     stored: dict[Any, TensorSpec] = {}  # by the memory that a tensor occupies
     end = 0
     for name, tensor in tensors.items():
-        stored_dtype = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        is_cast = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
+        stored_dtype = dtype if dtype and is_cast else tensor.dtype
         # Tied tensors share their memory. An empty tensor has no address, and neither has one of
         # which this rank has nothing: such a tensor is tied to none.
         address = local(tensor).data_ptr() or id(tensor)
@@ -2574,6 +2607,11 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #
 # Readers + 2 slots are enough: each reader holds one at most, one is the latest, one is written.
 #
+# Readers on GPUs copy, and then hold nothing (7d). For them no slots are counted: with such readers
+# alone an arena has two. So it can happen that all slots but the latest are just being copied. Then
+# the writer waits until one of these copies is done, which waits for nobody. If its reader stands
+# still, that is found, the reader is killed (section 5), and its lease is nobody's.
+#
 # By example, with one reader and so three slots, in which a slow reader comes and goes:
 #
 #     the writer publishes 1    into slot 0: all are free         latest = (1, slot 0)
@@ -2593,7 +2631,8 @@ class ArenaHandle:
     run_id: int  # another one whenever a writer starts
     manifest: Manifest
     num_slots: int
-    num_readers: int
+    num_readers: int  # that may attach
+    num_copying: int  # of them: those that hold a slot only while they copy it
 
 
 class Arena:
@@ -2620,6 +2659,7 @@ class Arena:
     # In any word: nothing published, nothing leased. Divided by MAX_SLOTS it reads as version -1
     # in slot 1023, and as a lease of process -1; there is neither such a slot nor such a process.
     NOTHING = -1
+    LOOK_AGAIN_S = 0.0002  # for a store into an arena wakes nobody
 
     def __init__(self, handle: ArenaHandle, descriptor: int) -> None:
         self.handle = handle
@@ -2696,7 +2736,18 @@ class Arena:
         self.words[self.LEASES + reader] = self.NOTHING
 
     def free_slot(self) -> int:
-        """For the writer: a slot that is neither the latest nor leased by somebody alive."""
+        """For the writer: a slot that is neither the latest nor leased by somebody alive.
+
+        It waits for one only if readers copy, and then for the end of such a copy.
+        """
+        while True:
+            slot = self._look_for_free_slot()
+            if slot is not None:
+                return slot
+            require(self.handle.num_copying, "arena: no free slot")
+            time.sleep(self.LOOK_AGAIN_S)
+
+    def _look_for_free_slot(self) -> int | None:
         # The commit before this must be visible before the leases are looked at: see `lease`.
         self.fence()
         _, latest = self.latest()
@@ -2709,7 +2760,7 @@ class Arena:
         for slot in range(self.handle.num_slots):
             if slot not in busy:
                 return slot
-        raise WeightMismatch("arena: no free slot")
+        return None
 
     def lease(self, reader: int) -> tuple[int, int]:
         """(version, slot) of the newest weights.
@@ -2721,6 +2772,10 @@ class Arena:
         after my step 2, it saw mine, and took another slot. If it looked before my step 2, then
         `latest` had already moved; so step 3 sees that, and I start over, having read nothing yet.
         A version never comes back, so "unchanged" means that nothing happened in between.
+
+        It does not matter how many slots there are, nor how long the lease lasts: only a slot that
+        no word names is ever written. A reader that copies clears its word when its last read is
+        done, and x86-64 lets no store become visible before an earlier load.
         """
         while True:
             version, slot = self.latest()
@@ -2730,15 +2785,18 @@ class Arena:
                 return version, slot
 
 
-def create_arena(manifest: Manifest, num_readers: int) -> Arena:
+def create_arena(manifest: Manifest, num_readers: int, num_copying: int = 0) -> Arena:
     """An arena for so many readers; the process that calls this is its writer.
+
+    num_copying: of them, those that copy, for which no slots are needed.
 
     The memory has no name in any file system. So it is gone when nobody has it open, even after
     kill -9, and the size of /dev/shm is no limit.
     """
     most = Arena.MAX_READERS
     require(num_readers <= most, f"arena: {num_readers} readers are too many")
-    num_slots = num_readers + 2  # mechanism: one is always free
+    num_pointing = num_readers - num_copying
+    num_slots = num_pointing + 2  # mechanism: one is always free
     descriptor = os.memfd_create("monarch_rl")
     os.ftruncate(descriptor, Arena.HEADER_BYTES + num_slots * manifest.slot_bytes)
     handle = ArenaHandle(
@@ -2748,6 +2806,7 @@ def create_arena(manifest: Manifest, num_readers: int) -> Arena:
         manifest=manifest,
         num_slots=num_slots,
         num_readers=num_readers,
+        num_copying=num_copying,
     )
     arena = Arena(handle, descriptor)
     # Bytes of 255 make NOTHING of every word. They also make every page of memory exist now: the
@@ -2757,14 +2816,20 @@ def create_arena(manifest: Manifest, num_readers: int) -> Arena:
     return arena
 
 
-def attach_arena(handle: ArenaHandle, tensors: dict[str, torch.Tensor]) -> Arena:
+def attach_arena(
+    handle: ArenaHandle,
+    tensors: dict[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> Arena:
     """The same arena, mapped into another process of this host, which has these tensors.
+
+    dtype: what the parameters among them are cast to in the slot, for who writes.
 
     Raises WeightMismatch if the two sides differ in a name, a shape, a dtype or a tie. Without this
     comparison another dtype of the same size, say, would be read as nonsense, unseen.
     """
     there = {spec.name: spec for spec in handle.manifest.specs}
-    here = {spec.name: spec for spec in manifest_of(tensors).specs}
+    here = {spec.name: spec for spec in manifest_of(tensors, dtype).specs}
     for name in [*here, *there]:
         theirs = there.get(name)
         ours = here.get(name)
@@ -2856,16 +2921,17 @@ class WeightWriter(Side):
         with_checksums: bool = False,
         arena: Arena | None = None,
         note: Callable[[str, float], None] | None = None,
+        num_copying: int = 0,
     ) -> None:
         """Creates the arena, unless another rank has.
 
         tensors: the trainer's own, which the optimizer changes in place. num_readers: generators
-        that may attach. dtype: what the copy casts to; None: no cast. with_checksums: for readers
-        that compare. arena: the one of another rank (section 8). note: a function that is told of
-        each copy, and when it began.
+        that may attach. dtype: what the copy casts parameters to; None: no cast. with_checksums:
+        for readers that compare. arena: the one of another rank (section 8). note: a function that
+        is told of each copy, and when it began. num_copying: of the readers, those that copy.
         """
         if arena is None:
-            arena = create_arena(manifest_of(tensors, dtype), num_readers)
+            arena = create_arena(manifest_of(tensors, dtype), num_readers, num_copying)
         super().__init__(arena, tensors)
         # What is tied to an earlier name needs no copy of its own.
         self.stored_names = {spec.name for spec in self.arena.handle.manifest.stored_specs()}
@@ -2965,8 +3031,8 @@ class WeightReader(Side):
     lease lasts until the next pull.
 
     To copy, which is the only way on GPUs: the bytes go into the memory that the tensors have.
-    Compiled code wants that too, because it holds the addresses of its weights. The lease lasts as
-    long, though nothing of the slot is read any more: that costs a slot, and no time.
+    Compiled code wants that too, because it holds the addresses of its weights. The lease is given
+    back after the copy, so an arena needs no slots for readers that copy.
     """
 
     def __init__(
@@ -3008,6 +3074,16 @@ class WeightReader(Side):
         if newest == self.version:
             return self.version
         version, slot = self.arena.lease(self.reader)  # this gives back the slot before
+        try:
+            self._take(slot)
+        finally:
+            if self.copies:  # it reads nothing of the slot any more
+                self.arena.give_back(self.reader)  # mechanism: lease until copied
+        self.version = version
+        return version
+
+    def _take(self, slot: int) -> None:
+        """Makes the tensors what a slot holds."""
         if self.compares:
             self._compare(slot)
         for match in self.matches_with(slot):
@@ -3015,10 +3091,9 @@ class WeightReader(Side):
             if match.is_whole and not self.copies:
                 match.mine.data = match.in_slot
             else:
-                match.mine.data.copy_(match.in_slot)
+                # On a GPU this returns when the bytes have been read, for it is asked to wait.
+                match.mine.data.copy_(match.in_slot, non_blocking=False)
                 self.copied_bytes += match.in_slot.nbytes
-        self.version = version
-        return version
 
     def _compare(self, slot: int) -> None:
         """Raises WeightMismatch if the bytes of the slot are not those that the writer left."""
@@ -3602,7 +3677,6 @@ class ShardWriter(WeightWriter):
     """
 
     FAILED = 1 << 62  # in a word: that rank's copy has raised
-    LOOK_AGAIN_S = 0.0002
 
     def __init__(
         self,
@@ -3611,15 +3685,15 @@ class ShardWriter(WeightWriter):
         rank: int,
         num_ranks: int,
         handle: ArenaHandle | None = None,
-        note: Callable[[str, float], None] | None = None,
+        **options: Any,
     ) -> None:
         """Creates the arena (rank 0), or attaches to it (the others).
 
         tensors: DTensors, or plain ones, which are the same on all ranks. handle: of the arena of
-        rank 0, for all other ranks. note: as in WeightWriter.
+        rank 0, for all other ranks. options: dtype, note and num_copying, as in WeightWriter.
         """
-        arena = attach_arena(handle, tensors) if handle else None
-        super().__init__(tensors, num_readers, arena=arena, note=note)
+        arena = attach_arena(handle, tensors, options.get("dtype")) if handle else None
+        super().__init__(tensors, num_readers, arena=arena, **options)
         self.rank = rank
         self.num_ranks = num_ranks
 
@@ -3630,22 +3704,22 @@ class ShardWriter(WeightWriter):
         num_readers: int,
         rank: int,
         num_ranks: int,
-        note: Callable[[str, float], None] | None = None,
+        **options: Any,
     ) -> ShardWriter:
         """The writers of all ranks of a process group, which call this at the same time.
 
-        Rank 0 makes the arena, and tells the others its handle.
+        Rank 0 makes the arena, and tells the others its handle. options: as above.
         """
         writer = None
         handle = None
         if rank == 0:
-            writer = cls(tensors, num_readers, rank, num_ranks, note=note)
+            writer = cls(tensors, num_readers, rank, num_ranks, **options)
             handle = writer.arena.handle
         if num_ranks > 1:
             told = [handle]
             torch.distributed.broadcast_object_list(told, 0)
             handle = told[0]
-        return writer or cls(tensors, num_readers, rank, num_ranks, handle, note)
+        return writer or cls(tensors, num_readers, rank, num_ranks, handle, **options)
 
     def match(
         self,
@@ -3705,7 +3779,7 @@ class ShardWriter(WeightWriter):
         ranks that do the same work come at almost the same time.
         """
         while self.arena.words[-1 - rank] // Arena.MAX_SLOTS < version:
-            time.sleep(self.LOOK_AGAIN_S)
+            time.sleep(Arena.LOOK_AGAIN_S)
         word = self.arena.words[-1 - rank]
         require(word != self.FAILED, f"arena: the copy of rank {rank} failed")
         return word
@@ -4505,27 +4579,41 @@ class Rollout:
 class Policy:
     """A causal language model, its tokenizer, and the chat template that makes ids of speech."""
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        dtype: torch.dtype | None = None,
+        is_empty: bool = False,
+    ) -> None:
+        """Builds it as the Config says.
+
+        dtype: of the parameters; None: the one to compute in. is_empty: the model has all shapes
+        and no content, on the device "meta", for who gets the content from somebody else.
+        """
         torch.manual_seed(cfg.seed)
         self.cfg = cfg
         self.task = task_of(cfg.task)
         is_tiny = cfg.model == "tiny"
+        dtype = dtype or dtype_of(cfg)
         self.tokenizer: Any
         self.model: Any
-        if is_tiny:
-            self.tokenizer, self.model = tiny_policy(self.task.letters)
-        else:
-            dtype = torch.float32 if cfg.device == "cpu" else torch.bfloat16
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
-            auto = transformers.AutoModelForCausalLM
-            self.model = auto.from_pretrained(cfg.model, dtype=dtype)
+        with torch.device("meta") if is_empty else contextlib.nullcontext():
+            if is_tiny:
+                self.tokenizer, self.model = tiny_policy(self.task.letters)
+            else:
+                self.tokenizer, self.model = pretrained_policy(cfg.model, dtype, is_empty)
+        set_dtype(self.model, dtype)
+        if not is_empty:
+            self.model.to(cfg.device)
         # In mode `eval`, also while it is trained: dropout would draw other masks in each program,
         # and they would disagree.
-        self.model.to(cfg.device).eval()
+        self.model.eval()
         self.end_id: int = self.tokenizer.eos_token_id  # ends a turn
         self.tokenizer.pad_token = self.tokenizer.eos_token  # fills holes, which nobody looks at
         # The task counts letters; a pretrained tokenizer may need several tokens for one.
-        self.max_new_tokens = self.task.max_new_tokens * (1 if is_tiny else 3)
+        self.max_new_tokens: int = self.task.max_new_tokens * (1 if is_tiny else 3)
+        if cfg.max_new_tokens is not None:
+            self.max_new_tokens = cfg.max_new_tokens
         self.context: int = self.model.config.max_position_embeddings  # tokens
         self._read_template("" if is_tiny else f"{self.task.instruction}\n")
 
@@ -4572,6 +4660,43 @@ class Policy:
         return self.tokenizer.decode(ids[: ids.index(self.end_id)]).strip()
 
 
+def dtype_name(cfg: Config) -> str:
+    """The type of number that policies compute in: "float32" or "bfloat16".
+
+    It is that of --dtype. If it is not given: on GPUs bf16 is several times as fast, on most CPUs
+    it is not.
+    """
+    return cfg.dtype or ("float32" if cfg.device == "cpu" else "bfloat16")
+
+
+def dtype_of(cfg: Config) -> torch.dtype:
+    """The same, as torch has it."""
+    return getattr(torch, dtype_name(cfg))
+
+
+def set_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Gives all parameters this dtype, and all floating-point buffers fp32.
+
+    Buffers are such things as the frequencies of rotary positions. FSDP, which computes for the
+    trainer, leaves them as they are, so generators do the same.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
+
+
+def pretrained_policy(name: str, dtype: torch.dtype, is_empty: bool) -> tuple[Any, Any]:
+    """(tokenizer, model) of a folder or hub id. The other parameters are those of Policy."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    auto = transformers.AutoModelForCausalLM
+    if not is_empty:
+        return tokenizer, auto.from_pretrained(name, dtype=dtype)
+    config = transformers.AutoConfig.from_pretrained(name)
+    return tokenizer, auto.from_config(config, dtype=dtype)
+
+
 def tiny_policy(letters: str, has_pairs: bool = False) -> tuple[Any, Any]:
     """(tokenizer, model): a policy with which everything here runs at laptop speed.
 
@@ -4609,24 +4734,26 @@ def score_tokens(
     model: Any,
     ids: torch.Tensor,
     chosen: torch.Tensor,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
     """The trainer's view: one forward pass over whole conversations.
 
     ids: [B, T] int64, packed; chosen: [B, T - 1] bool, true at N places. Returns [N, vocabulary]
     float32: at each of these places the log-probabilities of what comes next. In fp32 also for a
-    model in bf16: the demo shows what a softmax in bf16 does to them.
+    model in bf16: the demo shows what a softmax in bf16 does to them. temperature: that with which
+    the tokens were sampled. With another one these would be the probabilities of another policy.
     """
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    return logits[chosen].float().log_softmax(-1)
+    return (logits[chosen].float() / temperature).log_softmax(-1)
 
 
-def recompute(model: Any, tokens: Tokens) -> torch.Tensor:
+def recompute(model: Any, tokens: Tokens, temperature: float = 1.0) -> torch.Tensor:
     """[N] float32: the trainer's log-probabilities of all sampled tokens, row by row.
 
     tokens: packed.
     """
     chosen = tokens.turn_ids[:, 1:] > 0  # the token of column t is predicted in column t - 1
-    every = score_tokens(model, tokens.ids, chosen)
+    every = score_tokens(model, tokens.ids, chosen, temperature)
     return every.gather(1, tokens.ids[:, 1:][chosen][:, None]).squeeze(1)
 
 
@@ -4791,10 +4918,10 @@ class Decoder:
     def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, vocabulary] float32: the log-probabilities to sample from, and to record.
 
-        They are the policy's own. With any change, such as a temperature or top-p, another policy
-        is sampled from than the one that is trained.
+        At --temperature, as in score_tokens. With a change that only one side makes, such as top-p,
+        another policy would be sampled from than the one that is trained.
         """
-        return logits.float().log_softmax(-1)
+        return (logits.float() / self.policy.cfg.temperature).log_softmax(-1)
 
     def _append_sampled(self, logp: torch.Tensor) -> None:
         """Samples a token for each row. Rows that have ended their turn get a hole.
@@ -5094,9 +5221,9 @@ class TokenLoss:
 # tokens do. In the formulas r is the ratio, A the advantage:
 #
 #     reinforce   -A log p
-#     ppo         -min(A r, A clip(r, 1 - CLIP, 1 + CLIP))
-#     decoupled   w ppo, where r is p / p near, and w = min(p near / p recorded, MAX_WEIGHT)
-#     cispo       -A min(r, MAX_WEIGHT) log p, where no gradient flows through r
+#     ppo         -min(A r, A clip(r, 1 - clip, 1 + clip))
+#     decoupled   w ppo, where r is p / p near, and w = min(p near / p recorded, max_weight)
+#     cispo       -A min(r, max_weight) log p, where no gradient flows through r
 #     dppo        -A r + PULL_BACK (log r)**2, until p has moved by MAX_SHIFT the way A pushes it
 
 # By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and the
@@ -5106,8 +5233,23 @@ class TokenLoss:
 # token only on its way out, and never on its way back. What is stopped is counted: `clipped` in the
 # log says for which share of tokens. If it is large, the samples are too old or the steps too long.
 
-CLIP = 0.2  # how far the probability of a token may move, as a ratio, before its gradient stops
-MAX_WEIGHT = 2.0  # larger ratios are cut off where they weigh: or few tokens outweigh all others
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds the effect of a token."""
+
+    # How far its probability may move, as a ratio, before its gradient stops: --clip.
+    clip: float
+    # Larger ratios are cut off where they weigh: or few tokens outweigh all others: --max-weight.
+    max_weight: float
+
+
+def limits_of(cfg: Config) -> Limits:
+    """Those that the command line gives."""
+    return Limits(clip=cfg.clip, max_weight=cfg.max_weight)
+
+
+USUAL_LIMITS = limits_of(Config())
 MAX_SHIFT = 0.2  # how far the probability of a token may move, as a difference
 PULL_BACK = 0.05  # weight of the squared log-ratio in dppo: a small pull back to the samples
 
@@ -5117,48 +5259,50 @@ def nowhere(tokens: Sampled) -> torch.Tensor:
     return torch.zeros_like(tokens.logp, dtype=torch.bool)
 
 
-def reinforce_loss(tokens: Sampled) -> TokenLoss:
+def reinforce_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """The gradient of the mean reward, if the samples have lag 0. It does not look at their lag."""
     return TokenLoss(loss=-tokens.advantage * tokens.logp, is_outside=nowhere(tokens))
 
 
-def ppo_loss(tokens: Sampled) -> TokenLoss:
+def ppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """A ratio and a clip.
 
-    Once a good token has become 1 + CLIP times as likely, or a bad one 1 - CLIP times, the batch
+    Once a good token has become 1 + clip times as likely, or a bad one 1 - clip times, the batch
     says no more about it. It does not matter whether this trainer moved it or the lag did.
     """
+    lowest = 1 - limits.clip
+    highest = 1 + limits.clip
     ratio = (tokens.logp - tokens.recorded).exp()
-    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    clipped = ratio.clamp(lowest, highest)
     is_good = tokens.advantage > 0
-    is_above = ratio > 1 + CLIP
-    is_below = ratio < 1 - CLIP
+    is_above = ratio > highest
+    is_below = ratio < lowest
     is_outside = torch.where(is_good, is_above, is_below)
     # The smaller of both: outside that is the clipped one, a constant, so there is no gradient.
     gain = torch.min(tokens.advantage * ratio, tokens.advantage * clipped)
     return TokenLoss(loss=-gain, is_outside=is_outside)
 
 
-def decoupled_loss(tokens: Sampled) -> TokenLoss:
+def decoupled_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """Asks two questions apart from each other (AReaL, Fu 2025).
 
     How old are the samples? The answer is a weight. How far have the updates with this batch gone?
     The answer is a clip, which does something only with more than one update per batch (--passes).
     """
-    clipped = ppo_loss(dataclasses.replace(tokens, recorded=tokens.near))
-    weight = (tokens.near - tokens.recorded).exp().clamp(max=MAX_WEIGHT)
+    clipped = ppo_loss(dataclasses.replace(tokens, recorded=tokens.near), limits)
+    weight = (tokens.near - tokens.recorded).exp().clamp(max=limits.max_weight)
     return TokenLoss(loss=weight * clipped.loss, is_outside=clipped.is_outside)
 
 
-def cispo_loss(tokens: Sampled) -> TokenLoss:
+def cispo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """Cuts off the weight, not the gradient, so that every token counts (MiniMax-M1, 2025)."""
     ratio = (tokens.logp.detach() - tokens.recorded).exp()
-    weight = ratio.clamp(max=MAX_WEIGHT)  # mechanism: ratio
+    weight = ratio.clamp(max=limits.max_weight)  # mechanism: ratio
     loss = -tokens.advantage * weight * tokens.logp
     return TokenLoss(loss=loss, is_outside=nowhere(tokens))
 
 
-def dppo_loss(tokens: Sampled) -> TokenLoss:
+def dppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """As ppo, but distance is a difference of probabilities instead of a ratio.
 
     For a rare token a ratio of 2 is nothing, for a frequent one 1.2 is much. Inside the limit there
@@ -5172,7 +5316,7 @@ def dppo_loss(tokens: Sampled) -> TokenLoss:
     return TokenLoss(loss=loss * ~is_outside, is_outside=is_outside)
 
 
-LOSSES: dict[str, Callable[[Sampled], TokenLoss]] = {
+LOSSES: dict[str, Callable[[Sampled, Limits], TokenLoss]] = {
     "reinforce": reinforce_loss,
     "ppo": ppo_loss,
     "decoupled": decoupled_loss,
@@ -5302,7 +5446,7 @@ class SmallWorld:
         logp = every[batch, prompt, beginning, symbol]
         tokens = self.as_sampled(answers, old, logp, baseline)
         num_answers = answers.shape[1]
-        total = LOSSES[loss](tokens).loss.sum() / num_answers
+        total = LOSSES[loss](tokens, USUAL_LIMITS).loss.sum() / num_answers
         (downhill,) = torch.autograd.grad(total, tables)
         return -downhill.flatten(1)
 
@@ -5324,7 +5468,7 @@ class SmallWorld:
             tokens = self.as_sampled(answers, old, logp, "group")
             # Before the first of these updates the policy was `old`, which is what was recorded.
             tokens = dataclasses.replace(tokens, near=tokens.recorded)
-            LOSSES[loss](tokens).loss.mean().backward()
+            LOSSES[loss](tokens, USUAL_LIMITS).loss.mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return self.divergence(old, table.detach())
@@ -5581,7 +5725,7 @@ def is_exact(reward: float) -> bool:
 
 MAX_GRAD_NORM = 1.0  # a longer gradient is shortened to this: one odd batch must not do much harm
 MAX_LOGITS = 1 << 27  # that a forward pass of the trainer may make: half a GiB in fp32
-MAX_K3 = {"cpu": 1e-6, "cuda": 1e-2}  # between the two programs, by rounding: in fp32, in bf16
+MAX_K3 = {"float32": 1e-6, "bfloat16": 1e-2}  # between both programs, which round differently
 
 
 @dataclass(frozen=True)
@@ -5603,7 +5747,7 @@ class StepStats:
     # Says nothing about learning (section 10).
     loss: float
     # k3 of recorded and recomputed log-probabilities, over tokens of lag 0; None: there are none.
-    # Above MAX_K3 the two programs disagree, and what is learned is wrong.
+    # Above MAX_K3, which depends on --dtype, they disagree, and what is learned is wrong.
     mismatch_k3: float | None
     # Effective sample size, as a share: 1 if all tokens weigh the same, near 0 if a few of them
     # have all the weight, as when samples are too old.
@@ -5641,10 +5785,11 @@ class Part:
 class TrainState:
     """The weights in training and all that an update needs.
 
-    It is no actor, so tests run it in their own process; Trainer is the actor around it. With
+    It is no actor, so tests run it in their own process; Trainer is the actor around it. Weights,
+    gradients and moments are in fp32, whatever --dtype says: a change of a millionth is lost when
+    it is added to a bf16 number. A moment is what AdamW remembers of the gradients so far. With
     several ranks each has a part of every weight, gradient and moment (FSDP2, fully sharded data
-    parallelism), and scores a part of each batch. A moment is what AdamW remembers of the gradients
-    so far.
+    parallelism), and scores a part of each batch.
     """
 
     def __init__(
@@ -5652,9 +5797,15 @@ class TrainState:
         cfg: Config,
         policy: Policy,
         rank: int = 0,
+        meeting_place: str = "",
         advance: Callable[[], None] = lambda: None,
     ) -> None:
-        """advance: is called after every part of a batch, as in `warm_start`."""
+        """policy: with fp32 weights; empty on all ranks but 0, which get theirs from rank 0.
+
+        meeting_place: an unnamed_file for the process group, if `needs_group` asks for one. Then
+        all ranks call this at once. advance: is called after every part of a batch, as in
+        `warm_start`.
+        """
         self.cfg = cfg
         self.advance = advance
         self.model = policy.model
@@ -5664,19 +5815,14 @@ class TrainState:
         self.reference: Any = None
         if cfg.kl:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        if cfg.recompute:
+            compute_layers_again(self.model)
+        if needs_group(cfg):
+            form_group(meeting_place, rank, cfg.trainers)
+            for model in (self.model, self.reference):
+                if model is not None:
+                    cut(model, cfg, rank)
         self.prepare_optimizer(cfg)
-
-    def shard(self, meeting_place: str) -> None:
-        """Cuts the weights into parts. All ranks call it at once, with the same whole weights."""
-        form_group(meeting_place, self.rank, self.cfg.trainers)
-        device, _, _ = self.cfg.device.partition(":")
-        mesh = device_mesh.init_device_mesh(device, (self.cfg.trainers,))
-        for model in (self.model, self.reference):
-            if model is not None:
-                # FSDP gathers the whole weights for a forward pass. Let it cut them again also when
-                # no backward pass follows: a checkpoint cannot be loaded into whole ones.
-                fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=True)
-        self.prepare_optimizer(self.cfg)  # of the parts
 
     def prepare_optimizer(self, cfg: Config) -> None:
         """Makes a fresh optimizer and schedule, for a run with this Config."""
@@ -5764,7 +5910,7 @@ class TrainState:
         for i, part in enumerate(parts):
             # What was recorded is never recomputed here. If it was, lag and errors would be gone
             # from the comparison, and nobody would see them.
-            logp, entropy = score_part(self.model, part, self.entropy_bonus)
+            logp, entropy = score_part(self.model, part, self.entropy_bonus, self.cfg.temperature)
             logps.append(logp.detach())
             tokens = Sampled(
                 logp=logp,
@@ -5772,8 +5918,8 @@ class TrainState:
                 near=near[i] if near else logps[i],
                 advantage=part.advantage,
             )
-            found = LOSSES[self.cfg.loss](tokens)
-            kl = divergence(self.reference, logp, part)
+            found = LOSSES[self.cfg.loss](tokens, limits_of(self.cfg))
+            kl = divergence(self.reference, logp, part, self.cfg.temperature)
             objective = found.loss + self.cfg.kl * kl
             objective = objective - self.entropy_bonus * entropy  # [N]
             # The gradient of the mean over the tokens of all ranks. FSDP takes the mean of the
@@ -5796,7 +5942,12 @@ class TrainState:
         return dict(zip(sums, means, strict=True))
 
 
-def divergence(reference: Any, logp: torch.Tensor, part: Part) -> torch.Tensor:
+def divergence(
+    reference: Any,
+    logp: torch.Tensor,
+    part: Part,
+    temperature: float,
+) -> torch.Tensor:
     """[N]: how far each token has moved from the reference, a model; 0 if that is None.
 
     It is k2, half the square of the difference. As a loss k2 has the gradient of the KL divergence.
@@ -5805,7 +5956,7 @@ def divergence(reference: Any, logp: torch.Tensor, part: Part) -> torch.Tensor:
     """
     if reference is None:
         return 0 * logp
-    reference_logp, _ = score_part(reference, part, entropy_bonus=0.0)
+    reference_logp, _ = score_part(reference, part, 0.0, temperature)
     return (logp - reference_logp) ** 2 / 2
 
 
@@ -5879,12 +6030,14 @@ def score_part(
     model: Any,
     part: Part,
     entropy_bonus: float,
+    temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the sampled tokens, [N] each: log-probability, and entropy of the choice in nats.
 
-    Without a bonus for it the entropy has no gradient, which saves memory.
+    Both at this temperature. Without a bonus for it the entropy has no gradient, which saves
+    memory.
     """
-    every = score_tokens(model, part.ids, part.chosen)  # [N, vocabulary]
+    every = score_tokens(model, part.ids, part.chosen, temperature)  # [N, vocabulary]
     sampled_ids = part.ids[:, 1:][part.chosen]  # [N]
     logp = every.gather(1, sampled_ids[:, None]).squeeze(1)
     if not entropy_bonus:
@@ -5944,7 +6097,7 @@ class Examination:
 def examine(state: TrainState, batch: Rollout) -> Examination:
     """Scores the longest rows of a batch, as many as one forward pass takes; changes no weight."""
     part = next(parts_of(state, batch))
-    logp, _ = score_part(state.model, part, entropy_bonus=0.0)
+    logp, _ = score_part(state.model, part, 0.0, state.cfg.temperature)
     logp.sum().backward()
     num_without = 0
     for parameter in state.model.parameters():
@@ -5952,7 +6105,7 @@ def examine(state: TrainState, batch: Rollout) -> Examination:
         num_without += not has_gradient
     state.optimizer.zero_grad()
     with torch.no_grad():
-        every = score_tokens(state.model, part.ids, part.chosen)
+        every = score_tokens(state.model, part.ids, part.chosen, state.cfg.temperature)
     same_group = batch.group_ids[:, None] == batch.group_ids  # [B, B]
     group_sums = same_group.float() @ advantages(batch.rewards, batch.group_ids)
     return Examination(
@@ -5963,6 +6116,74 @@ def examine(state: TrainState, batch: Rollout) -> Examination:
         group_sum=float(group_sums.abs().max()),
         num_different=len({tuple(said) for said in batch.said}),
     )
+
+
+# -- plumbing: a model that FSDP computes with -----------------------------------------------------
+# FSDP2 has the fp32 weights of a trainer, cut into parts if there are several ranks, and takes
+# care of what the model computes with. Its unit is a decoder layer:
+#
+#     before a layer computes     its parts come from all ranks, in --dtype: now it is whole
+#     after it has computed       the whole one is thrown away
+#     in the backward pass        the same; and its gradient goes to the parts, added up in fp32
+#
+# So one layer is whole at a time, and of what lies around the layers (embedding, last matrix) one
+# more whole. A generator's weights are the same ones, cast the same way, so both round alike.
+
+
+def needs_group(cfg: Config) -> bool:
+    """Does a trainer need FSDP, and so a process group, be it of one rank?"""
+    return cfg.trainers > 1 or dtype_name(cfg) != "float32"
+
+
+def num_parameters(model: Any) -> int:
+    """How many numbers are trained; tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """Its layers, which are alike and follow each other: of its lists of modules the largest."""
+    lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
+    return list(max(lists, key=num_parameters, default=[]))
+
+
+def compute_layers_again(model: Any) -> None:
+    """For --recompute: of each decoder layer only the input is kept for the backward pass.
+
+    There its forward pass is run once more. (`checkpoint` is torch's word for that; it has nothing
+    to do with those in files. That of transformers works in mode `train` only.)
+    """
+    for layer in decoder_layers(model):
+        again = functools.partial(
+            checkpointing.checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+        layer.forward = again  # mechanism: recompute
+
+
+def cut(model: Any, cfg: Config, rank: int) -> None:
+    """Gives a model to FSDP: its layers, and then the rest. All ranks call it at once.
+
+    Only rank 0 has the content of a model. The others get their parts of it, one whole tensor at a
+    time, so that none of them ever has all of it.
+    """
+    whole = model.state_dict() if rank == 0 else {}
+    device, _, _ = cfg.device.partition(":")
+    mesh = device_mesh.init_device_mesh(device, (cfg.trainers,))
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype_of(cfg), reduce_dtype=torch.float32)
+    for unit in [*decoder_layers(model), model]:
+        # Cut again also when no backward pass follows: a checkpoint cannot be loaded into a whole.
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    if cfg.trainers == 1:
+        return
+    if rank > 0:
+        model.to_empty(device=cfg.device)
+    dcp.set_model_state_dict(model, whole, options=loading(cfg))
+    for buffer in model.buffers():  # also those that are in no checkpoint
+        torch.distributed.broadcast(buffer, 0)
+
+
+def loading(cfg: Config) -> dcp.StateDictOptions:
+    """How FSDP takes whole tensors in: rank 0 has them, and sends them to the others."""
+    return dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=cfg.trainers > 1)
 
 
 # -- 11c. What is saved of a trainer ---------------------------------------------------------------
@@ -5997,22 +6218,19 @@ def become(
 ) -> None:
     """Makes a trainer what a checkpoint says, for a run with this Config.
 
-    found: the checkpoint. base: the one of version 0, whose weights the reference gets.
+    found: the checkpoint. base: the one of version 0, whose weights the reference gets. On ranks
+    other than 0 neither has tensors, and all ranks call this at once.
     """
     state.prepare_optimizer(cfg)
-    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    has_optimizer = found["schedule"] is not None
-    dcp.set_state_dict(
-        state.model,
-        state.optimizer if has_optimizer else [],
-        options=options,
-        model_state_dict=found["weights"],
-        optim_state_dict=found["moments"],
-    )
-    if has_optimizer:
+    options = loading(cfg)
+    # The copies are for torch, which puts its own tensors into the dicts that it is given.
+    dcp.set_model_state_dict(state.model, dict(found["weights"]), options=options)
+    if found["schedule"] is not None:
+        moments = found["moments"]
+        dcp.set_optimizer_state_dict(state.model, state.optimizer, moments, options=options)
         state.schedule.load_state_dict(found["schedule"])
     if state.reference is not None:
-        dcp.set_model_state_dict(state.reference, base["weights"], options=options)
+        dcp.set_model_state_dict(state.reference, dict(base["weights"]), options=options)
     state.count_on(found["version"])
 
 
@@ -6027,18 +6245,40 @@ def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
     Nothing in it is executed. Raises ValueError, which says what is wrong with it.
     """
     try:
-        content = pathlib.Path(source).read_bytes() if isinstance(source, str) else source
-        # torch.load compares no checksums; the zip file that it reads has them.
-        damaged = zipfile.ZipFile(io.BytesIO(content)).testzip()
-        if damaged:
-            raise ValueError(f"damaged in {damaged}")
-        found = torch.load(io.BytesIO(content), weights_only=True)
+        with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
+            # torch.load compares no checksums; the zip file that it reads has them.
+            damaged = zipfile.ZipFile(file).testzip()
+            if damaged:
+                raise ValueError(f"damaged in {damaged}")
+            file.seek(0)
+            found = torch.load(file, weights_only=True)
         if found["about"] != about(cfg):
             raise ValueError(f"made with {found['about']}, this run has {about(cfg)}")
     except Exception as error:  # whatever a strange file does to these libraries
         why = " ".join(str(error).split())[:300]
         raise ValueError(f"{source!s:.200}: no checkpoint for this run: {why}") from error
     return found
+
+
+def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]:
+    """What read_checkpoint returns, for all ranks of a trainer, which call it at once.
+
+    Only rank 0 gets the tensors. If it raises ValueError, all ranks do.
+    """
+    if cfg.trainers == 1:
+        return read_checkpoint(source, cfg)
+    found: dict[str, Any] = {}
+    told: list[Any] = [None]
+    if rank == 0:
+        try:
+            found = read_checkpoint(source, cfg)
+            told = [{**found, "weights": {}, "moments": {}}]
+        except ValueError as error:
+            told = [error]
+    torch.distributed.broadcast_object_list(told, 0)
+    if isinstance(told[0], ValueError):
+        raise told[0]
+    return found or told[0]
 
 
 # -- 11d. The workers ------------------------------------------------------------------------------
@@ -6081,6 +6321,24 @@ def device_of(cfg: Config, place: Place, rank: int) -> str:
     return others[place.local_id % len(others)]
 
 
+def num_threads(cfg: Config) -> int:
+    """With how many threads a trainer or a generator computes on CPUs: --threads.
+
+    If it is not given the cores of this host are divided among them. The tiny policy is too small:
+    splitting its work takes longer than the work.
+    """
+    if cfg.threads is not None:
+        return cfg.threads
+    num_cores = len(os.sched_getaffinity(0))
+    return 1 if cfg.model == "tiny" else max(1, num_cores // (cfg.trainers + cfg.generators))
+
+
+def num_copying_per_host(cfg: Config) -> int:
+    """Readers of an arena that copy: on GPUs all generators of its host, on CPUs none."""
+    num_hosts = len(cfg.hosts.split(","))
+    return 0 if cfg.device == "cpu" else math.ceil(cfg.generators / num_hosts)
+
+
 @dataclass(frozen=True)
 class BeginRequest:
     """The first request that a trainer gets."""
@@ -6120,10 +6378,11 @@ class Trainer(Worker):
         self.writer: ShardWriter | None = None  # None until it has begun
 
     async def prepare(self) -> str:
-        """Builds the policy. Answers with the device on which it computes."""
+        """Builds the policy, with content on rank 0 only. Answers with its device."""
         device = device_of(self.cfg, self.place, self.rank)
+        torch.set_num_threads(num_threads(self.cfg))
         self.cfg = dataclasses.replace(self.cfg, device=device)
-        self.policy = Policy(self.cfg)
+        self.policy = Policy(self.cfg, torch.float32, is_empty=self.rank > 0)
         if device != "cpu":
             torch.cuda.set_device(device)  # FSDP2 and streams ask for the present one
         return device
@@ -6137,15 +6396,19 @@ class Trainer(Worker):
     async def begin(self, request: BeginRequest) -> ArenaHandle:
         """Begins, and answers where it publishes. One that has begun already only answers."""
         if self.writer is None:
-            if request.is_warm and self.cfg.model == "tiny":
-                warm_start(self.policy, self.pulse.advance)
-            self.state = TrainState(self.cfg, self.policy, self.rank, self.pulse.advance)
-            if self.cfg.trainers > 1:
-                self.state.shard(request.meeting_place)
-            weights = weights_of(self.policy.model)
-            num_ranks = self.cfg.trainers
+            advance = self.pulse.advance
+            if request.is_warm and self.cfg.model == "tiny" and self.rank == 0:
+                warm_start(self.policy, advance)  # the other ranks get what comes of it
+            meeting_place = request.meeting_place
+            self.state = TrainState(self.cfg, self.policy, self.rank, meeting_place, advance)
             self.writer = ShardWriter.join(
-                weights, request.num_readers, self.rank, num_ranks, self._note_copy
+                weights_of(self.policy.model),
+                request.num_readers,
+                self.rank,
+                self.cfg.trainers,
+                dtype=dtype_of(self.cfg),
+                note=self._note_copy,
+                num_copying=num_copying_per_host(self.cfg),
             )
         return self.writer.arena.handle
 
@@ -6179,8 +6442,8 @@ class Trainer(Worker):
         """Becomes what a checkpoint says, and publishes that. Answers with the run's part of it."""
         state, writer = self._begun()
         writer.wait()
-        found = read_checkpoint(request.checkpoint, request.cfg)
-        base = read_checkpoint(request.base, request.cfg) if request.cfg.kl else found
+        found = read_together(request.checkpoint, request.cfg, self.rank)
+        base = read_together(request.base, request.cfg, self.rank) if request.cfg.kl else found
         become(state, found, base, request.cfg)
         writer.start(state.version)
         return found["state"]
@@ -6246,6 +6509,7 @@ class Generator(Worker):
     async def prepare(self) -> str:
         """Builds the policy. Answers with the device on which it computes."""
         device = device_of(self.cfg, self.place, self.rank)
+        torch.set_num_threads(num_threads(self.cfg))
         self.policy = Policy(dataclasses.replace(self.cfg, device=device))
         return device
 
@@ -6966,7 +7230,7 @@ def mean_reward(rows: list[StepRow]) -> float:
 def alarms(rows: list[StepRow]) -> Iterator[str]:
     """Says what it means, for each number of the last steps that is beyond what is healthy."""
     stats = rows[-1].stats
-    # The same limit for all devices, for alarms know of none: that of MAX_K3 for GPUs.
+    # The same limit for all, for alarms know no --dtype: that of MAX_K3 for bf16.
     if stats.mismatch_k3 is not None and stats.mismatch_k3 > 0.01:
         yield "mismatch_k3 > 0.01: trainer and generator disagree about the same weights"
     if stats.ess < 0.3:
@@ -7131,7 +7395,7 @@ class Training:
 
         before, after: held-out exact. mismatch_k3: the largest one.
         """
-        limit = MAX_K3[self.cfg.device]
+        limit = MAX_K3[dtype_name(self.cfg)]
         self.report.check("largest k3 of both programs", mismatch_k3, "<=", limit)
         num_prompts = len(self.run.sampler.heldout)
         what = f"held-out exact, {num_prompts} prompts of {self.cfg.task}"
@@ -7252,7 +7516,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     first = Rollout.join([part.rollout.judged() for part in parts])
     before = await with_retries(cluster, lambda: evaluate(cluster, sampler.heldout))
     found = await with_retries(cluster, lambda: cluster.examine(first))
-    limit = MAX_K3[cfg.device]
+    limit = MAX_K3[dtype_name(cfg)]
     report.check("k3 of both programs", found.mean_k3, "<=", limit)
     report.check("probabilities, how far from a sum of 1", found.off_from_1, "<", 1e-4)
     report.check("log-probabilities above 0", found.num_above_0, "==", 0)
@@ -8559,15 +8823,18 @@ class Relay(Worker):
         trainer: Service,
         first_reader: int,
         num_readers: int,
+        num_copying: int,
     ) -> None:
         """first_reader: the number that relay 0 has among the readers of the trainer's arena.
 
-        num_readers: of the relay's own arena, which are the generators of its host.
+        num_readers: of the relay's own arena, which are the generators of its host. num_copying: of
+        these, as in create_arena.
         """
         super().__init__(place)
         self.trainer = trainer
         self.reader = first_reader + place.replica_id
         self.num_readers = num_readers
+        self.num_copying = num_copying
         self.num_versions = 0
         self.read_bytes = 0
         self.latest_word = torch.zeros(1, dtype=torch.int64)
@@ -8576,7 +8843,8 @@ class Relay(Worker):
     async def prepare(self) -> ArenaHandle:
         """Makes an arena for this host. Answers with its handle."""
         self.remote = await self.trainer.route(RelayedTrainer.remote, self.reader)
-        self.arena = create_arena(self.remote.handle.manifest, self.num_readers)
+        manifest = self.remote.handle.manifest
+        self.arena = create_arena(manifest, self.num_readers, self.num_copying)
         self.following = asyncio.ensure_future(self._follow())
         return self.arena.handle
 
@@ -8646,7 +8914,7 @@ class HostsCluster(Cluster):
         relays = ServiceSpec(
             name="relay",
             replica_class=Relay,
-            args=(self.trainer, num_generators, num_generators),
+            args=(self.trainer, num_generators, num_generators, num_copying_per_host(cfg)),
             num_replicas=len(self.hosts) - 1,
             hosts=self.hosts[1:] or self.hosts,
             stuck_after_s=cfg.stuck_after,
@@ -8812,11 +9080,106 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     report.check("why relay and generator were replaced", whys, "==", ["host lost", "host lost"])
     report.check("steps made", len(run.rows), "==", num_steps)
     report.check("groups started, not accounted for", run.ledger.num_missing(), "==", 0)
-    limit = MAX_K3["cpu"]
+    limit = MAX_K3[dtype_name(own)]
     report.check("largest k3, of samples of both hosts", training.largest_k3(), "<=", limit)
     report.check("k3 of samples of both, when it is back", found.mean_k3, "<=", limit)
     report.figure(bytes_per_version_over_model=copies)
     # You can now add hosts, and lose them.
+
+
+# -- plumbing: the memory of this host -------------------------------------------------------------
+# What a run needs is computed before it starts: a run that is killed for memory says nothing, and
+# may be killed after hours. Bytes per parameter of the model, where c is 4 in fp32 and 2 in bf16:
+#
+#                   before the first pull    later
+#     arena         c for each slot          the same
+#     trainer       4                        16: weight, gradient, two moments; on GPUs neither
+#     generators    c for each               0: they read the arena in place; on GPUs neither
+#     checkpoints   4: version 0             4, and 12 for each that is kept in memory, which are
+#                                            the newest two and the one that is being written
+#     saving                                 12, where rank 0 first collects it from FSDP or a GPU
+#
+# With --kl the trainer has 4 more. Processes need PROCESS_BYTES each on top, whatever the model is.
+# What depends on the lengths of answers is not in it.
+
+PROCESS_BYTES = 350 * MIB  # that a process has for itself when it has imported torch, transformers
+
+
+def memory_needs(cfg: Config, num_parameters: int) -> dict[str, int]:
+    """Bytes that a run needs on this host, by what needs them, when it needs most."""
+    number_bytes = dtype_of(cfg).itemsize
+    is_on_gpu = cfg.device != "cpu"
+    num_slots = 2 if is_on_gpu else cfg.generators + 2
+    arena = number_bytes * num_slots
+    reference = 4 if cfg.kl else 0
+    before = {
+        "arena": arena,
+        "trainer": 0 if is_on_gpu else 4 + reference,
+        "generators": 0 if is_on_gpu else number_bytes * cfg.generators,
+        "checkpoints": 4,
+    }
+    later = {
+        "arena": arena,
+        "trainer": 0 if is_on_gpu else 16 + reference,
+        "checkpoints": 4 if cfg.checkpoint else 4 + 3 * 12,
+        "saving": 12 if is_on_gpu or needs_group(cfg) else 0,
+    }
+    most = max(before, later, key=lambda needs: sum(needs.values()))
+    needs = {what: per_parameter * num_parameters for what, per_parameter in most.items()}
+    # The main process has imported them as well; judges need less.
+    return {**needs, "processes": (1 + cfg.trainers + cfg.generators) * PROCESS_BYTES}
+
+
+def free_in_cgroup(folder: pathlib.Path) -> float:
+    """Bytes that the processes of this cgroup may still take; infinity: it has no limit.
+
+    A cgroup is a set of processes, such as those of a container, that share limits (cgroups(7)).
+    """
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        counts = (folder / "memory.stat").read_text().split()
+    except FileNotFoundError:
+        return math.inf
+    if limit == "max":
+        return math.inf
+    # Files that were read count as used, and go when memory is needed. Shared memory, which counts
+    # among them, stays.
+    by_name = dict(zip(counts[::2], counts[1::2], strict=True))
+    cached = int(by_name["file"]) - int(by_name["shmem"])
+    return int(limit) - used + cached
+
+
+def free_memory() -> float:
+    """Bytes that processes of this host can still take, as far as the system lets us."""
+    text = pathlib.Path("/proc/meminfo").read_text()
+    _, _, behind = text.partition("MemAvailable:")
+    kib, *_ = behind.split()
+    found = [1024.0 * int(kib)]
+    # The line of cgroups of version 2 begins with "0::"; behind it is our path among them. The
+    # limits of all that lie above it hold as well.
+    root = pathlib.Path("/sys/fs/cgroup")
+    for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            mine = root / line.removeprefix("0::").strip("/")
+            above = [folder for folder in mine.parents if folder.is_relative_to(root)]
+            found += [free_in_cgroup(folder) for folder in (mine, *above)]
+    return min(found)
+
+
+def what_memory_lacks(cfg: Config, num_parameters: int) -> str:
+    """A line that says why this run does not fit into the memory of this host; "": it does."""
+    gib = 1 << 30
+    needs = memory_needs(cfg, num_parameters)
+    whole = sum(needs.values())
+    free = free_memory()
+    if whole <= free:
+        return ""
+    parts = [f"{what} {num_bytes / gib:.1f}" for what, num_bytes in needs.items() if num_bytes]
+    return (
+        f"needs {whole / gib:.1f} GiB of host memory ({', '.join(parts)}), "
+        f"this host has {free / gib:.1f} free"
+    )
 
 
 # -- plumbing: the command line --------------------------------------------------------------------
@@ -8957,9 +9320,16 @@ def try_all(parser: Parser, cfg: Config, worker: str | None) -> None:
     with blaming(parser, "--device cuda"):
         if not cfg.hosts:  # else the hosts will tell
             device_of(cfg, Place(service="trainer", replica_id=0), cfg.trainers - 1)
+    lacks = ""
+    with blaming(parser, f"--model {cfg.model}"):
+        if cfg.model != "tiny" and not cfg.hosts:
+            shapes = Policy(cfg, is_empty=True).model
+            lacks = what_memory_lacks(cfg, num_parameters(shapes))
+    if lacks:
+        parser.error(lacks)
     with blaming(parser, f"--model {cfg.model}"):
         if cfg.model != "tiny":  # "meta": what was loaded is not kept
-            Policy(dataclasses.replace(cfg, device="meta"))
+            Policy(dataclasses.replace(cfg, device="meta"), torch.bfloat16)
     with blaming(parser, "--checkpoint"):
         for name in ("sync_rl", "async_rl"):
             if cfg.checkpoint:
