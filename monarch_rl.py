@@ -3965,7 +3965,8 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #   And throw the cache away when new weights come: it was computed by the old ones.
 # Cost. Four numbers per token beside its id: version, log-probability, turn, and whether there is a
 #   token at all. A new cache costs one pass over what was said so far.
-# Not here. Batches that rows join and leave while others go on (vLLM, SGLang).
+# Not here. Waiting prompts that take the places of rows that have ended, and memory for keys and
+#   values in pages (vLLM, SGLang). Here rows leave, and none joins.
 # Source. Mistakes of public RL code, collected in DOCS 5. The demo measures disagreement as k3, an
 #   estimate of the KL divergence, which tells how far apart two distributions are (Schulman 2020).
 
@@ -4400,7 +4401,7 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
 # Conversations of two turns go hear, speak, hear, speak. In `speak`, for each token:
 #
 #     1. pull: are there new weights? If so, the cache is thrown away
-#     2. rows that have ended their turn leave the cache, if they are at least half of it
+#     2. rows that have ended their turn leave the cache, if they are at least a quarter of it
 #     3. a forward pass over the columns that the cache lacks, mostly the last token of each row
 #     4. log-probabilities of the next token, over the whole vocabulary
 #     5. a token is sampled for each row whose turn goes on, and a hole is put into the others
@@ -4413,8 +4414,8 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
 #     8 rows     aaaa..aaaa aaaaaaaaaaa...aaaaaa
 #     56 rows    bbbb..bbbb -------------------      computed: 64 x 8 + 8 x 192 tokens, not 64 x 200
 #
-# Each time at least half of the rows go, so of 64 rows they go six times at most. One row at a time
-# would copy the cache more often than that saves.
+# Each time at least a quarter of the rows go, so from 64 rows they go twelve times at most. To go
+# copies the cache: one by one they would copy it more often, and there is little left to save.
 
 
 def version_0() -> int:
@@ -4473,12 +4474,13 @@ class RowCache:
         return out.logits[:, -1].repeat_interleave(num_alike, 0)
 
     def let_rows_leave(self, is_speaking: torch.Tensor, num_speaking: int) -> None:
-        """Sets the rows aside that have ended, if they are at least half of what is computed.
+        """Sets the rows aside that have ended, if they are a quarter of what is computed, or more.
 
         is_speaking: [B] bool, of all conversations. num_speaking: in how many of them it is true.
         """
+        num_ended = len(self.rows) - num_speaking
         # Rows need keys and values to come back with, so nobody leaves an empty cache.
-        if self.num_columns > 0 and 2 * num_speaking <= len(self.rows):
+        if self.num_columns > 0 and 4 * num_ended >= len(self.rows):
             self.set_aside(~is_speaking[self.rows])
 
     def set_aside(self, leaves: torch.Tensor) -> None:
@@ -4525,8 +4527,8 @@ def with_rows(mine: torch.Tensor, theirs: torch.Tensor, num_holes: int) -> torch
 class Decoder:
     """Holds many conversations at once, and samples a token per row and step.
 
-    Its two methods take turns: `hear` takes what the user says, `speak` answers. An engine for long
-    answers on GPUs would be another class with these two methods.
+    Its two methods take turns: `hear` takes what the user says, `speak` answers. The one for GPUs
+    differs only in its cache (9e). A serving engine would be another class with these two methods.
     """
 
     def __init__(
@@ -4906,7 +4908,7 @@ class StaticSteps:
 
     def _cache_of(self, layers: Sequence[Any], num_rows: int, width: int) -> Any:
         """A StaticCache of this shape, which lies at the beginning of the memory."""
-        cache = transformers.StaticCache(config=self.model.config, max_cache_len=width)
+        cache: Any = transformers.StaticCache(config=self.model.config, max_cache_len=width)
         for mine, like, (keys, values) in zip(cache.layers, layers, self.memory, strict=True):
             mine.lazy_initialization(like.keys[:1], like.values[:1])  # for one row
             mine.keys = beginning_of(keys, num_rows, mine.keys)
@@ -4991,7 +4993,7 @@ def decoder_for(policy: Policy) -> Callable[..., Decoder]:
     """
     if policy.cfg.device == "cpu" or policy.cfg.no_graphs:
         return Decoder
-    cache = transformers.StaticCache(config=policy.model.config, max_cache_len=WIDTH_STEP)
+    cache: Any = transformers.StaticCache(config=policy.model.config, max_cache_len=WIDTH_STEP)
     if any(layer.is_sliding for layer in cache.layers):
         return Decoder
     steps = StaticSteps(policy.model, captures=policy.model.device.type == "cuda")
