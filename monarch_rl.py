@@ -4401,21 +4401,22 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
 # Conversations of two turns go hear, speak, hear, speak. In `speak`, for each token:
 #
 #     1. pull: are there new weights? If so, the cache is thrown away
-#     2. rows that have ended their turn leave the cache, if they are at least a quarter of it
-#     3. a forward pass over the columns that the cache lacks, mostly the last token of each row
-#     4. log-probabilities of the next token, over the whole vocabulary
-#     5. a token is sampled for each row whose turn goes on, and a hole is put into the others
-#     6. what was sampled becomes a new column: id, turn, log-probability, version
+#     2. a forward pass over the columns that the cache lacks, mostly the last token of each row
+#     3. log-probabilities of the next token, over the whole vocabulary
+#     4. a token is sampled for each row whose turn goes on, and a hole is put into the others
+#     5. what was sampled becomes a new column: id, turn, log-probability, version
+#     6. the others leave the cache until the next turn, if they are at least a quarter of it
 #
-# Step 2 is for answers of uneven lengths. Of 64 rows, 56 say 8 tokens and 8 say 200 (a letter is a
+# Step 6 is for answers of uneven lengths. Of 64 rows, 56 say 8 tokens and 8 say 200 (a letter is a
 # row that is computed, a dash one that has left):
 #
-#     token      1        8 9                  200
-#     8 rows     aaaa..aaaa aaaaaaaaaaa...aaaaaa
-#     56 rows    bbbb..bbbb -------------------      computed: 64 x 8 + 8 x 192 tokens, not 64 x 200
+#     token      1          9 10                   200
+#     8 rows     aaa....aaaaa aaaaaaaaaaaaa...aaaaaaaa
+#     56 rows    bbb....bbbbb ------------------------     64 x 9 + 8 x 191 tokens, not 64 x 200
 #
-# Each time at least a quarter of the rows go, so from 64 rows they go twelve times at most. To go
-# copies the cache: one by one they would copy it more often, and there is little left to save.
+# They leave one token after their end, because only then have the key and the value of their end
+# been computed. Each time at least a quarter of the rows go, so from 64 they go twelve times at
+# most. To go copies the cache: one by one they would copy it often, and save little more.
 
 
 def version_0() -> int:
@@ -4473,15 +4474,14 @@ class RowCache:
         self.num_columns += ids.shape[1]
         return out.logits[:, -1].repeat_interleave(num_alike, 0)
 
-    def let_rows_leave(self, is_speaking: torch.Tensor, num_speaking: int) -> None:
-        """Sets the rows aside that have ended, if they are a quarter of what is computed, or more.
+    def let_rows_leave(self, speaks: torch.Tensor) -> None:
+        """Sets the rows aside that have nothing to compute, if they are a quarter or more.
 
-        is_speaking: [B] bool, of all conversations. num_speaking: in how many of them it is true.
+        speaks: [R] bool, the rows for which a token was sampled just now.
         """
-        num_ended = len(self.rows) - num_speaking
-        # Rows need keys and values to come back with, so nobody leaves an empty cache.
-        if self.num_columns > 0 and 4 * num_ended >= len(self.rows):
-            self.set_aside(~is_speaking[self.rows])
+        num_silent = int((~speaks).sum())
+        if 4 * num_silent >= len(self.rows):
+            self.set_aside(~speaks)
 
     def set_aside(self, leaves: torch.Tensor) -> None:
         """The rows where leaves, [R] bool, is true are no longer computed."""
@@ -4601,14 +4601,12 @@ class Decoder:
         self.num_columns = start
         self.is_speaking = ~self.is_over
         for number in range(self.policy.max_new_tokens):
-            num_speaking = int(self.is_speaking.sum())
-            if num_speaking == 0:
+            if not self.is_speaking.any():
                 break
             # This is between two tokens, which is the only moment at which weights may change.
             self._take_new_weights()
             if number == 0:
                 self.cache.bring_back()  # whoever left in the turn before
-            self.cache.let_rows_leave(self.is_speaking, num_speaking)
             logits = self._next_logits()
             self._append_sampled(self.log_distribution(logits))
         self.tokens = self.tokens.each(lambda tensor: tensor[:, : self.num_columns].contiguous())
@@ -4682,6 +4680,7 @@ class Decoder:
         self.tokens.versions[here] = speaks * (self.version or 0)
         self.num_columns += 1
         self.is_speaking[rows] = speaks & (token != self.policy.end_id)
+        self.cache.let_rows_leave(speaks)
 
 
 def without_second_end(

@@ -980,6 +980,7 @@ def talk(
     texts: list[tuple[str, ...]],
     group_size: int = 1,
     greedy: bool = True,
+    decoder_class: Callable[..., m.Decoder] = m.Decoder,
 ) -> m.Rollout:
     """A rollout of these conversations. texts: of each, what the user says in its turns."""
     policy.task = Chat()
@@ -988,7 +989,14 @@ def talk(
     for number, words in enumerate(texts):
         turns = tuple(m.Turn(user=text, right="a") for text in words)
         prompts.append(m.Prompt(id=number, turns=turns))
-    return m.generate(policy, prompts, group_size, seed=3, greedy=greedy)
+    return m.generate(
+        policy,
+        prompts,
+        group_size,
+        seed=3,
+        greedy=greedy,
+        decoder_class=decoder_class,
+    )
 
 
 def row_of(tokens: m.Tokens, row: int) -> m.Tokens:
@@ -1171,12 +1179,12 @@ def computed_shapes(rollout: m.Rollout, group_size: int) -> list[tuple[int, int]
         is_sampled = rollout.tokens.turn_ids == turn  # [B, T]
         num_left = num_rows
         for column in is_sampled.any(0).nonzero().flatten().tolist():
-            num_speaking = int(is_sampled[:, column].sum())
-            if shapes and 4 * (num_left - num_speaking) >= num_left:
-                num_left = num_speaking
-            num_first = num_left if shapes else num_left // group_size
-            shapes.append((num_first, column - num_computed))
+            num_computed_rows = num_left if shapes else num_left // group_size
+            shapes.append((num_computed_rows, column - num_computed))
             num_computed = column
+            num_speaking = int(is_sampled[:, column].sum())
+            if 4 * (num_left - num_speaking) >= num_left:
+                num_left = num_speaking
     return shapes
 
 
@@ -1199,18 +1207,37 @@ def test_rows_that_have_ended_are_not_computed_and_nothing_is_computed_twice() -
     assert num_computed < 0.7 * rollout.tokens.ids.numel()
 
 
+class EndsEarly(m.Decoder):
+    """Ends each row's turn when it has said so many tokens, 1 to 23, and not before."""
+
+    def speak(self) -> list[str]:
+        self.start = self.tokens.ids.shape[1]
+        return super().speak()
+
+    def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        num_said = self.num_columns - self.start
+        lengths = (7 * self.cache.rows + 5 * self.turn) % 23 + 1
+        ends = lengths <= num_said + 1
+        logits[:, self.policy.end_id] = torch.where(ends, 1e9, -1e9)
+        return super().log_distribution(logits)
+
+
 @pytest.mark.parametrize("kind", ["tiny", "llama", "gpt2", "mistral"])
 def test_leaving_and_coming_back_changes_nothing(tmp_path: pathlib.Path, kind: str) -> None:
     """Mistral has layers that look back through a window of 16 columns."""
     found = []
+    smallest = []  # of each rollout, the rows of its smallest forward pass
     for let_rows_leave in (m.RowCache.let_rows_leave, lambda *_: None):
         policy = uneven_policy(kind, tmp_path)
+        num_rows = []
+        policy.model.register_forward_pre_hook(lambda _, args, n=num_rows: n.append(len(args[0])))
         with mock.patch.object(m.RowCache, "let_rows_leave", let_rows_leave):
-            found.append(talk(policy, MIXED[:2] + MIXED[3:], group_size=1))
+            found.append(talk(policy, MIXED[:3], 4, greedy=True, decoder_class=EndsEarly))
+        smallest.append(min(num_rows[1:]))
+    assert smallest[0] <= 3
+    assert smallest[1] == 12
     leaves, stays = found
-    lengths = {len(answer) for said in leaves.said for answer in said}
-    assert len(lengths) > 1
-    assert_same_rows(leaves, stays, [(row, row) for row in range(3)])
+    assert_same_rows(leaves, stays, [(row, row) for row in range(12)])
 
 
 @pytest.mark.parametrize("decoder_class", DECODERS)
@@ -1238,13 +1265,8 @@ def test_static_steps_say_what_the_decoder_says(
     rollouts = []
     for decoder_class in DECODERS:
         policy = uneven_policy(kind, tmp_path)
-        with (
-            mock.patch.object(m, "WIDTH_STEP", 16),
-            mock.patch.object(
-                m, "generate", functools.partial(m.generate, decoder_class=decoder_class)
-            ),
-        ):
-            rollouts.append(talk(policy, MIXED, group_size=3, greedy=greedy))
+        with mock.patch.object(m, "WIDTH_STEP", 16):
+            rollouts.append(talk(policy, MIXED, 3, greedy, decoder_class))
     expected, found = rollouts
     assert found.tokens.ids.shape == expected.tokens.ids.shape
     assert_same_rows(found, expected, [(row, row) for row in range(12)])
