@@ -4823,8 +4823,8 @@ class StaticStep:
             mine.values.zero_()
             mine.keys[: len(rows.rows), :, : rows.num_columns] = theirs.keys
             mine.values[: len(rows.rows), :, : rows.num_columns] = theirs.values
-            theirs.keys = theirs.keys[:0]
-            theirs.values = theirs.values[:0]
+            theirs.keys = theirs.keys[:0].clone()
+            theirs.values = theirs.values[:0].clone()
 
     def unload(self, rows: RowCache) -> None:
         """Gives them back, with the columns that were computed here."""
