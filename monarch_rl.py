@@ -300,6 +300,7 @@ class Config:
     pull: str = setting("rollout", "new weights come before each of these", choices="rollout token")
     seed: int = setting(0, "of sampling, initial weights and prompts", least=0)
     device: str = setting("cpu", "where policies compute", choices="cpu cuda")
+    no_graphs: bool = setting(False, "on a GPU, have no CUDA graphs of the token step (section 9)")
     dtype: str | None = setting(
         None,
         "in which policies compute; None: float32 on cpu, bfloat16 on cuda",
@@ -4283,7 +4284,8 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #   And throw the cache away when new weights come: it was computed by the old ones.
 # Cost. Four numbers per token beside its id: version, log-probability, turn, and whether there is a
 #   token at all. A new cache costs one pass over what was said so far.
-# Not here. Batches that rows join and leave while others go on (vLLM, SGLang).
+# Not here. Waiting prompts that take the places of rows that have ended, and memory for keys and
+#   values in pages (vLLM, SGLang). Here rows leave, and none joins.
 # Source. Mistakes of public RL code, collected in DOCS 5. The demo measures disagreement as k3, an
 #   estimate of the KL divergence, which tells how far apart two distributions are (Schulman 2020).
 
@@ -4776,6 +4778,18 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
 #     3. log-probabilities of the next token, over the whole vocabulary
 #     4. a token is sampled for each row whose turn goes on, and a hole is put into the others
 #     5. what was sampled becomes a new column: id, turn, log-probability, version
+#     6. the others leave the cache until the next turn, if they are at least a quarter of it
+#
+# Step 6 is for answers of uneven lengths. Of 64 rows, 56 say 8 tokens and 8 say 200 (a letter is a
+# row that is computed, a dash one that has left):
+#
+#     token      1          9 10                   200
+#     8 rows     aaa....aaaaa aaaaaaaaaaaaa...aaaaaaaa
+#     56 rows    bbb....bbbbb ------------------------     64 x 9 + 8 x 191 tokens, not 64 x 200
+#
+# They leave one token after their end, because only then have the key and the value of their end
+# been computed. Each time at least a quarter of the rows go, so from 64 they go twelve times at
+# most. To go copies the cache: one by one they would copy it often, and save little more.
 
 
 def version_0() -> int:
@@ -4783,11 +4797,111 @@ def version_0() -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class RowsAside:
+    """Rows that have left the cache until the next turn."""
+
+    rows: torch.Tensor  # [R] int64: their numbers
+    num_columns: int  # that had been computed when they left
+    cache: Any  # their keys and values
+
+
+class RowCache:
+    """The keys and values of conversations. Rows can be set aside, and come back.
+
+    Rows that come back lack the columns that were made meanwhile, in which they have holes. Nobody
+    looks at the key and the value of a hole. So zeros take their places, and nothing is computed
+    again: coming back costs a copy of the cache, which is what each further token costs too.
+    """
+
+    def __init__(self, model: Any, rows: torch.Tensor) -> None:
+        """An empty cache. rows: [R] int64, the numbers of the conversations that it is for."""
+        self.model = model
+        self.rows = rows
+        self.num_columns = 0  # whose keys and values it has
+        self.cache: Any = transformers.DynamicCache(config=model.config)  # of self.rows alone
+        self.aside: list[RowsAside] = []
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        num_alike: int = 1,
+    ) -> torch.Tensor:
+        """Computes n columns more. Returns [R, vocabulary]: the logits behind the last of them.
+
+        ids, positions: [R, n] int64. mask: [R, num_columns + n] int64, of the earlier columns too.
+        num_alike: so many neighbouring rows are the same up to here, and are computed as one: of
+        eight, say, the first, whose keys and values the others get.
+        """
+        out = self.model(
+            ids[::num_alike],
+            attention_mask=mask[::num_alike],
+            past_key_values=self.cache,
+            position_ids=positions[::num_alike],
+            logits_to_keep=1,
+        )
+        if num_alike > 1:
+            self.cache.batch_repeat_interleave(num_alike)
+        self.num_columns += ids.shape[1]
+        return out.logits[:, -1].repeat_interleave(num_alike, 0)
+
+    def let_rows_leave(self, speaks: torch.Tensor) -> None:
+        """Sets the rows aside that have nothing to compute, if they are a quarter or more.
+
+        speaks: [R] bool, the rows for which a token was sampled just now.
+        """
+        num_silent = int((~speaks).sum())
+        if 4 * num_silent >= len(self.rows):
+            self.set_aside(~speaks)
+
+    def set_aside(self, leaves: torch.Tensor) -> None:
+        """The rows where leaves, [R] bool, is true are no longer computed."""
+        aside = RowsAside(
+            rows=self.rows[leaves],
+            num_columns=self.num_columns,
+            cache=rows_of_cache(self.cache, leaves),
+        )
+        self.aside.append(aside)
+        self.rows = self.rows[~leaves]
+        self.cache = rows_of_cache(self.cache, ~leaves)
+
+    def bring_back(self) -> None:
+        """All rows that were set aside are there again, behind the others."""
+        for part in self.aside:
+            num_holes = self.num_columns - part.num_columns
+            for mine, theirs in zip(self.cache.layers, part.cache.layers, strict=True):
+                mine.keys = with_rows(mine.keys, theirs.keys, num_holes)
+                mine.values = with_rows(mine.values, theirs.values, num_holes)
+            self.rows = torch.cat([self.rows, part.rows])
+        self.aside.clear()
+
+
+def rows_of_cache(cache: Any, which: torch.Tensor) -> Any:
+    """Some rows of a cache of transformers, as a cache of their own. which: [R] bool."""
+    part = copy.copy(cache)
+    # Copies of the objects, which hold the same tensors until the line after this one.
+    part.layers = [copy.copy(layer) for layer in cache.layers]
+    part.batch_select_indices(which)
+    return part
+
+
+def with_rows(mine: torch.Tensor, theirs: torch.Tensor, num_holes: int) -> torch.Tensor:
+    """Keys or values of one layer, [rows, heads, columns, size]: theirs become further rows.
+
+    They have num_holes columns less. A layer that looks back through a window keeps only its last
+    columns, so from the left as many go as mine have not.
+    """
+    longer = torch.nn.functional.pad(theirs, (0, 0, 0, num_holes))
+    return torch.cat([mine, longer[:, :, -mine.shape[2] :]])
+
+
 class Decoder:
     """Holds many conversations at once, and samples a token per row and step.
 
-    Its two methods take turns: `hear` takes what the user says, `speak` answers. An engine for long
-    answers on GPUs would be another class with these two methods.
+    Its two methods take turns: `hear` takes what the user says, `speak` answers. The one for GPUs
+    differs only in its cache (9e). A serving engine would be another class with these two methods.
     """
 
     def __init__(
@@ -4813,9 +4927,10 @@ class Decoder:
         self.rng = torch.Generator(device).manual_seed(seed)
         nothing = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
         self.tokens = given_tokens(nothing, nothing, turn=0)  # [B, 0]
+        self.num_columns = 0  # of the table, without those that this turn has yet to fill
         self.turn = 0  # the present one, from 1
         self.version: int | None = None  # of the weights that made the cache
-        self.cache: Any = None
+        self.cache: Any = None  # a RowCache, once it speaks
         self.has_spoken = False  # once it has, the rows of a group may differ
         no_row = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self.is_speaking = no_row  # [B]: the row's turn goes on
@@ -4832,7 +4947,9 @@ class Decoder:
         self.is_over |= torch.tensor(is_silent, device=self.policy.cfg.device)
         heard = [text or "" for text in texts]
         ids, mask = self.policy.ids_of(heard, is_first_turn=self.turn == 1)  # [B, L]
-        mask = self._without_second_end(ids, mask)
+        if self.turn > 1:
+            has_ended = ~self.is_speaking
+            mask = without_second_end(ids, mask, has_ended, self.policy.end_id)
 
         # Is there room for what was said before, for this, and for the longest answer?
         before = self.tokens.mask.sum(1)  # [B]
@@ -4843,39 +4960,29 @@ class Decoder:
         # Rows whose conversation is over get nothing but holes.
         self.append(ids, mask * ~self.is_over[:, None], turn=0)
 
-    def append(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor,
-        turn: int,
-    ) -> None:
+    def append(self, ids: torch.Tensor, mask: torch.Tensor, turn: int) -> None:
         """Adds words that were not sampled here. The parameters are those of given_tokens."""
         self.tokens = self.tokens.with_columns(given_tokens(ids, mask, turn))
-
-    def _without_second_end(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Many templates begin the user's later turns with the token that ends the assistant's.
-
-        Rows that have sampled it have it already: there it becomes a hole.
-        """
-        if self.turn == 1:
-            return mask
-        first = mask.argmax(1, keepdim=True)  # [B, 1]: the column of each row's first token
-        begins_with_end = ids.gather(1, first) == self.policy.end_id
-        has_ended = ~self.is_speaking[:, None]
-        keeps_first = ~(begins_with_end & has_ended)
-        return mask.scatter(1, first, keeps_first.long())
 
     def speak(self) -> list[str]:
         """The assistant's turn, max_new_tokens at most. Returns what each row said."""
         start = self.tokens.ids.shape[1]  # the first column of this turn
+        # Holes, which look as if the rows had ended. What is sampled goes there.
+        room = (0, self.policy.max_new_tokens)
+        self.tokens = self.tokens.each(lambda tensor: torch.nn.functional.pad(tensor, room))
+        self.tokens.ids[:, start:] = self.policy.end_id
+        self.num_columns = start
         self.is_speaking = ~self.is_over
-        for _ in range(self.policy.max_new_tokens):
+        for number in range(self.policy.max_new_tokens):
             if not self.is_speaking.any():
                 break
             # This is between two tokens, which is the only moment at which weights may change.
             self._take_new_weights()
+            if number == 0:
+                self.cache.bring_back()  # whoever left in the turn before
             logits = self._next_logits()
             self._append_sampled(self.log_distribution(logits))
+        self.tokens = self.tokens.each(lambda tensor: tensor[:, : self.num_columns].contiguous())
         answers = self.tokens.ids[:, start:].tolist()
         return [self.policy.text_of(ids) for ids in answers]
 
@@ -4888,35 +4995,38 @@ class Decoder:
             # they give probabilities that no version of the policy has.
             self.cache = self.new_cache()  # mechanism: a cache per version
 
-    def new_cache(self) -> Any:
+    def new_cache(self) -> RowCache:
         """An empty cache: the next step computes keys and values of all tokens again."""
-        return transformers.DynamicCache(config=self.policy.model.config)
+        return RowCache(self.policy.model, self._needed_rows())
+
+    def _needed_rows(self) -> torch.Tensor:
+        """[R] int64: the rows that a new cache is for, those that will speak again.
+
+        In the last turn they are the rows that speak now. Of a group that has not spoken yet all
+        are needed, for it is computed as one.
+        """
+        is_last = self.turn >= self.policy.task.num_turns
+        is_needed = self.is_speaking if is_last else ~self.is_over
+        if not self.has_spoken:
+            is_needed = torch.ones_like(is_needed)
+        return is_needed.nonzero().flatten()
 
     def _next_logits(self) -> torch.Tensor:
-        """[B, vocabulary]: the model's opinion of the token that follows in each row."""
-        # The rows of a group begin alike. Until they have spoken, what they heard is computed once
-        # for all: for every eighth row, say, whose cache the others get. After that, for each row.
-        num_alike = 1 if self.has_spoken else self.group_size
-        ids = self.tokens.ids[::num_alike]
-        mask = self.tokens.mask[::num_alike]
-        # Columns that the cache lacks: all of them at first, then those that were appended since.
-        num_new = ids.shape[1] - self.cache.get_seq_length()
+        """[R, vocabulary]: the model's opinion of what follows, for each row in the cache."""
+        rows = self.cache.rows
+        mask = self.tokens.mask[rows, : self.num_columns]
         # The position of a token is the number of tokens before it: holes do not count.
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        out = self.policy.model(
-            ids[:, -num_new:],
-            attention_mask=mask,
-            past_key_values=self.cache,
-            position_ids=positions[:, -num_new:],
-            logits_to_keep=1,
-        )
-        if num_alike > 1:
-            self.cache.batch_repeat_interleave(num_alike)
+        # Columns that the cache lacks: all of them at first, then those that were added since.
+        lacking = slice(self.cache.num_columns, self.num_columns)
+        # The rows of a group hear the same words, and are alike until they have spoken.
+        num_alike = 1 if self.has_spoken else self.group_size
         self.has_spoken = True
-        return out.logits[:, -1].repeat_interleave(num_alike, 0)
+        ids = self.tokens.ids[rows, lacking]
+        return self.cache.forward(ids, mask, positions[:, lacking], num_alike)
 
     def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
-        """[B, vocabulary] float32: the log-probabilities to sample from, and to record.
+        """[R, vocabulary] float32: the log-probabilities to sample from, and to record.
 
         At --temperature, as in score_tokens. With a change that only one side makes, such as top-p,
         another policy would be sampled from than the one that is trained.
@@ -4924,25 +5034,43 @@ class Decoder:
         return (logits.float() / self.policy.cfg.temperature).log_softmax(-1)
 
     def _append_sampled(self, logp: torch.Tensor) -> None:
-        """Samples a token for each row. Rows that have ended their turn get a hole.
+        """Samples a token for each row in the cache. Rows that have ended their turn get a hole.
 
-        logp: [B, vocabulary] float32.
+        logp: [R, vocabulary] float32.
         """
         if self.greedy:
-            token = logp.argmax(-1, keepdim=True)  # [B, 1]
+            token = logp.argmax(-1)  # [R]
         else:
-            token = torch.multinomial(logp.exp(), 1, generator=self.rng)
-        # 1 in a row that goes on, 0 in one that has ended: a factor for all that is recorded.
-        speaks = self.is_speaking[:, None].long()
-        new = Tokens(
-            ids=token.where(speaks > 0, self.policy.end_id),
-            mask=speaks,
-            turn_ids=speaks * self.turn,
-            logprobs=speaks * logp.gather(1, token),
-            versions=speaks * (self.version or 0),
-        )
-        self.tokens = self.tokens.with_columns(new)
-        self.is_speaking = self.is_speaking & (token[:, 0] != self.policy.end_id)
+            token = torch.multinomial(logp.exp(), 1, generator=self.rng).squeeze(1)
+        rows = self.cache.rows
+        # Does the row's turn go on? As a number it is a factor for all that is recorded.
+        speaks = self.is_speaking[rows]  # [R]
+        here = (rows, self.num_columns)
+        self.tokens.ids[here] = token.where(speaks, self.policy.end_id)
+        self.tokens.mask[here] = speaks.long()
+        self.tokens.turn_ids[here] = speaks * self.turn
+        self.tokens.logprobs[here] = speaks * logp.gather(1, token[:, None]).squeeze(1)
+        self.tokens.versions[here] = speaks * (self.version or 0)
+        self.num_columns += 1
+        self.is_speaking[rows] = speaks & (token != self.policy.end_id)
+        self.cache.let_rows_leave(speaks)
+
+
+def without_second_end(
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    has_ended: torch.Tensor,
+    end_id: int,
+) -> torch.Tensor:
+    """The mask of a later turn of the user's, in which nobody hears the end of a turn twice.
+
+    Many templates begin that turn with the token that ends the assistant's. Rows that have sampled
+    it, where has_ended, [B], is true, have it already: there it becomes a hole. ids, mask: [B, L].
+    """
+    first = mask.argmax(1, keepdim=True)  # [B, 1]: the column of each row's first token
+    begins_with_end = ids.gather(1, first) == end_id
+    keeps_first = ~(begins_with_end & has_ended[:, None])
+    return mask.scatter(1, first, keeps_first.long())
 
 
 def given_tokens(ids: torch.Tensor, mask: torch.Tensor, turn: int) -> Tokens:
@@ -4968,7 +5096,7 @@ def generate(
     seed: int = 0,
     greedy: bool = True,
     pull: Callable[[], int] = version_0,
-    decoder_class: type[Decoder] = Decoder,
+    decoder_class: Callable[..., Decoder] = Decoder,
 ) -> Rollout:
     """Has each conversation group_size times. The rewards are nan: nothing is judged yet.
 
@@ -4997,6 +5125,251 @@ def generate(
         prompts=rows,
         said=said,
     )
+
+
+# -- 9e. The token step on a GPU -------------------------------------------------------------------
+# One token for each of some rows is little work for a GPU. A step of a small model is some hundred
+# kernels (functions that run there), and Python needs longer to ask for them than they take. A CUDA
+# graph is the cure: the kernels of a step are recorded once, and from then on one call repeats all
+# of them. But it repeats them as they were, with the same shapes, on the same addresses. So:
+#
+#     1. what was heard is computed as in 9d, into a RowCache
+#     2. its keys and values are copied to a fixed place, with room for R rows, a power of two, and
+#        W columns, a multiple of 256. What is not used of that is masked
+#     3. for each token its ids, positions and mask are written to a fixed place, and the graph for
+#        this R and W is repeated
+#     4. they are copied back when the W columns are full, and before rows leave, rows come back or
+#        the user is heard
+#
+# All else is as in 9d. New weights are copied to where the old ones are, on GPUs (7d), where the
+# graph finds them.
+#
+# None of this has run on a GPU. On a CPU the same code runs without a graph, and more slowly than
+# 9d: a test compares its tokens, log-probabilities and versions with those of 9d.
+
+HIDDEN = -1e9  # is added to the attention score of a column that nobody may see
+WIDTH_STEP = 256  # columns: fewer graphs than with small ones, and less is masked than with large
+
+
+class StaticStep:
+    """The forward pass for one token of each row, on fixed addresses."""
+
+    def __init__(self, model: Any, cache: Any, num_rows: int, width: int) -> None:
+        """cache: a StaticCache for num_rows rows and width columns."""
+        self.model = model
+        self.cache = cache
+        self.width = width
+        self.ids = torch.zeros(num_rows, 1, dtype=torch.int64, device=model.device)
+        self.positions = torch.zeros_like(self.ids)
+        shape = (num_rows, 1, 1, width)  # for any head, and one token
+        self.mask = torch.full(shape, HIDDEN, dtype=model.dtype, device=model.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: torch.Tensor | None = None  # where the graph leaves them
+
+    def capture(self, pool: Any) -> Any:
+        """Records the kernels. Returns the memory in which they compute, for other graphs too.
+
+        pool: what this returned for another step; None: this is the first one.
+        """
+        try:
+            # The first passes choose kernels and get memory, neither of which can be recorded.
+            beside = torch.cuda.Stream()
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                for _ in range(2):
+                    self._compute()
+            torch.cuda.current_stream().wait_stream(beside)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=pool):
+                self.logits = self._compute()
+            return self.graph.pool()
+        except RuntimeError as error:
+            shape = f"{len(self.ids)} rows and {self.width} columns"
+            raise RuntimeError(f"no CUDA graph for {shape} (try --no-graphs): {error}") from error
+
+    def load(self, rows: RowCache) -> None:
+        """Takes the keys and values of these rows, which then hold none themselves."""
+        self.mask.fill_(HIDDEN)
+        for mine, theirs in zip(self.cache.layers, rows.cache.layers, strict=True):
+            mine.cumulative_length.fill_(rows.num_columns)  # the next token goes there
+            mine.keys.zero_()
+            mine.values.zero_()
+            mine.keys[: len(rows.rows), :, : rows.num_columns] = theirs.keys
+            mine.values[: len(rows.rows), :, : rows.num_columns] = theirs.values
+            theirs.keys = theirs.keys[:0].clone()
+            theirs.values = theirs.values[:0].clone()
+
+    def unload(self, rows: RowCache) -> None:
+        """Gives them back, with the columns that were computed here."""
+        for mine, theirs in zip(self.cache.layers, rows.cache.layers, strict=True):
+            theirs.keys = mine.keys[: len(rows.rows), :, : rows.num_columns].clone()
+            theirs.values = mine.values[: len(rows.rows), :, : rows.num_columns].clone()
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes one column more. The parameters are those of RowCache.forward."""
+        num_rows, num_columns = mask.shape
+        self.ids[:num_rows] = ids
+        self.positions[:num_rows] = positions
+        self.mask[:num_rows, 0, 0, :num_columns] = (1 - mask) * HIDDEN
+        if self.graph is None:
+            self.logits = self._compute()
+        else:
+            self.graph.replay()
+        assert self.logits is not None
+        return self.logits[:num_rows]
+
+    def _compute(self) -> torch.Tensor:
+        """[R, vocabulary]: what a graph records."""
+        out = self.model(
+            self.ids,
+            attention_mask=self.mask,
+            past_key_values=self.cache,
+            position_ids=self.positions,
+        )
+        return out.logits[:, -1]
+
+
+class StaticSteps:
+    """The steps of a model, of each shape that was needed so far, and the memory that they share.
+
+    A generator owns it, for longer than a decoder lives: to record a graph takes as long as many
+    tokens. As the memory is shared, one decoder at a time can use it.
+    """
+
+    def __init__(self, model: Any, captures: bool) -> None:
+        """captures: record graphs, which needs a GPU."""
+        self.model = model
+        self.captures = captures
+        self.steps: dict[tuple[int, int], StaticStep] = {}  # by number of rows, and of columns
+        # Of each layer the room for keys and for values, as one row of numbers.
+        self.memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.num_tokens = 0  # for which it has room
+        self.pool: Any = None  # the memory in which graphs compute
+
+    def step_for(self, rows: RowCache) -> StaticStep:
+        """The step for one column more of these rows."""
+        num_rows = 1 << (len(rows.rows) - 1).bit_length()  # the next power of two
+        width = WIDTH_STEP * (rows.num_columns // WIDTH_STEP + 1)
+        if num_rows * width > self.num_tokens:
+            self._make_room(rows.cache.layers, num_rows * width)
+        if (num_rows, width) not in self.steps:
+            cache = self._cache_of(rows.cache.layers, num_rows, width)
+            step = StaticStep(self.model, cache, num_rows, width)
+            if self.captures:
+                self.pool = step.capture(self.pool)
+            self.steps[num_rows, width] = step
+        return self.steps[num_rows, width]
+
+    def _make_room(self, layers: Sequence[Any], num_tokens: int) -> None:
+        """Gets memory for more tokens. Graphs know the old addresses, so they go.
+
+        layers: of any cache of this model, for their shapes [rows, heads, columns, size].
+        """
+        self.steps.clear()
+        self.memory.clear()
+        for layer in layers:
+            keys = layer.keys.new_zeros(num_tokens * layer.keys[0, :, 0].numel())
+            values = layer.values.new_zeros(num_tokens * layer.values[0, :, 0].numel())
+            self.memory.append((keys, values))
+        self.num_tokens = num_tokens
+
+    def _cache_of(self, layers: Sequence[Any], num_rows: int, width: int) -> Any:
+        """A StaticCache of this shape, which lies at the beginning of the memory."""
+        cache: Any = transformers.StaticCache(config=self.model.config, max_cache_len=width)
+        for mine, like, (keys, values) in zip(cache.layers, layers, self.memory, strict=True):
+            mine.lazy_initialization(like.keys[:1], like.values[:1])  # for one row
+            mine.keys = beginning_of(keys, num_rows, mine.keys)
+            mine.values = beginning_of(values, num_rows, mine.values)
+        return cache
+
+
+def beginning_of(memory: torch.Tensor, num_rows: int, row: torch.Tensor) -> torch.Tensor:
+    """[num_rows, heads, columns, size]: the beginning of memory. row: the shape of one row."""
+    return memory[: num_rows * row.numel()].view(num_rows, *row.shape[1:])
+
+
+class StaticRowCache(RowCache):
+    """A RowCache that computes single columns by static steps."""
+
+    def __init__(self, model: Any, rows: torch.Tensor, steps: StaticSteps) -> None:
+        super().__init__(model, rows)
+        self.steps = steps
+        self.step: StaticStep | None = None  # the one that has the keys and values now
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        num_alike: int = 1,
+    ) -> torch.Tensor:
+        """As before: several columns, such as all that was heard. Statically: one."""
+        if ids.shape[1] > 1 or self.num_columns == 0:
+            self._take_back()
+            return super().forward(ids, mask, positions, num_alike)
+        if self.step is None or self.num_columns == self.step.width:
+            self._take_back()
+            self.step = self.steps.step_for(self)
+            self.step.load(self)
+        self.num_columns += 1
+        return self.step.run(ids, mask, positions)
+
+    def set_aside(self, leaves: torch.Tensor) -> None:
+        """The same as before, once the keys and values are here."""
+        self._take_back()
+        super().set_aside(leaves)
+
+    def bring_back(self) -> None:
+        """The same as before, once the keys and values are here."""
+        self._take_back()
+        super().bring_back()
+
+    def _take_back(self) -> None:
+        """Gets the keys and values, if a step has them."""
+        if self.step is not None:
+            self.step.unload(self)
+            self.step = None
+
+
+class StaticDecoder(Decoder):
+    """A Decoder whose steps are static."""
+
+    def __init__(
+        self,
+        steps: StaticSteps,
+        policy: Policy,
+        num_rows: int,
+        group_size: int = 1,
+        seed: int = 0,
+        greedy: bool = True,
+        pull: Callable[[], int] = version_0,
+    ) -> None:
+        super().__init__(policy, num_rows, group_size, seed, greedy, pull)
+        self.steps = steps
+
+    def new_cache(self) -> RowCache:
+        """An empty one. The steps, and their graphs, stay."""
+        return StaticRowCache(self.policy.model, self._needed_rows(), self.steps)
+
+
+def decoder_for(policy: Policy) -> Callable[..., Decoder]:
+    """What makes a generator's decoders: on a GPU StaticDecoder, with steps for all of them.
+
+    A layer that looks back through a window moves its keys as the window moves, and is left to the
+    Decoder.
+    """
+    if policy.cfg.device == "cpu" or policy.cfg.no_graphs:
+        return Decoder
+    cache: Any = transformers.StaticCache(config=policy.model.config, max_cache_len=WIDTH_STEP)
+    if any(layer.is_sliding for layer in cache.layers):
+        return Decoder
+    steps = StaticSteps(policy.model, captures=policy.model.device.type == "cuda")
+    return functools.partial(StaticDecoder, steps)
 
 
 # -- measurement -----------------------------------------------------------------------------------
@@ -6511,6 +6884,9 @@ class Generator(Worker):
         device = device_of(self.cfg, self.place, self.rank)
         torch.set_num_threads(num_threads(self.cfg))
         self.policy = Policy(dataclasses.replace(self.cfg, device=device))
+        if device != "cpu":
+            torch.cuda.set_device(device)  # graphs are recorded on the present one
+        self.decoder_class = decoder_for(self.policy)
         return device
 
     @endpoint
@@ -6539,6 +6915,7 @@ class Generator(Worker):
                 seed=request.seed,
                 greedy=request.greedy,
                 pull=pull,
+                decoder_class=self.decoder_class,
             )
         return RolloutReply(rollout=rollout, busy_s=since(start))
 

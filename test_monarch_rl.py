@@ -994,6 +994,7 @@ def talk(
     texts: list[tuple[str, ...]],
     group_size: int = 1,
     greedy: bool = True,
+    decoder_class: Callable[..., m.Decoder] = m.Decoder,
 ) -> m.Rollout:
     """A rollout of these conversations. texts: of each, what the user says in its turns."""
     policy.task = Chat()
@@ -1002,7 +1003,14 @@ def talk(
     for number, words in enumerate(texts):
         turns = tuple(m.Turn(user=text, right="a") for text in words)
         prompts.append(m.Prompt(id=number, turns=turns))
-    return m.generate(policy, prompts, group_size, seed=3, greedy=greedy)
+    return m.generate(
+        policy,
+        prompts,
+        group_size,
+        seed=3,
+        greedy=greedy,
+        decoder_class=decoder_class,
+    )
 
 
 def row_of(tokens: m.Tokens, row: int) -> m.Tokens:
@@ -1153,7 +1161,196 @@ def test_a_group_shares_its_first_prefill(tmp_path: pathlib.Path, kind: str) -> 
     policy.model.register_forward_pre_hook(note)
     talk(policy, MIXED, group_size=8)
     assert num_rows[0] == 4
-    assert set(num_rows[1:]) == {32}
+    assert num_rows[1] == 32
+
+
+# -- rows that leave the cache, and static steps ---------------------------------------------------
+
+
+class StaticHere(m.StaticDecoder):
+    """With steps of its own, and without graphs: all that a CPU can run of it."""
+
+    def __init__(self, policy: m.Policy, *args: Any) -> None:
+        super().__init__(m.StaticSteps(policy.model, captures=False), policy, *args)
+
+
+DECODERS = [m.Decoder, StaticHere]
+
+
+def uneven_policy(kind: str = "tiny", folder: pathlib.Path | None = None) -> m.Policy:
+    """A policy whose answers have from 1 to 40 tokens: each may be the end, by chance."""
+    policy = m.Policy(m.Config()) if folder is None else policy_of(kind, folder)
+    policy.max_new_tokens = 40
+    return policy
+
+
+def computed_shapes(rollout: m.Rollout, group_size: int) -> list[tuple[int, int]]:
+    """(rows, columns) of the forward passes that such a rollout needs, if quarters leave."""
+    num_rows = len(rollout.said)
+    shapes: list[tuple[int, int]] = []
+    num_computed = 0
+    for turn in (1, 2, 3):
+        is_sampled = rollout.tokens.turn_ids == turn  # [B, T]
+        num_left = num_rows
+        for column in is_sampled.any(0).nonzero().flatten().tolist():
+            num_computed_rows = num_left if shapes else num_left // group_size
+            shapes.append((num_computed_rows, column - num_computed))
+            num_computed = column
+            num_speaking = int(is_sampled[:, column].sum())
+            if 4 * (num_left - num_speaking) >= num_left:
+                num_left = num_speaking
+    return shapes
+
+
+def test_rows_that_have_ended_are_not_computed_and_nothing_is_computed_twice() -> None:
+    policy = uneven_policy()
+    shapes: list[tuple[int, ...]] = []  # [rows, columns] of each forward pass
+
+    def note(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        shapes.append(tuple(args[0].shape))
+
+    policy.model.register_forward_pre_hook(note)
+    rollout = talk(policy, MIXED, group_size=8, greedy=False)
+    assert shapes == computed_shapes(rollout, 8)
+    turn_begins = [number for number, (_, columns) in enumerate(shapes) if columns > 1]
+    assert [shapes[number][0] for number in turn_begins] == [4, 32, 32]  # all have come back
+    smallest = min(num_rows for num_rows, _ in shapes)
+    assert smallest <= 4
+    # What was computed, beside what there was to compute.
+    num_computed = sum(rows * columns for rows, columns in shapes)
+    assert num_computed < 0.7 * rollout.tokens.ids.numel()
+
+
+class EndsEarly(m.Decoder):
+    """Ends each row's turn when it has said so many tokens, 1 to 23, and not before."""
+
+    def speak(self) -> list[str]:
+        self.start = self.tokens.ids.shape[1]
+        return super().speak()
+
+    def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        num_said = self.num_columns - self.start
+        lengths = (7 * self.cache.rows + 5 * self.turn) % 23 + 1
+        ends = lengths <= num_said + 1
+        logits[:, self.policy.end_id] = torch.where(ends, 1e9, -1e9)
+        return super().log_distribution(logits)
+
+
+@pytest.mark.parametrize("kind", ["tiny", "llama", "gpt2", "mistral"])
+def test_leaving_and_coming_back_changes_nothing(tmp_path: pathlib.Path, kind: str) -> None:
+    """Mistral has layers that look back through a window of 16 columns."""
+    found = []
+    smallest = []  # of each rollout, the rows of its smallest forward pass
+    for let_rows_leave in (m.RowCache.let_rows_leave, lambda *_: None):
+        policy = uneven_policy(kind, tmp_path)
+        num_rows = []
+        policy.model.register_forward_pre_hook(lambda _, args, n=num_rows: n.append(len(args[0])))
+        with mock.patch.object(m.RowCache, "let_rows_leave", let_rows_leave):
+            found.append(talk(policy, MIXED[:3], 4, greedy=True, decoder_class=EndsEarly))
+        smallest.append(min(num_rows[1:]))
+    assert smallest[0] <= 3
+    assert smallest[1] == 12
+    leaves, stays = found
+    assert_same_rows(leaves, stays, [(row, row) for row in range(12)])
+
+
+@pytest.mark.parametrize("decoder_class", DECODERS)
+@pytest.mark.parametrize("group_size", [1, 8])
+@pytest.mark.parametrize("schedule", [[0], [0] * 20 + [1] * 15 + [2], [0, 1, 2]], ids=len)
+def test_uneven_answers_are_recorded_as_they_are_recomputed(
+    schedule: list[int], group_size: int, decoder_class: type[m.Decoder]
+) -> None:
+    """Two turns of up to 40 tokens, with new weights in both."""
+    policy, rollout = in_flight(schedule, group_size, decoder_class, max_new_tokens=40)
+    is_sampled = rollout.sampled()
+    assert set(rollout.tokens.versions[is_sampled].tolist()) == set(schedule)
+    lengths = (rollout.tokens.turn_ids == 1).sum(1)
+    assert lengths.max() >= 2 * lengths.min()
+    gaps = off_by(policy, rollout.tokens)
+    assert gaps.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["tiny", "llama", "gpt2"])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_static_steps_say_what_the_decoder_says(
+    tmp_path: pathlib.Path, kind: str, greedy: bool
+) -> None:
+    """Groups, three turns, rows that leave, and conversations wider than a step: 16 columns."""
+    rollouts = []
+    for decoder_class in DECODERS:
+        policy = uneven_policy(kind, tmp_path)
+        with mock.patch.object(m, "WIDTH_STEP", 16):
+            rollouts.append(talk(policy, MIXED, 3, greedy, decoder_class))
+    expected, found = rollouts
+    assert found.tokens.ids.shape == expected.tokens.ids.shape
+    assert_same_rows(found, expected, [(row, row) for row in range(12)])
+
+
+def test_static_steps_outlive_a_decoder_and_see_new_weights() -> None:
+    """The second request needs no step that the first has not made, and answers anew."""
+    policy = uneven_policy()
+    prompts = m.Sampler("repeat", 0).first(4)
+    steps = m.StaticSteps(policy.model, captures=False)
+    decoder_class = functools.partial(m.StaticDecoder, steps)
+    for version in (0, 1, 1):
+        policy.model.load_state_dict(three_versions()[version])
+        found = m.generate(policy, prompts, 4, 0, False, lambda: 0, decoder_class)
+        expected = m.generate(policy, prompts, 4, 0, False)
+        assert torch.equal(found.tokens.ids, expected.tokens.ids)
+        if version == 0:
+            made = dict(steps.steps)
+            addresses = [keys.data_ptr() for keys, _ in steps.memory]
+    assert {shape[0] for shape in made} >= {16, 8}
+    assert all(steps.steps[shape] is step for shape, step in made.items())
+    assert addresses == [keys.data_ptr() for keys, _ in steps.memory]
+
+
+def test_steps_of_all_shapes_share_one_memory() -> None:
+    """A larger shape gets another memory, and the steps in the old one are forgotten."""
+    policy = m.Policy(m.Config())
+    steps = m.StaticSteps(policy.model, captures=False)
+
+    def shape_of(num_rows: int, num_columns: int) -> tuple[int, ...]:
+        rows = m.RowCache(policy.model, torch.arange(num_rows))
+        ids = torch.zeros(num_rows, num_columns, dtype=torch.int64)
+        with torch.inference_mode():
+            rows.forward(ids, torch.ones_like(ids), torch.zeros_like(ids))
+            keys = steps.step_for(rows).cache.layers[0].keys
+        assert keys.data_ptr() == steps.memory[0][0].data_ptr()
+        return keys.shape[0], keys.shape[2]
+
+    assert shape_of(5, 10) == (8, 256)
+    assert shape_of(8, 255) == (8, 256)
+    assert shape_of(3, 256) == (4, 512)
+    assert shape_of(1, 3) == (1, 256)
+    assert set(steps.steps) == {(8, 256), (4, 512), (1, 256)}
+    assert shape_of(8, 256) == (8, 512)
+    assert set(steps.steps) == {(8, 512)}
+
+
+def test_graphs_are_for_gpus_and_for_models_without_windows(tmp_path: pathlib.Path) -> None:
+    """The device is only named here: nothing asks it to compute."""
+    policy = m.Policy(m.Config())
+    assert m.decoder_for(policy) is m.Decoder
+    policy.cfg = dataclasses.replace(policy.cfg, device="cuda:1")
+    chosen = m.decoder_for(policy)
+    assert isinstance(chosen, functools.partial)
+    assert chosen.func is m.StaticDecoder
+    policy.cfg = dataclasses.replace(policy.cfg, no_graphs=True)
+    assert m.decoder_for(policy) is m.Decoder
+    other = policy_of("mistral", tmp_path)
+    other.cfg = dataclasses.replace(other.cfg, device="cuda:1")
+    assert m.decoder_for(other) is m.Decoder
+
+
+def test_a_device_that_refuses_a_graph_is_a_clear_error() -> None:
+    policy = m.Policy(m.Config())
+    steps = m.StaticSteps(policy.model, captures=True)  # this device is a CPU
+    decoder_class = functools.partial(m.StaticDecoder, steps)
+    with pytest.raises(
+        RuntimeError, match=r"no CUDA graph for 8 rows and 256 columns .*--no-graphs"
+    ):
+        m.generate(policy, m.Sampler("repeat", 0).first(2), 4, decoder_class=decoder_class)
 
 
 # -- new weights between two tokens ----------------------------------------------------------------
@@ -1175,12 +1372,14 @@ def in_flight(
     schedule: list[int],
     group_size: int,
     decoder_class: type[m.Decoder] = m.Decoder,
+    max_new_tokens: int = 4,
 ) -> tuple[m.Policy, m.Rollout]:
     """A rollout during which weights change.
 
     schedule: the version at each pull; the last one stays.
     """
     policy = m.Policy(m.Config())
+    policy.max_new_tokens = max_new_tokens
     versions = itertools.chain(schedule, itertools.repeat(schedule[-1]))
 
     def pull() -> int:
@@ -1214,12 +1413,13 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.parametrize("decoder_class", DECODERS)
 @pytest.mark.parametrize("group_size", [1, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_every_token_is_recorded_under_the_version_that_it_names(
-    schedule: list[int], group_size: int
+    schedule: list[int], group_size: int, decoder_class: type[m.Decoder]
 ) -> None:
-    policy, rollout = in_flight(schedule, group_size)
+    policy, rollout = in_flight(schedule, group_size, decoder_class)
     tokens = rollout.tokens
     versions_of_rows = []
     for row in range(len(rollout.said)):
@@ -1762,6 +1962,9 @@ def new_model(kind: str, num_tokens: int) -> Any:
     if kind == "qwen2":
         config = library.Qwen2Config(**sizes, tie_word_embeddings=True)
         return library.Qwen2ForCausalLM(config)
+    if kind == "mistral":
+        config = library.MistralConfig(**sizes, sliding_window=16)
+        return library.MistralForCausalLM(config)
     if kind == "gpt2":
         config = library.GPT2Config(
             vocab_size=num_tokens,
@@ -8744,9 +8947,17 @@ def test_the_recipe_of_what_lag_does_runs(tmp_path: pathlib.Path) -> None:
 
 @long
 def test_the_recipe_of_a_peer_runs(tmp_path: pathlib.Path) -> None:
-    program = recipe('"""Tokens/s of our decode loop').replace("NUM_PAIRS = 30", "NUM_PAIRS = 2")
-    out = run_recipe(tmp_path, "peer_generate.py", program, 100)
-    assert len(out.splitlines()) == 4
+    """Shortened: one pair each, and models as small as the tiny one."""
+    program = recipe('"""Tokens/s of our decode loop')
+    for constant, short in (
+        ('NUM_PAIRS = {"tiny": 30, "20 M": 3, "60 M": 3}', '{"tiny": 1, "20 M": 1, "60 M": 1}'),
+        ('WIDTH_AND_LAYERS = {"20 M": (384, 8), "60 M": (640, 10)}', "{}"),
+    ):
+        assert program.count(constant) == 1
+        program = program.replace(constant, f"{constant.split(' = ')[0]} = {short}")
+    rows = run_recipe(tmp_path, "peer_generate.py", program, 100).splitlines()
+    assert len(rows) == 4
+    assert "20 M, 8 x 8 rows, 8 to 200 tokens: " in rows[2]
 
 
 def test_readme_and_docs_agree_with_the_file() -> None:
