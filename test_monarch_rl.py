@@ -261,6 +261,7 @@ def rollout_of(group_ids: Sequence[int], version: int, width: int = 5) -> m.Roll
         rewards=torch.rand(num_rows, 1),
         group_ids=torch.tensor(group_ids),
         is_cut=torch.zeros(num_rows, dtype=torch.bool),
+        is_truncated=torch.zeros(num_rows, 1, dtype=torch.bool),
         prompts=[m.Prompt(id=group_id, turns=turns) for group_id in group_ids],
         said=[["a"] for _ in group_ids],
     )
@@ -927,7 +928,7 @@ def test_conversations_are_exactly_what_the_template_renders() -> None:
         text = policy.tokenizer.decode(ids, skip_special_tokens=False)
         expected = ""
         for turn, answer in zip(prompt.turns, rollout.said[row], strict=True):
-            expected += f"<user>{turn.user}<end><assistant>{answer.rstrip('+')}<end>"
+            expected += f"<user>{turn.user}<end><assistant>{answer}<end>"
         # Nobody hears a last turn that was not ended, so nothing ends it.
         assert text in (expected, expected.removesuffix("<end>"))
 
@@ -938,9 +939,8 @@ def test_only_sampled_tokens_carry_loss() -> None:
         turn_ids = rollout.tokens.turn_ids[row]
         for turn, answer in enumerate(answers, 1):
             letters = re.sub(r"<\w+>", "?", answer)
-            has_ended = not letters.endswith("+")
-            num_sampled = len(letters.rstrip("+")) + has_ended
-            assert int((turn_ids == turn).sum()) == num_sampled
+            has_ended = not rollout.is_truncated[row, turn - 1]
+            assert int((turn_ids == turn).sum()) == len(letters) + has_ended
         assert int(turn_ids.max()) == len(answers) == 3
     assert torch.equal(rollout.sampled(), rollout.tokens.turn_ids > 0)
 
@@ -1543,6 +1543,7 @@ def exact_batch(counts: list[int], logits: torch.Tensor) -> m.Rollout:
         rewards=torch.zeros(1, 1),
         group_ids=torch.zeros(1, dtype=torch.int64),
         is_cut=torch.zeros(1, dtype=torch.bool),
+        is_truncated=torch.zeros(1, 1, dtype=torch.bool),
         prompts=[m.Prompt(id=0, turns=())],
         said=[[""]],
     )
@@ -6385,9 +6386,12 @@ class OddTask(m.Task):
     ids=str,
 )
 def test_not_judged_is_not_zero(answer: Any) -> None:
-    prompts = [m.Prompt(id=0, turns=())] * 2
-    request = m.JudgeRequest(prompts=prompts, said=[["bad"], ["good"]])
-    bad, good = m.rewards_of(OddTask(answer), request)
+    prompts = [m.Prompt(id=0, turns=())] * 4
+    said = [["bad"], ["good"], ["bad"], ["bad"]]
+    request = m.JudgeRequest(prompts=prompts, said=said, is_truncated=[[False]] * 4)
+    reply = m.rewards_of(OddTask(answer), request)
+    bad, good, *_ = reply.rewards
+    assert len(reply.errors) == 1  # three times the same
     assert good == [0.25, 0.5]
     assert len(bad) == 2
     assert not any(math.isfinite(reward) for reward in bad)
