@@ -4671,7 +4671,8 @@ class Policy:
             1 if is_tiny else self.task.tokens_per_letter
         )
         self.context: int = self.model.config.max_position_embeddings  # tokens
-        self._read_template("" if is_tiny else f"{self.task.instruction}\n")
+        has_instruction = self.task.instruction and not is_tiny
+        self._read_template(f"{self.task.instruction}\n" if has_instruction else "")
 
     def _read_template(self, instruction: str) -> None:
         """Finds what the chat template puts around the user's words, in the first turn and later.
