@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import http.server
 import importlib.util
 import io
 import itertools
@@ -41,7 +42,7 @@ import types
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -2332,7 +2333,7 @@ def fresh_modules() -> Iterator[None]:
     yield
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if name.startswith(("task_", "own")):
+        if name.startswith(("task_", "own", "openenv")):
             del sys.modules[name]
 
 
@@ -2584,6 +2585,116 @@ def test_a_judge_is_asked_only_for_what_sessions_do_not_know() -> None:
     again = asyncio.run(m.judge_unknown(OneJudge(), judged, errors))
     assert again is judged
     assert len(asked) == 1
+
+
+# What stands in for the package `openenv`: a client with its four methods, over plain HTTP.
+CLIENT = """
+import json
+import types
+import urllib.request
+
+
+class GenericEnvClient:
+    def __init__(self, base_url):
+        self.base_url = base_url
+        self.id = None
+
+    def sync(self):
+        return self
+
+    def _ask(self, what, **fields):
+        body = json.dumps({"id": self.id, **fields}).encode()
+        with urllib.request.urlopen(f"{self.base_url}/{what}", data=body, timeout=10) as answer:
+            found = json.load(answer)
+        self.id = found["id"]
+        return types.SimpleNamespace(**found)
+
+    def reset(self, seed):
+        return self._ask("reset", seed=seed)
+
+    def step(self, action):
+        return self._ask("step", action=action)
+
+    def close(self):
+        if self.id is not None:
+            self._ask("close")
+"""
+
+
+class EnvironmentServer(http.server.BaseHTTPRequestHandler):
+    """A game with dice: it shows a letter that it throws, and wants it back. Two right end it."""
+
+    games: ClassVar[dict[int, dict[str, Any]]] = {}  # by id
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        number = len(self.games) if request["id"] is None else request["id"]
+        game = self.games.setdefault(number, {"heard": [], "rewards": [], "is_open": True})
+        assert game["is_open"]
+        reward = None
+        if self.path == "/reset":
+            game["seed"] = request["seed"]
+        elif self.path == "/close":
+            game["is_open"] = False
+        else:
+            text = request["action"]["text"]
+            reward = float(game["shown"] in text)
+            game["heard"].append(text)
+            game["rewards"].append(reward)
+        game["shown"] = random.SystemRandom().choice("abcdefgh")
+        is_done = sum(game["rewards"]) >= 2
+        found = {"observation": {"text": game["shown"]}, "reward": reward, "done": is_done}
+        body = json.dumps({"id": number, **found}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def environment(tmp_path: pathlib.Path, fresh_modules: None) -> Iterator[m.Task]:
+    """The adapter of DOCS, its client, and a server."""
+    EnvironmentServer.games.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), EnvironmentServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    program = recipe('"""A task whose user is an environment of OpenEnv')
+    assert program.count("http://127.0.0.1:8000") == 1
+    program = program.replace("http://127.0.0.1:8000", url)
+    (tmp_path / "environment.py").write_text(program, encoding="utf-8")
+    (tmp_path / "openenv.py").write_text(CLIENT, encoding="utf-8")
+    yield m.task_of(f"{tmp_path}/environment.py:Environment")
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_recipe_of_an_environment_runs(tmp_path: pathlib.Path, environment: m.Task) -> None:
+    """Every episode has a game of its own, gets the rewards of that one, and closes it."""
+    prompts = m.Sampler(f"{tmp_path}/environment.py:Environment", seed=0).first(4)
+    policy = m.Policy(m.Config())
+    policy.task = environment
+    with torch.no_grad():
+        policy.model.model.embed_tokens.weight.mul_(3)  # else it never says the same letter again
+    rollout = m.generate(policy, prompts, 8, seed=1, greedy=False)
+    games = EnvironmentServer.games
+    assert len(games) == 32
+    assert not any(game["is_open"] for game in games.values())
+    seeds = [game["seed"] for game in games.values()]
+    assert seeds == [int(prompt.turns[0].user) for prompt in rollout.prompts]
+    for row, game in games.items():
+        assert game["heard"] == rollout.said[row]
+        padded = game["rewards"] + [0.0] * (3 - len(game["rewards"]))
+        assert rollout.rewards[row].tolist() == padded
+    assert len({len(game["heard"]) for game in games.values()}) == 2  # some ended early
+    # Also if the rollout fails.
+    with mock.patch.object(m.Decoder, "speak", side_effect=MemoryError), pytest.raises(MemoryError):
+        m.generate(policy, prompts, 8)
+    assert len(games) == 64
+    assert not any(game["is_open"] for game in games.values())
+    assert len(recipe('"""A task whose user is an environment').splitlines()) < 60
 
 
 # -- weight slots, in one process ------------------------------------------------------------------
