@@ -4082,6 +4082,13 @@ class Session:
     This one keeps nothing, so what its user says follows from what was said. An environment that
     has a state, such as a game or a machine on which commands are run, is opened in the constructor
     of a subclass. Whatever happens, `close` is called once.
+
+        task.open(turns)             a session begins; here those of all rows of a request
+        session.user([])             -> "e4?"          what the policy hears first
+        session.user(["e5"])         -> "Nf3?"         what it hears after its first answer
+        session.user(["e5", "x"])    -> None           over: the policy made no legal move
+        session.rewards([...])       -> [0.5, 0.0]     or None: a judge is to say
+        session.close()
     """
 
     def __init__(self, task: Task, turns: tuple[Turn, ...]) -> None:
@@ -4211,6 +4218,18 @@ class Sampler:
 
 
 # -- plumbing: a class in somebody's file, and errors in it ----------------------------------------
+# The methods of a task are somebody else's code, and run in several processes. When one raises, its
+# author wants to see the line, wherever it was; and nobody wants to see it once per episode.
+#
+#     raised in                     by                   what follows
+#     importing, __init__           the main process     one line, exit status 2, before all else
+#     set_aside, numbered           the main process     at the start the same; later the stage ends
+#     open, user, Session           a generator          the request raises; a stage ends, or, if
+#                                                        asynchronous, groups are lost
+#     rewards, score                a judge              the episode is not judged; the run goes on
+#
+# The exception itself stays where it was raised: its class may be one that cannot travel between
+# processes, or that only the task's file knows. What travels is a text with the lines to look at.
 
 
 class TaskError(RuntimeError):
@@ -4256,7 +4275,10 @@ def told_of(error: BaseException) -> str:
 
 
 def place_of(told: str) -> str:
-    """What is alike in two errors of one mistake: the exception's name, and where it was raised."""
+    """What is alike in two errors of one mistake: the exception's name, and where it was raised.
+
+    What it says may differ from episode to episode: it often quotes what was said.
+    """
     what, _, places = told.partition("\n")
     name, _, _ = what.partition(":")
     return f"{name}\n{places}"
@@ -4290,7 +4312,8 @@ def class_in_file(path: str, name: str) -> type[Task]:
     """The class of this name. Its file may import others of its folder.
 
     It becomes a module like any other, so that dataclasses and pickle find its classes; and its
-    folder is the last in which Python looks, so that nothing there hides an installed module.
+    folder is the last in which Python looks, so that nothing there hides an installed module: a
+    file called `queue.py` must not be what torch gets when it imports its queue.
     """
     file = pathlib.Path(path).resolve()
     if str(file.parent) not in sys.path:
@@ -4317,6 +4340,16 @@ def class_in_file(path: str, name: str) -> type[Task]:
 # The tenth of the prompts whose hashes are the lowest is held out. A hash follows from the prompt
 # alone: a prompt stays on its side for all seeds, on every machine, and mostly also when lines are
 # added, and a prompt that stands there twice is on one side.
+#
+#     prompt              hash, as a share     side
+#     "Tom has 3 ..."     0.41                 trained on
+#     "How far is ..."    0.07                 held out, because it is below 0.1
+#     "Tom has 3 ..."     0.41                 trained on, as above
+#
+# What is left is trained on in epochs. With 180 lines number 0 to 179 are the first epoch, 180 to
+# 359 the second. Each epoch has an order of its own, in which every line comes once. The order
+# follows from seed and epoch, so a number names the same line in every process, and a run that goes
+# on from a checkpoint needs no more than the next number to go on in the middle of an epoch.
 
 MIN_HELD_OUT = 2  # prompts, also of a small file: one of `heldout`, and one of `validation`
 # A number as people write it: -3, 1,234.50, .5, 6e23, $12. A sign behind a letter or a digit is a
@@ -4360,7 +4393,8 @@ class FileTask(Task):
         """Reads it all. ValueError: names the first line that cannot be used."""
         lines = lines_of(path)
         self.system = lines[0].system if lines else ""
-        # The prompts, each once, by their hashes.
+        # The prompts, each once, by their hashes. Taking the first of them instead of all below 0.1
+        # would move prompts from one side to the other whenever the file grows.
         shares = {line.prompt: line.hash_share() for line in lines}
         by_share = sorted(shares, key=lambda prompt: shares[prompt])
         num_in_tenth = sum(share < 0.1 for share in shares.values())
@@ -4394,7 +4428,11 @@ class FileTask(Task):
 
 @functools.lru_cache(maxsize=4)
 def shuffled(num: int, seed: str) -> list[int]:
-    """The numbers below num in an order that follows from the seed. The last orders are kept."""
+    """The numbers below num in an order that follows from the seed.
+
+    The last orders are kept, or each prompt of an epoch would shuffle all of it again. There are
+    several because prompts of an earlier epoch may be drawn again after a loss (section 12).
+    """
     order = list(range(num))
     random.Random(seed).shuffle(order)
     return order
@@ -4464,6 +4502,9 @@ def is_answer(text: str, answer: str) -> bool:
     1. Of both only the marked part counts, if there is one, as marked_part finds it.
     2. If the answer is a number, the last number of the text must be equal to it.
     3. If not, both must be the same words, whatever their case.
+
+    The answer "3 + 4 = 7 #### 7" is found in "He has 7." and in "#### 7.0 apples", and not in "7 of
+    10", whose last number is 10. The answer "Paris" is found in "paris." alone.
     """
     wanted = marked_part(answer)
     found = marked_part(text)
@@ -5024,8 +5065,10 @@ def open_sessions(task: Task, prompts: list[Prompt]) -> Iterator[list[Session]]:
         with task_errors():
             session.close()
 
-    # It closes all that were opened, however this ends: also if the next one cannot be opened, and
-    # if closing another one raises.
+    # An ExitStack calls back when its `with` ends, the last first. So it closes all that were
+    # opened, however this ends: also if the next one cannot be opened, if the engine runs out of
+    # memory, and if closing another one raises. Only a killed process closes nothing; then the
+    # system ends its connections, and the environment sees that.
     with contextlib.ExitStack() as until_end:
         sessions = []
         for prompt in prompts:
@@ -5046,7 +5089,8 @@ def converse(
         for turn in range(num_turns):
             decoder.hear(texts_of_users(sessions, said, decoder.is_over.tolist()))
             answers = decoder.speak()
-            # Rows that still speak were stopped.
+            # Rows that still speak were stopped: they had max_new_tokens, and no end among them.
+            # Rows that are over have not spoken in this turn at all.
             is_truncated[:, turn] = decoder.is_speaking.cpu()
             for row in (~decoder.is_over).nonzero().flatten().tolist():
                 said[row].append(answers[row])
@@ -5728,7 +5772,10 @@ def warm_start(policy: Policy) -> None:
             share = exact_share(policy, sampler.validation)
         if share >= WARM_UNTIL:  # mechanism: warm start
             return
-    raise RuntimeError(f"warm start: {share:.2f} exact after {WARM_STEPS} steps, not {WARM_UNTIL}")
+    errors = judged_alone(policy, sampler.validation).errors
+    why = f"; of those that could not be judged the first: {errors[0]}" if errors else ""
+    told = f"warm start: {share:.2f} exact after {WARM_STEPS} steps, not {WARM_UNTIL}"
+    raise RuntimeError(told + why)
 
 
 def supervised_loss(
@@ -5759,16 +5806,21 @@ def supervised_loss(
 def exact_share(policy: Policy, prompts: list[Prompt]) -> float:
     """The share of these prompts that the policy answers exactly, when it takes the likeliest.
 
-    What cannot be judged is not exact. TaskError: nothing can be judged.
+    What cannot be judged is not exact.
+    """
+    reply = judged_alone(policy, prompts)
+    return sum(is_exact(sum(of_turns)) for of_turns in reply.rewards) / len(prompts)
+
+
+def judged_alone(policy: Policy, prompts: list[Prompt]) -> JudgeReply:
+    """The rewards of the likeliest answers, without generators and judges.
+
+    For a trainer in its warm start. There a reward function that hangs or dies takes it along.
     """
     rollout = generate(policy, prompts, group_size=1)
-    rewards = rollout.rewards
-    if not rewards.isfinite().all():  # the sessions do not know them
-        reply = rewards_of(policy.task, request_of(rollout))
-        rewards = torch.tensor(reply.rewards)
-        if reply.errors and not rewards.isfinite().any():
-            raise TaskError(reply.errors[0])
-    return sum(is_exact(reward) for reward in rewards.sum(1).tolist()) / len(prompts)
+    if rollout.rewards.isfinite().all():  # the sessions know them
+        return JudgeReply(rewards=rollout.rewards.tolist(), errors=[])
+    return rewards_of(policy.task, request_of(rollout))
 
 
 def is_exact(reward: float) -> bool:
@@ -6596,7 +6648,10 @@ async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
 
 
 async def judge_unknown(judges: Service, rollout: Rollout, errors: TellOnce) -> Rollout:
-    """All episodes; those are judged whose sessions knew no rewards. errors: is told of any."""
+    """All episodes; those are judged whose sessions knew no rewards. errors: is told of any.
+
+    A session knows all rewards of its episode or none. Rows without any are the ones to ask for.
+    """
     rewards = rollout.rewards.clone()
     unknown = rewards.isnan().all(1).nonzero().flatten().tolist()
     if not unknown:
@@ -9178,7 +9233,11 @@ def try_task(cfg: Config) -> None:
 
 
 def try_letters(sampler: Sampler) -> None:
-    """Has the tiny policy a token for all that is said in these conversations?"""
+    """Has the tiny policy a token for all that is said in these conversations?
+
+    What it has no token for it hears as the end of a turn. A file of prompts in words, without
+    --model, would be trained on without an error, and nothing would be learned.
+    """
     letters = set()
     for prompt in sampler.heldout + sampler.validation:
         for turn in prompt.turns:
@@ -9227,6 +9286,8 @@ async def run_stages(report: Report, command: Command) -> None:
     clock.cancel()
 
 
+# So begins the check that fails when an error in somebody's task ends a stage. Such an error is told
+# in full: what workers said last, which is shown after other failures, would add nothing.
 IN_THE_TASK = "in the task: "
 
 

@@ -2397,14 +2397,12 @@ def test_an_error_of_a_user_in_a_generator_shows_its_place(
 
 
 def test_an_error_of_a_score_in_a_judge_shows_its_place_once_and_the_run_goes_on(
-    tmp_path: pathlib.Path, quick_file: pathlib.Path
+    tmp_path: pathlib.Path,
 ) -> None:
     """It raises on all wrong answers. Held-out figures divide by the prompts asked all the same."""
     task = write_own(tmp_path, score="fails")
     how = ["--steps", "60", "--log", "log.jsonl"]
-    changes = {**NO_WARM_START, "warm start": "if share >= WARM_UNTIL:"}
-    file = changed_file(tmp_path / "warm", changes)
-    run = run_file(tmp_path, "--only", "sync_rl", "--task", task, *how, file=file)
+    run = run_file(tmp_path, "--only", "sync_rl", "--task", task, *how)
     assert run.failed_checks("sync_rl") <= {TOO_FEW_STEPS, "answers that differ"}, run.out + run.err
     place = line_in(tmp_path / "own.py", 'own_helper.fails("wrong")')
     assert run.out.count("an episode was not judged: OwnError: wrong is no number") == 1
@@ -2447,8 +2445,13 @@ def test_held_out_figures_divide_by_the_prompts_asked() -> None:
     with mock.patch.object(m, "generate", lambda *_, **__: rollout):
         assert m.exact_share(policy, prompts) == 3 / 40
         rollout.said[:3] = [["x", "y"]] * 3
-        with pytest.raises(m.TaskError, match="wrong"):  # nothing at all could be judged
-            m.exact_share(policy, prompts)
+        assert m.exact_share(policy, prompts) == 0.0  # nothing at all could be judged
+        with (
+            mock.patch.object(m, "WARM_STEPS", 1),
+            mock.patch.object(m, "task_of", lambda _: policy.task),
+            pytest.raises(RuntimeError, match=r"0.00 exact.*judged the first: ValueError: wrong"),
+        ):
+            m.warm_start(policy)
 
 
 # -- what was stopped before its end ---------------------------------------------------------------
@@ -6036,16 +6039,18 @@ def test_a_run_that_has_ended_leaves_no_task_behind(broken: str) -> None:
 class UnreliableCluster(StubCluster):
     """Some rollouts raise."""
 
-    def __init__(self, raises_every: int) -> None:
-        """raises_every: 3 for every third rollout, 1 for all of them."""
+    def __init__(self, raises_every: int, error: str = "the cause") -> None:
+        """raises_every: 3 for every third rollout, 1 for all. error: "" for one in the task."""
         super().__init__()
+        self.error = error
         self.raises_every = raises_every
         self.num_asked = 0
 
     async def rollout(self, prompts: list[m.Prompt], *_: Any, **__: Any) -> m.RolloutReply:
         self.num_asked += 1
         if self.num_asked % self.raises_every == 0:
-            raise RuntimeError("the cause")
+            told = f"ValueError: nothing in {self.num_asked!r}\n  own.py:7, in user: return x[0]"
+            raise RuntimeError(self.error) if self.error else m.TaskError(told)
         return await super().rollout(prompts)
 
 
@@ -6061,6 +6066,20 @@ def test_a_rollout_that_raises_now_and_then_costs_its_groups_and_not_the_run(
 
     asyncio.run(scene())
     assert "groups lost: the cause" in capsys.readouterr().out
+
+
+def test_an_error_of_a_user_that_comes_now_and_then_is_told_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def scene() -> None:
+        training = stub_training(UnreliableCluster(raises_every=3, error=""), num_steps=20)
+        await asyncio.wait_for(m.AsyncLoops(training, 2).run_to_end(), 60)
+        assert training.run.ledger.counts["lost"] > m.Config.batch_groups  # more than once
+
+    asyncio.run(scene())
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^ +\d+ groups lost: ValueError: nothing in \d", out, re.M)) == 1
+    assert out.count("own.py:7, in user: return x[0]") == 1
 
 
 def test_a_run_in_which_every_rollout_raises_ends_with_the_cause() -> None:
