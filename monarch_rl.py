@@ -107,9 +107,12 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import decimal
 import functools
+import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import io
 import itertools
 import json
@@ -120,15 +123,17 @@ import pathlib
 import pickle
 import queue
 import random
-import runpy
+import re
 import socket
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import textwrap
 import threading
 import time
+import traceback
 import types
 import urllib.parse
 import zipfile
@@ -258,7 +263,9 @@ class Config:
     """
 
     # What is trained, and how long.
-    task: str = setting("repeat", "what is learned: repeat, count, pattern, or FILE.py:CLASS")
+    task: str = setting(
+        "repeat", "what is learned: repeat, count, pattern, FILE.py:CLASS or FILE.jsonl (DOCS 7)"
+    )
     model: str = setting("tiny", "folder or hub id of a causal LM, or the built-in tiny one")
     steps: int = setting(200, "training steps in async_rl, half as many in sync_rl", least=1)
     batch_groups: int = setting(16, "prompts per training step, each with a group", least=1)
@@ -289,6 +296,10 @@ class Config:
     max_weight: float = setting(
         2.0, "cispo, decoupled: larger weights of a token are cut off", least=0
     )
+    length_penalty: float = setting(
+        0.0, "reward that a turn loses per token beyond --free-tokens", least=0
+    )
+    free_tokens: int = setting(0, "tokens of a turn that cost nothing", least=0)
     passes: int = setting(1, "updates per batch", least=1)
     lr: float | None = setting(
         None, "learning rate; None: 1e-3 for tiny, else 1e-6", least=0, kind=float
@@ -4314,23 +4325,60 @@ class Prompt:
 class Task:
     """What is to be learned.
 
-    For a task of your own, write a subclass into a file and say --task FILE.py:CLASS (DOCS 7). The
-    main process calls `conversation`, generators call `user`, judges (section 11) call `score`; a
-    trainer that warms up the tiny policy calls all three.
+    For a task of your own, write a subclass into a file and say --task FILE.py:CLASS; or write
+    prompts and answers into a file, and say --task FILE.jsonl (DOCS 7). The main process calls
+    `numbered` and `set_aside`, generators `open`, judges (section 11) `rewards`; a trainer that
+    warms up the tiny policy calls all of them. What calls the rest stands in each of these.
     """
 
+    system = ""  # a message of the system's before the conversation; "": the template's own, if any
     instruction = ""  # for pretrained models; the tiny policy learns from examples what to do
     letters = "abcdefghijklmnop"  # a token each: all that the tiny policy can hear and say
     num_turns = 2
     max_new_tokens = 4  # sampled in a turn, its end included
+    tokens_per_letter = (
+        3  # max_new_tokens counts letters; a real tokenizer may need so many for one
+    )
 
     def conversation(self, rng: random.Random) -> tuple[Turn, ...]:
         """Draws a conversation of num_turns. With an rng in the same state it is the same one."""
         raise NotImplementedError
 
+    def numbered(self, number: int, seed: int) -> tuple[Turn, ...]:
+        """The conversation of this number. The same numbers and seed always give the same one."""
+        return self.conversation(random.Random(f"{seed} {number}"))
+
+    def set_aside(self) -> list[tuple[Turn, ...]]:
+        """Different conversations that are never trained on, 512 at most; the same for all seeds.
+
+        Here half of those that there are, as far as 2,000 draws can tell.
+        """
+        rng = random.Random("held out")
+        drawn = [self.conversation(rng) for _ in range(2000)]
+        different = list(dict.fromkeys(drawn))  # each once, in the order of their first appearance
+        # A small task has few different conversations. At most half of them are set aside.
+        return different[: min(512, len(different) // 2)]
+
+    def open(self, turns: tuple[Turn, ...]) -> Session:
+        """Begins an episode. A task that keeps something between turns returns its own Session."""
+        return Session(self, turns)
+
     def user(self, turns: tuple[Turn, ...], said: list[str]) -> str | None:
         """What the user says after these answers. It may depend on them; None: the user leaves."""
         return turns[len(said)].user
+
+    def rewards(
+        self,
+        turns: tuple[Turn, ...],
+        said: list[str],
+        is_truncated: list[bool],
+    ) -> list[float]:
+        """What judges ask for: as `score`.
+
+        is_truncated: of each answer, whether it was stopped because it had max_new_tokens, before
+        the policy had ended it. A task that minds overrides this method instead of `score`.
+        """
+        return self.score(turns, said)
 
     def score(self, turns: tuple[Turn, ...], said: list[str]) -> list[float]:
         """A reward for each of num_turns; only if all is right do they add up to 1.
@@ -4348,6 +4396,40 @@ class Task:
             length = max(len(text), len(turn.right))
             rewards.append(num_right / length / self.num_turns)
         return rewards
+
+
+class Session:
+    """One episode of a task, in the generator that has it: from its begin until it is closed.
+
+    This one keeps nothing, so what its user says follows from what was said. An environment that
+    has a state, such as a game or a machine on which commands are run, is opened in the constructor
+    of a subclass. Whatever happens, `close` is called once.
+
+        task.open(turns)             a session begins; here those of all rows of a request
+        session.user([])             -> "e4?"          what the policy hears first
+        session.user(["e5"])         -> "Nf3?"         what it hears after its first answer
+        session.user(["e5", "x"])    -> None           over: the policy made no legal move
+        session.rewards([...])       -> [0.5, 0.0]     or None: a judge is to say
+        session.close()
+    """
+
+    def __init__(self, task: Task, turns: tuple[Turn, ...]) -> None:
+        self.task = task
+        self.turns = turns
+
+    def user(self, said: list[str]) -> str | None:
+        """What the user says after these answers. After a None it is not asked again."""
+        return self.task.user(self.turns, said)
+
+    def rewards(self, said: list[str], is_truncated: list[bool]) -> list[float] | None:
+        """The rewards of the turns, at the end, if the environment knows them.
+
+        None: a judge is to say, from what was said alone.
+        """
+        return None
+
+    def close(self) -> None:
+        """The episode is over, or the request for it has failed."""
 
 
 class Shift(Task):
@@ -4383,6 +4465,19 @@ class Shift(Task):
             answer += self.letters[(at + places) % len(self.letters)]
         return answer
 
+    def rewards(
+        self,
+        turns: tuple[Turn, ...],
+        said: list[str],
+        is_truncated: list[bool],
+    ) -> list[float]:
+        """As in Task. An end that is missing counts as one more letter, which is wrong."""
+        rewards = self.score(turns, said)
+        for number, text in enumerate(said):
+            if is_truncated[number]:
+                rewards[number] *= len(text) / (len(text) + 1)
+        return rewards
+
 
 TASKS: dict[str, Task] = {
     "repeat": Shift("Repeat exactly what I say.", [0]),
@@ -4392,9 +4487,14 @@ TASKS: dict[str, Task] = {
 
 
 def task_of(name: str) -> Task:
-    """The task of this name: a built-in one, or FILE.py:CLASS for a class in somebody's file."""
+    """The task of this name: a built-in one, FILE.jsonl, or FILE.py:CLASS."""
+    if name.endswith(".jsonl"):
+        return FileTask(name)
     path, _, class_name = name.rpartition(":")
-    return runpy.run_path(path)[class_name]() if path else TASKS[name]
+    if not path:
+        return TASKS[name]
+    with task_errors():
+        return class_in_file(path, class_name)()
 
 
 class Sampler:
@@ -4410,12 +4510,9 @@ class Sampler:
     def __init__(self, task_name: str, seed: int) -> None:
         self.task = task_of(task_name)
         self.seed = seed
-        rng = random.Random("held out")
-        drawn = [self.task.conversation(rng) for _ in range(2000)]
-        different = list(dict.fromkeys(drawn))  # each once, in the order of their first appearance
-        # A small task has few different conversations. At most half of them are set aside.
-        kept = different[: min(512, len(different) // 2)]
-        self.set_aside = set(kept)
+        with task_errors():
+            kept = self.task.set_aside()
+            self.set_aside = set(kept)
         prompts = []
         for i, turns in enumerate(kept):
             prompts.append(Prompt(id=-1 - i, turns=turns))
@@ -4424,8 +4521,8 @@ class Sampler:
 
     def prompt(self, number: int) -> Prompt | None:
         """The prompt of this number. None: its conversation is one of those that are set aside."""
-        rng = random.Random(f"{self.seed} {number}")
-        turns = self.task.conversation(rng)
+        with task_errors():
+            turns = self.task.numbered(number, self.seed)
         if turns in self.set_aside:
             return None
         return Prompt(id=number, turns=turns)
@@ -4440,6 +4537,330 @@ class Sampler:
     def first(self, num_prompts: int) -> list[Prompt]:
         """The first so many of them."""
         return list(itertools.islice(self.stream(), num_prompts))
+
+
+# -- plumbing: a class in somebody's file, and errors in it ----------------------------------------
+# The methods of a task are somebody else's code, and run in several processes. When one raises, its
+# author wants to see the line, wherever it was; and nobody wants to see it once per episode.
+#
+#     raised in                     by                   what follows
+#     importing, __init__           the main process     one line, exit status 2, before all else
+#     set_aside, numbered           the main process     at the start the same; later the stage ends
+#     open, user, Session           a generator          the request raises; a stage ends, or, if
+#                                                        asynchronous, groups are lost
+#     rewards, score                a judge              the episode is not judged; the run goes on
+#
+# The exception itself stays where it was raised: its class may be one that cannot travel between
+# processes, or that only the task's file knows. What travels is a text with the lines to look at.
+
+
+class TaskError(RuntimeError):
+    """Somebody's task has raised.
+
+    Its text is all that it has: what was raised, and a line for each place in files of the task. So
+    it travels from any process to the main process, which need not know the exception's class.
+    """
+
+
+@contextlib.contextmanager
+def task_errors() -> Iterator[None]:
+    """What a task raises in the body of the `with` becomes a TaskError."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise TaskError(told_of(error)) from error
+
+
+def told_of(error: BaseException) -> str:
+    """What was raised, and where: at most seven lines.
+
+        ValueError: no number in "abc"
+          /home/me/sums.py:12, in score: return [value(said[0])]
+          /home/me/numbers.py:5, in value: raise ValueError(...)
+
+    Left out are this file and what is installed: of a traceback of forty lines, mostly those in
+    which somebody can mend something are left.
+    """
+    if isinstance(error, TaskError):
+        return str(error)
+    message = " ".join(str(error).split())
+    lines = [f"{type(error).__name__}: {message[:300]}"]
+    if isinstance(error, SyntaxError):  # found before any of it ran
+        lines.append(f"{error.filename}:{error.lineno}: {(error.text or '').strip()[:100]}")
+        return "\n  ".join(lines)
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<", __file__)
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith(installed):
+            place = f"{frame.filename}:{frame.lineno}, in {frame.name}"
+            lines.append(f"{place}: {(frame.line or '')[:100]}")
+    return "\n  ".join(lines[:1] + lines[1:][-6:])
+
+
+def place_of(told: str) -> str:
+    """What is alike in two errors of one mistake: the exception's name, and where it was raised.
+
+    What it says may differ from episode to episode: it often quotes what was said.
+    """
+    what, _, places = told.partition("\n")
+    name, _, _ = what.partition(":")
+    return f"{name}\n{places}"
+
+
+Tell = Callable[..., None]  # is given lines, each of them a text, and shows them to somebody
+
+
+def tell_nobody(*lines: str) -> None:
+    """Where nobody listens."""
+
+
+class TellOnce:
+    """Tells errors. There may be one per episode, so each different TaskError is told once."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.tell = tell
+        self.told: set[str] = set()  # place_of each TaskError
+
+    def say(self, before: str, error: Exception) -> None:
+        """before: what to say before the error, in the same line."""
+        place = place_of(str(error))
+        if place in self.told:
+            return
+        if isinstance(error, TaskError):
+            self.told.add(place)
+        self.tell(*f"{before}{error}".splitlines())
+
+
+def class_in_file(path: str, name: str) -> type[Task]:
+    """The class of this name. Its file may import others of its folder.
+
+    It becomes a module like any other, so that dataclasses and pickle find its classes; and its
+    folder is the last in which Python looks, so that nothing there hides an installed module: a
+    file called `queue.py` must not be what torch gets when it imports its queue.
+    """
+    file = pathlib.Path(path).resolve()
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    module_name = f"task_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not isinstance(found, type) or not issubclass(found, Task):
+        raise TypeError(f"{path} has no class {name} that is a Task")
+    return found
+
+
+# -- plumbing: a task in a file of prompts and answers ---------------------------------------------
+# A line of such a file, as GSM8K has it (here on two lines):
+#
+#     {"prompt": "Tom has 3 apples and buys 4. How many has he?",
+#      "answer": "He has 3 + 4 = 7 apples. #### 7"}
+#
+# The tenth of the prompts whose hashes are the lowest is held out. A hash follows from the prompt
+# alone: a prompt stays on its side for all seeds, on every machine, and mostly also when lines are
+# added, and a prompt that stands there twice is on one side.
+#
+#     prompt              hash, as a share     side
+#     "Tom has 3 ..."     0.41                 trained on
+#     "How far is ..."    0.07                 held out, because it is below 0.1
+#     "Tom has 3 ..."     0.41                 trained on, as above
+#
+# What is left is trained on in epochs. With 180 lines number 0 to 179 are the first epoch, 180 to
+# 359 the second. Each epoch has an order of its own, in which every line comes once. The order
+# follows from seed and epoch, so a number names the same line in every process, and a run that goes
+# on from a checkpoint needs no more than the next number to go on in the middle of an epoch.
+
+MIN_HELD_OUT = 2  # prompts, also of a small file: one of `heldout`, and one of `validation`
+# A number as people write it: -3, 1,234.50, .5, 6e23, $12. A sign behind a letter or a digit is a
+# dash; digits behind a letter are part of a name, and behind ^ an exponent.
+NUMBER = re.compile(
+    r"""
+    (?P<sign> (?<!\w)[-\u2212])?  [$€£]?
+    (?P<digits> (?<![\w^]) (?: \d{1,3}(?:,\d{3})+(?!\d) | \d+ ) (?:\.\d+)? | (?<![\w.])\.\d+ )
+    (?P<exponent> [eE][-+]?\d{1,3}(?!\w) )?
+    """,
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the file, read."""
+
+    system: str  # "" if it has no message of the system's
+    prompt: str
+    answer: str
+
+    def hash_share(self) -> float:
+        """From 0 to 1, the same for the same prompt in every process: by SHA-256."""
+        digest = hashlib.sha256(self.prompt.encode()).digest()
+        return int.from_bytes(digest[:8], "big") / 2**64
+
+
+class FileTask(Task):
+    """The prompts of a file, with an answer each: one turn, and a reward of 1 or 0.
+
+    Training prompts come in a shuffled order, another one in each epoch. In an epoch each line
+    comes once.
+    """
+
+    num_turns = 1
+    max_new_tokens = 256
+    tokens_per_letter = 1  # they are tokens here
+
+    def __init__(self, path: str) -> None:
+        """Reads it all. ValueError: names the first line that cannot be used."""
+        lines = lines_of(path)
+        self.system = lines[0].system if lines else ""
+        # The prompts, each once, by their hashes. Taking the first of them instead of all below 0.1
+        # would move prompts from one side to the other whenever the file grows.
+        shares = {line.prompt: line.hash_share() for line in lines}
+        by_share = sorted(shares, key=lambda prompt: shares[prompt])
+        num_in_tenth = sum(share < 0.1 for share in shares.values())
+        held_out = set(by_share[: max(MIN_HELD_OUT, num_in_tenth)])
+        if len(by_share) <= len(held_out):
+            raise ValueError(
+                f"{len(by_share)} different prompts, at least {MIN_HELD_OUT + 1} needed"
+            )
+        self.training = [line for line in lines if line.prompt not in held_out]
+        by_prompt = {line.prompt: line for line in lines}  # of equal prompts the last
+        self.held_out = [by_prompt[prompt] for prompt in by_share if prompt in held_out]
+
+    def numbered(self, number: int, seed: int) -> tuple[Turn, ...]:
+        """A line of the training prompts."""
+        epoch, place = divmod(number, len(self.training))
+        order = shuffled(len(self.training), f"{seed} {epoch}")
+        return self._turns(self.training[order[place]])
+
+    def set_aside(self) -> list[tuple[Turn, ...]]:
+        """The first 512 of those held out, by their hashes. The others are not used at all."""
+        return [self._turns(line) for line in self.held_out[:512]]
+
+    def _turns(self, line: Line) -> tuple[Turn, ...]:
+        return (Turn(user=line.prompt, right=line.answer),)
+
+    def score(self, turns: tuple[Turn, ...], said: list[str]) -> list[float]:
+        """1 if the answer is found in what was said."""
+        text = said[0] if said else ""  # the prompt may not have fitted into the context
+        return [float(is_answer(text, turns[0].right))]
+
+
+@functools.lru_cache(maxsize=4)
+def shuffled(num: int, seed: str) -> list[int]:
+    """The numbers below num in an order that follows from the seed.
+
+    The last orders are kept, or each prompt of an epoch would shuffle all of it again. There are
+    several because prompts of an earlier epoch may be drawn again after a loss (section 12).
+    """
+    order = list(range(num))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def lines_of(path: str) -> list[Line]:
+    """All lines of a file but empty ones. ValueError: names the first that cannot be used."""
+    lines: list[Line] = []
+    for number, content in enumerate(pathlib.Path(path).read_bytes().splitlines(), 1):
+        try:
+            text = content.decode("utf-8-sig").strip()
+            if text:
+                lines.append(read_line(text))
+            if lines[1:] and lines[-1].system != lines[0].system:
+                raise ValueError("another system message than in the lines before")
+        except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
+            raise ValueError(f"line {number}: {error}") from error
+    return lines
+
+
+def read_line(text: str) -> Line:
+    """A line of a file. ValueError: says what it lacks."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    # Numbers come as they are written: 1.50 is the answer "1.50".
+    found = json.loads(text, parse_int=str, parse_float=str, parse_constant=refuse)
+    if not isinstance(found, dict):
+        raise ValueError('not of the form {"prompt": ..., "answer": ...}')
+    for name in ("prompt", "answer"):
+        if name not in found:
+            raise ValueError(f"no {name!r}")
+    system = ""
+    prompt = found["prompt"]
+    if isinstance(prompt, list):
+        system, prompt = read_messages(prompt)
+    for name, value in (("prompt", prompt), ("answer", found["answer"])):
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"{name!r} is neither text nor a number")
+        value.encode()  # half a character, which JSON can have, raises a ValueError
+    return Line(system=system, prompt=prompt, answer=found["answer"])
+
+
+def read_messages(messages: list[Any]) -> tuple[str, Any]:
+    """(system message, prompt) of a prompt that is a list of chat messages."""
+    try:
+        roles = [message["role"] for message in messages]
+        contents = [message["content"] for message in messages]
+    except (TypeError, KeyError):
+        raise ValueError('a message has not the form {"role": ..., "content": ...}') from None
+    if roles == ["user"]:
+        contents.insert(0, "")
+    elif roles != ["system", "user"]:
+        raise ValueError(
+            f"messages of {roles}; there may be one of the system's, and then one user's"
+        )
+    system, prompt = contents
+    if not isinstance(system, str):
+        raise ValueError("the system's message is no text")
+    return system, prompt
+
+
+def is_answer(text: str, answer: str) -> bool:
+    """Is the answer found in a text, by the rules of DOCS 7?
+
+    1. Of both only the marked part counts, if there is one, as marked_part finds it.
+    2. If the answer is a number, the last number of the text must be equal to it.
+    3. If not, both must be the same words, whatever their case.
+
+    The answer "3 + 4 = 7 #### 7" is found in "He has 7." and in "#### 7.0 apples", and not in "7 of
+    10", whose last number is 10. The answer "Paris" is found in "paris." alone.
+    """
+    wanted = marked_part(answer)
+    found = marked_part(text)
+    number = NUMBER.match(wanted)
+    # Behind the number there may be one word, its unit: "7 apples", "70%".
+    if number is not None and re.fullmatch(r"\s*[^\s\d]*", wanted[number.end() :]):
+        numbers = list(NUMBER.finditer(found))
+        return bool(numbers) and value_of(numbers[-1]) == value_of(number)
+    return words_of(found) == words_of(wanted)
+
+
+def marked_part(text: str) -> str:
+    """What LaTeX's last box holds; or else the line behind the last ####; or else all of it."""
+    _, box, behind = text.rpartition("\\boxed{")
+    if box:
+        depth = 1
+        for place, letter in enumerate(behind):
+            depth += {"{": 1, "}": -1}.get(letter, 0)
+            if depth == 0:
+                return behind[:place].strip()
+    _, mark, behind = text.rpartition("####")
+    return behind.strip().partition("\n")[0] if mark else text.strip()
+
+
+def value_of(number: re.Match[str]) -> decimal.Decimal:
+    """The value of a number, exactly: 1.50 is 1.5, and 0.1 is no binary fraction."""
+    digits = number["digits"].replace(",", "")
+    sign = "-" if number["sign"] else ""
+    return decimal.Decimal(f"{sign}{digits}{number['exponent'] or ''}")
+
+
+def words_of(text: str) -> str:
+    """A text without its case, its line breaks and a full stop at its end."""
+    return " ".join(text.split()).casefold().removesuffix(".")
 
 
 # -- 9b. What is recorded --------------------------------------------------------------------------
@@ -4535,10 +4956,11 @@ class Rollout:
     group_ids: torch.Tensor
     # [B] bool: the conversation did not fit into the model's context, and carries no loss.
     is_cut: torch.Tensor
+    # [B, turns] bool: the answer of this turn was stopped, by max_new_tokens, before it had an end.
+    is_truncated: torch.Tensor
     # Of each row, the conversation that was to be had.
     prompts: list[Prompt]
-    # Of each row, what the policy said in each turn, as text: such as ["abc", "defg+"]. A "+" says
-    # that the turn was stopped before it had an end.
+    # Of each row, what the policy said in each turn, as text: such as ["abc", "defg"].
     said: list[list[str]]
 
     def select(self, rows: list[int]) -> Rollout:
@@ -4548,6 +4970,7 @@ class Rollout:
             rewards=self.rewards[rows],
             group_ids=self.group_ids[rows],
             is_cut=self.is_cut[rows],
+            is_truncated=self.is_truncated[rows],
             prompts=[self.prompts[row] for row in rows],
             said=[self.said[row] for row in rows],
         )
@@ -4560,6 +4983,7 @@ class Rollout:
             rewards=torch.cat([part.rewards for part in parts]),
             group_ids=torch.cat([part.group_ids for part in parts]),
             is_cut=torch.cat([part.is_cut for part in parts]),
+            is_truncated=torch.cat([part.is_truncated for part in parts]),
             prompts=[prompt for part in parts for prompt in part.prompts],
             said=[said for part in parts for said in part.said],
         )
@@ -4568,6 +4992,11 @@ class Rollout:
         """The episodes that could be judged."""
         is_judged = self.rewards.isfinite().all(1)  # [B]
         return self.select(is_judged.nonzero().flatten().tolist())
+
+    def num_per_turn(self) -> torch.Tensor:
+        """[B, turns] int64: how many tokens the policy chose in each turn."""
+        turns = torch.arange(1, self.rewards.shape[1] + 1)
+        return (self.tokens.turn_ids[:, :, None] == turns).sum(1)
 
     def sampled(self) -> torch.Tensor:
         """[B, T] bool: the tokens that the policy chose. Nothing else ever carries loss."""
@@ -4613,11 +5042,12 @@ class Policy:
         self.end_id: int = self.tokenizer.eos_token_id  # ends a turn
         self.tokenizer.pad_token = self.tokenizer.eos_token  # fills holes, which nobody looks at
         # The task counts letters; a pretrained tokenizer may need several tokens for one.
-        self.max_new_tokens: int = self.task.max_new_tokens * (1 if is_tiny else 3)
-        if cfg.max_new_tokens is not None:
-            self.max_new_tokens = cfg.max_new_tokens
+        self.max_new_tokens: int = cfg.max_new_tokens or self.task.max_new_tokens * (
+            1 if is_tiny else self.task.tokens_per_letter
+        )
         self.context: int = self.model.config.max_position_embeddings  # tokens
-        self._read_template("" if is_tiny else f"{self.task.instruction}\n")
+        has_instruction = self.task.instruction and not is_tiny
+        self._read_template(f"{self.task.instruction}\n" if has_instruction else "")
 
     def _read_template(self, instruction: str) -> None:
         """Finds what the chat template puts around the user's words, in the first turn and later.
@@ -4631,6 +5061,8 @@ class Policy:
         #   <user> SAID <end><assistant> SAID <end><user> SAID <end><assistant>
         roles = ["user", "assistant", "user"]
         chat = [{"role": role, "content": "SAID"} for role in roles]
+        if self.task.system:
+            chat.insert(0, {"role": "system", "content": self.task.system})
         whole = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         before_first, _, before_later, after = whole.split("SAID")
         self.before_first = before_first + instruction
@@ -4656,10 +5088,10 @@ class Policy:
         return found["input_ids"][which], found["attention_mask"][which]
 
     def text_of(self, ids: list[int]) -> str:
-        """Sampled ids up to the end of the turn, as text. A '+' says that the turn had no end."""
-        if self.end_id not in ids:
-            return self.tokenizer.decode(ids).strip() + "+"
-        return self.tokenizer.decode(ids[: ids.index(self.end_id)]).strip()
+        """Sampled ids up to the end of the turn, or all if it has none, as text."""
+        if self.end_id in ids:
+            ids = ids[: ids.index(self.end_id)]
+        return self.tokenizer.decode(ids).strip()
 
 
 def dtype_name(cfg: Config) -> str:
@@ -5098,33 +5530,106 @@ def generate(
     pull: Callable[[], int] = version_0,
     decoder_class: Callable[..., Decoder] = Decoder,
 ) -> Rollout:
-    """Has each conversation group_size times. The rewards are nan: nothing is judged yet.
+    """Has each conversation group_size times, and opens and closes a session for each.
 
-    The parameters are those of Decoder.
+    The parameters are those of Decoder. Rewards are nan, not judged yet, if the session knows none.
+    Raises TaskError if a session raises.
     """
     # The rows of a group are neighbours here. Whoever joins or selects rows need not keep that.
     rows = [prompt for prompt in prompts for _ in range(group_size)]
-    said: list[list[str]] = [[] for _ in rows]
+    num_turns = policy.task.num_turns
     decoder = decoder_class(policy, len(rows), group_size, seed, greedy, pull)
-    with torch.inference_mode():
-        for _ in range(policy.task.num_turns):
-            texts = []
-            for prompt, so_far in zip(rows, said, strict=True):
-                texts.append(policy.task.user(prompt.turns, so_far))
-            decoder.hear(texts)
-            answers = decoder.speak()
-            for row in (~decoder.is_over).nonzero().flatten().tolist():
-                said[row].append(answers[row])
-        # Of what was cut off, no token counts as chosen.
-        decoder.tokens.turn_ids[decoder.is_cut] = 0
+    with open_sessions(policy.task, rows) as sessions:
+        said, is_truncated = converse(decoder, sessions, num_turns)
+        rewards = known_rewards(sessions, said, is_truncated)
+    # Of what was cut off, no token counts as chosen.
+    tokens = decoder.tokens
+    turn_ids = tokens.turn_ids * ~decoder.is_cut[:, None]
     return Rollout(
-        tokens=decoder.tokens.each(lambda tensor: tensor.cpu()),
-        rewards=torch.full((len(rows), policy.task.num_turns), math.nan),
+        tokens=dataclasses.replace(tokens, turn_ids=turn_ids).each(lambda tensor: tensor.cpu()),
+        rewards=rewards,
         group_ids=torch.tensor([prompt.id for prompt in rows]),
         is_cut=decoder.is_cut.cpu(),
+        is_truncated=is_truncated,
         prompts=rows,
         said=said,
     )
+
+
+@contextlib.contextmanager
+def open_sessions(task: Task, prompts: list[Prompt]) -> Iterator[list[Session]]:
+    """A session for each of these, for the body of the `with`."""
+
+    def close(session: Session) -> None:
+        with task_errors():
+            session.close()
+
+    # An ExitStack calls back when its `with` ends, the last first. So it closes all that were
+    # opened, however this ends: also if the next one cannot be opened, if the engine runs out of
+    # memory, and if closing another one raises. Only a killed process closes nothing; then the
+    # system ends its connections, and the environment sees that.
+    with contextlib.ExitStack() as until_end:
+        sessions = []
+        for prompt in prompts:
+            with task_errors():
+                session = task.open(prompt.turns)
+            until_end.callback(close, session)
+            sessions.append(session)
+        yield sessions
+
+
+def converse(
+    decoder: Decoder, sessions: list[Session], num_turns: int
+) -> tuple[list[list[str]], torch.Tensor]:
+    """Has the conversations, one per session: (what was said, [B, turns] bool: is truncated)."""
+    said: list[list[str]] = [[] for _ in sessions]
+    is_truncated = torch.zeros(len(sessions), num_turns, dtype=torch.bool)
+    with torch.inference_mode():
+        for turn in range(num_turns):
+            decoder.hear(texts_of_users(sessions, said, decoder.is_over.tolist()))
+            answers = decoder.speak()
+            # Rows that still speak were stopped: they had max_new_tokens, and no end among them.
+            # Rows that are over have not spoken in this turn at all.
+            is_truncated[:, turn] = decoder.is_speaking.cpu()
+            for row in (~decoder.is_over).nonzero().flatten().tolist():
+                said[row].append(answers[row])
+    return said, is_truncated
+
+
+def texts_of_users(
+    sessions: list[Session], said: list[list[str]], is_over: list[bool]
+) -> list[str | None]:
+    """What the users say next. Who has left is not asked again."""
+    texts = []
+    for session, answers, has_left in zip(sessions, said, is_over, strict=True):
+        with task_errors():
+            texts.append(None if has_left else session.user(answers))
+    return texts
+
+
+def known_rewards(
+    sessions: list[Session], said: list[list[str]], is_truncated: torch.Tensor
+) -> torch.Tensor:
+    """[B, turns] float32: what the sessions know of the rewards; nan where they know nothing."""
+    num_turns = is_truncated.shape[1]
+    rewards = []
+    for session, answers, is_stopped in zip(sessions, said, is_truncated.tolist(), strict=True):
+        with task_errors():
+            found = session.rewards(answers, is_stopped)
+            unknown = [math.nan] * num_turns
+            rewards.append(unknown if found is None else finite_rewards(found, num_turns))
+    return torch.tensor(rewards)
+
+
+def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
+    """What a task gave as rewards. ValueError: it is something else than num_turns finite numbers.
+
+    TypeError: it is not even a list of what can be a number.
+    """
+    numbers = [float(reward) for reward in found]
+    if len(numbers) != num_turns or not math.isfinite(sum(numbers)):
+        raise ValueError(f"these are not {num_turns} finite rewards: {str(found)[:60]}")
+    return numbers
 
 
 # -- 9e. The token step on a GPU -------------------------------------------------------------------
@@ -6032,7 +6537,10 @@ def warm_start(policy: Policy, advance: Callable[[], None] = lambda: None) -> No
             share = exact_share(policy, sampler.validation)
         if share >= WARM_UNTIL:  # mechanism: warm start
             return
-    raise RuntimeError(f"warm start: {share:.2f} exact after {WARM_STEPS} steps, not {WARM_UNTIL}")
+    errors = judged_alone(policy, sampler.validation).errors
+    why = f"; of those that could not be judged the first: {errors[0]}" if errors else ""
+    told = f"warm start: {share:.2f} exact after {WARM_STEPS} steps, not {WARM_UNTIL}"
+    raise RuntimeError(told + why)
 
 
 def supervised_loss(
@@ -6061,25 +6569,27 @@ def supervised_loss(
 
 
 def exact_share(policy: Policy, prompts: list[Prompt]) -> float:
-    """The share of these prompts that the policy answers exactly, when it takes the likeliest."""
-    said = generate(policy, prompts, group_size=1).said
-    num_exact = 0
-    for prompt, answers in zip(prompts, said, strict=True):
-        reward = sum(score_now(policy.task, prompt, answers))
-        num_exact += is_exact(reward)
-    return num_exact / len(prompts)
+    """The share of these prompts that the policy answers exactly, when it takes the likeliest.
 
-
-def score_now(task: Task, prompt: Prompt, said: list[str]) -> list[float]:
-    """What a task's `score` says, for a caller that cannot await it, if it is a coroutine.
-
-    Such a caller runs in an event loop already, and a thread has one loop at most: so in another.
+    What cannot be judged is not exact.
     """
-    found: Any = task.score(prompt.turns, said)
-    if not asyncio.iscoroutine(found):
-        return found
+    reply = judged_alone(policy, prompts)
+    return sum(is_exact(sum(of_turns)) for of_turns in reply.rewards) / len(prompts)
+
+
+def judged_alone(policy: Policy, prompts: list[Prompt]) -> JudgeReply:
+    """The rewards of the likeliest answers, without generators and judges.
+
+    For a trainer in its warm start. There a reward function that hangs or dies takes it along.
+    """
+    rollout = generate(policy, prompts, group_size=1)
+    if rollout.rewards.isfinite().all():  # the sessions know them
+        return JudgeReply(rewards=rollout.rewards.tolist(), errors=[])
+    judging = rewards_of(policy.task, request_of(rollout))
+    # It is a coroutine, and the caller runs in an event loop that it cannot wait for. A thread has
+    # one such loop at most, so it runs in another thread.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, found).result()
+        return thread.submit(asyncio.run, judging).result()
 
 
 def is_exact(reward: float) -> bool:
@@ -6370,7 +6880,11 @@ def parts_of(state: TrainState, batch: Rollout) -> Iterator[Part]:
     tokens = batch.tokens
     # A turn is to be praised or blamed for what comes after it, too: rewards 0.2, 0.5 of two turns
     # make returns 0.7, 0.5. (Flipped, added up from the left, and flipped back.)
-    returns = batch.rewards.flip(1).cumsum(1).flip(1)  # [B, turns]
+    # Long turns cost something only here, in what is learned from: the rewards that are shown, and
+    # whether an answer is exact, are those of the task.
+    num_priced = (batch.num_per_turn() - cfg.free_tokens).clamp(min=0)
+    rewards = batch.rewards - cfg.length_penalty * num_priced  # [B, turns]
+    returns = rewards.flip(1).cumsum(1).flip(1)  # [B, turns]
     advantage = advantages(returns, batch.group_ids, cfg.baseline)  # [B, turns]
 
     # Longest rows first, dealt out to the ranks like cards, so that all have as much to do.
@@ -6609,7 +7123,7 @@ def become(
 
 def about(cfg: Config) -> dict[str, Any]:
     """What a checkpoint must have been made with for this run to go on from it."""
-    return {"format": 2, "task": cfg.task, "model": cfg.model, "seed": cfg.seed}
+    return {"format": 3, "task": cfg.task, "model": cfg.model, "seed": cfg.seed}
 
 
 def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
@@ -6667,7 +7181,7 @@ def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]
 #                 published                    -> int             when the newest can be pulled
 #                 examine      Rollout         -> Examination     scores a part of it, no more
 #     Generator   rollout      RolloutRequest  -> RolloutReply    pulls, and has conversations
-#     Judge       judge        JudgeRequest    -> rewards         scores conversations
+#     Judge       judge        JudgeRequest    -> JudgeReply      scores conversations
 
 
 class TrainerLost(RuntimeError):
@@ -6944,6 +7458,21 @@ class JudgeRequest:
 
     prompts: list[Prompt]  # of each episode
     said: list[list[str]]
+    is_truncated: list[list[bool]]  # of each episode and turn: was it stopped before its end?
+
+    def share(self, at: slice) -> JudgeRequest:
+        """The request for some of them."""
+        return JudgeRequest(
+            prompts=self.prompts[at], said=self.said[at], is_truncated=self.is_truncated[at]
+        )
+
+
+@dataclass(frozen=True)
+class JudgeReply:
+    """How good they are."""
+
+    rewards: list[list[float]]  # of each turn of each episode; nan: not judged
+    errors: list[str]  # why not, as told_of says it; each different one once
 
 
 class Judge(Worker):
@@ -6963,10 +7492,19 @@ class Judge(Worker):
         self.task = task_of(self.cfg.task)
 
     @endpoint
-    async def judge(self, request: JudgeRequest) -> list[list[float]]:
+    async def judge(self, request: JudgeRequest) -> JudgeReply:
         """Rewards, as rewards_of has them."""
         with self.recorder.span("judge"):
             return await rewards_of(self.task, request, self.pulse.advance)
+
+
+def request_of(rollout: Rollout) -> JudgeRequest:
+    """The request to judge all its episodes."""
+    return JudgeRequest(
+        prompts=rollout.prompts,
+        said=rollout.said,
+        is_truncated=rollout.is_truncated.tolist(),
+    )
 
 
 # Episodes that wait at the same time in one judge, for another server say, if `score` is a
@@ -6978,70 +7516,95 @@ async def rewards_of(
     task: Task,
     request: JudgeRequest,
     advance: Callable[[], None] = lambda: None,
-) -> list[list[float]]:
+) -> JudgeReply:
     """The rewards of each turn of each episode. advance: is called after every episode.
 
-    A `score` that is a coroutine runs for several episodes at once. A plain one cannot: while it
-    computes nothing else runs here, and one episode comes after the other. Then more judges help.
+    An episode is not judged, and its rewards are nan and not 0, if the function raises, or answers
+    something else than num_turns finite numbers.
+
+    One that is a coroutine runs for several episodes at once. A plain one cannot: while it computes
+    nothing else runs here, and one episode comes after the other. Then more judges help.
     """
     room = asyncio.Semaphore(JUDGED_AT_ONCE)
+    errors: dict[str, str] = {}  # by place_of
 
-    async def judged(prompt: Prompt, said: list[str]) -> list[float]:
+    async def judged(prompt: Prompt, said: list[str], is_truncated: list[bool]) -> list[float]:
         async with room:
-            rewards = await rewards_of_one(task, prompt, said)
+            try:
+                rewards = await rewards_of_one(task, prompt, said, is_truncated)
+            except (Exception, SystemExit) as error:  # whatever it raises: the caller tells
+                rewards = [math.nan] * task.num_turns
+                told = told_of(error)
+                errors.setdefault(place_of(told), told)
         advance()
         return rewards
 
-    pairs = zip(request.prompts, request.said, strict=True)
-    return await asyncio.gather(*[judged(prompt, said) for prompt, said in pairs])
+    episodes = zip(request.prompts, request.said, request.is_truncated, strict=True)
+    rewards = await asyncio.gather(*[judged(*episode) for episode in episodes])
+    return JudgeReply(rewards=rewards, errors=list(errors.values()))
 
 
-async def rewards_of_one(task: Task, prompt: Prompt, said: list[str]) -> list[float]:
-    """The rewards of each turn of an episode.
-
-    It is not judged, and its rewards are nan and not 0, if the function raises, or answers
-    something else than num_turns finite numbers.
-    """
-    # Whatever it raises: the caller counts what was not judged.
-    with contextlib.suppress(Exception, SystemExit):
-        found: Any = task.score(prompt.turns, said)
-        if isinstance(found, Awaitable):  # `async def score`
-            found = await found
-        numbers = [float(reward) for reward in found]
-        if len(numbers) == task.num_turns and math.isfinite(sum(numbers)):
-            return numbers
-    return [math.nan] * task.num_turns
+async def rewards_of_one(
+    task: Task,
+    prompt: Prompt,
+    said: list[str],
+    is_truncated: list[bool],
+) -> list[float]:
+    """The rewards of each turn of an episode. Raises what the task raises, and what it is for."""
+    found: Any = task.rewards(prompt.turns, said, is_truncated)
+    if isinstance(found, Awaitable):  # it is `async def`
+        found = await found
+    return finite_rewards(found, task.num_turns)
 
 
 REQUESTS_PER_JUDGE = 2  # of a rollout: a judge that is quicker than others gets a third one
 
 
-async def judge_all(
-    judges: Service, prompts: list[Prompt], said: list[list[str]]
-) -> list[list[float]]:
-    """Rewards of each turn of each episode; nan: not judged.
+async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
+    """Has all episodes of a request judged.
 
     All judges get a share of the episodes. If one is lost, each episode that it was asked for is
     asked for again, alone. Then only the one that kills its judge again stays without a reward.
     """
-    num_requests = min(len(prompts), REQUESTS_PER_JUDGE * judges.spec.num_replicas)
-    rewards: list[list[float]] = [[]] * len(prompts)
+    num_episodes = len(request.prompts)
+    num_requests = min(num_episodes, REQUESTS_PER_JUDGE * judges.spec.num_replicas)
+    rewards: list[list[float]] = [[]] * num_episodes
+    errors: list[str] = []
 
     async def judge(at: slice) -> None:
-        request = JudgeRequest(prompts=prompts[at], said=said[at])
+        share = request.share(at)
         try:
-            rewards[at] = await judges.route(Judge.judge, request)
+            reply = await judges.route(Judge.judge, share)
         except RequestLost:
-            if len(request.prompts) == 1:
-                rewards[at] = [[math.nan] * len(request.prompts[0].turns)]
+            if len(share.prompts) == 1:
+                rewards[at] = [[math.nan] * len(share.prompts[0].turns)]
             else:
-                places = range(len(prompts))[at]
+                places = range(num_episodes)[at]
                 await asyncio.gather(*[judge(slice(i, i + 1)) for i in places])
+        else:
+            rewards[at] = reply.rewards
+            errors.extend(reply.errors)
 
     # Every fourth one, say: so the episodes of a group, which take equally long, go to all judges.
     shares = [slice(first, None, num_requests) for first in range(num_requests)]
     await asyncio.gather(*[judge(share) for share in shares])
-    return rewards
+    return JudgeReply(rewards=rewards, errors=errors)
+
+
+async def judge_unknown(judges: Service, rollout: Rollout, errors: TellOnce) -> Rollout:
+    """All episodes; those are judged whose sessions knew no rewards. errors: is told of any.
+
+    A session knows all rewards of its episode or none. Rows without any are the ones to ask for.
+    """
+    rewards = rollout.rewards.clone()
+    unknown = rewards.isnan().all(1).nonzero().flatten().tolist()
+    if not unknown:
+        return rollout
+    reply = await judge_all(judges, request_of(rollout.select(unknown)))
+    for error in reply.errors:
+        errors.say("an episode was not judged: ", TaskError(error))
+    rewards[unknown] = torch.tensor(reply.rewards)
+    return dataclasses.replace(rollout, rewards=rewards)
 
 
 # -- 11e. The cluster ------------------------------------------------------------------------------
@@ -7119,9 +7682,11 @@ class Cluster:
 
     trainer_class: ClassVar[type[Trainer]] = Trainer  # section 14 has another one
 
-    def __init__(self, cfg: Config, is_warm: bool = True) -> None:
+    def __init__(self, cfg: Config, is_warm: bool = True, tell: Tell = tell_nobody) -> None:
+        """tell: is told of errors in the task's rewards."""
         self.cfg = cfg
         self.is_warm = is_warm
+        self.errors = TellOnce(tell)
         self.hosts = self.hosts_of(cfg)
         specs = specs_of(cfg, self.hosts, self.trainer_class)
         self.trainer = Service(specs["trainer"])
@@ -7245,7 +7810,8 @@ class Cluster:
         greedy: bool = False,
         min_version: int = 0,
     ) -> RolloutReply:
-        """Asks a generator for conversations, and then the judges for their rewards.
+        """Asks a generator for conversations, and the judges for rewards that it does not know.
+
 
         group_size: None: that of --group-size. min_version: the generator waits until it can pull
         this one. Rewards are nan where an episode could not be judged. Raises what `route` raises.
@@ -7260,9 +7826,7 @@ class Cluster:
             is_in_flight=self.cfg.pull == "token" and not greedy,
         )
         reply = await self.generators.route(Generator.rollout, request)
-        found = reply.rollout
-        rewards = await judge_all(self.judges, found.prompts, found.said)
-        rollout = dataclasses.replace(found, rewards=torch.tensor(rewards))
+        rollout = await judge_unknown(self.judges, reply.rollout, self.errors)
         return dataclasses.replace(reply, rollout=rollout)
 
     async def arenas(self) -> tuple[ArenaHandle | None, ...]:
@@ -7444,7 +8008,13 @@ class StepRow:
     heldout: float | None
     # How many sampled tokens of the batch had lag 0, 1, 2, ...
     lags: list[int]
-    # What the user and the policy said in the batch's first episode.
+    # Share of the answers in the batch that were stopped before they had an end.
+    truncated: float
+    # Share of the episodes that could not be judged, of all that came back so far in the run. They
+    # are in no batch: the reward is that of the others.
+    unjudged: float
+    # What the user and the policy said in the batch's first episode. Behind an answer that was
+    # stopped before it had an end there are three dots.
     heard: str
     said: str
     stats: StepStats
@@ -7481,6 +8051,7 @@ class Run:
         self.num_sent = 0  # steps that it has made or was told to make (more than made: section 13)
         self.next_number = 0  # of the prompt to draw next
         self.busy_s = 0.0  # of generators
+        self.num_judged = 0  # episodes that came back
         self.num_unjudged = 0
         self.num_cut = 0
         self.began = time.monotonic()
@@ -7513,6 +8084,7 @@ class Run:
         self.busy_s += found.busy_s
         self.num_cut += int(found.rollout.is_cut.sum())
         judged = found.rollout.judged()
+        self.num_judged += len(judged.said)
         self.num_unjudged += len(found.rollout.said) - len(judged.said)
         return judged
 
@@ -7532,8 +8104,10 @@ class Run:
             busy_s=self.busy_s,
             heldout=heldout,
             lags=lags.bincount().tolist(),
+            truncated=int(batch.is_truncated.sum()) / sum(len(said) for said in batch.said),
+            unjudged=self.num_unjudged / max(1, self.num_unjudged + self.num_judged),
             heard=" ".join(turn.user for turn in batch.prompts[0].turns)[:100],
-            said=" ".join(batch.said[0])[:100],
+            said=as_shown(batch.said[0], batch.is_truncated[0].tolist()),
             stats=stats,
         )
         self.rows.append(row)
@@ -7550,6 +8124,7 @@ class Run:
         state = {
             "next_number": self.next_number,
             "busy_s": self.busy_s,
+            "num_judged": self.num_judged,
             "num_unjudged": self.num_unjudged,
             "num_cut": self.num_cut,
             "counts": self.ledger.counts,
@@ -7569,6 +8144,7 @@ class Run:
         self.num_sent = len(self.rows)
         self.next_number = found["next_number"]  # mechanism: prompts go on
         self.busy_s = found["busy_s"]
+        self.num_judged = found["num_judged"]
         self.num_unjudged = found["num_unjudged"]
         self.num_cut = found["num_cut"]
         self.ledger.go_on(
@@ -7599,6 +8175,14 @@ class Run:
         )
 
 
+def as_shown(said: list[str], is_truncated: list[bool]) -> str:
+    """The answers of an episode as a line for people."""
+    shown = []
+    for text, is_stopped in zip(said, is_truncated, strict=False):
+        shown.append(f"{text}..." if is_stopped else text)
+    return " ".join(shown)[:100]
+
+
 def mean_reward(rows: list[StepRow]) -> float:
     """Of the batches of these steps."""
     return statistics.fmean(row.stats.reward for row in rows)
@@ -7616,6 +8200,8 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
         yield "clipped > 0.5: most tokens had moved too far before they were used (section 10)"
     if stats.entropy < 0.002:
         yield "entropy < 0.002: the policy has no alternatives left to compare"
+    if rows[-1].unjudged > 0.1:
+        yield "unjudged > 0.1: reward is of the episodes that could be judged, not of all"
     rewards = [row.stats.reward for row in rows[-20:]]
     if rewards == [0.0] * 20:
         yield "reward 0 in 20 batches: all wrong, nothing to learn from"
@@ -7719,7 +8305,7 @@ class Training:
         try:
             self.heldout = await evaluate(self.cluster, heldout, waits_for_newest=False)
         except Exception as error:  # whatever it is, it costs no step
-            self.report.say(f"{self.run.label}: an evaluation failed: {error}")
+            self.report.say(*f"{self.run.label}: an evaluation failed: {error}".splitlines())
 
     def _show(self, row: StepRow) -> None:
         """Prints a line for the first step, and one after every eighth part of --steps.
@@ -8188,14 +8774,15 @@ async def judge_that_hangs(report: Report) -> None:
     turns = (Turn(user="a", right="a"), Turn(user="a", right="a"))
     prompts = [Prompt(id=i, turns=turns) for i in range(16)]
     said = [["a", "a"] for _ in prompts[1:]] + [["hang"]]
-    together = JudgeRequest(prompts=prompts, said=said)
+    is_truncated = [[False, False] for _ in prompts]
+    together = JudgeRequest(prompts=prompts, said=said, is_truncated=is_truncated)
     # Three attempts: this one for all 16; in judge_all the one for the four of which the guilty
     # episode is one; and there the one for it alone. Each kills a judge.
     found = await outcome(lambda: judges.route(Judge.judge, together))
-    rewards = await judge_all(judges, prompts, said)
+    reply = await judge_all(judges, together)
     status = await judges.status(10.0)
     await judges.close()
-    num_alone = sum(math.isnan(of_first_turn) for of_first_turn, _ in rewards)
+    num_alone = sum(math.isnan(of_first_turn) for of_first_turn, _ in reply.rewards)
     report.say(f"a reward function hangs on 1 of 16 episodes; the request for all: {found}")
     report.check("episodes not judged, each asked for alone, of 16", num_alone, "==", 1)
     num_lost = len(status.lost_replicas)
@@ -8502,12 +9089,12 @@ class AsyncLoops:
         self.batch_groups = training.cfg.batch_groups
         self.gate = Gate(self.ledger, (max_lag + 1) * self.batch_groups)  # mechanism: tickets
         self.buffer = ReplayBuffer(self.ledger, max_lag, self.batch_groups)
-        # While the trainer works on a batch, the next one already waits there, so the trainer never
-        # waits for the main process. A batch that waits grows older by a version. With K = 0 it
-        # would then be too old.
+        # While the trainer works on a batch, the next one already waits there, so that it never
+        # waits for the main process. It grows older by a version: with K = 0 it would be too old.
         self.max_sent = 2 if max_lag > 0 else 1
         self.sent: collections.deque[SentStep] = collections.deque()
         self.version = 0  # at which the trainer will see the next batch
+        self.errors = TellOnce(training.report.say)
         self.num_away = 0  # groups in requests that have not come back
         self.is_done = False  # then no loop asks for tickets again
 
@@ -8563,7 +9150,7 @@ class AsyncLoops:
             found = await self.cluster.rollout(prompts)
         except Exception as error:  # no replica, no judge, or what the request raised
             self.ledger.settle("lost", group_ids)
-            self.training.report.say(f"{len(prompts)} groups lost: {error}")
+            self.errors.say(f"{len(prompts)} groups lost: ", error)
             if isinstance(error, NoReplica) or self.ledger.is_fruitless():
                 raise
             await asyncio.sleep(0.5)  # whatever is the matter needs a moment
@@ -9282,8 +9869,8 @@ class HostsCluster(Cluster):
 
     trainer_class = RelayedTrainer
 
-    def __init__(self, cfg: Config, is_warm: bool = True) -> None:
-        super().__init__(cfg, is_warm)
+    def __init__(self, cfg: Config, is_warm: bool = True, tell: Tell = tell_nobody) -> None:
+        super().__init__(cfg, is_warm, tell)
         for host in self.hosts:
             host.life()  # connects
         # Readers of an arena have numbers: at that of the trainer generators first, then relays.
@@ -9564,6 +10151,7 @@ def what_memory_lacks(cfg: Config, num_parameters: int) -> str:
 #
 #     --only async_rl --task count --steps 300          another task
 #     --only async_rl --task mine.py:Mine               a task of your own
+#     --only async_rl --task FILE.jsonl --model FOLDER  prompts and answers of your own
 #     --only async_rl --model FOLDER --device cuda      a model of your own
 #     --only async_rl --checkpoint saved                goes on when it is given again
 #     --only weight_sync --model-mb 1024 --json f.json  a measurement
@@ -9685,14 +10273,15 @@ def blaming(parser: Parser, flag: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        parser.error(f"{flag}: {type(error).__name__}: {' '.join(str(error).split())}")
+        what = "" if isinstance(error, TaskError) else f"{type(error).__name__}: "
+        parser.error(f"{flag}: {what}{' '.join(str(error).split())}")
 
 
 def try_all(parser: Parser, cfg: Config, worker: str | None) -> None:
     """Finds out what cannot work, each thing by trying it."""
     with blaming(parser, "Linux on x86-64"):
         try_platform()
-    with blaming(parser, f"--task {cfg.task} ({', '.join(TASKS)}, or FILE.py:CLASS)"):
+    with blaming(parser, f"--task {cfg.task} ({', '.join(TASKS)}, FILE.py:CLASS or FILE.jsonl)"):
         try_task(cfg)
     with blaming(parser, "--device cuda"):
         if not cfg.hosts:  # else the hosts will tell
@@ -9734,6 +10323,23 @@ def try_task(cfg: Config) -> None:
     prompt = sampler.validation[0]  # IndexError: it draws too few different conversations
     if len(prompt.turns) != sampler.task.num_turns:
         raise ValueError(f"a conversation has {len(prompt.turns)} turns, not num_turns")
+    if cfg.model == "tiny" and isinstance(sampler.task, FileTask):
+        try_letters(sampler)
+
+
+def try_letters(sampler: Sampler) -> None:
+    """Has the tiny policy a token for all that is said in these conversations?
+
+    What it has no token for it hears as the end of a turn. A file of prompts in words, without
+    --model, would be trained on without an error, and nothing would be learned.
+    """
+    letters = set()
+    for prompt in sampler.heldout + sampler.validation:
+        for turn in prompt.turns:
+            letters.update(turn.user, turn.right)
+    unknown = letters - set(sampler.task.letters)
+    if unknown:
+        raise ValueError(f"the tiny policy has no token for {min(unknown)!r}: give a --model")
 
 
 def try_files(paths: list[str]) -> None:
@@ -9751,7 +10357,8 @@ async def run_stages(report: Report, command: Command) -> None:
     An exception in a demo is a failed check of its stage, and the next stage runs.
     """
     cfg = command.cfg
-    cluster = HostsCluster(cfg) if cfg.hosts else Cluster(cfg)
+    cluster_class = HostsCluster if cfg.hosts else Cluster
+    cluster = cluster_class(cfg, tell=report.say)
     lab = Lab(report, cluster, SafeTraining)
     clock = asyncio.ensure_future(report.keep_clock())
     # The actors of RL end with the last stage that needs them.
@@ -9765,14 +10372,35 @@ async def run_stages(report: Report, command: Command) -> None:
         try:
             await run_stage(stage, report, cfg, lab)
         except Exception as error:
-            report.check("errors that ended the stage", repr(cause(error))[:300], "==", "none")
-            sys.excepthook(type(error), error, error.__traceback__)
+            tell_end(report, error)
         if stage in with_lab[-1:]:
             await lab.close()
         report.end_stage(stage, since(start))
     if cfg.trace:
         write_trace(cfg.trace, await read_events())
     clock.cancel()
+
+
+# The check that fails when an error in somebody's task ends a stage begins so. Such an error is
+# told in full: what workers said last, which is shown after other failures, would add nothing.
+IN_THE_TASK = "in the task: "
+
+
+def tell_end(report: Report, error: Exception) -> None:
+    """Tells what ended a stage, as a failed check; on stderr, where it was raised."""
+    why = cause(error)
+    if isinstance(why, TaskError):
+        first, *_ = str(why).splitlines()
+        report.check("errors that ended the stage", IN_THE_TASK + first, "==", "none")
+        sys.stderr.write(f"{why}\n")
+    else:
+        report.check("errors that ended the stage", repr(why)[:300], "==", "none")
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def is_explained(found: dict[str, Any]) -> bool:
+    """Has a stage, as --json has it, ended with an error in the task?"""
+    return any(check["got"].startswith(IN_THE_TASK) for check in found["checks"])
 
 
 async def run_stage(
@@ -9890,6 +10518,9 @@ def finish(report: Report, cfg: Config, noise: Any) -> None:
         }
         pathlib.Path(cfg.json).write_text(json.dumps(whole, indent=1), encoding="utf-8")
     failed = [found["name"] for found in report.stages if not found["ok"]]
+    unexplained = [found for found in report.stages if not found["ok"] and not is_explained(found)]
+    if failed and not unexplained:  # the workers said the same, at length
+        leave(1, f"failed: {', '.join(failed)}")
     if failed:
         noise.seek(0)
         last_words = "".join(f"  | {line}" for line in noise.readlines()[-20:])

@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import fcntl
 import functools
+import http.server
 import importlib.util
 import io
 import itertools
@@ -42,7 +43,7 @@ import types
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -262,6 +263,7 @@ def rollout_of(group_ids: Sequence[int], version: int, width: int = 5) -> m.Roll
         rewards=torch.rand(num_rows, 1),
         group_ids=torch.tensor(group_ids),
         is_cut=torch.zeros(num_rows, dtype=torch.bool),
+        is_truncated=torch.zeros(num_rows, 1, dtype=torch.bool),
         prompts=[m.Prompt(id=group_id, turns=turns) for group_id in group_ids],
         said=[["a"] for _ in group_ids],
     )
@@ -941,7 +943,7 @@ def test_conversations_are_exactly_what_the_template_renders() -> None:
         text = policy.tokenizer.decode(ids, skip_special_tokens=False)
         expected = ""
         for turn, answer in zip(prompt.turns, rollout.said[row], strict=True):
-            expected += f"<user>{turn.user}<end><assistant>{answer.rstrip('+')}<end>"
+            expected += f"<user>{turn.user}<end><assistant>{answer}<end>"
         # Nobody hears a last turn that was not ended, so nothing ends it.
         assert text in (expected, expected.removesuffix("<end>"))
 
@@ -952,9 +954,8 @@ def test_only_sampled_tokens_carry_loss() -> None:
         turn_ids = rollout.tokens.turn_ids[row]
         for turn, answer in enumerate(answers, 1):
             letters = re.sub(r"<\w+>", "?", answer)
-            has_ended = not letters.endswith("+")
-            num_sampled = len(letters.rstrip("+")) + has_ended
-            assert int((turn_ids == turn).sum()) == num_sampled
+            has_ended = not rollout.is_truncated[row, turn - 1]
+            assert int((turn_ids == turn).sum()) == len(letters) + has_ended
         assert int(turn_ids.max()) == len(answers) == 3
     assert torch.equal(rollout.sampled(), rollout.tokens.turn_ids > 0)
 
@@ -1757,6 +1758,7 @@ def exact_batch(counts: list[int], logits: torch.Tensor) -> m.Rollout:
         rewards=torch.zeros(1, 1),
         group_ids=torch.zeros(1, dtype=torch.int64),
         is_cut=torch.zeros(1, dtype=torch.bool),
+        is_truncated=torch.zeros(1, 1, dtype=torch.bool),
         prompts=[m.Prompt(id=0, turns=())],
         said=[[""]],
     )
@@ -2561,6 +2563,704 @@ def test_no_rank_but_the_first_ever_has_the_whole_model(tmp_path: pathlib.Path) 
     assert sums_1[0] == pytest.approx(model.model.embed_tokens.weight.double().sum().item())
     assert buffers_0 == buffers_1
     assert buffers_1 == [float(buffer.double().sum()) for buffer in model.buffers()]
+
+
+# -- a task in a file of prompts and answers -------------------------------------------------------
+
+
+# The numbers of those of 200 that are held out.
+HELD_OUT = [2, 5, 6, 7, 9, 16, 22, 49, 58, 74, 76, 85]
+HELD_OUT += [101, 105, 114, 116, 125, 139, 151, 165, 168, 186, 188]
+
+
+def sums(num_lines: int) -> list[dict[str, Any]]:
+    """Lines in the shape of GSM8K."""
+    rng = random.Random(1)
+    lines = []
+    for number in range(num_lines):
+        a, b = rng.randrange(2, 900), rng.randrange(2, 900)
+        lines.append(
+            {
+                "prompt": f"In box {number} are {a} apples. Tom adds {b}. How many are in it?",
+                "answer": f"There are {a} + {b} = {a + b:,} apples in it.\n#### {a + b:,}",
+            }
+        )
+    return lines
+
+
+def write_lines(file: pathlib.Path, lines: Iterable[Any]) -> str:
+    """A JSON value per line. Returns the path."""
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    file.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return str(file)
+
+
+def save_bpe_model(folder: pathlib.Path, texts: Sequence[str]) -> str:
+    """A small Qwen2 with a byte-pair tokenizer of these texts, whose template has a system part."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder.mkdir()
+    bpe = ByteLevelBPETokenizer()
+    special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    bpe.train_from_iterator(texts, vocab_size=400, special_tokens=special, show_progress=False)
+    library = m.transformers
+    tokenizer = library.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
+    tokenizer.eos_token = "<|end|>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = library.Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+    )
+    library.Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("stage", [pytest.param("sync_rl", marks=long), "async_rl"])
+def test_a_file_of_200_lines_runs_to_the_end(tmp_path: pathlib.Path, stage: str) -> None:
+    """A policy that knows nothing learns nothing from it in a few steps; nothing else may fail."""
+    lines = sums(200)
+    file = write_lines(tmp_path / "sums.jsonl", lines)
+    texts = [f"{line['prompt']} {line['answer']}" for line in lines]
+    model = save_bpe_model(tmp_path / "model", texts)
+    sizes = ["--steps", "4", "--batch-groups", "2", "--group-size", "4", "--judges", "1"]
+    price = ["--length-penalty", "0.001", "--free-tokens", "20", "--log", "log.jsonl"]
+    run = run_file(
+        tmp_path, "--only", stage, "--task", file, "--model", model, "--lr", "1e-3", *sizes, *price
+    )
+    may_fail = {"held-out exact, gained", "largest lag without the rule", TOO_FEW_STEPS}
+    may_fail |= {"answers that differ", "trainer busy, asynchronous / synchronous"}
+    assert run.failed_checks(stage) <= may_fail, run.out + run.err
+    assert run.left == []
+    assert f"prompts of {file}" in run.out
+    rows = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert all(row["unjudged"] == 0 for row in rows)
+    assert max(row["truncated"] for row in rows) > 0  # it has not learned to end an answer
+    truncated = [row["said"] for row in rows if row["truncated"] == 1.0]
+    assert all(len(said) == 100 or said.endswith("...") for said in truncated)
+
+
+def test_a_tenth_is_held_out_by_the_prompt_alone(tmp_path: pathlib.Path) -> None:
+    lines = sums(200)
+    twice = [{**line, "answer": "another"} for line in lines[:50]]
+    task = m.FileTask(write_lines(tmp_path / "a.jsonl", lines))
+    other = m.FileTask(write_lines(tmp_path / "b.jsonl", [*twice, *reversed(lines)]))
+    held_out = {line.prompt for line in task.held_out}
+    assert held_out == {line.prompt for line in other.held_out}
+    assert 10 <= len(held_out) <= 30
+    for made in (task, other):
+        assert not held_out & {line.prompt for line in made.training}
+    assert len(task.training) + len(task.held_out) == 200
+    # Which they are follows from SHA-256, so these are the same on every machine.
+    assert sorted(int(re.findall(r"\d+", prompt)[0]) for prompt in held_out) == HELD_OUT
+    one, two = m.Sampler(f"{tmp_path}/a.jsonl", seed=1), m.Sampler(f"{tmp_path}/a.jsonl", seed=2)
+    assert one.heldout == two.heldout
+    assert one.validation == two.validation
+    asked = {prompt.turns[0].user for prompt in one.heldout + one.validation}
+    assert asked == held_out
+
+
+def test_an_epoch_has_every_training_prompt_once(tmp_path: pathlib.Path) -> None:
+    """In an order that follows from number and seed, and another one in the next epoch."""
+    file = write_lines(tmp_path / "sums.jsonl", sums(40))
+    sampler = m.Sampler(file, seed=3)
+    num = len(m.FileTask(file).training)
+    prompts = sampler.first(3 * num)
+    assert [prompt.id for prompt in prompts] == list(range(3 * num))
+    epochs = []
+    for first in range(0, 3 * num, num):
+        epochs.append([prompt.turns for prompt in prompts[first : first + num]])
+    assert all(len(set(epoch)) == num for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    again = m.Sampler(file, seed=3)
+    for number in reversed(range(0, 3 * num, 7)):
+        assert again.prompt(number) == prompts[number]
+    assert m.Sampler(file, seed=4).first(num) != prompts[:num]
+
+
+def test_a_file_needs_three_prompts(tmp_path: pathlib.Path, refused: Refused) -> None:
+    sampler = m.Sampler(write_lines(tmp_path / "three.jsonl", sums(3)), seed=0)
+    assert len(sampler.heldout) == len(sampler.validation) == 1
+    assert len({prompt.turns for prompt in sampler.first(10)}) == 1
+    file = write_lines(tmp_path / "two.jsonl", sums(2) * 2)
+    assert "2 different prompts, at least 3 needed" in refused("--task", file)
+
+
+# What is said, the answer, and whether that is right.
+ANSWERS = [
+    ("The answer is 42.", "42", True),
+    ("it is 41, no, 42", "42", True),
+    ("42 or 43", "42", False),
+    ("", "42", False),
+    ("none", "42", False),
+    ("#### 42", "6 * 7 = 42. #### 42", True),
+    ("42\n#### 42\nNow another: 7", "#### 42", True),
+    (r"\boxed{42}, as 6 * 7 shows", "42", True),
+    (r"so \boxed{x = 42} 7", r"\boxed{42}", True),
+    (r"\boxed{\frac{1}{2}}", r"It is \boxed{\frac{1}{2}}.", True),
+    (r"\boxed{\frac{1}{3}}", r"\boxed{\frac{1}{2}}", False),
+    ("1,234", "1234", True),
+    ("1,2,3", "3", True),
+    ("$1,234.50", "1234.5", True),
+    ("-$5", "-5", True),
+    ("$-5", "-5", True),
+    ("\u22125", "-5", True),
+    ("5", "-5", False),
+    ("8-5", "5", True),
+    (".5", "0.5", True),
+    ("So...5", "5", True),
+    ("600", "6e2", True),
+    ("seven: 7", "7 apples", True),
+    ("70 %", "70%", True),
+    ("x2", "2", False),
+    ("10 m^2", "10", True),
+    ("2", "1/2", False),
+    ("1/2", "1/2", True),
+    (" paris. ", "Paris", True),
+    ("New\n  York", "new york", True),
+    ("It is Paris", "Paris", False),
+]
+
+
+@pytest.mark.parametrize(("said", "answer", "is_right"), ANSWERS)
+def test_an_answer_is_found_by_the_rules_of_docs(said: str, answer: str, is_right: bool) -> None:
+    assert m.is_answer(said, answer) is is_right
+
+
+GOOD_LINE = {"prompt": "a", "answer": "a"}
+BAD_LINES = {
+    "no JSON": ("{", "Expecting"),
+    "a list": (["a", "b"], "not of the form"),
+    "no answer": ({"prompt": "a"}, "no 'answer'"),
+    "no prompt": ({"answer": "a"}, "no 'prompt'"),
+    "an empty answer": ({"prompt": "a", "answer": " "}, "'answer' is neither text"),
+    "null": ({"prompt": None, "answer": "a"}, "'prompt' is neither text"),
+    "true": ({"prompt": "a", "answer": True}, "'answer' is neither text"),
+    "NaN": ('{"prompt": "a", "answer": NaN}', "NaN is no JSON"),
+    "half a character": ({"prompt": "\ud800", "answer": "a"}, "surrogates not allowed"),
+    "no message": ({"prompt": ["a"], "answer": "a"}, "a message has not the form"),
+    "no messages": ({"prompt": [], "answer": "a"}, "messages of []"),
+    "two turns": (
+        {"prompt": [{"role": "user", "content": "a"}] * 2, "answer": "a"},
+        "messages of ['user', 'user']",
+    ),
+    "another system": (
+        {
+            "prompt": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "a"},
+            ],
+            "answer": "a",
+        },
+        "another system message",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_named_by_its_number(
+    tmp_path: pathlib.Path, refused: Refused, name: str
+) -> None:
+    bad, told = BAD_LINES[name]
+    lines = [GOOD_LINE, "", GOOD_LINE, bad, GOOD_LINE]
+    line = refused("--task", write_lines(tmp_path / "own.jsonl", lines))
+    assert "ValueError: line 4: " in line
+    assert told in line
+
+
+def test_numbers_and_chat_messages_are_read(tmp_path: pathlib.Path) -> None:
+    lines = []
+    for number in range(20):
+        user = {"role": "user", "content": f"say {number}"}
+        system = {"role": "system", "content": "Answer at once."}
+        lines.append({"prompt": [system, user], "answer": number + 0.50})
+    file = write_lines(tmp_path / "own.jsonl", lines)
+    task = m.FileTask(file)
+    assert task.system == "Answer at once."
+    turns = m.Sampler(file, 0).heldout[0].turns
+    assert turns[0].right.endswith(".5")
+    right = turns[0].right + "0"
+    assert task.rewards(turns, [f"It is {right}."], [False]) == [1.0]
+    assert task.rewards(turns, [], []) == [0.0]
+    model = save_bpe_model(tmp_path / "model", [line["prompt"][1]["content"] for line in lines])
+    policy = m.Policy(m.Config(task=file, model=model))
+    ids, _ = policy.ids_of(["say 7"], is_first_turn=True)
+    text = policy.tokenizer.decode(ids[0])
+    assert text == "<|system|>Answer at once.<|end|>\n<|user|>say 7<|end|>\n<|assistant|>"
+    assert policy.max_new_tokens == 256
+
+
+def test_the_tiny_policy_is_not_asked_what_it_has_no_tokens_for(
+    tmp_path: pathlib.Path, refused: Refused
+) -> None:
+    line = refused("--task", write_lines(tmp_path / "sums.jsonl", sums(20)))
+    assert "the tiny policy has no token for" in line
+    file = write_lines(
+        tmp_path / "abc.jsonl", [{"prompt": letter, "answer": letter} for letter in "abcdefghijk"]
+    )
+    assert m.parse(["--task", file]).cfg.task == file
+
+
+def test_long_turns_cost_something_only_in_what_is_learned() -> None:
+    trainer = trainer_of(batch_groups=2, length_penalty=0.25, free_tokens=2, baseline="none")
+    batch = batch_of(trainer)
+    num_tokens = torch.zeros_like(batch.rewards)
+    for turn in range(2):
+        num_tokens[:, turn] = (batch.tokens.turn_ids == turn + 1).sum(1)
+    assert torch.equal(batch.num_per_turn(), num_tokens.long())
+    rewards = batch.rewards - 0.25 * (num_tokens - 2).clamp(min=0)
+    assert not torch.equal(rewards, batch.rewards)
+    cheap = trainer_of(batch_groups=2, baseline="none")
+    priced = dataclasses.replace(batch, rewards=rewards)
+    mine = torch.cat([part.advantage for part in m.parts_of(trainer.state, batch)])
+    expected = torch.cat([part.advantage for part in m.parts_of(cheap.state, priced)])
+    assert torch.equal(mine, expected)
+    stats = trainer.state.step(batch, lambda: 0.0)
+    assert stats.reward == pytest.approx(float(batch.rewards.sum(1).mean()))
+
+
+# -- errors in a task ------------------------------------------------------------------------------
+
+
+# Two files of one's own; the first imports the second. {where} becomes a mistake in one method.
+OWN_TASK = """
+from __future__ import annotations
+
+import dataclasses
+
+import monarch_rl
+import own_helper
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    letter: str = "a"
+
+
+class Own(monarch_rl.Shift):
+    def __init__(self):
+        super().__init__("Say it again.", [0])
+
+    def user(self, turns, said):
+        return own_helper.{user}(super().user(turns, said))
+
+    def score(self, turns, said):
+        rewards = super().score(turns, said)
+        if sum(rewards) < 0.999:
+            own_helper.{score}("wrong")
+        return rewards
+"""
+OWN_HELPER = """
+class OwnError(Exception):
+    def __init__(self, a, b):  # this cannot be pickled and unpickled
+        super().__init__(f"{a} is no number")
+
+
+def fine(text):
+    return text
+
+
+def fails(text):
+    raise OwnError(text, "b")
+"""
+
+
+def write_own(folder: pathlib.Path, user: str = "fine", score: str = "fine") -> str:
+    """Writes both. Returns what to say after --task."""
+    text = OWN_TASK.replace("{user}", user).replace("{score}", score)
+    (folder / "own.py").write_text(text, encoding="utf-8")
+    (folder / "own_helper.py").write_text(OWN_HELPER, encoding="utf-8")
+    return f"{folder / 'own.py'}:Own"
+
+
+def line_in(file: pathlib.Path, text: str) -> int:
+    """The number of the line that has this text."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    [found] = [number for number, line in enumerate(lines, 1) if text in line]
+    return found
+
+
+@pytest.fixture
+def fresh_modules() -> Iterator[None]:
+    """What a test imports is forgotten after it."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if name.startswith(("task_", "own", "openenv")):
+            del sys.modules[name]
+
+
+def test_a_task_of_ones_own_may_import_its_siblings(
+    tmp_path: pathlib.Path, fresh_modules: None
+) -> None:
+    sampler = m.Sampler(write_own(tmp_path), seed=0)
+    turns = sampler.heldout[0].turns
+    assert sampler.task.user(turns, []) == turns[0].user
+    module = sys.modules[type(sampler.task).__module__]
+    assert module.__file__ == str(tmp_path / "own.py")
+    assert sys.path[-1] == str(tmp_path)
+
+
+@pytest.mark.parametrize("mistake", ["syntax", "sibling", "class", "constructor", "conversation"])
+def test_an_error_at_the_start_shows_its_place_in_one_line(
+    tmp_path: pathlib.Path, refused: Refused, fresh_modules: None, mistake: str
+) -> None:
+    task = write_own(tmp_path)
+    file, helper = tmp_path / "own.py", tmp_path / "own_helper.py"
+    text = file.read_text(encoding="utf-8")
+    if mistake == "syntax":
+        file.write_text(text + "def x(:\n")
+        expected = f"{file}:{line_in(file, 'def x(:')}: def x(:"
+    elif mistake == "sibling":
+        helper.write_text("import nowhere_at_all\n")
+        expected = f"{helper}:1, in <module>: import nowhere_at_all"
+    elif mistake == "class":
+        task = f"{file}:Rule"
+        expected = "has no class Rule that is a Task"
+    elif mistake == "constructor":
+        file.write_text(text.replace("super().__init__(", "self.nothing("))
+        expected = f"{file}:{line_in(file, 'self.nothing')}, in __init__: self.nothing("
+    else:
+        fails = "\n    def conversation(self, rng):\n        return own_helper.fails('x')\n"
+        file.write_text(text + fails)
+        expected = f"{helper}:{line_in(helper, 'raise OwnError')}, in fails: raise OwnError"
+        assert f"{file}:{line_in(file, 'fails(')}, in conversation: " in refused("--task", task)
+    assert expected in refused("--task", task)
+
+
+@pytest.mark.parametrize("stage", ["sync_rl", pytest.param("async_rl", marks=long)])
+def test_an_error_of_a_user_in_a_generator_shows_its_place(
+    tmp_path: pathlib.Path, quick_file: pathlib.Path, stage: str
+) -> None:
+    """In few lines, though it went through three processes; and no line of the file is blamed."""
+    task = write_own(tmp_path, user="fails")
+    # Not in the trainer, which else would be the first to meet it.
+    run = run_file(tmp_path, "--only", stage, "--task", task, "--steps", "4", file=quick_file)
+    assert run.status == 1
+    assert run.left == []
+    lines = run.err.splitlines()
+    assert len(lines) <= 12, run.err
+    place = line_in(tmp_path / "own.py", "own_helper.fails(super()")
+    raised = line_in(tmp_path / "own_helper.py", "raise OwnError")
+    assert re.fullmatch(r"OwnError: [a-p]+ is no number", lines[0])
+    assert lines[1].startswith(f"  {tmp_path / 'own.py'}:{place}, in user: return own_helper.fails")
+    assert lines[2].startswith(f"  {tmp_path / 'own_helper.py'}:{raised}, in fails: raise OwnError")
+    assert lines[3:] == [f"monarch_rl: failed: {stage}"]
+    assert "in the task: OwnError" in run.out
+
+
+def test_an_error_of_a_score_in_a_judge_shows_its_place_once_and_the_run_goes_on(
+    tmp_path: pathlib.Path,
+) -> None:
+    """It raises on all wrong answers. Held-out figures divide by the prompts asked all the same."""
+    task = write_own(tmp_path, score="fails")
+    how = ["--steps", "60", "--log", "log.jsonl"]
+    run = run_file(tmp_path, "--only", "sync_rl", "--task", task, *how)
+    assert run.failed_checks("sync_rl") <= {TOO_FEW_STEPS, "answers that differ"}, run.out + run.err
+    place = line_in(tmp_path / "own.py", 'own_helper.fails("wrong")')
+    assert run.out.count("an episode was not judged: OwnError: wrong is no number") == 1
+    assert run.out.count(f"{tmp_path / 'own.py'}:{place}, in score: own_helper.fails") == 1
+    rows = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert len(rows) == 30
+    assert all(row["reward"] > 0.999 for row in rows)  # only what is right is judged
+    assert rows[-1]["unjudged"] > 0.1
+    assert "unjudged > 0.1: reward is of the episodes that could be judged" in run.out
+    figures = run.figures("sync_rl")
+    assert 0.03 < figures["heldout_before"] < 0.3  # not 1.0
+    assert figures["heldout_after"] < 1.0
+
+
+class OnlyRight(m.Shift):
+    """Scores nothing but right answers."""
+
+    def score(self, turns: tuple[m.Turn, ...], said: list[str]) -> list[float]:
+        if said != [turn.right for turn in turns]:
+            raise ValueError("wrong")
+        return super().score(turns, said)
+
+
+def test_held_out_figures_divide_by_the_prompts_asked() -> None:
+    """Also if the reward function raises on all that is wrong: in the trainer, and on a cluster."""
+    policy = m.Policy(m.Config())
+    policy.task = OnlyRight("", [0])
+    prompts = m.Sampler("repeat", 0).heldout[:40]
+    rollout = m.generate(policy, prompts, 1)
+    rollout.is_truncated[:3] = False
+    rollout.said[:3] = [[turn.right for turn in prompt.turns] for prompt in prompts[:3]]
+    reply = asyncio.run(m.rewards_of(policy.task, m.request_of(rollout)))
+    judged = dataclasses.replace(rollout, rewards=torch.tensor(reply.rewards))
+
+    class OneAnswer(IdleCluster):
+        async def rollout(self, *_: Any, **__: Any) -> m.RolloutReply:
+            return m.RolloutReply(rollout=judged, busy_s=0.0)
+
+    assert asyncio.run(m.evaluate(OneAnswer(m.Config()), prompts, False)) == 3 / 40
+    with mock.patch.object(m, "generate", lambda *_, **__: rollout):
+        assert m.exact_share(policy, prompts) == 3 / 40
+        rollout.said[:3] = [["x", "y"]] * 3
+        assert m.exact_share(policy, prompts) == 0.0  # nothing at all could be judged
+        with (
+            mock.patch.object(m, "WARM_STEPS", 1),
+            mock.patch.object(m, "task_of", lambda _: policy.task),
+            pytest.raises(RuntimeError, match=r"0.00 exact.*judged the first: ValueError: wrong"),
+        ):
+            m.warm_start(policy)
+
+
+# -- what was stopped before its end ---------------------------------------------------------------
+
+
+def test_truncation_is_a_flag_and_not_in_the_text() -> None:
+    _, rollout = sampled_by_tiny("count", seed=1)
+    assert rollout.is_truncated.any()
+    assert not rollout.is_truncated.all()
+    for row, answers in enumerate(rollout.said):
+        for turn, answer in enumerate(answers):
+            assert "+" not in answer
+            num_tokens = int((rollout.tokens.turn_ids[row] == turn + 1).sum())
+            last = rollout.tokens.ids[row][rollout.tokens.turn_ids[row] == turn + 1][-1]
+            has_end = int(last) == 2  # <end>
+            assert bool(rollout.is_truncated[row, turn]) is not has_end
+            assert has_end or num_tokens == m.Task.max_new_tokens
+    some = rollout.select([3, 0])
+    assert torch.equal(some.is_truncated, rollout.is_truncated[[3, 0]])
+    assert torch.equal(m.Rollout.join([some, some]).is_truncated[2:], some.is_truncated)
+    assert m.as_shown(["ab", "cdef"], [False, True]) == "ab cdef..."
+
+
+def test_a_missing_end_counts_as_a_wrong_letter_in_built_in_tasks_alone() -> None:
+    turns = (m.Turn(user="abc", right="abc"), m.Turn(user="dea", right="dea"))
+    said = ["abcd", "dea"]
+    assert m.TASKS["repeat"].rewards(turns, said, [True, False]) == pytest.approx([0.3, 0.5])
+    assert m.TASKS["repeat"].rewards(turns, said, [False, False]) == [3 / 4 / 2, 1 / 2]
+    assert m.Task().rewards(turns, said, [True, False]) == [3 / 4 / 2, 1 / 2]
+
+    class Strict(m.Task):
+        def rewards(self, turns: Any, said: Any, is_truncated: list[bool]) -> list[float]:
+            return [0.0 if stopped else 0.5 for stopped in is_truncated]
+
+    request = m.JudgeRequest(
+        prompts=[m.Prompt(id=0, turns=turns)], said=[said], is_truncated=[[True, False]]
+    )
+    assert asyncio.run(m.rewards_of(Strict(), request)).rewards == [[0.0, 0.5]]
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+class Guessing(m.Task):
+    """Each episode has a state of its own, which no reward function could know."""
+
+    num_turns = 3
+
+    def __init__(self, fails_at: str = "") -> None:
+        """fails_at: the method of the fifth session that raises."""
+        self.fails_at = fails_at
+        self.sessions: list[GuessingSession] = []
+        self.num_closed = 0
+
+    def open(self, turns: tuple[m.Turn, ...]) -> m.Session:
+        if self.fails_at == "open" and len(self.sessions) == 4:
+            raise OSError("the cause")
+        self.sessions.append(GuessingSession(self, turns, len(self.sessions)))
+        return self.sessions[-1]
+
+
+class GuessingSession(m.Session):
+    """It ends after as many turns as its number says, at most three."""
+
+    def __init__(self, task: Guessing, turns: tuple[m.Turn, ...], number: int) -> None:
+        super().__init__(task, turns)
+        self.number = number
+        self.num_asked = 0
+        self.num_closed = 0
+
+    def fail(self, method: str) -> None:
+        if self.number == 4 and self.task.fails_at == method:
+            raise OSError("the cause")
+
+    def user(self, said: list[str]) -> str | None:
+        self.num_asked += 1
+        assert len(said) == self.num_asked - 1
+        if said:
+            self.fail("user")
+        return None if len(said) > self.number else "abc"[len(said) :]
+
+    def rewards(self, said: list[str], is_truncated: list[bool]) -> list[float] | None:
+        self.fail("rewards")
+        return None if self.number == 3 else [float(self.number), float(len(said)), 0.0]
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self.fail("close")
+
+
+@pytest.mark.parametrize("fails_at", ["", "open", "user", "rewards", "close", "engine"])
+def test_a_session_per_episode_is_closed_whatever_happens(fails_at: str) -> None:
+    policy = m.Policy(m.Config())
+    policy.task = task = Guessing(fails_at)
+    prompts = [m.Prompt(id=id, turns=()) for id in range(4)]
+    engine = m.Decoder
+    if fails_at == "engine":  # no error of the task, and not taken for one
+
+        class Engine(m.Decoder):
+            def speak(self) -> list[str]:
+                raise MemoryError("the cause")
+
+        engine = Engine
+    error = {"": None, "engine": MemoryError}.get(fails_at, m.TaskError)
+    if error is None:
+        rollout = m.generate(policy, prompts, 2)
+        assert [len(said) for said in rollout.said] == [1, 2, 3, 3, 3, 3, 3, 3]
+        assert rollout.rewards[:, 0].nan_to_num(-1).tolist() == [0, 1, 2, -1, 4, 5, 6, 7]
+        asked = [session.num_asked for session in task.sessions]
+        assert asked == [2, 3, 3, 3, 3, 3, 3, 3]  # after a None nobody is asked again
+    else:
+        with pytest.raises(error, match="the cause"):
+            m.generate(policy, prompts, 2, decoder_class=engine)
+    assert len(task.sessions) == (4 if fails_at == "open" else 8)
+    assert [session.num_closed for session in task.sessions] == [1] * len(task.sessions)
+
+
+def test_a_judge_is_asked_only_for_what_sessions_do_not_know() -> None:
+    policy = m.Policy(m.Config())
+    policy.task = Guessing()
+    rollout = m.generate(policy, [m.Prompt(id=id, turns=()) for id in range(4)], 2)
+    asked: list[m.JudgeRequest] = []
+
+    class OneJudge:
+        async def route(self, _: Any, request: m.JudgeRequest) -> m.JudgeReply:
+            asked.append(request)
+            return m.JudgeReply(rewards=[[0.5, 0.5, 0.5]], errors=[])
+
+    errors = m.TellOnce(m.tell_nobody)
+    judged = asyncio.run(m.judge_unknown(OneJudge(), rollout, errors))
+    assert [request.said for request in asked] == [[rollout.said[3]]]
+    assert judged.rewards[3].tolist() == [0.5, 0.5, 0.5]
+    assert judged.rewards[4].tolist() == [4.0, 3.0, 0.0]
+    again = asyncio.run(m.judge_unknown(OneJudge(), judged, errors))
+    assert again is judged
+    assert len(asked) == 1
+
+
+# What stands in for the package `openenv`: a client with its four methods, over plain HTTP.
+CLIENT = """
+import json
+import types
+import urllib.request
+
+
+class GenericEnvClient:
+    def __init__(self, base_url):
+        self.base_url = base_url
+        self.id = None
+
+    def sync(self):
+        return self
+
+    def _ask(self, what, **fields):
+        body = json.dumps({"id": self.id, **fields}).encode()
+        with urllib.request.urlopen(f"{self.base_url}/{what}", data=body, timeout=10) as answer:
+            found = json.load(answer)
+        self.id = found["id"]
+        return types.SimpleNamespace(**found)
+
+    def reset(self, seed):
+        return self._ask("reset", seed=seed)
+
+    def step(self, action):
+        return self._ask("step", action=action)
+
+    def close(self):
+        if self.id is not None:
+            self._ask("close")
+"""
+
+
+class EnvironmentServer(http.server.BaseHTTPRequestHandler):
+    """A game with dice: it shows a letter that it throws, and wants it back. Two right end it."""
+
+    games: ClassVar[dict[int, dict[str, Any]]] = {}  # by id
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        number = len(self.games) if request["id"] is None else request["id"]
+        game = self.games.setdefault(number, {"heard": [], "rewards": [], "is_open": True})
+        assert game["is_open"]
+        reward = None
+        if self.path == "/reset":
+            game["seed"] = request["seed"]
+        elif self.path == "/close":
+            game["is_open"] = False
+        else:
+            text = request["action"]["text"]
+            reward = float(game["shown"] in text)
+            game["heard"].append(text)
+            game["rewards"].append(reward)
+        game["shown"] = random.SystemRandom().choice("abcdefgh")
+        is_done = sum(game["rewards"]) >= 2
+        found = {"observation": {"text": game["shown"]}, "reward": reward, "done": is_done}
+        body = json.dumps({"id": number, **found}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def environment(tmp_path: pathlib.Path, fresh_modules: None) -> Iterator[m.Task]:
+    """The adapter of DOCS, its client, and a server."""
+    EnvironmentServer.games.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), EnvironmentServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    program = recipe('"""A task whose user is an environment of OpenEnv')
+    assert program.count("http://127.0.0.1:8000") == 1
+    program = program.replace("http://127.0.0.1:8000", url)
+    (tmp_path / "environment.py").write_text(program, encoding="utf-8")
+    (tmp_path / "openenv.py").write_text(CLIENT, encoding="utf-8")
+    yield m.task_of(f"{tmp_path}/environment.py:Environment")
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_recipe_of_an_environment_runs(tmp_path: pathlib.Path, environment: m.Task) -> None:
+    """Every episode has a game of its own, gets the rewards of that one, and closes it."""
+    prompts = m.Sampler(f"{tmp_path}/environment.py:Environment", seed=0).first(4)
+    policy = m.Policy(m.Config())
+    policy.task = environment
+    with torch.no_grad():
+        policy.model.model.embed_tokens.weight.mul_(3)  # else it never says the same letter again
+    rollout = m.generate(policy, prompts, 8, seed=1, greedy=False)
+    games = EnvironmentServer.games
+    assert len(games) == 32
+    assert not any(game["is_open"] for game in games.values())
+    seeds = [game["seed"] for game in games.values()]
+    assert seeds == [int(prompt.turns[0].user) for prompt in rollout.prompts]
+    for row, game in games.items():
+        assert game["heard"] == rollout.said[row]
+        padded = game["rewards"] + [0.0] * (3 - len(game["rewards"]))
+        assert rollout.rewards[row].tolist() == padded
+    assert len({len(game["heard"]) for game in games.values()}) == 2  # some ended early
+    # Also if the rollout fails.
+    with mock.patch.object(m.Decoder, "speak", side_effect=MemoryError), pytest.raises(MemoryError):
+        m.generate(policy, prompts, 8)
+    assert len(games) == 64
+    assert not any(game["is_open"] for game in games.values())
+    assert len(recipe('"""A task whose user is an environment').splitlines()) < 60
 
 
 # -- weight slots, in one process ------------------------------------------------------------------
@@ -5942,16 +6642,18 @@ def test_a_run_that_has_ended_leaves_no_task_behind(broken: str) -> None:
 class UnreliableCluster(StubCluster):
     """Some rollouts raise."""
 
-    def __init__(self, raises_every: int) -> None:
-        """raises_every: 3 for every third rollout, 1 for all of them."""
+    def __init__(self, raises_every: int, error: str = "the cause") -> None:
+        """raises_every: 3 for every third rollout, 1 for all. error: "" for one in the task."""
         super().__init__()
+        self.error = error
         self.raises_every = raises_every
         self.num_asked = 0
 
     async def rollout(self, prompts: list[m.Prompt], *_: Any, **__: Any) -> m.RolloutReply:
         self.num_asked += 1
         if self.num_asked % self.raises_every == 0:
-            raise RuntimeError("the cause")
+            told = f"ValueError: nothing in {self.num_asked!r}\n  own.py:7, in user: return x[0]"
+            raise RuntimeError(self.error) if self.error else m.TaskError(told)
         return await super().rollout(prompts)
 
 
@@ -5967,6 +6669,20 @@ def test_a_rollout_that_raises_now_and_then_costs_its_groups_and_not_the_run(
 
     asyncio.run(scene())
     assert "groups lost: the cause" in capsys.readouterr().out
+
+
+def test_an_error_of_a_user_that_comes_now_and_then_is_told_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def scene() -> None:
+        training = stub_training(UnreliableCluster(raises_every=3, error=""), num_steps=20)
+        await asyncio.wait_for(m.AsyncLoops(training, 2).run_to_end(), 60)
+        assert training.run.ledger.counts["lost"] > m.Config.batch_groups  # more than once
+
+    asyncio.run(scene())
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^ +\d+ groups lost: ValueError: nothing in \d", out, re.M)) == 1
+    assert out.count("own.py:7, in user: return x[0]") == 1
 
 
 def test_a_run_in_which_every_rollout_raises_ends_with_the_cause() -> None:
@@ -6187,27 +6903,37 @@ class SlowTask(m.Task):
 
 
 def request_of(answers: Sequence[str]) -> m.JudgeRequest:
-    prompts = [m.Prompt(id=i, turns=()) for i in range(len(answers))]
-    return m.JudgeRequest(prompts=prompts, said=[[answer] for answer in answers])
+    turns = (m.Turn(user="", right=""),)
+    return m.JudgeRequest(
+        prompts=[m.Prompt(id=i, turns=turns) for i in range(len(answers))],
+        said=[[answer] for answer in answers],
+        is_truncated=[[False] for _ in answers],
+    )
 
 
 def test_a_reward_may_be_a_coroutine_and_several_run_at_once() -> None:
     task = SlowTask()
     progress = mock.Mock()
     answers = ["bad", *[str(i) for i in range(1, 50)]]
-    rewards = asyncio.run(m.rewards_of(task, request_of(answers), progress))
+    rewards = asyncio.run(m.rewards_of(task, request_of(answers), progress)).rewards
     assert rewards[1:] == [[float(i)] for i in range(1, 50)]
     assert math.isnan(rewards[0][0])
     assert task.most_at_once == m.JUDGED_AT_ONCE
     assert progress.call_count == 50
 
 
-async def score_in_a_loop(task: m.Task) -> list[float]:
-    return m.score_now(task, m.Prompt(id=0, turns=()), ["0.5"])
+async def share_in_a_loop(policy: m.Policy, prompts: list[m.Prompt]) -> float:
+    return m.exact_share(policy, prompts)
 
 
 def test_a_coroutine_can_be_scored_where_nobody_can_await() -> None:
-    assert asyncio.run(score_in_a_loop(SlowTask())) == [0.5]
+    policy = m.Policy(m.Config())
+    policy.task = SlowTask()
+    turns = (m.Turn(user="a", right="a"),)
+    rollout = m.generate(policy, [m.Prompt(id=0, turns=turns)], 1)
+    rollout.said[0][0] = "1"  # its score
+    with mock.patch.object(m, "generate", lambda *_, **__: rollout):
+        assert asyncio.run(share_in_a_loop(policy, rollout.prompts)) == 1.0
 
 
 class PoisonedJudges:
@@ -6218,23 +6944,20 @@ class PoisonedJudges:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    async def route(self, endpoint: Any, request: m.JudgeRequest) -> list[list[float]]:
+    async def route(self, endpoint: Any, request: m.JudgeRequest) -> m.JudgeReply:
         self.sizes.append(len(request.prompts))
         await asyncio.sleep(0)
         if ["bad"] in request.said:
             raise m.RequestLost("judge: lost")
-        return [[float(said[0])] for said in request.said]
+        rewards = [[float(said[0])] for said in request.said]
+        return m.JudgeReply(rewards=rewards, errors=[])
 
 
 def test_only_the_guilty_episode_stays_unjudged() -> None:
     answers = [str(i) for i in range(37)]
     answers[5] = answers[20] = "bad"
-    request = request_of(answers)
-    request = dataclasses.replace(
-        request, prompts=[m.Prompt(id=0, turns=(m.Turn(user="", right=""),)) for _ in answers]
-    )
     judges = PoisonedJudges()
-    rewards = asyncio.run(m.judge_all(judges, request.prompts, request.said))
+    rewards = asyncio.run(m.judge_all(judges, request_of(answers))).rewards
     for number, of_one in enumerate(rewards):
         if number in (5, 20):
             assert math.isnan(of_one[0])
@@ -6245,7 +6968,7 @@ def test_only_the_guilty_episode_stays_unjudged() -> None:
 
 
 def test_no_episodes_need_no_judge() -> None:
-    assert asyncio.run(m.judge_all(PoisonedJudges(), [], [])) == []
+    assert asyncio.run(m.judge_all(PoisonedJudges(), request_of([]))).rewards == []
 
 
 # -- a service under strain ------------------------------------------------------------------------
@@ -6845,15 +7568,19 @@ async def slow_rewards_scene() -> dict[str, Any]:
     turns = (m.Turn(user="a", right="a"), m.Turn(user="b", right="b"))
     prompts = [m.Prompt(id=i, turns=turns) for i in range(48)]
     good = [["a", "b"] for _ in prompts]
+    together = m.JudgeRequest(
+        prompts=prompts, said=good, is_truncated=[[False, False] for _ in prompts]
+    )
     start = time.monotonic()
-    rewards = await m.judge_all(judges, prompts, good)
+    rewards = (await m.judge_all(judges, together)).rewards
     all_good = {"right": rewards.count([0.5, 0.5]), "took_s": m.since(start)}
     all_good["lost"] = len((await judges.status()).lost_replicas)
     asked_s = time.time()
-    alone = m.JudgeRequest(prompts=prompts[:1], said=[["bad"]])
+    bad = dataclasses.replace(together, said=[["bad"], *good[1:]])
+    alone = bad.share(slice(1))
     caller_saw = await m.outcome(lambda: judges.route(m.Judge.judge, alone))
     found_s = (await judges.status(60.0)).lost_replicas[0].noticed_s - asked_s
-    rewards = await m.judge_all(judges, prompts, [["bad"], *good[1:]])
+    rewards = (await m.judge_all(judges, bad)).rewards
     lost = (await judges.status(60.0)).lost_replicas
     await judges.close()
     return {
@@ -7463,9 +8190,12 @@ class OddTask(m.Task):
     ids=str,
 )
 def test_not_judged_is_not_zero(answer: Any) -> None:
-    prompts = [m.Prompt(id=0, turns=())] * 2
-    request = m.JudgeRequest(prompts=prompts, said=[["bad"], ["good"]])
-    bad, good = asyncio.run(m.rewards_of(OddTask(answer), request))
+    prompts = [m.Prompt(id=0, turns=())] * 4
+    said = [["bad"], ["good"], ["bad"], ["bad"]]
+    request = m.JudgeRequest(prompts=prompts, said=said, is_truncated=[[False]] * 4)
+    reply = asyncio.run(m.rewards_of(OddTask(answer), request))
+    bad, good, *_ = reply.rewards
+    assert len(reply.errors) == 1  # three times the same
     assert good == [0.25, 0.5]
     assert len(bad) == 2
     assert not any(math.isfinite(reward) for reward in bad)
