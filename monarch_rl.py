@@ -8896,6 +8896,8 @@ async def run_without_training(report: Report, command: Command) -> None:
 #     --only async_rl --task mine.py:Mine               a task of your own
 #     --only async_rl --model FOLDER --device cuda      a model of your own
 #     --only async_rl --checkpoint saved                goes on when it is given again
+#     --only async_rl --export better                   writes the trained model
+#     --evaluate 16 --model better                      how good that is
 #     --only weight_sync --model-mb 1024 --json f.json  a measurement
 #
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
