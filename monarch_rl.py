@@ -124,6 +124,7 @@ import pickle
 import queue
 import random
 import re
+import shutil
 import socket
 import statistics
 import subprocess
@@ -309,6 +310,8 @@ class Config:
         None, "weight of an entropy bonus; None: 0.01 for tiny, else 0", least=0, kind=float
     )
     pull: str = setting("rollout", "new weights come before each of these", choices="rollout token")
+    sft_steps: int = setting(0, "supervised steps on right answers, before RL", least=0)
+    sft_lr: float = setting(1e-5, "their learning rate; some 1e-3 for fresh weights", least=0)
     seed: int = setting(0, "of sampling, initial weights and prompts", least=0)
     device: str = setting("cpu", "where policies compute", choices="cpu cuda")
     no_graphs: bool = setting(False, "on a GPU, have no CUDA graphs of the token step (section 9)")
@@ -338,6 +341,14 @@ class Config:
     report: str = setting("", "file for a page: async_rl at five bounds, about a minute more")
     checkpoint: str = setting("", "folder for checkpoints, from which a run goes on")
     save_every: int = setting(50, "steps between two checkpoints", least=1)
+    export: str = setting("", "folder for the trained model, as transformers reads it")
+    export_dtype: str | None = setting(
+        None,
+        "of exported weights; None: that of the model's folder",
+        choices="float32 bfloat16",
+        kind=str,
+    )
+    evaluate: int = setting(0, "samples per held-out prompt to evaluate; 0: not at all", least=0)
 
 
 # -- plumbing: the report --------------------------------------------------------------------------
@@ -530,6 +541,18 @@ class Report:
         line = line_of_section(stage)
         head = f"[{stage.number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {line})"
         self.say(textwrap.fill(head, 96, subsequent_indent=self.INDENT), indent="")
+
+    def begin_command(self, name: str) -> None:
+        """Prints the head of what is no stage: --evaluate or --export by itself."""
+        entry = {"name": name, "number": None, "claim": ""}
+        self.stages.append({**entry, "checks": [], "figures": {}, "tables": []})
+        self.say(name, indent="")
+
+    def end_command(self, seconds: float) -> None:
+        """Prints its foot."""
+        ok = all(check["ok"] for check in self.stages[-1]["checks"])
+        self.stages[-1].update(ok=ok, seconds=round(seconds, 2))
+        self.say(f"{seconds:.1f} s", "")
 
     def take_over(self, found: dict[str, Any]) -> None:
         """Adds what --json of another process has of a stage."""
@@ -6507,7 +6530,12 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 # -- 11a. The warm start ---------------------------------------------------------------------------
 # From random weights RL has nothing to make likelier: all answers are wrong. So the tiny policy
 # first takes supervised steps, which show it right answers, until it is bad but not hopeless. A
-# pretrained model needs none.
+# model of your own takes as many as --sft-steps says, and a pretrained one may need none.
+#
+# A supervised step makes right answers likelier. That is what an update of RL does with answers
+# that somebody else has given, each with a reward of 1: its loss is the mean of -1 * log p over
+# their tokens. So a right answer is put into the same table as a sampled one, and what trains on
+# the one trains on the other.
 
 WARM_BATCH = 64  # conversations per supervised step
 WARM_RATE = 6e-4  # below that of RL, so that it does not jump past the place where it should stop
@@ -6529,7 +6557,9 @@ def warm_start(policy: Policy, advance: Callable[[], None] = lambda: None) -> No
     share = 0.0
     for step in range(WARM_STEPS):
         batch = list(itertools.islice(prompts, WARM_BATCH))
-        supervised_loss(policy, batch, rng).backward()
+        answers = right_answers(policy, batch, rng, WARM_NOISE)
+        logp = recompute(policy.model, answers.tokens.packed())
+        (-logp.mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
         advance()
@@ -6543,29 +6573,67 @@ def warm_start(policy: Policy, advance: Callable[[], None] = lambda: None) -> No
     raise RuntimeError(told + why)
 
 
-def supervised_loss(
+def right_answers(
     policy: Policy,
     prompts: list[Prompt],
-    rng: random.Random,
-) -> torch.Tensor:
-    """The loss of saying the right answers, but for some letters that are drawn at random."""
+    rng: random.Random | None = None,
+    noise: float = 0.0,
+) -> Rollout:
+    """Conversations in which the policy says what is right, as if it had sampled that.
+
+    rng, noise: draws this share of the letters at random. Of each episode the reward is 1.
+    """
     decoder = Decoder(policy, len(prompts))
+    said: list[list[str]] = [[] for _ in prompts]
     for turn in range(policy.task.num_turns):
         decoder.hear([prompt.turns[turn].user for prompt in prompts])
-        answers = []
-        for prompt in prompts:
-            answer = ""
-            for letter in prompt.turns[turn].right:
-                is_random = rng.random() < WARM_NOISE
-                answer += rng.choice(policy.task.letters) if is_random else letter
-            answers.append(answer + policy.tokenizer.eos_token)
+        for prompt, so_far in zip(prompts, said, strict=True):
+            so_far.append(with_noise(prompt.turns[turn].right, policy.task.letters, rng, noise))
         # The decoder is told what it has said, in place of sampling it.
-        found = policy.tokenizer(answers, return_tensors="pt", padding=True)
-        found = found.to(policy.cfg.device)
-        decoder.append(found["input_ids"], found["attention_mask"], decoder.turn)
-    tokens = decoder.tokens.packed()
-    labels = tokens.ids.where(tokens.turn_ids > 0, -100)  # -100 is what transformers leaves out
-    return policy.model(tokens.ids, labels=labels, use_cache=False).loss
+        answers = [so_far[-1] + policy.tokenizer.eos_token for so_far in said]
+        found = policy.tokenizer(
+            answers, return_tensors="pt", add_special_tokens=False, padding=True
+        ).to(policy.cfg.device)
+        fits = ~decoder.is_over[:, None]
+        decoder.append(found["input_ids"], found["attention_mask"] * fits, decoder.turn)
+    rewards = torch.zeros(len(prompts), policy.task.num_turns)
+    rewards[:, -1] = 1.0  # the sum of the rewards from a turn on is then 1 for each turn
+    return Rollout(
+        tokens=decoder.tokens.each(lambda tensor: tensor.cpu()),
+        rewards=rewards,
+        group_ids=torch.tensor([prompt.id for prompt in prompts]),
+        is_cut=decoder.is_cut.cpu(),
+        is_truncated=torch.zeros_like(rewards, dtype=torch.bool),
+        prompts=prompts,
+        said=said,
+    )
+
+
+def with_noise(text: str, letters: str, rng: random.Random | None, noise: float) -> str:
+    """The text, with this share of its letters drawn at random. rng: None for the text itself."""
+    if rng is None:
+        return text
+    changed = ""
+    for letter in text:
+        is_random = rng.random() < noise
+        changed += rng.choice(letters) if is_random else letter
+    return changed
+
+
+def supervised(cfg: Config) -> Config:
+    """The Config with which a step on right answers is a supervised one."""
+    return dataclasses.replace(
+        cfg,
+        steps=cfg.sft_steps,
+        lr=cfg.sft_lr,
+        loss="reinforce",
+        baseline="none",  # all are right, so a comparison of them would leave nothing
+        passes=1,
+        kl=0.0,
+        entropy=0.0,
+        temperature=1.0,
+        length_penalty=0.0,
+    )
 
 
 def exact_share(policy: Policy, prompts: list[Prompt]) -> float:
@@ -7123,13 +7191,21 @@ def become(
 
 def about(cfg: Config) -> dict[str, Any]:
     """What a checkpoint must have been made with for this run to go on from it."""
-    return {"format": 3, "task": cfg.task, "model": cfg.model, "seed": cfg.seed}
+    return {
+        "format": 3,
+        "task": cfg.task,
+        "model": cfg.model,
+        "seed": cfg.seed,
+        "sft_steps": cfg.sft_steps,
+        "sft_lr": cfg.sft_lr,
+    }
 
 
-def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
+def read_checkpoint(source: str | bytes, cfg: Config | None) -> dict[str, Any]:
     """What Trainer.save has written. source: the path of a file, or its content.
 
-    Nothing in it is executed. Raises ValueError, which says what is wrong with it.
+    cfg: of the run that is to go on from it; None: of any run. Nothing in it is executed. Raises
+    ValueError, which says what is wrong with it.
     """
     try:
         with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
@@ -7139,7 +7215,7 @@ def read_checkpoint(source: str | bytes, cfg: Config) -> dict[str, Any]:
                 raise ValueError(f"damaged in {damaged}")
             file.seek(0)
             found = torch.load(file, weights_only=True)
-        if found["about"] != about(cfg):
+        if cfg is not None and found["about"] != about(cfg):
             raise ValueError(f"made with {found['about']}, this run has {about(cfg)}")
     except Exception as error:  # whatever a strange file does to these libraries
         why = " ".join(str(error).split())[:300]
@@ -7176,6 +7252,7 @@ def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]
 #     Trainer     meeting_place                -> str             a file for its ranks to meet in
 #                 begin        BeginRequest    -> ArenaHandle     makes optimizer and arena, once
 #                 load         LoadRequest     -> str             becomes what a checkpoint says
+#                 supervise    SuperviseRequest -> float          a supervised step; its loss
 #                 save         SaveRequest     -> bytes           writes a checkpoint
 #                 step         Rollout         -> StepStats       trains on a batch, and publishes
 #                 published                    -> int             when the newest can be pulled
@@ -7233,6 +7310,14 @@ class BeginRequest:
     meeting_place: str  # where the ranks of a trainer find each other
     is_warm: bool  # should the tiny policy take its warm start?
     num_readers: int  # of the arena
+
+
+@dataclass(frozen=True)
+class SuperviseRequest:
+    """A supervised step, before RL."""
+
+    prompts: list[Prompt]  # whose right answers are learned
+    is_first: bool  # of --sft-steps: it begins with a fresh optimizer
 
 
 @dataclass(frozen=True)
@@ -7311,6 +7396,18 @@ class Trainer(Worker):
         if self.state is None or self.writer is None:
             raise TrainerLost("this trainer has not begun")
         return self.state, self.writer
+
+    @endpoint
+    async def supervise(self, request: SuperviseRequest) -> float:
+        """A supervised step, on all ranks at once. Answers with its loss, and publishes nothing.
+
+        The moments go with the optimizer when the next run is loaded.
+        """
+        state, writer = self._begun()
+        if request.is_first:
+            state.prepare_optimizer(supervised(self.cfg))
+        answers = right_answers(self.policy, request.prompts)
+        return state.step(answers, writer.wait).loss
 
     @endpoint
     async def save(self, request: SaveRequest) -> bytes:
@@ -7667,18 +7764,19 @@ def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
 
 # What a cluster remembers of its trainer, from when on, and who sets it:
 #
-#     handle         the arena that generators read             `load`; None before
-#     first_version  at which the present run began             `load`; 0 before
-#     base           the checkpoint of version 0                the first `load`; "" before
+#     handle         the arena of the present trainer,          `load`; None before
+#                    which generators read
+#     first_version  at which the present run began; older      `load`; 0 before
+#                    ones, maybe still in the arena, are of
+#                    another run, and of no use for this one
+#     base           the checkpoint of version 0, with which    the first `load`, and `rebase`; ""
+#                    every run begins                           before
 #     newest         the checkpoint that the next trainer       `load` and `remember`; "" means base
 #                    becomes, if this one is lost
 
 
 class Cluster:
-    """The actors of RL, and typed calls to them.
-
-    It leads no run: it serves one after the other.
-    """
+    """The actors of RL, and typed calls to them. It leads no run: it serves one after the other."""
 
     trainer_class: ClassVar[type[Trainer]] = Trainer  # section 14 has another one
 
@@ -7693,16 +7791,11 @@ class Cluster:
         self.generators = Service(specs["generator"])
         self.judges = Service(specs["judge"])
         self.services = [self.trainer, self.generators, self.judges]
-        # The arena of the present trainer, which generators read. None: it has not begun.
         self.handle: ArenaHandle | None = None
-        # The version with which the present run began. Older ones, which may still lie in the
-        # arena, are of another run, and no generator may use them.
         self.first_version = 0
-        # The path of the checkpoint of version 0, with which every run begins: a file in memory.
         self.base = ""
-        # The path of the checkpoint to which a trainer goes back if the present one is lost; "":
-        # that of version 0.
         self.newest = ""
+        self.owner_of_base: object = None  # see `rebase`
         self.owner_of_newest: object = None  # see `remember`
 
     def hosts_of(self, cfg: Config) -> tuple[Host, ...]:
@@ -7788,6 +7881,13 @@ class Cluster:
         """
         self.newest = path
         self.owner_of_newest = owner
+
+    async def rebase(self, path: str, owner: object) -> None:
+        """From now on every run begins with this checkpoint. owner: as in `remember`."""
+        close_unnamed_file(self.base)
+        self.base = path
+        self.owner_of_base = owner
+        await self.load("")
 
     async def published(self) -> int:
         """The trainer's version. Returns when generators can pull it."""
@@ -8273,6 +8373,10 @@ class Training:
         """Must the run be saved before another step is sent to the trainer?"""
         return False
 
+    def newest(self) -> str:
+        """The path of its newest checkpoint; "": there is none, as always in this class."""
+        return ""
+
     async def save_if_due(self) -> None:
         """Called when no step is under way."""
 
@@ -8379,6 +8483,17 @@ class Training:
         return last - first
 
 
+def expect(training: Training, what: str, got: float, relation: str, want: float) -> None:
+    """Checks what tells of learning, which only the tiny policy can promise.
+
+    What a model of your own learns depends on that model, its task and its rate: it is shown.
+    """
+    if training.cfg.model == "tiny":
+        training.report.check(what, got, relation, want)
+    else:
+        training.report.say(f"{what}: {show(got)}")
+
+
 async def train_sync(training: Training) -> None:
     """The synchronous loop: sample, step, publish, one after the other.
 
@@ -8427,6 +8542,7 @@ class Lab:
         self.cluster = cluster
         self.training_class = training_class
         self.is_running = False
+        self.own_run: Training | None = None  # the last one with a folder: that of the last stage
 
     async def start(self) -> None:
         """Starts the actors, the first time that it is called."""
@@ -8455,7 +8571,17 @@ class Lab:
         """
         sampler = Sampler(self.cluster.cfg.task, self.cluster.cfg.seed)
         run = Run(label, num_steps, sampler)
-        return self.training_class(self.cluster, run, self.report, folder)
+        training = self.training_class(self.cluster, run, self.report, folder)
+        if folder and (training.cfg.evaluate or training.cfg.export):
+            self.own_run = training
+        return training
+
+    def last_run(self) -> Training:
+        """The run of the last stage that had one; asked for once, because then it is forgotten."""
+        training = self.own_run
+        assert training is not None, "the stage had no run"
+        self.own_run = None
+        return training
 
 
 @stage(
@@ -8485,7 +8611,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     report.check("log-probabilities above 0", found.num_above_0, "==", 0)
     report.check("parameters without a gradient", found.num_without_gradient, "==", 0)
     report.check("advantages, largest sum of a group", found.group_sum, "<", 1e-4)
-    report.check("answers that differ", found.num_different, ">", len(first.said) // 10)
+    expect(training, "answers that differ", found.num_different, ">", len(first.said) // 10)
 
     await train_sync(training)
     # The same batch, scored by what the trainer has become: now it is far from lag 0.
@@ -8495,7 +8621,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     late = f"k3 of the first batch, {training.run.num_steps} steps too late"
     report.check(late, stale.mean_k3, ">", 1e-4)
     report.check("lag, largest of all steps", training.largest_lag(), "==", 0)
-    report.check("reward gained, last tenth over first", gained, ">", 0.1)
+    expect(training, "reward gained, last tenth over first", gained, ">", 0.1)
     # You can now train a policy, and know for each number whether it means that things go well.
 
 
@@ -8557,10 +8683,10 @@ class Checkpoints:
         for path in self.in_memory:
             close_unnamed_file(path)
 
-    def newest(self, cfg: Config, say: Callable[[str], None]) -> str:
+    def newest(self, cfg: Config | None, say: Callable[[str], None]) -> str:
         """The path of the newest checkpoint that can be read. "": there are none.
 
-        say: is told of those that cannot be read. ValueError: none can.
+        cfg: as in read_checkpoint. say: is told of those that cannot be read. ValueError: none can.
         """
         for path in self.paths:
             try:
@@ -8684,6 +8810,10 @@ class SafeTraining(Training):
         self.num_losses += 1
         if self.num_losses > self.MAX_LOSSES:
             raise RuntimeError("the trainer is lost again and again") from error
+
+    def newest(self) -> str:
+        """After the last step this is the one of the trained model."""
+        return self.checkpoints.paths[0] if self.checkpoints.paths else ""
 
     def _say_where(self) -> None:
         """Says after which step the run goes on."""
@@ -9429,7 +9559,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     report.check("faults noticed and made good", len(noticed), "==", len(faults.struck_s))
     # Tokens of lag 0, of which k3 is known, are in the synchronous run.
     training.tell_learning(before, after, peer.largest_k3())
-    report.check("held-out exact, gained", after - before, ">", 0)
+    expect(training, "held-out exact, gained", after - before, ">", 0)
     # You can now keep both sides at work, and say how old a sample can be.
 
 
@@ -10051,6 +10181,294 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     # You can now add hosts, and lose them.
 
 
+# -- plumbing: a model of your own, before and after RL --------------------------------------------
+# What else is done with a model, each by a flag. (DOCS 7 has a whole course of it.) The last two do
+# it after a run, or by themselves, without training.
+#
+#     --sft-steps   supervised steps before all runs, so that RL has something to begin with
+#     --evaluate    how good the model of a folder, or that of a checkpoint, is
+#     --export      the trained model, in a folder that transformers can read
+
+SFT_LINES = 8  # lines in which the loss of all supervised steps is shown
+
+
+async def take_sft_steps(cluster: Cluster, report: Report) -> None:
+    """Makes the policy after --sft-steps the one with which every run begins.
+
+    With --checkpoint it is kept there, in the folder sft. A command that finds it takes no such
+    steps, so what a run has begun with, and what --kl compares it with, stays the same.
+    """
+    cfg = cluster.cfg
+    kept = Checkpoints(f"{cfg.checkpoint}/sft" if cfg.checkpoint else "")
+    path = kept.newest(cfg, report.say)
+    if path:
+        report.say(f"the supervised steps were taken before: {path}")
+    else:
+        room = kept.room()
+        await with_retries(cluster, lambda: supervise(cluster, report, room))
+        kept.keep(room, cfg.sft_steps)
+        path = kept.paths[0]
+    await with_retries(cluster, lambda: cluster.rebase(path, kept))
+    heldout = Sampler(cfg.task, cfg.seed).heldout
+    share = await with_retries(cluster, lambda: evaluate(cluster, heldout))
+    report.say(f"held-out exact after {cfg.sft_steps} supervised steps: {share:.3f}")
+    report.figure(heldout_after_sft=share)
+
+
+async def supervise(cluster: Cluster, report: Report, room: str) -> None:
+    """Takes the steps, each on as many conversations as a step of RL, and writes the weights there.
+
+    Their prompts are drawn apart from those of RL, as in the warm start.
+    """
+    cfg = cluster.cfg
+    prompts = Sampler(cfg.task, seed=-1 - cfg.seed).stream()
+    every = max(1, cfg.sft_steps // SFT_LINES)
+    loss = 0.0
+    for step in range(1, cfg.sft_steps + 1):
+        batch = list(itertools.islice(prompts, cfg.batch_groups * cfg.group_size))
+        request = SuperviseRequest(prompts=batch, is_first=step == 1)
+        loss = await cluster._ask_trainer(Trainer.supervise, request)
+        if step == 1 or step % every == 0 or step == cfg.sft_steps:
+            report.say(f"supervised step {step:5d}: loss {loss:.3f} nats per token")
+    report.figure(sft_loss=loss)
+    await cluster.save(room, "")
+
+
+def folder_of_run(checkpoint: str) -> str:
+    """The folder of the run whose model is meant by --checkpoint: that of async_rl, if it is there.
+
+    ValueError: there is none.
+    """
+    for name in ("async_rl", "sync_rl"):
+        folder = pathlib.Path(checkpoint, name)
+        if any(folder.glob("step-*.pt")):
+            return str(folder)
+    raise ValueError(f"no checkpoint of async_rl or sync_rl in {checkpoint}")
+
+
+def config_of(path: str, cfg: Config) -> Config:
+    """A Config that also says what a checkpoint was made with: its model, its task, and so on.
+
+    So these flags need not be given again. ValueError: one of them is given, and is another.
+    """
+    found = torch.load(path, weights_only=True, mmap=True)["about"]
+    if found.pop("format") != about(cfg)["format"]:
+        raise ValueError(f"{path} has another format")
+    for name in ("model", "task"):
+        given = getattr(cfg, name)
+        if given not in (found[name], getattr(Config, name)):
+            raise ValueError(f"{path} was made with --{name} {found[name]}")
+    return dataclasses.replace(cfg, **found)
+
+
+def export_model(cfg: Config, path: str) -> str:
+    """Writes the model of a checkpoint to the folder of --export. Returns a line that says so.
+
+    It needs no actor: the weights of a checkpoint are whole tensors under the names that the model
+    has for them, however many ranks wrote it.
+    """
+    saved = read_checkpoint(path, cfg)
+    policy = Policy(dataclasses.replace(cfg, device="cpu"))
+    policy.model.load_state_dict(saved["weights"])
+    dtype = policy.model.config.dtype or torch.float32
+    if cfg.model == "tiny":
+        tokenizer = policy.tokenizer
+    else:
+        # As they came: a Policy changes what its tokenizer pads with, and may change the dtype.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
+        dtype = transformers.AutoConfig.from_pretrained(cfg.model).dtype or torch.float32
+    if cfg.export_dtype:
+        dtype = getattr(torch, cfg.export_dtype)
+    policy.model.to(dtype)
+    write_whole(cfg.export, policy.model, tokenizer)
+    num_millions = policy.model.num_parameters() / 1e6
+    num_steps = len(json.loads(saved["state"])["rows"])
+    return (
+        f"exported the model after step {num_steps}, {show(num_millions)} million parameters in "
+        f'{dtype}: AutoModelForCausalLM.from_pretrained("{cfg.export}")'
+    )
+
+
+def write_whole(folder: str, model: Any, tokenizer: Any) -> None:
+    """Writes a model and its tokenizer into this folder, all of it or nothing.
+
+    They are written into another folder, which gets this name when the disk has them.
+    """
+    path = pathlib.Path(folder)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    if unfinished.exists():  # left by somebody who was cut off
+        shutil.rmtree(unfinished)
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    for written in [*unfinished.rglob("*"), unfinished]:
+        flush_to_disk(str(written))
+    os.replace(unfinished, path)  # an empty folder may have been there
+    flush_to_disk(str(path.parent))
+
+
+# An evaluation asks each held-out prompt once for its likeliest answer, and --evaluate N times for
+# a sampled one. Of N samples c are right. Then pass@k, the probability that of k samples at least
+# one is right, is 1 - C(N - c, k) / C(N, k): of all ways to take k of these N, the share that does
+# not miss every right one. That is unbiased, which 1 - (1 - c / N) ** k is not (Chen 2021). Each
+# figure is a mean over prompts.
+
+EVALUATION_ROWS = 64  # conversations of a request: what fits a generator, and keeps all at work
+NUM_SHOWN = 20  # prompts of which a sampled answer is printed
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts."""
+
+    mean: float
+    # Its standard error: how far it may be from the mean over all prompts that there could be.
+    # None: there is one prompt only.
+    error: float | None
+
+
+def estimate(values: list[float]) -> Estimate:
+    """values: one for each prompt."""
+    error = None
+    if len(values) > 1:
+        error = statistics.stdev(values) / math.sqrt(len(values))
+    return Estimate(mean=statistics.fmean(values), error=error)
+
+
+def pass_at(k: int, num_samples: int, num_right: int) -> float:
+    """The probability that k of these samples, drawn without putting back, have a right one."""
+    num_wrong = num_samples - num_right
+    return 1 - math.comb(num_wrong, k) / math.comb(num_samples, k)
+
+
+async def episodes_of(
+    cluster: Cluster, prompts: list[Prompt], num_samples: int, greedy: bool
+) -> Rollout:
+    """So many conversations from each prompt, under one version.
+
+    In requests of a bounded size, of which a generator has two at most: one of them waits there.
+    """
+    version = await cluster.published()
+    room = asyncio.Semaphore(2 * cluster.cfg.generators)
+
+    async def of_some(some: list[Prompt]) -> Rollout:
+        async with room:
+            found = await cluster.rollout(some, num_samples, greedy, min_version=version)
+        return found.rollout
+
+    size = max(1, EVALUATION_ROWS // num_samples)
+    firsts = range(0, len(prompts), size)
+    parts = [of_some(prompts[first : first + size]) for first in firsts]
+    return Rollout.join(await asyncio.gather(*parts))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found out about one set of weights."""
+
+    figures: dict[str, Estimate]  # by name
+    samples: list[str]  # of each of the first NUM_SHOWN prompts: the reward, and what was said
+
+
+async def evaluation(cluster: Cluster, prompts: list[Prompt], num_samples: int) -> Evaluation:
+    """Of the weights that the trainer has now."""
+    greedy = await episodes_of(cluster, prompts, 1, greedy=True)
+    sampled = await episodes_of(cluster, prompts, num_samples, greedy=False)
+    figures = {"greedy_exact": estimate([float(right) for right in is_right(greedy)])}
+    # Of each prompt the numbers of its rows: rows that are neighbours need not belong together.
+    rows: dict[int, list[int]] = {prompt.id: [] for prompt in prompts}
+    for row, group_id in enumerate(sampled.group_ids.tolist()):
+        rows[group_id].append(row)
+    right = is_right(sampled)
+    num_right = [sum(right[row] for row in rows[prompt.id]) for prompt in prompts]
+    for k in sorted({1 << i for i in range(num_samples.bit_length())} | {num_samples}):
+        passed = [pass_at(k, num_samples, of_prompt) for of_prompt in num_right]
+        figures[f"pass_at_{k}"] = estimate(passed)
+    columns = {
+        "tokens": sampled.sampled().sum(1).float(),
+        "truncated": sampled.is_truncated.any(1).float(),
+        "not_judged": (~sampled.rewards.isfinite().all(1)).float(),
+    }
+    for name, column in columns.items():
+        figures[name] = estimate([float(column[rows[prompt.id]].mean()) for prompt in prompts])
+    samples = []
+    for prompt in prompts[:NUM_SHOWN]:
+        row = rows[prompt.id][0]
+        said = " / ".join(" ".join(text.split()) for text in sampled.said[row])
+        samples.append(f"{float(sampled.rewards[row].sum()):.2f} {said}")
+    return Evaluation(figures=figures, samples=samples)
+
+
+def is_right(rollout: Rollout) -> list[bool]:
+    """Of each episode: is all of it right? What was not judged is not."""
+    return [is_exact(reward) for reward in rollout.rewards.sum(1).tolist()]
+
+
+async def tell_evaluations(report: Report, cluster: Cluster, sides: dict[str, str]) -> None:
+    """Evaluates several sets of weights of one model, and shows them side by side.
+
+    sides: by name, the path of a checkpoint; "": the policy with which every run begins.
+    """
+    cfg = cluster.cfg
+    prompts = Sampler(cfg.task, cfg.seed).heldout
+    found: dict[str, Evaluation] = {}
+    for side, path in sides.items():
+        report.say(f"{side}: {path or cfg.model}")
+        await with_retries(cluster, functools.partial(cluster.load, path))
+        found[side] = await with_retries(
+            cluster, functools.partial(evaluation, cluster, prompts, cfg.evaluate)
+        )
+    rows = []
+    for name in next(iter(found.values())).figures:
+        row: dict[str, Any] = {f"{len(prompts)}_held_out_prompts": name.replace("_", " ")}
+        for side, one in found.items():
+            figure = one.figures[name]
+            row[side] = figure.mean
+            row[f"{side}_error"] = figure.error
+            report.figure(**{f"{side}_{name}": figure.mean, f"{side}_{name}_error": figure.error})
+        rows.append(row)
+    report.table(rows)
+    width = 62 // len(found)  # characters, so that all sides stand in one line
+    shown = []
+    for number, prompt in enumerate(prompts[:NUM_SHOWN]):
+        heard = " / ".join(" ".join(turn.user.split()) for turn in prompt.turns)
+        row = {"the_user_says": heard[:26]}
+        for side, one in found.items():
+            row[f"{side}: reward, answer"] = one.samples[number][:width]
+        shown.append(row)
+    report.table(shown)
+
+
+async def after_training(report: Report, lab: Lab) -> None:
+    """What --evaluate and --export do with the run of a stage, when that has ended."""
+    cluster = lab.cluster
+    if not cluster.cfg.evaluate and not cluster.cfg.export:
+        return
+    training = lab.last_run()
+    if cluster.cfg.evaluate:
+        sides = {"before": "", "after": training.newest()}
+        await tell_evaluations(report, cluster, sides)
+    if cluster.cfg.export:
+        report.say(await asyncio.to_thread(export_model, cluster.cfg, training.newest()))
+
+
+async def run_without_training(report: Report, command: Command) -> None:
+    """Does what --evaluate and --export say, for a model or a checkpoint, and trains nothing."""
+    cfg = command.cfg
+    start = time.monotonic()
+    report.begin_command("evaluate" if cfg.evaluate else "export")
+    if cfg.evaluate:
+        # Without a checkpoint the tiny policy is what its warm start makes of it.
+        is_warm = not cfg.checkpoint
+        cluster = HostsCluster(cfg, is_warm) if cfg.hosts else Cluster(cfg, is_warm)
+        report.say("starting trainer, generators and judges (about 15 s)")
+        await cluster.start()
+        await tell_evaluations(report, cluster, command.sides)
+        await cluster.close()
+    if cfg.export:
+        report.say(export_model(cfg, command.sides["checkpoint"]))
+    report.end_command(since(start))
+
+
 # -- plumbing: the memory of this host -------------------------------------------------------------
 # What a run needs is computed before it starts: a run that is killed for memory says nothing, and
 # may be killed after hours. Bytes per parameter of the model, where c is 4 in fp32 and 2 in bf16:
@@ -10154,6 +10572,8 @@ def what_memory_lacks(cfg: Config, num_parameters: int) -> str:
 #     --only async_rl --task FILE.jsonl --model FOLDER  prompts and answers of your own
 #     --only async_rl --model FOLDER --device cuda      a model of your own
 #     --only async_rl --checkpoint saved                goes on when it is given again
+#     --only async_rl --export better                   writes the trained model
+#     --evaluate 16 --model better                      how good that is
 #     --only weight_sync --model-mb 1024 --json f.json  a measurement
 #
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
@@ -10170,6 +10590,9 @@ class Command:
     stages: list[Stage]
     lists: bool  # --list
     worker: str | None  # the address of --worker
+    # What --evaluate is to show without training, and --export to write: by name, the path of a
+    # checkpoint, or "" for --model as it is. Empty: stages are run.
+    sides: dict[str, str]
 
     def has_tcp(self) -> bool:
         """Does this process use TCP for Monarch's messages, and not Unix sockets?
@@ -10199,12 +10622,11 @@ def make_parser() -> Parser:
     by_number = {str(stage.number): stage.name for stage in STAGES.values()}
     last = list(STAGES)[-1]
     which = parser.add_mutually_exclusive_group()
-    stage_flags = {"--stage": (f"run 1 to it [{last}]", last), "--only": ("run this stage", None)}
-    for flag, (meaning, default) in stage_flags.items():
+    stage_flags = {"--stage": f"run 1 to it [{last}]", "--only": "run this stage"}
+    for flag, meaning in stage_flags.items():
         which.add_argument(
             flag,
             help=meaning,
-            default=default,
             type=lambda text: by_number.get(text, text),
             choices=STAGES,
             metavar="STAGE",
@@ -10252,19 +10674,55 @@ def parse(argv: list[str] | None) -> Command:
             parser.error(f"--{setting.name.replace('_', '-')} must be at least {least}")
     names = [setting.name for setting in dataclasses.fields(Config)]
     cfg = Config(**{name: getattr(found, name) for name in names})
-    last = STAGES[found.stage].number
+    last = STAGES[found.stage].number if found.stage else len(STAGES)
     stages = list(STAGES.values())[:last]
     if found.only:
         stages = [STAGES[found.only]]
-    if cfg.report and STAGES["async_rl"] not in stages:
-        parser.error("--report is of stage async_rl")
+    sides = {}
+    is_about_a_model = bool(cfg.evaluate or (cfg.export and cfg.checkpoint))
+    if is_about_a_model and not found.stage and not found.only:
+        with blaming(parser, "--checkpoint"):
+            cfg, sides = what_to_evaluate(cfg)
+        stages = []
+    check_together(parser, cfg, stages, sides)
     try_all(parser, cfg, found.worker)
     return Command(
         cfg=cfg,
         stages=stages,
         lists=found.list,
         worker=found.worker,
+        sides=sides,
     )
+
+
+def what_to_evaluate(cfg: Config) -> tuple[Config, dict[str, str]]:
+    """For a command without training: its Config, and Command.sides."""
+    if not cfg.checkpoint:
+        return cfg, {"model": ""}
+    path = Checkpoints(folder_of_run(cfg.checkpoint)).newest(None, lambda _: None)
+    sides = {"checkpoint": path}
+    if cfg.model != "tiny":  # that of before, too
+        sides = {"model": "", **sides}
+    return config_of(path, cfg), sides
+
+
+def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict[str, str]) -> None:
+    """Finds flags that do not go together."""
+    if cfg.report and STAGES["async_rl"] not in stages:
+        parser.error("--report is of stage async_rl")
+    if cfg.sft_steps and cfg.model == "tiny":
+        parser.error("--sft-steps is for a --model of your own; tiny has its warm start")
+    is_trained = last_training(stages) is not None
+    if cfg.evaluate and not sides and not is_trained:
+        parser.error("--evaluate is of stages sync_rl and async_rl, or goes without a stage")
+    if cfg.export and "checkpoint" not in sides and not is_trained:
+        parser.error("--export is of stages sync_rl and async_rl, or goes with --checkpoint alone")
+
+
+def last_training(stages: list[Stage]) -> Stage | None:
+    """The last of these stages that has a run of its own, whose model one may want."""
+    found = [stage for stage in stages if stage.name in ("sync_rl", "async_rl")]
+    return found[-1] if found else None
 
 
 @contextlib.contextmanager
@@ -10296,8 +10754,12 @@ def try_all(parser: Parser, cfg: Config, worker: str | None) -> None:
     with blaming(parser, f"--model {cfg.model}"):
         if cfg.model != "tiny":  # "meta": what was loaded is not kept
             Policy(dataclasses.replace(cfg, device="meta"), torch.bfloat16)
+    with blaming(parser, f"--export {cfg.export}"):
+        if cfg.export:
+            try_export(cfg)
     with blaming(parser, "--checkpoint"):
-        for name in ("sync_rl", "async_rl"):
+        names = ["sync_rl", "async_rl", *(["sft"] if cfg.sft_steps else [])]
+        for name in names:
             if cfg.checkpoint:
                 Checkpoints(f"{cfg.checkpoint}/{name}").newest(cfg, lambda _: None)
     for address in cfg.hosts.split(",") if cfg.hosts else ():
@@ -10342,6 +10804,18 @@ def try_letters(sampler: Sampler) -> None:
         raise ValueError(f"the tiny policy has no token for {min(unknown)!r}: give a --model")
 
 
+def try_export(cfg: Config) -> None:
+    """Can a folder be made there, and is nothing in it that would be lost?"""
+    path = pathlib.Path(cfg.export)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError("it is there, and is no empty folder")
+    tempfile.TemporaryDirectory(dir=path.absolute().parent).cleanup()
+    if cfg.model != "tiny":
+        # transformers does not write settings of generation that contradict each other.
+        model = Policy(dataclasses.replace(cfg, device="meta")).model
+        model.generation_config.validate(strict=True)
+
+
 def try_files(paths: list[str]) -> None:
     """Can each of these files be written? A file that was not there is removed again."""
     for path in paths:
@@ -10371,6 +10845,8 @@ async def run_stages(report: Report, command: Command) -> None:
         report.begin_stage(stage)
         try:
             await run_stage(stage, report, cfg, lab)
+            if stage is last_training(command.stages):
+                await after_training(report, lab)
         except Exception as error:
             tell_end(report, error)
         if stage in with_lab[-1:]:
@@ -10413,7 +10889,10 @@ async def run_stage(
     if not stage.needs_lab:
         await stage.demo(report, cfg)
         return
-    await lab.start()
+    if not lab.is_running:
+        await lab.start()
+        if cfg.sft_steps:
+            await take_sft_steps(lab.cluster, report)
     await stage.demo(report, cfg, lab)
     if cfg.report and stage.name == "async_rl":
         await sweep(report, cfg, lab)
@@ -10498,7 +10977,8 @@ def main(argv: list[str] | None = None) -> None:
     monarch.actor.unhandled_fault_hook = lambda failure: leave(1, f"an actor died: {failure}")
     report = Report()
     try:
-        asyncio.run(run_stages(report, command))
+        run = run_without_training if command.sides else run_stages
+        asyncio.run(run(report, command))
     except Interrupted as error:
         leave(130, str(error))
     except BrokenPipeError:  # `monarch_rl.py | head` has read enough

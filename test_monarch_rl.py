@@ -3263,6 +3263,252 @@ def test_the_recipe_of_an_environment_runs(tmp_path: pathlib.Path, environment: 
     assert len(recipe('"""A task whose user is an environment').splitlines()) < 60
 
 
+# -- a model of one's own, before and after RL -----------------------------------------------------
+
+
+def test_a_supervised_step_is_the_step_of_cross_entropy(tmp_path: pathlib.Path) -> None:
+    """Its loss, and its gradient, are those of transformers for the same answers as labels."""
+    trainer = trainer_of(model=save_model(tmp_path, "qwen2"), sft_steps=2, sft_lr=1e-3)
+    prompts = m.Sampler("count", seed=-1).first(6)  # three turns
+    policy = m.Policy(dataclasses.replace(trainer.state.cfg, task="count"))
+    policy.model = trainer.state.model
+    answers = m.right_answers(policy, prompts)
+    tokens = answers.tokens.packed()
+    labels = tokens.ids.where(tokens.turn_ids > 0, -100)
+    loss = policy.model(tokens.ids, labels=labels, use_cache=False).loss
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+    policy.model.zero_grad()
+
+    trainer.state.prepare_optimizer(m.supervised(trainer.state.cfg))
+    with mock.patch.object(m, "MAX_GRAD_NORM", 1e9):  # so that nothing is clipped
+        [found], stats = gradients_of(trainer, answers)
+    assert math.isclose(stats.loss, loss.item(), rel_tol=1e-5)
+    assert gap(found, expected) < 1e-3
+    assert stats.lag_max == 0
+    # As it learns them, it knows them better.
+    again = trainer.state.step(answers, no_copy)
+    assert again.loss < stats.loss
+
+
+@pytest.mark.parametrize("task", m.TASKS)
+def test_right_answers_are_what_the_template_renders(task: str) -> None:
+    policy = m.Policy(m.Config(task=task))
+    prompts = m.Sampler(task, seed=3).first(5)
+    answers = m.right_answers(policy, prompts)
+    for row, prompt in enumerate(prompts):
+        ids = answers.tokens.ids[row][answers.tokens.mask[row] == 1].tolist()
+        expected = ""
+        for turn in prompt.turns:
+            expected += f"<user>{turn.user}<end><assistant>{turn.right}<end>"
+        assert policy.tokenizer.decode(ids, skip_special_tokens=False) == expected
+        assert policy.task.score(prompt.turns, answers.said[row]) == [1 / len(prompt.turns)] * len(
+            prompt.turns
+        )
+    noisy = m.right_answers(policy, prompts, random.Random(0), 0.5)
+    assert noisy.said != answers.said
+
+
+def write_checkpoint(folder: pathlib.Path, run: str, step: int, **changes: Any) -> m.Policy:
+    """A checkpoint of a run, of weights that nobody else has. Returns the policy with them."""
+    cfg = m.Config(**changes)
+    policy = m.Policy(cfg)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    found = m.checkpoint_of(m.TrainState(cfg, policy), with_optimizer=True)
+    found.update(about=m.about(cfg), state=json.dumps({"rows": [{}] * step}))
+    (folder / run).mkdir(parents=True)
+    torch.save(found, folder / run / f"step-{step:08d}.pt")
+    return policy
+
+
+def exported(command: m.Command) -> str:
+    """Does what a command without training does if it is to export. Returns the folder."""
+    m.export_model(command.cfg, command.sides["checkpoint"])
+    return command.cfg.export
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "shard"), [("tiny", ""), ("qwen2", "1GB"), ("llama", "10KB"), ("gpt2", "1GB")]
+)
+def test_what_was_exported_is_the_model_of_the_newest_checkpoint(
+    tmp_path: pathlib.Path, kind: str, shard: str, dtype: str | None
+) -> None:
+    """Ties, settings of generation and template included. The model is found by the checkpoint."""
+    model = "tiny"
+    if kind != "tiny":
+        how = {"do_sample": True, "temperature": 0.7}
+        model = save_model(tmp_path / "model", kind, shard, **how)
+    write_checkpoint(tmp_path / "saved", "sync_rl", 9, model=model, sft_lr=0.5)
+    policy = write_checkpoint(tmp_path / "saved", "async_rl", 3, model=model, sft_lr=0.5)
+    flags = ["--checkpoint", tmp_path / "saved", "--export", tmp_path / "exported"]
+    flags += ["--export-dtype", dtype] if dtype else []
+    command = m.parse([str(flag) for flag in flags])
+    assert command.stages == []
+    folder = exported(command)
+
+    auto = m.transformers.AutoModelForCausalLM
+    read = auto.from_pretrained(folder)
+    wanted = torch.bfloat16 if dtype else torch.float32
+    for name, tensor in policy.model.state_dict().items():
+        assert torch.equal(read.state_dict()[name], tensor.to(wanted)), name
+    ids = {id(parameter) for parameter in read.parameters()}
+    assert len(ids) == len(list(policy.model.parameters()))  # ties
+    tokenizer = m.transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == policy.tokenizer.chat_template
+    assert tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    if kind != "tiny":
+        before = m.transformers.AutoTokenizer.from_pretrained(model)
+        assert tokenizer.pad_token == before.pad_token
+        assert read.generation_config.temperature == 0.7
+    # It is a model to go on from.
+    again = m.Policy(m.Config(model=folder))
+    assert again.end_id == policy.end_id
+    assert sorted(path.name for path in tmp_path.glob("exported*")) == ["exported"]
+
+
+def test_an_export_that_is_cut_off_leaves_nothing_under_its_name(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "saved", "sync_rl", 3)
+    (tmp_path / "exported").mkdir()  # an empty folder is no obstacle
+    flags = ["--checkpoint", str(tmp_path / "saved"), "--export", str(tmp_path / "exported")]
+    command = m.parse(flags)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk"):
+        patch.setattr(m, "flush_to_disk", mock.Mock(side_effect=OSError("no disk")))
+        exported(command)
+    assert list((tmp_path / "exported").iterdir()) == []
+    exported(m.parse(flags))
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+def test_flags_about_a_model_that_do_not_fit_get_one_line(
+    tmp_path: pathlib.Path, refused: Refused
+) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine").write_text("keep me")
+    assert "no empty folder" in refused("--only", "sync_rl", "--export", full)
+    assert "--export is of stages" in refused("--only", "service", "--export", "new")
+    assert "--export is of stages" in refused("--evaluate", 2, "--export", "new")
+    assert "--evaluate is of stages" in refused("--stage", "losses", "--evaluate", 2)
+    assert "tiny has its warm start" in refused("--only", "sync_rl", "--sft-steps", 3)
+    assert "no checkpoint of" in refused("--checkpoint", tmp_path / "typo", "--evaluate", 2)
+    assert not (tmp_path / "typo").exists()
+    write_checkpoint(tmp_path / "saved", "sync_rl", 3, task="count")
+    saved = ["--checkpoint", tmp_path / "saved", "--evaluate", 2]
+    assert "was made with --task count" in refused(*saved, "--task", "pattern")
+    assert "no such" in refused(*saved, "--export", tmp_path / "no such" / "folder")
+    assert m.parse([str(flag) for flag in saved]).cfg.task == "count"
+
+
+def test_pass_at_k_is_the_mean_over_all_ways_to_take_k() -> None:
+    for num_right in range(6):
+        is_right = [True] * num_right + [False] * (5 - num_right)
+        for k in range(1, 6):
+            ways = list(itertools.combinations(is_right, k))
+            share = sum(any(way) for way in ways) / len(ways)
+            assert math.isclose(m.pass_at(k, 5, num_right), share, abs_tol=1e-12)
+    found = m.estimate([0.0, 1.0, 1.0, 0.0])
+    assert found.mean == 0.5
+    assert found.error is not None
+    assert math.isclose(found.error, math.sqrt(1 / 3) / 2)
+    assert m.estimate([0.5]).error is None
+
+
+class QuizCluster(m.Cluster):
+    """Generators that answer at once, to each prompt what the test says, and note what is asked."""
+
+    def __init__(self, rewards: dict[int, list[float]]) -> None:
+        """rewards: of the samples of each prompt, by its id."""
+        self.cfg = m.Config(generators=3)
+        self.rewards = rewards
+        self.requests: list[int] = []  # conversations of each
+        self.num_open = 0
+        self.most_open = 0
+
+    async def published(self) -> int:
+        return 7
+
+    async def rollout(
+        self,
+        prompts: list[m.Prompt],
+        group_size: int | None = None,
+        greedy: bool = False,
+        min_version: int = 0,
+    ) -> m.RolloutReply:
+        assert min_version == 7
+        num = group_size or 1
+        self.requests.append(num * len(prompts))
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        await asyncio.sleep(0.001)
+        self.num_open -= 1
+        rows = [prompt for prompt in prompts for _ in range(num)]
+        rollout = rollout_of([prompt.id for prompt in rows], 7)
+        rewards = [reward for prompt in prompts for reward in self.rewards[prompt.id][:num]]
+        rollout = dataclasses.replace(rollout, rewards=torch.tensor(rewards)[:, None], prompts=rows)
+        return m.RolloutReply(rollout=rollout, busy_s=0.0)
+
+
+def test_an_evaluation_asks_in_bounded_requests_and_counts_by_prompt() -> None:
+    """What was not judged is not right, and stays in the denominator."""
+    prompts = m.Sampler("repeat", seed=0).heldout[:40]
+    rewards = {prompt.id: [1.0, 0.5, math.nan, 1.0] for prompt in prompts[:20]}
+    rewards |= {prompt.id: [0.0, math.nan, 0.0, 0.0] for prompt in prompts[20:]}
+    cluster = QuizCluster(rewards)
+    with mock.patch.object(m, "EVALUATION_ROWS", 12):
+        found = asyncio.run(m.evaluation(cluster, prompts, 4))
+    assert set(cluster.requests) == {12, 4}
+    assert sum(cluster.requests) == 40 + 4 * 40
+    assert cluster.most_open == 2 * 3
+    means = {name: figure.mean for name, figure in found.figures.items()}
+    expected = {
+        "greedy_exact": 0.5,
+        "pass_at_1": 0.25,
+        "pass_at_2": 0.5 * (1 - 1 / 6),
+        "pass_at_4": 0.5,
+        "tokens": 5.0,
+        "truncated": 0.0,
+        "not_judged": 0.25,
+    }
+    assert list(means) == list(expected)
+    for name, mean in expected.items():
+        assert math.isclose(means[name], mean, abs_tol=1e-6), name
+    assert len(found.samples) == m.NUM_SHOWN
+
+
+def test_a_model_is_warmed_up_trained_evaluated_and_exported(tmp_path: pathlib.Path) -> None:
+    """In one command; a second one finds the same in the checkpoint, and its supervised steps."""
+    model = save_model(tmp_path / "model", "qwen2")
+    about = ["--model", model, "--checkpoint", "saved", "--group-size", "2", "--seed", "1"]
+    sft = ["--sft-steps", "3", "--sft-lr", "1e-3", "--trainers", "2"]
+    how = ["--only", "sync_rl", "--steps", "4", "--batch-groups", "2", "--kl", "0.1"]
+    run = run_file(tmp_path, *about, *sft, *how, "--evaluate", "2", "--export", "exported")
+    assert run.status == bool(run.failed_checks("sync_rl"))
+    assert run.failed_checks("sync_rl") <= {"k3 of the first batch, 2 steps too late"}, run.out
+    assert "supervised step     3: loss" in run.out
+    assert 'AutoModelForCausalLM.from_pretrained("exported")' in run.out
+    figures = run.figures("sync_rl")
+    assert figures["sft_loss"] > 0
+
+    again = run_file(tmp_path, *about, "--evaluate", "2", "--only", "sync_rl", *sft, *how[2:])
+    assert "the supervised steps were taken before: saved/sft/step-00000003.pt" in again.out
+    alone = run_file(tmp_path, "--checkpoint", "saved", "--evaluate", "2", "--model", model)
+    assert alone.status == 0, alone.out + alone.err
+    for name in ("greedy_exact", "tokens", "truncated"):
+        assert again.figures("sync_rl")[f"after_{name}"] == figures[f"after_{name}"]
+        assert alone.figures("evaluate")[f"checkpoint_{name}"] == figures[f"after_{name}"]
+    assert "model: " in alone.out
+    assert run.left + again.left + alone.left == []
+    read = m.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    saved = m.read_checkpoint(str(tmp_path / "saved" / "sync_rl" / "step-00000002.pt"), None)
+    for name, tensor in saved["weights"].items():
+        assert torch.equal(read.state_dict()[name], tensor), name
+
+
 # -- weight slots, in one process ------------------------------------------------------------------
 
 
