@@ -7912,7 +7912,6 @@ class Cluster:
     ) -> RolloutReply:
         """Asks a generator for conversations, and the judges for rewards that it does not know.
 
-
         group_size: None: that of --group-size. min_version: the generator waits until it can pull
         this one. Rewards are nan where an episode could not be judged. Raises what `route` raises.
         """
