@@ -6372,9 +6372,6 @@ async def rewards_of_one(task: Task, prompt: Prompt, said: list[str]) -> list[fl
     return [math.nan] * task.num_turns
 
 
-REQUESTS_PER_JUDGE = 2  # of a rollout: a judge that is quicker than others gets a third one
-
-
 async def judge_all(
     judges: Service, prompts: list[Prompt], said: list[list[str]]
 ) -> list[list[float]]:
@@ -6383,7 +6380,7 @@ async def judge_all(
     All judges get a share of the episodes. If one is lost, each episode that it was asked for is
     asked for again, alone. Then only the one that kills its judge again stays without a reward.
     """
-    num_requests = min(len(prompts), REQUESTS_PER_JUDGE * judges.spec.num_replicas)
+    num_requests = min(len(prompts), judges.spec.num_replicas)
     rewards: list[list[float]] = [[]] * len(prompts)
 
     async def judge(at: slice) -> None:
@@ -6397,7 +6394,7 @@ async def judge_all(
                 places = range(len(prompts))[at]
                 await asyncio.gather(*[judge(slice(i, i + 1)) for i in places])
 
-    # Every fourth one, say: so the episodes of a group, which take equally long, go to all judges.
+    # Every second one, say: so the episodes of a group, which take equally long, go to all judges.
     shares = [slice(first, None, num_requests) for first in range(num_requests)]
     await asyncio.gather(*[judge(share) for share in shares])
     return rewards
@@ -7548,8 +7545,8 @@ async def judge_that_hangs(report: Report) -> None:
     prompts = [Prompt(id=i, turns=turns) for i in range(16)]
     said = [["a", "a"] for _ in prompts[1:]] + [["hang"]]
     together = JudgeRequest(prompts=prompts, said=said)
-    # Three attempts: this one for all 16; in judge_all the one for the four of which the guilty
-    # episode is one; and there the one for it alone. Each kills a judge.
+    # Three attempts: this one for all 16; in judge_all the one for the half of them in which the
+    # guilty episode is; and there the one for it alone. Each kills a judge.
     found = await outcome(lambda: judges.route(Judge.judge, together))
     rewards = await judge_all(judges, prompts, said)
     status = await judges.status(10.0)

@@ -5636,7 +5636,7 @@ class PoisonedJudges:
 
 def test_only_the_guilty_episode_stays_unjudged() -> None:
     answers = [str(i) for i in range(37)]
-    answers[5] = answers[20] = "bad"
+    answers[5] = answers[21] = "bad"
     request = request_of(answers)
     request = dataclasses.replace(
         request, prompts=[m.Prompt(id=0, turns=(m.Turn(user="", right=""),)) for _ in answers]
@@ -5644,12 +5644,11 @@ def test_only_the_guilty_episode_stays_unjudged() -> None:
     judges = PoisonedJudges()
     rewards = asyncio.run(m.judge_all(judges, request.prompts, request.said))
     for number, of_one in enumerate(rewards):
-        if number in (5, 20):
+        if number in (5, 21):
             assert math.isnan(of_one[0])
         else:
             assert of_one == [float(number)]
-    assert judges.sizes[:4] == [10, 9, 9, 9]  # a share each, and then each alone of those lost
-    assert judges.sizes[4:] == [1] * (9 + 10)
+    assert judges.sizes == [19, 18] + [1] * 18  # a share each, and then each of the lost one alone
 
 
 def test_no_episodes_need_no_judge() -> None:
@@ -6193,6 +6192,7 @@ async def told_of(service: m.Service, number: int | None) -> dict[str, Any]:
         asked = service.route(m.Roots.toil, "Python", math.inf)
     else:
         await service.strike(number)
+        await asyncio.sleep(0.5)  # the signal goes with the next line
         asked = service.route(m.Roots.root, 4)
     caller_saw = await m.outcome(lambda: asked, 60.0)
     while not (status := await service.status(60.0)).lost_replicas:
@@ -6526,7 +6526,8 @@ def test_illnesses_on_another_host_are_told_by_its_worker(tmp_path: pathlib.Path
     told = {"9": "died", "19": "stood still", "None": "made no progress"}
     for number, why in told.items():
         assert found[number]["why"] == why
-        assert found[number]["caller_saw"] in ("RequestLost", "NoReplica")
+        # Of a death the service knows before somebody asks, and lets them wait for the next one.
+        assert found[number]["caller_saw"] == (2.0 if why == "died" else "RequestLost")
         assert found[number]["next"] == 2.0
 
 
@@ -6538,7 +6539,7 @@ def test_the_limit_of_judges_is_for_an_episode(tmp_path: pathlib.Path) -> None:
     assert found["all_good"]["right"] == 48
     assert found["caller_saw"] == "RequestLost"
     assert (found["right"], found["not_judged"]) == (47, 1)
-    assert found["why"] == ["made no progress"] * 3  # alone, in a request of twelve, alone again
+    assert found["why"] == ["made no progress"] * 3  # alone, in a request of 24, alone again
 
 
 @long
