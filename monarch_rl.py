@@ -7654,9 +7654,6 @@ async def rewards_of_one(
     return finite_rewards(found, task.num_turns)
 
 
-REQUESTS_PER_JUDGE = 2  # of a rollout: a judge that is quicker than others gets a third one
-
-
 async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
     """Has all episodes of a request judged.
 
@@ -7664,7 +7661,7 @@ async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
     asked for again, alone. Then only the one that kills its judge again stays without a reward.
     """
     num_episodes = len(request.prompts)
-    num_requests = min(num_episodes, REQUESTS_PER_JUDGE * judges.spec.num_replicas)
+    num_requests = min(num_episodes, judges.spec.num_replicas)
     rewards: list[list[float]] = [[]] * num_episodes
     errors: list[str] = []
 
@@ -7682,7 +7679,7 @@ async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
             rewards[at] = reply.rewards
             errors.extend(reply.errors)
 
-    # Every fourth one, say: so the episodes of a group, which take equally long, go to all judges.
+    # Every second one, say: so the episodes of a group, which take equally long, go to all judges.
     shares = [slice(first, None, num_requests) for first in range(num_requests)]
     await asyncio.gather(*[judge(share) for share in shares])
     return JudgeReply(rewards=rewards, errors=errors)
@@ -8905,8 +8902,8 @@ async def judge_that_hangs(report: Report) -> None:
     said = [["a", "a"] for _ in prompts[1:]] + [["hang"]]
     is_truncated = [[False, False] for _ in prompts]
     together = JudgeRequest(prompts=prompts, said=said, is_truncated=is_truncated)
-    # Three attempts: this one for all 16; in judge_all the one for the four of which the guilty
-    # episode is one; and there the one for it alone. Each kills a judge.
+    # Three attempts: this one for all 16; in judge_all the one for the half of them in which the
+    # guilty episode is; and there the one for it alone. Each kills a judge.
     found = await outcome(lambda: judges.route(Judge.judge, together))
     reply = await judge_all(judges, together)
     status = await judges.status(10.0)
