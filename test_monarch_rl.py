@@ -2443,9 +2443,11 @@ def test_a_reader_that_copies_holds_no_slot(tmp_path: pathlib.Path) -> None:
             assert holds(reader, version)
             assert writer.arena.words[m.Arena.LEASES + reader.reader] == m.Arena.NOTHING
     changed = changed_module(tmp_path, {"lease until copied": "pass"})
+    writer = changed.WeightWriter(two_tensors(), num_readers=1, num_copying=1)
     reader = changed.WeightReader(writer.arena.handle, 0, two_tensors(), copies=True)
+    publish(writer, 1)
     reader.pull()
-    assert leased_slot(writer.arena) == latest_slot(writer.arena)
+    assert leased_slot(writer.arena) == latest_slot(writer.arena)  # it holds what it copied
 
 
 def test_a_writer_waits_for_the_end_of_a_copy() -> None:
