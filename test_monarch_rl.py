@@ -2088,6 +2088,10 @@ def test_a_small_rate_moves_all_weights_though_bf16_computes(
     print(f"{kind}: share of weights that moved {share:.4f}; largest k3 {largest_k3:.1e}")
     assert {tensor.dtype for tensor in before.values()} == {torch.float32}
     assert share >= 0.99
+    layers = m.decoder_layers(trainer.state.model)
+    assert len(layers) == 2
+    for unit in [*layers, trainer.state.model]:
+        assert isinstance(unit, m.fsdp.FSDPModule)
     assert 1e-9 < largest_k3 <= m.MAX_K3["bfloat16"]
 
 
