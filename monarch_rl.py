@@ -6772,7 +6772,7 @@ class TrainState:
             form_group(meeting_place, rank, cfg.trainers)
             for model in (self.model, self.reference):
                 if model is not None:
-                    cut(model, cfg, rank)
+                    give_to_fsdp(model, cfg, rank)
         self.prepare_optimizer(cfg)
 
     def prepare_optimizer(self, cfg: Config) -> None:
@@ -7114,8 +7114,8 @@ def compute_layers_again(model: Any) -> None:
         layer.forward = again  # mechanism: recompute
 
 
-def cut(model: Any, cfg: Config, rank: int) -> None:
-    """Gives a model to FSDP: its layers, and then the rest. All ranks call it at once.
+def give_to_fsdp(model: Any, cfg: Config, rank: int) -> None:
+    """Makes FSDP units of a model: its layers, and then the rest. All ranks call it at once.
 
     Only rank 0 has the content of a model. The others get their parts of it, one whole tensor at a
     time, so that none of them ever has all of it.

@@ -2304,6 +2304,10 @@ def test_a_small_rate_moves_all_weights_though_bf16_computes(
     print(f"{kind}: share of weights that moved {share:.4f}; largest k3 {largest_k3:.1e}")
     assert {tensor.dtype for tensor in before.values()} == {torch.float32}
     assert share >= 0.99
+    layers = m.decoder_layers(trainer.state.model)
+    assert len(layers) == 2
+    for unit in [*layers, trainer.state.model]:
+        assert isinstance(unit, m.fsdp.FSDPModule)
     assert 1e-9 < largest_k3 <= m.MAX_K3["bfloat16"]
 
 
@@ -3603,9 +3607,11 @@ def test_a_reader_that_copies_holds_no_slot(tmp_path: pathlib.Path) -> None:
             assert holds(reader, version)
             assert writer.arena.words[m.Arena.LEASES + reader.reader] == m.Arena.NOTHING
     changed = changed_module(tmp_path, {"lease until copied": "pass"})
+    writer = changed.WeightWriter(two_tensors(), num_readers=1, num_copying=1)
     reader = changed.WeightReader(writer.arena.handle, 0, two_tensors(), copies=True)
+    publish(writer, 1)
     reader.pull()
-    assert leased_slot(writer.arena) == latest_slot(writer.arena)
+    assert leased_slot(writer.arena) == latest_slot(writer.arena)  # it holds what it copied
 
 
 def test_a_writer_waits_for_the_end_of_a_copy() -> None:
