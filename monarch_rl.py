@@ -5327,19 +5327,25 @@ class RowCache:
         for part in self.aside:
             num_holes = self.num_columns - part.num_columns
             for mine, theirs in zip(self.cache.layers, part.cache.layers, strict=True):
-                mine.keys = with_rows(mine.keys, theirs.keys, num_holes)
-                mine.values = with_rows(mine.values, theirs.values, num_holes)
+                keys = with_rows(mine.keys, theirs.keys, num_holes)
+                values = with_rows(mine.values, theirs.values, num_holes)
+                replace_in(mine, keys, values)
             self.rows = torch.cat([self.rows, part.rows])
         self.aside.clear()
 
 
 def rows_of_cache(cache: Any, which: torch.Tensor) -> Any:
     """Some rows of a cache of transformers, as a cache of their own. which: [R] bool."""
-    part = copy.copy(cache)
     # Copies of the objects, which hold the same tensors until the line after this one.
-    part.layers = [copy.copy(layer) for layer in cache.layers]
+    part = transformers.Cache(layers=[copy.copy(layer) for layer in cache.layers])
     part.batch_select_indices(which)
     return part
+
+
+def replace_in(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Gives a layer of a cache of transformers other keys and values."""
+    layer.keys = keys
+    layer.values = values
 
 
 def with_rows(mine: torch.Tensor, theirs: torch.Tensor, num_holes: int) -> torch.Tensor:
@@ -5656,10 +5662,10 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 
 
 # -- 9e. The token step on a GPU -------------------------------------------------------------------
-# One token for each of some rows is little work for a GPU. A step of a small model is some hundred
-# kernels (functions that run there), and Python needs longer to ask for them than they take. A CUDA
-# graph is the cure: the kernels of a step are recorded once, and from then on one call repeats all
-# of them. But it repeats them as they were, with the same shapes, on the same addresses. So:
+# One token for each of some rows is little work for a GPU. For a small model it is a few hundred
+# kernels (functions that run there), and Python may need longer to ask for them than they take. A
+# CUDA graph is the cure: the kernels of a token are recorded once, and from then on one call
+# repeats all of them. But it repeats them as they were: same shapes, same addresses. So:
 #
 #     1. what was heard is computed as in 9d, into a RowCache
 #     2. its keys and values are copied to a fixed place, with room for R rows, a power of two, and
@@ -5692,7 +5698,7 @@ class StaticStep:
         shape = (num_rows, 1, 1, width)  # for any head, and one token
         self.mask = torch.full(shape, HIDDEN, dtype=model.dtype, device=model.device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits: torch.Tensor | None = None  # where the graph leaves them
+        self.logits: Any = None  # [R, vocabulary]: where the graph leaves them
 
     def capture(self, pool: Any) -> Any:
         """Records the kernels. Returns the memory in which they compute, for other graphs too.
@@ -5724,14 +5730,14 @@ class StaticStep:
             mine.values.zero_()
             mine.keys[: len(rows.rows), :, : rows.num_columns] = theirs.keys
             mine.values[: len(rows.rows), :, : rows.num_columns] = theirs.values
-            theirs.keys = theirs.keys[:0].clone()
-            theirs.values = theirs.values[:0].clone()
+            replace_in(theirs, theirs.keys[:0].clone(), theirs.values[:0].clone())
 
     def unload(self, rows: RowCache) -> None:
         """Gives them back, with the columns that were computed here."""
         for mine, theirs in zip(self.cache.layers, rows.cache.layers, strict=True):
-            theirs.keys = mine.keys[: len(rows.rows), :, : rows.num_columns].clone()
-            theirs.values = mine.values[: len(rows.rows), :, : rows.num_columns].clone()
+            keys = mine.keys[: len(rows.rows), :, : rows.num_columns].clone()
+            values = mine.values[: len(rows.rows), :, : rows.num_columns].clone()
+            replace_in(theirs, keys, values)
 
     def run(
         self,
@@ -5745,10 +5751,8 @@ class StaticStep:
         self.positions[:num_rows] = positions
         self.mask[:num_rows, 0, 0, :num_columns] = (1 - mask) * HIDDEN
         if self.graph is None:
-            self.logits = self._compute()
-        else:
-            self.graph.replay()
-        assert self.logits is not None
+            return self._compute()[:num_rows]
+        self.graph.replay()
         return self.logits[:num_rows]
 
     def _compute(self) -> torch.Tensor:
@@ -5811,8 +5815,11 @@ class StaticSteps:
         cache: Any = transformers.StaticCache(config=self.model.config, max_cache_len=width)
         for mine, like, (keys, values) in zip(cache.layers, layers, self.memory, strict=True):
             mine.lazy_initialization(like.keys[:1], like.values[:1])  # for one row
-            mine.keys = beginning_of(keys, num_rows, mine.keys)
-            mine.values = beginning_of(values, num_rows, mine.values)
+            replace_in(
+                mine,
+                beginning_of(keys, num_rows, mine.keys),
+                beginning_of(values, num_rows, mine.values),
+            )
         return cache
 
 
