@@ -265,7 +265,7 @@ class Config:
 
     # What is trained, and how long.
     task: str = setting(
-        "repeat", "what is learned: repeat, count, pattern, FILE.py:CLASS or FILE.jsonl (DOCS 7)"
+        "repeat", "what to learn: repeat, count, pattern, FILE.py:CLASS, FILE.jsonl"
     )
     model: str = setting("tiny", "folder or hub id of a causal LM, or the built-in tiny one")
     steps: int = setting(200, "training steps in async_rl, half as many in sync_rl", least=1)
@@ -10620,7 +10620,7 @@ def make_parser() -> Parser:
         usage="%(prog)s flags [their defaults]",
         description=(__doc__ or "").split("\n", 1)[0],
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 22, 100),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 26, 100),
     )
     by_number = {str(stage.number): stage.name for stage in STAGES.values()}
     last = list(STAGES)[-1]
