@@ -10191,6 +10191,17 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 #     --sft-steps   supervised steps before all runs, so that RL has something to begin with
 #     --evaluate    how good the model of a folder, or that of a checkpoint, is
 #     --export      the trained model, in a folder that transformers can read
+#
+# With --checkpoint saved, this is what lies there after a run of both stages, and who reads it:
+#
+#     saved/sft/step-00000100.pt         the weights after 100 supervised steps: every later command
+#                                        with these flags begins with them
+#     saved/sync_rl/step-00000100.pt     a run goes on from the newest one (section 12)
+#     saved/async_rl/step-00000150.pt
+#     saved/async_rl/step-00000200.pt    the trained model: --evaluate and --export take this one
+#
+# If the trainer is lost during supervised steps, all of them are taken again, from the first: they
+# are few, and nobody has seen anything of them yet.
 
 SFT_LINES = 8  # lines in which the loss of all supervised steps is shown
 
@@ -10202,6 +10213,7 @@ async def take_sft_steps(cluster: Cluster, report: Report) -> None:
     steps, so what a run has begun with, and what --kl compares it with, stays the same.
     """
     cfg = cluster.cfg
+    # In memory without --checkpoint. Then the Cluster, which refers to it, keeps it from going.
     kept = Checkpoints(f"{cfg.checkpoint}/sft" if cfg.checkpoint else "")
     path = kept.newest(cfg, report.say)
     if path:
@@ -10211,6 +10223,8 @@ async def take_sft_steps(cluster: Cluster, report: Report) -> None:
         await with_retries(cluster, lambda: supervise(cluster, report, room))
         kept.keep(room, cfg.sft_steps)
         path = kept.paths[0]
+    # The trainer becomes what the file says, as at the beginning of a run: with a fresh optimizer,
+    # so that no moment of a supervised step is left in the first step of RL.
     await with_retries(cluster, lambda: cluster.rebase(path, kept))
     heldout = Sampler(cfg.task, cfg.seed).heldout
     share = await with_retries(cluster, lambda: evaluate(cluster, heldout))
@@ -10219,9 +10233,12 @@ async def take_sft_steps(cluster: Cluster, report: Report) -> None:
 
 
 async def supervise(cluster: Cluster, report: Report, room: str) -> None:
-    """Takes the steps, each on as many conversations as a step of RL, and writes the weights there.
+    """Takes the steps, each on as many conversations as a step of RL has.
 
-    Their prompts are drawn apart from those of RL, as in the warm start.
+    room: the path of the file into which the weights are written after the last one.
+
+    This process draws the prompts, apart from those of RL as in the warm start, and every rank of
+    the trainer gets all of them: from these it takes its own rows, as from a batch of RL.
     """
     cfg = cluster.cfg
     prompts = Sampler(cfg.task, seed=-1 - cfg.seed).stream()
@@ -10271,6 +10288,8 @@ def export_model(cfg: Config, path: str) -> str:
     has for them, however many ranks wrote it.
     """
     saved = read_checkpoint(path, cfg)
+    # The model of the folder, for all that is no weight: its config, and its settings of
+    # generation. A name that is missing, or one too many, raises.
     policy = Policy(dataclasses.replace(cfg, device="cpu"))
     policy.model.load_state_dict(saved["weights"])
     dtype = policy.model.config.dtype or torch.float32
@@ -10282,20 +10301,20 @@ def export_model(cfg: Config, path: str) -> str:
         dtype = transformers.AutoConfig.from_pretrained(cfg.model).dtype or torch.float32
     if cfg.export_dtype:
         dtype = getattr(torch, cfg.export_dtype)
-    policy.model.to(dtype)
+    policy.model.to(dtype)  # after the last step, so that nothing was rounded on the way
     write_whole(cfg.export, policy.model, tokenizer)
     num_millions = policy.model.num_parameters() / 1e6
     num_steps = len(json.loads(saved["state"])["rows"])
-    return (
-        f"exported the model after step {num_steps}, {show(num_millions)} million parameters in "
-        f'{dtype}: AutoModelForCausalLM.from_pretrained("{cfg.export}")'
-    )
+    kind = f"{show(num_millions)} million parameters, {str(dtype).removeprefix('torch.')}"
+    loads = f'AutoModelForCausalLM.from_pretrained("{cfg.export}")'
+    return f"exported, after step {num_steps} ({kind}): {loads}"
 
 
 def write_whole(folder: str, model: Any, tokenizer: Any) -> None:
     """Writes a model and its tokenizer into this folder, all of it or nothing.
 
-    They are written into another folder, which gets this name when the disk has them.
+    They are written into another folder, which gets this name when the disk has them. Whoever finds
+    the name may load what is there: a disk that is full, or a power cut, leaves it without one.
     """
     path = pathlib.Path(folder)
     unfinished = path.with_name(f"{path.name}.unfinished")
@@ -10312,8 +10331,18 @@ def write_whole(folder: str, model: Any, tokenizer: Any) -> None:
 # An evaluation asks each held-out prompt once for its likeliest answer, and --evaluate N times for
 # a sampled one. Of N samples c are right. Then pass@k, the probability that of k samples at least
 # one is right, is 1 - C(N - c, k) / C(N, k): of all ways to take k of these N, the share that does
-# not miss every right one. That is unbiased, which 1 - (1 - c / N) ** k is not (Chen 2021). Each
-# figure is a mean over prompts.
+# not miss every right one. That is unbiased, which 1 - (1 - c / N) ** k is not (Chen 2021).
+#
+# By example, of 4 samples 1 is right:
+#
+#     pass@1   1 - C(3, 1) / C(4, 1) = 1 - 3/4 = 0.25
+#     pass@2   1 - C(3, 2) / C(4, 2) = 1 - 3/6 = 0.50    the other way: 1 - (3/4) ** 2 = 0.44
+#     pass@4   1 - C(3, 4) / C(4, 4) = 1 - 0/1 = 1.00    the other way: 1 - (3/4) ** 4 = 0.68
+#
+# pass@1 tells how well the policy does, and pass@N what RL has to work with: a prompt of which no
+# sample is right teaches nothing. Each figure is a mean over prompts, because they, and not the
+# samples, are what was drawn at random from all that could have been asked: samples of one prompt
+# resemble each other, and counting them all would make the error look too small.
 
 EVALUATION_ROWS = 64  # conversations of a request: what fits a generator, and keeps all at work
 NUM_SHOWN = 20  # prompts of which a sampled answer is printed
@@ -10383,6 +10412,7 @@ async def evaluation(cluster: Cluster, prompts: list[Prompt], num_samples: int) 
         rows[group_id].append(row)
     right = is_right(sampled)
     num_right = [sum(right[row] for row in rows[prompt.id]) for prompt in prompts]
+    # k = 1, 2, 4, 8 and so on, and N itself.
     for k in sorted({1 << i for i in range(num_samples.bit_length())} | {num_samples}):
         passed = [pass_at(k, num_samples, of_prompt) for of_prompt in num_right]
         figures[f"pass_at_{k}"] = estimate(passed)
@@ -10414,15 +10444,15 @@ async def tell_evaluations(report: Report, cluster: Cluster, sides: dict[str, st
     cfg = cluster.cfg
     prompts = Sampler(cfg.task, cfg.seed).heldout
     found: dict[str, Evaluation] = {}
+    # One after the other, on the same actors: the trainer becomes one, publishes, and so on.
     for side, path in sides.items():
-        report.say(f"{side}: {path or cfg.model}")
         await with_retries(cluster, functools.partial(cluster.load, path))
         found[side] = await with_retries(
             cluster, functools.partial(evaluation, cluster, prompts, cfg.evaluate)
         )
     rows = []
     for name in next(iter(found.values())).figures:
-        row: dict[str, Any] = {f"{len(prompts)}_held_out_prompts": name.replace("_", " ")}
+        row: dict[str, Any] = {f"{len(prompts)} held-out prompts": name.replace("_", " ")}
         for side, one in found.items():
             figure = one.figures[name]
             row[side] = figure.mean
@@ -10442,7 +10472,11 @@ async def tell_evaluations(report: Report, cluster: Cluster, sides: dict[str, st
 
 
 async def after_training(report: Report, lab: Lab) -> None:
-    """What --evaluate and --export do with the run of a stage, when that has ended."""
+    """What --evaluate and --export do with the run of a stage, when that has ended.
+
+    The newest checkpoint of a run that has ended is the one of its last step. What the trainer is
+    by now would not do: async_rl goes on with another run, to compare with.
+    """
     cluster = lab.cluster
     if not cluster.cfg.evaluate and not cluster.cfg.export:
         return
@@ -10451,27 +10485,30 @@ async def after_training(report: Report, lab: Lab) -> None:
         sides = {"before": "", "after": training.newest()}
         await tell_evaluations(report, cluster, sides)
     if cluster.cfg.export:
+        # In a thread, for it may take a minute, and the actors want to be looked after meanwhile.
         report.say(await asyncio.to_thread(export_model, cluster.cfg, training.newest()))
 
 
 async def run_without_training(report: Report, command: Command) -> None:
     """Does what --evaluate and --export say, for a model or a checkpoint, and trains nothing."""
-    cfg = command.cfg
     start = time.monotonic()
-    report.begin_command("evaluate" if cfg.evaluate else "export")
-    if cfg.evaluate:
-        # Without a checkpoint the tiny policy is what its warm start makes of it.
-        is_warm = not cfg.checkpoint
-        cluster = HostsCluster(cfg, is_warm) if cfg.hosts else Cluster(cfg, is_warm)
-        report.say("starting trainer, generators and judges (about 15 s)")
-        await cluster.start()
-        await tell_evaluations(report, cluster, command.sides)
-        await cluster.close()
-    if cfg.export:
-        report.say(export_model(cfg, command.sides["checkpoint"]))
+    clock = asyncio.ensure_future(report.keep_clock())
+    report.begin_command("evaluate" if command.cfg.evaluate else "export")
+    for side, path in command.sides.items():
+        report.say(f"{side}: {path or command.cfg.model}")
+    try:
+        if command.cfg.evaluate:
+            await evaluate_alone(report, command)
+        if command.cfg.export:
+            report.say(export_model(command.cfg, command.sides["checkpoint"]))
+    except Exception as error:
+        report.check("errors that ended the command", repr(cause(error))[:300], "==", "none")
+        sys.excepthook(type(error), error, error.__traceback__)
+    clock.cancel()
     report.end_command(since(start))
 
 
+<<<<<<< HEAD
 # -- plumbing: the memory of this host -------------------------------------------------------------
 # What a run needs is computed before it starts: a run that is killed for memory says nothing, and
 # may be killed after hours. Bytes per parameter of the model, where c is 4 in fp32 and 2 in bf16:
@@ -10565,6 +10602,18 @@ def what_memory_lacks(cfg: Config, num_parameters: int) -> str:
         f"needs {whole / gib:.1f} GiB of host memory ({', '.join(parts)}), "
         f"this host has {free / gib:.1f} free"
     )
+=======
+async def evaluate_alone(report: Report, command: Command) -> None:
+    """Starts actors for an evaluation, and ends them."""
+    cfg = command.cfg
+    # Without a checkpoint the tiny policy is what its warm start makes of it.
+    is_warm = not cfg.checkpoint
+    cluster = HostsCluster(cfg, is_warm) if cfg.hosts else Cluster(cfg, is_warm)
+    report.say("starting trainer, generators and judges (about 15 s)")
+    await cluster.start()
+    await tell_evaluations(report, cluster, command.sides)
+    await cluster.close()
+>>>>>>> h5
 
 
 # -- plumbing: the command line --------------------------------------------------------------------
@@ -10704,7 +10753,7 @@ def what_to_evaluate(cfg: Config) -> tuple[Config, dict[str, str]]:
         return cfg, {"model": ""}
     path = Checkpoints(folder_of_run(cfg.checkpoint)).newest(None, lambda _: None)
     sides = {"checkpoint": path}
-    if cfg.model != "tiny":  # that of before, too
+    if cfg.model != "tiny":  # it was named, so it is to be seen beside what became of it
         sides = {"model": "", **sides}
     return config_of(path, cfg), sides
 
