@@ -10508,7 +10508,18 @@ async def run_without_training(report: Report, command: Command) -> None:
     report.end_command(since(start))
 
 
-<<<<<<< HEAD
+async def evaluate_alone(report: Report, command: Command) -> None:
+    """Starts actors for an evaluation, and ends them."""
+    cfg = command.cfg
+    # Without a checkpoint the tiny policy is what its warm start makes of it.
+    is_warm = not cfg.checkpoint
+    cluster = HostsCluster(cfg, is_warm) if cfg.hosts else Cluster(cfg, is_warm)
+    report.say("starting trainer, generators and judges (about 15 s)")
+    await cluster.start()
+    await tell_evaluations(report, cluster, command.sides)
+    await cluster.close()
+
+
 # -- plumbing: the memory of this host -------------------------------------------------------------
 # What a run needs is computed before it starts: a run that is killed for memory says nothing, and
 # may be killed after hours. Bytes per parameter of the model, where c is 4 in fp32 and 2 in bf16:
@@ -10602,18 +10613,6 @@ def what_memory_lacks(cfg: Config, num_parameters: int) -> str:
         f"needs {whole / gib:.1f} GiB of host memory ({', '.join(parts)}), "
         f"this host has {free / gib:.1f} free"
     )
-=======
-async def evaluate_alone(report: Report, command: Command) -> None:
-    """Starts actors for an evaluation, and ends them."""
-    cfg = command.cfg
-    # Without a checkpoint the tiny policy is what its warm start makes of it.
-    is_warm = not cfg.checkpoint
-    cluster = HostsCluster(cfg, is_warm) if cfg.hosts else Cluster(cfg, is_warm)
-    report.say("starting trainer, generators and judges (about 15 s)")
-    await cluster.start()
-    await tell_evaluations(report, cluster, command.sides)
-    await cluster.close()
->>>>>>> h5
 
 
 # -- plumbing: the command line --------------------------------------------------------------------
