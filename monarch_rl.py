@@ -5362,7 +5362,7 @@ class Decoder:
     """Holds many conversations at once, and samples a token per row and step.
 
     Its two methods take turns: `hear` takes what the user says, `speak` answers. The one for GPUs
-    differs only in its cache (9e). A serving engine would be another class with these two methods.
+    differs only in its cache (9f). A serving engine would be another class with these two methods.
     """
 
     def __init__(
@@ -5550,6 +5550,16 @@ def given_tokens(ids: torch.Tensor, mask: torch.Tensor, turn: int) -> Tokens:
     )
 
 
+# -- 9e. Episodes ----------------------------------------------------------------------------------
+# `generate` is what a generator does with the prompts of a request. All conversations are one batch
+# of a decoder, and each has a session of its own, which plays its user:
+#
+#     open a session for each     a connection to an environment, say; most keep nothing
+#     for each turn               ask each session what its user says; hear; speak
+#     ask each for its rewards    most know none: a judge will say (section 11)
+#     close all, whatever happens
+
+
 def generate(
     policy: Policy,
     prompts: list[Prompt],
@@ -5661,7 +5671,7 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
     return numbers
 
 
-# -- 9e. The token step on a GPU -------------------------------------------------------------------
+# -- 9f. The token step on a GPU -------------------------------------------------------------------
 # One token for each of some rows is little work for a GPU. For a small model it is a few hundred
 # kernels (functions that run there), and Python may need longer to ask for them than they take. A
 # CUDA graph is the cure: the kernels of a token are recorded once, and from then on one call
@@ -6531,8 +6541,8 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 #     trainer        5. scores the batch, makes one update, and publishes the new weights
 #     main process   6. counts the groups as trained, and prints a line now and then
 #
-# The main process runs plain objects: a Cluster (11e), which has the actors and calls them; a Run
-# (11f), which has the Ledger; and a Training (11g), which does the above with both.
+# The main process runs plain objects: a Cluster (11f), which has the actors and calls them; a Run
+# (11g), which has the Ledger; and a Training (11h), which does the above with both.
 
 # -- 11a. The warm start ---------------------------------------------------------------------------
 # From random weights RL has nothing to make likelier: all answers are wrong. So the tiny policy
@@ -6918,34 +6928,6 @@ def divergence(
     return (logp - reference_logp) ** 2 / 2
 
 
-def learning_rate(cfg: Config) -> float:
-    """That of --lr. If it is not given: a tiny model learns fast, a pretrained one forgets fast."""
-    if cfg.lr is not None:
-        return cfg.lr
-    return 1e-3 if cfg.model == "tiny" else 1e-6
-
-
-def entropy_bonus(cfg: Config) -> float:
-    """That of --entropy, a weight.
-
-    If it is not given the tiny policy has one: without it a wrong letter on which a whole group
-    agrees is never tried otherwise. In a large vocabulary it would feed tokens that are never
-    right.
-    """
-    if cfg.entropy is not None:
-        return cfg.entropy
-    return 0.01 if cfg.model == "tiny" else 0.0
-
-
-def share_of_rate(num_steps: int, num_done: int) -> float:
-    """The schedule of the learning rate, as a share of it: 1, and in the last quarter down to 0.
-
-    With a constant rate a run may end in a dip.
-    """
-    share_left = max(0.0, 1 - num_done / num_steps)
-    return min(1.0, 4 * share_left)
-
-
 def parts_of(state: TrainState, batch: Rollout) -> Iterator[Part]:
     """The rows of a batch that this rank scores, in parts of about MAX_LOGITS.
 
@@ -7078,6 +7060,37 @@ def examine(state: TrainState, batch: Rollout) -> Examination:
         group_sum=float(group_sums.abs().max()),
         num_different=len({tuple(said) for said in batch.said}),
     )
+
+
+# -- plumbing: what flags leave open ---------------------------------------------------------------
+
+
+def learning_rate(cfg: Config) -> float:
+    """That of --lr. If it is not given: a tiny model learns fast, a pretrained one forgets fast."""
+    if cfg.lr is not None:
+        return cfg.lr
+    return 1e-3 if cfg.model == "tiny" else 1e-6
+
+
+def entropy_bonus(cfg: Config) -> float:
+    """That of --entropy, a weight.
+
+    If it is not given the tiny policy has one: without it a wrong letter on which a whole group
+    agrees is never tried otherwise. In a large vocabulary it would feed tokens that are never
+    right.
+    """
+    if cfg.entropy is not None:
+        return cfg.entropy
+    return 0.01 if cfg.model == "tiny" else 0.0
+
+
+def share_of_rate(num_steps: int, num_done: int) -> float:
+    """The schedule of the learning rate, as a share of it: 1, and in the last quarter down to 0.
+
+    With a constant rate a run may end in a dip.
+    """
+    share_left = max(0.0, 1 - num_done / num_steps)
+    return min(1.0, 4 * share_left)
 
 
 # -- plumbing: a model that FSDP computes with -----------------------------------------------------
@@ -7556,6 +7569,16 @@ class Generator(Worker):
         return version
 
 
+# -- 11e. Judges -----------------------------------------------------------------------------------
+# A reward function is somebody else's code. A rollout's way to its rewards, and what may go wrong:
+#
+#     the episodes whose sessions knew no rewards    judge_unknown    all known: no judge is asked
+#     are shared out among all judges                judge_all        a judge is lost: each of its
+#                                                                     episodes again, alone
+#     each of which scores one after the other,      rewards_of       the function raises: nan, and
+#     or waits for several at once                                    the error is told once
+
+
 @dataclass(frozen=True)
 class JudgeRequest:
     """To say how good answers are."""
@@ -7708,7 +7731,7 @@ async def judge_unknown(judges: Service, rollout: Rollout, errors: TellOnce) -> 
     return dataclasses.replace(rollout, rewards=rewards)
 
 
-# -- 11e. The cluster ------------------------------------------------------------------------------
+# -- 11f. The cluster ------------------------------------------------------------------------------
 #
 #     main process         Cluster, Run, Training: plain objects
 #       Service "trainer"    1 replica of --trainers ranks, which live and die together
@@ -7995,7 +8018,7 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
     return rows
 
 
-# -- 11f. A run ------------------------------------------------------------------------------------
+# -- 11g. A run ------------------------------------------------------------------------------------
 #
 # Where a group can be. Each arrow is a call of Ledger.start, Ledger.settle or, for the last one in
 # the upper row, Ledger.undo. (Ledger.go_on enters what was lost with a run.)
@@ -8312,7 +8335,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
         yield "reward 1 in 20 batches: all right, nothing to learn from"
 
 
-# -- 11g. Training: a run on a cluster -------------------------------------------------------------
+# -- 11h. Training: a run on a cluster -------------------------------------------------------------
 # The lines that a run prints, column by column (DOCS 9 has each at length):
 #
 #     step       training steps made            reward     mean of the batch, 0 to 1
@@ -10874,6 +10897,9 @@ def try_files(paths: list[str]) -> None:
         with open(path, "a" if is_there else "x", encoding="utf-8"):
             if not is_there:
                 os.remove(path)
+
+
+# -- plumbing: running the stages ------------------------------------------------------------------
 
 
 async def run_stages(report: Report, command: Command) -> None:
