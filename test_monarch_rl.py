@@ -7351,7 +7351,8 @@ async def late_answer_scene() -> dict[str, Any]:
 async def errors_scene() -> dict[str, Any]:
     """What callers of a service see, in each case in which there is no answer."""
     with mock.patch.object(m, "ServiceActor", ImpatientService):
-        service = m.Service(roots_spec(replica_class=Moody, max_attempts=2))
+        spec = roots_spec(replica_class=Moody, max_attempts=2, standstill_s=2.0)
+        service = m.Service(spec)
 
     async def error_of_root(number: int) -> dict[str, str]:
         return await error_of(lambda: service.route(m.Roots.root, number))
@@ -7366,11 +7367,14 @@ async def errors_scene() -> dict[str, Any]:
     found["root"] = await service.route(m.Roots.root, 4)
     # 2. The request is bad.
     found["raises"] = await error_of_root(-1)
-    # 3. All replicas stand still, and none of them can be replaced.
-    for replica_id in (0, 1):
-        await service.strike(signal.SIGSTOP, replica_id)
+    # 3. All replicas stand still, the second a second later, and none of them can be replaced. Each
+    # has a request. That of the first is lost with it, and then with the second.
     FLAG.write_text("it is late")
-    found["lost"] = await error_of_root(4)
+    await service.strike(signal.SIGSTOP, 0)
+    await asyncio.sleep(1.0)
+    await service.strike(signal.SIGSTOP, 1)
+    both = await asyncio.gather(error_of_root(4), error_of_root(4))
+    [found["lost"]] = [error for error in both if error["type"] == "RequestLost"]
     found["none"] = await error_of_root(4)
     # 4. The service is closed, while somebody waits and before somebody asks.
     waiting = asyncio.ensure_future(error_of_root(4))
