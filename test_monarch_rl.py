@@ -7262,6 +7262,25 @@ def test_an_alarm_is_told_once_and_not_without_cause(
     asyncio.run(scene())
 
 
+def test_a_reward_of_only_a_part_of_the_episodes_is_an_alarm(
+    capsys: pytest.CaptureFixture[str], idle_evaluations: list[Any]
+) -> None:
+    """1 of 11 is none. The share is of all that came back in the run, whatever is in this batch."""
+    training = training_of()
+    unjudged = torch.full((1, 1), math.nan)
+    bad = dataclasses.replace(ONE_BATCH.select([0]), rewards=unjudged)
+    for _ in range(5):
+        training.run.count(m.RolloutReply(rollout=ONE_BATCH, busy_s=0.0))
+    training.run.count(m.RolloutReply(rollout=bad, busy_s=0.0))
+    training.step_done(stats_of(**FINE), ONE_BATCH)
+    assert training.run.rows[-1].unjudged == 1 / 11
+    assert training.alarms_told == set()
+    training.run.count(m.RolloutReply(rollout=bad, busy_s=0.0))
+    training.step_done(stats_of(**FINE), ONE_BATCH)
+    assert training.run.rows[-1].unjudged == 2 / 12
+    assert "unjudged > 0.1: reward is of the episodes" in capsys.readouterr().out
+
+
 def test_what_is_not_known_is_no_alarm(
     capsys: pytest.CaptureFixture[str], idle_evaluations: list[Any]
 ) -> None:
