@@ -8629,6 +8629,8 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     prompts = sampler.first(cfg.batch_groups)
     parts = await with_retries(cluster, lambda: sample(cluster, prompts))
     first = Rollout.join([part.rollout.judged() for part in parts])
+    if not first.said:
+        raise RuntimeError(f"of {len(prompts)} groups none could be judged")
     before = await with_retries(cluster, lambda: evaluate(cluster, sampler.heldout))
     found = await with_retries(cluster, lambda: cluster.examine(first))
     limit = MAX_K3[dtype_name(cfg)]

@@ -2859,7 +2859,7 @@ class Own(monarch_rl.Shift):
 
     def score(self, turns, said):
         rewards = super().score(turns, said)
-        if sum(rewards) < 0.999:
+        if sum(rewards) < 0.2:
             own_helper.{score}("wrong")
         return rewards
 """
@@ -2966,7 +2966,7 @@ def test_an_error_of_a_user_in_a_generator_shows_its_place(
 def test_an_error_of_a_score_in_a_judge_shows_its_place_once_and_the_run_goes_on(
     tmp_path: pathlib.Path,
 ) -> None:
-    """It raises on all wrong answers. Held-out figures divide by the prompts asked all the same."""
+    """It raises on what is mostly wrong, which is much of all: the run says so."""
     task = write_own(tmp_path, score="fails")
     how = ["--steps", "60", "--log", "log.jsonl"]
     run = run_file(tmp_path, "--only", "sync_rl", "--task", task, *how)
@@ -2976,12 +2976,10 @@ def test_an_error_of_a_score_in_a_judge_shows_its_place_once_and_the_run_goes_on
     assert run.out.count(f"{tmp_path / 'own.py'}:{place}, in score: own_helper.fails") == 1
     rows = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert len(rows) == 30
-    assert all(row["reward"] > 0.999 for row in rows)  # only what is right is judged
+    assert all(row["reward"] >= 0.2 for row in rows)  # that of what was judged
     assert rows[-1]["unjudged"] > 0.1
     assert "unjudged > 0.1: reward is of the episodes that could be judged" in run.out
-    figures = run.figures("sync_rl")
-    assert 0.03 < figures["heldout_before"] < 0.3  # not 1.0
-    assert figures["heldout_after"] < 1.0
+    assert 0.03 < run.figures("sync_rl")["heldout_before"] < 0.3  # of all that were asked
 
 
 class OnlyRight(m.Shift):
@@ -6637,6 +6635,7 @@ def test_a_run_that_was_saved_goes_on_with_the_same_books(seed: int) -> None:
         history.happen(50)
     run = history.run
     run.busy_s = 1.25
+    run.num_judged = 2
     run.num_unjudged = 3
     run.num_cut = 4
     saved = run.as_json()
@@ -6645,7 +6644,8 @@ def test_a_run_that_was_saved_goes_on_with_the_same_books(seed: int) -> None:
     assert other.rows == run.rows
     assert other.num_sent == len(run.rows)
     assert other.next_number == run.next_number
-    assert (other.busy_s, other.num_unjudged, other.num_cut) == (1.25, 3, 4)
+    assert (other.busy_s, other.num_cut) == (1.25, 4)
+    assert (other.num_judged, other.num_unjudged) == (2, 3)
     # What was in flight is lost now, and nothing else has changed.
     num_in_flight = len(run.ledger.in_flight)
     lost = run.ledger.counts["lost"] + num_in_flight
@@ -8606,6 +8606,25 @@ def test_an_alarm_is_told_once_and_not_without_cause(
         assert capsys.readouterr().out.count(told) == 1
 
     asyncio.run(scene())
+
+
+def test_a_reward_of_only_a_part_of_the_episodes_is_an_alarm(
+    capsys: pytest.CaptureFixture[str], idle_evaluations: list[Any]
+) -> None:
+    """1 of 11 is none. The share is of all that came back in the run, whatever is in this batch."""
+    training = training_of()
+    unjudged = torch.full((1, 1), math.nan)
+    bad = dataclasses.replace(ONE_BATCH.select([0]), rewards=unjudged)
+    for _ in range(5):
+        training.run.count(m.RolloutReply(rollout=ONE_BATCH, busy_s=0.0))
+    training.run.count(m.RolloutReply(rollout=bad, busy_s=0.0))
+    training.step_done(stats_of(**FINE), ONE_BATCH)
+    assert training.run.rows[-1].unjudged == 1 / 11
+    assert training.alarms_told == set()
+    training.run.count(m.RolloutReply(rollout=bad, busy_s=0.0))
+    training.step_done(stats_of(**FINE), ONE_BATCH)
+    assert training.run.rows[-1].unjudged == 2 / 12
+    assert "unjudged > 0.1: reward is of the episodes" in capsys.readouterr().out
 
 
 def test_what_is_not_known_is_no_alarm(
