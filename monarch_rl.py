@@ -8784,7 +8784,7 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
     return 1 - math.comb(num_wrong, k) / math.comb(num_samples, k)
 
 
-async def converse(
+async def ask_all(
     cluster: Cluster, prompts: list[Prompt], num_samples: int, greedy: bool
 ) -> Rollout:
     """So many conversations from each prompt, under one version.
@@ -8815,8 +8815,8 @@ class Evaluation:
 
 async def evaluation(cluster: Cluster, prompts: list[Prompt], num_samples: int) -> Evaluation:
     """Of the weights that the trainer has now."""
-    greedy = await converse(cluster, prompts, 1, greedy=True)
-    sampled = await converse(cluster, prompts, num_samples, greedy=False)
+    greedy = await ask_all(cluster, prompts, 1, greedy=True)
+    sampled = await ask_all(cluster, prompts, num_samples, greedy=False)
     figures = {"greedy_exact": estimate([float(right) for right in is_right(greedy)])}
     # Of each prompt the numbers of its rows: rows that are neighbours need not belong together.
     rows: dict[int, list[int]] = {prompt.id: [] for prompt in prompts}
