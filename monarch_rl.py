@@ -10315,7 +10315,7 @@ def export_model(cfg: Config, path: str) -> str:
     saved = read_checkpoint(path, cfg)
     # The model of the folder, for all that is no weight: its config, and its settings of
     # generation. A name that is missing, or one too many, raises.
-    policy = Policy(dataclasses.replace(cfg, device="cpu"))
+    policy = Policy(dataclasses.replace(cfg, device="cpu"), torch.float32)
     policy.model.load_state_dict(saved["weights"])
     dtype = policy.model.config.dtype or torch.float32
     if cfg.model == "tiny":
@@ -10397,7 +10397,7 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
     return 1 - math.comb(num_wrong, k) / math.comb(num_samples, k)
 
 
-async def episodes_of(
+async def ask_all(
     cluster: Cluster, prompts: list[Prompt], num_samples: int, greedy: bool
 ) -> Rollout:
     """So many conversations from each prompt, under one version.
@@ -10428,8 +10428,8 @@ class Evaluation:
 
 async def evaluation(cluster: Cluster, prompts: list[Prompt], num_samples: int) -> Evaluation:
     """Of the weights that the trainer has now."""
-    greedy = await episodes_of(cluster, prompts, 1, greedy=True)
-    sampled = await episodes_of(cluster, prompts, num_samples, greedy=False)
+    greedy = await ask_all(cluster, prompts, 1, greedy=True)
+    sampled = await ask_all(cluster, prompts, num_samples, greedy=False)
     figures = {"greedy_exact": estimate([float(right) for right in is_right(greedy)])}
     # Of each prompt the numbers of its rows: rows that are neighbours need not belong together.
     rows: dict[int, list[int]] = {prompt.id: [] for prompt in prompts}

@@ -9868,7 +9868,7 @@ def test_only_the_report_and_the_plumbing_print() -> None:
 
 def test_every_section_has_a_lead_and_ends_with_its_demo() -> None:
     sections = [i for i, line in BANNERS.items() if line.startswith("# == ")]
-    plumbing = next(i for i, line in BANNERS.items() if "plumbing: the command line" in line)
+    plumbing = next(i for i, line in BANNERS.items() if "plumbing: a model of your own" in line)
     for start, end in itertools.pairwise([*sections, plumbing]):
         lead = "\n".join(LINES[start : start + 30])
         for part in ("Problem.", "Rule.", "Cost.", "Not here.", "Source."):
