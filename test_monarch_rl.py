@@ -1736,8 +1736,11 @@ class Unigram(torch.nn.Module):
         self.logits = torch.nn.Parameter(logits.clone())
         self.config = types.SimpleNamespace(vocab_size=6, max_position_embeddings=99)
 
-    def forward(self, input_ids: torch.Tensor, **_: Any) -> types.SimpleNamespace:
-        return types.SimpleNamespace(logits=self.logits.expand(*input_ids.shape, 6))
+    def forward(
+        self, input_ids: torch.Tensor, logits_to_keep: torch.Tensor, **_: Any
+    ) -> types.SimpleNamespace:
+        shape = (len(input_ids), len(logits_to_keep), 6)
+        return types.SimpleNamespace(logits=self.logits.expand(shape))
 
 
 def exact_batch(counts: list[int], logits: torch.Tensor) -> m.Rollout:
