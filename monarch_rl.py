@@ -264,9 +264,7 @@ class Config:
     """
 
     # What is trained, and how long.
-    task: str = setting(
-        "repeat", "what to learn: repeat, count, pattern, FILE.py:CLASS, FILE.jsonl"
-    )
+    task: str = setting("repeat", "repeat, count, pattern, FILE.py:CLASS or FILE.jsonl")
     model: str = setting("tiny", "folder or hub id of a causal LM, or the built-in tiny one")
     steps: int = setting(200, "training steps in async_rl, half as many in sync_rl", least=1)
     batch_groups: int = setting(16, "prompts per training step, each with a group", least=1)
@@ -275,7 +273,7 @@ class Config:
     judges: int = setting(2, "replicas of the judge service", least=1)
     max_new_tokens: int | None = setting(
         None,
-        "sampled in a turn; None: what the task says, three times that for --model",
+        "sampled in a turn; None: as a task says, for --model thrice that",
         least=1,
         kind=int,
     )
@@ -317,19 +315,19 @@ class Config:
     no_graphs: bool = setting(False, "on a GPU, have no CUDA graphs of the token step (section 9)")
     dtype: str | None = setting(
         None,
-        "in which policies compute; None: float32 on cpu, bfloat16 on cuda",
+        "policies compute in it; None: float32 on cpu, bfloat16 on cuda",
         choices="float32 bfloat16",
         kind=str,
     )
     recompute: bool = setting(False, "backward computes each layer again: slower, with less memory")
     threads: int | None = setting(
         None,
-        "of each trainer and generator; None: 1 for tiny, else the cores divided by these",
+        "per trainer, generator; None: 1 for tiny, else a share of cores",
         least=1,
         kind=int,
     )
     stuck_after: float = setting(
-        120.0, "seconds without a token or part of a batch: such a worker is replaced", least=1
+        120.0, "seconds without a token or part of a batch: it is replaced", least=1
     )
     judge_stuck_after: float = setting(5.0, "seconds that a reward may take", least=0.5)
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
@@ -5200,8 +5198,8 @@ def score_tokens(
     model in bf16: the demo shows what a softmax in bf16 does to them. temperature: that with which
     the tokens were sampled. With another one these would be the probabilities of another policy.
     """
-    # Logits are the largest tensors here. So they are computed for those columns alone in which some
-    # row has a chosen place, which leaves out most of what users say.
+    # Logits are the largest tensors here. So they are computed for those columns alone in which
+    # some row has a chosen place, which leaves out most of what users say.
     columns = chosen.any(0).nonzero().flatten()
     out = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=columns)
     logits = out.logits[chosen[:, columns]]  # [N, vocabulary]
@@ -10697,7 +10695,7 @@ def make_parser() -> Parser:
         usage="%(prog)s flags [their defaults]",
         description=(__doc__ or "").split("\n", 1)[0],
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 26, 100),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 29, 100),
     )
     by_number = {str(stage.number): stage.name for stage in STAGES.values()}
     last = list(STAGES)[-1]
