@@ -2924,7 +2924,8 @@ def test_an_error_at_the_start_shows_its_place_in_one_line(
     tmp_path: pathlib.Path, refused: Refused, fresh_modules: None, mistake: str
 ) -> None:
     task = write_own(tmp_path)
-    file, helper = tmp_path / "own.py", tmp_path / "own_helper.py"
+    file = tmp_path / "own.py"
+    helper = tmp_path / "own_helper.py"
     text = file.read_text(encoding="utf-8")
     if mistake == "syntax":
         file.write_text(text + "def x(:\n")
