@@ -8297,7 +8297,7 @@ def spoil(path: pathlib.Path, how: str) -> None:
         content[content.index(torch.tensor([500.0]).numpy().tobytes())] ^= 1
         path.write_bytes(content)
     elif how == "newer":
-        save_checkpoint_of_nobody(path, format=3)
+        save_checkpoint_of_nobody(path, format=99)
     elif how == "another task":
         save_checkpoint_of_nobody(path, task="count")
     elif how == "foreign":
@@ -8311,7 +8311,7 @@ def spoil(path: pathlib.Path, how: str) -> None:
     [
         ("truncated", "not a zip"),
         ("damaged", "damaged in"),
-        ("newer", "'format': 3"),
+        ("newer", "'format': 99"),
         ("another task", "'task': 'count'"),
         ("foreign", "no checkpoint"),
         ("code", "Weights only"),
@@ -8984,7 +8984,7 @@ def figures_of_wire(
         cwd=folder,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=240,
         env={**os.environ, "PYTHONPATH": f"{file.parent}:{folder}"},
     )
     assert found.returncode == 0, found.stdout + found.stderr
