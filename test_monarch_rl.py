@@ -2488,7 +2488,7 @@ def test_what_a_run_needs_follows_its_flags() -> None:
     def needed(**changes: Any) -> int:
         """Bytes per parameter. Besides those each process needs some, the main process too."""
         cfg = m.Config(**changes)
-        needs = m.memory_needs(cfg, 1)
+        needs = m.memory_needs(cfg, 1, trains=True)
         assert needs.pop("processes") == (2 + cfg.generators) * m.PROCESS_BYTES
         return sum(needs.values())
 
