@@ -9956,6 +9956,29 @@ def test_the_recipe_of_what_lag_does_runs(tmp_path: pathlib.Path) -> None:
     assert "mean lag 0.00" in rows[0]
 
 
+def test_the_recipe_for_a_first_gpu_runs_without_one(tmp_path: pathlib.Path) -> None:
+    """All but the runs themselves, with a small model and small tensors on the CPU."""
+    program = recipe('"""What a GPU is wanted for first')
+    for line, instead in {
+        'DEVICE = "cuda"': 'DEVICE = "cpu"',
+        '"vocab_size": 151936, "hidden_size": 896': '"vocab_size": 64, "hidden_size": 28',
+        '"intermediate_size": 4864, "num_hidden_layers": 24': '"num_hidden_layers": 1',
+        "LENGTH = 1 << 22": "LENGTH = 1 << 10",
+    }.items():
+        assert program.count(line) == 1
+        program = program.replace(line, instead)
+    program = program.replace("subprocess.run(", "print(")
+    printed = run_recipe(tmp_path, "gpu.py", program, timeout_s=120)
+    assert printed.count("monarch_rl.py") == 3
+    assert printed.count("ms: publish") == 5
+    for argument in re.findall(r"'(--[a-z-]+)'", printed):
+        assert argument.removeprefix("--").replace("-", "_") in {
+            "only",
+            *[field.name for field in dataclasses.fields(m.Config)],
+        }
+    assert (tmp_path / "half" / "model.safetensors").exists()
+
+
 @long
 def test_the_recipe_of_a_peer_runs(tmp_path: pathlib.Path) -> None:
     """Shortened: one pair each, and models as small as the tiny one."""
