@@ -9961,8 +9961,8 @@ def test_the_recipe_for_a_first_gpu_runs_without_one(tmp_path: pathlib.Path) -> 
     program = recipe('"""What a GPU is wanted for first')
     for line, instead in {
         'DEVICE = "cuda"': 'DEVICE = "cpu"',
-        '"vocab_size": 151936, "hidden_size": 896': '"vocab_size": 64, "hidden_size": 28',
-        '"intermediate_size": 4864, "num_hidden_layers": 24': '"num_hidden_layers": 1',
+        '"hidden_size": 896, "intermediate_size": 4864': '"vocab_size": 64, "hidden_size": 28',
+        '"num_hidden_layers": 24': '"num_hidden_layers": 1',
         "LENGTH = 1 << 22": "LENGTH = 1 << 10",
     }.items():
         assert program.count(line) == 1
