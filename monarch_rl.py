@@ -273,7 +273,7 @@ class Config:
     judges: int = setting(2, "replicas of the judge service", least=1)
     max_new_tokens: int | None = setting(
         None,
-        "sampled in a turn; None: as a task says, for --model thrice that",
+        "tokens of an answer at most; None: what the task says",
         least=1,
         kind=int,
     )
@@ -1181,7 +1181,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # Rule. Whose failure is it? An exception belongs to the caller that waits for the answer; the actor
 #   lives on. A process belongs to the actor that spawned it, its owner, who replaces it when it
 #   falls ill. There are three illnesses, and how long a call takes tells of none of them; so each
-#   has a detector of its own, and no call has a deadline:
+#   has a detector of its own, and no call of a worker that is set up has a deadline:
 #
 #     what happens         its caller sees   its owner is told by              and then
 #     endpoint raises      the exception     nobody                            the actor lives on
@@ -1311,7 +1311,7 @@ class PulseHandle:
 class Pulse:
     """A worker's own side of it: two words of 8 bytes in shared memory.
 
-    Whoever reads them asks nothing of the worker, so an answer does not depend on how it is.
+    Whoever reads them asks nothing of the worker, so they can be read whatever state it is in.
     """
 
     BEATS = 0  # the first word: moves as long as a thread of this process can run
@@ -1354,8 +1354,8 @@ def read_signs(pulse: PulseHandle) -> Signs:
     with contextlib.suppress(OSError), open(pulse.path, "rb", buffering=0) as file:
         words = memoryview(file.read(16)).cast("q").tolist()
     status = status_of(pulse.pid)
-    # Behind the state follow numbers; the twelfth and thirteenth are the ticks for which the
-    # process has computed itself, and for which the system has worked for it.
+    # The twelfth and thirteenth entry, the state included, are the ticks for which the process has
+    # computed itself, and for which the system has worked for it.
     state = status[0]
     ticks = [int(number) for number in status[11:13]]
     return Signs(
@@ -1477,7 +1477,7 @@ class NotNow(RuntimeError):
 # The life of a replica, and who moves it on:
 #
 #     spawned --- its pid is known ---> runs --- setup has answered ---> ready --- lose ---> lost
-#             Supervisor._spawn              Supervisor._spawn      a pidfd, Monarch, its signs,
+#             Supervisor._set_up             Supervisor._set_up     a pidfd, Monarch, its signs,
 #                                                                   three marks (section 6), or
 #                                                                   the loss of its host (14)
 #
@@ -1493,7 +1493,7 @@ class Replica:
     """
 
     MAX_MARKS = 3  # in a row, until a replica that raises is replaced
-    END_WITHIN_S = 30.0
+    END_WITHIN_S = 30.0  # for Monarch to notice that they have ended: mostly milliseconds
 
     def __init__(
         self,
@@ -1537,7 +1537,10 @@ class Replica:
         return bool(self.answers) and not self.lost.done()
 
     def lose(self, why: str) -> None:
-        """Marks it as lost. Several may notice; the first of them says why."""
+        """Marks it as lost. Several may notice; the first of them says why.
+
+        Not while all processes are being ended (LEAVING): nobody replaces them then.
+        """
         if not self.lost.done() and not LEAVING.is_set():
             loss = Loss(
                 replica_id=self.place.replica_id,
@@ -1548,6 +1551,8 @@ class Replica:
 
     def look(self, spec: ServiceSpec) -> None:
         """Looks at its processes once, and loses it if one is ill. spec: has the limits."""
+        if self.host.life() != self.host_life:
+            self.lose("host lost")  # mechanism: host lost
         is_news = False
         has_moved = False
         for watch in self.watches:
@@ -1564,12 +1569,13 @@ class Replica:
             self.num_idle += 1
         if has_moved or not self.num_in_flight or not self.is_ready():  # a setup has a deadline
             self.num_idle = 0
+        # More than the limit, for a request may have come right before the first of these looks.
         if self.num_idle > num_looks(spec.stuck_after_s):  # mechanism: endless work
             self.lose("made no progress")
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """While it works on a request. That it has answered one is progress, too."""
+        """While somebody waits for its answer to a request. The end of one is progress, too."""
         self.num_in_flight += 1
         try:
             yield
@@ -1625,7 +1631,7 @@ class ServiceSpec:
     # On which replicas are started, in turn.
     hosts: tuple[Host, ...] = (Host(),)
     # For a replica to become ready: imports on a busy machine take seconds, big models minutes.
-    # This is a deadline. Imports tell of no progress; and nothing stands in a queue before a setup.
+    # This is a deadline: imports tell of no progress, and no setup but a relay's (14) has to queue.
     setup_deadline_s: float = 120.0
     # Of section 6. A request that kills whoever runs it must not go on to kill all replicas, so
     # there is a largest number of attempts.
@@ -1665,7 +1671,8 @@ class Supervisor(Actor):
     async def _spawn(self, replica_id: int) -> Replica:
         """Makes the replica with this id, or replaces it, and returns when it is ready.
 
-        Raises what its setup raised; ReplicaLost; TimeoutError if the one before does not end;
+        Raises ActorError, around what its setup raised; ReplicaLost; TimeoutError if the one before
+        does not end;
         OSError or ValueError if a process, or the host, has gone.
         """
         # 1. What is left of the one before goes: a process that stands still could wake up.
@@ -1685,8 +1692,7 @@ class Supervisor(Actor):
             await asyncio.wait_for(self._set_up(new), self.spec.setup_deadline_s)
         except asyncio.TimeoutError:
             new.lose("setup too slow")
-            limit_s = self.spec.setup_deadline_s
-            raise ReplicaLost(f"{name}: not set up within {limit_s:.0f} s") from None
+            raise ReplicaLost(f"{name}: it did not start, or was not set up in time") from None
         return new
 
     async def _set_up(self, new: Replica) -> None:
@@ -1695,11 +1701,11 @@ class Supervisor(Actor):
         That to "find_pulse" says that it runs, so from here on it is watched. That to "setup" says
         that it is ready.
         """
+        if self.looking is None or self.looking.done():
+            self.looking = asyncio.ensure_future(self._look())
         pulses = await asyncio.wait_for(self._call(new, "find_pulse", ()), self.START_WITHIN_S)
         new.runs_in(pulses)
         new.host.watch(pulses, new.lose)
-        if self.looking is None or self.looking.done():
-            self.looking = asyncio.ensure_future(self._look())
         store = await telemetry()
         new.has_set_up(await self._call(new, "setup", (store,)))
 
@@ -1735,7 +1741,7 @@ class Supervisor(Actor):
             call.cancel()  # if there is no answer yet; also if this call is cancelled itself
         if not is_answered:
             why = replica.lost.result().why
-            raise ReplicaLost(f"{replica.name}, {method}: it {why}")
+            raise ReplicaLost(f"{replica.name}, {method}: {why}")
         try:
             return list(call.result().values())
         except SupervisionError as error:  # Monarch knew of the death before the pidfd did
@@ -1803,9 +1809,10 @@ class Roots(Worker):
         """Is busy for about so long, in one of three ways. Returns how long it was, in seconds."""
         start = time.monotonic()
         if how == "C, without the GIL":
-            time.sleep(wanted_s)  # C code, too; as when it computes, other threads can run
+            time.sleep(wanted_s)  # lets go of the GIL, as torch does while it computes
         elif how == "C, holding the GIL":
-            # `sum` adds up a range in C, without a pause. How long may that range be?
+            # `sum` adds up a range in C, without a pause. The first shows how fast that is here; so
+            # the second takes about wanted_s.
             sum(range(10**7))
             sum(range(int(10**7 * wanted_s / since(start))))
         while since(start) < wanted_s:  # "Python": all of it is here
@@ -1960,11 +1967,11 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #   without looking: if one of four stands still, a quarter of the requests are lost.
 # Rule. The caller asks the service, and the service asks a replica: a healthy one with the fewest
 #   requests in flight, in turn among equals. An attempt has one of three outcomes:
-#     1. It answers. The caller gets the answer, once.
-#     2. It is lost, by one of the three illnesses. It is replaced; another one gets the request.
-#     3. It raises. Is the request bad, or the replica? Another one will tell. If that one raises
-#        too, the request is to blame and the exception is its caller's. If that one answers, the
-#        first replica has a mark; three marks in a row, and it is replaced.
+#     1. The replica answers. The caller gets the answer, once.
+#     2. The replica is lost, by one of the three illnesses. It is replaced; another one tries.
+#     3. The replica raises. Is the request bad, or the replica? Another one will tell. If that one
+#        raises too, the request is to blame and the exception is its caller's. If that one answers,
+#        the first replica has a mark; three marks in a row, and it is replaced.
 # Cost. A hop inside this process. A request whose replica was lost runs again, maybe twice, so it
 #   must be harmless to repeat: two attempts may both do their work. Only one is answered.
 # Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
@@ -1975,10 +1982,10 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #                                              | root(4) ---> replica 0    answers
 #            <------- 2.0 ---------------------+
 #
-# Three coroutines meet in it. One per request: route. One per replica, its keeper: it sleeps until
-# the replica is lost, makes another one, and sleeps again. And whoever asks for the status. They
-# wake each other with the ChangeNotice below. By example, of two replicas the first dies in the
-# middle of a request:
+# Beside the looks of section 5, three kinds of coroutines meet in it. One per request: route. One
+# per replica, its keeper: it sleeps until the replica is lost, makes another one, and sleeps again.
+# And whoever asks for the status. They wake each other with the ChangeNotice below. By example, of
+# two replicas the first dies in the middle of a request:
 #
 #     route of that request    sleeps in _call; wakes because the replica is lost; picks the other
 #     keeper of replica 0      sleeps; wakes because it is lost; makes another, which takes seconds
@@ -2025,7 +2032,7 @@ class NoReplica(RuntimeError):
 
 
 class RequestLost(RuntimeError):
-    """All attempts at this request were used up: replicas were lost with it, or raised."""
+    """All attempts at this request were used up, the last one by the loss of its replica."""
 
 
 @dataclass(frozen=True)
@@ -2063,7 +2070,8 @@ class ReplicaKeeper(Supervisor):
     async def start(self) -> None:
         """Makes all replicas at the same time, and returns when all that can be are ready.
 
-        Called again, it replaces them all. Raises what the setup of one of them raised.
+        Called again, it replaces them all; requests that wait for a replica then get NoReplica.
+        Raises what the setup of one of them raised.
         """
         await self._stop_keepers()
         for replica in self.replicas.values():
@@ -2086,12 +2094,12 @@ class ReplicaKeeper(Supervisor):
                 replica = await self._spawn(replica_id)
             except (ActorError, ReplicaLost, asyncio.TimeoutError, OSError, ValueError) as error:
                 # Its setup failed: it raised, or was lost. Or the one before does not end. Or its
-                # host is gone, which shows as an OSError, or as a ValueError while it goes. Of a
-                # later replica this may be bad luck, and it is tried again. Not so of the first of
-                # all.
+                # host is gone, which shows as an OSError, or as a ValueError while it goes. That
+                # may be bad luck, and it is tried again; but not if it is the first of this id.
                 await asyncio.sleep(self.RETRY_SETUP_S)
                 if loss is None:
                     loss = self._first_has_failed(replica_id, error)  # it may raise
+                    self.changed.notify()  # without its host there may be enough replicas now
                 continue
             if loss is not None:  # it took the place of one that was lost
                 self.lost_replicas.append(dataclasses.replace(loss, replaced_s=time.time()))
@@ -2099,17 +2107,20 @@ class ReplicaKeeper(Supervisor):
                 self.recorder.send_to(await telemetry())
                 self.recorder.send_soon()
             self.changed.notify()
-            loss = await asyncio.shield(replica.lost)  # mostly it sleeps here; others wait, too
+            # Mostly it sleeps here. If it is cancelled, `shield` keeps `lost`, for others wait too.
+            loss = await asyncio.shield(replica.lost)
             self.changed.notify()
 
     def _first_has_failed(self, replica_id: int, error: Exception) -> Loss:
         """What follows if the first replica of this id could not be made.
 
-        If its host is here this is a mistake, such as a wrong path. Then it is raised, which ends
-        the keeper, and `_healthy` tells whoever waits. If its host is away this counts as a loss,
-        which the next one makes good.
+        If its host was here this is a mistake, such as a wrong path. It is raised, which ends the
+        keeper, and `_healthy` tells whoever waits. Else it counts as a loss, to be made good.
         """
-        if self._host_of(replica_id).is_here():
+        made = self.replicas.get(replica_id)
+        life = self._host_of(replica_id).life()
+        was_here = made is None or made.host_life == life  # all the time
+        if life and was_here:
             raise error
         return Loss(
             replica_id=replica_id,
@@ -2180,7 +2191,8 @@ class ServiceActor(ReplicaKeeper):
         raised: Replica | None = None  # the replica that has raised on this request
         to_blame: Replica | None = None  # the same, unless it raised NotNow
         # A replica that is lost, or raises, costs an attempt; waiting for a free one costs none.
-        for _ in range(self.spec.max_attempts):  # mechanism: another attempt
+        for number in range(self.spec.max_attempts):  # mechanism: another attempt
+            is_last = number == self.spec.max_attempts - 1
             replica = await self._pick(other_than=raised)
             try:
                 answer = await self._attempt(replica, method, args)
@@ -2189,8 +2201,8 @@ class ServiceActor(ReplicaKeeper):
                 continue
             except ActorError as error:  # outcome 3
                 self.num_failed_attempts += 1
-                if raised is not None or self.spec.num_replicas == 1:
-                    raise cause(error) from error  # two have raised, or there is no other
+                if raised is not None or is_last or self.spec.num_replicas == 1:
+                    raise cause(error) from error  # two have raised, or nobody else will try
                 raised = replica
                 to_blame = None if isinstance(cause(error), NotNow) else replica
                 continue
@@ -2316,7 +2328,7 @@ class Service:
     ) -> Reply:
         """Runs an endpoint on some replica.
 
-        request: what the endpoint takes, which here is one record or number. (That it may be
+        request: what the endpoint takes, here at most one record or number. (That it may be
         several, or keywords, stands in the signature because type checkers ask for it.) Raises what
         the endpoint raised, from the error that has the worker's traceback; NoReplica; RequestLost.
         It takes as long as the work takes. A caller with less time uses asyncio.wait_for.
@@ -2351,8 +2363,6 @@ class Service:
 
 
 # -- measurement -----------------------------------------------------------------------------------
-
-
 # How many of 400 requests are answered while replicas get into trouble, with Monarch's `choose` and
 # with the service? A fault comes with the request of a certain number, not at a certain time, so
 # that a run on a slow machine meets the same faults.
@@ -2460,8 +2470,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     report.table([chosen, served])
 
     # Answers are counted where they are received, where they are given, and where the work for them
-    # is done. A request that is answered twice would show as more answers than requests; one that
-    # is run without need as more attempts than requests and failures.
+    # is done.
     # Lines of the diary are "begun 17" and "done 17"; those of the bad requests end with "-1".
     lines = pathlib.Path(diary).read_text(encoding="utf-8").splitlines()
     good = [line for line in lines if not line.endswith("-1")]
@@ -2828,7 +2837,7 @@ def create_arena(manifest: Manifest, num_readers: int, num_copying: int = 0) -> 
     """
     most = Arena.MAX_READERS
     require(num_readers <= most, f"arena: {num_readers} readers are too many")
-    num_pointing = num_readers - num_copying
+    num_pointing = num_readers - num_copying  # those whose tensors are views of a slot (7d)
     num_slots = num_pointing + 2  # mechanism: one is always free
     descriptor = os.memfd_create("monarch_rl")
     os.ftruncate(descriptor, Arena.HEADER_BYTES + num_slots * manifest.slot_bytes)
@@ -2874,7 +2883,7 @@ def attach_arena(
             arena = Arena(handle, file.fileno())  # a mapping outlives its file
     except (OSError, ValueError) as error:
         raise WeightMismatch(f"arena: its writer, process {handle.pid}: {error}") from error
-    # That number may be another process by now, and its file another file.
+    # The process id may be that of another process by now, and the file another file.
     is_same_run = arena.words[Arena.RUN] == handle.run_id
     require(is_same_run, f"arena: it is not that of run {handle.run_id}")
     return arena
@@ -2972,7 +2981,7 @@ class WeightWriter(Side):
         self.note = note
         self.version = -1  # the newest that was begun
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
-        self.copying: concurrent.futures.Future[None] | None = None  # the copy under way
+        self.copying: concurrent.futures.Future[None] | None = None  # the newest, under way or done
         self.stream: torch.cuda.Stream | None = None
         if any(tensor.is_cuda for tensor in tensors.values()):
             self._prepare_for_gpu()
@@ -3046,7 +3055,8 @@ class WeightWriter(Side):
     def _prepare_for_gpu(self) -> None:
         """Makes a stream of its own for copies, and pins the arena.
 
-        From memory that is not pinned the driver would copy once more, and hold up this process.
+        Pinned memory stays where it is, so the GPU can write there by itself. Into other memory the
+        driver copies by way of a buffer of its own, and holds up this process meanwhile.
         """
         self.stream = torch.cuda.Stream()
         runtime: Any = torch.cuda.cudart()
@@ -3077,6 +3087,9 @@ class WeightReader(Side):
         compares: bool = False,
     ) -> None:
         """Attaches to the arena. Raises WeightMismatch if these tensors do not fit it.
+
+        No stage compares, and none copies on a CPU: the one is for a writer that you do not trust,
+        the other for compiled code.
 
         reader: a number from 0 to num_readers - 1 that no other reader has. copies: as above.
         compares: before it changes anything, `pull` asks whether the writer lives, and compares the
@@ -3662,10 +3675,10 @@ def stretches_of(index: torch.Tensor) -> list[Stretch]:
 #
 # Who waits for whom, in a trainer of two ranks; time goes to the right:
 #
-#     rank 0       step 7 | forward, backward .................................... | wait | step 8
-#       a thread          | names slot 2, writes its boxes | waits for rank 1 | latest = 7 |
-#     rank 1       step 7 | forward, backward .................................... | wait | step 8
-#       a thread          | waits for the name | writes its boxes | says so |
+#     rank 0       update 7 | forward, backward ................................ | wait | update 8
+#       a thread            | names slot 2, writes its boxes | waits for rank 1 | latest = 7 |
+#     rank 1       update 7 | forward, backward ................................ | wait | update 8
+#       a thread            | waits for the name | writes its boxes | says so |
 
 
 def region(offset: Index, size: Index) -> tuple[slice, ...]:
@@ -3739,7 +3752,7 @@ class ShardWriter(WeightWriter):
         num_ranks: int,
         **options: Any,
     ) -> ShardWriter:
-        """The writers of all ranks of a process group, which call this at the same time.
+        """The writer of this rank. All ranks of a process group call this at the same time.
 
         Rank 0 makes the arena, and tells the others its handle. options: as above.
         """
@@ -4366,13 +4379,13 @@ class Task:
         raise NotImplementedError
 
     def numbered(self, number: int, seed: int) -> tuple[Turn, ...]:
-        """The conversation of this number. The same numbers and seed always give the same one."""
+        """The conversation of this number. The same number and seed always give the same one."""
         return self.conversation(random.Random(f"{seed} {number}"))
 
     def set_aside(self) -> list[tuple[Turn, ...]]:
         """Different conversations that are never trained on, 512 at most; the same for all seeds.
 
-        Here half of those that there are, as far as 2,000 draws can tell.
+        Here at most half of those that 2,000 draws find.
         """
         rng = random.Random("held out")
         drawn = [self.conversation(rng) for _ in range(2000)]
@@ -4414,7 +4427,7 @@ class Task:
             text = said[number] if number < len(said) else ""  # a conversation may have ended early
             pairs = zip(text, turn.right, strict=False)
             num_right = sum(letter == right for letter, right in pairs)
-            length = max(len(text), len(turn.right))
+            length = max(len(text), len(turn.right), 1)
             rewards.append(num_right / length / self.num_turns)
         return rewards
 
@@ -4424,13 +4437,15 @@ class Session:
 
     This one keeps nothing, so what its user says follows from what was said. An environment that
     has a state, such as a game or a machine on which commands are run, is opened in the constructor
-    of a subclass. Whatever happens, `close` is called once.
+    of a subclass. However the request ends, `close` is called once; only a killed process calls
+    nothing.
 
-        task.open(turns)             a session begins; here those of all rows of a request
-        session.user([])             -> "e4?"          what the policy hears first
-        session.user(["e5"])         -> "Nf3?"         what it hears after its first answer
-        session.user(["e5", "x"])    -> None           over: the policy made no legal move
-        session.rewards([...])       -> [0.5, 0.0]     or None: a judge is to say
+        task.open(turns)              a session begins, one for each episode of a request
+        session.user([])              -> "e4?"            what the policy hears first, of 3 turns
+        session.user(["e5"])          -> "Nf3?"           what it hears after its first answer
+        session.user(["e5", "x"])     -> None             over: the policy made no legal move
+        session.rewards(["e5", "x"], [False, False, False])
+                                      -> [0.5, 0.0, 0.0]  one per turn; or None: a judge is to say
         session.close()
     """
 
@@ -4492,7 +4507,7 @@ class Shift(Task):
         said: list[str],
         is_truncated: list[bool],
     ) -> list[float]:
-        """As in Task. An end that is missing counts as one more letter, which is wrong."""
+        """As in Task. An answer of n letters without an end earns n / (n + 1) of that."""
         rewards = self.score(turns, said)
         for number, text in enumerate(said):
             if is_truncated[number]:
@@ -4609,7 +4624,8 @@ def told_of(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # found before any of it ran
         lines.append(f"{error.filename}:{error.lineno}: {(error.text or '').strip()[:100]}")
         return "\n  ".join(lines)
-    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<", __file__)
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    installed = (*folders, "<", __file__)  # "<frozen importlib>" and such begin with "<"
     for frame in traceback.extract_tb(error.__traceback__):
         if not frame.filename.startswith(installed):
             place = f"{frame.filename}:{frame.lineno}, in {frame.name}"
@@ -4675,12 +4691,13 @@ def class_in_file(path: str, name: str) -> type[Task]:
 
 
 # -- plumbing: a task in a file of prompts and answers ---------------------------------------------
-# A line of such a file, as GSM8K has it (here on two lines):
+# A line of such a file, in the manner of GSM8K (here on two lines):
 #
 #     {"prompt": "Tom has 3 apples and buys 4. How many has he?",
 #      "answer": "He has 3 + 4 = 7 apples. #### 7"}
 #
-# The tenth of the prompts whose hashes are the lowest is held out. A hash follows from the prompt
+# Held out are the prompts whose hash, from 0 to 1, is below 0.1: about a tenth, and of a small file
+# at least the two with the lowest. A hash follows from the prompt
 # alone: a prompt stays on its side for all seeds, on every machine, and mostly also when lines are
 # added, and a prompt that stands there twice is on one side.
 #
@@ -5063,9 +5080,9 @@ class Policy:
         self.end_id: int = self.tokenizer.eos_token_id  # ends a turn
         self.tokenizer.pad_token = self.tokenizer.eos_token  # fills holes, which nobody looks at
         # The task counts letters; a pretrained tokenizer may need several tokens for one.
-        self.max_new_tokens: int = cfg.max_new_tokens or self.task.max_new_tokens * (
-            1 if is_tiny else self.task.tokens_per_letter
-        )
+        tokens_per_letter = 1 if is_tiny else self.task.tokens_per_letter
+        of_task = self.task.max_new_tokens * tokens_per_letter
+        self.max_new_tokens: int = cfg.max_new_tokens or of_task
         self.context: int = self.model.config.max_position_embeddings  # tokens
         has_instruction = self.task.instruction and not is_tiny
         self._read_template(f"{self.task.instruction}\n" if has_instruction else "")
@@ -5198,8 +5215,8 @@ def score_tokens(
     model in bf16: the demo shows what a softmax in bf16 does to them. temperature: that with which
     the tokens were sampled. With another one these would be the probabilities of another policy.
     """
-    # Logits are the largest tensors here. So they are computed for those columns alone in which
-    # some row has a chosen place, which leaves out most of what users say.
+    # Logits are the largest tensors here. So they are computed for those columns alone in which a
+    # row has a chosen place, which leaves out most of what users say.
     columns = chosen.any(0).nonzero().flatten()
     out = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=columns)
     logits = out.logits[chosen[:, columns]]  # [N, vocabulary]
@@ -5217,11 +5234,11 @@ def recompute(model: Any, tokens: Tokens, temperature: float = 1.0) -> torch.Ten
 
 
 def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
-    """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d their difference.
+    """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
-    Its mean estimates the KL divergence between the two distributions that the tokens come from. It
-    is never negative, and 0 only if they agree on every token. (Schulman 2020; k1 is -d, k2 is d**2
-    / 2.)
+    Its mean estimates the KL divergence of the recomputed distribution from the recorded one, from
+    which the tokens were drawn. It is never negative, and 0 only if they agree on every token.
+    (Schulman 2020; k1 is -d, k2 is d**2 / 2.)
     """
     d = (recomputed - recorded).detach().double()
     return d.exp() - 1 - d
@@ -5378,7 +5395,8 @@ class Decoder:
     ) -> None:
         """Begins num_rows conversations.
 
-        group_size: so many neighbouring rows hear the same first turn. greedy: take the likeliest
+        group_size: so many neighbouring rows belong together; if they hear the same first turn, it
+        is computed once. greedy: take the likeliest
         token instead of sampling. pull: makes the policy's weights those to sample with now, and
         returns their version; it is called before every token.
         """
@@ -5406,6 +5424,8 @@ class Decoder:
         So does a turn that would leave no room for an answer in the model's context.
         """
         self.turn += 1
+        if self.turn == 1 and not hear_alike(texts, self.group_size):
+            self.group_size = 1  # each row is computed by itself
         is_silent = [text is None for text in texts]
         self.is_over |= torch.tensor(is_silent, device=self.policy.cfg.device)
         heard = [text or "" for text in texts]
@@ -5519,6 +5539,11 @@ class Decoder:
         self.cache.let_rows_leave(speaks)
 
 
+def hear_alike(texts: Sequence[str | None], group_size: int) -> bool:
+    """Do the rows of each group hear the same as its first one? Their sessions need not agree."""
+    return all(text == texts[row - row % group_size] for row, text in enumerate(texts))
+
+
 def without_second_end(
     ids: torch.Tensor,
     mask: torch.Tensor,
@@ -5606,7 +5631,7 @@ def open_sessions(task: Task, prompts: list[Prompt]) -> Iterator[list[Session]]:
             session.close()
 
     # An ExitStack calls back when its `with` ends, the last first. So it closes all that were
-    # opened, however this ends: also if the next one cannot be opened, if the engine runs out of
+    # opened, however this ends: also if the next one cannot be opened, if the decoder runs out of
     # memory, and if closing another one raises. Only a killed process closes nothing; then the
     # system ends its connections, and the environment sees that.
     with contextlib.ExitStack() as until_end:
@@ -6156,11 +6181,11 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds the effect of a token."""
+    """What bounds the effect of a token, but in dppo, whose bounds are the constants below."""
 
     # How far its probability may move, as a ratio, before its gradient stops: --clip.
     clip: float
-    # Larger ratios are cut off where they weigh: or few tokens outweigh all others: --max-weight.
+    # What a ratio may weigh at most, or a few tokens would outweigh all others: --max-weight.
     max_weight: float
 
 
@@ -6560,7 +6585,7 @@ WARM_BATCH = 64  # conversations per supervised step
 WARM_RATE = 6e-4  # below that of RL, so that it does not jump past the place where it should stop
 WARM_NOISE = 0.1  # of the letters that it learns from are random: it must not become too certain
 WARM_UNTIL = 0.11  # of validation prompts right: much room to learn, and something to learn from
-WARM_STEPS = 1000
+WARM_STEPS = 1000  # then the task is too hard for it
 
 
 def warm_start(policy: Policy, advance: Callable[[], None] = lambda: None) -> None:
@@ -6577,7 +6602,8 @@ def warm_start(policy: Policy, advance: Callable[[], None] = lambda: None) -> No
     for step in range(WARM_STEPS):
         batch = list(itertools.islice(prompts, WARM_BATCH))
         answers = right_answers(policy, batch, rng, WARM_NOISE)
-        logp = recompute(policy.model, answers.tokens.packed())
+        tokens = answers.tokens.packed().each(lambda tensor: tensor.to(policy.cfg.device))
+        logp = recompute(policy.model, tokens)
         (-logp.mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -6889,7 +6915,8 @@ class TrainState:
                 advantage=part.advantage,
             )
             found = LOSSES[self.cfg.loss](tokens, limits_of(self.cfg))
-            kl = divergence(self.reference, logp, part, self.cfg.temperature)
+            reference = self.reference if self.cfg.kl else None  # in supervised steps it is 0
+            kl = divergence(reference, logp, part, self.cfg.temperature)
             objective = found.loss + self.cfg.kl * kl
             objective = objective - self.entropy_bonus * entropy  # [N]
             # The gradient of the mean over the tokens of all ranks. FSDP takes the mean of the
@@ -7034,7 +7061,7 @@ class Examination:
     num_above_0: int
     # Parameters to which no gradient comes: a part of the model would not learn.
     num_without_gradient: int
-    # The largest sum of a group's advantages, which should be 0: else all of a group is praised.
+    # The largest sum of a group's advantages, with the baseline `group`: 0 if groups are found.
     group_sum: float
     # Different answers in the batch: if all are alike there is nothing to compare.
     num_different: int
@@ -7087,9 +7114,10 @@ def entropy_bonus(cfg: Config) -> float:
 
 
 def share_of_rate(num_steps: int, num_done: int) -> float:
-    """The schedule of the learning rate, as a share of it: 1, and in the last quarter down to 0.
+    """The schedule of the learning rate, as a share of it: 1; in the last quarter of --steps to 0.
 
-    With a constant rate a run may end in a dip.
+    With a constant rate a run may end in a dip. Runs of sync_rl have half as many steps, so their
+    rate stays the full one.
     """
     share_left = max(0.0, 1 - num_done / num_steps)
     return min(1.0, 4 * share_left)
@@ -7267,9 +7295,9 @@ def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]
 
 
 # -- 11d. The workers ------------------------------------------------------------------------------
-# Three kinds of processes: the trainer, generators, judges. An endpoint has at most one request,
-# and one reply, which are records. Besides weights and events this is all that passes between the
-# main process and them:
+# Three kinds of processes: the trainer, generators, judges. An endpoint takes one argument at most,
+# and gives one answer; what has several parts is a record. Besides weights and events this is all
+# that passes between the main process and them:
 #
 #     Trainer     meeting_place                -> str             a file for its ranks to meet in
 #                 begin        BeginRequest    -> ArenaHandle     makes optimizer and arena, once
@@ -7316,7 +7344,9 @@ def num_threads(cfg: Config) -> int:
     if cfg.threads is not None:
         return cfg.threads
     num_cores = len(os.sched_getaffinity(0))
-    return 1 if cfg.model == "tiny" else max(1, num_cores // (cfg.trainers + cfg.generators))
+    num_hosts = len(cfg.hosts.split(","))
+    num_here = cfg.trainers + math.ceil(cfg.generators / num_hosts)  # on one host, at most
+    return 1 if cfg.model == "tiny" else max(1, num_cores // num_here)
 
 
 def num_copying_per_host(cfg: Config) -> int:
@@ -7784,8 +7814,8 @@ def specs_of(
 def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
     """The seed with which the answers to these prompts are sampled.
 
-    It follows from the prompts. So a run that goes on, or a request that is made again, samples
-    what it would have sampled.
+    It follows from the first of them. So a run that goes on, or a request that is made again,
+    samples what it would have sampled.
     """
     rng = random.Random(f"{cfg.seed} {prompts[0].id}")
     return rng.getrandbits(48)
@@ -7913,9 +7943,10 @@ class Cluster:
 
     async def rebase(self, path: str, owner: object) -> None:
         """From now on every run begins with this checkpoint. owner: as in `remember`."""
-        close_unnamed_file(self.base)
-        self.base = path
-        self.owner_of_base = owner
+        if path != self.base:  # else this is called once more, after a loss in `load`
+            close_unnamed_file(self.base)
+            self.base = path
+            self.owner_of_base = owner
         await self.load("")
 
     async def published(self) -> int:
@@ -7926,12 +7957,15 @@ class Cluster:
         """One training step."""
         return await self._ask_trainer(Trainer.step, batch)
 
+    async def supervise(self, request: SuperviseRequest) -> float:
+        """One supervised step. Returns its loss."""
+        return await self._ask_trainer(Trainer.supervise, request)
+
     async def examine(self, batch: Rollout) -> Examination:
         """Scores a part of a batch, and trains on nothing."""
         return await self._ask_trainer(Trainer.examine, batch)
 
     # Calls of generators and judges.
-
     async def rollout(
         self,
         prompts: list[Prompt],
@@ -8045,7 +8079,9 @@ class Ledger:
     group was forgotten: its ticket (section 13) would never come back.
     """
 
-    MAX_FRUITLESS = 320  # if so many more groups are lost than trained on, a run makes no sense
+    # Groups, 20 batches of the usual size. If so many more are lost than trained on, a run does not
+    # get on.
+    MAX_FRUITLESS = 320
 
     def __init__(self) -> None:
         self.changed = ChangeNotice()
@@ -8176,12 +8212,12 @@ class Run:
         self.sampler = sampler
         self.ledger = Ledger()
         self.rows: list[StepRow] = []  # of the steps that the trainer has made
-        self.num_sent = 0  # steps that it has made or was told to make (more than made: section 13)
+        self.num_sent = 0  # steps that it was told to make; in section 13 one more than it has made
         self.next_number = 0  # of the prompt to draw next
         self.busy_s = 0.0  # of generators
         self.num_judged = 0  # episodes that came back
         self.num_unjudged = 0
-        self.num_cut = 0
+        self.num_cut = 0  # episodes that did not fit into the context
         self.began = time.monotonic()
 
     def begin(self) -> None:
@@ -8325,7 +8361,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
     if stats.ess < 0.3:
         yield "ess < 0.3: few samples carry all the weight; too old, or steps too long"
     if stats.clipped > 0.5:
-        yield "clipped > 0.5: most tokens had moved too far before they were used (section 10)"
+        yield "clipped > 0.5: most tokens had moved too far, and got no gradient (section 10)"
     if stats.entropy < 0.002:
         yield "entropy < 0.002: the policy has no alternatives left to compare"
     if rows[-1].unjudged > 0.1:
@@ -8649,7 +8685,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     after = await with_retries(cluster, lambda: evaluate(cluster, sampler.heldout))
     gained = training.tell_learning(before, after, training.largest_k3())
     late = f"k3 of the first batch, {training.run.num_steps} steps too late"
-    report.check(late, stale.mean_k3, ">", 1e-4)
+    expect(training, late, stale.mean_k3, ">", 1e-4)
     report.check("lag, largest of all steps", training.largest_lag(), "==", 0)
     expect(training, "reward gained, last tenth over first", gained, ">", 0.1)
     # You can now train a policy, and know for each number whether it means that things go well.
@@ -9699,8 +9735,6 @@ class Link(threading.Thread):
         # By process id: whom the worker is to look at, and what it saw, until somebody takes it.
         self.pulses: dict[int, PulseHandle] = {}
         self.signs: dict[int, Signs] = {}
-        # Tasks that wait for the loss of the host: asyncio forgets a task that nobody refers to.
-        self.watchers: set[asyncio.Task[None]] = set()
         self.start()
 
     def run(self) -> None:
@@ -9721,6 +9755,7 @@ class Link(threading.Thread):
         """Listens to the worker until the connection ends. A silence of SILENCE_S ends it, too."""
         with lines:
             self.pulses.clear()  # of a host that was lost
+            self.signs.clear()
             print("begin", file=lines, flush=True)
             for line in lines:
                 if self.is_closed:
@@ -9740,8 +9775,9 @@ class Link(threading.Thread):
         """Keeps what the worker saw of each process. One that has ended is looked at no more."""
         for name, fields in told.items():
             pid = int(name)
-            self.signs[pid] = Signs(**fields)
-            if self.signs[pid].state in ENDED:
+            seen = Signs(**fields)  # the event loop may take it out of the dict at any moment
+            self.signs[pid] = seen
+            if seen.state in ENDED:
                 self.pulses.pop(pid, None)
 
 
@@ -9769,21 +9805,15 @@ class RemoteHost(Host):
         return mesh.spawn_procs(per_host={"rank": num_ranks}, name=name)
 
     def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
-        """Calls back when the host is lost.
+        """Asks the worker there for the signs of these processes.
 
-        Pidfds do not reach another host. Of a process there its signs tell, and Monarch's own
-        detector, but of a lost host neither does: the link knows.
+        Pidfds do not reach another host. Of the end of a process there its signs tell, or Monarch's
+        own detector; of the loss of the host its life does (Replica.look).
         """
-        link_to(self.address).pulses.update({pulse.pid: pulse for pulse in pulses})
-        watchers = link_to(self.address).watchers
-        watcher = asyncio.ensure_future(self._watch_life(self.life(), on_end))
-        watchers.add(watcher)
-        watcher.add_done_callback(watchers.discard)
-
-    async def _watch_life(self, life: str, on_end: Callable[[str], None]) -> None:
-        while self.life() == life:
-            await asyncio.sleep(BEAT_S)
-        on_end("host lost")  # mechanism: host lost
+        link = link_to(self.address)
+        for pulse in pulses:
+            link.signs.pop(pulse.pid, None)  # of an earlier process with this id
+            link.pulses[pulse.pid] = pulse
 
     def signs(self, pulse: PulseHandle) -> Signs | None:
         """What the worker there saw last; None: no line has come since the last look.
@@ -9872,12 +9902,11 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 def descendants(root: int) -> list[int]:
     """Process ids of the children of a process, of theirs, and so on, as far as they run."""
     children = collections.defaultdict(list)
-    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            # "12 (any name) S 1 ...": behind the name the state, and then the parent.
-            _, _, behind_name = stat.read_text(encoding="latin-1").rpartition(") ")
-            _, parent, *_ = behind_name.split()
-            children[int(parent)].append(int(stat.parent.name))
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        _, *parent = status_of(pid)[:2]  # without a parent: it has ended meanwhile
+        if parent:
+            children[int(parent[0])].append(pid)
     found = [root]
     for pid in found:  # which grows meanwhile
         found += children[pid]
@@ -10075,8 +10104,12 @@ class HostsCluster(Cluster):
 
     async def arena_changed(self, handle: ArenaHandle) -> None:
         """Starts all relays, or replaces them: each reads the arena of one trainer."""
-        if handle != self.handle:
+        if handle == self.handle:
+            return
+        try:
             await self.relays.start()
+        except RequestLost as error:
+            raise TrainerLost("the trainer was lost before the relays had begun") from error
 
     async def rollout(
         self,
@@ -10274,7 +10307,7 @@ async def supervise(cluster: Cluster, report: Report, room: str) -> None:
     for step in range(1, cfg.sft_steps + 1):
         batch = list(itertools.islice(prompts, cfg.batch_groups * cfg.group_size))
         request = SuperviseRequest(prompts=batch, is_first=step == 1)
-        loss = await cluster._ask_trainer(Trainer.supervise, request)
+        loss = await cluster.supervise(request)
         if step == 1 or step % every == 0 or step == cfg.sft_steps:
             report.say(f"supervised step {step:5d}: loss {loss:.3f} nats per token")
     report.figure(sft_loss=loss)
@@ -10296,7 +10329,8 @@ def folder_of_run(checkpoint: str) -> str:
 def config_of(path: str, cfg: Config) -> Config:
     """A Config that also says what a checkpoint was made with: its model, its task, and so on.
 
-    So these flags need not be given again. ValueError: one of them is given, and is another.
+    So these flags need not be given again. ValueError: --model or --task is given, and is another.
+    --seed, and the flags of supervised steps, are taken from the checkpoint.
     """
     found = torch.load(path, weights_only=True, mmap=True)["about"]
     if found.pop("format") != about(cfg)["format"]:
@@ -10529,8 +10563,9 @@ async def run_without_training(report: Report, command: Command) -> None:
         if command.cfg.export:
             report.say(export_model(command.cfg, command.sides["checkpoint"]))
     except Exception as error:
-        report.check("errors that ended the command", repr(cause(error))[:300], "==", "none")
-        sys.excepthook(type(error), error, error.__traceback__)
+        tell_end(report, error, "command")
+    if command.cfg.trace:
+        write_trace(command.cfg.trace, await read_events())
     clock.cancel()
     report.end_command(since(start))
 
@@ -10540,7 +10575,8 @@ async def evaluate_alone(report: Report, command: Command) -> None:
     cfg = command.cfg
     # Without a checkpoint the tiny policy is what its warm start makes of it.
     is_warm = not cfg.checkpoint
-    cluster = HostsCluster(cfg, is_warm) if cfg.hosts else Cluster(cfg, is_warm)
+    cluster_class = HostsCluster if cfg.hosts else Cluster
+    cluster = cluster_class(cfg, is_warm, tell=report.say)
     report.say("starting trainer, generators and judges (about 15 s)")
     await cluster.start()
     await tell_evaluations(report, cluster, command.sides)
@@ -10565,8 +10601,11 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 PROCESS_BYTES = 350 * MIB  # that a process has for itself when it has imported torch, transformers
 
 
-def memory_needs(cfg: Config, num_parameters: int) -> dict[str, int]:
-    """Bytes that a run needs on this host, by what needs them, when it needs most."""
+def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, int]:
+    """Bytes that a run needs on this host, by what needs them, when it needs most.
+
+    trains: else it is an evaluation alone, of a model or of a checkpoint.
+    """
     number_bytes = dtype_of(cfg).itemsize
     is_on_gpu = cfg.device != "cpu"
     num_slots = 2 if is_on_gpu else cfg.generators + 2
@@ -10580,8 +10619,8 @@ def memory_needs(cfg: Config, num_parameters: int) -> dict[str, int]:
     }
     later = {
         "arena": arena,
-        "trainer": 0 if is_on_gpu else 16 + reference,
-        "checkpoints": 4 if cfg.checkpoint else 4 + 3 * 12,
+        "trainer": 0 if is_on_gpu else 16 * (trains or bool(cfg.checkpoint)) + reference,
+        "checkpoints": 4 if cfg.checkpoint or not trains else 4 + 3 * 12,
         "saving": 12 if is_on_gpu or needs_group(cfg) else 0,
     }
     most = max(before, later, key=lambda needs: sum(needs.values()))
@@ -10627,10 +10666,10 @@ def free_memory() -> float:
     return min(found)
 
 
-def what_memory_lacks(cfg: Config, num_parameters: int) -> str:
+def what_memory_lacks(cfg: Config, num_parameters: int, trains: bool) -> str:
     """A line that says why this run does not fit into the memory of this host; "": it does."""
     gib = 1 << 30
-    needs = memory_needs(cfg, num_parameters)
+    needs = memory_needs(cfg, num_parameters, trains)
     whole = sum(needs.values())
     free = free_memory()
     if whole <= free:
@@ -10763,7 +10802,7 @@ def parse(argv: list[str] | None) -> Command:
             cfg, sides = what_to_evaluate(cfg)
         stages = []
     check_together(parser, cfg, stages, sides)
-    try_all(parser, cfg, found.worker)
+    try_all(parser, cfg, stages, found.worker)
     return Command(
         cfg=cfg,
         stages=stages,
@@ -10813,7 +10852,7 @@ def blaming(parser: Parser, flag: str) -> Iterator[None]:
         parser.error(f"{flag}: {what}{' '.join(str(error).split())}")
 
 
-def try_all(parser: Parser, cfg: Config, worker: str | None) -> None:
+def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None) -> None:
     """Finds out what cannot work, each thing by trying it."""
     with blaming(parser, "Linux on x86-64"):
         try_platform()
@@ -10824,9 +10863,11 @@ def try_all(parser: Parser, cfg: Config, worker: str | None) -> None:
             device_of(cfg, Place(service="trainer", replica_id=0), cfg.trainers - 1)
     lacks = ""
     with blaming(parser, f"--model {cfg.model}"):
-        if cfg.model != "tiny" and not cfg.hosts:
+        # To export alone starts no process.
+        starts_processes = bool(stages or cfg.evaluate)
+        if cfg.model != "tiny" and not cfg.hosts and starts_processes:
             shapes = Policy(cfg, is_empty=True).model
-            lacks = what_memory_lacks(cfg, num_parameters(shapes))
+            lacks = what_memory_lacks(cfg, num_parameters(shapes), trains=bool(stages))
     if lacks:
         parser.error(lacks)
     with blaming(parser, f"--model {cfg.model}"):
@@ -10944,15 +10985,16 @@ async def run_stages(report: Report, command: Command) -> None:
 IN_THE_TASK = "in the task: "
 
 
-def tell_end(report: Report, error: Exception) -> None:
-    """Tells what ended a stage, as a failed check; on stderr, where it was raised."""
+def tell_end(report: Report, error: Exception, of_what: str = "stage") -> None:
+    """Tells what ended a stage, or a command, as a failed check; on stderr, where it was raised."""
+    what = f"errors that ended the {of_what}"
     why = cause(error)
     if isinstance(why, TaskError):
         first, *_ = str(why).splitlines()
-        report.check("errors that ended the stage", IN_THE_TASK + first, "==", "none")
+        report.check(what, IN_THE_TASK + first, "==", "none")
         sys.stderr.write(f"{why}\n")
     else:
-        report.check("errors that ended the stage", repr(why)[:300], "==", "none")
+        report.check(what, repr(why)[:300], "==", "none")
         sys.excepthook(type(error), error, error.__traceback__)
 
 
@@ -10971,10 +11013,9 @@ async def run_stage(
     if not stage.needs_lab:
         await stage.demo(report, cfg)
         return
-    if not lab.is_running:
-        await lab.start()
-        if cfg.sft_steps:
-            await take_sft_steps(lab.cluster, report)
+    await lab.start()
+    if cfg.sft_steps and lab.cluster.owner_of_base is None:  # also if they failed a stage before
+        await take_sft_steps(lab.cluster, report)
     await stage.demo(report, cfg, lab)
     if cfg.report and stage.name == "async_rl":
         await sweep(report, cfg, lab)

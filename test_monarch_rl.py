@@ -2488,7 +2488,7 @@ def test_what_a_run_needs_follows_its_flags() -> None:
     def needed(**changes: Any) -> int:
         """Bytes per parameter. Besides those each process needs some, the main process too."""
         cfg = m.Config(**changes)
-        needs = m.memory_needs(cfg, 1)
+        needs = m.memory_needs(cfg, 1, trains=True)
         assert needs.pop("processes") == (2 + cfg.generators) * m.PROCESS_BYTES
         return sum(needs.values())
 
@@ -9959,6 +9959,29 @@ def test_the_recipe_of_what_lag_does_runs(tmp_path: pathlib.Path) -> None:
     rows = [line for line in out.splitlines() if line.strip().startswith("lag ")]
     assert len(rows) == 8
     assert "mean lag 0.00" in rows[0]
+
+
+def test_the_recipe_for_a_first_gpu_runs_without_one(tmp_path: pathlib.Path) -> None:
+    """All but the runs themselves, with a small model and small tensors on the CPU."""
+    program = recipe('"""What a GPU is wanted for first')
+    for line, instead in {
+        'DEVICE = "cuda"': 'DEVICE = "cpu"',
+        '"hidden_size": 896, "intermediate_size": 4864': '"vocab_size": 64, "hidden_size": 28',
+        '"num_hidden_layers": 24': '"num_hidden_layers": 1',
+        "LENGTH = 1 << 22": "LENGTH = 1 << 10",
+    }.items():
+        assert program.count(line) == 1
+        program = program.replace(line, instead)
+    program = program.replace("subprocess.run(", "print(")
+    printed = run_recipe(tmp_path, "gpu.py", program, timeout_s=120)
+    assert printed.count("monarch_rl.py") == 3
+    assert printed.count("ms: publish") == 5
+    for argument in re.findall(r"'(--[a-z-]+)'", printed):
+        assert argument.removeprefix("--").replace("-", "_") in {
+            "only",
+            *[field.name for field in dataclasses.fields(m.Config)],
+        }
+    assert (tmp_path / "half" / "model.safetensors").exists()
 
 
 @long
