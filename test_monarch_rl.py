@@ -1256,7 +1256,7 @@ def test_leaving_and_coming_back_changes_nothing(tmp_path: pathlib.Path, kind: s
 
 
 @pytest.mark.parametrize("decoder_class", DECODERS)
-@pytest.mark.parametrize("group_size", [1, 8])
+@pytest.mark.parametrize("group_size", [pytest.param(1, marks=long), 8])
 @pytest.mark.parametrize("schedule", [[0], [0] * 20 + [1] * 15 + [2], [0, 1, 2]], ids=len)
 def test_uneven_answers_are_recorded_as_they_are_recomputed(
     schedule: list[int], group_size: int, decoder_class: type[m.Decoder]
@@ -8099,6 +8099,7 @@ def test_nobody_is_lost_on_a_machine_under_load(tmp_path: pathlib.Path) -> None:
     assert [row for row in found["rows"] if not is_healthy_until_stopped(row)] == []
 
 
+@long
 def test_illnesses_on_another_host_are_told_by_its_worker(tmp_path: pathlib.Path) -> None:
     [found] = play_scenes(tmp_path, "remote_illness")
     print(found)
