@@ -10000,6 +10000,29 @@ def test_the_recipe_of_a_peer_runs(tmp_path: pathlib.Path) -> None:
     assert "20 M, 8 x 8 rows, 8 to 200 tokens: " in rows[2]
 
 
+@long
+@pytest.mark.parametrize("seed", range(3))
+def test_the_recipe_of_a_course_makes_a_good_model(tmp_path: pathlib.Path, seed: int) -> None:
+    """As in DOCS 7. The exported model is as good in a process that knows nothing of this file."""
+    program = recipe('"""A task, and a small model').replace("int(sys.argv[1])", str(seed))
+    run_recipe(tmp_path, "french.py", program, 300)
+    task = ["--task", "french.py:Translate", "--evaluate", "8"]
+    [flags] = re.findall(r"--model mine --task french.py:Translate (--sft-steps .*) --seed 0", DOCS)
+    how = [*flags.split(), "--seed", str(seed), "--export", "better"]
+    run = run_file(tmp_path, "--only", "async_rl", "--model", "mine", *task, *how, timeout_s=1800)
+    assert run.status == 0, run.out + run.err
+    figures = run.figures("async_rl")
+    assert 0.1 <= figures["before_greedy_exact"] <= 0.3
+    assert figures["before_greedy_exact"] == figures["heldout_after_sft"]
+    assert figures["after_greedy_exact"] > 0.9
+
+    again = run_file(tmp_path, "--model", "better", *task)
+    assert again.status == 0, again.out + again.err
+    assert again.figures("evaluate")["model_greedy_exact"] == figures["after_greedy_exact"]
+    plain = recipe('"""The share of held-out prompts').replace("sys.argv[1]", '"better"')
+    assert float(run_recipe(tmp_path, "plain.py", plain, 300)) == figures["after_greedy_exact"]
+
+
 def test_readme_and_docs_agree_with_the_file() -> None:
     assert PINS is not None
     for pin in PINS["pins"].replace('"', "").split(", "):
