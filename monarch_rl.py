@@ -4408,7 +4408,7 @@ class Task:
         said: list[str],
         is_truncated: list[bool],
     ) -> list[float]:
-        """What judges ask for: as `score`.
+        """The rewards, as judges ask for them: those of `score`, which may be a coroutine.
 
         is_truncated: of each answer, whether it was stopped because it had max_new_tokens, before
         the policy had ended it. A task that minds overrides this method instead of `score`.
@@ -5409,7 +5409,7 @@ class Decoder:
         self.rng = torch.Generator(device).manual_seed(seed)
         nothing = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
         self.tokens = given_tokens(nothing, nothing, turn=0)  # [B, 0]
-        self.num_columns = 0  # of the table, without those that this turn has yet to fill
+        self.num_columns = 0  # of the table that are filled; `speak` sets it and counts on
         self.turn = 0  # the present one, from 1
         self.version: int | None = None  # of the weights that made the cache
         self.cache: Any = None  # a RowCache, once it speaks
@@ -5666,7 +5666,7 @@ def converse(
 def texts_of_users(
     sessions: list[Session], said: list[list[str]], is_over: list[bool]
 ) -> list[str | None]:
-    """What the users say next. Who has left is not asked again."""
+    """What the users say next. Whose conversation is over is not asked again."""
     texts = []
     for session, answers, has_left in zip(sessions, said, is_over, strict=True):
         with task_errors():
@@ -6722,7 +6722,7 @@ def is_exact(reward: float) -> bool:
 
 MAX_GRAD_NORM = 1.0  # a longer gradient is shortened to this: one odd batch must not do much harm
 MAX_LOGITS = 1 << 27  # that a forward pass of the trainer may make: half a GiB in fp32
-MAX_K3 = {"float32": 1e-6, "bfloat16": 1e-2}  # between both programs, which round differently
+MAX_K3 = {"float32": 1e-6, "bfloat16": 1e-2}  # of generator and trainer, which round differently
 
 
 @dataclass(frozen=True)
@@ -7054,7 +7054,7 @@ class Examination:
     others are of all.
     """
 
-    # k3 of recorded and recomputed log-probabilities: do both programs agree?
+    # k3 of recorded and recomputed log-probabilities: do generator and trainer agree?
     mean_k3: float
     # The largest distance from 1 that the probabilities of a next token add up to.
     off_from_1: float
@@ -7176,7 +7176,8 @@ def give_to_fsdp(model: Any, cfg: Config, rank: int) -> None:
     mesh = device_mesh.init_device_mesh(device, (cfg.trainers,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype_of(cfg), reduce_dtype=torch.float32)
     for unit in [*decoder_layers(model), model]:
-        # Cut again also when no backward pass follows: a checkpoint cannot be loaded into a whole.
+        # After a forward pass it is cut again. Else it would stay whole until a backward pass, which
+        # may never follow, and a checkpoint can be loaded into parts only.
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     if cfg.trainers == 1:
         return
@@ -7385,7 +7386,7 @@ class SaveRequest:
 class LoadRequest:
     """To begin a run, or to go on with it."""
 
-    checkpoint: str | bytes  # its path, or itself
+    checkpoint: str | bytes  # its path, or the content of the file
     base: str | bytes  # the same of version 0
     cfg: Config  # of the run
 
