@@ -7176,8 +7176,8 @@ def give_to_fsdp(model: Any, cfg: Config, rank: int) -> None:
     mesh = device_mesh.init_device_mesh(device, (cfg.trainers,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype_of(cfg), reduce_dtype=torch.float32)
     for unit in [*decoder_layers(model), model]:
-        # After a forward pass it is cut again. Else it would stay whole until a backward pass, which
-        # may never follow, and a checkpoint can be loaded into parts only.
+        # After a forward pass it is cut again. Else it would stay whole until a backward pass,
+        # which may never follow, and a checkpoint can be loaded into parts only.
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     if cfg.trainers == 1:
         return
