@@ -3146,6 +3146,8 @@ def test_a_judge_is_asked_only_for_what_sessions_do_not_know() -> None:
     asked: list[m.JudgeRequest] = []
 
     class OneJudge:
+        spec = m.specs_of(m.Config(judges=1), (m.Host(),), m.Trainer)["judge"]
+
         async def route(self, _: Any, request: m.JudgeRequest) -> m.JudgeReply:
             asked.append(request)
             return m.JudgeReply(rewards=[[0.5, 0.5, 0.5]], errors=[])
@@ -5200,7 +5202,7 @@ async def race_behind_a_relay() -> None:
     bench = m.SyncBench(ranks, 16)
     place_of_relay = m.Place(service="relay", replica_id=0)
     asked = BenchAsTrainer(bench.trainer)
-    relay = relay_procs.spawn("relay", m.Relay, place_of_relay, asked, 0, 4)
+    relay = relay_procs.spawn("relay", m.Relay, place_of_relay, asked, 0, 4, 0)
     handle = await relay.setup.call_one()
     live = await bench.trainer.live_weights.call_one()
     for generator in bench.generators:
