@@ -93,6 +93,7 @@ from __future__ import annotations
 # variables, signal handlers, printing) happens in `main`, which only the main process runs. One
 # exception: the handler below, which must be there before `main` can run.
 import os
+import selectors
 import signal
 
 if __name__ == "__main__":
@@ -101,6 +102,7 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
+import bisect
 import collections
 import concurrent.futures
 import contextlib
@@ -141,7 +143,7 @@ import zipfile
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
@@ -283,6 +285,12 @@ class Config:
     trainers: int = setting(1, "ranks over which the trainer is sharded with FSDP2", least=1)
     # How: sections 7 to 14 say what each of these does.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
+    order: str = setting(
+        "ready", "of groups: drop late ones, or wait within a window", choices="ready window"
+    )
+    in_flight: float | None = setting(
+        None, "batches under way at most; None: K + 1, with window half less", least=1, kind=float
+    )
     loss: str = setting(
         "ppo", "what an update minimises (section 10)", choices="reinforce ppo decoupled cispo dppo"
     )
@@ -5042,6 +5050,49 @@ class Rollout:
         return self.tokens.turn_ids > 0
 
 
+# How it travels. A rollout has nine tensors, and in a message each of them would be pickled as a
+# file of its own. That takes several times as long as all else about the message, and is done again
+# at every hop. Packed it is one string of bytes, which nobody on the way opens.
+
+Record = TypeVar("Record")
+
+
+class TensorPickler(pickle.Pickler):
+    """Pickles a tensor as its dtype, its shape and its bytes."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Pickle asks this of every object. NotImplemented: it shall do as it always does."""
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        content = value.contiguous().numpy().tobytes()
+        return tensor_of, (value.dtype, tuple(value.shape), content)
+
+
+def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> torch.Tensor:
+    """The tensor again."""
+    if not content:  # torch makes no tensor of no bytes
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class Packed(Generic[Record]):
+    """A record with tensors of the CPU, as it travels."""
+
+    content: bytes  # a pickle
+
+    @staticmethod
+    def of(record: Record) -> Packed[Record]:
+        """Packs it."""
+        content = io.BytesIO()
+        TensorPickler(content, protocol=pickle.HIGHEST_PROTOCOL).dump(record)
+        return Packed(content=content.getvalue())
+
+    def unpacked(self) -> Record:
+        """A new record, which is equal."""
+        return pickle.loads(self.content)
+
+
 # -- 9c. The policy --------------------------------------------------------------------------------
 # Generators and the trainer both have one of these, built alike.
 
@@ -7306,11 +7357,14 @@ def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]
 #                 load         LoadRequest     -> str             becomes what a checkpoint says
 #                 supervise    SuperviseRequest -> float          a supervised step; its loss
 #                 save         SaveRequest     -> bytes           writes a checkpoint
-#                 step         Rollout         -> StepStats       trains on a batch, and publishes
+#                 step         Packed Rollout  -> StepStats       trains on a batch, and publishes
 #                 published                    -> int             when the newest can be pulled
-#                 examine      Rollout         -> Examination     scores a part of it, no more
-#     Generator   rollout      RolloutRequest  -> RolloutReply    pulls, and has conversations
+#                 examine      Packed Rollout  -> Examination     scores a part of it, no more
+#     Generator   rollout      RolloutRequest  -> Packed RolloutReply    pulls, and converses
 #     Judge       judge        JudgeRequest    -> JudgeReply      scores conversations
+
+
+PATIENCE_S = 30.0  # for a version that is on its way to a generator
 
 
 class TrainerLost(RuntimeError):
@@ -7494,22 +7548,22 @@ class Trainer(Worker):
         return state.version
 
     @endpoint
-    async def step(self, batch: Rollout) -> StepStats:
+    async def step(self, batch: Packed[Rollout]) -> StepStats:
         """Trains on a batch.
 
         When it answers a thread is copying the result. The next update will wait for that.
         """
         state, writer = self._begun()
         with self.recorder.span("step"):
-            stats = state.step(batch, writer.wait)
+            stats = state.step(batch.unpacked(), writer.wait)
             writer.start(state.version)
         return stats
 
     @endpoint
-    async def examine(self, batch: Rollout) -> Examination:
+    async def examine(self, batch: Packed[Rollout]) -> Examination:
         """Scores a part of a batch, and trains on nothing."""
         state, _ = self._begun()
-        return examine(state, batch)
+        return examine(state, batch.unpacked())
 
 
 @dataclass(frozen=True)
@@ -7555,7 +7609,7 @@ class Generator(Worker):
         return device
 
     @endpoint
-    async def rollout(self, request: RolloutRequest) -> RolloutReply:
+    async def rollout(self, request: RolloutRequest) -> Packed[RolloutReply]:
         """Has the conversations of a request.
 
         All of them under one version, which stays leased until the next pull. Or, with
@@ -7564,9 +7618,7 @@ class Generator(Worker):
         start = time.monotonic()
         with self.recorder.span("rollout"):
             reader = self._reader_of(request.arenas[self.place.host])
-            # Whoever asks knows of this version. On another host it may not have arrived yet.
-            while reader.arena.newest_version() < request.min_version:
-                await asyncio.sleep(0.001)
+            await until_published(reader.arena, request.min_version)
             version = self._pull(reader)  # mechanism: pull
 
             def pull() -> int:
@@ -7582,7 +7634,7 @@ class Generator(Worker):
                 pull=pull,
                 decoder_class=self.decoder_class,
             )
-        return RolloutReply(rollout=rollout, busy_s=since(start))
+        return Packed.of(RolloutReply(rollout=rollout, busy_s=since(start)))
 
     def _reader_of(self, handle: ArenaHandle | None) -> WeightReader:
         """A reader of this arena. A new trainer has another arena, and needs another reader."""
@@ -7601,6 +7653,21 @@ class Generator(Worker):
         if version != before:
             self.recorder.note("pull", start_s)
         return version
+
+
+async def until_published(arena: Arena, version: int) -> None:
+    """Waits until this version can be pulled.
+
+    Whoever asks for it knows that the trainer has made it. It may still be being copied, or be on
+    its way to this host. If the trainer is lost meanwhile it never comes. Then there is no point in
+    waiting: what is sampled now is of a lost trainer, and is dropped (section 13). On another host
+    nobody can see that, so there NotNow is raised after a while, and the request is made again.
+    """
+    start = time.monotonic()
+    while arena.newest_version() < version and is_alive(arena.handle.pid):
+        if since(start) > PATIENCE_S:
+            raise NotNow(f"version {version} has not come in {PATIENCE_S:.0f} s")
+        await asyncio.sleep(0.001)
 
 
 # -- 11e. Judges -----------------------------------------------------------------------------------
@@ -7718,14 +7785,20 @@ async def rewards_of_one(
     return finite_rewards(found, task.num_turns)
 
 
+LEAST_SHARE = 64  # episodes; a request costs this process a millisecond, whatever its size
+
+
 async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
     """Has all episodes of a request judged.
 
-    All judges get a share of the episodes. If one is lost, each episode that it was asked for is
-    asked for again, alone. Then only the one that kills its judge again stays without a reward.
+    They are shared out among the judges, LEAST_SHARE or more to each: of several rollouts at the
+    same time each keeps another judge at work, and messages are few. If one is lost, each episode
+    that it was asked for is asked for again, alone. Then only the one that kills its judge again
+    stays without a reward.
     """
     num_episodes = len(request.prompts)
-    num_requests = min(num_episodes, judges.spec.num_replicas)
+    num_shares = max(1, num_episodes // LEAST_SHARE)
+    num_requests = min(num_shares, judges.spec.num_replicas)
     rewards: list[list[float]] = [[]] * num_episodes
     errors: list[str] = []
 
@@ -7863,6 +7936,10 @@ class Cluster:
         """The hosts of a run, that of the trainer first. Here: this machine alone."""
         return (Host(),)
 
+    def num_generators(self) -> int:
+        """How many generators there are, or are to be."""
+        return self.cfg.generators
+
     def generators_per_host(self) -> int:
         """How many generators a host has at most."""
         return math.ceil(self.cfg.generators / len(self.hosts))
@@ -7957,7 +8034,7 @@ class Cluster:
 
     async def step(self, batch: Rollout) -> StepStats:
         """One training step."""
-        return await self._ask_trainer(Trainer.step, batch)
+        return await self._ask_trainer(Trainer.step, Packed.of(batch))
 
     async def supervise(self, request: SuperviseRequest) -> float:
         """One supervised step. Returns its loss."""
@@ -7965,7 +8042,7 @@ class Cluster:
 
     async def examine(self, batch: Rollout) -> Examination:
         """Scores a part of a batch, and trains on nothing."""
-        return await self._ask_trainer(Trainer.examine, batch)
+        return await self._ask_trainer(Trainer.examine, Packed.of(batch))
 
     # Calls of generators and judges.
     async def rollout(
@@ -7989,7 +8066,8 @@ class Cluster:
             greedy=greedy,
             is_in_flight=self.cfg.pull == "token" and not greedy,
         )
-        reply = await self.generators.route(Generator.rollout, request)
+        packed = await self.generators.route(Generator.rollout, request)
+        reply = packed.unpacked()
         rollout = await judge_unknown(self.judges, reply.rollout, self.errors)
         return dataclasses.replace(reply, rollout=rollout)
 
@@ -7998,10 +8076,9 @@ class Cluster:
         return (self.handle,)
 
 
-async def sample(cluster: Cluster, prompts: list[Prompt]) -> list[RolloutReply]:
-    """Samples under the trainer's newest version. The prompts are split over all generators."""
-    version = await cluster.published()
-    num = min(cluster.cfg.generators, len(prompts))
+async def sample(cluster: Cluster, prompts: list[Prompt], version: int) -> list[RolloutReply]:
+    """Samples under this version or a newer one. The prompts are split over all generators."""
+    num = min(cluster.num_generators(), len(prompts))
     parts = []
     for first in range(num):
         parts.append(cluster.rollout(prompts[first::num], min_version=version))
@@ -8215,6 +8292,7 @@ class Run:
         self.ledger = Ledger()
         self.rows: list[StepRow] = []  # of the steps that the trainer has made
         self.num_sent = 0  # steps that it was told to make; in section 13 one more than it has made
+        self.version = 0  # of the trainer, when it has made the steps of `rows`
         self.next_number = 0  # of the prompt to draw next
         self.busy_s = 0.0  # of generators
         self.num_judged = 0  # episodes that came back
@@ -8222,13 +8300,21 @@ class Run:
         self.num_cut = 0  # episodes that did not fit into the context
         self.began = time.monotonic()
 
-    def begin(self) -> None:
-        """Its clock starts."""
+    def begin(self, version: int) -> None:
+        """Its clock starts. version: at which the trainer is now."""
+        self.version = version
         self.began = time.monotonic()
 
     def send(self) -> None:
         """The trainer is told to make another step."""
         self.num_sent += 1
+
+    def version_of_next_batch(self) -> int:
+        """At which the trainer will be when it begins the batch that is sent to it next.
+
+        Steps that it was told to make, and has not answered yet, come before that.
+        """
+        return self.version + self.num_sent - len(self.rows)
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; their groups count as started."""
@@ -8260,7 +8346,12 @@ class Run:
         batch: Rollout,
         heldout: float | None,
     ) -> StepRow:
-        """Enters a step that the trainer has made with this batch. heldout: as in StepRow."""
+        """Enters a step that the trainer has made with this batch. heldout: as in StepRow.
+
+        Tickets come back by this, so the trainer's version is entered first.
+        """
+        self.version += 1
+        assert stats.version == self.version, "the trainer is at another version than was expected"
         self.ledger.settle("trained", batch.group_ids.unique().tolist())
         lags = (stats.version - 1 - batch.tokens.versions)[batch.sampled()]
         row = StepRow(
@@ -8318,8 +8409,12 @@ class Run:
         )
         self.began = time.monotonic() - self.rows[-1].seconds
 
-    def go_back(self, num_steps: int, group_ids: list[int]) -> None:
-        """The trainer was lost, with these groups, and is back at the state after num_steps."""
+    def go_back(self, num_steps: int, group_ids: list[int], version: int) -> None:
+        """The trainer was lost, with these groups, and is back at the state after num_steps.
+
+        version: at which it is there.
+        """
+        self.version = version
         self.ledger.settle("lost", group_ids, with_trainer=True)
         self.ledger.undo(len(self.rows) - num_steps)
         self.rows = self.rows[:num_steps]
@@ -8433,7 +8528,7 @@ class Training:
     async def begin(self) -> None:
         """The trainer becomes what it was before RL."""
         await self.cluster.load("")
-        self.run.begin()
+        self.run.begin(self.cluster.first_version)
 
     def is_save_due(self) -> bool:
         """Must the run be saved before another step is sent to the trainer?"""
@@ -8585,7 +8680,7 @@ async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
     RuntimeError: too little of it could be judged.
     """
     prompts = run.draw(cluster.cfg.batch_groups)
-    parts = await sample(cluster, prompts)
+    parts = await sample(cluster, prompts, run.version)
     batch = Rollout.join([run.count(part) for part in parts])
     # A group of which nothing could be judged is not in the batch.
     judged = set(batch.group_ids.tolist())
@@ -8667,7 +8762,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     training = lab.training("sync", math.ceil(cfg.steps / 2), "sync_rl")
     sampler = training.run.sampler
     prompts = sampler.first(cfg.batch_groups)
-    parts = await with_retries(cluster, lambda: sample(cluster, prompts))
+    parts = await with_retries(cluster, lambda: sample(cluster, prompts, cluster.first_version))
     first = Rollout.join([part.rollout.judged() for part in parts])
     if not first.said:
         raise RuntimeError(f"of {len(prompts)} groups none could be judged")
@@ -8844,7 +8939,7 @@ class SafeTraining(Training):
     async def begin(self) -> None:
         """Begins at version 0, or goes on after the newest checkpoint."""
         saved = await self._load_newest()
-        self.run.begin()
+        self.run.begin(self.cluster.first_version)
         if saved:
             self.run.go_on(saved)
             self._say_where()
@@ -8924,7 +9019,7 @@ class SafeTraining(Training):
         self._count_loss(error)
         saved = await self._load_newest()
         num_steps = len(json.loads(saved)["rows"]) if saved else 0
-        self.run.go_back(num_steps, group_ids)
+        self.run.go_back(num_steps, group_ids, self.cluster.first_version)
         self._say_where()
 
 
@@ -9154,6 +9249,63 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 #     route -> the new generator   it attaches to the arena as the same reader, and pulls
 
 
+# -- 13a. Tickets, and the order in which groups are taken -----------------------------------------
+#
+# --order says what is done about a group that is overtaken. In what follows P groups are a batch
+# (16), T tickets are out at most, and K is the bound on lag.
+#
+#     ready     The trainer is given what is there, the oldest first, and never waits for a certain
+#               group. What has become too old is dropped. T = (K + 1) P. The long answers are the
+#               late ones, so what is trained on is shorter than what was generated.
+#     window    Groups have serial numbers, in the order in which they are started. One may be taken
+#               if its serial number is less than W above that of the oldest group that is not
+#               there yet. So few pass it, none becomes too old, and nothing is dropped. For a very
+#               late one the trainer waits.
+#
+# Why the window keeps the bound. A group is started when the trainer is at version v, and its
+# generator waits until it can pull v, so it is not sampled under an older one. Until it is taken
+# others are: of those that were started before it at most T - 1, for more tickets are not out; of
+# those that were started later at most W - 1. These T + W - 2 groups fill (T + W - 2) // P batches
+# at most, and its own comes next, so that is its largest lag. It is K if
+#
+#     W = (K + 1) P + 1 - T
+#
+# With K = 2 and T = 48 nobody may pass (W = 1). With T = 40, W = 9: up to eight groups pass one
+# that is late. Fewer tickets make a wider window. --in-flight sets T, in batches, for both orders.
+# Fewer also mean less lag, and more waiting where generators are the slower side.
+
+
+@dataclass(frozen=True)
+class Flow:
+    """How much may be under way, and in what order it is taken: what follows from the flags."""
+
+    max_lag: int  # K
+    batch_groups: int  # P
+    num_tickets: int  # T
+    # W; None: any group may pass any other.
+    window: int | None = None
+
+    @staticmethod
+    def of(cfg: Config, max_lag: int) -> Flow:
+        """max_lag: instead of --max-lag. ValueError: no window is left for so many tickets."""
+        batch_groups = cfg.batch_groups
+        most = (max_lag + 1) * batch_groups
+        if cfg.in_flight is not None:
+            num_tickets = round(cfg.in_flight * batch_groups)
+        elif cfg.order == "window" and max_lag > 0:
+            num_tickets = most - batch_groups // 2  # so half a batch may pass a late group
+        else:
+            num_tickets = most
+        window = None
+        if cfg.order == "window":
+            window = most + 1 - num_tickets
+            if window < 1:
+                raise ValueError(f"with --order window at most {max_lag + 1} batches")
+        return Flow(
+            max_lag=max_lag, batch_groups=batch_groups, num_tickets=num_tickets, window=window
+        )
+
+
 class Gate:
     """Hands out tickets, one per group. Those that are out are the groups in flight.
 
@@ -9166,17 +9318,12 @@ class Gate:
         self.num_tickets = num_tickets
 
     def num_free(self) -> int:
-        """Tickets that are not out."""
-        return self.num_tickets - len(self.ledger.in_flight)
-
-    async def wait(self) -> int:
-        """Waits until there is a ticket, woken by Ledger.settle. Returns how many there are.
+        """Tickets that are not out. Ledger.settle notifies whoever waits for them.
 
         Whoever draws prompts for them before the next `await` has them, because nothing else runs
         until then.
         """
-        await self.ledger.changed.wait_for(lambda: self.num_free() > 0)
-        return self.num_free()
+        return self.num_tickets - len(self.ledger.in_flight)
 
 
 @dataclass(frozen=True)
@@ -9186,23 +9333,36 @@ class Group:
     rollout: Rollout  # the whole answer of a generator
     rows: list[int]  # those of this group
     id: int
+    serial: int  # the how many-th group it was that was started
     run_id: int  # of the trainer whose weights sampled it
     oldest_version: int  # of any of its tokens
 
 
 class ReplayBuffer:
-    """Groups that wait for the trainer, as they came. Samples pass from loop to loop only here."""
+    """Groups on their way to the trainer. Samples pass from loop to loop only here.
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        max_lag: int,
-        batch_groups: int = Config.batch_groups,
-    ) -> None:
+    expect ---> awaited ---put---> groups ---take---> a batch; those that `put` has no use for, and
+    those that `lose` is told of, are lost.
+    """
+
+    def __init__(self, ledger: Ledger, flow: Flow) -> None:
         self.ledger = ledger
-        self.max_lag = max_lag
-        self.batch_groups = batch_groups  # in a batch
-        self.groups: list[Group] = []
+        self.flow = flow
+        self.num_started = 0
+        self.awaited: dict[int, int] = {}  # id -> serial, of the groups that generators work on
+        self.groups: list[Group] = []  # that are ready
+
+    def expect(self, group_ids: list[int]) -> None:
+        """These have been started now."""
+        for group_id in group_ids:
+            self.awaited[group_id] = self.num_started
+            self.num_started += 1
+
+    def lose(self, group_ids: list[int]) -> None:
+        """These never come. Wakes `take`, also when there are none of them."""
+        for group_id in group_ids:
+            del self.awaited[group_id]
+        self.ledger.settle("lost", group_ids)
 
     def put(self, rollout: Rollout, asked_for: list[int], run_id: int) -> None:
         """Takes the groups of a rollout that can be trained on; the others count as lost.
@@ -9211,24 +9371,27 @@ class ReplayBuffer:
         sampled token has nothing to learn from. asked_for: the ids of all groups of the request.
         """
         sampled = rollout.sampled()
-        kept = set()  # ids of groups that can be trained on
-        for group_id in rollout.group_ids.unique().tolist():
-            rows = (rollout.group_ids == group_id).nonzero().flatten().tolist()
+        rows_of: dict[int, list[int]] = {}
+        for row, group_id in enumerate(rollout.group_ids.tolist()):
+            rows_of.setdefault(group_id, []).append(row)
+        for group_id, rows in rows_of.items():
             if len(rows) < 2 or not sampled[rows].any():
                 continue
-            kept.add(group_id)
             versions = rollout.tokens.versions[rows][sampled[rows]]
-            oldest = int(versions.min())
             group = Group(
-                rollout=rollout, rows=rows, id=group_id, run_id=run_id, oldest_version=oldest
+                rollout=rollout,
+                rows=rows,
+                id=group_id,
+                serial=self.awaited.pop(group_id),
+                run_id=run_id,
+                oldest_version=int(versions.min()),
             )
             self.groups.append(group)
-        lost = [group_id for group_id in asked_for if group_id not in kept]
-        self.ledger.settle("lost", lost)  # also when the list is empty, for this wakes `take`
+        self.lose([group_id for group_id in asked_for if group_id in self.awaited])
 
     def is_usable(self, group: Group, version: int) -> bool:
         """May the trainer, when it is at this version, be given this group? At most K old."""
-        return version - group.oldest_version <= self.max_lag  # mechanism: lag bound
+        return version - group.oldest_version <= self.flow.max_lag  # mechanism: lag bound
 
     def _drop(self, run_id: int, version: int) -> None:
         """Takes out what the trainer may not be given. The tickets come back by that."""
@@ -9248,26 +9411,138 @@ class ReplayBuffer:
         if of_lost_trainer:
             self.ledger.settle("dropped", of_lost_trainer, with_trainer=True)
 
-    async def take(self, run_id: int, version: int) -> Rollout:
-        """A batch: the first groups that a trainer of this run id may be given at this version.
+    def _in_order(self) -> list[Group]:
+        """The groups that may be taken now, in this order."""
+        if self.flow.window is None:
+            return sorted(self.groups, key=lambda group: (group.oldest_version, group.serial))
+        oldest_awaited = min(self.awaited.values(), default=self.num_started)
+        end = oldest_awaited + self.flow.window  # mechanism: window
+        in_window = [group for group in self.groups if group.serial < end]
+        return sorted(in_window, key=lambda group: group.serial)
 
-        waits for enough of them / woken by `put`
+    async def take(self, run_id: int, version: int) -> Rollout:
+        """A batch for a trainer of this run id, when it is at this version.
+
+        waits for enough groups that may be taken / woken by `put` and `lose`
         """
         while True:
             self._drop(run_id, version)
-            if len(self.groups) >= self.batch_groups:
-                taken = self.groups[: self.batch_groups]
-                self.groups = self.groups[self.batch_groups :]
-                return Rollout.join([group.rollout.select(group.rows) for group in taken])
+            taken = self._in_order()[: self.flow.batch_groups]
+            if len(taken) == self.flow.batch_groups:
+                taken_ids = {group.id for group in taken}
+                self.groups = [group for group in self.groups if group.id not in taken_ids]
+                return joined(taken)
             await self.ledger.changed.wait()
+
+
+def joined(groups: list[Group]) -> Rollout:
+    """Their rows. Those of one rollout are taken out of it together, which is less work."""
+    rows_of: dict[int, list[int]] = {}
+    rollouts: dict[int, Rollout] = {}
+    for group in groups:
+        key = id(group.rollout)
+        rollouts[key] = group.rollout
+        rows_of.setdefault(key, []).extend(group.rows)
+    return Rollout.join([rollouts[key].select(rows) for key, rows in rows_of.items()])
+
+
+# -- 13b. The loops --------------------------------------------------------------------------------
+#
+# How large a request is. A whole batch per request would keep few generators at work: with K = 2
+# there are tickets for three batches, of which a busy trainer holds one or two. So all tickets are
+# divided over G generators, three requests for each of them: T / (3 G) groups, at least one, and no
+# more than a batch. One request is worked on, another waits, and the third makes up for tickets
+# that are with the trainer. With 48 tickets:
+#
+#     generators            1    2    4    8
+#     groups per request   16    8    4    2
+#
+# What the size trades: a large request is a large batch for the generator, which computes it in
+# hardly more time than a small one, and it is few messages. But it comes back only when its longest
+# conversation has ended; and where requests are few, a generator may have two of them while another
+# one has none.
+
+
+class RolloutLoop:
+    """The loop that turns tickets into groups in the buffer.
+
+    consumes tickets / waits for them, and for a generator with fewer requests than it may have /
+    woken by Ledger.settle and by the end of a request / produces requests, each of which puts
+    groups into the buffer / ends when it is cancelled
+    """
+
+    NUM_REQUESTS = 3  # of each generator
+
+    def __init__(self, training: Training, flow: Flow, gate: Gate, buffer: ReplayBuffer) -> None:
+        self.cluster = training.cluster
+        self.run = training.run
+        self.ledger = training.run.ledger
+        self.flow = flow
+        self.gate = gate
+        self.buffer = buffer
+        self.requests: set[asyncio.Task[None]] = set()
+        self.errors = TellOnce(training.report.say)
+
+    async def run_for_ever(self) -> None:
+        """The loop."""
+        while True:
+            await self.ledger.changed.wait_for(self._may_ask)
+            prompts = self.run.draw(min(self._num_wanted(), self.request_groups()))
+            self.buffer.expect([prompt.id for prompt in prompts])
+            request = asyncio.ensure_future(self._request(prompts))
+            self.requests.add(request)
+            request.add_done_callback(lambda _: self.ledger.changed.notify())
+
+    def _may_ask(self) -> bool:
+        """May another request be made? Raises what a request has raised."""
+        for request in [request for request in self.requests if request.done()]:
+            self.requests.remove(request)
+            request.result()
+        most = self.NUM_REQUESTS * self.cluster.num_generators()
+        return self._num_wanted() > 0 and len(self.requests) < most
+
+    def _num_wanted(self) -> int:
+        """How many groups the run still needs, as far as there are tickets for them."""
+        num_needed = self.run.num_steps * self.flow.batch_groups
+        num_missing = num_needed - self.ledger.counts["trained"] - len(self.ledger.in_flight)
+        return min(self.gate.num_free(), num_missing)
+
+    def request_groups(self) -> int:
+        """For how many groups a request asks, if there are as many tickets."""
+        num_requests = self.NUM_REQUESTS * self.cluster.num_generators()
+        share = self.flow.num_tickets // num_requests  # mechanism: requests fit the fleet
+        return min(max(share, 1), self.flow.batch_groups)
+
+    async def _request(self, prompts: list[Prompt]) -> None:
+        """A request, from its tickets until each group of it is in the buffer, or lost.
+
+        Its tickets came back with a step, and so it is to be sampled under what that step has made.
+        The trainer has answered, but that is still being copied; the generator waits until it can
+        be pulled.
+        """
+        group_ids = [prompt.id for prompt in prompts]
+        assert self.cluster.handle is not None  # the trainer has begun before the loops do
+        run_id = self.cluster.handle.run_id
+        try:
+            found = await self.cluster.rollout(prompts, min_version=self.run.version)
+        except Exception as error:  # no replica, no judge, or what the request raised
+            self.buffer.lose(group_ids)
+            self.errors.say(f"{len(prompts)} groups lost: ", error)
+            if isinstance(error, NoReplica) or self.ledger.is_fruitless():
+                raise
+            await asyncio.sleep(0.5)  # whatever is the matter needs a moment
+        else:
+            self.buffer.put(self.run.count(found), group_ids, run_id)
+            if self.ledger.is_fruitless():
+                raise RuntimeError("most groups are lost: too few of their episodes are judged")
 
 
 @dataclass(frozen=True)
 class SentStep:
     """A batch that was sent to the trainer, and is not answered yet."""
 
-    task: asyncio.Task[None]
-    group_ids: list[int]
+    answer: asyncio.Task[StepStats]
+    batch: Rollout
 
 
 # The batches that were sent to the trainer, `sent`, as a run goes on:
@@ -9277,85 +9552,46 @@ class SentStep:
 
 
 class AsyncLoops:
-    """The two kinds of loops of an asynchronous run, and what they share."""
+    """The two loops of an asynchronous run, and what they share."""
 
     def __init__(self, training: Training, max_lag: int) -> None:
         self.training = training
         self.cluster = training.cluster
         self.run = training.run
         self.ledger = training.run.ledger
-        self.batch_groups = training.cfg.batch_groups
-        self.gate = Gate(self.ledger, (max_lag + 1) * self.batch_groups)  # mechanism: tickets
-        self.buffer = ReplayBuffer(self.ledger, max_lag, self.batch_groups)
+        self.flow = Flow.of(training.cfg, max_lag)
+        self.gate = Gate(self.ledger, self.flow.num_tickets)  # mechanism: tickets
+        self.buffer = ReplayBuffer(self.ledger, self.flow)
+        self.rollouts = RolloutLoop(training, self.flow, self.gate, self.buffer)
         # While the trainer works on a batch, the next one already waits there, so that it never
         # waits for the main process. It grows older by a version: with K = 0 it would be too old.
         self.max_sent = 2 if max_lag > 0 else 1
         self.sent: collections.deque[SentStep] = collections.deque()
-        self.version = 0  # at which the trainer will see the next batch
-        self.errors = TellOnce(training.report.say)
-        self.num_away = 0  # groups in requests that have not come back
-        self.is_done = False  # then no loop asks for tickets again
 
     async def run_to_end(self) -> None:
         """Runs until all steps are made, or a loop raises. Then it shuts down in this order.
 
-            is_done is set, so no loop asks for tickets again
-            loops that wait for a generator get their answer, and put it into the buffer
-            loops that still wait for a ticket, and steps without an answer, are cancelled
-            what the loop that ended first has raised is raised here
+            the rollout loop is cancelled, so nobody asks for tickets again
+            requests that wait for a generator get their answer, and put it into the buffer
+            requests and steps without an answer are cancelled
+            what a loop has raised is raised here
 
         After an exception it does not wait for answers. Groups that lie in the buffer at the end
         stay in the books as groups in flight.
         """
         async with self.training:
-            self.version = self.cluster.first_version
-            loops = [asyncio.ensure_future(self._training_loop())]
-            # Two requests per generator, so that none of them waits for its next one.
-            for _ in range(2 * self.cluster.cfg.generators):
-                loops.append(asyncio.ensure_future(self._rollout_loop()))
+            rollout_loop = asyncio.ensure_future(self.rollouts.run_for_ever())
+            training_loop = asyncio.ensure_future(self._training_loop())
+            loops = [rollout_loop, training_loop]
             ended, _ = await asyncio.wait(loops, return_when="FIRST_COMPLETED")
-            self.is_done = True
+            rollout_loop.cancel()
             if not any(loop.exception() for loop in ended):
-                await self.ledger.changed.wait_for(lambda: self.num_away == 0)
-            tasks = [*loops, *[step.task for step in self.sent]]
+                await self.ledger.changed.wait_for(lambda: not self.buffer.awaited)
+            tasks = [*loops, *self.rollouts.requests, *[step.answer for step in self.sent]]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(*ended)  # raises
-
-    async def _rollout_loop(self) -> None:
-        """A rollout loop. There are several.
-
-        consumes tickets / waits for the gate, then for a generator and a judge / woken by
-        Ledger.settle, then by their answers / produces groups in the buffer / ends when the run is
-        done
-        """
-        while not self.is_done:
-            num_free = await self.gate.wait()
-            prompts = self.run.draw(min(num_free, self.batch_groups))
-            self.num_away += len(prompts)
-            try:
-                await self._one_rollout(prompts)
-            finally:
-                self.num_away -= len(prompts)
-                self.ledger.changed.notify()
-
-    async def _one_rollout(self, prompts: list[Prompt]) -> None:
-        """Asks for it, and settles every group of it: in the buffer, or lost."""
-        group_ids = [prompt.id for prompt in prompts]
-        run_id = self._run_id()
-        try:
-            found = await self.cluster.rollout(prompts)
-        except Exception as error:  # no replica, no judge, or what the request raised
-            self.ledger.settle("lost", group_ids)
-            self.errors.say(f"{len(prompts)} groups lost: ", error)
-            if isinstance(error, NoReplica) or self.ledger.is_fruitless():
-                raise
-            await asyncio.sleep(0.5)  # whatever is the matter needs a moment
-        else:
-            self.buffer.put(self.run.count(found), group_ids, run_id)
-            if self.ledger.is_fruitless():
-                raise RuntimeError("most groups are lost: too few of their episodes are judged")
 
     def _run_id(self) -> int:
         """Of the present trainer, which has begun before the loops do."""
@@ -9383,8 +9619,7 @@ class AsyncLoops:
             try:
                 await self._send_batches()
                 if self.sent:
-                    await self.sent[0].task  # raises TrainerLost
-                    self.sent.popleft()
+                    await self._enter_step()
                 if not self.sent:
                     await self.training.save_if_due()
             except TrainerLost as error:
@@ -9397,8 +9632,9 @@ class AsyncLoops:
         sent; a step a ends, and its tickets admit new groups; or that step raises TrainerLost.
         """
         while self._may_send():
-            take = asyncio.ensure_future(self.buffer.take(self._run_id(), self.version))
-            under_way = [step.task for step in self.sent]
+            version = self.run.version_of_next_batch()
+            take = asyncio.ensure_future(self.buffer.take(self._run_id(), version))
+            under_way = [step.answer for step in self.sent]
             try:
                 await asyncio.wait([take, *under_way], return_when="FIRST_COMPLETED")
             finally:
@@ -9406,39 +9642,344 @@ class AsyncLoops:
             if not take.done():  # a step has ended first, maybe without a trainer: hear of it
                 return
             batch = take.result()
-            task = asyncio.ensure_future(self._step(batch, self.version))
-            group_ids = batch.group_ids.unique().tolist()
-            self.sent.append(SentStep(task=task, group_ids=group_ids))
+            answer = asyncio.ensure_future(self.cluster.step(batch))
+            self.sent.append(SentStep(answer=answer, batch=batch))
             self.run.send()
-            self.version += 1
 
-    async def _step(self, batch: Rollout, version: int) -> None:
-        """Sends a batch to the trainer, and enters the answer into the books.
+    async def _enter_step(self) -> None:
+        """Waits for the answer to the oldest step that was sent, and enters it into the books.
 
-        version: the one at which the trainer will be when it begins. The tickets of the batch come
-        back only when the step is made. Take the example above, with v = 5: if the tickets of batch
-        a came back when a is sent, c would always be sampled under 5, one version older than the
-        example says.
+        The tickets of a batch come back only by this, when the step is made. Take the example
+        above, with v = 5: if the tickets of batch a came back when a is sent, c would always be
+        sampled under 5, one version older than the example says. Two answers may come at the same
+        moment, and in any order; they are entered in the order of the steps.
         """
-        stats = await self.cluster.step(batch)
-        assert stats.version == version + 1, "the trainer is at another version than was expected"
-        self.training.step_done(stats, batch)
+        stats = await self.sent[0].answer  # raises TrainerLost
+        step = self.sent.popleft()
+        self.training.step_done(stats, step.batch)
 
     async def _go_back(self, error: TrainerLost) -> None:
-        """Goes back to the newest checkpoint, when the trainer is lost with the batches it had.
-
-        What was trained on before the loss was noticed is settled already.
-        """
-        await asyncio.gather(*[step.task for step in self.sent], return_exceptions=True)
+        """Goes back to the newest checkpoint, when the trainer is lost with the batches it had."""
+        await asyncio.gather(*[step.answer for step in self.sent], return_exceptions=True)
         lost = []
         for step in self.sent:
-            lost += [group_id for group_id in step.group_ids if group_id in self.ledger.in_flight]
+            lost += step.batch.group_ids.unique().tolist()
         self.sent.clear()
         await self.training.trainer_lost(error, lost)
-        self.version = self.cluster.first_version
 
 
-# -- measurement -----------------------------------------------------------------------------------
+# -- measurement: in simulated time ----------------------------------------------------------------
+#
+# The loops are the real ones here, with gate, buffer and books. Generators and the trainer only let
+# time pass, and the clock of their event loop waits for nothing: it jumps to the next moment at
+# which somebody wakes. So a long run takes a second, and its figures are the same on every machine.
+#
+# Two questions are answered with it. Do the loops keep any number of generators at work? And what
+# do both orders cost when answers are of very uneven lengths?
+
+
+class JumpingSelector(selectors.SelectSelector):
+    """What an event loop sleeps in until the next timer. This one moves the clock instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """timeout: seconds until the next timer. None: there is none, and nobody would wake."""
+        if timeout is None:
+            raise RuntimeError("all wait, and nobody will wake them")
+        self.now_s += max(0.0, timeout)
+        return super().select(0)
+
+
+class SimulatedTime(asyncio.SelectorEventLoop):
+    """An event loop in which nobody waits."""
+
+    def __init__(self) -> None:
+        self.jumping = JumpingSelector()
+        super().__init__(self.jumping)
+
+    def time(self) -> float:
+        """Seconds since it began, of simulated time."""
+        return self.jumping.now_s
+
+
+@dataclass(frozen=True)
+class World:
+    """What is simulated."""
+
+    num_generators: int
+    group_s: float  # seconds that a generator works on a group, in the mean
+    step_s: float  # seconds of a training step
+    copy_s: float = 0.0  # seconds from its answer until its version can be pulled
+    # False: every group takes equally long, and a generator makes one after the other. True:
+    # lengths have a heavy tail (Pareto, exponent 1.5, one in 125 is more than 25 times the
+    # shortest), and a generator makes all that it was asked for at the same time.
+    is_uneven: bool = False
+    seed: int = 0
+
+    def length_of(self, prompt_id: int) -> float:
+        """Seconds that a generator needs for the group of this prompt."""
+        if not self.is_uneven:
+            return self.group_s
+        # The mean of this distribution is 3.
+        return self.group_s / 3 * random.Random(f"{self.seed} {prompt_id}").paretovariate(1.5)
+
+    def ideal_steps_per_s(self, batch_groups: int) -> float:
+        """If the slower side, the trainer or all generators together, worked all the time."""
+        generators = self.num_generators / (batch_groups * self.group_s)
+        return min(generators, 1 / self.step_s)
+
+
+class SimulatedCluster(Cluster):
+    """What the loops need of a cluster: generators and a trainer that let time pass."""
+
+    def __init__(self, cfg: Config, world: World) -> None:
+        # Nothing of what Cluster has is needed: it would make services.
+        self.cfg = cfg
+        self.world = world
+        self.first_version = 0
+        self.complete_s = [0.0]  # when each version can be pulled
+        nothing = Manifest(specs=(), slot_bytes=0)
+        self.handle = ArenaHandle(
+            pid=0,
+            descriptor=0,
+            run_id=1,
+            manifest=nothing,
+            num_slots=0,
+            num_readers=0,
+            num_copying=0,
+        )
+        self.trainer_is_free = asyncio.Lock()
+        # A generator that works on even groups has one request at a time.
+        num_at_once = 10**6 if world.is_uneven else 1
+        self.generators_free = []
+        for _ in range(world.num_generators):
+            self.generators_free.append(asyncio.Semaphore(num_at_once))
+        self.num_asked = [0] * world.num_generators  # requests that each has now
+        self.lengths: dict[int, float] = {}  # of the groups that were started
+
+    def num_generators(self) -> int:
+        """As many as the world has."""
+        return self.world.num_generators
+
+    def newest_version(self) -> int:
+        """That can be pulled now."""
+        now_s = asyncio.get_running_loop().time()
+        return bisect.bisect_right(self.complete_s, now_s) - 1
+
+    async def rollout(
+        self,
+        prompts: list[Prompt],
+        group_size: int | None = None,
+        greedy: bool = False,
+        min_version: int = 0,
+    ) -> RolloutReply:
+        """By the generator that has the fewest requests."""
+        lengths = {prompt.id: self.world.length_of(prompt.id) for prompt in prompts}
+        self.lengths.update(lengths)
+        busy_s = max(lengths.values()) if self.world.is_uneven else sum(lengths.values())
+        generator = self.num_asked.index(min(self.num_asked))
+        self.num_asked[generator] += 1
+        async with self.generators_free[generator]:
+            missing_s = self.complete_s[min_version] - asyncio.get_running_loop().time()
+            await asyncio.sleep(max(0.0, missing_s))
+            version = self.newest_version()
+            await asyncio.sleep(busy_s)
+        self.num_asked[generator] -= 1
+        return RolloutReply(rollout=one_token_each(prompts, version), busy_s=busy_s)
+
+    async def step(self, batch: Rollout) -> StepStats:
+        """One after the other, each of them for step_s."""
+        async with self.trainer_is_free:
+            await asyncio.sleep(self.world.step_s)
+        version = len(self.complete_s)  # after this step
+        self.complete_s.append(asyncio.get_running_loop().time() + self.world.copy_s)
+        lags = (version - 1 - batch.tokens.versions).float()
+        nothing = {entry.name: 0 for entry in dataclasses.fields(StepStats)}
+        found = {
+            "version": version,
+            "lag_max": int(lags.max()),
+            "lag_mean": float(lags.mean()),
+        }
+        return StepStats(**{**nothing, **found})
+
+
+def one_token_each(prompts: list[Prompt], version: int) -> Rollout:
+    """Two episodes per prompt, in which one token was sampled under this version."""
+    rows = [prompt for prompt in prompts for _ in range(2)]
+    ones = torch.ones(len(rows), 1, dtype=torch.int64)
+    tokens = Tokens(
+        ids=ones,
+        mask=ones,
+        turn_ids=ones,
+        logprobs=torch.zeros(len(rows), 1),
+        versions=ones * version,
+    )
+    return Rollout(
+        tokens=tokens,
+        rewards=torch.zeros(len(rows), 1),
+        group_ids=torch.tensor([prompt.id for prompt in rows]),
+        is_cut=torch.zeros(len(rows), dtype=torch.bool),
+        is_truncated=torch.zeros(len(rows), 1, dtype=torch.bool),
+        prompts=rows,
+        said=[["a"]] * len(rows),
+    )
+
+
+class SimulatedTraining(Training):
+    """Keeps the books of a run, and tells nobody."""
+
+    async def begin(self) -> None:
+        """Nothing has to be loaded."""
+        self.run.begin(0)
+
+    def step_done(self, stats: StepStats, batch: Rollout) -> None:
+        """Enters a step into the books."""
+        self.run.add_step(stats, batch, None)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A run that was simulated."""
+
+    training: SimulatedTraining
+    cluster: SimulatedCluster
+    seconds: float
+
+    def steps_per_s(self) -> float:
+        """In simulated time."""
+        return self.training.run.num_steps / self.seconds
+
+    def trainer_idle(self) -> float:
+        """Share of the time."""
+        return 1 - self.training.run.num_steps * self.cluster.world.step_s / self.seconds
+
+    def lags(self) -> list[float]:
+        """The mean lag of each step."""
+        return [row.stats.lag_mean for row in self.training.run.rows]
+
+    def length_share(self) -> float:
+        """Mean length of the groups that were trained on, over that of all that were started."""
+        lengths = self.cluster.lengths
+        trained_ids = itertools.chain(*self.training.run.ledger.trained_by_step)
+        trained = [lengths[group_id] for group_id in trained_ids]
+        return statistics.fmean(trained) / statistics.fmean(lengths.values())
+
+
+def simulate(
+    cfg: Config, world: World, num_steps: int = 30, is_synchronous: bool = False
+) -> Simulation:
+    """Runs the loops in simulated time. It needs a thread without an event loop."""
+    loop = SimulatedTime()
+
+    async def run() -> Simulation:
+        cluster = SimulatedCluster(cfg, world)
+        books = Run("simulated", num_steps, Sampler("repeat", seed=0))
+        training = SimulatedTraining(cluster, books, Report())
+        if is_synchronous:
+            await train_sync(training)
+        else:
+            await AsyncLoops(training, cfg.max_lag).run_to_end()
+        return Simulation(training=training, cluster=cluster, seconds=loop.time())
+
+    try:
+        return loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+@dataclass(frozen=True)
+class FleetRow:
+    """How many steps per second there are with so many generators."""
+
+    generators: int
+    ideal: float  # if the slower side worked all the time
+    k_2: float
+    of_ideal: float  # the share: k_2 / ideal
+    k_0: float
+    sync: float  # in the synchronous loop
+
+
+def fleet_rows() -> list[FleetRow]:
+    """A generator takes 30 ms for a group, the trainer 100 ms for a step of 16 groups."""
+    rows = []
+    for num_generators in (1, 2, 4, 8):
+        world = World(num_generators=num_generators, group_s=0.03, step_s=0.1)
+        ideal = world.ideal_steps_per_s(Config.batch_groups)
+        k_2 = simulate(Config(max_lag=2), world).steps_per_s()
+        row = FleetRow(
+            generators=num_generators,
+            ideal=ideal,
+            k_2=k_2,
+            of_ideal=k_2 / ideal,
+            k_0=simulate(Config(max_lag=0), world).steps_per_s(),
+            sync=simulate(Config(max_lag=0), world, is_synchronous=True).steps_per_s(),
+        )
+        rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class OrderRow:
+    """What an order does when answers are of very uneven lengths."""
+
+    order: str
+    tickets: int
+    lag_mean: float
+    lag_max: int
+    trainer_idle: float  # share of the time
+    length: float  # mean of the groups that were trained on, over that of all
+    dropped: int  # groups
+
+
+def order_rows(num_steps: int = 100, seed: int = 0) -> list[OrderRow]:
+    """Both orders, each with all tickets that K = 2 allows and with fewer.
+
+    Steps and groups take equally long, in the mean, so that generators have time to spare.
+    """
+    rows = []
+    world = World(num_generators=2, group_s=3.0, step_s=3.0, is_uneven=True, seed=seed)
+    for order in ("ready", "window"):
+        for in_flight in (3.0, 2.0):
+            cfg = Config(max_lag=2, order=order, in_flight=in_flight)
+            found = simulate(cfg, world, num_steps)
+            row = OrderRow(
+                order=order,
+                tickets=Flow.of(cfg, cfg.max_lag).num_tickets,
+                lag_mean=statistics.fmean(found.lags()),
+                lag_max=found.training.largest_lag(),
+                trainer_idle=found.trainer_idle(),
+                length=found.length_share(),
+                dropped=found.training.run.ledger.counts["dropped"],
+            )
+            rows.append(row)
+    return rows
+
+
+def tell_simulated(report: Report, fleets: list[FleetRow], orders: list[OrderRow]) -> None:
+    """Reports both tables."""
+    report.say(
+        "simulated, 30 ms a group, 100 ms a step of 16 groups; steps per s (k 0: K = 0):",
+    )
+    report.table(fleets)
+    least = min(row.of_ideal for row in fleets)
+    report.check("simulated: steps of ideal, least of 1 to 8 generators", least, ">=", 0.9)
+    least = min(row.k_0 / row.sync for row in fleets)
+    report.check("simulated: K = 0 over synchronous, the least", least, ">=", 0.99)
+    report.say(
+        f"simulated, {100} steps, K = 2, lengths with a heavy tail; length: trained / generated:",
+    )
+    report.table(orders)
+    report.check("simulated: largest lag", max(row.lag_max for row in orders), "<=", 2)
+    waiting = [row for row in orders if row.order == "window"]
+    report.check("simulated: dropped, window", sum(row.dropped for row in waiting), "==", 0)
+    shortest = min(row.length for row in waiting)
+    report.check("simulated: length trained / generated, window", shortest, ">=", 0.98)
+
+
+# -- measurement: with faults ----------------------------------------------------------------------
 
 # Three runs. One without the rule, to see the lag grow. One with it, into which three faults strike
 # in its second half. And a synchronous one, to compare with the first half of that.
@@ -9576,11 +10117,11 @@ def tell_books(report: Report, loops: AsyncLoops) -> None:
     report.say(f"groups: {', '.join(texts)}, in flight at the end {num_in_flight}")
     report.say(f"episodes not judged: {run.num_unjudged}; cut by the context: {run.num_cut}")
     report.figure(**counts, in_flight=num_in_flight, unjudged=run.num_unjudged)
-    found = loops.num_away + len(loops.buffer.groups)
+    found = len(loops.buffer.awaited) + len(loops.buffer.groups)
     report.check("groups started, not accounted for", run.ledger.num_missing(), "==", 0)
     num_nowhere = num_in_flight - found
     report.check("groups in flight, but in no loop nor the buffer", num_nowhere, "==", 0)
-    batch_groups = loops.batch_groups
+    batch_groups = loops.flow.batch_groups
     num_groups = run.num_steps * batch_groups
     report.check("groups trained on", counts["trained"], "==", num_groups)
     most = loops.training.cfg.save_every * batch_groups
@@ -9600,6 +10141,9 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     # Steps to compare with the synchronous run. The faults come after them.
     num_compared = max(1, cfg.steps // 2)
     report.say(f"seed {cfg.seed}; about half a minute")
+    fleets = await asyncio.to_thread(fleet_rows)
+    orders = await asyncio.to_thread(order_rows)
+    tell_simulated(report, fleets, orders)
     # 1. Without the rule: tickets for all, and nothing is ever too old.
     loose = lab.training("loose", min(40, num_compared))
     heldout = loose.run.sampler.heldout
@@ -10121,11 +10665,14 @@ class HostsCluster(Cluster):
         min_version: int = 0,
     ) -> RolloutReply:
         """As in Cluster; again, if both generators that tried were of hosts without an arena."""
+        asked_under = self.handle
         while True:
             try:
                 return await super().rollout(prompts, group_size, greedy, min_version)
             except NotNow:
                 await asyncio.sleep(BEAT_S)
+            if self.handle != asked_under:  # another trainer, which may be at an earlier version
+                min_version = 0
 
     async def arenas(self) -> tuple[ArenaHandle | None, ...]:
         """For each host, the arena that its generators read: that of the trainer, or of a relay.
@@ -10225,7 +10772,8 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     await running
     # 4. Does it sample again, from the weights of the trainer?
     lost = [*await until_replaced(cluster.relays), *await until_replaced(cluster.generators)]
-    again = await sample(cluster, run.sampler.first(own.batch_groups))
+    version = await cluster.published()
+    again = await sample(cluster, run.sampler.first(own.batch_groups), version)
     found = await cluster.examine(Rollout.join([reply.rollout.judged() for reply in again]))
     await cluster.close()
     workers.close()
@@ -10829,6 +11377,8 @@ def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict
     """Finds flags that do not go together."""
     if cfg.report and STAGES["async_rl"] not in stages:
         parser.error("--report is of stage async_rl")
+    with blaming(parser, f"--in-flight {cfg.in_flight}"):
+        Flow.of(cfg, cfg.max_lag)
     if cfg.sft_steps and cfg.model == "tiny":
         parser.error("--sft-steps is for a --model of your own; tiny has its warm start")
     is_trained = last_training(stages) is not None

@@ -460,7 +460,7 @@ BROKEN = {
         {
             "lag bound": "return True",
             # Tickets alone nearly bound the lag of groups that take equally long.
-            "tickets": "self.gate = Gate(self.ledger, (max_lag + 100) * self.batch_groups)",
+            "tickets": "self.gate = Gate(self.ledger, self.flow.num_tickets + 1600)",
         },
         "largest lag",
     ),
@@ -1133,10 +1133,11 @@ def test_a_conversation_too_long_for_the_context_is_cut_and_no_other(
 
 def test_groups_of_which_all_was_cut_are_lost_and_not_waited_for() -> None:
     ledger = m.Ledger()
-    buffer = m.ReplayBuffer(ledger, max_lag=0)
+    buffer = m.ReplayBuffer(ledger, flow_of(max_lag=0))
     rollout = rollout_of([1, 1, 2, 2, 3], version=0)
     rollout.tokens.turn_ids[:2] = 0  # all of group 1 was cut
     ledger.start([1, 2, 3, 4])
+    buffer.expect([1, 2, 3, 4])
     buffer.put(rollout, asked_for=[1, 2, 3, 4], run_id=1)
     # Group 3 has one row, which has nothing to be compared with, and group 4 none.
     assert ledger.counts["lost"] == 3
@@ -6375,6 +6376,10 @@ def groups_of(group_ids: Sequence[int], version: int) -> m.Rollout:
     return rollout_of([group_id for group_id in group_ids for _ in range(2)], version)
 
 
+def flow_of(max_lag: int, order: str = "ready", in_flight: float | None = None) -> m.Flow:
+    return m.Flow.of(m.Config(order=order, in_flight=in_flight), max_lag)
+
+
 def ids_drawn(run: m.Run, num_prompts: int = m.Config.batch_groups) -> list[int]:
     """Of the prompts that it draws now."""
     return [prompt.id for prompt in run.draw(num_prompts)]
@@ -6389,23 +6394,24 @@ async def history_of_gate_and_buffer(seed: int) -> m.Ledger:
     rng = random.Random(seed)
     max_lag = rng.randrange(4)
     ledger = m.Ledger()
-    gate = m.Gate(ledger, (max_lag + 1) * m.Config.batch_groups)
-    buffer = m.ReplayBuffer(ledger, max_lag)
+    flow = flow_of(max_lag)
+    gate = m.Gate(ledger, flow.num_tickets)
+    buffer = m.ReplayBuffer(ledger, flow)
     version = 0
     away: list[list[int]] = []  # group ids of rollouts that have not come back
     sampled_under: dict[int, int] = {}  # version by group id
     for first_id in range(0, 6000, m.Config.batch_groups):
         if gate.num_free() >= m.Config.batch_groups:
-            assert await gate.wait() == gate.num_free()
             group_ids = list(range(first_id, first_id + m.Config.batch_groups))
             ledger.start(group_ids)
+            buffer.expect(group_ids)
             away.append(group_ids)
             sampled_under.update(dict.fromkeys(group_ids, version))
         if away and rng.random() < 0.6:
             come_back = away.pop(rng.randrange(len(away)))  # stragglers are overtaken
             rollout = groups_of(come_back, sampled_under[come_back[0]])
             if rng.random() < 0.1:
-                ledger.settle("lost", come_back)
+                buffer.lose(come_back)
             else:
                 buffer.put(rollout, come_back, run_id=1)
         usable = [group for group in buffer.groups if version - group.oldest_version <= max_lag]
@@ -6430,38 +6436,212 @@ def test_lag_is_bounded_and_tickets_add_up(seed: int) -> None:
 
 def test_a_group_that_is_lost_does_not_stop_a_run_without_lag() -> None:
     """With K = 0 there is one batch of tickets: what is left in the buffer holds 15 of them."""
+    ledger = m.Ledger()
+    gate = m.Gate(ledger, m.Config.batch_groups)
+    assert gate.num_free() == m.Config.batch_groups
+    ledger.start(list(range(m.Config.batch_groups)))
+    assert gate.num_free() == 0
+    ledger.settle("lost", [5])
+    assert gate.num_free() == 1
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "order", "in_flight", "num_tickets", "window"),
+    [
+        (2, "ready", None, 48, None),
+        (0, "ready", None, 16, None),
+        (2, "ready", 1.5, 24, None),
+        (2, "window", None, 40, 9),
+        (2, "window", 3.0, 48, 1),
+        (2, "window", 1.0, 16, 33),
+        (0, "window", None, 16, 1),
+    ],
+)
+def test_tickets_and_window_follow_from_the_bound(
+    max_lag: int, order: str, in_flight: float | None, num_tickets: int, window: int | None
+) -> None:
+    flow = flow_of(max_lag, order, in_flight)
+    assert (flow.num_tickets, flow.window) == (num_tickets, window)
+
+
+def test_a_window_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 3 batches"):
+        flow_of(2, "window", 3.5)
+
+
+def put_one(buffer: m.ReplayBuffer, group_id: int, version: int = 0) -> None:
+    buffer.put(groups_of([group_id], version), [group_id], run_id=1)
+
+
+def test_within_a_window_ready_groups_pass_late_ones_and_no_further() -> None:
+    """A batch of 16, K = 1, so with 24 tickets a window of 9."""
 
     async def scene() -> None:
         ledger = m.Ledger()
-        gate = m.Gate(ledger, m.Config.batch_groups)
-        assert await gate.wait() == m.Config.batch_groups
-        ledger.start(list(range(m.Config.batch_groups)))
-        ledger.settle("lost", [5])
-        assert await asyncio.wait_for(gate.wait(), 5) == 1
-
-    asyncio.run(scene())
-
-
-def test_a_gate_waits_until_tickets_come_back() -> None:
-    async def scene() -> None:
-        ledger = m.Ledger()
-        gate = m.Gate(ledger, m.Config.batch_groups)
-        group_ids = list(range(m.Config.batch_groups))
-        ledger.start(group_ids)
-        waiting = asyncio.ensure_future(gate.wait())
+        buffer = m.ReplayBuffer(ledger, flow_of(1, "window", 1.5))
+        assert buffer.flow.window == 9
+        every = list(range(100, 140))
+        ledger.start(every)
+        buffer.expect(every)
+        for group_id in every[1:]:  # the first one is late
+            put_one(buffer, group_id)
+        waiting = asyncio.ensure_future(buffer.take(1, version=0))
         await asyncio.sleep(0.02)
-        assert not waiting.done()
-        ledger.settle("dropped", group_ids)
-        assert await asyncio.wait_for(waiting, 5) == m.Config.batch_groups
+        assert not waiting.done()  # 8 may pass it, which is too few for a batch
+        put_one(buffer, every[0])
+        batch = await asyncio.wait_for(waiting, 5)
+        assert sorted(set(batch.group_ids.tolist())) == every[:16]
 
     asyncio.run(scene())
+
+
+def test_a_window_moves_on_when_a_late_group_is_lost() -> None:
+    async def scene() -> None:
+        ledger = m.Ledger()
+        buffer = m.ReplayBuffer(ledger, flow_of(1, "window", 1.5))
+        every = list(range(40))
+        ledger.start(every)
+        buffer.expect(every)
+        for group_id in every[1:]:
+            put_one(buffer, group_id)
+        waiting = asyncio.ensure_future(buffer.take(1, version=0))
+        await asyncio.sleep(0.02)
+        buffer.lose([0])
+        batch = await asyncio.wait_for(waiting, 5)
+        assert sorted(set(batch.group_ids.tolist())) == every[1:17]
+
+    asyncio.run(scene())
+
+
+def test_ready_groups_are_taken_oldest_first() -> None:
+    async def scene() -> None:
+        ledger = m.Ledger()
+        buffer = m.ReplayBuffer(ledger, flow_of(max_lag=5))
+        every = list(range(32))
+        ledger.start(every)
+        buffer.expect(every)
+        for group_id in every[:16]:
+            put_one(buffer, group_id, version=4)
+        for group_id in every[16:]:  # they come later, and are older
+            put_one(buffer, group_id, version=3)
+        batch = await buffer.take(1, version=5)
+        assert sorted(set(batch.group_ids.tolist())) == every[16:]
+
+    asyncio.run(scene())
+
+
+# -- loops in simulated time -----------------------------------------------------------------------
+
+
+def test_simulated_time_jumps_and_tells_a_wait_without_end() -> None:
+    async def sleep_long() -> float:
+        await asyncio.sleep(3600.0)
+        return asyncio.get_running_loop().time()
+
+    async def wait_for_ever() -> None:
+        await asyncio.Event().wait()
+
+    loop = m.SimulatedTime()
+    start = time.monotonic()
+    assert loop.run_until_complete(sleep_long()) == pytest.approx(3600.0)
+    assert m.since(start) < 600
+    with pytest.raises(RuntimeError, match="nobody will wake"):
+        loop.run_until_complete(wait_for_ever())
+    loop.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("order", ["ready", "window"])
+def test_lag_is_bounded_with_heavy_tails(order: str, seed: int) -> None:
+    """Random sizes of everything; and what the order promises beside the bound."""
+    rng = random.Random(f"{order} {seed}")
+    max_lag = rng.randrange(4)
+    most = max_lag + 1 if order == "window" else max_lag + 3
+    in_flight = rng.choice([None, rng.uniform(1.0, most)])
+    num_generators = rng.randrange(1, 6)
+    cfg = m.Config(max_lag=max_lag, order=order, in_flight=in_flight, batch_groups=8)
+    world = m.World(
+        num_generators=num_generators,
+        group_s=rng.uniform(0.5, 4.0),
+        step_s=rng.uniform(0.5, 4.0),
+        is_uneven=True,
+        seed=seed,
+    )
+    found = m.simulate(cfg, world, num_steps=60)
+    counts = found.training.run.ledger.counts
+    assert found.training.largest_lag() <= max_lag
+    assert counts["trained"] == 8 * 60
+    assert counts["lost"] == 0
+    if order == "window":
+        assert counts["dropped"] == 0
+        assert found.length_share() >= 0.98
+
+
+@pytest.mark.parametrize("has_window", [True, False])
+def test_without_its_window_the_order_drops(
+    monkeypatch: pytest.MonkeyPatch, has_window: bool
+) -> None:
+    original = m.Flow.of
+
+    def wide(cfg: m.Config, max_lag: int) -> m.Flow:
+        return dataclasses.replace(original(cfg, max_lag), window=10**6)
+
+    if not has_window:
+        monkeypatch.setattr(m.Flow, "of", wide)
+    cfg = m.Config(max_lag=1, order="window", in_flight=1.5)
+    world = m.World(num_generators=2, group_s=3.0, step_s=3.0, is_uneven=True)
+    found = m.simulate(cfg, world, num_steps=60)
+    assert bool(found.training.run.ledger.counts["dropped"]) is not has_window
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("order", ["ready", "window"])
+def test_a_ticket_is_used_when_the_version_can_be_pulled(
+    monkeypatch: pytest.MonkeyPatch, order: str, waits: bool
+) -> None:
+    """K = 0, and a copy takes a while: what is sampled before it is complete is too old."""
+    original = m.SimulatedCluster.rollout
+
+    async def at_once(self: Any, prompts: list[m.Prompt], **_: Any) -> m.RolloutReply:
+        return await original(self, prompts)
+
+    if not waits:
+        monkeypatch.setattr(m.SimulatedCluster, "rollout", at_once)
+    cfg = m.Config(max_lag=0, order=order)
+    world = m.World(num_generators=4, group_s=0.03, step_s=0.1, copy_s=0.2)
+    found = m.simulate(cfg, world, num_steps=20)
+    assert bool(found.training.run.ledger.counts["dropped"]) is not waits
+
+
+@pytest.mark.parametrize("num_generators", [1, 2, 4, 8])
+def test_requests_fit_the_fleet(num_generators: int) -> None:
+    world = m.World(num_generators=num_generators, group_s=0.03, step_s=0.1)
+    ideal = world.ideal_steps_per_s(m.Config.batch_groups)
+    asynchronous = m.simulate(m.Config(max_lag=2), world)
+    assert asynchronous.steps_per_s() / ideal >= 0.9
+    in_turns = m.simulate(m.Config(max_lag=0), world)
+    synchronous = m.simulate(m.Config(max_lag=0), world, is_synchronous=True)
+    assert in_turns.steps_per_s() / synchronous.steps_per_s() > 0.999
+
+
+def test_fewer_tickets_make_less_lag_where_the_trainer_is_slower() -> None:
+    world = m.World(num_generators=8, group_s=0.01, step_s=0.1)
+    lags = []
+    speeds = []
+    for in_flight in (2.0, 2.5, 3.0):
+        found = m.simulate(m.Config(max_lag=2, in_flight=in_flight), world)
+        lags.append(statistics.fmean(found.lags()))
+        speeds.append(found.steps_per_s())
+    assert lags == sorted(set(lags))
+    assert min(speeds) > 0.95 * max(speeds)
 
 
 def test_groups_without_a_sampled_token_or_alone_are_lost_and_not_waited_for() -> None:
     async def scene() -> None:
         ledger = m.Ledger()
         ledger.start([1, 2, 3, 4])
-        buffer = m.ReplayBuffer(ledger, 0)
+        buffer = m.ReplayBuffer(ledger, flow_of(0))
+        buffer.expect([1, 2, 3, 4])
         rollout = rollout_of([1, 1, 2, 2, 3], version=0)
         rollout.tokens.turn_ids[:2] = 0  # all of group 1 was cut; of group 4 nothing was judged
         buffer.put(rollout, [1, 2, 3, 4], run_id=1)
@@ -6475,10 +6655,12 @@ def test_groups_without_a_sampled_token_or_alone_are_lost_and_not_waited_for() -
 def test_groups_of_a_trainer_that_was_lost_are_dropped_and_drawn_again() -> None:
     async def scene() -> None:
         run = run_of()
-        buffer = m.ReplayBuffer(run.ledger, max_lag=10)
+        buffer = m.ReplayBuffer(run.ledger, flow_of(10))
         before = ids_drawn(run)
+        buffer.expect(before)
         buffer.put(groups_of(before, version=3), before, run_id=1)
         after = ids_drawn(run)
+        buffer.expect(after)
         buffer.put(groups_of(after, version=3), after, run_id=2)
         batch = await asyncio.wait_for(buffer.take(2, version=3), 5)
         assert batch.group_ids.unique().tolist() == after
@@ -6572,7 +6754,7 @@ class RandomRun:
             self.saved = self.saved[-1:]
         lost = self.some_in_flight()
         num_steps = self.saved[0]
-        self.run.go_back(num_steps, self.ids_of(lost))
+        self.run.go_back(num_steps, self.ids_of(lost), num_steps)
         undone = list(itertools.chain(*self.steps[num_steps:]))
         self.steps = self.steps[:num_steps]
         self.become(lost, "lost")
@@ -6626,7 +6808,7 @@ def test_prompts_of_a_lost_trainer_are_drawn_again_in_their_order() -> None:
     run.add_step(stats_of(version=2), groups_of(undone, 0), heldout=None)
     at_trainer = ids_drawn(run)
     elsewhere = ids_drawn(run)
-    run.go_back(1, at_trainer)
+    run.go_back(1, at_trainer, 1)
     assert [row.step for row in run.rows] == [1]
     assert run.num_sent == 1
     assert run.ledger.in_flight == set(elsewhere)
@@ -6785,7 +6967,9 @@ async def most_in_flight(loops: m.AsyncLoops) -> int:
     end = time.monotonic() + 120
     most = 0
     while not running.done() and time.monotonic() < end:
-        most = max(most, len(loops.ledger.in_flight), loops.num_away + len(loops.buffer.groups))
+        most = max(
+            most, len(loops.ledger.in_flight), len(loops.buffer.awaited) + len(loops.buffer.groups)
+        )
         assert loops.ledger.num_missing() == 0
         await asyncio.sleep(0.001)
     assert running.done(), "the loops wait without an end"
@@ -6822,7 +7006,7 @@ def test_two_loops_end_with_every_bound(
         assert [row.step for row in run.rows] == list(range(1, 41))
         assert max(row.stats.lag_max for row in run.rows) <= max_lag
         assert run.ledger.counts["trained"] == m.Config.batch_groups * 40
-        assert loops.num_away == 0
+        assert not loops.buffer.awaited
         assert run.ledger.in_flight == {group.id for group in loops.buffer.groups}
         assert training.num_twice() == 0
         assert sum(len(groups) for groups in training.groups) == m.Config.batch_groups * 40
@@ -6881,7 +7065,7 @@ def test_a_loop_that_raises_ends_the_run_at_once_with_its_cause(broken: str) -> 
         loops = m.AsyncLoops(stub_training(BrokenCluster(broken)), 2)
         with pytest.raises((KeyError, m.NoReplica), match="the cause"):
             await asyncio.wait_for(loops.run_to_end(), 60)
-        assert loops.num_away == 0
+        assert not loops.buffer.awaited
 
     asyncio.run(scene())
 
@@ -7642,7 +7826,7 @@ async def chaos_scene(seed: int, num_steps: int = 100) -> dict[str, Any]:
         "old versions": cluster.num_old > 0,
         "trained": ledger.counts["trained"] != m.Config.batch_groups * num_steps,
         "missing": ledger.num_missing() != 0,
-        "away": loops.num_away != 0,
+        "away": bool(loops.buffer.awaited),
         "in flight": ledger.in_flight != {group.id for group in loops.buffer.groups},
         "trained twice": training.num_twice() != 0,
     }
@@ -7901,7 +8085,7 @@ class OutsideRun:
         await self.lose(is_replaced)
         after = await self.exact()
         prompts = self.sampler.first(m.Config.batch_groups)
-        replies = await m.with_retries(self.cluster, lambda: m.sample(self.cluster, prompts))
+        replies = await m.with_retries(self.cluster, lambda: m.sample(self.cluster, prompts, 0))
         batch = m.Rollout.join([reply.rollout.judged() for reply in replies])
         await self.lose(is_replaced)
         found = await m.with_retries(self.cluster, lambda: self.cluster.examine(batch))
