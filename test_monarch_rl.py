@@ -7065,7 +7065,9 @@ def test_a_loop_that_raises_ends_the_run_at_once_with_its_cause(broken: str) -> 
         loops = m.AsyncLoops(stub_training(BrokenCluster(broken)), 2)
         with pytest.raises((KeyError, m.NoReplica), match="the cause"):
             await asyncio.wait_for(loops.run_to_end(), 60)
-        assert not loops.buffer.awaited
+        assert all(task.done() for task in loops.rollouts.requests)
+        ready = {group.id for group in loops.buffer.groups}
+        assert loops.ledger.in_flight == ready | set(loops.buffer.awaited)
 
     asyncio.run(scene())
 
