@@ -7067,7 +7067,7 @@ def test_a_loop_that_raises_ends_the_run_at_once_with_its_cause(broken: str) -> 
             await asyncio.wait_for(loops.run_to_end(), 60)
         assert all(task.done() for task in loops.rollouts.requests)
         ready = {group.id for group in loops.buffer.groups}
-        assert loops.ledger.in_flight == ready | set(loops.buffer.awaited)
+        assert ready | set(loops.buffer.awaited) <= loops.ledger.in_flight
 
     asyncio.run(scene())
 
