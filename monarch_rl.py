@@ -1516,8 +1516,9 @@ class Replica:
         # Becomes a Loss when it is lost, and so wakes everybody who waits for this replica.
         self.lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
         self.num_in_flight = 0  # requests it works on
-        # Section 6 uses this.
+        # Section 6 uses these.
         self.num_marks = 0  # in a row, for requests on which it raised and another one did not
+        self.is_retired = False  # it gets no new requests
 
     def runs_in(self, pulses: list[PulseHandle]) -> None:
         """Its processes are these."""
@@ -1529,12 +1530,19 @@ class Replica:
         self.answers = answers
 
     def retire(self) -> None:
-        """It counts as ready no more, though nothing befell it: all are made anew (section 6)."""
-        self.answers = []
+        """It counts as ready no more, though nothing befell it.
+
+        It is taken away on purpose, or all are made anew (section 6).
+        """
+        self.is_retired = True
 
     def is_ready(self) -> bool:
-        """Has it been set up, and is not lost?"""
-        return bool(self.answers) and not self.lost.done()
+        """May it have a request? If it has been set up, and is neither lost nor retired."""
+        return bool(self.answers) and not self.is_retired and not self.lost.done()
+
+    def is_idle(self) -> bool:
+        """Has it answered all its requests?"""
+        return self.num_in_flight == 0
 
     def lose(self, why: str) -> None:
         """Marks it as lost. Several may notice; the first of them says why.
@@ -1567,7 +1575,7 @@ class Replica:
                 self.lose("stood still")
         if is_news:
             self.num_idle += 1
-        if has_moved or not self.num_in_flight or not self.is_ready():  # a setup has a deadline
+        if has_moved or self.is_idle() or not self.answers:  # a setup has a deadline
             self.num_idle = 0
         # More than the limit, for a request may have come right before the first of these looks.
         if self.num_idle > num_looks(spec.stuck_after_s):  # mechanism: endless work
@@ -1620,7 +1628,9 @@ class ServiceSpec:
     replica_class: type[Worker]
     # For the constructor of each replica, after its Place.
     args: tuple[Any, ...]
+    # At the start, and at most (section 6 can change the number); None: there is no limit.
     num_replicas: int
+    max_replicas: int | None = None
     # So long a process may show no life: many times the pause between two beats.
     standstill_s: float = 3.0
     # So long a replica that has requests may go without progress: many times what the largest piece
@@ -1993,6 +2003,15 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #     route of other requests  pick replica 1 as long as replica 0 is not ready
 #     keeper of replica 0      replica 0 is ready: notify; whoever waits for a replica picks it now
 
+# -- 6a. As many replicas as there should be -------------------------------------------------------
+#
+# That number may change while requests go on. The ids are always the lowest, so who comes gets the
+# number of one that has left. By example, a service of one becomes one of three, and then of two:
+#
+#     resize(3)   keepers of 1 and 2 begin; until these are ready all requests go to replica 0
+#     resize(2)   replica 2 gets no new requests, and answers those that it has; then it is ended.
+#                 Its keeper has ended before, so nobody replaces it, or counts it as lost
+
 
 class ChangeNotice:
     """Wakes coroutines that wait for something to become true.
@@ -2064,8 +2083,11 @@ class ReplicaKeeper(Supervisor):
         super().__init__(spec)
         self.recorder = Recorder(spec.name)
         self.changed = ChangeNotice()  # a replica became ready, free or lost, or all are closed
-        self.keepers: list[asyncio.Task[None]] = []  # one per replica, from start until close
+        # By replica id: from start until close, or until the replica is taken away.
+        self.keepers: dict[int, asyncio.Task[None]] = {}
         self.lost_replicas: list[Loss] = []
+        self.num_replicas = spec.num_replicas  # that there should be
+        self.resizing = asyncio.Lock()
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -2077,17 +2099,20 @@ class ReplicaKeeper(Supervisor):
         await self._stop_keepers()
         for replica in self.replicas.values():
             replica.retire()
-        for replica_id in range(self.spec.num_replicas):
+        self._begin_to_keep(range(self.num_replicas))
+        await self.changed.wait_for(self._is_complete)
+
+    def _begin_to_keep(self, replica_ids: Iterable[int]) -> None:
+        for replica_id in replica_ids:
             keeper = asyncio.ensure_future(self._keep(replica_id))
             keeper.add_done_callback(lambda _: self.changed.notify())
-            self.keepers.append(keeper)
-        await self.changed.wait_for(self._is_complete)
+            self.keepers[replica_id] = keeper
 
     async def _keep(self, replica_id: int) -> None:
         """The keeper of one replica id: makes a replica, and another one whenever it is lost.
 
-        waits for a loss / woken by Replica.lose / produces the next replica / ends with `close` or
-        another `start`, or when the first replica of this id cannot be made on a host that is here
+        waits for a loss / woken by Replica.lose / produces the next replica / ends with `close`,
+        another `start` or `resize`, or when the first one cannot be made on a host that is here
         """
         loss: Loss | None = None  # the one that the next replica makes good
         while True:
@@ -2137,39 +2162,123 @@ class ReplicaKeeper(Supervisor):
         """The replicas that are ready, by id.
 
         Raises what ended a keeper, or the looking, if one has ended: a service does not go on as if
-        nothing was the matter when it can no longer replace anybody.
+        nothing was the matter when it can no longer replace anybody. (If a replica that is only
+        being added cannot be made, that is for `_add` to tell.)
         """
-        for keeper in self.keepers:
-            if keeper.done():
+        for replica_id, keeper in self.keepers.items():
+            if keeper.done() and replica_id < self.num_replicas:
                 keeper.result()
         if self.looking is not None and self.looking.done():
             self.looking.result()
         return [replica for replica in self.replicas.values() if replica.is_ready()]
 
     def _is_complete(self) -> bool:
-        """Is there a healthy replica wherever there can be one?"""
-        ids = range(self.spec.num_replicas)
-        num_possible = sum(self._host_of(replica_id).is_here() for replica_id in ids)
-        return len(self._healthy()) >= num_possible
+        """Is there a healthy replica wherever there should and can be one?"""
+        return self._has_all(range(self.num_replicas))
+
+    def _has_all(self, replica_ids: Iterable[int]) -> bool:
+        healthy = {replica.place.replica_id for replica in self._healthy()}
+        missing = [replica_id for replica_id in replica_ids if replica_id not in healthy]
+        return not any(self._host_of(replica_id).is_here() for replica_id in missing)
 
     @concurrent_endpoint
     async def close(self) -> None:
         """Ends all replicas. Requests that still wait for one get NoReplica."""
         await self._stop_keepers()
         self.changed.notify()
-        await asyncio.gather(*[replica.end() for replica in self.replicas.values()])
+        replicas = self.replicas
         self.replicas = {}
+        await asyncio.gather(*[replica.end() for replica in replicas.values()])
+        async with self.resizing:  # a `resize` that was under way has noticed, and has ended
+            pass
 
     async def _stop_keepers(self) -> None:
         """Before replicas are ended: a keeper would take that for a loss, and replace them."""
         keepers = self.keepers
-        self.keepers = []
+        self.keepers = {}
+        await asyncio.gather(*[end_task(keeper) for keeper in keepers.values()])
+
+
+class ResizableKeeper(ReplicaKeeper):
+    """Keeps another number of replicas whenever it is told to."""
+
+    @concurrent_endpoint
+    async def resize(self, num_replicas: int, patience_s: float | None) -> int:
+        """Adds replicas, or takes some away. Returns, when that is done, how many there are.
+
+        Of two calls the second waits for the first. patience_s: for requests at a replica that
+        leaves; after that another one gets them. None: they are waited for, however long they take.
+
+        Raises ValueError if there cannot be so many; what the first setup of an added one raised,
+        and then there are as many as before; NoReplica if all are closed meanwhile.
+        """
+        most = self.spec.max_replicas or num_replicas
+        if not 1 <= num_replicas <= most:
+            raise ValueError(f"{self.spec.name}: room for 1 to {most} replicas, not {num_replicas}")
+        async with self.resizing:
+            if not self.keepers:  # the next start makes so many
+                self.num_replicas = num_replicas
+            elif num_replicas > self.num_replicas:
+                await self._add(range(self.num_replicas, num_replicas))
+            else:
+                await self._take_away(num_replicas, patience_s)
+            return self.num_replicas
+
+    async def _add(self, replica_ids: range) -> None:
+        """Makes these beside those that there are. Each takes requests as soon as it is ready."""
+        self._begin_to_keep(replica_ids)
+        keepers = [self.keepers[replica_id] for replica_id in replica_ids]
+
+        def is_decided() -> bool:
+            return any(keeper.done() for keeper in keepers) or self._has_all(replica_ids)
+
+        await self.changed.wait_for(is_decided)
+        if not self.keepers:
+            raise NoReplica(f"{self.spec.name} is closed")
         for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
+            if keeper.done():
+                await self._take_away(replica_ids.start, 0.0)
+                keeper.result()  # raises
+        self.num_replicas = replica_ids.stop
+
+    async def _take_away(self, num_replicas: int, patience_s: float | None) -> None:
+        """Takes away all but so many.
+
+        It waits until those that stay are ready, for one of them may just be being replaced.
+        """
+        self.num_replicas = num_replicas
+        await self.changed.wait_for(lambda: self._is_complete() or not self.keepers)
+        leaving = [replica_id for replica_id in self.keepers if replica_id >= num_replicas]
+        await asyncio.gather(*[self._dismiss(replica_id, patience_s) for replica_id in leaving])
+
+    async def _dismiss(self, replica_id: int, patience_s: float | None) -> None:
+        """Lets one answer what it has been asked, and ends it."""
+        await end_task(self.keepers.pop(replica_id))
+        replica = self.replicas.get(replica_id)
+        if replica is None:  # it was not spawned yet, or all are closed
+            return
+        replica.retire()  # no new requests from here on
+        await self.changed.wait_for(replica.is_idle, patience_s)  # mechanism: answered first
+        replica.lose("taken away")  # so who still waits for an answer asks another one
+        if self.replicas.pop(replica_id, None) is not None:  # else `close` ends it
+            await replica.end()
 
 
-class ServiceActor(ReplicaKeeper):
+async def end_task(task: asyncio.Task[None]) -> None:
+    """Cancels a task, and returns when it has ended.
+
+    One `cancel` may not be enough. If what the task awaits by `wait_for` is done at that moment,
+    Python before 3.12 returns that, and forgets the cancellation.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=0.1)
+
+
+# -- 6b. Requests ----------------------------------------------------------------------------------
+
+
+class ServiceActor(ResizableKeeper):
     """The service itself: gives requests to replicas, and their answers to callers."""
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -2202,7 +2311,7 @@ class ServiceActor(ReplicaKeeper):
                 continue
             except ActorError as error:  # outcome 3
                 self.num_failed_attempts += 1
-                if raised is not None or is_last or self.spec.num_replicas == 1:
+                if raised is not None or is_last or self.num_replicas == 1:
                     raise cause(error) from error  # two have raised, or nobody else will try
                 raised = replica
                 to_blame = None if isinstance(cause(error), NotNow) else replica
@@ -2258,11 +2367,14 @@ class ServiceActor(ReplicaKeeper):
         raise NoReplica(f"{self.spec.name} is closed")
 
     def _free(self, other_than: Replica | None) -> list[Replica]:
-        """The replicas that could run a request now. Not the one that has raised on it."""
+        """The replicas that could run a request now. Not the one that has raised on it.
+
+        Unless that one is the only one that there is by now (`resize`).
+        """
         free = []
         for replica in self._healthy():
             has_room = replica.num_in_flight < self.spec.max_in_flight
-            if has_room and replica is not other_than:
+            if has_room and (replica is not other_than or self.num_replicas == 1):
                 free.append(replica)
         return free
 
@@ -2276,7 +2388,7 @@ class ServiceActor(ReplicaKeeper):
         So a slow replica gets less work. Among equals it is the one whose turn it is, or an idle
         service would always use the same one.
         """
-        turns_until = (replica.place.replica_id - self.num_picks) % self.spec.num_replicas
+        turns_until = (replica.place.replica_id - self.num_picks) % self.num_replicas
         return replica.num_in_flight, turns_until
 
     @concurrent_endpoint
@@ -2319,6 +2431,7 @@ class Service:
     def __init__(self, spec: ServiceSpec, actor: ServiceActor | None = None) -> None:
         """actor: one that there is already; None: makes one."""
         self.spec = spec
+        self.num_replicas = spec.num_replicas  # as this object last heard
         self.actor = actor or this_proc().spawn(spec.name, ServiceActor, spec)
 
     async def route(
@@ -2342,6 +2455,14 @@ class Service:
     async def start(self) -> None:
         """Returns when all replicas that can be are ready: those whose host is here."""
         await self._ask(self.actor.start.call_one())
+
+    async def resize(self, num_replicas: int, patience_s: float | None = None) -> None:
+        """Adds replicas, or takes some away, while requests go on. Returns when that is done.
+
+        The parameters and what it raises are those of ResizableKeeper.resize.
+        """
+        answer = self.actor.resize.call_one(num_replicas, patience_s)
+        self.num_replicas = await self._ask(answer)
 
     async def status(self, wait_s: float = 0.0) -> ServiceStatus:
         """A snapshot. For wait_s it waits until all replicas are healthy that can be."""
@@ -7725,7 +7846,7 @@ async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
     asked for again, alone. Then only the one that kills its judge again stays without a reward.
     """
     num_episodes = len(request.prompts)
-    num_requests = min(num_episodes, judges.spec.num_replicas)
+    num_requests = min(num_episodes, judges.num_replicas)
     rewards: list[list[float]] = [[]] * num_episodes
     errors: list[str] = []
 
