@@ -270,6 +270,12 @@ class Config:
     batch_groups: int = setting(16, "prompts per training step, each with a group", least=1)
     group_size: int = setting(8, "episodes per prompt: the mean of few is a poor baseline", least=2)
     generators: int = setting(2, "replicas of the generator service", least=1)
+    max_generators: int | None = setting(
+        None,
+        "so many there is room for, if some are added; None: one more",
+        least=1,
+        kind=int,
+    )
     judges: int = setting(2, "replicas of the judge service", least=1)
     max_new_tokens: int | None = setting(
         None,
@@ -2916,15 +2922,22 @@ class Arena:
         self.fence()
         _, latest = self.latest()
         busy = {latest}
-        for reader in range(self.handle.num_readers):
-            lease = self.words[self.LEASES + reader]
-            pid, slot = divmod(lease, self.MAX_SLOTS)
-            if is_alive(pid):  # the lease of a process that has ended is nobody's
-                busy.add(slot)
+        for _, slot in self.leases():
+            busy.add(slot)
         for slot in range(self.handle.num_slots):
             if slot not in busy:
                 return slot
         return None
+
+    def leases(self) -> list[tuple[int, int]]:
+        """(process id, slot) of every reader that has a lease now, and lives."""
+        found = []
+        for reader in range(self.handle.num_readers):
+            lease = self.words[self.LEASES + reader]
+            pid, slot = divmod(lease, self.MAX_SLOTS)
+            if is_alive(pid):  # the lease of a process that has ended is nobody's
+                found.append((pid, slot))
+        return found
 
     def lease(self, reader: int) -> tuple[int, int]:
         """(version, slot) of the newest weights.
@@ -7216,6 +7229,20 @@ def examine(state: TrainState, batch: Rollout) -> Examination:
 # -- plumbing: what flags leave open ---------------------------------------------------------------
 
 
+def max_generators(cfg: Config) -> int:
+    """How many generators there can be at the same time: --max-generators.
+
+    Each may hold a slot of the arena, and these exist from the start, for the first write to a page
+    costs several copies (DOCS 2). So room costs memory, and there is little of it unless told.
+    """
+    return cfg.max_generators or cfg.generators + 1
+
+
+def generators_per_host(cfg: Config) -> int:
+    """How many of them a host has at most, for they go round the hosts."""
+    return math.ceil(max_generators(cfg) / len(cfg.hosts.split(",")))
+
+
 def learning_rate(cfg: Config) -> float:
     """That of --lr. If it is not given: a tiny model learns fast, a pretrained one forgets fast."""
     if cfg.lr is not None:
@@ -7365,7 +7392,7 @@ def become(
 def about(cfg: Config) -> dict[str, Any]:
     """What a checkpoint must have been made with for this run to go on from it."""
     return {
-        "format": 3,
+        "format": 4,
         "task": cfg.task,
         "model": cfg.model,
         "seed": cfg.seed,
@@ -7429,6 +7456,7 @@ def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]
 #                 save         SaveRequest     -> bytes           writes a checkpoint
 #                 step         Rollout         -> StepStats       trains on a batch, and publishes
 #                 published                    -> int             when the newest can be pulled
+#                 readers                      -> list[int]       who leases a slot, as process ids
 #                 examine      Rollout         -> Examination     scores a part of it, no more
 #     Generator   rollout      RolloutRequest  -> RolloutReply    pulls, and has conversations
 #     Judge       judge        JudgeRequest    -> JudgeReply      scores conversations
@@ -7474,8 +7502,7 @@ def num_threads(cfg: Config) -> int:
 
 def num_copying_per_host(cfg: Config) -> int:
     """Readers of an arena that copy: on GPUs all generators of its host, on CPUs none."""
-    num_hosts = len(cfg.hosts.split(","))
-    return 0 if cfg.device == "cpu" else math.ceil(cfg.generators / num_hosts)
+    return 0 if cfg.device == "cpu" else generators_per_host(cfg)
 
 
 @dataclass(frozen=True)
@@ -7625,6 +7652,12 @@ class Trainer(Worker):
             stats = state.step(batch, writer.wait)
             writer.start(state.version)
         return stats
+
+    @endpoint
+    async def readers(self) -> list[int]:
+        """Process ids of the generators that lease a slot of its arena now."""
+        _, writer = self._begun()
+        return [pid for pid, _ in writer.arena.leases()]
 
     @endpoint
     async def examine(self, batch: Rollout) -> Examination:
@@ -7917,6 +7950,7 @@ def specs_of(
         replica_class=Generator,
         args=(cfg,),
         num_replicas=cfg.generators,
+        max_replicas=max_generators(cfg),
         hosts=hosts,
         stuck_after_s=cfg.stuck_after,
         setup_deadline_s=setup_deadline_s,
@@ -7984,9 +8018,14 @@ class Cluster:
         """The hosts of a run, that of the trainer first. Here: this machine alone."""
         return (Host(),)
 
-    def generators_per_host(self) -> int:
-        """How many generators a host has at most."""
-        return math.ceil(self.cfg.generators / len(self.hosts))
+    @property
+    def num_generators(self) -> int:
+        """How many there are now, those included that are just being replaced."""
+        return self.generators.num_replicas
+
+    async def resize_generators(self, number: int) -> None:
+        """Adds generators, or takes some away, while they are asked; see Service.resize."""
+        await self.generators.resize(number)
 
     async def start(self) -> None:
         """Starts all processes at the same time, because imports take long, and loads version 0."""
@@ -8021,7 +8060,7 @@ class Cluster:
         begin = BeginRequest(
             meeting_place=await self._ask_trainer(Trainer.meeting_place),
             is_warm=self.is_warm and not self.base,  # later ones get the weights of the first
-            num_readers=self.num_readers(),
+            num_readers=generators_per_host(self.cfg) + len(self.hosts) - 1,  # and the relays
         )
         handle = await self._ask_trainer(Trainer.begin, begin)
         # 2. The weights of the very first one are version 0 for all runs and all later trainers.
@@ -8040,10 +8079,6 @@ class Cluster:
         self.handle = handle
         self.newest = path
         return state
-
-    def num_readers(self) -> int:
-        """How many readers the trainer's arena must have room for."""
-        return self.generators_per_host()
 
     def for_trainer(self, path: str) -> str | bytes:
         """A checkpoint as the trainer can read it: it is on this host, so by its path."""
@@ -8122,7 +8157,7 @@ class Cluster:
 async def sample(cluster: Cluster, prompts: list[Prompt]) -> list[RolloutReply]:
     """Samples under the trainer's newest version. The prompts are split over all generators."""
     version = await cluster.published()
-    num = min(cluster.cfg.generators, len(prompts))
+    num = min(cluster.num_generators, len(prompts))
     parts = []
     for first in range(num):
         parts.append(cluster.rollout(prompts[first::num], min_version=version))
@@ -8288,8 +8323,10 @@ class StepRow:
     step: int  # from 1
     # Seconds since the run began.
     seconds: float
-    # Seconds for which generators have worked since then, those of all of them added up.
+    # Seconds for which generators have worked since then, and for which they were there, those of
+    # all of them added up.
     busy_s: float
+    generator_s: float
     # Share of held-out prompts answered exactly, by the last evaluation that has come back; None:
     # none has.
     heldout: float | None
@@ -8338,6 +8375,8 @@ class Run:
         self.num_sent = 0  # steps that it was told to make; in section 13 one more than it has made
         self.next_number = 0  # of the prompt to draw next
         self.busy_s = 0.0  # of generators
+        self.generator_s = 0.0  # as in StepRow; how many there are may change
+        self.counted_until_s = 0.0  # since it began: until when that was added up
         self.num_judged = 0  # episodes that came back
         self.num_unjudged = 0
         self.num_cut = 0  # episodes that did not fit into the context
@@ -8380,15 +8419,23 @@ class Run:
         stats: StepStats,
         batch: Rollout,
         heldout: float | None,
+        num_generators: int,
     ) -> StepRow:
-        """Enters a step that the trainer has made with this batch. heldout: as in StepRow."""
+        """Enters a step that the trainer has made with this batch.
+
+        heldout: as in StepRow. num_generators: that there are now.
+        """
+        seconds = since(self.began)
+        self.generator_s += num_generators * (seconds - self.counted_until_s)
+        self.counted_until_s = seconds
         self.ledger.settle("trained", batch.group_ids.unique().tolist())
         lags = (stats.version - 1 - batch.tokens.versions)[batch.sampled()]
         row = StepRow(
             run=self.label,
             step=len(self.rows) + 1,
-            seconds=since(self.began),
+            seconds=seconds,
             busy_s=self.busy_s,
+            generator_s=self.generator_s,
             heldout=heldout,
             lags=lags.bincount().tolist(),
             truncated=int(batch.is_truncated.sum()) / sum(len(said) for said in batch.said),
@@ -8399,6 +8446,10 @@ class Run:
         )
         self.rows.append(row)
         return row
+
+    def end_after(self, num_steps: int) -> None:
+        """It ends after so many steps, which have not been sent yet, and not after num_steps."""
+        self.num_steps = num_steps
 
     def is_over(self) -> bool:
         """Has the trainer made all steps?"""
@@ -8411,6 +8462,7 @@ class Run:
         state = {
             "next_number": self.next_number,
             "busy_s": self.busy_s,
+            "generator_s": self.generator_s,
             "num_judged": self.num_judged,
             "num_unjudged": self.num_unjudged,
             "num_cut": self.num_cut,
@@ -8431,6 +8483,8 @@ class Run:
         self.num_sent = len(self.rows)
         self.next_number = found["next_number"]  # mechanism: prompts go on
         self.busy_s = found["busy_s"]
+        self.generator_s = found["generator_s"]
+        self.counted_until_s = self.rows[-1].seconds
         self.num_judged = found["num_judged"]
         self.num_unjudged = found["num_unjudged"]
         self.num_cut = found["num_cut"]
@@ -8446,7 +8500,7 @@ class Run:
         self.rows = self.rows[:num_steps]
         self.num_sent = num_steps
 
-    def speed(self, num_steps: int, num_generators: int) -> SpeedRow:
+    def speed(self, num_steps: int) -> SpeedRow:
         """How fast the first num_steps were."""
         rows = self.rows[:num_steps]
         seconds = rows[-1].seconds
@@ -8456,7 +8510,7 @@ class Run:
             steps=num_steps,
             steps_per_s=num_steps / seconds,
             tokens_per_s=sum(row.stats.num_tokens for row in rows) / seconds,
-            generators_busy=rows[-1].busy_s / num_generators / seconds,
+            generators_busy=rows[-1].busy_s / rows[-1].generator_s,
             trainer_busy=sum(row.stats.step_s for row in rows) / seconds,
             reward=mean_reward(rows[9 * num_steps // 10 :]),
         )
@@ -8573,7 +8627,7 @@ class Training:
 
     def step_done(self, stats: StepStats, batch: Rollout) -> None:
         """Enters a step into the books, writes it to --log, and looks whether all is well."""
-        row = self.run.add_step(stats, batch, self.heldout)
+        row = self.run.add_step(stats, batch, self.heldout, self.cluster.num_generators)
         if self.cfg.log:
             line = dataclasses.asdict(row)
             line.update(line.pop("stats"))
@@ -8609,7 +8663,7 @@ class Training:
         if not is_kept and not is_live:
             return
         stats = row.stats
-        speed = self.run.speed(row.step, self.cfg.generators)
+        speed = self.run.speed(row.step)
         exact = "-" if row.heldout is None else f"{row.heldout:.2f}"
         mismatch = "-" if stats.mismatch_k3 is None else f"{stats.mismatch_k3:.0e}"
         line = (
@@ -9600,7 +9654,7 @@ class Faults:
         run = loops.run
         running = asyncio.ensure_future(loops.run_to_end())
         await until_step(first_step, run, running)
-        speed = run.speed(first_step, loops.cluster.cfg.generators)
+        speed = run.speed(first_step)
         # A generator dies, a judge stands still, the trainer dies; one after the other.
         for name, percent in zip(FAULTS, (10, 40, 70), strict=True):
             step = first_step + (run.num_steps - first_step) * percent // 100
@@ -9641,6 +9695,72 @@ class Faults:
             if later or time.monotonic() > end:
                 return later[0] if later else None
             await asyncio.sleep(0.1)
+
+
+@dataclass(frozen=True)
+class ResizeRow:
+    """That generators were added to a run, or taken away."""
+
+    generators: str  # before and after, such as "1 -> 3"
+    seconds: float  # until it was done: a new process imports first, one that leaves answers first
+    steps_meanwhile: int  # that the run made in this time
+
+
+async def resized(cluster: Cluster, run: Run, number: int) -> ResizeRow:
+    """Resizes the service of generators to this number."""
+    generators = f"{cluster.num_generators} -> {number}"
+    start = time.monotonic()
+    num_steps = len(run.rows)
+    await cluster.resize_generators(number)
+    return ResizeRow(
+        generators=generators,
+        seconds=since(start),
+        steps_meanwhile=len(run.rows) - num_steps,
+    )
+
+
+async def come_and_go(lab: Lab) -> None:
+    """A run that begins with one generator, gets two more, and loses one on purpose.
+
+    So it is with --generators 2. Else it gets as many as there is room for, and ends with as many
+    as it should have. The run goes on until that is done, and then for a few steps.
+    """
+    cluster = lab.cluster
+    cfg = cluster.cfg
+    training = lab.training("come", sys.maxsize)
+    run = training.run
+    before = await cluster.generators.status(60.0)
+    rows = [await resized(cluster, run, 1)]
+    loops = AsyncLoops(training, cfg.max_lag)
+    running = asyncio.ensure_future(loops.run_to_end())
+    for number in (max_generators(cfg), cfg.generators):
+        await until_step(len(run.rows) + 5, run, running)
+        rows.append(await resized(cluster, run, number))
+    run.end_after(run.num_sent + 5)
+    await running
+    # A request for each, so that all have leased something since.
+    await sample(cluster, run.sampler.first(cfg.batch_groups))
+    after = await cluster.generators.status()
+    readers = await cluster.trainer.route(Trainer.readers)
+    lab.report.table(rows)
+    tell_who_came(lab.report, run, before, after)
+    if cfg.device == "cpu" and not cfg.hosts:  # else they copy, or others read for them
+        strangers = set(readers) - set(after.pids)
+        num_known = len(readers) - len(strangers)
+        lab.report.check("generators that lease a slot", num_known, "==", cfg.generators)
+        lab.report.check("other processes that lease a slot", len(strangers), "==", 0)
+
+
+def tell_who_came(report: Report, run: Run, before: ServiceStatus, after: ServiceStatus) -> None:
+    """Checks that this cost nothing. before, after: what the generators' service said then."""
+    num_failed = after.num_failed_attempts - before.num_failed_attempts
+    report.check("requests that failed while generators came and went", num_failed, "==", 0)
+    num_lost = len(after.lost_replicas) - len(before.lost_replicas)
+    report.check("generators that left on purpose, counted as lost", num_lost, "==", 0)
+    astray = run.ledger.counts["lost"] + run.ledger.counts["undone"] + run.ledger.num_missing()
+    report.check("groups lost, undone or not accounted for by it", astray, "==", 0)
+    steps = [row.step for row in run.rows]
+    report.check("steps missing of that run", run.num_steps - len(steps), "==", 0)
 
 
 def tell_speed(
@@ -9735,12 +9855,13 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     fast = await faults.run_to_end(loops, num_compared)
     after = await with_retries(cluster, lambda: evaluate(cluster, heldout))
     noticed = await faults.rows()
+    await come_and_go(lab)
 
     # 3. The synchronous run.
     peer = lab.training("sync", num_compared)
     await train_sync(peer)
 
-    tell_speed(report, peer.run.speed(num_compared, cfg.generators), fast, training)
+    tell_speed(report, peer.run.speed(num_compared), fast, training)
     tell_lag(report, loose, training)
     tell_books(report, loops)
     if noticed:
@@ -10186,7 +10307,7 @@ class HostsCluster(Cluster):
         for host in self.hosts:
             host.life()  # connects
         # Readers of an arena have numbers: at that of the trainer generators first, then relays.
-        num_generators = self.generators_per_host()
+        num_generators = generators_per_host(cfg)
         relays = ServiceSpec(
             name="relay",
             replica_class=Relay,
@@ -10211,10 +10332,6 @@ class HostsCluster(Cluster):
         await super().close()
         for host in self.hosts:
             link_to(host.address).close()
-
-    def num_readers(self) -> int:
-        """A relay is one more reader."""
-        return self.generators_per_host() + len(self.hosts) - 1
 
     def for_trainer(self, path: str) -> bytes:
         """The trainer may be on another host, so the content of the file travels, as a message."""
@@ -10564,7 +10681,7 @@ async def ask_all(
     In requests of a bounded size, of which a generator has two at most: one of them waits there.
     """
     version = await cluster.published()
-    room = asyncio.Semaphore(2 * cluster.cfg.generators)
+    room = asyncio.Semaphore(2 * cluster.num_generators)
 
     async def of_some(some: list[Prompt]) -> Rollout:
         async with room:
@@ -10731,13 +10848,13 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
     """
     number_bytes = dtype_of(cfg).itemsize
     is_on_gpu = cfg.device != "cpu"
-    num_slots = 2 if is_on_gpu else cfg.generators + 2
+    num_slots = 2 if is_on_gpu else max_generators(cfg) + 2
     arena = number_bytes * num_slots
     reference = 4 if cfg.kl else 0
     before = {
         "arena": arena,
         "trainer": 0 if is_on_gpu else 4 + reference,
-        "generators": 0 if is_on_gpu else number_bytes * cfg.generators,
+        "generators": 0 if is_on_gpu else number_bytes * max_generators(cfg),
         "checkpoints": 4,
     }
     later = {
@@ -10749,7 +10866,7 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
     most = max(before, later, key=lambda needs: sum(needs.values()))
     needs = {what: per_parameter * num_parameters for what, per_parameter in most.items()}
     # The main process has imported them as well; judges need less.
-    return {**needs, "processes": (1 + cfg.trainers + cfg.generators) * PROCESS_BYTES}
+    return {**needs, "processes": (1 + cfg.trainers + max_generators(cfg)) * PROCESS_BYTES}
 
 
 def free_in_cgroup(folder: pathlib.Path) -> float:
@@ -10957,6 +11074,8 @@ def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict
         parser.error("--evaluate is of stages sync_rl and async_rl, or goes without a stage")
     if cfg.export and "checkpoint" not in sides and not is_trained:
         parser.error("--export is of stages sync_rl and async_rl, or goes with --checkpoint alone")
+    if max_generators(cfg) < cfg.generators:
+        parser.error("--max-generators must be at least --generators")
 
 
 def last_training(stages: list[Stage]) -> Stage | None:
@@ -11313,7 +11432,7 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
         await cluster.generators.status(60.0)  # the next run begins with all of them
         after = await evaluate(cluster, heldout)
         await asyncio.sleep(2 * Recorder.SEND_AFTER_S)  # until the last events have come
-        speed = run.speed(run.num_steps, cfg.generators)
+        speed = run.speed(run.num_steps)
         lag = training.largest_lag()
         columns = dataclasses.asdict(speed)
         del columns["run"], columns["steps"]  # the bound says the one, and the other is the same
@@ -11335,7 +11454,7 @@ def run_for_page(
     """What the page has of one run. before, after: held-out exact."""
     return {
         "max_lag": bound,
-        "generators": training.cfg.generators,
+        "generators": training.cluster.num_generators,
         "before": before,
         "after": after,
         "groups": training.run.ledger.counts,

@@ -6556,7 +6556,9 @@ class RandomRun:
         if not entries:
             return
         batch = groups_of(self.ids_of(entries), version=0)
-        self.run.add_step(stats_of(version=len(self.run.rows) + 1), batch, heldout=None)
+        self.run.add_step(
+            stats_of(version=len(self.run.rows) + 1), batch, heldout=None, num_generators=2
+        )
         self.become(entries, "trained")
         self.steps.append(entries)
 
@@ -6621,9 +6623,9 @@ def test_prompts_of_a_lost_trainer_are_drawn_again_in_their_order() -> None:
     """Those of the steps that are undone, then those that it had, then what was to come anyway."""
     run = run_of()
     trained = ids_drawn(run)
-    run.add_step(stats_of(version=1), groups_of(trained, 0), heldout=None)
+    run.add_step(stats_of(version=1), groups_of(trained, 0), heldout=None, num_generators=2)
     undone = ids_drawn(run)
-    run.add_step(stats_of(version=2), groups_of(undone, 0), heldout=None)
+    run.add_step(stats_of(version=2), groups_of(undone, 0), heldout=None, num_generators=2)
     at_trainer = ids_drawn(run)
     elsewhere = ids_drawn(run)
     run.go_back(1, at_trainer)
@@ -6680,6 +6682,8 @@ class StubCluster(m.Cluster):
 
     What is around them is real: loops, books, buffer, checkpoints.
     """
+
+    num_generators = 2
 
     def __init__(
         self,
@@ -7393,10 +7397,98 @@ async def errors_scene() -> dict[str, Any]:
     return found
 
 
+class Resized:
+    """A service whose size changes, and what became of its replicas and requests."""
+
+    def __init__(self, **changes: Any) -> None:
+        spec = roots_spec(replica_class=Moody, max_replicas=4, standstill_s=3.0, **changes)
+        self.service = m.Service(spec)
+        self.pids: set[int] = set()  # of all that were ever ready
+
+    async def now(self) -> list[int]:
+        """How many there are: as they should be, ready, and as processes that run."""
+        ready = (await self.service.status(30.0)).pids
+        self.pids.update(ready)
+        alive = [pid for pid in self.pids if m.is_alive(pid)]
+        return [self.service.num_replicas, len(ready), len(alive)]
+
+    async def resize(self, *numbers: int, patience_s: float | None = None) -> Any:
+        """What comes of these, asked for at once: how many there are then, or the error."""
+        asked = [self.service.resize(number, patience_s) for number in numbers]
+        try:
+            await asyncio.wait_for(asyncio.gather(*asked), 60)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return await self.now()
+
+    async def busy(self, number: int, seconds: float = 1.0) -> int:
+        """How many requests of so many that take so long are answered."""
+        asked = [
+            self.service.route(m.Roots.toil, "C, without the GIL", seconds) for _ in range(number)
+        ]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return sum(isinstance(answer, float) for answer in found)
+
+    async def meanwhile(self, number: int, call: Callable[[], Any], seconds: float = 1.0) -> Any:
+        """How many of these requests are answered, and what that brings, begun in their middle."""
+        asked = asyncio.ensure_future(self.busy(number, seconds))
+        await asyncio.sleep(0.2)
+        came = await call()
+        return [await asked, came]
+
+    async def kill(self, replica_id: int) -> None:
+        """Kills it, and does not wait until another one is there."""
+        lost = (await self.service.status()).lost_replicas
+        await self.service.strike(signal.SIGKILL, replica_id)
+        await asyncio.sleep(0.1)
+        assert (await self.service.status()).lost_replicas == lost
+
+
+async def resize_scene() -> dict[str, Any]:
+    """Replicas are added and taken away at the worst moments."""
+    of = Resized(num_replicas=1)
+    found: dict[str, Any] = {}
+    await of.service.resize(2)
+    _, found["start"] = await asyncio.gather(of.service.start(), of.resize(3, 1))
+    found["grow"] = await of.meanwhile(1, lambda: of.resize(3))
+    found["shrink"] = await of.meanwhile(3, lambda: of.resize(1))
+    found["at once"] = await of.meanwhile(4, lambda: of.resize(3, 1, 2))
+    found["refused"] = [await of.resize(number) for number in (0, -1, 5)]
+    status = await of.service.status()
+    found["lost"] = len(status.lost_replicas)
+    found["failed"] = status.num_failed_attempts
+    # While one is being replaced.
+    await of.kill(0)
+    found["grow meanwhile"] = await of.meanwhile(2, lambda: of.resize(3))
+    await of.kill(0)
+    found["shrink meanwhile"] = await of.meanwhile(2, lambda: of.resize(1))
+    await of.resize(2)
+    await of.kill(1)
+    found["shrink by it"] = await of.meanwhile(2, lambda: of.resize(1))
+    found["lost then"] = [loss.why for loss in (await of.service.status()).lost_replicas]
+    # An added one cannot be made.
+    FLAG.write_text("it is late")
+    found["cannot grow"] = await of.meanwhile(1, lambda: of.resize(2))
+    FLAG.unlink()
+    # It is not waited for, so another one answers.
+    await of.resize(2)
+    before = await of.service.status()
+    found["impatient"] = await of.meanwhile(2, lambda: of.resize(1, patience_s=0.1), seconds=2.0)
+    after = await of.service.status()
+    found["failed then"] = after.num_failed_attempts - before.num_failed_attempts
+    # All are closed while some are being added, and taken away.
+    growing = asyncio.ensure_future(of.resize(4))
+    await asyncio.sleep(0.2)
+    await of.service.close()
+    found["closed"] = await growing
+    found["left"] = sum(m.is_alive(pid) for pid in of.pids)
+    return found
+
+
 @pytest.fixture(scope="session")
 def service_scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What these scenes have found, by name."""
-    names = ["late_answer", "errors"]
+    names = ["late_answer", "errors", "resize"]
     answers = play_scenes(tmp_path_factory.mktemp("service"), *names)
     return dict(zip(names, answers, strict=True))
 
@@ -7985,6 +8077,7 @@ async def sync_scene(num_steps: int = 30) -> dict[str, Any]:
 SCENES: dict[str, Callable[..., Any]] = {
     "late_answer": late_answer_scene,
     "errors": errors_scene,
+    "resize": resize_scene,
     "chaos": chaos_scene,
     "failover": failover_scene,
     "toil": toil_scene,
@@ -8468,6 +8561,8 @@ def test_not_judged_is_not_zero(answer: Any) -> None:
 
 class IdleCluster(m.Cluster):
     """A cluster without actors."""
+
+    num_generators = 2
 
     def __init__(self, cfg: m.Config) -> None:
         self.cfg = cfg
