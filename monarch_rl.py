@@ -8069,9 +8069,8 @@ class Cluster:
             await self.save(path_of_base, "")
             self.base = path_of_base
         # 3. It becomes what the checkpoint says, and publishes that.
-        checkpoint = self.for_trainer(path or self.base)
-        base = self.for_trainer(self.base)
-        load = LoadRequest(checkpoint=checkpoint, base=base, cfg=self.cfg)
+        of_run = self.for_trainer(path or self.base)
+        load = LoadRequest(checkpoint=of_run, base=self.for_trainer(self.base), cfg=self.cfg)
         state = await self._ask_trainer(Trainer.load, load)
         await self.arena_changed(handle)
         # 4. From here on generators use the arena of this trainer, and no older version.
@@ -9734,9 +9733,9 @@ async def come_and_go(lab: Lab) -> None:
     loops = AsyncLoops(training, cfg.max_lag)
     running = asyncio.ensure_future(loops.run_to_end())
     for number in (max_generators(cfg), cfg.generators):
-        await until_step(len(run.rows) + 5, run, running)
+        await until_step(len(run.rows) + 2, run, running)
         rows.append(await resized(cluster, run, number))
-    run.end_after(run.num_sent + 5)
+    run.end_after(run.num_sent + 2)
     await running
     # A request for each, so that all have leased something since.
     await sample(cluster, run.sampler.first(cfg.batch_groups))

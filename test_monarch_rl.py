@@ -2489,17 +2489,18 @@ def test_what_a_run_needs_follows_its_flags() -> None:
         """Bytes per parameter. Besides those each process needs some, the main process too."""
         cfg = m.Config(**changes)
         needs = m.memory_needs(cfg, 1, trains=True)
-        assert needs.pop("processes") == (2 + cfg.generators) * m.PROCESS_BYTES
+        assert needs.pop("processes") == (3 + cfg.generators) * m.PROCESS_BYTES
         return sum(needs.values())
 
-    # Four slots and sixteen; version 0, two checkpoints and a third.
-    assert needed() == 4 * 4 + 16 + 4 + 36
-    assert needed(checkpoint="folder") == 4 * 4 + 16 + 4
-    assert needed(checkpoint="folder", kl=0.1) == 4 * 4 + 20 + 4
-    assert needed(checkpoint="folder", dtype="bfloat16") == 4 * 2 + 16 + 4 + 12
+    # Five slots, as there is room for a third generator, and sixteen; version 0, two checkpoints
+    # and a third.
+    assert needed() == 5 * 4 + 16 + 4 + 36
+    assert needed(checkpoint="folder") == 5 * 4 + 16 + 4
+    assert needed(checkpoint="folder", kl=0.1) == 5 * 4 + 20 + 4
+    assert needed(checkpoint="folder", dtype="bfloat16") == 5 * 2 + 16 + 4 + 12
     assert needed(checkpoint="folder", device="cuda") == 2 * 2 + 4 + 12
     # With many generators the most is needed before they have pulled.
-    assert needed(checkpoint="folder", generators=20) == 22 * 4 + 4 + 20 * 4 + 4
+    assert needed(checkpoint="folder", generators=20) == 23 * 4 + 4 + 21 * 4 + 4
 
 
 def build_rank(rank: int, model: str, place: str, pipe: Any) -> None:
@@ -7397,11 +7398,23 @@ async def errors_scene() -> dict[str, Any]:
     return found
 
 
+class FullHost(m.Host):
+    """A host on which nothing can be started while something goes wrong."""
+
+    async def spawn(self, name: str, num_ranks: int) -> Any:
+        found = what_goes_wrong()
+        if found:
+            raise OSError(f"no process: {found}")
+        return await super().spawn(name, num_ranks)
+
+
 class Resized:
     """A service whose size changes, and what became of its replicas and requests."""
 
-    def __init__(self, **changes: Any) -> None:
-        spec = roots_spec(replica_class=Moody, max_replicas=4, standstill_s=3.0, **changes)
+    def __init__(self, num_replicas: int) -> None:
+        spec = roots_spec(
+            num_replicas=num_replicas, max_replicas=4, standstill_s=3.0, hosts=(FullHost(),)
+        )
         self.service = m.Service(spec)
         self.pids: set[int] = set()  # of all that were ever ready
 
@@ -7438,10 +7451,18 @@ class Resized:
 
     async def kill(self, replica_id: int) -> None:
         """Kills it, and does not wait until another one is there."""
-        lost = (await self.service.status()).lost_replicas
         await self.service.strike(signal.SIGKILL, replica_id)
         await asyncio.sleep(0.1)
-        assert (await self.service.status()).lost_replicas == lost
+
+
+async def shrink_scene() -> dict[str, Any]:
+    """One of two replicas is taken away while both are busy."""
+    of = Resized(num_replicas=2)
+    await of.service.start()
+    found = await of.meanwhile(2, lambda: of.resize(1))
+    status = await of.service.status()
+    await of.service.close()
+    return {"found": found, "failed": status.num_failed_attempts}
 
 
 async def resize_scene() -> dict[str, Any]:
@@ -7470,7 +7491,7 @@ async def resize_scene() -> dict[str, Any]:
     FLAG.write_text("it is late")
     found["cannot grow"] = await of.meanwhile(1, lambda: of.resize(2))
     FLAG.unlink()
-    # It is not waited for, so another one answers.
+    # One that leaves is not waited for, so another one answers.
     await of.resize(2)
     before = await of.service.status()
     found["impatient"] = await of.meanwhile(2, lambda: of.resize(1, patience_s=0.1), seconds=2.0)
@@ -7536,6 +7557,44 @@ def test_a_service_whose_first_setup_fails_raises_what_that_raised(
         assert found[when]["text"] == "no setup: it is early"
         assert 'raise LookupError(f"no setup: {found}")' in found[when]["raised_from"]
     assert found["root"] == 2.0
+
+
+def test_replicas_come_and_go_and_no_request_fails(service_scenes: dict[str, Any]) -> None:
+    """So many as they should be, as are ready, and as processes that run, after each change."""
+    found = service_scenes["resize"]
+    assert found["start"] == [1, 1, 1]  # asked for while it is set up: three, and then one
+    assert found["grow"] == [1, [3, 3, 3]]
+    assert found["shrink"] == [3, [1, 1, 1]]  # while all three are busy
+    assert found["at once"] == [4, [2, 2, 2]]  # three, one and two
+    assert (found["lost"], found["failed"]) == (0, 0)
+    assert [line.split(", not ")[1] for line in found["refused"]] == ["0", "-1", "5"]
+    assert found["refused"][0] == "ValueError: roots: room for 1 to 4 replicas, not 0"
+
+
+def test_replicas_come_and_go_while_one_is_being_replaced(service_scenes: dict[str, Any]) -> None:
+    found = service_scenes["resize"]
+    assert found["grow meanwhile"] == [2, [3, 3, 3]]
+    assert found["shrink meanwhile"] == [2, [1, 1, 1]]  # the one that stays is being replaced
+    assert found["shrink by it"] == [2, [1, 1, 1]]  # the one that leaves is
+    assert found["lost then"] == ["died", "died"]  # which was not replaced
+
+
+def test_a_service_that_cannot_grow_goes_on_as_it_was(service_scenes: dict[str, Any]) -> None:
+    found = service_scenes["resize"]
+    assert found["cannot grow"] == [1, "OSError: no process: it is late"]
+    assert found["closed"] == "NoReplica: roots is closed"
+    assert found["left"] == 0
+
+
+def test_a_replica_that_leaves_is_waited_for_as_long_as_told(
+    service_scenes: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    """And without the line that waits, its requests fail there, and are answered elsewhere."""
+    found = service_scenes["resize"]
+    assert (found["impatient"], found["failed then"]) == ([2, [1, 1, 1]], 1)
+    file = changed_file(tmp_path, {"answered first": "pass"})
+    [hasty] = play_scenes(tmp_path / "scene", "shrink", file=file)
+    assert hasty == {"found": [2, [1, 1, 1]], "failed": 1}
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -8078,6 +8137,7 @@ SCENES: dict[str, Callable[..., Any]] = {
     "late_answer": late_answer_scene,
     "errors": errors_scene,
     "resize": resize_scene,
+    "shrink": shrink_scene,
     "chaos": chaos_scene,
     "failover": failover_scene,
     "toil": toil_scene,
@@ -8112,11 +8172,11 @@ def scene_command(*scenes: str) -> list[str]:
     return [sys.executable, "-c", "import test_monarch_rl as t; t.play()", *scenes]
 
 
-def scene_environment(folder: pathlib.Path, mark: str) -> dict[str, str]:
+def scene_environment(folder: pathlib.Path, mark: str, file: pathlib.Path = FILE) -> dict[str, str]:
     return {
         **os.environ,
         MARK: mark,
-        "PYTHONPATH": str(FOLDER),
+        "PYTHONPATH": f"{file.parent}:{FOLDER}",
         "MONARCH_RL_TEST_FLAG": str(folder / "flag"),
     }
 
@@ -8125,6 +8185,7 @@ def play_scenes(
     folder: pathlib.Path,
     *scenes: str,
     timeout_s: float = 600,
+    file: pathlib.Path = FILE,
 ) -> list[dict[str, Any]]:
     """What each of these scenes has found. They leave neither processes nor files behind."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -8135,7 +8196,7 @@ def play_scenes(
         text=True,
         capture_output=True,
         timeout=timeout_s,
-        env=scene_environment(folder, mark),
+        env=scene_environment(folder, mark, file),
     )
     print(found.stderr[-4000:])
     answers = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
