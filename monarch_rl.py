@@ -9743,6 +9743,7 @@ async def come_and_go(lab: Lab) -> None:
     readers = await cluster.trainer.route(Trainer.readers)
     lab.report.table(rows)
     tell_who_came(lab.report, run, before, after)
+    lab.report.check("largest lag of that run", training.largest_lag(), "<=", cfg.max_lag)
     if cfg.device == "cpu" and not cfg.hosts:  # else they copy, or others read for them
         strangers = set(readers) - set(after.pids)
         num_known = len(readers) - len(strangers)
@@ -9758,8 +9759,6 @@ def tell_who_came(report: Report, run: Run, before: ServiceStatus, after: Servic
     report.check("generators that left on purpose, counted as lost", num_lost, "==", 0)
     astray = run.ledger.counts["lost"] + run.ledger.counts["undone"] + run.ledger.num_missing()
     report.check("groups lost, undone or not accounted for by it", astray, "==", 0)
-    steps = [row.step for row in run.rows]
-    report.check("steps missing of that run", run.num_steps - len(steps), "==", 0)
 
 
 def tell_speed(
@@ -10416,12 +10415,15 @@ class LocalWorkers:
             process.wait()
 
 
-async def until_replaced(service: Service) -> list[Loss]:
-    """Waits until a replica that was lost has a successor. Returns the losses made good.
+async def until_replaced(service: Service, host: Host) -> list[Loss]:
+    """Waits until the host is back, and a replica that was lost there has a successor.
 
-    That is an empty list, if there is none after 20 s.
+    Returns the losses made good. That is an empty list if the owner has not noticed any when the
+    host has been back for 2 s, in which it looks eight times.
     """
-    end = time.monotonic() + 20.0
+    while not host.is_here():
+        await asyncio.sleep(BEAT_S)
+    end = time.monotonic() + 2.0
     while True:
         status = await service.status(60.0)
         if status.lost_replicas or time.monotonic() > end:
@@ -10461,7 +10463,8 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     workers.start(second)
     await running
     # 4. Does it sample again, from the weights of the trainer?
-    lost = [*await until_replaced(cluster.relays), *await until_replaced(cluster.generators)]
+    lost = await until_replaced(cluster.relays, cluster.hosts[1])
+    lost += await until_replaced(cluster.generators, cluster.hosts[1])
     again = await sample(cluster, run.sampler.first(own.batch_groups))
     found = await cluster.examine(Rollout.join([reply.rollout.judged() for reply in again]))
     await cluster.close()
