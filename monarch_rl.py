@@ -10449,6 +10449,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
         steps=num_steps,
     )
     cluster = HostsCluster(own, is_warm=False)  # it need not learn
+    _, away = cluster.hosts  # the second is the one that will be lost
     run = Run("hosts", num_steps, Sampler(own.task, own.seed))
     training = SafeTraining(cluster, run, report)
     await cluster.start()
@@ -10463,8 +10464,8 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     workers.start(second)
     await running
     # 4. Does it sample again, from the weights of the trainer?
-    lost = await until_replaced(cluster.relays, cluster.hosts[1])
-    lost += await until_replaced(cluster.generators, cluster.hosts[1])
+    lost = await until_replaced(cluster.relays, away)
+    lost += await until_replaced(cluster.generators, away)
     again = await sample(cluster, run.sampler.first(own.batch_groups))
     found = await cluster.examine(Rollout.join([reply.rollout.judged() for reply in again]))
     await cluster.close()

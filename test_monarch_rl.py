@@ -6688,6 +6688,22 @@ def test_a_run_that_was_saved_goes_on_with_the_same_books(seed: int) -> None:
     assert run.as_json() != saved  # it has drawn more since
 
 
+def test_generators_count_for_as_long_as_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for two seconds, and three for the next one; also in a run that goes on."""
+    run = run_of()
+    for seconds, num_generators in ((2.0, 1), (3.0, 3)):
+        monkeypatch.setattr(m, "since", mock.Mock(return_value=seconds))
+        run.count(m.RolloutReply(rollout=groups_of([1], 0), busy_s=1.0))
+        run.add_step(stats_of(), groups_of([1], 0), None, num_generators)
+    assert run.rows[-1].generator_s == 5.0
+    assert run.speed(2).generators_busy == 2.0 / 5.0
+    other = run_of()
+    other.go_on(run.as_json())
+    monkeypatch.setattr(m, "since", mock.Mock(return_value=4.0))
+    other.add_step(stats_of(), groups_of([1], 0), None, 2)
+    assert other.rows[-1].generator_s == 7.0
+
+
 # -- two loops, in one process ---------------------------------------------------------------------
 
 
@@ -9689,6 +9705,7 @@ BAD_INPUT = [
     "--steps 0",
     "--steps x",
     "--generators -2",
+    "--generators 3 --max-generators 2",
     "--max-lag -1",
     "--model-mb 0",
     "--model /nowhere/model",
