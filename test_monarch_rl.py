@@ -7310,6 +7310,15 @@ class LateHost(m.Host):
         m.kill(pids, number)
 
 
+class FullHost(m.Host):
+    """A host on which nothing can be started while that is told."""
+
+    async def spawn(self, name: str, num_ranks: int) -> Any:
+        if what_goes_wrong() == "the host is full":
+            raise OSError("no process")
+        return await super().spawn(name, num_ranks)
+
+
 class Moody(m.Roots):
     """A worker that cannot be set up while something goes wrong."""
 
@@ -7392,7 +7401,8 @@ async def late_answer_scene() -> dict[str, Any]:
 async def errors_scene() -> dict[str, Any]:
     """What callers of a service see, in each case in which there is no answer."""
     with mock.patch.object(m, "ServiceActor", ImpatientService):
-        spec = roots_spec(replica_class=Moody, max_attempts=2, standstill_s=2.0)
+        hosts = (FullHost(),)
+        spec = roots_spec(replica_class=Moody, hosts=hosts, max_attempts=2, standstill_s=2.0)
         service = m.Service(spec)
 
     async def error_of_root(number: int) -> dict[str, str]:
@@ -7410,7 +7420,7 @@ async def errors_scene() -> dict[str, Any]:
     found["raises"] = await error_of_root(-1)
     # 3. All replicas stand still, the second a second later, and none of them can be replaced. Each
     # has a request. That of the first is lost with it, and then with the second.
-    FLAG.write_text("it is late")
+    FLAG.write_text("the host is full")
     await service.strike(signal.SIGSTOP, 0)
     await asyncio.sleep(1.0)
     await service.strike(signal.SIGSTOP, 1)
@@ -7425,16 +7435,6 @@ async def errors_scene() -> dict[str, Any]:
     found["after"] = await error_of_root(4)
     FLAG.unlink()
     return found
-
-
-class FullHost(m.Host):
-    """A host on which nothing can be started while something goes wrong."""
-
-    async def spawn(self, name: str, num_ranks: int) -> Any:
-        found = what_goes_wrong()
-        if found:
-            raise OSError(f"no process: {found}")
-        return await super().spawn(name, num_ranks)
 
 
 class Resized:
@@ -7517,7 +7517,7 @@ async def resize_scene() -> dict[str, Any]:
     found["shrink by it"] = await of.meanwhile(2, lambda: of.resize(1))
     found["lost then"] = [loss.why for loss in (await of.service.status()).lost_replicas]
     # An added one cannot be made.
-    FLAG.write_text("it is late")
+    FLAG.write_text("the host is full")
     found["cannot grow"] = await of.meanwhile(1, lambda: of.resize(2))
     FLAG.unlink()
     # One that leaves is not waited for, so another one answers.
@@ -7610,7 +7610,7 @@ def test_replicas_come_and_go_while_one_is_being_replaced(service_scenes: dict[s
 
 def test_a_service_that_cannot_grow_goes_on_as_it_was(service_scenes: dict[str, Any]) -> None:
     found = service_scenes["resize"]
-    assert found["cannot grow"] == [1, "OSError: no process: it is late"]
+    assert found["cannot grow"] == [1, "OSError: no process"]
     assert found["closed"] == "NoReplica: roots is closed"
     assert found["left"] == 0
 
