@@ -2259,7 +2259,8 @@ class ResizableKeeper(ReplicaKeeper):
 
     async def _dismiss(self, replica_id: int, patience_s: float | None) -> None:
         """Lets one answer what it has been asked, and ends it."""
-        await end_task(self.keepers.pop(replica_id))
+        if replica_id in self.keepers:
+            await end_task(self.keepers.pop(replica_id))
         replica = self.replicas.get(replica_id)
         if replica is None:  # it was not spawned yet, or all are closed
             return
