@@ -218,6 +218,8 @@ def changed_module(folder: pathlib.Path, changes: dict[str, str]) -> types.Modul
 
 # What makes a run short that need not learn: the warm start ends at once.
 NO_WARM_START = {"warm start": "if True:"}
+# What makes its start short, for each process imports for seconds.
+FEW = ("--generators", "1", "--judges", "1")
 
 
 @pytest.fixture(scope="session")
@@ -2233,7 +2235,7 @@ def test_the_recipe_for_a_task_of_ones_own_runs(
     write_calculator(tmp_path)
     how = ["--steps", "40"]
     if trainers == 2:
-        how = ["--trainers", "2", "--kl", "0.01", "--steps", "8"]
+        how = ["--trainers", "2", "--kl", "0.01", "--steps", "8", *FEW]
         how += ["--recompute", "--temperature", "0.8"]
     file = FILE if trainers == 1 else quick_file
     task = ["--task", "calculator.py:Calculator"]
@@ -2253,7 +2255,7 @@ def test_a_model_from_a_folder_runs_through_the_stage(
     """A file of 200 lines, elsewhere here, runs through async_rl with such a model, too."""
     model = save_model(tmp_path / "model", "llama")
     how = ["--model", model, "--steps", "10", "--dtype", dtype]
-    run = run_file(tmp_path, "--only", stage, *how)
+    run = run_file(tmp_path, "--only", stage, *how, *FEW)
     # Ten steps at a rate of 1e-6 do not teach, and five of a run without the rule are over before
     # its samples are old.
     may_fail = {"held-out exact, gained", "largest lag without the rule"}
@@ -3531,7 +3533,7 @@ def test_an_evaluation_asks_in_bounded_requests_and_counts_by_prompt() -> None:
 def test_a_model_is_warmed_up_trained_evaluated_and_exported(tmp_path: pathlib.Path) -> None:
     """In one command; a second one finds the same in the checkpoint, and its supervised steps."""
     model = save_model(tmp_path / "model", "qwen2")
-    about = ["--model", model, "--checkpoint", "saved", "--group-size", "2", "--seed", "1"]
+    about = ["--model", model, "--checkpoint", "saved", "--group-size", "2", "--seed", "1", *FEW]
     sft = ["--sft-steps", "3", "--sft-lr", "1e-3", "--trainers", "2"]
     how = ["--only", "sync_rl", "--steps", "4", "--batch-groups", "2", "--kl", "0.1"]
     run = run_file(tmp_path, *about, *sft, *how, "--evaluate", "2", "--export", "exported")
@@ -3544,7 +3546,7 @@ def test_a_model_is_warmed_up_trained_evaluated_and_exported(tmp_path: pathlib.P
 
     again = run_file(tmp_path, *about, "--evaluate", "2", "--only", "sync_rl", *sft, *how[2:])
     assert "the supervised steps were taken before: saved/sft/step-00000003.pt" in again.out
-    alone = run_file(tmp_path, "--checkpoint", "saved", "--evaluate", "2", "--model", model)
+    alone = run_file(tmp_path, "--checkpoint", "saved", "--evaluate", "2", "--model", model, *FEW)
     assert alone.status == 0, alone.out + alone.err
     for name in ("greedy_exact", "tokens", "truncated"):
         assert again.figures("sync_rl")[f"after_{name}"] == figures[f"after_{name}"]
@@ -7556,6 +7558,14 @@ async def resize_scene() -> dict[str, Any]:
     await asyncio.sleep(0.2)
     await of.service.close()
     found["closed"] = await growing
+    await of.service.start()
+    await of.resize(2)
+    working = asyncio.ensure_future(of.busy(2, 20.0))
+    await asyncio.sleep(0.2)
+    leaving = asyncio.ensure_future(of.service.resize(1))
+    await asyncio.sleep(0.2)
+    await of.service.close()
+    await asyncio.wait_for(asyncio.gather(working, leaving), 10)
     found["left"] = sum(m.is_alive(pid) for pid in of.pids)
     return found
 
@@ -8175,7 +8185,7 @@ async def sync_scene(num_steps: int = 30) -> dict[str, Any]:
 
     The second one goes on from what there is; the first one is only made if it is not there.
     """
-    cfg = m.Config(steps=2 * num_steps, save_every=5, checkpoint=".", generators=1)
+    cfg = m.Config(steps=2 * num_steps, save_every=5, checkpoint=".", generators=1, judges=1)
     async with WatchedCluster(cfg, is_warm=False) as cluster:
         if not list(pathlib.Path("straight").glob(f"*{num_steps}.pt")):
             await m.train_sync(recorded(cluster, "straight", num_steps, "straight"))
@@ -8863,7 +8873,7 @@ NEVER_SAVE = ("--save-every", "1000")
 def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(
     tmp_path: pathlib.Path, quick_file: pathlib.Path
 ) -> None:
-    command = ("--only", "sync_rl", "--steps", "60", "--checkpoint", "saved", *NEVER_SAVE)
+    command = ("--only", "sync_rl", "--steps", "60", "--checkpoint", "saved", *NEVER_SAVE, *FEW)
     started = start_file(tmp_path, *command, file=quick_file)
     process = started.process
     until_line(started, "sync ")  # of the first step
