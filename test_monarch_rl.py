@@ -7498,10 +7498,10 @@ class Resized:
         found = await asyncio.gather(*asked, return_exceptions=True)
         return sum(isinstance(answer, float) for answer in found)
 
-    async def meanwhile(self, number: int, call: Callable[[], Any], seconds: float = 0.6) -> Any:
+    async def meanwhile(self, number: int, call: Callable[[], Any], seconds: float = 1.0) -> Any:
         """How many of these requests are answered, and what that brings, begun in their middle."""
         asked = asyncio.ensure_future(self.busy(number, seconds))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.4)
         came = await call()
         return [await asked, came]
 
@@ -7550,7 +7550,7 @@ async def resize_scene() -> dict[str, Any]:
     # One that leaves is not waited for, so another one answers.
     await of.resize(2)
     before = await of.service.status()
-    found["impatient"] = await of.meanwhile(2, lambda: of.resize(1, patience_s=0.1), seconds=1.0)
+    found["impatient"] = await of.meanwhile(2, lambda: of.resize(1, patience_s=0.1), seconds=2.0)
     after = await of.service.status()
     found["failed then"] = after.num_failed_attempts - before.num_failed_attempts
     # All are closed while some are being added, and taken away.
@@ -7570,12 +7570,35 @@ async def resize_scene() -> dict[str, Any]:
     return found
 
 
+Played = dict[str, concurrent.futures.Future[dict[str, Any]]]
+
+
 @pytest.fixture(scope="session")
-def service_scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What these scenes have found, by name."""
-    names = ["late_answer", "errors", "resize"]
-    answers = play_scenes(tmp_path_factory.mktemp("service"), *names)
-    return dict(zip(names, answers, strict=True))
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    """What scenes have found that mostly wait, and so are played at the same time, by name."""
+    folder = tmp_path_factory.mktemp("scenes")
+    hasty = changed_file(folder / "hasty", {"answered first": "pass"})
+    toil = "toil:300" if RUNS_ALL else "toil:6"
+
+    def play_one(scene: str, file: pathlib.Path = FILE) -> dict[str, Any]:
+        [found] = play_scenes(folder / scene, scene, file=file)
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        yield {
+            "late_answer": threads.submit(play_one, "late_answer"),
+            "errors": threads.submit(play_one, "errors"),
+            "resize": threads.submit(play_one, "resize"),
+            "hasty": threads.submit(play_one, "shrink", hasty),
+            "toil": threads.submit(play_one, toil),
+        }
+
+
+@pytest.fixture(scope="session")
+def service_scenes(played: Played) -> dict[str, Any]:
+    """Those of a service."""
+    names = ("late_answer", "errors", "resize", "hasty")
+    return {name: played[name].result() for name in names}
 
 
 def test_an_answer_that_comes_after_the_loss_is_not_given_twice(
@@ -7651,14 +7674,12 @@ def test_a_service_that_cannot_grow_goes_on_as_it_was(service_scenes: dict[str, 
 
 
 def test_a_replica_that_leaves_is_waited_for_as_long_as_told(
-    service_scenes: dict[str, Any], tmp_path: pathlib.Path
+    service_scenes: dict[str, Any],
 ) -> None:
     """And without the line that waits, its requests fail there, and are answered elsewhere."""
     found = service_scenes["resize"]
     assert (found["impatient"], found["failed then"]) == ([2, [1, 1, 1]], 1)
-    file = changed_file(tmp_path, {"answered first": "pass"})
-    [hasty] = play_scenes(tmp_path / "scene", "shrink", file=file)
-    assert hasty == {"found": [2, [1, 1, 1]], "failed": 1}
+    assert service_scenes["hasty"] == {"found": [2, [1, 1, 1]], "failed": 1}
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -8303,9 +8324,9 @@ def is_healthy_until_stopped(row: dict[str, Any]) -> bool:
     )
 
 
-def test_long_steps_are_no_illness(tmp_path: pathlib.Path) -> None:
+def test_long_steps_are_no_illness(played: Played) -> None:
     """Twice as long as a process may stand still. At length: 60 s and 300 s, too."""
-    [found] = play_scenes(tmp_path, "toil:300" if RUNS_ALL else "toil:6")
+    found = played["toil"].result()
     print(found)
     assert len(found["rows"]) == 3 * (3 if RUNS_ALL else 1)
     assert [row for row in found["rows"] if not is_healthy_until_stopped(row)] == []
