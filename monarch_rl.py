@@ -272,6 +272,12 @@ class Config:
     batch_groups: int = setting(16, "prompts per training step, each with a group", least=1)
     group_size: int = setting(8, "episodes per prompt: the mean of few is a poor baseline", least=2)
     generators: int = setting(2, "replicas of the generator service", least=1)
+    max_generators: int | None = setting(
+        None,
+        "so many there is room for, if some are added; None: one more",
+        least=1,
+        kind=int,
+    )
     judges: int = setting(2, "replicas of the judge service", least=1)
     max_new_tokens: int | None = setting(
         None,
@@ -1524,8 +1530,9 @@ class Replica:
         # Becomes a Loss when it is lost, and so wakes everybody who waits for this replica.
         self.lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
         self.num_in_flight = 0  # requests it works on
-        # Section 6 uses this.
+        # Section 6 uses these.
         self.num_marks = 0  # in a row, for requests on which it raised and another one did not
+        self.is_retired = False  # it gets no new requests
 
     def runs_in(self, pulses: list[PulseHandle]) -> None:
         """Its processes are these."""
@@ -1537,12 +1544,19 @@ class Replica:
         self.answers = answers
 
     def retire(self) -> None:
-        """It counts as ready no more, though nothing befell it: all are made anew (section 6)."""
-        self.answers = []
+        """It counts as ready no more, though nothing befell it.
+
+        It is taken away on purpose, or all are made anew (section 6).
+        """
+        self.is_retired = True
 
     def is_ready(self) -> bool:
-        """Has it been set up, and is not lost?"""
-        return bool(self.answers) and not self.lost.done()
+        """May it have a request? If it has been set up, and is neither lost nor retired."""
+        return bool(self.answers) and not self.is_retired and not self.lost.done()
+
+    def is_idle(self) -> bool:
+        """Has it answered all its requests?"""
+        return self.num_in_flight == 0
 
     def lose(self, why: str) -> None:
         """Marks it as lost. Several may notice; the first of them says why.
@@ -1575,7 +1589,7 @@ class Replica:
                 self.lose("stood still")
         if is_news:
             self.num_idle += 1
-        if has_moved or not self.num_in_flight or not self.is_ready():  # a setup has a deadline
+        if has_moved or self.is_idle() or not self.answers:  # a setup has a deadline
             self.num_idle = 0
         # More than the limit, for a request may have come right before the first of these looks.
         if self.num_idle > num_looks(spec.stuck_after_s):  # mechanism: endless work
@@ -1628,7 +1642,9 @@ class ServiceSpec:
     replica_class: type[Worker]
     # For the constructor of each replica, after its Place.
     args: tuple[Any, ...]
+    # At the start, and at most (section 6 can change the number); None: there is no limit.
     num_replicas: int
+    max_replicas: int | None = None
     # So long a process may show no life: many times the pause between two beats.
     standstill_s: float = 3.0
     # So long a replica that has requests may go without progress: many times what the largest piece
@@ -2001,6 +2017,15 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #     route of other requests  pick replica 1 as long as replica 0 is not ready
 #     keeper of replica 0      replica 0 is ready: notify; whoever waits for a replica picks it now
 
+# -- 6a. As many replicas as there should be -------------------------------------------------------
+#
+# That number may change while requests go on. The ids are always the lowest, so who comes gets the
+# number of one that has left. By example, a service of one becomes one of three, and then of two:
+#
+#     resize(3)   keepers of 1 and 2 begin; until these are ready all requests go to replica 0
+#     resize(2)   replica 2 gets no new requests, and answers those that it has; then it is ended.
+#                 Its keeper has ended before, so nobody replaces it, or counts it as lost
+
 
 class ChangeNotice:
     """Wakes coroutines that wait for something to become true.
@@ -2072,8 +2097,11 @@ class ReplicaKeeper(Supervisor):
         super().__init__(spec)
         self.recorder = Recorder(spec.name)
         self.changed = ChangeNotice()  # a replica became ready, free or lost, or all are closed
-        self.keepers: list[asyncio.Task[None]] = []  # one per replica, from start until close
+        # By replica id: from start until close, or until the replica is taken away.
+        self.keepers: dict[int, asyncio.Task[None]] = {}
         self.lost_replicas: list[Loss] = []
+        self.num_replicas = spec.num_replicas  # that there should be
+        self.resizing = asyncio.Lock()
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -2085,17 +2113,20 @@ class ReplicaKeeper(Supervisor):
         await self._stop_keepers()
         for replica in self.replicas.values():
             replica.retire()
-        for replica_id in range(self.spec.num_replicas):
+        self._begin_to_keep(range(self.num_replicas))
+        await self.changed.wait_for(self._is_complete)
+
+    def _begin_to_keep(self, replica_ids: Iterable[int]) -> None:
+        for replica_id in replica_ids:
             keeper = asyncio.ensure_future(self._keep(replica_id))
             keeper.add_done_callback(lambda _: self.changed.notify())
-            self.keepers.append(keeper)
-        await self.changed.wait_for(self._is_complete)
+            self.keepers[replica_id] = keeper
 
     async def _keep(self, replica_id: int) -> None:
         """The keeper of one replica id: makes a replica, and another one whenever it is lost.
 
-        waits for a loss / woken by Replica.lose / produces the next replica / ends with `close` or
-        another `start`, or when the first replica of this id cannot be made on a host that is here
+        waits for a loss / woken by Replica.lose / produces the next replica / ends with `close`,
+        another `start` or `resize`, or when the first one cannot be made on a host that is here
         """
         loss: Loss | None = None  # the one that the next replica makes good
         while True:
@@ -2145,39 +2176,124 @@ class ReplicaKeeper(Supervisor):
         """The replicas that are ready, by id.
 
         Raises what ended a keeper, or the looking, if one has ended: a service does not go on as if
-        nothing was the matter when it can no longer replace anybody.
+        nothing was the matter when it can no longer replace anybody. (If a replica that is only
+        being added cannot be made, that is for `_add` to tell.)
         """
-        for keeper in self.keepers:
-            if keeper.done():
+        for replica_id, keeper in self.keepers.items():
+            if keeper.done() and replica_id < self.num_replicas:
                 keeper.result()
         if self.looking is not None and self.looking.done():
             self.looking.result()
         return [replica for replica in self.replicas.values() if replica.is_ready()]
 
     def _is_complete(self) -> bool:
-        """Is there a healthy replica wherever there can be one?"""
-        ids = range(self.spec.num_replicas)
-        num_possible = sum(self._host_of(replica_id).is_here() for replica_id in ids)
-        return len(self._healthy()) >= num_possible
+        """Is there a healthy replica wherever there should and can be one?"""
+        return self._has_all(range(self.num_replicas))
+
+    def _has_all(self, replica_ids: Iterable[int]) -> bool:
+        healthy = {replica.place.replica_id for replica in self._healthy()}
+        missing = [replica_id for replica_id in replica_ids if replica_id not in healthy]
+        return not any(self._host_of(replica_id).is_here() for replica_id in missing)
 
     @concurrent_endpoint
     async def close(self) -> None:
         """Ends all replicas. Requests that still wait for one get NoReplica."""
         await self._stop_keepers()
         self.changed.notify()
-        await asyncio.gather(*[replica.end() for replica in self.replicas.values()])
+        replicas = self.replicas
         self.replicas = {}
+        await asyncio.gather(*[replica.end() for replica in replicas.values()])
+        async with self.resizing:  # a `resize` that was under way has noticed, and has ended
+            pass
 
     async def _stop_keepers(self) -> None:
         """Before replicas are ended: a keeper would take that for a loss, and replace them."""
         keepers = self.keepers
-        self.keepers = []
+        self.keepers = {}
+        await asyncio.gather(*[end_task(keeper) for keeper in keepers.values()])
+
+
+class ResizableKeeper(ReplicaKeeper):
+    """Keeps another number of replicas whenever it is told to."""
+
+    @concurrent_endpoint
+    async def resize(self, num_replicas: int, patience_s: float | None) -> int:
+        """Adds replicas, or takes some away. Returns, when that is done, how many there are.
+
+        Of two calls the second waits for the first. patience_s: for requests at a replica that
+        leaves; after that another one gets them. None: they are waited for, however long they take.
+
+        Raises ValueError if there cannot be so many; what the first setup of an added one raised,
+        and then there are as many as before; NoReplica if all are closed meanwhile.
+        """
+        most = self.spec.max_replicas or num_replicas
+        if not 1 <= num_replicas <= most:
+            raise ValueError(f"{self.spec.name}: room for 1 to {most} replicas, not {num_replicas}")
+        async with self.resizing:
+            if not self.keepers:  # the next start makes so many
+                self.num_replicas = num_replicas
+            elif num_replicas > self.num_replicas:
+                await self._add(range(self.num_replicas, num_replicas))
+            else:
+                await self._take_away(num_replicas, patience_s)
+            return self.num_replicas
+
+    async def _add(self, replica_ids: range) -> None:
+        """Makes these beside those that there are. Each takes requests as soon as it is ready."""
+        self._begin_to_keep(replica_ids)
+        keepers = [self.keepers[replica_id] for replica_id in replica_ids]
+
+        def is_decided() -> bool:
+            return any(keeper.done() for keeper in keepers) or self._has_all(replica_ids)
+
+        await self.changed.wait_for(is_decided)
+        if not self.keepers:
+            raise NoReplica(f"{self.spec.name} is closed")
         for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
+            if keeper.done():
+                await self._take_away(replica_ids.start, 0.0)
+                keeper.result()  # raises
+        self.num_replicas = replica_ids.stop
+
+    async def _take_away(self, num_replicas: int, patience_s: float | None) -> None:
+        """Takes away all but so many.
+
+        It waits until those that stay are ready, for one of them may just be being replaced.
+        """
+        self.num_replicas = num_replicas
+        await self.changed.wait_for(lambda: self._is_complete() or not self.keepers)
+        leaving = [replica_id for replica_id in self.keepers if replica_id >= num_replicas]
+        await asyncio.gather(*[self._dismiss(replica_id, patience_s) for replica_id in leaving])
+
+    async def _dismiss(self, replica_id: int, patience_s: float | None) -> None:
+        """Lets one answer what it has been asked, and ends it."""
+        if replica_id in self.keepers:
+            await end_task(self.keepers.pop(replica_id))
+        replica = self.replicas.get(replica_id)
+        if replica is None:  # it was not spawned yet, or all are closed
+            return
+        replica.retire()  # no new requests from here on
+        await self.changed.wait_for(replica.is_idle, patience_s)  # mechanism: answered first
+        replica.lose("taken away")  # so who still waits for an answer asks another one
+        if self.replicas.pop(replica_id, None) is not None:  # else `close` ends it
+            await replica.end()
 
 
-class ServiceActor(ReplicaKeeper):
+async def end_task(task: asyncio.Task[None]) -> None:
+    """Cancels a task, and returns when it has ended.
+
+    One `cancel` may not be enough. If what the task awaits by `wait_for` is done at that moment,
+    Python before 3.12 returns that, and forgets the cancellation.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=0.1)
+
+
+# -- 6b. Requests ----------------------------------------------------------------------------------
+
+
+class ServiceActor(ResizableKeeper):
     """The service itself: gives requests to replicas, and their answers to callers."""
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -2210,7 +2326,7 @@ class ServiceActor(ReplicaKeeper):
                 continue
             except ActorError as error:  # outcome 3
                 self.num_failed_attempts += 1
-                if raised is not None or is_last or self.spec.num_replicas == 1:
+                if raised is not None or is_last or self.num_replicas == 1:
                     raise cause(error) from error  # two have raised, or nobody else will try
                 raised = replica
                 to_blame = None if isinstance(cause(error), NotNow) else replica
@@ -2266,11 +2382,14 @@ class ServiceActor(ReplicaKeeper):
         raise NoReplica(f"{self.spec.name} is closed")
 
     def _free(self, other_than: Replica | None) -> list[Replica]:
-        """The replicas that could run a request now. Not the one that has raised on it."""
+        """The replicas that could run a request now. Not the one that has raised on it.
+
+        Unless that one is the only one that there is by now (`resize`).
+        """
         free = []
         for replica in self._healthy():
             has_room = replica.num_in_flight < self.spec.max_in_flight
-            if has_room and replica is not other_than:
+            if has_room and (replica is not other_than or self.num_replicas == 1):
                 free.append(replica)
         return free
 
@@ -2284,7 +2403,7 @@ class ServiceActor(ReplicaKeeper):
         So a slow replica gets less work. Among equals it is the one whose turn it is, or an idle
         service would always use the same one.
         """
-        turns_until = (replica.place.replica_id - self.num_picks) % self.spec.num_replicas
+        turns_until = (replica.place.replica_id - self.num_picks) % self.num_replicas
         return replica.num_in_flight, turns_until
 
     @concurrent_endpoint
@@ -2327,6 +2446,7 @@ class Service:
     def __init__(self, spec: ServiceSpec, actor: ServiceActor | None = None) -> None:
         """actor: one that there is already; None: makes one."""
         self.spec = spec
+        self.num_replicas = spec.num_replicas  # as this object last heard
         self.actor = actor or this_proc().spawn(spec.name, ServiceActor, spec)
 
     async def route(
@@ -2350,6 +2470,14 @@ class Service:
     async def start(self) -> None:
         """Returns when all replicas that can be are ready: those whose host is here."""
         await self._ask(self.actor.start.call_one())
+
+    async def resize(self, num_replicas: int, patience_s: float | None = None) -> None:
+        """Adds replicas, or takes some away, while requests go on. Returns when that is done.
+
+        The parameters and what it raises are those of ResizableKeeper.resize.
+        """
+        answer = self.actor.resize.call_one(num_replicas, patience_s)
+        self.num_replicas = await self._ask(answer)
 
     async def status(self, wait_s: float = 0.0) -> ServiceStatus:
         """A snapshot. For wait_s it waits until all replicas are healthy that can be."""
@@ -2803,15 +2931,22 @@ class Arena:
         self.fence()
         _, latest = self.latest()
         busy = {latest}
-        for reader in range(self.handle.num_readers):
-            lease = self.words[self.LEASES + reader]
-            pid, slot = divmod(lease, self.MAX_SLOTS)
-            if is_alive(pid):  # the lease of a process that has ended is nobody's
-                busy.add(slot)
+        for _, slot in self.leases():
+            busy.add(slot)
         for slot in range(self.handle.num_slots):
             if slot not in busy:
                 return slot
         return None
+
+    def leases(self) -> list[tuple[int, int]]:
+        """(process id, slot) of every reader that has a lease now, and lives."""
+        found = []
+        for reader in range(self.handle.num_readers):
+            lease = self.words[self.LEASES + reader]
+            pid, slot = divmod(lease, self.MAX_SLOTS)
+            if is_alive(pid):  # the lease of a process that has ended is nobody's
+                found.append((pid, slot))
+        return found
 
     def lease(self, reader: int) -> tuple[int, int]:
         """(version, slot) of the newest weights.
@@ -7146,6 +7281,20 @@ def examine(state: TrainState, batch: Rollout) -> Examination:
 # -- plumbing: what flags leave open ---------------------------------------------------------------
 
 
+def max_generators(cfg: Config) -> int:
+    """How many generators there can be at the same time: --max-generators.
+
+    Each may hold a slot of the arena, and these exist from the start, for the first write to a page
+    costs several copies (DOCS 2). So room costs memory, and there is little of it unless told.
+    """
+    return cfg.max_generators or cfg.generators + 1
+
+
+def generators_per_host(cfg: Config) -> int:
+    """How many of them a host has at most, for they go round the hosts."""
+    return math.ceil(max_generators(cfg) / len(cfg.hosts.split(",")))
+
+
 def learning_rate(cfg: Config) -> float:
     """That of --lr. If it is not given: a tiny model learns fast, a pretrained one forgets fast."""
     if cfg.lr is not None:
@@ -7295,7 +7444,7 @@ def become(
 def about(cfg: Config) -> dict[str, Any]:
     """What a checkpoint must have been made with for this run to go on from it."""
     return {
-        "format": 3,
+        "format": 4,
         "task": cfg.task,
         "model": cfg.model,
         "seed": cfg.seed,
@@ -7359,6 +7508,7 @@ def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]
 #                 save         SaveRequest     -> bytes           writes a checkpoint
 #                 step         Packed Rollout  -> StepStats       trains on a batch, and publishes
 #                 published                    -> int             when the newest can be pulled
+#                 readers                      -> list[int]       who leases a slot, as process ids
 #                 examine      Packed Rollout  -> Examination     scores a part of it, no more
 #     Generator   rollout      RolloutRequest  -> Packed RolloutReply    pulls, and converses
 #     Judge       judge        JudgeRequest    -> JudgeReply      scores conversations
@@ -7407,8 +7557,7 @@ def num_threads(cfg: Config) -> int:
 
 def num_copying_per_host(cfg: Config) -> int:
     """Readers of an arena that copy: on GPUs all generators of its host, on CPUs none."""
-    num_hosts = len(cfg.hosts.split(","))
-    return 0 if cfg.device == "cpu" else math.ceil(cfg.generators / num_hosts)
+    return 0 if cfg.device == "cpu" else generators_per_host(cfg)
 
 
 @dataclass(frozen=True)
@@ -7558,6 +7707,12 @@ class Trainer(Worker):
             stats = state.step(batch.unpacked(), writer.wait)
             writer.start(state.version)
         return stats
+
+    @endpoint
+    async def readers(self) -> list[int]:
+        """Process ids of the generators that lease a slot of its arena now."""
+        _, writer = self._begun()
+        return [pid for pid, _ in writer.arena.leases()]
 
     @endpoint
     async def examine(self, batch: Packed[Rollout]) -> Examination:
@@ -7798,7 +7953,7 @@ async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
     """
     num_episodes = len(request.prompts)
     num_shares = max(1, num_episodes // LEAST_SHARE)
-    num_requests = min(num_shares, judges.spec.num_replicas)
+    num_requests = min(num_shares, judges.num_replicas)
     rewards: list[list[float]] = [[]] * num_episodes
     errors: list[str] = []
 
@@ -7869,6 +8024,7 @@ def specs_of(
         replica_class=Generator,
         args=(cfg,),
         num_replicas=cfg.generators,
+        max_replicas=max_generators(cfg),
         hosts=hosts,
         stuck_after_s=cfg.stuck_after,
         setup_deadline_s=setup_deadline_s,
@@ -7936,13 +8092,14 @@ class Cluster:
         """The hosts of a run, that of the trainer first. Here: this machine alone."""
         return (Host(),)
 
+    @property
     def num_generators(self) -> int:
-        """How many generators there are, or are to be."""
-        return self.cfg.generators
+        """How many there are now, those included that are just being replaced."""
+        return self.generators.num_replicas
 
-    def generators_per_host(self) -> int:
-        """How many generators a host has at most."""
-        return math.ceil(self.cfg.generators / len(self.hosts))
+    async def resize_generators(self, number: int) -> None:
+        """Adds generators, or takes some away, while they are asked; see Service.resize."""
+        await self.generators.resize(number)
 
     async def start(self) -> None:
         """Starts all processes at the same time, because imports take long, and loads version 0."""
@@ -7977,7 +8134,7 @@ class Cluster:
         begin = BeginRequest(
             meeting_place=await self._ask_trainer(Trainer.meeting_place),
             is_warm=self.is_warm and not self.base,  # later ones get the weights of the first
-            num_readers=self.num_readers(),
+            num_readers=generators_per_host(self.cfg) + len(self.hosts) - 1,  # and the relays
         )
         handle = await self._ask_trainer(Trainer.begin, begin)
         # 2. The weights of the very first one are version 0 for all runs and all later trainers.
@@ -7986,9 +8143,8 @@ class Cluster:
             await self.save(path_of_base, "")
             self.base = path_of_base
         # 3. It becomes what the checkpoint says, and publishes that.
-        checkpoint = self.for_trainer(path or self.base)
-        base = self.for_trainer(self.base)
-        load = LoadRequest(checkpoint=checkpoint, base=base, cfg=self.cfg)
+        of_run = self.for_trainer(path or self.base)
+        load = LoadRequest(checkpoint=of_run, base=self.for_trainer(self.base), cfg=self.cfg)
         state = await self._ask_trainer(Trainer.load, load)
         await self.arena_changed(handle)
         # 4. From here on generators use the arena of this trainer, and no older version.
@@ -7996,10 +8152,6 @@ class Cluster:
         self.handle = handle
         self.newest = path
         return state
-
-    def num_readers(self) -> int:
-        """How many readers the trainer's arena must have room for."""
-        return self.generators_per_host()
 
     def for_trainer(self, path: str) -> str | bytes:
         """A checkpoint as the trainer can read it: it is on this host, so by its path."""
@@ -8078,7 +8230,7 @@ class Cluster:
 
 async def sample(cluster: Cluster, prompts: list[Prompt], version: int) -> list[RolloutReply]:
     """Samples under this version or a newer one. The prompts are split over all generators."""
-    num = min(cluster.num_generators(), len(prompts))
+    num = min(cluster.num_generators, len(prompts))
     parts = []
     for first in range(num):
         parts.append(cluster.rollout(prompts[first::num], min_version=version))
@@ -8244,8 +8396,10 @@ class StepRow:
     step: int  # from 1
     # Seconds since the run began.
     seconds: float
-    # Seconds for which generators have worked since then, those of all of them added up.
+    # Seconds for which generators have worked since then, and for which they were there, those of
+    # all of them added up.
     busy_s: float
+    generator_s: float
     # Share of held-out prompts answered exactly, by the last evaluation that has come back; None:
     # none has.
     heldout: float | None
@@ -8295,6 +8449,8 @@ class Run:
         self.version = 0  # of the trainer, when it has made the steps of `rows`
         self.next_number = 0  # of the prompt to draw next
         self.busy_s = 0.0  # of generators
+        self.generator_s = 0.0  # as in StepRow; how many there are may change
+        self.counted_until_s = 0.0  # since it began: until when that was added up
         self.num_judged = 0  # episodes that came back
         self.num_unjudged = 0
         self.num_cut = 0  # episodes that did not fit into the context
@@ -8345,20 +8501,26 @@ class Run:
         stats: StepStats,
         batch: Rollout,
         heldout: float | None,
+        num_generators: int,
     ) -> StepRow:
-        """Enters a step that the trainer has made with this batch. heldout: as in StepRow.
+        """Enters a step that the trainer has made with this batch.
 
-        Tickets come back by this, so the trainer's version is entered first.
+        Tickets come back by this, so the trainer's version is entered first. heldout: as in
+        StepRow. num_generators: that there are now.
         """
         self.version += 1
         assert stats.version == self.version, "the trainer is at another version than was expected"
+        seconds = since(self.began)
+        self.generator_s += num_generators * (seconds - self.counted_until_s)
+        self.counted_until_s = seconds
         self.ledger.settle("trained", batch.group_ids.unique().tolist())
         lags = (stats.version - 1 - batch.tokens.versions)[batch.sampled()]
         row = StepRow(
             run=self.label,
             step=len(self.rows) + 1,
-            seconds=since(self.began),
+            seconds=seconds,
             busy_s=self.busy_s,
+            generator_s=self.generator_s,
             heldout=heldout,
             lags=lags.bincount().tolist(),
             truncated=int(batch.is_truncated.sum()) / sum(len(said) for said in batch.said),
@@ -8369,6 +8531,10 @@ class Run:
         )
         self.rows.append(row)
         return row
+
+    def end_after(self, num_steps: int) -> None:
+        """It ends after so many steps, which have not been sent yet, and not after num_steps."""
+        self.num_steps = num_steps
 
     def is_over(self) -> bool:
         """Has the trainer made all steps?"""
@@ -8381,6 +8547,7 @@ class Run:
         state = {
             "next_number": self.next_number,
             "busy_s": self.busy_s,
+            "generator_s": self.generator_s,
             "num_judged": self.num_judged,
             "num_unjudged": self.num_unjudged,
             "num_cut": self.num_cut,
@@ -8401,6 +8568,8 @@ class Run:
         self.num_sent = len(self.rows)
         self.next_number = found["next_number"]  # mechanism: prompts go on
         self.busy_s = found["busy_s"]
+        self.generator_s = found["generator_s"]
+        self.counted_until_s = self.rows[-1].seconds
         self.num_judged = found["num_judged"]
         self.num_unjudged = found["num_unjudged"]
         self.num_cut = found["num_cut"]
@@ -8420,20 +8589,21 @@ class Run:
         self.rows = self.rows[:num_steps]
         self.num_sent = num_steps
 
-    def speed(self, num_steps: int, num_generators: int) -> SpeedRow:
-        """How fast the first num_steps were."""
-        rows = self.rows[:num_steps]
-        seconds = rows[-1].seconds
-        return SpeedRow(
-            run=self.label,
-            s=seconds,
-            steps=num_steps,
-            steps_per_s=num_steps / seconds,
-            tokens_per_s=sum(row.stats.num_tokens for row in rows) / seconds,
-            generators_busy=rows[-1].busy_s / num_generators / seconds,
-            trainer_busy=sum(row.stats.step_s for row in rows) / seconds,
-            reward=mean_reward(rows[9 * num_steps // 10 :]),
-        )
+
+def speed_of(run: Run, num_steps: int) -> SpeedRow:
+    """How fast the first num_steps of a run were."""
+    rows = run.rows[:num_steps]
+    seconds = rows[-1].seconds
+    return SpeedRow(
+        run=run.label,
+        s=seconds,
+        steps=num_steps,
+        steps_per_s=num_steps / seconds,
+        tokens_per_s=sum(row.stats.num_tokens for row in rows) / seconds,
+        generators_busy=rows[-1].busy_s / rows[-1].generator_s,
+        trainer_busy=sum(row.stats.step_s for row in rows) / seconds,
+        reward=mean_reward(rows[9 * num_steps // 10 :]),
+    )
 
 
 def as_shown(said: list[str], is_truncated: list[bool]) -> str:
@@ -8547,7 +8717,7 @@ class Training:
 
     def step_done(self, stats: StepStats, batch: Rollout) -> None:
         """Enters a step into the books, writes it to --log, and looks whether all is well."""
-        row = self.run.add_step(stats, batch, self.heldout)
+        row = self.run.add_step(stats, batch, self.heldout, self.cluster.num_generators)
         if self.cfg.log:
             line = dataclasses.asdict(row)
             line.update(line.pop("stats"))
@@ -8583,7 +8753,7 @@ class Training:
         if not is_kept and not is_live:
             return
         stats = row.stats
-        speed = self.run.speed(row.step, self.cfg.generators)
+        speed = speed_of(self.run, row.step)
         exact = "-" if row.heldout is None else f"{row.heldout:.2f}"
         mismatch = "-" if stats.mismatch_k3 is None else f"{stats.mismatch_k3:.0e}"
         line = (
@@ -9498,7 +9668,7 @@ class RolloutLoop:
         for request in [request for request in self.requests if request.done()]:
             self.requests.remove(request)
             request.result()
-        most = self.NUM_REQUESTS * self.cluster.num_generators()
+        most = self.NUM_REQUESTS * self.cluster.num_generators
         return self._num_wanted() > 0 and len(self.requests) < most
 
     def _num_wanted(self) -> int:
@@ -9509,7 +9679,7 @@ class RolloutLoop:
 
     def request_groups(self) -> int:
         """For how many groups a request asks, if there are as many tickets."""
-        num_requests = self.NUM_REQUESTS * self.cluster.num_generators()
+        num_requests = self.NUM_REQUESTS * self.cluster.num_generators
         share = self.flow.num_tickets // num_requests  # mechanism: requests fit the fleet
         return min(max(share, 1), self.flow.batch_groups)
 
@@ -9760,6 +9930,7 @@ class SimulatedCluster(Cluster):
         self.num_asked = [0] * world.num_generators  # requests that each has now
         self.lengths: dict[int, float] = {}  # of the groups that were started
 
+    @property
     def num_generators(self) -> int:
         """As many as the world has."""
         return self.world.num_generators
@@ -9837,7 +10008,7 @@ class SimulatedTraining(Training):
 
     def step_done(self, stats: StepStats, batch: Rollout) -> None:
         """Enters a step into the books."""
-        self.run.add_step(stats, batch, None)
+        self.run.add_step(stats, batch, None, self.cluster.num_generators)
 
 
 @dataclass(frozen=True)
@@ -10020,7 +10191,7 @@ class Faults:
         run = loops.run
         running = asyncio.ensure_future(loops.run_to_end())
         await until_step(first_step, run, running)
-        speed = run.speed(first_step, loops.cluster.cfg.generators)
+        speed = speed_of(run, first_step)
         # A generator dies, a judge stands still, the trainer dies; one after the other.
         for name, percent in zip(FAULTS, (10, 40, 70), strict=True):
             step = first_step + (run.num_steps - first_step) * percent // 100
@@ -10061,6 +10232,71 @@ class Faults:
             if later or time.monotonic() > end:
                 return later[0] if later else None
             await asyncio.sleep(0.1)
+
+
+@dataclass(frozen=True)
+class ResizeRow:
+    """That generators were added to a run, or taken away."""
+
+    generators: str  # before and after, such as "1 -> 3"
+    seconds: float  # until it was done: a new process imports first, one that leaves answers first
+    steps_meanwhile: int  # that the run made in this time
+
+
+async def resized(cluster: Cluster, run: Run, number: int) -> ResizeRow:
+    """Resizes the service of generators to this number."""
+    generators = f"{cluster.num_generators} -> {number}"
+    start = time.monotonic()
+    num_steps = len(run.rows)
+    await cluster.resize_generators(number)
+    return ResizeRow(
+        generators=generators,
+        seconds=since(start),
+        steps_meanwhile=len(run.rows) - num_steps,
+    )
+
+
+async def come_and_go(lab: Lab) -> None:
+    """A run that begins with one generator, gets two more, and loses one on purpose.
+
+    So it is with --generators 2. Else it gets as many as there is room for, and ends with as many
+    as it should have. The run goes on until that is done, and then for a few steps.
+    """
+    cluster = lab.cluster
+    cfg = cluster.cfg
+    training = lab.training("come", sys.maxsize)
+    run = training.run
+    before = await cluster.generators.status(60.0)
+    rows = [await resized(cluster, run, 1)]
+    loops = AsyncLoops(training, cfg.max_lag)
+    running = asyncio.ensure_future(loops.run_to_end())
+    for number in (max_generators(cfg), cfg.generators):
+        await until_step(len(run.rows) + 2, run, running)
+        rows.append(await resized(cluster, run, number))
+    run.end_after(run.num_sent + 2)
+    await running
+    # A request for each, so that all have leased something since.
+    await sample(cluster, run.sampler.first(cfg.batch_groups), run.version)
+    after = await cluster.generators.status()
+    readers = await cluster.trainer.route(Trainer.readers)
+    lab.report.table(rows)
+    tell_who_came(lab.report, run, before, after)
+    lab.report.check("largest lag of that run", training.largest_lag(), "<=", cfg.max_lag)
+    if cfg.device == "cpu" and not cfg.hosts:  # else they copy, or others read for them
+        strangers = set(readers) - set(after.pids)
+        num_known = len(readers) - len(strangers)
+        lab.report.check("generators that lease a slot", num_known, "==", cfg.generators)
+        lab.report.check("other processes that lease a slot", len(strangers), "==", 0)
+
+
+def tell_who_came(report: Report, run: Run, before: ServiceStatus, after: ServiceStatus) -> None:
+    """Checks that this cost nothing. before, after: what the generators' service said then."""
+    num_failed = after.num_failed_attempts - before.num_failed_attempts
+    report.check("requests that failed while generators came and went", num_failed, "==", 0)
+    num_lost = len(after.lost_replicas) - len(before.lost_replicas)
+    report.check("generators that left on purpose, counted as lost", num_lost, "==", 0)
+    astray = run.ledger.counts["lost"] + run.ledger.counts["undone"] + run.ledger.num_missing()
+    report.check("groups lost, undone or not accounted for by it", astray, "==", 0)
 
 
 def tell_speed(
@@ -10158,12 +10394,13 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     fast = await faults.run_to_end(loops, num_compared)
     after = await with_retries(cluster, lambda: evaluate(cluster, heldout))
     noticed = await faults.rows()
+    await come_and_go(lab)
 
     # 3. The synchronous run.
     peer = lab.training("sync", num_compared)
     await train_sync(peer)
 
-    tell_speed(report, peer.run.speed(num_compared, cfg.generators), fast, training)
+    tell_speed(report, speed_of(peer.run, num_compared), fast, training)
     tell_lag(report, loose, training)
     tell_books(report, loops)
     if noticed:
@@ -10609,7 +10846,7 @@ class HostsCluster(Cluster):
         for host in self.hosts:
             host.life()  # connects
         # Readers of an arena have numbers: at that of the trainer generators first, then relays.
-        num_generators = self.generators_per_host()
+        num_generators = generators_per_host(cfg)
         relays = ServiceSpec(
             name="relay",
             replica_class=Relay,
@@ -10634,10 +10871,6 @@ class HostsCluster(Cluster):
         await super().close()
         for host in self.hosts:
             link_to(host.address).close()
-
-    def num_readers(self) -> int:
-        """A relay is one more reader."""
-        return self.generators_per_host() + len(self.hosts) - 1
 
     def for_trainer(self, path: str) -> bytes:
         """The trainer may be on another host, so the content of the file travels, as a message."""
@@ -10726,12 +10959,15 @@ class LocalWorkers:
             process.wait()
 
 
-async def until_replaced(service: Service) -> list[Loss]:
-    """Waits until a replica that was lost has a successor. Returns the losses made good.
+async def until_replaced(service: Service, host: Host) -> list[Loss]:
+    """Waits until the host is back, and a replica that was lost there has a successor.
 
-    That is an empty list, if there is none after 20 s.
+    Returns the losses made good. That is an empty list if the owner has not noticed any when the
+    host has been back for 2 s, in which it looks eight times.
     """
-    end = time.monotonic() + 20.0
+    while not host.is_here():
+        await asyncio.sleep(BEAT_S)
+    end = time.monotonic() + 2.0
     while True:
         status = await service.status(60.0)
         if status.lost_replicas or time.monotonic() > end:
@@ -10757,6 +10993,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
         steps=num_steps,
     )
     cluster = HostsCluster(own, is_warm=False)  # it need not learn
+    _, away = cluster.hosts  # the second is the one that will be lost
     run = Run("hosts", num_steps, Sampler(own.task, own.seed))
     training = SafeTraining(cluster, run, report)
     await cluster.start()
@@ -10771,7 +11008,8 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     workers.start(second)
     await running
     # 4. Does it sample again, from the weights of the trainer?
-    lost = [*await until_replaced(cluster.relays), *await until_replaced(cluster.generators)]
+    lost = await until_replaced(cluster.relays, away)
+    lost += await until_replaced(cluster.generators, away)
     version = await cluster.published()
     again = await sample(cluster, run.sampler.first(own.batch_groups), version)
     found = await cluster.examine(Rollout.join([reply.rollout.judged() for reply in again]))
@@ -10991,7 +11229,7 @@ async def ask_all(
     In requests of a bounded size, of which a generator has two at most: one of them waits there.
     """
     version = await cluster.published()
-    room = asyncio.Semaphore(2 * cluster.cfg.generators)
+    room = asyncio.Semaphore(2 * cluster.num_generators)
 
     async def of_some(some: list[Prompt]) -> Rollout:
         async with room:
@@ -11158,13 +11396,13 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
     """
     number_bytes = dtype_of(cfg).itemsize
     is_on_gpu = cfg.device != "cpu"
-    num_slots = 2 if is_on_gpu else cfg.generators + 2
+    num_slots = 2 if is_on_gpu else max_generators(cfg) + 2
     arena = number_bytes * num_slots
     reference = 4 if cfg.kl else 0
     before = {
         "arena": arena,
         "trainer": 0 if is_on_gpu else 4 + reference,
-        "generators": 0 if is_on_gpu else number_bytes * cfg.generators,
+        "generators": 0 if is_on_gpu else number_bytes * max_generators(cfg),
         "checkpoints": 4,
     }
     later = {
@@ -11176,7 +11414,7 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
     most = max(before, later, key=lambda needs: sum(needs.values()))
     needs = {what: per_parameter * num_parameters for what, per_parameter in most.items()}
     # The main process has imported them as well; judges need less.
-    return {**needs, "processes": (1 + cfg.trainers + cfg.generators) * PROCESS_BYTES}
+    return {**needs, "processes": (1 + cfg.trainers + max_generators(cfg)) * PROCESS_BYTES}
 
 
 def free_in_cgroup(folder: pathlib.Path) -> float:
@@ -11386,6 +11624,8 @@ def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict
         parser.error("--evaluate is of stages sync_rl and async_rl, or goes without a stage")
     if cfg.export and "checkpoint" not in sides and not is_trained:
         parser.error("--export is of stages sync_rl and async_rl, or goes with --checkpoint alone")
+    if max_generators(cfg) < cfg.generators:
+        parser.error("--max-generators must be at least --generators")
 
 
 def last_training(stages: list[Stage]) -> Stage | None:
@@ -11742,7 +11982,7 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
         await cluster.generators.status(60.0)  # the next run begins with all of them
         after = await evaluate(cluster, heldout)
         await asyncio.sleep(2 * Recorder.SEND_AFTER_S)  # until the last events have come
-        speed = run.speed(run.num_steps, cfg.generators)
+        speed = speed_of(run, run.num_steps)
         lag = training.largest_lag()
         columns = dataclasses.asdict(speed)
         del columns["run"], columns["steps"]  # the bound says the one, and the other is the same
@@ -11764,7 +12004,7 @@ def run_for_page(
     """What the page has of one run. before, after: held-out exact."""
     return {
         "max_lag": bound,
-        "generators": training.cfg.generators,
+        "generators": training.cluster.num_generators,
         "before": before,
         "after": after,
         "groups": training.run.ledger.counts,
