@@ -109,6 +109,7 @@ import ctypes
 import dataclasses
 import decimal
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -124,6 +125,8 @@ import pickle
 import queue
 import random
 import re
+import runpy
+import selectors
 import shutil
 import socket
 import statistics
@@ -143,8 +146,128 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
+# -- plumbing: a template for workers --------------------------------------------------------------
+# To import torch and transformers takes 4 s of CPU, and three processes of a run need them. So one
+# process imports them once, and does nothing else: the template. A worker with a model is a fork of
+# it, a copy that takes 10 ms, and whose memory is shared until either side writes there.
+#
+# Monarch starts its processes itself, by a command, and watches them. So that command is a
+# stand-in, a shell that tells the template its process id and then waits. The fork takes over the
+# variables with which Monarch has started the stand-in, and goes on as Monarch's own command would.
+#
+#     main process                                     what follows when one of them ends:
+#       template      imports, reads ids, forks          main      the template, by the system
+#         worker      a fork                             template  workers, by the system; stand-ins
+#         worker                                         worker    its stand-in, by the template
+#       stand-in      waits for the template to end      stand-in  its worker, by the template
+#       stand-in
+#
+# Only a process with a single thread can be forked safely: other threads would be missing in the
+# copy, with the locks that they held. Monarch starts threads when it is imported, so the template
+# must not import it. That is why these functions stand before that import.
+
+TEMPLATE_FLAG = "--template"  # by which a process knows that it is one
+
+# What trainers and generators of the tiny policy need, and mostly those of other models.
+SLOW_IMPORTS = (
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2.tokenization_qwen2",
+)
+
+
+def end_with_parent() -> None:
+    """From now on the system ends this process, by SIGKILL, when its parent ends."""
+    set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
+
+
+def serve_as_template(life: int) -> None:
+    """What the template does. life: the descriptor of the pipe that ends with it.
+
+    waits for ids of stand-ins, and for the ends of these and of workers / produces workers / ends
+    with the main process
+    """
+    os.setpgid(0, 0)  # Ctrl-C on the terminal is for the main process
+    end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody needs to ask how a worker has ended
+    gc.disable()  # imports make no garbage that is worth looking for: this saves a tenth
+    for name in SLOW_IMPORTS:
+        importlib.import_module(name)
+    gc.freeze()  # nor will workers look at these objects, which would copy their memory
+    gc.enable()
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not sys.stdin:
+                end_pair(key, selector)
+                continue
+            stand_ins = os.read(0, 4096).split()  # a line each; several may have come
+            if not stand_ins:
+                return  # the main process has ended
+            for stand_in in stand_ins:
+                fork_for(int(stand_in), selector, life)
+
+
+def fork_for(stand_in: int, selector: selectors.BaseSelector, life: int) -> None:
+    """Makes the worker of this stand-in, and has both watched."""
+    try:
+        of_stand_in = os.pidfd_open(stand_in)  # becomes readable when that ends
+    except ProcessLookupError:
+        return  # it has ended meanwhile
+    worker = os.fork()
+    if worker == 0:
+        selector.close()
+        os.close(life)
+        become_worker(stand_in)
+    of_worker = os.pidfd_open(worker)
+    selector.register(of_stand_in, selectors.EVENT_READ, of_worker)
+    selector.register(of_worker, selectors.EVENT_READ, of_stand_in)
+
+
+def end_pair(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
+    """One of a worker and its stand-in has ended, so the other one must."""
+    if key.fd not in selector.get_map():
+        return  # both have ended, and this is the second of them
+    for descriptor in (key.fd, key.data):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        selector.unregister(descriptor)
+        os.close(descriptor)
+
+
+def become_worker(stand_in: int) -> None:
+    """In the fork: becomes what Monarch wanted to start. It does not return."""
+    template = os.getppid()
+    end_with_parent()
+    if os.getppid() != template:  # it had ended before
+        os._exit(1)
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    variables = pathlib.Path(f"/proc/{stand_in}/environ").read_bytes()
+    for variable in variables.split(b"\0"):
+        name, is_one, value = variable.partition(b"=")
+        if is_one:
+            os.environb[name] = value
+    sys.argv = sys.argv[:1]
+    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+    os._exit(0)
+
+
+if __name__ == "__main__" and sys.argv[1:2] == [TEMPLATE_FLAG]:
+    serve_as_template(life=int(sys.argv[2]))
+    os._exit(0)
+
+# -- plumbing: Monarch, and modules that are imported late -----------------------------------------
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, SupervisionError
 from monarch.actor import (
     Actor,
@@ -1218,6 +1341,39 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 LEAVING = threading.Event()
 
 
+class Template:
+    """The process that imports torch and transformers for all workers with a model of this host."""
+
+    # A shell that tells the template its process id, and waits until it reads the end of the pipe
+    # that the template holds open.
+    STAND_IN = 'echo $$ > "$0" && read nothing < "$1"'
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.life = -1  # a descriptor: this end of that pipe
+
+    def start(self) -> None:
+        """Starts it, if it was not started already. It imports while others go on."""
+        if self.process is None:
+            self.life, its_end = os.pipe()
+            command = [sys.executable, "-m", "monarch_rl", TEMPLATE_FLAG, str(its_end)]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[its_end])
+            os.close(its_end)
+
+    def stand_in(self) -> BootstrapCommand | None:
+        """What Monarch is to start, and a worker becomes a fork of the template.
+
+        None: there is no template, or it was ended or stopped. Then workers import for themselves.
+        """
+        if self.process is None or status_of(self.process.pid)[0] in f"{ENDED}T":
+            return None
+        paths = [f"/proc/{self.process.pid}/fd/0", f"/proc/{os.getpid()}/fd/{self.life}"]
+        return BootstrapCommand("/bin/sh", None, ["-c", self.STAND_IN, *paths], {})
+
+
+TEMPLATE = Template()
+
+
 class Host:
     """Where processes can be started: this machine.
 
@@ -1239,9 +1395,18 @@ class Host:
         """Can processes be started there now?"""
         return self.life() != ""
 
-    async def spawn(self, name: str, num_ranks: int) -> ProcMesh:
-        """Starts processes, one for each rank, in a mesh of this name."""
-        return this_host().spawn_procs(per_host={"rank": num_ranks}, name=name)
+    def expect_models(self) -> None:
+        """Workers with a model will be started here: what they import is imported from now on."""
+        TEMPLATE.start()
+
+    async def spawn(self, name: str, num_ranks: int, has_model: bool = False) -> ProcMesh:
+        """Starts processes, one for each rank, in a mesh of this name.
+
+        has_model: they need torch and transformers; so they are forks, if there is a template.
+        """
+        stand_in = TEMPLATE.stand_in() if has_model else None
+        shape = {"rank": num_ranks}
+        return this_host().spawn_procs(per_host=shape, name=name, bootstrap_command=stand_in)
 
     def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
         """Calls back, in this event loop and with the reason, when one of these processes ends.
@@ -1417,6 +1582,8 @@ class Worker(Actor):
     It may also be several, one per process, which live and die together: the ranks of one worker. A
     trainer that is sharded over GPUs is such a worker.
     """
+
+    has_model: ClassVar[bool] = False  # does it need torch and transformers?
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -1683,7 +1850,8 @@ class Supervisor(Actor):
         place = self.spec.place(replica_id)
         host = self.spec.hosts[place.host]
         name = f"{self.spec.name}_{replica_id}_{time.monotonic_ns()}"
-        procs = await host.spawn(name, self.spec.num_ranks)
+        has_model = self.spec.replica_class.has_model
+        procs = await host.spawn(name, self.spec.num_ranks, has_model)
         actor = procs.spawn(name, self.spec.replica_class, place, *self.spec.args)
         new = Replica(place, host, procs, actor, name)
         self.replicas[replica_id] = new
@@ -7397,6 +7565,8 @@ class Trainer(Worker):
     With several ranks, calls go to all of them at once, and the answer of rank 0 counts.
     """
 
+    has_model = True
+
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place)
         self.cfg = cfg
@@ -7538,6 +7708,8 @@ class RolloutReply:
 
 class Generator(Worker):
     """Pulls the newest weights, and converses: the actor around a Decoder and a WeightReader."""
+
+    has_model = True
 
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place)
@@ -7869,6 +8041,7 @@ class Cluster:
 
     async def start(self) -> None:
         """Starts all processes at the same time, because imports take long, and loads version 0."""
+        self.hosts[0].expect_models()
         await asyncio.gather(*[service.start() for service in self.services])
         await self.load("")
 
@@ -7893,8 +8066,7 @@ class Cluster:
     async def load(self, path: str) -> str:
         """Makes the trainer what a checkpoint says; "": the policy before RL.
 
-        This is how every run begins, and how a new trainer takes the place of a lost one. Returns
-        the run's part of that checkpoint.
+        So runs begin, and new trainers take the place of lost ones. Returns the run's part of it.
         """
         # 1. The trainer begins, if it has not; the very first one with a warm start.
         begin = BeginRequest(
@@ -9799,7 +9971,10 @@ class RemoteHost(Host):
         """The address of the Monarch host there, which is another one after a loss."""
         return link_to(self.address).monarch_address
 
-    async def spawn(self, name: str, num_ranks: int) -> ProcMesh:
+    def expect_models(self) -> None:
+        """There is no template: workers there import for themselves."""
+
+    async def spawn(self, name: str, num_ranks: int, has_model: bool = False) -> ProcMesh:
         """Starts processes there, when the host is here."""
         while not self.is_here():
             await asyncio.sleep(BEAT_S)
