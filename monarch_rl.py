@@ -6751,7 +6751,9 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 # the one trains on the other.
 
 WARM_BATCH = 64  # conversations per supervised step
-WARM_RATE = 6e-4  # below that of RL, so that it does not jump past the place where it should stop
+WARM_DRAWN = 5  # batches that are drawn at once: it takes less time to tokenize many texts together
+WARM_RATE = 2e-3  # fast at first; from the first right answers on
+WARM_LAST_RATE = 6e-4  # slowly, so that it does not jump past the place where it should stop
 WARM_NOISE = 0.1  # of the letters that it learns from are random: it must not become too certain
 WARM_UNTIL = 0.11  # of validation prompts right: much room to learn, and something to learn from
 WARM_STEPS = 1000  # then the task is too hard for it
@@ -6764,27 +6766,44 @@ def warm_start(policy: Policy, advance: Callable[[], None] = lambda: None) -> No
     """
     # Its prompts are drawn apart from those of RL, whose samplers have seeds from 0 on.
     sampler = Sampler(policy.cfg.task, seed=-1 - policy.cfg.seed)
-    prompts = sampler.stream()
-    rng = random.Random(policy.cfg.seed)
+    batches = warm_batches(policy, sampler)
     optimizer = torch.optim.AdamW(policy.model.parameters(), WARM_RATE, weight_decay=0.0)
     share = 0.0
+    look_every = 5  # steps
+    looked_at = sampler.validation[:WARM_BATCH]  # a look at few shows when the end is near
     for step in range(WARM_STEPS):
-        batch = list(itertools.islice(prompts, WARM_BATCH))
-        answers = right_answers(policy, batch, rng, WARM_NOISE)
-        tokens = answers.tokens.packed().each(lambda tensor: tensor.to(policy.cfg.device))
-        logp = recompute(policy.model, tokens)
+        logp = recompute(policy.model, next(batches))
         (-logp.mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
         advance()
-        if step % 5 == 0 or share > 0.02:  # near the end it rises by 0.05 a step
-            share = exact_share(policy, sampler.validation)
+        if step % look_every == 0:
+            share = exact_share(policy, looked_at)
+        if share > 0 and look_every > 1:
+            look_every = 1  # from here on it may rise by 0.05 a step
+            looked_at = sampler.validation
+            share = exact_share(policy, looked_at)
+            for group in optimizer.param_groups:
+                group.update(lr=WARM_LAST_RATE)
         if share >= WARM_UNTIL:  # mechanism: warm start
             return
     errors = judged_alone(policy, sampler.validation).errors
     why = f"; of those that could not be judged the first: {errors[0]}" if errors else ""
     told = f"warm start: {share:.2f} exact after {WARM_STEPS} steps, not {WARM_UNTIL}"
     raise RuntimeError(told + why)
+
+
+def warm_batches(policy: Policy, sampler: Sampler) -> Iterator[Tokens]:
+    """What the warm start learns from, packed, a batch at a time and without end."""
+    prompts = sampler.stream()
+    rng = random.Random(policy.cfg.seed)
+    while True:
+        drawn = list(itertools.islice(prompts, WARM_DRAWN * WARM_BATCH))
+        answers = right_answers(policy, drawn, rng, WARM_NOISE)
+        for first in range(0, len(drawn), WARM_BATCH):
+            rows = list(range(first, first + WARM_BATCH))
+            tokens = answers.select(rows).tokens.packed()
+            yield tokens.each(lambda tensor: tensor.to(policy.cfg.device))
 
 
 def right_answers(
@@ -8786,9 +8805,18 @@ class Lab:
         """Starts the actors, the first time that it is called."""
         if not self.is_running:
             self.is_running = True
-            self.report.say("starting trainer, generators and judges (about 15 s)")
-            await self.cluster.start()
+            self.report.say("starting trainer, generators and judges (about 6 s)")
+            await asyncio.gather(self.cluster.start(), self._import_torch())
             self.report.table(await placement(self.cluster))
+
+    async def _import_torch(self) -> None:
+        """Imports torch here, which this process needs from the first rollout on.
+
+        While it is imported nothing else goes on in this process. So it begins when the judges are
+        ready, and only trainer and generators are to come, which import it too.
+        """
+        await self.cluster.judges.status(60.0)
+        await asyncio.to_thread(importlib.import_module, "torch")
 
     async def close(self) -> None:
         """Ends them, if they were started."""
