@@ -705,6 +705,15 @@ def since(start: float) -> float:
     return time.monotonic() - start
 
 
+def process_age_s() -> float:
+    """Seconds since this process was started, its imports included."""
+    # The twentieth entry, the state included, is when it was started, in ticks since the machine
+    # was (proc_pid_stat(5)).
+    [start_ticks] = status_of(os.getpid())[19:20]
+    start_s = int(start_ticks) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
+
+
 def cause(error: BaseException) -> BaseException:
     """The exception that an endpoint raised, out of the ActorErrors that carried it here.
 
@@ -8790,8 +8799,8 @@ async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
 class Lab:
     """What the demos of RL are given: running actors.
 
-    Starting them takes 15 s, mostly imports. So the RL stages of one command share them, as the
-    runs of one user would. They share nothing else: every run begins with the policy before RL.
+    Starting them takes 6 s, mostly imports. So the RL stages of one command share them, as the runs
+    of one user would. They share nothing else: every run begins with the policy before RL.
     """
 
     def __init__(self, report: Report, cluster: Cluster, training_class: type[Training]) -> None:
@@ -8800,14 +8809,28 @@ class Lab:
         self.training_class = training_class
         self.is_running = False
         self.own_run: Training | None = None  # the last one with a folder: that of the last stage
+        self.imports_s = process_age_s()  # until here the command has imported, and read its flags
+        self.start_s: float | None = None  # until the first rollout, when it began to start actors
 
     async def start(self) -> None:
         """Starts the actors, the first time that it is called."""
         if not self.is_running:
             self.is_running = True
+            self.start_s = time.monotonic()
             self.report.say("starting trainer, generators and judges (about 6 s)")
             await asyncio.gather(self.cluster.start(), self._import_torch())
             self.report.table(await placement(self.cluster))
+
+    def tell_first_rollout(self) -> None:
+        """Called behind the first rollout of a stage: says how long a user waits for one.
+
+        That is from the beginning of the command, without the stages before the first one of RL.
+        """
+        if self.start_s is not None:
+            took_s = self.imports_s + since(self.start_s)
+            self.start_s = None
+            self.report.say(f"first rollout after {took_s:.1f} s")
+            self.report.figure(first_rollout_s=took_s)
 
     async def _import_torch(self) -> None:
         """Imports torch here, which this process needs from the first rollout on.
@@ -8868,6 +8891,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     sampler = training.run.sampler
     prompts = sampler.first(cfg.batch_groups)
     parts = await with_retries(cluster, lambda: sample(cluster, prompts))
+    lab.tell_first_rollout()
     first = Rollout.join([part.rollout.judged() for part in parts])
     if not first.said:
         raise RuntimeError(f"of {len(prompts)} groups none could be judged")
@@ -9767,6 +9791,17 @@ def tell_lag(report: Report, loose: Training, training: Training) -> None:
     report.check("largest lag", training.largest_lag(), "<=", bound)
 
 
+def tell_faults(report: Report, noticed: list[FaultRow], num_struck: int) -> None:
+    """Reports what became of the faults."""
+    if noticed:
+        report.table(noticed)
+    for row in noticed:
+        if row.fault.endswith("generator"):
+            took_s = (row.after_ms + row.replaced_after_ms) / 1e3
+            report.figure(generator_replaced_s=took_s)
+    report.check("faults noticed and made good", len(noticed), "==", num_struck)
+
+
 def tell_books(report: Report, loops: AsyncLoops) -> None:
     """Reports what became of all groups, and checks that none was forgotten."""
     run = loops.run
@@ -9805,6 +9840,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     heldout = loose.run.sampler.heldout
     await with_retries(cluster, lambda: cluster.load(""))
     before = await with_retries(cluster, lambda: evaluate(cluster, heldout))
+    lab.tell_first_rollout()
     await AsyncLoops(loose, max_lag=10**6).run_to_end()
 
     # 2. With it, and with faults.
@@ -9822,9 +9858,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     tell_speed(report, peer.run.speed(num_compared, cfg.generators), fast, training)
     tell_lag(report, loose, training)
     tell_books(report, loops)
-    if noticed:
-        report.table(noticed)
-    report.check("faults noticed and made good", len(noticed), "==", len(faults.struck_s))
+    tell_faults(report, noticed, len(faults.struck_s))
     # Tokens of lag 0, of which k3 is known, are in the synchronous run.
     training.tell_learning(before, after, peer.largest_k3())
     expect(training, "held-out exact, gained", after - before, ">", 0)
