@@ -6778,7 +6778,7 @@ def warm_start(policy: Policy, advance: Callable[[], None] = lambda: None) -> No
     batches = warm_batches(policy, sampler)
     optimizer = torch.optim.AdamW(policy.model.parameters(), WARM_RATE, weight_decay=0.0)
     share = 0.0
-    look_every = 5  # steps
+    look_every = 3  # steps
     looked_at = sampler.validation[:WARM_BATCH]  # a look at few shows when the end is near
     for step in range(WARM_STEPS):
         logp = recompute(policy.model, next(batches))
@@ -7790,7 +7790,13 @@ class Generator(Worker):
             raise NotNow("this host has no arena")  # its relay is being replaced (section 14)
         if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
             weights = weights_of(self.policy.model)
-            self.reader = WeightReader(handle, self.place.local_id, weights)
+            try:
+                self.reader = WeightReader(handle, self.place.local_id, weights)
+            except WeightMismatch as error:
+                if self.place.host > 0 or is_alive(handle.pid):
+                    raise
+                # Both of us were replaced, and the request is of the time before.
+                raise TrainerLost("the trainer of this arena has ended") from error
         return self.reader
 
     def _pull(self, reader: WeightReader) -> int:
@@ -10816,7 +10822,7 @@ async def evaluate_alone(report: Report, command: Command) -> None:
     is_warm = not cfg.checkpoint
     cluster_class = HostsCluster if cfg.hosts else Cluster
     cluster = cluster_class(cfg, is_warm, tell=report.say)
-    report.say("starting trainer, generators and judges (about 15 s)")
+    report.say("starting trainer, generators and judges (about 6 s)")
     await cluster.start()
     await tell_evaluations(report, cluster, command.sides)
     await cluster.close()
