@@ -172,7 +172,6 @@ TEMPLATE_FLAG = "--template"  # by which a process knows that it is one
 SLOW_IMPORTS = (
     "torch",
     "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
@@ -1321,7 +1320,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #     it stands still      ReplicaLost       its pulse, silent for 3 s         killed, and replaced
 #     it works for ever    ReplicaLost       its progress, after a limit       killed, and replaced
 #     it works for long    the answer        nobody                            the actor lives on
-# Cost. A thread in every worker. A replacement with torch takes seconds to import it.
+# Cost. A thread in every worker. A replacement takes a second, or two.
 # Not here. Who restarts the owner: here all owners live in the main process, and end with it.
 # Source. Supervisors of Erlang (Armstrong 2003); pidfd_open(2).
 #
@@ -9274,7 +9273,7 @@ class CutOff:
         await asyncio.gather(running, return_exceptions=True)
         for service in self.cluster.services:
             kill((await service.status()).pids)
-        self.lab.report.say(f"all killed after step {step}; replacing them takes about 10 s")
+        self.lab.report.say(f"all killed after step {step}; replacing them takes seconds")
         for service in self.cluster.services:
             await service.status(60.0)
         return training
