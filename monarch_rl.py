@@ -111,6 +111,7 @@ import ctypes
 import dataclasses
 import decimal
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -126,6 +127,8 @@ import pickle
 import queue
 import random
 import re
+import runpy
+import selectors
 import shutil
 import socket
 import statistics
@@ -145,8 +148,127 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 
+# -- plumbing: a template for workers --------------------------------------------------------------
+# To import torch and transformers takes 4 s of CPU, and three processes of a run need them. So one
+# process imports them once, and does nothing else: the template. A worker with a model is a fork of
+# it, a copy that takes 10 ms, and whose memory is shared until either side writes there.
+#
+# Monarch starts its processes itself, by a command, and watches them. So that command is a
+# stand-in, a shell that tells the template its process id and then waits. The fork takes over the
+# variables with which Monarch has started the stand-in, and goes on as Monarch's own command would.
+#
+#     main process                                     what follows when one of them ends:
+#       template      imports, reads ids, forks          main      the template, by the system
+#         worker      a fork                             template  workers, by the system; stand-ins
+#         worker                                         worker    its stand-in, by the template
+#       stand-in      waits for the template to end      stand-in  its worker, by the template
+#       stand-in
+#
+# Only a process with a single thread can be forked safely: other threads would be missing in the
+# copy, with the locks that they held. Monarch starts threads when it is imported, so the template
+# must not import it. That is why these functions stand before that import.
+
+TEMPLATE_FLAG = "--template"  # by which a process knows that it is one
+
+# What trainers and generators of the tiny policy need, and mostly those of other models.
+SLOW_IMPORTS = (
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2.tokenization_qwen2",
+)
+
+
+def end_with_parent() -> None:
+    """From now on the system ends this process, by SIGKILL, when its parent ends."""
+    set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
+
+
+def serve_as_template(life: int) -> None:
+    """What the template does. life: the descriptor of the pipe that ends with it.
+
+    waits for ids of stand-ins, and for the ends of these and of workers / produces workers / ends
+    with the main process
+    """
+    os.setpgid(0, 0)  # Ctrl-C on the terminal is for the main process
+    end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody needs to ask how a worker has ended
+    gc.disable()  # imports make no garbage that is worth looking for: this saves a tenth
+    for name in SLOW_IMPORTS:
+        importlib.import_module(name)
+    gc.freeze()  # nor will workers look at these objects, which would copy their memory
+    gc.enable()
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not sys.stdin:
+                end_pair(key, selector)
+                continue
+            stand_ins = os.read(0, 4096).split()  # a line each; several may have come
+            if not stand_ins:
+                return  # the main process has ended
+            for stand_in in stand_ins:
+                fork_for(int(stand_in), selector, life)
+
+
+def fork_for(stand_in: int, selector: selectors.BaseSelector, life: int) -> None:
+    """Makes the worker of this stand-in, and has both watched."""
+    try:
+        of_stand_in = os.pidfd_open(stand_in)  # becomes readable when that ends
+    except ProcessLookupError:
+        return  # it has ended meanwhile
+    worker = os.fork()
+    if worker == 0:
+        selector.close()
+        os.close(life)
+        become_worker(stand_in)
+    of_worker = os.pidfd_open(worker)
+    selector.register(of_stand_in, selectors.EVENT_READ, of_worker)
+    selector.register(of_worker, selectors.EVENT_READ, of_stand_in)
+
+
+def end_pair(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
+    """One of a worker and its stand-in has ended, so the other one must."""
+    if key.fd not in selector.get_map():
+        return  # both have ended, and this is the second of them
+    for descriptor in (key.fd, key.data):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        selector.unregister(descriptor)
+        os.close(descriptor)
+
+
+def become_worker(stand_in: int) -> None:
+    """In the fork: becomes what Monarch wanted to start. It does not return."""
+    template = os.getppid()
+    end_with_parent()
+    if os.getppid() != template:  # it had ended before
+        os._exit(1)
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    variables = pathlib.Path(f"/proc/{stand_in}/environ").read_bytes()
+    for variable in variables.split(b"\0"):
+        name, is_one, value = variable.partition(b"=")
+        if is_one:
+            os.environb[name] = value
+    sys.argv = sys.argv[:1]
+    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+    os._exit(0)
+
+
+if __name__ == "__main__" and sys.argv[1:2] == [TEMPLATE_FLAG]:
+    serve_as_template(life=int(sys.argv[2]))
+    os._exit(0)
+
+# -- plumbing: Monarch, and modules that are imported late -----------------------------------------
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, SupervisionError
 from monarch.actor import (
     Actor,
@@ -594,6 +716,15 @@ def show(value: Any) -> str:
 def since(start: float) -> float:
     """Seconds that have passed since `start`, a time.monotonic()."""
     return time.monotonic() - start
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, its imports included."""
+    # The twentieth entry, the state included, is when it was started, in ticks since the machine
+    # was (proc_pid_stat(5)).
+    [start_ticks] = status_of(os.getpid())[19:20]
+    start_s = int(start_ticks) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
 
 
 def cause(error: BaseException) -> BaseException:
@@ -1203,7 +1334,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #     it stands still      ReplicaLost       its pulse, silent for 3 s         killed, and replaced
 #     it works for ever    ReplicaLost       its progress, after a limit       killed, and replaced
 #     it works for long    the answer        nobody                            the actor lives on
-# Cost. A thread in every worker. A replacement with torch takes seconds to import it.
+# Cost. A thread in every worker. A replacement takes a second, or two.
 # Not here. Who restarts the owner: here all owners live in the main process, and end with it.
 # Source. Supervisors of Erlang (Armstrong 2003); pidfd_open(2).
 #
@@ -1232,6 +1363,39 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 LEAVING = threading.Event()
 
 
+class Template:
+    """The process that imports torch and transformers for all workers with a model of this host."""
+
+    # A shell that tells the template its process id, and waits until it reads the end of the pipe
+    # that the template holds open.
+    STAND_IN = 'echo $$ > "$0" && read nothing < "$1"'
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.life = -1  # a descriptor: this end of that pipe
+
+    def start(self) -> None:
+        """Starts it, if it was not started already. It imports while others go on."""
+        if self.process is None:
+            self.life, its_end = os.pipe()
+            command = [sys.executable, "-m", "monarch_rl", TEMPLATE_FLAG, str(its_end)]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[its_end])
+            os.close(its_end)
+
+    def stand_in(self) -> BootstrapCommand | None:
+        """What Monarch is to start, and a worker becomes a fork of the template.
+
+        None: there is no template, or it was ended or stopped. Then workers import for themselves.
+        """
+        if self.process is None or status_of(self.process.pid)[0] in f"{ENDED}T":
+            return None
+        paths = [f"/proc/{self.process.pid}/fd/0", f"/proc/{os.getpid()}/fd/{self.life}"]
+        return BootstrapCommand("/bin/sh", None, ["-c", self.STAND_IN, *paths], {})
+
+
+TEMPLATE = Template()
+
+
 class Host:
     """Where processes can be started: this machine.
 
@@ -1253,9 +1417,18 @@ class Host:
         """Can processes be started there now?"""
         return self.life() != ""
 
-    async def spawn(self, name: str, num_ranks: int) -> ProcMesh:
-        """Starts processes, one for each rank, in a mesh of this name."""
-        return this_host().spawn_procs(per_host={"rank": num_ranks}, name=name)
+    def expect_models(self) -> None:
+        """Workers with a model will be started here: what they import is imported from now on."""
+        TEMPLATE.start()
+
+    async def spawn(self, name: str, num_ranks: int, has_model: bool = False) -> ProcMesh:
+        """Starts processes, one for each rank, in a mesh of this name.
+
+        has_model: they need torch and transformers; so they are forks, if there is a template.
+        """
+        stand_in = TEMPLATE.stand_in() if has_model else None
+        shape = {"rank": num_ranks}
+        return this_host().spawn_procs(per_host=shape, name=name, bootstrap_command=stand_in)
 
     def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
         """Calls back, in this event loop and with the reason, when one of these processes ends.
@@ -1431,6 +1604,8 @@ class Worker(Actor):
     It may also be several, one per process, which live and die together: the ranks of one worker. A
     trainer that is sharded over GPUs is such a worker.
     """
+
+    has_model: ClassVar[bool] = False  # does it need torch and transformers?
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -1707,7 +1882,8 @@ class Supervisor(Actor):
         place = self.spec.place(replica_id)
         host = self.spec.hosts[place.host]
         name = f"{self.spec.name}_{replica_id}_{time.monotonic_ns()}"
-        procs = await host.spawn(name, self.spec.num_ranks)
+        has_model = self.spec.replica_class.has_model
+        procs = await host.spawn(name, self.spec.num_ranks, has_model)
         actor = procs.spawn(name, self.spec.replica_class, place, *self.spec.args)
         new = Replica(place, host, procs, actor, name)
         self.replicas[replica_id] = new
@@ -6769,7 +6945,9 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 # the one trains on the other.
 
 WARM_BATCH = 64  # conversations per supervised step
-WARM_RATE = 6e-4  # below that of RL, so that it does not jump past the place where it should stop
+WARM_DRAWN = 5  # batches that are drawn at once: it takes less time to tokenize many texts together
+WARM_RATE = 2e-3  # fast at first; from the first right answers on
+WARM_LAST_RATE = 6e-4  # slowly, so that it does not jump past the place where it should stop
 WARM_NOISE = 0.1  # of the letters that it learns from are random: it must not become too certain
 WARM_UNTIL = 0.11  # of validation prompts right: much room to learn, and something to learn from
 WARM_STEPS = 1000  # then the task is too hard for it
@@ -6782,27 +6960,44 @@ def warm_start(policy: Policy, advance: Callable[[], None] = lambda: None) -> No
     """
     # Its prompts are drawn apart from those of RL, whose samplers have seeds from 0 on.
     sampler = Sampler(policy.cfg.task, seed=-1 - policy.cfg.seed)
-    prompts = sampler.stream()
-    rng = random.Random(policy.cfg.seed)
+    batches = warm_batches(policy, sampler)
     optimizer = torch.optim.AdamW(policy.model.parameters(), WARM_RATE, weight_decay=0.0)
     share = 0.0
+    look_every = 3  # steps
+    looked_at = sampler.validation[:WARM_BATCH]  # a look at few shows when the end is near
     for step in range(WARM_STEPS):
-        batch = list(itertools.islice(prompts, WARM_BATCH))
-        answers = right_answers(policy, batch, rng, WARM_NOISE)
-        tokens = answers.tokens.packed().each(lambda tensor: tensor.to(policy.cfg.device))
-        logp = recompute(policy.model, tokens)
+        logp = recompute(policy.model, next(batches))
         (-logp.mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
         advance()
-        if step % 5 == 0 or share > 0.02:  # near the end it rises by 0.05 a step
-            share = exact_share(policy, sampler.validation)
+        if step % look_every == 0:
+            share = exact_share(policy, looked_at)
+        if share > 0 and look_every > 1:
+            look_every = 1  # from here on it may rise by 0.05 a step
+            looked_at = sampler.validation
+            share = exact_share(policy, looked_at)
+            for group in optimizer.param_groups:
+                group.update(lr=WARM_LAST_RATE)
         if share >= WARM_UNTIL:  # mechanism: warm start
             return
     errors = judged_alone(policy, sampler.validation).errors
     why = f"; of those that could not be judged the first: {errors[0]}" if errors else ""
     told = f"warm start: {share:.2f} exact after {WARM_STEPS} steps, not {WARM_UNTIL}"
     raise RuntimeError(told + why)
+
+
+def warm_batches(policy: Policy, sampler: Sampler) -> Iterator[Tokens]:
+    """What the warm start learns from, packed, a batch at a time and without end."""
+    prompts = sampler.stream()
+    rng = random.Random(policy.cfg.seed)
+    while True:
+        drawn = list(itertools.islice(prompts, WARM_DRAWN * WARM_BATCH))
+        answers = right_answers(policy, drawn, rng, WARM_NOISE)
+        for first in range(0, len(drawn), WARM_BATCH):
+            rows = list(range(first, first + WARM_BATCH))
+            tokens = answers.select(rows).tokens.packed()
+            yield tokens.each(lambda tensor: tensor.to(policy.cfg.device))
 
 
 def right_answers(
@@ -7600,6 +7795,8 @@ class Trainer(Worker):
     With several ranks, calls go to all of them at once, and the answer of rank 0 counts.
     """
 
+    has_model = True
+
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place)
         self.cfg = cfg
@@ -7748,6 +7945,8 @@ class RolloutReply:
 class Generator(Worker):
     """Pulls the newest weights, and converses: the actor around a Decoder and a WeightReader."""
 
+    has_model = True
+
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place)
         self.cfg = cfg
@@ -7797,7 +7996,13 @@ class Generator(Worker):
             raise NotNow("this host has no arena")  # its relay is being replaced (section 14)
         if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
             weights = weights_of(self.policy.model)
-            self.reader = WeightReader(handle, self.place.local_id, weights)
+            try:
+                self.reader = WeightReader(handle, self.place.local_id, weights)
+            except WeightMismatch as error:
+                if self.place.host > 0 or is_alive(handle.pid):
+                    raise
+                # Both of us were replaced, and the request is of the time before.
+                raise TrainerLost("the trainer of this arena has ended") from error
         return self.reader
 
     def _pull(self, reader: WeightReader) -> int:
@@ -8103,6 +8308,7 @@ class Cluster:
 
     async def start(self) -> None:
         """Starts all processes at the same time, because imports take long, and loads version 0."""
+        self.hosts[0].expect_models()
         await asyncio.gather(*[service.start() for service in self.services])
         await self.load("")
 
@@ -8127,8 +8333,7 @@ class Cluster:
     async def load(self, path: str) -> str:
         """Makes the trainer what a checkpoint says; "": the policy before RL.
 
-        This is how every run begins, and how a new trainer takes the place of a lost one. Returns
-        the run's part of that checkpoint.
+        So runs begin, and new trainers take the place of lost ones. Returns the run's part of it.
         """
         # 1. The trainer begins, if it has not; the very first one with a warm start.
         begin = BeginRequest(
@@ -8864,8 +9069,8 @@ async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
 class Lab:
     """What the demos of RL are given: running actors.
 
-    Starting them takes 15 s, mostly imports. So the RL stages of one command share them, as the
-    runs of one user would. They share nothing else: every run begins with the policy before RL.
+    Starting them takes 6 s, mostly imports. So the RL stages of one command share them, as the runs
+    of one user would. They share nothing else: every run begins with the policy before RL.
     """
 
     def __init__(self, report: Report, cluster: Cluster, training_class: type[Training]) -> None:
@@ -8874,14 +9079,37 @@ class Lab:
         self.training_class = training_class
         self.is_running = False
         self.own_run: Training | None = None  # the last one with a folder: that of the last stage
+        self.imports_s = process_age_s()  # until here the command has imported, and read its flags
+        self.start_s: float | None = None  # until the first rollout, when it began to start actors
 
     async def start(self) -> None:
         """Starts the actors, the first time that it is called."""
         if not self.is_running:
             self.is_running = True
-            self.report.say("starting trainer, generators and judges (about 15 s)")
-            await self.cluster.start()
+            self.start_s = time.monotonic()
+            self.report.say("starting trainer, generators and judges (about 6 s)")
+            await asyncio.gather(self.cluster.start(), self._import_torch())
             self.report.table(await placement(self.cluster))
+
+    def tell_first_rollout(self) -> None:
+        """Called behind the first rollout of a stage: says how long a user waits for one.
+
+        That is from the beginning of the command, without the stages before the first one of RL.
+        """
+        if self.start_s is not None:
+            took_s = self.imports_s + since(self.start_s)
+            self.start_s = None
+            self.report.say(f"first rollout after {took_s:.1f} s")
+            self.report.figure(first_rollout_s=took_s)
+
+    async def _import_torch(self) -> None:
+        """Imports torch here, which this process needs from the first rollout on.
+
+        While it is imported nothing else goes on in this process. So it begins when the judges are
+        ready, and only trainer and generators are to come, which import it too.
+        """
+        await self.cluster.judges.status(60.0)
+        await asyncio.to_thread(importlib.import_module, "torch")
 
     async def close(self) -> None:
         """Ends them, if they were started."""
@@ -8933,6 +9161,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     sampler = training.run.sampler
     prompts = sampler.first(cfg.batch_groups)
     parts = await with_retries(cluster, lambda: sample(cluster, prompts, cluster.first_version))
+    lab.tell_first_rollout()
     first = Rollout.join([part.rollout.judged() for part in parts])
     if not first.said:
         raise RuntimeError(f"of {len(prompts)} groups none could be judged")
@@ -9309,7 +9538,7 @@ class CutOff:
         await asyncio.gather(running, return_exceptions=True)
         for service in self.cluster.services:
             kill((await service.status()).pids)
-        self.lab.report.say(f"all killed after step {step}; replacing them takes about 10 s")
+        self.lab.report.say(f"all killed after step {step}; replacing them takes seconds")
         for service in self.cluster.services:
             await service.status(60.0)
         return training
@@ -10344,6 +10573,17 @@ def tell_lag(report: Report, loose: Training, training: Training) -> None:
     report.check("largest lag", training.largest_lag(), "<=", bound)
 
 
+def tell_faults(report: Report, noticed: list[FaultRow], num_struck: int) -> None:
+    """Reports what became of the faults."""
+    if noticed:
+        report.table(noticed)
+    for row in noticed:
+        if row.fault.endswith("generator"):
+            took_s = (row.after_ms + row.replaced_after_ms) / 1e3
+            report.figure(generator_replaced_s=took_s)
+    report.check("faults noticed and made good", len(noticed), "==", num_struck)
+
+
 def tell_books(report: Report, loops: AsyncLoops) -> None:
     """Reports what became of all groups, and checks that none was forgotten."""
     run = loops.run
@@ -10385,6 +10625,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     heldout = loose.run.sampler.heldout
     await with_retries(cluster, lambda: cluster.load(""))
     before = await with_retries(cluster, lambda: evaluate(cluster, heldout))
+    lab.tell_first_rollout()
     await AsyncLoops(loose, max_lag=10**6).run_to_end()
 
     # 2. With it, and with faults.
@@ -10403,9 +10644,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     tell_speed(report, speed_of(peer.run, num_compared), fast, training)
     tell_lag(report, loose, training)
     tell_books(report, loops)
-    if noticed:
-        report.table(noticed)
-    report.check("faults noticed and made good", len(noticed), "==", len(faults.struck_s))
+    tell_faults(report, noticed, len(faults.struck_s))
     # Tokens of lag 0, of which k3 is known, are in the synchronous run.
     training.tell_learning(before, after, peer.largest_k3())
     expect(training, "held-out exact, gained", after - before, ">", 0)
@@ -10580,7 +10819,10 @@ class RemoteHost(Host):
         """The address of the Monarch host there, which is another one after a loss."""
         return link_to(self.address).monarch_address
 
-    async def spawn(self, name: str, num_ranks: int) -> ProcMesh:
+    def expect_models(self) -> None:
+        """There is no template: workers there import for themselves."""
+
+    async def spawn(self, name: str, num_ranks: int, has_model: bool = False) -> ProcMesh:
         """Starts processes there, when the host is here."""
         while not self.is_here():
             await asyncio.sleep(BEAT_S)
@@ -11365,7 +11607,7 @@ async def evaluate_alone(report: Report, command: Command) -> None:
     is_warm = not cfg.checkpoint
     cluster_class = HostsCluster if cfg.hosts else Cluster
     cluster = cluster_class(cfg, is_warm, tell=report.say)
-    report.say("starting trainer, generators and judges (about 15 s)")
+    report.say("starting trainer, generators and judges (about 6 s)")
     await cluster.start()
     await tell_evaluations(report, cluster, command.sides)
     await cluster.close()

@@ -369,11 +369,12 @@ FIGURES = {
     "rollout": "k3_recorded retokenised_share",
     "losses": "noise_none noise_leave_one_out tilt_group tilt_lag_reinforce tilt_lag_cispo "
     "pushed_reinforce_nats pushed_ppo_nats",
-    "sync_rl": "heldout_before heldout_after reward_first reward_last mismatch_k3 lag_max",
+    "sync_rl": "heldout_before heldout_after reward_first reward_last mismatch_k3 lag_max "
+    "first_rollout_s",
     "recovery": "resume_difference",
     "async_rl": "heldout_before heldout_after reward_first reward_last async_speedup lag_max "
     "started trained dropped lost undone in_flight unjudged mismatch_k3 trainer_stall_share "
-    "speedup_of_ideal bottleneck_busy_share seconds_to_95",
+    "speedup_of_ideal bottleneck_busy_share seconds_to_95 generator_replaced_s",
     "hosts": "bytes_per_version_over_model",
 }
 
@@ -10049,13 +10050,70 @@ def test_ctrl_c_leaves_nothing_behind(
     assert os.listdir(tmp_path) == []
 
 
-def test_killing_the_main_process_ends_its_processes(tmp_path: pathlib.Path) -> None:
-    started = start_file(tmp_path, "--only", "weight_sync")
+@pytest.mark.parametrize(("stage", "moment_s"), [("weight_sync", 6.0), ("sync_rl", 1.0)])
+def test_killing_the_main_process_ends_its_processes(
+    tmp_path: pathlib.Path, stage: str, moment_s: float
+) -> None:
+    """The second one while its template still imports, and stand-ins wait for that."""
+    started = start_file(tmp_path, "--only", stage)
     assert wait_until(lambda: len(processes_of(started.mark)) >= 4, 30)
-    time.sleep(6)  # a process that is killed between fork and exec would only end a minute later
+    # A process that is killed between fork and exec would only end a minute later.
+    time.sleep(moment_s)
     started.process.kill()
     started.process.communicate()
     assert wait_until(lambda: processes_of(started.mark) == [], 30)
+
+
+def children_of(pid: int, mark: str) -> dict[int, str]:
+    """Of the processes with this mark, those whose parent this is, with their command lines."""
+    found = {}
+    for other in processes_of(mark):
+        with contextlib.suppress(ValueError):  # it has ended
+            _, parent, *_ = m.status_of(other)
+            if int(parent) == pid:
+                line = pathlib.Path(f"/proc/{other}/cmdline").read_bytes()
+                found[other] = line.replace(b"\0", b" ").decode()
+    return found
+
+
+def test_workers_with_a_model_are_forks_and_nobody_outlives_its_pair(
+    tmp_path: pathlib.Path, quick_file: pathlib.Path
+) -> None:
+    """A stand-in is killed, a worker, and at last the template; the run goes on each time."""
+    run = start_file(tmp_path, "--only", "sync_rl", "--steps", "80", file=quick_file)
+    main = run.process.pid
+    assert run.process.stdout is not None
+    while "first rollout after" not in run.process.stdout.readline():
+        assert run.process.poll() is None
+
+    def stand_ins() -> set[int]:
+        found = children_of(main, run.mark)
+        return {pid for pid, line in found.items() if line.startswith("/bin/sh")}
+
+    def workers() -> set[int]:
+        return set(children_of(template, run.mark))
+
+    [template] = [pid for pid, line in children_of(main, run.mark).items() if "--template" in line]
+    assert len(os.listdir(f"/proc/{template}/task")) == 1  # else it could not be forked safely
+    for find in (stand_ins, workers):
+        before = (workers(), stand_ins())
+        assert [len(pids) for pids in before] == [3, 3]
+        kill_all([max(find())])
+
+        def is_replaced(before: tuple[set[int], set[int]] = before) -> bool:
+            now = (workers(), stand_ins())
+            lost = [old - new for old, new in zip(before, now, strict=True)]
+            return [len(pids) for pids in (*lost, *now)] == [1, 1, 3, 3]
+
+        assert wait_until(is_replaced, 20)
+    pairs = workers() | stand_ins()
+    kill_all([template])
+    assert wait_until(lambda: not pairs & set(processes_of(run.mark)), 20)
+    out, err = run.process.communicate(timeout=120)
+    assert run.process.returncode == 0 or "failed: sync_rl" in err
+    failed = {line for line in out.splitlines() if "FAIL" in line and TOO_FEW_STEPS not in line}
+    assert not failed, out + err
+    assert processes_of(run.mark) == []
 
 
 def output_of(*args: str) -> str:
