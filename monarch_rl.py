@@ -2953,7 +2953,7 @@ def attach_arena(
 #
 # A model's tensors lie wherever they were made. 290 copies of 64 MiB in all take 1.5 times as long
 # as one: Python needs 4 microseconds for each, and a short copy goes through the cache. So the
-# trainer moves its tensors together, as they lie in a slot, and one memmove copies all of them:
+# trainer moves its parameters together, as they lie in a slot, and one memmove copies all of them:
 #
 #     a slot              | embed.weight | norm.weight |-|    - is up to the next cache line
 #     moved together      | embed.weight | norm.weight |-|    one block
@@ -3002,19 +3002,28 @@ class CopyPlan:
 
 
 def move_together(tensors: dict[str, torch.Tensor]) -> None:
-    """Moves these tensors into one block of memory, in which they lie as in a slot.
+    """Moves the parameters among these tensors into one block of memory, to lie as in a slot.
 
-    They stay the same objects, so modules, ties and optimizers notice nothing. As the pages of new
-    memory come into being when they are first written, this needs memory for one tensor more.
+    They stay the same objects, so modules, ties and optimizers notice nothing. Those of another
+    dtype than the first stay where they are, and so do buffers: torch.save refuses a block with
+    two dtypes, and a copy of a buffer would be one of the whole block. As the pages of new memory
+    come into being when they are first written, this takes memory for one tensor more.
     """
+    parameters = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.nn.Parameter):
+            parameters[name] = tensor
     manifest = manifest_of(tensors)
-    block = torch.empty(manifest.slot_bytes, dtype=torch.uint8)
+    dtype = next(iter(parameters.values())).dtype
+    end = max(spec.offset + round_up(spec.num_bytes, dtype.itemsize) for spec in manifest.specs)
+    block = torch.empty(end // dtype.itemsize, dtype=dtype)
     for spec in manifest.specs:  # also the tied ones: each of their names must see the new place
-        tensor = tensors[spec.name]
-        room = block[spec.offset : spec.offset + spec.num_bytes].view(tensor.dtype)
-        room = room.view(spec.shape)
-        room.copy_(tensor.detach())
-        tensor.data = room
+        parameter = parameters.get(spec.name)
+        if parameter is not None and parameter.dtype == dtype:
+            start = spec.offset // dtype.itemsize
+            room = block[start : start + parameter.numel()].view(spec.shape)
+            room.copy_(parameter.detach())
+            parameter.data = room
 
 
 class Side:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import ast
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import fcntl
 import functools
@@ -3676,6 +3678,155 @@ def test_a_slot_is_free_whatever_the_readers_lease() -> None:
         publish(writer, writer.version + 1)
 
 
+def test_nobody_is_asked_whether_it_lives_while_a_slot_is_free() -> None:
+    """The question takes longer than all else that a writer does before it copies."""
+    writer = m.WeightWriter(two_tensors(), num_readers=2)
+    for reader, slot in enumerate((0, 2)):
+        writer.arena.announce(reader, slot)
+    with mock.patch.object(m, "is_alive", side_effect=AssertionError):
+        assert writer.arena.free_slot() == 1
+
+
+@pytest.fixture
+def long_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sleeps at a word sleeps until it is woken."""
+    monkeypatch.setattr(m, "SLEEP_AT_MOST", (ctypes.c_long * 2)(60, 0))
+
+
+@pytest.mark.usefixtures("long_sleeps")
+def test_who_waits_for_a_word_is_woken() -> None:
+    """Through another mapping of the memory, as in another process."""
+    writer = m.WeightWriter(two_tensors(), num_readers=1)
+    reader = first_reader(writer, two_tensors())
+    assert reader.arena.whole.data_ptr() != writer.arena.whole.data_ptr()
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        for version in range(1, 100):
+            least = version * m.Arena.MAX_SLOTS
+            waiting = []
+            for arena in (reader.arena, reader.arena, writer.arena):
+                waiting.append(threads.submit(m.wait_until, arena, m.Arena.LATEST, least))
+            if version % 2:  # every other time they sleep already
+                time.sleep(0.002)
+                assert not any(one.done() for one in waiting)
+            publish(writer, version)
+            for one in waiting:
+                assert one.result(10) >= least
+
+
+@pytest.mark.usefixtures("long_sleeps")
+def test_a_change_before_the_sleep_is_not_slept_through() -> None:
+    """The kernel compares: who looked before the change, and wants to sleep after it, does not."""
+    writer = m.WeightWriter(two_tensors(), num_readers=1)
+    before = writer.arena.words[m.Arena.LATEST]
+    assert before == m.Arena.NOTHING
+    publish(writer, 1)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        sleeping = thread.submit(
+            m.futex, writer.arena, m.Arena.LATEST, m.FUTEX_WAIT, before & 0xFFFFFFFF
+        )
+        sleeping.result(10)
+
+
+def test_nobody_sleeps_for_long_at_a_word_that_is_told_without_waking() -> None:
+    """As if whoever had changed it had died before it woke the others."""
+    writer = m.WeightWriter(two_tensors(), num_readers=1)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(m.wait_until, writer.arena, m.Arena.LATEST, 0)
+        time.sleep(0.01)
+        writer.arena.words[m.Arena.LATEST] = 5
+        assert waiting.result(10) == 5
+
+
+class TwoLayers(torch.nn.Module):
+    """Parameters of sizes that are no multiples of a cache line, one of them tied, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(5, 7)
+        self.second = torch.nn.Linear(7, 5, bias=False)
+        self.tied = torch.nn.Linear(5, 7, bias=False)
+        self.tied.weight = self.first.weight
+        self.register_buffer("count", torch.arange(3))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.second(self.first(x)))
+
+
+def two_layers() -> TwoLayers:
+    torch.manual_seed(0)
+    return TwoLayers()
+
+
+def train(model: TwoLayers) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+
+
+def test_moving_together_changes_nothing_but_the_place() -> None:
+    moved = two_layers()
+    as_made = two_layers()
+    objects = list(moved.parameters())
+    m.move_together(m.weights_of(moved))
+    assert all(a is b for a, b in zip(moved.parameters(), objects, strict=True))
+    train(moved)
+    train(as_made)
+    for name, tensor in as_made.state_dict().items():
+        assert torch.equal(moved.state_dict()[name], tensor), name
+    assert moved.tied.weight.data_ptr() == moved.first.weight.data_ptr()
+    # A copy of the model, as --kl makes one, and a file of it are no larger than of another model.
+    twin = copy.deepcopy(moved)
+    assert twin.first.bias.untyped_storage().nbytes() == 7 * 4
+    assert twin.scale.untyped_storage().nbytes() == 3 * 4
+    sizes = []
+    for model in (moved, as_made):
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        sizes.append(len(file.getvalue()))
+    assert sizes[0] < sizes[1] + 1024
+
+
+def filled_slot(writer: m.WeightWriter, model: TwoLayers, version: int) -> int:
+    """Publishes, compares all of the slot with the model, and returns how many memmoves it took."""
+    with mock.patch.object(m.ctypes, "memmove", wraps=ctypes.memmove) as memmove:
+        writer.publish(version)
+    for name, view in writer.arena.tensors(latest_slot(writer.arena)).items():
+        assert torch.equal(view, model.state_dict()[name]), name
+    return memmove.call_count
+
+
+def test_parameters_that_were_moved_together_take_one_memmove() -> None:
+    model = two_layers()
+    m.move_together(m.weights_of(model))
+    writer = m.WeightWriter(m.weights_of(model), num_readers=1)
+    num_bytes = sum(spec.num_bytes for spec in writer.arena.handle.manifest.stored_specs())
+    for version in range(1, 5):
+        with torch.no_grad():
+            model.second.weight.add_(1)
+        assert filled_slot(writer, model, version) == 1 + 2  # and one for each buffer
+        assert writer.copied_bytes == version * num_bytes
+    # The last of them gets other memory: now it is copied from there, and the others as before.
+    model.second.weight.data = torch.rand(5, 7)
+    assert filled_slot(writer, model, 5) == 2 + 2
+    # Of another shape it is refused, and so are all later versions.
+    model.second.weight.data = torch.rand(7, 5)
+    with pytest.raises(m.WeightMismatch, match=r"^second\.weight: it has another shape"):
+        writer.publish(6)
+    assert writer.arena.newest_version() == 5
+
+
+def test_only_neighbours_on_both_sides_are_one_block() -> None:
+    first = m.Block(target=640, source=64, num_bytes=100)
+    assert first.meets(m.Block(target=768, source=192, num_bytes=8))
+    assert first.joined(m.Block(target=768, source=192, num_bytes=8)).num_bytes == 136
+    assert not first.meets(m.Block(target=768, source=256, num_bytes=8))  # not so on one side
+    assert not first.meets(m.Block(target=832, source=256, num_bytes=8))  # something between them
+    assert not first.meets(m.Block(target=704, source=128, num_bytes=8))  # they overlap
+
+
 def test_a_reader_number_that_the_arena_does_not_serve_is_refused() -> None:
     writer = m.WeightWriter(two_tensors(), num_readers=2)
     for reader in (-1, 2):
@@ -4978,11 +5129,17 @@ def test_the_lease_of_a_dead_reader_is_nobodys(peers: Peers) -> None:
     attach([reader], writer.arena.handle, num_reads=0)
     assert reader.answer().num_reads == 0  # it has attached, and keeps what it has
     leased = leased_slot(writer.arena)
-    used = publish_and_list_slots(writer, range(2, 8))
+    used = publish_and_list_slots(writer, range(2, 7))
     assert leased not in used
     assert len(used) == 2
+    # As long as another slot is free nobody asks who lives. Now there are the latest and that one.
+    both = {leased, latest_slot(writer.arena)}
+    assert both == {0, 1}
+    writer.arena.handle = dataclasses.replace(writer.arena.handle, num_slots=2)
+    with pytest.raises(m.WeightMismatch, match="no free slot"):
+        writer.arena.free_slot()
     reader.kill()
-    assert leased in publish_and_list_slots(writer, range(8, 12))
+    assert writer.arena.free_slot() == leased
 
 
 def test_a_kill_leaves_nothing_and_readers_go_on(peers: Peers) -> None:
