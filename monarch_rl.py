@@ -3627,7 +3627,8 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.say(f"290 tensors, {num_mb} MiB; seed {cfg.seed} (at 64 MiB about 20 s)")
     procs = this_host().spawn_procs(per_host={"rank": 5})
     ranks = procs.spawn("bench", Bench, Place(service="bench", replica_id=0))
-    handles = await ranks.join.call(unnamed_file("meeting place"), num_mb, cfg.seed)
+    meeting_place = unnamed_file("meeting place")
+    handles = await ranks.join.call(meeting_place, num_mb, cfg.seed)
     bench = SyncBench(ranks, num_mb)
     # Only now, after 50 versions, do generators come. Nobody has to wait for them, or tell anybody.
     live = await bench.trainer.live_weights.call_one()
@@ -3641,6 +3642,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
         rows.append(await bench.row(num_rounds, road))
     num_published = await bench.num_published_beside_a_stopped_reader(12)
     await procs.stop()
+    close_unnamed_file(meeting_place)
 
     report.table(rows)
     unsafe, one, two, four, _, group, late_group, direct = rows
@@ -4439,11 +4441,13 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     report.say("a trainer and a generator of two ranks each (at 64 MiB about 10 s)")
     procs = this_host().spawn_procs(per_host={"rank": 2})
     ranks = procs.spawn("cutter", Cutter, Place(service="cutter", replica_id=0))
-    await ranks.join.call(unnamed_file("meeting place"), shapes)
+    meeting_place = unnamed_file("meeting place")
+    await ranks.join.call(meeting_place, shapes)
     rows = []
     for road in RESHARD_ROADS:
         rows.append(await reshard_row(ranks, road, needed_bytes))
     await procs.stop()
+    close_unnamed_file(meeting_place)
     report.table(rows)
     # "same" is the road of section 7, on which both sides are cut alike: what does another cost?
     gather, parcels, there, back, same = rows
@@ -7547,6 +7551,7 @@ class Trainer(Worker):
         self.cfg = cfg
         self.state: TrainState | None = None
         self.writer: ShardWriter | None = None  # None until it has begun
+        self.meeting_file = ""  # "" until somebody asks for it
 
     async def prepare(self) -> str:
         """Builds the policy, with content on rank 0 only. Answers with its device."""
@@ -7560,8 +7565,13 @@ class Trainer(Worker):
 
     @endpoint
     async def meeting_place(self) -> str:
-        """Where the ranks can find each other: a file on the host of rank 0."""
-        return unnamed_file("meeting place")
+        """Where the ranks can find each other: a file on the host of rank 0, always the same one.
+
+        They may look into it as long as they live, so it is closed with this process.
+        """
+        if not self.meeting_file:
+            self.meeting_file = unnamed_file("meeting place")
+        return self.meeting_file
 
     @endpoint
     async def begin(self, request: BeginRequest) -> ArenaHandle:

@@ -19,6 +19,7 @@ import ctypes
 import dataclasses
 import fcntl
 import functools
+import gc
 import http.server
 import importlib.util
 import io
@@ -3685,6 +3686,42 @@ def test_nobody_is_asked_whether_it_lives_while_a_slot_is_free() -> None:
         writer.arena.announce(reader, slot)
     with mock.patch.object(m, "is_alive", side_effect=AssertionError):
         assert writer.arena.free_slot() == 1
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Nothing is freed but what nobody refers to: no cycles."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_generator_lets_go_of_an_arena_when_it_moves_to_the_next() -> None:
+    """At its first pull, and not when the garbage collector happens to come by."""
+    policy = m.Policy(m.Config())
+    place = m.Place(service="generator", replica_id=0)
+    generator: Any = types.SimpleNamespace(policy=policy, reader=None, place=place)
+    prompts = m.Sampler("repeat", 0).first(2)
+    writers = []
+    for version in (1, 2, 3):
+        writers.append(m.WeightWriter(weights_of_a_copy(policy), num_readers=1))
+        writers[-1].publish(version)
+        handle = writers[-1].arena.handle
+        generator.reader = m.Generator._reader_of(generator, handle)
+        pull = generator.reader.pull
+        m.generate(policy, prompts, 2, seed=0, greedy=False, pull=pull)
+        # In this process each writer has its arena mapped, too.
+        inodes = [os.fstat(writer.arena.handle.descriptor).st_ino for writer in writers]
+        expected = [*inodes, inodes[-1]]
+        mapped = [inode for inode in arenas_of(os.getpid()) if inode in inodes]
+        assert sorted(mapped) == sorted(expected)
+
+
+def weights_of_a_copy(policy: m.Policy) -> dict[str, torch.Tensor]:
+    """The weights of a copy of a policy's model."""
+    return m.weights_of(copy.deepcopy(policy.model))
 
 
 @pytest.fixture
@@ -7714,6 +7751,32 @@ async def pids_of(service: m.Service) -> list[int]:
     return (await service.status(30.0)).pids
 
 
+def arenas_of(pid: int) -> list[int]:
+    """The arenas that a process has mapped, by their inodes; one that it has twice stands twice."""
+    found = []
+    for line in pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "memfd:monarch_rl" in line:
+            found.append(int(line.split()[4]))
+    return found
+
+
+async def num_stray_arenas(cluster: m.Cluster) -> int:
+    """How many arenas of dead trainers generators have mapped, a second after they moved."""
+    await asyncio.sleep(1.0)
+    [trainer] = await pids_of(cluster.trainer)
+    stray = 0
+    for generator in await pids_of(cluster.generators):
+        stray += len(set(arenas_of(generator)) - set(arenas_of(trainer)))
+    return stray
+
+
+async def num_meeting_places(cluster: m.Cluster) -> int:
+    """How many files of that name a trainer has open."""
+    [trainer] = await pids_of(cluster.trainer)
+    links = [os.readlink(link) for link in pathlib.Path(f"/proc/{trainer}/fd").iterdir()]
+    return sum("memfd:meeting place" in link for link in links)
+
+
 class FaultMaker:
     """Lets something go wrong in a cluster."""
 
@@ -8060,9 +8123,18 @@ class OutsideRun:
         prompts = self.sampler.first(m.Config.batch_groups)
         replies = await m.with_retries(self.cluster, lambda: m.sample(self.cluster, prompts))
         batch = m.Rollout.join([reply.rollout.judged() for reply in replies])
+        stray = await num_stray_arenas(self.cluster)
+        await self.cluster.load(self.cluster.newest)
+        meeting_places = await num_meeting_places(self.cluster)
         await self.lose(is_replaced)
         found = await m.with_retries(self.cluster, lambda: self.cluster.examine(batch))
-        return {"before": before, "after": after, "examination": dataclasses.asdict(found)}
+        return {
+            "before": before,
+            "after": after,
+            "examination": dataclasses.asdict(found),
+            "stray_arenas": stray,
+            "meeting_places": meeting_places,
+        }
 
 
 async def outside_scene(num_steps: int = 20) -> dict[str, Any]:
@@ -8231,6 +8303,8 @@ def test_a_trainer_lost_outside_a_run_is_made_up_for(tmp_path: pathlib.Path) -> 
         assert examination["mean_k3"] <= m.MAX_K3["float32"], found
         assert examination["off_from_1"] < 1e-4, found
         assert examination["num_without_gradient"] == 0, found
+        assert found[when]["stray_arenas"] == 0, found
+        assert found[when]["meeting_places"] == 1, found
     assert found["untrained"]["before"] != found["trained"]["before"], found
     assert found["steps"] == 20
 
