@@ -10167,6 +10167,14 @@ def run_recipe(folder: pathlib.Path, name: str, program: str, timeout_s: float) 
     return found.stdout
 
 
+def test_the_recipe_of_pieces_prints_a_line_for_each_width(tmp_path: pathlib.Path) -> None:
+    program = recipe('"""How long it takes to write pieces of rows').replace("sys.argv[1]", '"4"')
+    lines = run_recipe(tmp_path, "pieces.py", program, 100).splitlines()
+    widths = [int(width) for width in re.findall(r"pieces of +(\d+) B", "\n".join(lines))]
+    assert widths == [2**power for power in range(8, 17)] + [1026, 14336]
+    assert all(float(line.split()[-3]) > 0 for line in lines)
+
+
 def test_the_recipe_of_drop_wait_and_keep_prints_the_table_of_docs(tmp_path: pathlib.Path) -> None:
     """Its time is simulated, so the figures are the same everywhere. Here for one seed."""
     program = recipe('"""Drop, wait or keep').replace("range(3)", "range(1)")
