@@ -93,7 +93,6 @@ from __future__ import annotations
 # variables, signal handlers, printing) happens in `main`, which only the main process runs. One
 # exception: the handler below, which must be there before `main` can run.
 import os
-import selectors
 import signal
 
 if __name__ == "__main__":
@@ -3010,11 +3009,12 @@ class Arena:
 
     MAX_SLOTS = 1024
     MAX_READERS = 900  # the last words are section 8's
-    HEADER_BYTES = 1024 * CACHE_LINE_BYTES
+    NUM_WORDS = 1024
+    HEADER_BYTES = NUM_WORDS * CACHE_LINE_BYTES
     # In any word: nothing published, nothing leased. Divided by MAX_SLOTS it reads as version -1
     # in slot 1023, and as a lease of process -1; there is neither such a slot nor such a process.
     NOTHING = -1
-    LOOK_AGAIN_S = 0.0002  # for a store into an arena wakes nobody
+    LOOK_AGAIN_S = 0.0002  # for a lease that is given back wakes nobody
 
     def __init__(self, handle: ArenaHandle, descriptor: int) -> None:
         self.handle = handle
@@ -3075,7 +3075,7 @@ class Arena:
 
     def commit(self, version: int, slot: int) -> None:
         """For the writer, when the slot is complete: makes it the latest, for all readers."""
-        self.words[self.LATEST] = version * self.MAX_SLOTS + slot
+        tell(self, self.LATEST, version * self.MAX_SLOTS + slot)
 
     def announce(self, reader: int, slot: int) -> None:
         """For a reader: writes the slot that it is about to read into its word.
@@ -3106,11 +3106,15 @@ class Arena:
         # The commit before this must be visible before the leases are looked at: see `lease`.
         self.fence()
         _, latest = self.latest()
-        busy = {latest}
-        for _, slot in self.leases():
-            busy.add(slot)
-        for slot in range(self.handle.num_slots):
-            if slot not in busy:
+        pids: dict[int, list[int]] = collections.defaultdict(list)  # by slot, of its readers
+        for reader in range(self.handle.num_readers):
+            pid, slot = divmod(self.words[self.LEASES + reader], self.MAX_SLOTS)
+            pids[slot].append(pid)
+        others = [slot for slot in range(self.handle.num_slots) if slot != latest]
+        # First those that nobody leases. Only if there are none it matters who lives, and to ask
+        # that takes 0.1 ms for each reader: with four of them 7 % of a copy of 64 MiB.
+        for slot in sorted(others, key=lambda slot: len(pids[slot])):
+            if not any(is_alive(pid) for pid in pids[slot]):  # what has ended leases nothing
                 return slot
         return None
 
@@ -3145,6 +3149,55 @@ class Arena:
             self.fence()  # 2. from here on the writer sees it  # mechanism: fence of the reader
             if self.latest() == (version, slot):  # 3. look again  # mechanism: look again
                 return version, slot
+
+
+# Who waits for a word is woken by the kernel. Linux calls that a futex, a fast word in user space:
+# some sleep at an address of shared memory, and somebody wakes all who sleep there.
+FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # the number of the system call, by processor
+FUTEX_WAIT = 0  # sleep, if the word is still what I say
+FUTEX_WAKE = 1  # wake so many who sleep there
+EVERYBODY = 2**31 - 1
+SLEEP_AT_MOST = (ctypes.c_long * 2)(0, 100_000_000)  # seconds and nanoseconds; then look again
+
+
+def futex(
+    arena: Arena,
+    word: int,
+    operation: int,
+    value: int,
+) -> None:
+    """That system call, for a word of an arena. FUTEX_WAIT returns when it was woken, or at once.
+
+    The C library has no function for it but this one for all. Other Python threads run meanwhile.
+    """
+    ctypes.CDLL(None).syscall(
+        ctypes.c_long(FUTEX_CALLS[os.uname().machine]),
+        ctypes.c_void_p(arena.whole.data_ptr() + word * CACHE_LINE_BYTES),
+        ctypes.c_long(operation),
+        ctypes.c_long(value),
+        ctypes.byref(SLEEP_AT_MOST),
+    )
+
+
+def tell(arena: Arena, word: int, value: int) -> None:
+    """Changes a word, and wakes whoever waits for that."""
+    arena.words[word] = value
+    futex(arena, word, FUTEX_WAKE, EVERYBODY)
+
+
+def wait_until(arena: Arena, word: int, least: int) -> int:
+    """Returns a word when it is at least so much. It must be one that `tell` changes.
+
+    No change is slept through: before the kernel lets me sleep it compares the word with what I
+    found, under a lock that is needed to wake me. It compares only the lower 4 bytes, which are the
+    same again 4 million versions later. For that, and because a dead process tells nothing, nobody
+    sleeps for long.
+    """
+    while True:
+        found = arena.words[word]
+        if found >= least:
+            return found
+        futex(arena, word, FUTEX_WAIT, found & 0xFFFFFFFF)
 
 
 def create_arena(manifest: Manifest, num_readers: int, num_copying: int = 0) -> Arena:
@@ -3218,6 +3271,16 @@ def attach_arena(
 # does the copy. Only the optimizer changes them, and it waits.
 
 
+#
+# A model's tensors lie wherever they were made. 290 copies of 64 MiB in all take 1.5 times as long
+# as one: Python needs 4 microseconds for each, and a short copy goes through the cache. So the
+# trainer moves its parameters together, as they lie in a slot, and one memmove copies all of them:
+#
+#     a slot              | embed.weight | norm.weight |-|    - is up to the next cache line
+#     moved together      | embed.weight | norm.weight |-|    one block
+#     as they were made   | embed.weight | something else ... | norm.weight |    two blocks
+
+
 @dataclass(frozen=True)
 class Match:
     """A part of a slot, and the part of a tensor that belongs there, of the same shape."""
@@ -3226,6 +3289,62 @@ class Match:
     in_slot: torch.Tensor
     mine: torch.Tensor
     is_whole: bool  # this is all of what this process has of the tensor (in section 8 not always)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Memory that one memmove copies: a tensor, or some that are neighbours on both sides."""
+
+    target: int  # its address in a slot
+    source: int  # its address where the tensors are
+    num_bytes: int
+
+    def meets(self, following: Block) -> bool:
+        """Is there less than a cache line between them, and on both sides the same?"""
+        distance = following.target - self.target
+        gap = distance - self.num_bytes
+        return following.source - self.source == distance and 0 <= gap < CACHE_LINE_BYTES
+
+    def joined(self, following: Block) -> Block:
+        """Both in one, and what lies between them."""
+        num_bytes = following.target - self.target + following.num_bytes
+        return dataclasses.replace(self, num_bytes=num_bytes)
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """What fills a slot."""
+
+    matches: list[Match]  # that it was made of
+    addresses: list[int]  # of their tensors, at that time
+    blocks: list[Block]
+    others: list[Match]  # that memmove cannot copy: on a GPU, cut by columns, of another dtype
+    num_bytes: int  # of blocks and others, without gaps
+
+
+def move_together(tensors: dict[str, torch.Tensor]) -> None:
+    """Moves the parameters among these tensors into one block of memory, to lie as in a slot.
+
+    They stay the same objects, so modules, ties and optimizers notice nothing. Those of another
+    dtype than the first stay where they are, and so do buffers: torch.save refuses a block with
+    two dtypes, and a copy of a buffer would be one of the whole block. As the pages of new memory
+    come into being when they are first written, this takes memory for one tensor more.
+    """
+    parameters = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.nn.Parameter):
+            parameters[name] = tensor
+    manifest = manifest_of(tensors)
+    dtype = next(iter(parameters.values())).dtype
+    end = max(spec.offset + round_up(spec.num_bytes, dtype.itemsize) for spec in manifest.specs)
+    block = torch.empty(end // dtype.itemsize, dtype=dtype)
+    for spec in manifest.specs:  # also the tied ones: each of their names must see the new place
+        parameter = parameters.get(spec.name)
+        if parameter is not None and parameter.dtype == dtype:
+            start = spec.offset // dtype.itemsize
+            room = block[start : start + parameter.numel()].view(spec.shape)
+            room.copy_(parameter.detach())
+            parameter.data = room
 
 
 class Side:
@@ -3299,6 +3418,7 @@ class WeightWriter(Side):
         self.stored_names = {spec.name for spec in self.arena.handle.manifest.stored_specs()}
         self.with_checksums = with_checksums
         self.note = note
+        self.plans: dict[int, CopyPlan] = {}  # by slot, as far as used
         self.version = -1  # the newest that was begun
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
         self.copying: concurrent.futures.Future[None] | None = None  # the newest, under way or done
@@ -3348,29 +3468,58 @@ class WeightWriter(Side):
 
     def _write(self, slot: int) -> None:
         """Fills a slot with the tensors as they are now."""
+        plan = self._plan_for(slot)
+        for block in plan.blocks:
+            # Before an ordinary store the processor loads the cache line that it will overwrite.
+            # memmove, above the threshold in ENVIRONMENT, uses stores that do not: this saves a
+            # third of the traffic to memory. And ctypes lets other Python threads run meanwhile.
+            ctypes.memmove(block.target, block.source, block.num_bytes)
         with torch.no_grad(), torch.cuda.stream(self.stream):  # on a CPU it is None: no effect
-            for match in self.matches_with(slot):
-                if match.name in self.stored_names:
-                    self._copy_one(match)
+            for match in plan.others:
+                match.in_slot.copy_(match.mine, non_blocking=True)
+        self.copied_bytes += plan.num_bytes
         if self.stream:
             self.stream.synchronize()
         if self.with_checksums:
             self.arena.stored_checksums(slot).copy_(self.arena.computed_checksums(slot))
 
-    def _copy_one(self, match: Match) -> None:
-        """Copies one tensor, by the fastest way that there is for it."""
-        room = match.in_slot
-        mine = match.mine
-        require(room.shape == mine.shape, f"{match.name}: it has another shape than at the start")
-        is_plain = room.is_contiguous() and mine.is_contiguous() and room.dtype == mine.dtype
-        if is_plain and not mine.is_cuda:
-            # Before an ordinary store the processor loads the cache line that it will overwrite.
-            # memmove, above the threshold in ENVIRONMENT, uses stores that do not: this saves a
-            # third of the traffic to memory. And ctypes lets other Python threads run meanwhile.
-            ctypes.memmove(room.data_ptr(), mine.data_ptr(), room.nbytes)
-        else:
-            room.copy_(mine, non_blocking=True)
-        self.copied_bytes += room.nbytes
+    def _plan_for(self, slot: int) -> CopyPlan:
+        """The one that was made for the slot, if the tensors are still where they were then."""
+        matches = self.matches_with(slot)
+        addresses = [match.mine.data_ptr() for match in matches]
+        plan = self.plans.get(slot)
+        if plan is None or plan.matches is not matches or plan.addresses != addresses:
+            plan = self._new_plan(matches, addresses)
+            self.plans[slot] = plan
+        return plan
+
+    def _new_plan(self, matches: list[Match], addresses: list[int]) -> CopyPlan:
+        blocks: list[Block] = []
+        others = []
+        num_bytes = 0
+        for match, address in zip(matches, addresses, strict=True):
+            room = match.in_slot
+            mine = match.mine
+            same_shape = room.shape == mine.shape
+            require(same_shape, f"{match.name}: it has another shape than at the start")
+            if match.name not in self.stored_names:
+                continue
+            num_bytes += room.nbytes
+            is_plain = room.is_contiguous() and mine.is_contiguous() and room.dtype == mine.dtype
+            if mine.is_cuda or not is_plain:
+                others.append(match)
+                continue
+            block = Block(target=room.data_ptr(), source=address, num_bytes=room.nbytes)
+            if blocks and blocks[-1].meets(block):
+                block = blocks.pop().joined(block)
+            blocks.append(block)
+        return CopyPlan(
+            matches=matches,
+            addresses=addresses,
+            blocks=blocks,
+            others=others,
+            num_bytes=num_bytes,
+        )
 
     def _prepare_for_gpu(self) -> None:
         """Makes a stream of its own for copies, and pins the arena.
@@ -3567,7 +3716,8 @@ class Bench(Worker):
         # For the broadcast. Also the ranks that are not in this smaller group have to make it.
         self.trainer_and_two: Any = torch.distributed.new_group([0, 1, 2])
         self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)
-        # 289 cuts at random places make 290 tensors. A multiple of 32 elements is a cache line.
+        # 289 cuts at random places make 290 tensors. A multiple of 32 elements is a cache line, so
+        # they lie as in a slot: as those of a trainer, after `move_together`.
         places = range(32, num_mb * MIB // 2, 32)
         cuts = sorted(random.Random(seed).sample(places, self.NUM_TENSORS - 1))
         parts = self.block.view(torch.bfloat16).tensor_split(cuts)
@@ -3649,10 +3799,9 @@ class Bench(Worker):
             await self.live.read_into(self.block)
             self.fetched_bytes += self.block.nbytes
         else:
-            while self.reader.arena.newest_version() < version:
-                time.sleep(0.0005)
-            # Only now the clock starts: while it looked it was not held up, for it could have
-            # decoded with the version that it has.
+            wait_until(self.reader.arena, Arena.LATEST, version * Arena.MAX_SLOTS)
+            # Only now the clock starts: until then it was not held up, for it could have decoded
+            # with the version that it has.
             start = time.monotonic()
             self.reader.pull()
             weights = list(self.tensors.values())
@@ -3665,6 +3814,9 @@ class Bench(Worker):
                 # All bytes of a version are equal, so two versions show as two extremes.
                 low, high = tensor.view(torch.int8).aminmax()
                 versions.update((int(low), int(high)))
+        # With fewer cores than generators the answer of the first would be work in the way of the
+        # last, which this round still waits for.
+        await asyncio.sleep(0.01)
         return Received(
             end_s=end,
             held_s=end - start,
@@ -3796,7 +3948,8 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.say(f"290 tensors, {num_mb} MiB; seed {cfg.seed} (at 64 MiB about 20 s)")
     procs = this_host().spawn_procs(per_host={"rank": 5})
     ranks = procs.spawn("bench", Bench, Place(service="bench", replica_id=0))
-    handles = await ranks.join.call(unnamed_file("meeting place"), num_mb, cfg.seed)
+    meeting_place = unnamed_file("meeting place")
+    handles = await ranks.join.call(meeting_place, num_mb, cfg.seed)
     bench = SyncBench(ranks, num_mb)
     # Only now, after 50 versions, do generators come. Nobody has to wait for them, or tell anybody.
     live = await bench.trainer.live_weights.call_one()
@@ -3810,6 +3963,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
         rows.append(await bench.row(num_rounds, road))
     num_published = await bench.num_published_beside_a_stopped_reader(12)
     await procs.stop()
+    close_unnamed_file(meeting_place)
 
     report.table(rows)
     unsafe, one, two, four, _, group, late_group, direct = rows
@@ -4136,17 +4290,12 @@ class ShardWriter(WeightWriter):
 
     def _say(self, word: int) -> None:
         """Tells the other ranks, in this rank's word."""
-        self.arena.words[-1 - self.rank] = word
+        tell(self.arena, Arena.NUM_WORDS - 1 - self.rank, word)
 
     def _word_of(self, rank: int, version: int) -> int:
-        """Waits until that rank has come to this version, and returns its word.
-
-        It looks again and again instead of being woken: a store into an arena wakes nobody, and
-        ranks that do the same work come at almost the same time.
-        """
-        while self.arena.words[-1 - rank] // Arena.MAX_SLOTS < version:
-            time.sleep(Arena.LOOK_AGAIN_S)
-        word = self.arena.words[-1 - rank]
+        """Waits until that rank has come to this version, and returns its word."""
+        least = version * Arena.MAX_SLOTS
+        word = wait_until(self.arena, Arena.NUM_WORDS - 1 - rank, least)
         require(word != self.FAILED, f"arena: the copy of rank {rank} failed")
         return word
 
@@ -4613,11 +4762,13 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     report.say("a trainer and a generator of two ranks each (at 64 MiB about 10 s)")
     procs = this_host().spawn_procs(per_host={"rank": 2})
     ranks = procs.spawn("cutter", Cutter, Place(service="cutter", replica_id=0))
-    await ranks.join.call(unnamed_file("meeting place"), shapes)
+    meeting_place = unnamed_file("meeting place")
+    await ranks.join.call(meeting_place, shapes)
     rows = []
     for road in RESHARD_ROADS:
         rows.append(await reshard_row(ranks, road, needed_bytes))
     await procs.stop()
+    close_unnamed_file(meeting_place)
     report.table(rows)
     # "same" is the road of section 7, on which both sides are cut alike: what does another cost?
     gather, parcels, there, back, same = rows
@@ -7802,6 +7953,7 @@ class Trainer(Worker):
         self.cfg = cfg
         self.state: TrainState | None = None
         self.writer: ShardWriter | None = None  # None until it has begun
+        self.meeting_file = ""  # "" until somebody asks for it
 
     async def prepare(self) -> str:
         """Builds the policy, with content on rank 0 only. Answers with its device."""
@@ -7815,8 +7967,13 @@ class Trainer(Worker):
 
     @endpoint
     async def meeting_place(self) -> str:
-        """Where the ranks can find each other: a file on the host of rank 0."""
-        return unnamed_file("meeting place")
+        """Where the ranks can find each other: a file on the host of rank 0, always the same one.
+
+        They may look into it as long as they live, so it is closed with this process.
+        """
+        if not self.meeting_file:
+            self.meeting_file = unnamed_file("meeting place")
+        return self.meeting_file
 
     @endpoint
     async def begin(self, request: BeginRequest) -> ArenaHandle:
@@ -7827,6 +7984,9 @@ class Trainer(Worker):
                 warm_start(self.policy, advance)  # the other ranks get what comes of it
             meeting_place = request.meeting_place
             self.state = TrainState(self.cfg, self.policy, self.rank, meeting_place, advance)
+            if self.cfg.device == "cpu" and not needs_group(self.cfg):
+                # (FSDP has its own memory, and memmove does not copy from a GPU.)
+                move_together(weights_of(self.policy.model))
             self.writer = ShardWriter.join(
                 weights_of(self.policy.model),
                 request.num_readers,

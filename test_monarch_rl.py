@@ -15,9 +15,11 @@ import collections
 import concurrent.futures
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import fcntl
 import functools
+import gc
 import http.server
 import importlib.util
 import io
@@ -3719,6 +3721,191 @@ def test_a_slot_is_free_whatever_the_readers_lease() -> None:
         publish(writer, writer.version + 1)
 
 
+def test_nobody_is_asked_whether_it_lives_while_a_slot_is_free() -> None:
+    """The question takes longer than all else that a writer does before it copies."""
+    writer = m.WeightWriter(two_tensors(), num_readers=2)
+    for reader, slot in enumerate((0, 2)):
+        writer.arena.announce(reader, slot)
+    with mock.patch.object(m, "is_alive", side_effect=AssertionError):
+        assert writer.arena.free_slot() == 1
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Nothing is freed but what nobody refers to: no cycles."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_generator_lets_go_of_an_arena_when_it_moves_to_the_next() -> None:
+    """At its first pull, and not when the garbage collector happens to come by."""
+    policy = m.Policy(m.Config())
+    place = m.Place(service="generator", replica_id=0)
+    generator: Any = types.SimpleNamespace(policy=policy, reader=None, place=place)
+    prompts = m.Sampler("repeat", 0).first(2)
+    writers = []
+    for version in (1, 2, 3):
+        writers.append(m.WeightWriter(weights_of_a_copy(policy), num_readers=1))
+        writers[-1].publish(version)
+        handle = writers[-1].arena.handle
+        generator.reader = m.Generator._reader_of(generator, handle)
+        pull = generator.reader.pull
+        m.generate(policy, prompts, 2, seed=0, greedy=False, pull=pull)
+        # In this process each writer has its arena mapped, too.
+        inodes = [os.fstat(writer.arena.handle.descriptor).st_ino for writer in writers]
+        expected = [*inodes, inodes[-1]]
+        mapped = [inode for inode in arenas_of(os.getpid()) if inode in inodes]
+        assert sorted(mapped) == sorted(expected)
+
+
+def weights_of_a_copy(policy: m.Policy) -> dict[str, torch.Tensor]:
+    """The weights of a copy of a policy's model."""
+    return m.weights_of(copy.deepcopy(policy.model))
+
+
+@pytest.fixture
+def long_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sleeps at a word sleeps until it is woken."""
+    monkeypatch.setattr(m, "SLEEP_AT_MOST", (ctypes.c_long * 2)(60, 0))
+
+
+@pytest.mark.usefixtures("long_sleeps")
+def test_who_waits_for_a_word_is_woken() -> None:
+    """Through another mapping of the memory, as in another process."""
+    writer = m.WeightWriter(two_tensors(), num_readers=1)
+    reader = first_reader(writer, two_tensors())
+    assert reader.arena.whole.data_ptr() != writer.arena.whole.data_ptr()
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        for version in range(1, 100):
+            least = version * m.Arena.MAX_SLOTS
+            waiting = []
+            for arena in (reader.arena, reader.arena, writer.arena):
+                waiting.append(threads.submit(m.wait_until, arena, m.Arena.LATEST, least))
+            if version % 2:  # every other time they sleep already
+                time.sleep(0.002)
+                assert not any(one.done() for one in waiting)
+            publish(writer, version)
+            for one in waiting:
+                assert one.result(10) >= least
+
+
+@pytest.mark.usefixtures("long_sleeps")
+def test_a_change_before_the_sleep_is_not_slept_through() -> None:
+    """The kernel compares: who looked before the change, and wants to sleep after it, does not."""
+    writer = m.WeightWriter(two_tensors(), num_readers=1)
+    before = writer.arena.words[m.Arena.LATEST]
+    assert before == m.Arena.NOTHING
+    publish(writer, 1)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        sleeping = thread.submit(
+            m.futex, writer.arena, m.Arena.LATEST, m.FUTEX_WAIT, before & 0xFFFFFFFF
+        )
+        sleeping.result(10)
+
+
+def test_nobody_sleeps_for_long_at_a_word_that_is_told_without_waking() -> None:
+    """As if whoever had changed it had died before it woke the others."""
+    writer = m.WeightWriter(two_tensors(), num_readers=1)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(m.wait_until, writer.arena, m.Arena.LATEST, 0)
+        time.sleep(0.01)
+        writer.arena.words[m.Arena.LATEST] = 5
+        assert waiting.result(10) == 5
+
+
+class TwoLayers(torch.nn.Module):
+    """Parameters of sizes that are no multiples of a cache line, one of them tied, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(5, 7)
+        self.second = torch.nn.Linear(7, 5, bias=False)
+        self.tied = torch.nn.Linear(5, 7, bias=False)
+        self.tied.weight = self.first.weight
+        self.register_buffer("count", torch.arange(3))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.second(self.first(x)))
+
+
+def two_layers() -> TwoLayers:
+    torch.manual_seed(0)
+    return TwoLayers()
+
+
+def train(model: TwoLayers) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+
+
+def test_moving_together_changes_nothing_but_the_place() -> None:
+    moved = two_layers()
+    as_made = two_layers()
+    objects = list(moved.parameters())
+    m.move_together(m.weights_of(moved))
+    assert all(a is b for a, b in zip(moved.parameters(), objects, strict=True))
+    train(moved)
+    train(as_made)
+    for name, tensor in as_made.state_dict().items():
+        assert torch.equal(moved.state_dict()[name], tensor), name
+    assert moved.tied.weight.data_ptr() == moved.first.weight.data_ptr()
+    # A copy of the model, as --kl makes one, and a file of it are no larger than of another model.
+    twin = copy.deepcopy(moved)
+    assert twin.first.bias.untyped_storage().nbytes() == 7 * 4
+    assert twin.scale.untyped_storage().nbytes() == 3 * 4
+    sizes = []
+    for model in (moved, as_made):
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        sizes.append(len(file.getvalue()))
+    assert sizes[0] < sizes[1] + 1024
+
+
+def filled_slot(writer: m.WeightWriter, model: TwoLayers, version: int) -> int:
+    """Publishes, compares all of the slot with the model, and returns how many memmoves it took."""
+    with mock.patch.object(m.ctypes, "memmove", wraps=ctypes.memmove) as memmove:
+        writer.publish(version)
+    for name, view in writer.arena.tensors(latest_slot(writer.arena)).items():
+        assert torch.equal(view, model.state_dict()[name]), name
+    return memmove.call_count
+
+
+def test_parameters_that_were_moved_together_take_one_memmove() -> None:
+    model = two_layers()
+    m.move_together(m.weights_of(model))
+    writer = m.WeightWriter(m.weights_of(model), num_readers=1)
+    num_bytes = sum(spec.num_bytes for spec in writer.arena.handle.manifest.stored_specs())
+    for version in range(1, 5):
+        with torch.no_grad():
+            model.second.weight.add_(1)
+        assert filled_slot(writer, model, version) == 1 + 2  # and one for each buffer
+        assert writer.copied_bytes == version * num_bytes
+    # The last of them gets other memory: now it is copied from there, and the others as before.
+    model.second.weight.data = torch.rand(5, 7)
+    assert filled_slot(writer, model, 5) == 2 + 2
+    # Of another shape it is refused, and so are all later versions.
+    model.second.weight.data = torch.rand(7, 5)
+    with pytest.raises(m.WeightMismatch, match=r"^second\.weight: it has another shape"):
+        writer.publish(6)
+    assert writer.arena.newest_version() == 5
+
+
+def test_only_neighbours_on_both_sides_are_one_block() -> None:
+    first = m.Block(target=640, source=64, num_bytes=100)
+    assert first.meets(m.Block(target=768, source=192, num_bytes=8))
+    assert first.joined(m.Block(target=768, source=192, num_bytes=8)).num_bytes == 136
+    assert not first.meets(m.Block(target=768, source=256, num_bytes=8))  # not so on one side
+    assert not first.meets(m.Block(target=832, source=256, num_bytes=8))  # something between them
+    assert not first.meets(m.Block(target=704, source=128, num_bytes=8))  # they overlap
+
+
 def test_a_reader_number_that_the_arena_does_not_serve_is_refused() -> None:
     writer = m.WeightWriter(two_tensors(), num_readers=2)
     for reader in (-1, 2):
@@ -5021,11 +5208,17 @@ def test_the_lease_of_a_dead_reader_is_nobodys(peers: Peers) -> None:
     attach([reader], writer.arena.handle, num_reads=0)
     assert reader.answer().num_reads == 0  # it has attached, and keeps what it has
     leased = leased_slot(writer.arena)
-    used = publish_and_list_slots(writer, range(2, 8))
+    used = publish_and_list_slots(writer, range(2, 7))
     assert leased not in used
     assert len(used) == 2
+    # As long as another slot is free nobody asks who lives. Now there are the latest and that one.
+    both = {leased, latest_slot(writer.arena)}
+    assert both == {0, 1}
+    writer.arena.handle = dataclasses.replace(writer.arena.handle, num_slots=2)
+    with pytest.raises(m.WeightMismatch, match="no free slot"):
+        writer.arena.free_slot()
     reader.kill()
-    assert leased in publish_and_list_slots(writer, range(8, 12))
+    assert writer.arena.free_slot() == leased
 
 
 def test_a_kill_leaves_nothing_and_readers_go_on(peers: Peers) -> None:
@@ -7980,6 +8173,32 @@ async def pids_of(service: m.Service) -> list[int]:
     return (await service.status(30.0)).pids
 
 
+def arenas_of(pid: int) -> list[int]:
+    """The arenas that a process has mapped, by their inodes; one that it has twice stands twice."""
+    found = []
+    for line in pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "memfd:monarch_rl" in line:
+            found.append(int(line.split()[4]))
+    return found
+
+
+async def num_stray_arenas(cluster: m.Cluster) -> int:
+    """How many arenas of dead trainers generators have mapped, a second after they moved."""
+    await asyncio.sleep(1.0)
+    [trainer] = await pids_of(cluster.trainer)
+    stray = 0
+    for generator in await pids_of(cluster.generators):
+        stray += len(set(arenas_of(generator)) - set(arenas_of(trainer)))
+    return stray
+
+
+async def num_meeting_places(cluster: m.Cluster) -> int:
+    """How many files of that name a trainer has open."""
+    [trainer] = await pids_of(cluster.trainer)
+    links = [os.readlink(link) for link in pathlib.Path(f"/proc/{trainer}/fd").iterdir()]
+    return sum("memfd:meeting place" in link for link in links)
+
+
 class FaultMaker:
     """Lets something go wrong in a cluster."""
 
@@ -8326,9 +8545,18 @@ class OutsideRun:
         prompts = self.sampler.first(m.Config.batch_groups)
         replies = await m.with_retries(self.cluster, lambda: m.sample(self.cluster, prompts, 0))
         batch = m.Rollout.join([reply.rollout.judged() for reply in replies])
+        stray = await num_stray_arenas(self.cluster)
+        await self.cluster.load(self.cluster.newest)
+        meeting_places = await num_meeting_places(self.cluster)
         await self.lose(is_replaced)
         found = await m.with_retries(self.cluster, lambda: self.cluster.examine(batch))
-        return {"before": before, "after": after, "examination": dataclasses.asdict(found)}
+        return {
+            "before": before,
+            "after": after,
+            "examination": dataclasses.asdict(found),
+            "stray_arenas": stray,
+            "meeting_places": meeting_places,
+        }
 
 
 async def outside_scene(num_steps: int = 20) -> dict[str, Any]:
@@ -8500,6 +8728,8 @@ def test_a_trainer_lost_outside_a_run_is_made_up_for(tmp_path: pathlib.Path) -> 
         assert examination["mean_k3"] <= m.MAX_K3["float32"], found
         assert examination["off_from_1"] < 1e-4, found
         assert examination["num_without_gradient"] == 0, found
+        assert found[when]["stray_arenas"] == 0, found
+        assert found[when]["meeting_places"] == 1, found
     assert found["untrained"]["before"] != found["trained"]["before"], found
     assert found["steps"] == 20
 
@@ -10443,6 +10673,14 @@ def run_recipe(folder: pathlib.Path, name: str, program: str, timeout_s: float) 
     )
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
+
+
+def test_the_recipe_of_pieces_prints_a_line_for_each_width(tmp_path: pathlib.Path) -> None:
+    program = recipe('"""How long it takes to write pieces of rows').replace("sys.argv[1]", '"4"')
+    lines = run_recipe(tmp_path, "pieces.py", program, 100).splitlines()
+    widths = [int(width) for width in re.findall(r"pieces of +(\d+) B", "\n".join(lines))]
+    assert widths == [2**power for power in range(8, 17)] + [1026, 14336]
+    assert all(float(line.split()[-3]) > 0 for line in lines)
 
 
 def test_the_recipe_of_drop_wait_and_keep_prints_the_table_of_docs(tmp_path: pathlib.Path) -> None:
