@@ -324,6 +324,9 @@ ENVIRONMENT = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
     # A look under way when its process dies waits so long for the reply: 30 s unless told.
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    # For a process to start: 30 s unless told. Those with a model wait until the template has
+    # imported, which on a busy machine may take longer than that.
+    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "120s",
     # Copies above 128 KiB bypass the cache, and so do not read what they overwrite (section 7).
     # The C library reads this when a process starts.
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x20000",
@@ -417,6 +420,9 @@ class Config:
     )
     in_flight: float | None = setting(
         None, "batches under way at most; None: K + 1, with window half less", least=1, kind=float
+    )
+    request_groups: int | None = setting(
+        None, "groups that a generator is asked for; None: by their number", least=1, kind=int
     )
     loss: str = setting(
         "ppo", "what an update minimises (section 10)", choices="reinforce ppo decoupled cispo dppo"
@@ -10025,9 +10031,9 @@ def joined(groups: list[Group]) -> Rollout:
 class RolloutLoop:
     """The loop that turns tickets into groups in the buffer.
 
-    consumes tickets / waits for them, and for a generator with fewer requests than it may have /
-    woken by Ledger.settle and by the end of a request / produces requests, each of which puts
-    groups into the buffer / ends when it is cancelled
+    consumes tickets / waits for them, and for generators that have less than they may have / woken
+    by Ledger.settle and by the end of a request / produces requests, each of which puts groups into
+    the buffer / ends when it is cancelled
     """
 
     NUM_REQUESTS = 3  # of each generator
@@ -10057,8 +10063,10 @@ class RolloutLoop:
         for request in [request for request in self.requests if request.done()]:
             self.requests.remove(request)
             request.result()
-        most = self.NUM_REQUESTS * self.cluster.num_generators
-        return self._num_wanted() > 0 and len(self.requests) < most
+        # More than so many groups at the generators would only wait there, and there may be any
+        # number of tickets.
+        most = self.NUM_REQUESTS * self.cluster.num_generators * self.flow.batch_groups
+        return self._num_wanted() > 0 and len(self.buffer.awaited) < most
 
     def _num_wanted(self) -> int:
         """How many groups the run still needs, as far as there are tickets for them."""
@@ -10068,6 +10076,8 @@ class RolloutLoop:
 
     def request_groups(self) -> int:
         """For how many groups a request asks, if there are as many tickets."""
+        if self.cluster.cfg.request_groups is not None:
+            return self.cluster.cfg.request_groups
         num_requests = self.NUM_REQUESTS * self.cluster.num_generators
         share = self.flow.num_tickets // num_requests  # mechanism: requests fit the fleet
         return min(max(share, 1), self.flow.batch_groups)
@@ -10487,6 +10497,7 @@ class OrderRow:
 
     order: str
     tickets: int
+    request: int  # groups
     lag_mean: float
     lag_max: int
     trainer_idle: float  # share of the time
@@ -10495,42 +10506,44 @@ class OrderRow:
 
 
 def order_rows(num_steps: int = 100, seed: int = 0) -> list[OrderRow]:
-    """Both orders, each with all tickets that K = 2 allows and with fewer.
+    """Both orders, with more and with fewer tickets, and with large requests.
 
     Steps and groups take equally long, in the mean, so that generators have time to spare.
     """
     rows = []
     world = World(num_generators=2, group_s=3.0, step_s=3.0, is_uneven=True, seed=seed)
-    for order in ("ready", "window"):
-        for in_flight in (3.0, 2.0):
-            cfg = Config(max_lag=2, order=order, in_flight=in_flight)
-            found = simulate(cfg, world, num_steps)
-            row = OrderRow(
-                order=order,
-                tickets=Flow.of(cfg, cfg.max_lag).num_tickets,
-                lag_mean=statistics.fmean(found.lags()),
-                lag_max=found.training.largest_lag(),
-                trainer_idle=found.trainer_idle(),
-                length=found.length_share(),
-                dropped=found.training.run.ledger.counts["dropped"],
-            )
-            rows.append(row)
+    for order, in_flight, request_groups in (
+        ("ready", 3.0, 8),
+        ("ready", 3.0, 1),
+        ("ready", 2.0, 1),
+        ("window", 3.0, 1),
+        ("window", 2.5, 1),
+    ):
+        cfg = Config(max_lag=2, order=order, in_flight=in_flight, request_groups=request_groups)
+        found = simulate(cfg, world, num_steps)
+        row = OrderRow(
+            order=order,
+            tickets=Flow.of(cfg, cfg.max_lag).num_tickets,
+            request=request_groups,
+            lag_mean=statistics.fmean(found.lags()),
+            lag_max=found.training.largest_lag(),
+            trainer_idle=found.trainer_idle(),
+            length=found.length_share(),
+            dropped=found.training.run.ledger.counts["dropped"],
+        )
+        rows.append(row)
     return rows
 
 
 def tell_simulated(report: Report, fleets: list[FleetRow], orders: list[OrderRow]) -> None:
     """Reports both tables."""
-    report.say(
-        "simulated, 30 ms a group, 100 ms a step of 16 groups; steps per s (k 0: K = 0):",
-    )
+    report.say("simulated, 30 ms a group, 100 ms a step of 16 groups; steps per s; k 0: K = 0")
     report.table(fleets)
     least = min(row.of_ideal for row in fleets)
     report.check("simulated: steps of ideal, least of 1 to 8 generators", least, ">=", 0.9)
     least = min(row.k_0 / row.sync for row in fleets)
     report.check("simulated: K = 0 over synchronous, the least", least, ">=", 0.99)
-    report.say(
-        f"simulated, {100} steps, K = 2, lengths with a heavy tail; length: trained / generated:",
-    )
+    report.say("simulated, K = 2, lengths with a heavy tail; length: trained / generated:")
     report.table(orders)
     report.check("simulated: largest lag", max(row.lag_max for row in orders), "<=", 2)
     waiting = [row for row in orders if row.order == "window"]
