@@ -10416,15 +10416,24 @@ class Simulation:
 
     training: SimulatedTraining
     cluster: SimulatedCluster
-    seconds: float
+
+    LAST_STEPS = 5  # are left out of times: towards its end a run asks for fewer and fewer groups
+
+    def num_timed(self) -> int:
+        """Steps over which times are measured."""
+        return self.training.run.num_steps - self.LAST_STEPS
+
+    def seconds(self) -> float:
+        """For these steps, in simulated time."""
+        return self.cluster.complete_s[self.num_timed()] - self.cluster.world.copy_s
 
     def steps_per_s(self) -> float:
         """In simulated time."""
-        return self.training.run.num_steps / self.seconds
+        return self.num_timed() / self.seconds()
 
     def trainer_idle(self) -> float:
         """Share of the time."""
-        return 1 - self.training.run.num_steps * self.cluster.world.step_s / self.seconds
+        return 1 - self.num_timed() * self.cluster.world.step_s / self.seconds()
 
     def lags(self) -> list[float]:
         """The mean lag of each step."""
@@ -10452,7 +10461,7 @@ def simulate(
             await train_sync(training)
         else:
             await AsyncLoops(training, cfg.max_lag).run_to_end()
-        return Simulation(training=training, cluster=cluster, seconds=loop.time())
+        return Simulation(training=training, cluster=cluster)
 
     try:
         return loop.run_until_complete(run())
