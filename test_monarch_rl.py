@@ -10280,7 +10280,7 @@ def test_ctrl_c_leaves_nothing_behind(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("stage", "moment_s"), [("weight_sync", 6.0), ("sync_rl", 1.0)])
+@pytest.mark.parametrize(("stage", "moment_s"), [("weight_sync", 6.0), ("sync_rl", 3.0)])
 def test_killing_the_main_process_ends_its_processes(
     tmp_path: pathlib.Path, stage: str, moment_s: float
 ) -> None:
@@ -10310,7 +10310,7 @@ def test_workers_with_a_model_are_forks_and_nobody_outlives_its_pair(
     tmp_path: pathlib.Path, quick_file: pathlib.Path
 ) -> None:
     """A stand-in is killed, a worker, and at last the template; the run goes on each time."""
-    run = start_file(tmp_path, "--only", "sync_rl", "--steps", "80", file=quick_file)
+    run = start_file(tmp_path, "--only", "sync_rl", "--steps", "10000", file=quick_file)
     main = run.process.pid
     assert run.process.stdout is not None
     while "first rollout after" not in run.process.stdout.readline():
@@ -10333,17 +10333,24 @@ def test_workers_with_a_model_are_forks_and_nobody_outlives_its_pair(
         def is_replaced(before: tuple[set[int], set[int]] = before) -> bool:
             now = (workers(), stand_ins())
             lost = [old - new for old, new in zip(before, now, strict=True)]
-            return [len(pids) for pids in (*lost, *now)] == [1, 1, 3, 3]
+            return all(lost) and [len(pids) for pids in now] == [3, 3]
 
-        assert wait_until(is_replaced, 20)
+        assert wait_until(is_replaced, 30)
     pairs = workers() | stand_ins()
     kill_all([template])
     assert wait_until(lambda: not pairs & set(processes_of(run.mark)), 20)
-    out, err = run.process.communicate(timeout=120)
-    assert run.process.returncode == 0 or "failed: sync_rl" in err
-    failed = {line for line in out.splitlines() if "FAIL" in line and TOO_FEW_STEPS not in line}
-    assert not failed, out + err
-    assert processes_of(run.mark) == []
+
+    def all_are_there() -> bool:
+        """Started by Monarch itself now: trainer, generators and judges."""
+        lines = children_of(main, run.mark).values()
+        return sum("bootstrap_main" in line for line in lines) == 5
+
+    assert wait_until(all_are_there, 30)
+    while "goes on after step" not in run.process.stdout.readline():
+        assert run.process.poll() is None
+    assert interrupt(run, False) is not None
+    assert run.process.returncode == 130
+    assert wait_until(lambda: processes_of(run.mark) == [])
 
 
 def output_of(*args: str) -> str:
