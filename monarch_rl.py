@@ -49,10 +49,10 @@ leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what stands
 takes two days. After section 13 you have the whole system on one host; 14 adds others. DOCS.md says
 at length why each part is as it is.
 
-Left out, and what to use instead: paged attention and continuous batching (vLLM, SGLang); tensor,
-pipeline and expert parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools;
-value networks and reward models; launchers for Slurm and Kubernetes (Monarch's job API). Each
-would hide the part that is taught here.
+Left out, and what to use instead: paged attention (vLLM, SGLang); tensor, pipeline and expert
+parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; value networks and
+reward models; launchers for Slurm and Kubernetes (Monarch's job API). Each would hide the part
+that is taught here.
 
 The words:
 
@@ -4330,8 +4330,8 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #   And throw the cache away when new weights come: it was computed by the old ones.
 # Cost. Four numbers per token beside its id: version, log-probability, turn, and whether there is a
 #   token at all. A new cache costs one pass over what was said so far.
-# Not here. Waiting prompts that take the places of rows that have ended, and memory for keys and
-#   values in pages (vLLM, SGLang). Here rows leave, and none joins.
+# Not here. Memory for keys and values in pages, so that a short row of the cache takes less room
+#   than a long one (vLLM, SGLang).
 # Source. Mistakes of public RL code, collected in DOCS 5. The demo measures disagreement as k3, an
 #   estimate of the KL divergence, which tells how far apart two distributions are (Schulman 2020).
 
@@ -4904,22 +4904,18 @@ def words_of(text: str) -> str:
 
 # -- 9b. What is recorded --------------------------------------------------------------------------
 #
-# Conversations are rows of a table with a column per token. A row has holes where another row's
-# turn is longer; a hole is masked, and has no position. So all rows have their turns in the same
-# columns: one batch and one cache do for rows of any length, no row is shifted while it grows, and
-# none is tokenized again. Here are two rows. (<u> and <a> begin a turn of the user's and of the
-# assistant's, <e> ends one; u is a letter of the user's; a to g were sampled; a dot is a hole.)
+# Conversations are rows of a table with a column per token. Each begins in the first column; behind
+# the end of a shorter one there are holes. No row is tokenized again. Here are two of them. (<u> and
+# <a> begin a turn of the user's and of the assistant's, <e> ends one; u is a letter of the user's;
+# a to g were sampled; a dot is a hole.)
 #
-#     row 0   ids        <u> u u u <e> <a>  a b c <e>  .  <u> u u u <e> <a>  d e f <e>
-#             turn_ids    0  0 0 0  0   0   1 1 1  1   0   0  0 0 0  0   0   2 2 2  2
-#             position    0  1 2 3  4   5   6 7 8  9   .  10 11 ...
-#     row 1   ids        <u> u u u <e> <a>  a <e> . .  .  <u> u u u <e> <a>  d e f  g
-#             turn_ids    0  0 0 0  0   0   1  1  0 0  0   0  0 0 0  0   0   2 2 2  2
-#             position    0  1 2 3  4   5   6  7  . .  .   8  9 ...
+#     row 0   ids       <u> u u u <e> <a>  a b c <e>  <u> u u u <e> <a>  d e f <e>
+#             turn_ids   0  0 0 0  0   0   1 1 1  1    0  0 0 0  0   0   2 2 2  2
+#     row 1   ids       <u> u u u <e> <a>  a <e>  <u> u u u <e> <a>  d e f  g   .  .
+#             turn_ids   0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2   0  0
 #
-# An answer has at most four tokens here, so row 1 was stopped after g, without an <e>. The column
-# of holes before the second <u> is for a row that was stopped so in its first turn: it gets its <e>
-# from the template there. These two rows have sampled theirs.
+# An answer has at most four tokens here, so row 1 was stopped after g, without an <e>. Had it been
+# stopped so in its first turn, it would have its <e> there from the template.
 
 
 @dataclass(frozen=True)
@@ -4955,10 +4951,6 @@ class Tokens:
         """Changes each of the five tensors in the same way."""
         return Tokens.combine([self], lambda tensors: change(tensors[0]))
 
-    def with_columns(self, new: Tokens) -> Tokens:
-        """Puts new columns behind these, for the same rows."""
-        return Tokens.combine([self, new], lambda tensors: torch.cat(tensors, 1))
-
     @staticmethod
     def stacked(parts: list[Tokens]) -> Tokens:
         """The rows of all parts. Where a part has fewer columns, holes are added on its right."""
@@ -4971,17 +4963,13 @@ class Tokens:
         return Tokens.combine([part.each(widened) for part in parts], torch.cat)
 
     def packed(self) -> Tokens:
-        """[B, longest row] each: the same rows, with holes only at their ends.
+        """[B, longest row] each: the same rows, without columns that are nothing but holes.
 
         For the trainer, which needs no mask then: in a causal model no token looks at what follows
         it, so what stands behind the end of a row changes nothing in it.
         """
         longest = int(self.mask.sum(1).max())
-        # Of each row, the numbers of its columns in a new order: tokens first, then holes, both in
-        # the order that they have. A row "a . b" has the order 0 2 1, and becomes "a b .".
-        order = self.mask.argsort(dim=1, descending=True, stable=True)
-        kept = order[:, :longest]
-        return self.each(lambda tensor: tensor.gather(1, kept))
+        return self.each(lambda tensor: tensor[:, :longest])
 
 
 @dataclass(frozen=True)
@@ -5244,34 +5232,16 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
     return d.exp() - 1 - d
 
 
-# -- 9d. The decoder -------------------------------------------------------------------------------
-# An episode hears, speaks, hears, speaks, until it is over. All episodes that speak are the rows of
-# one batch, whoever asked for them, and a step of the decoder samples a token for each of them:
+# -- 9d. Episodes ----------------------------------------------------------------------------------
+# An episode is a conversation while it is had. Each has a session of its own, which plays its user.
+# What a generator does with the prompts of a request:
 #
-#     1. pull: are there new weights? If so, the cache is thrown away
-#     2. episodes that wait come in; those whose turn has ended go out, hear, and come in again
-#     3. a forward pass over the tokens that the cache lacks, mostly the last one of each row
-#     4. log-probabilities of the next token, over the whole vocabulary
-#     5. a token is sampled for each row whose turn goes on. Its episode notes the id, the turn,
-#        the log-probability and the version
-#
-# So answers may be of any length. Here a ends its turn with its third token, hears "bc", and goes
-# on; b speaks all the time; c is of a request that came meanwhile. All rows end with the same
-# column, and have holes on their left (a dot):
-#
-#     step 3   a   <u> a <a> a c <e>         step 4   a   <u> a <a> a c <e> <u> b c <a> p
-#              b   <u> b <a> p q r                    b   .   . .   . <u> b <a> p q r s
-#                                                     c   .   . .   . .   .   <u> k <a> t
-#
-# To come in and to go out copies the cache, so it is not done for every row alone: it is done when
-# a request waits, or a quarter of the rows have ended their turns. Fewer than these are computed
-# for nothing. Of 64 rows, 56 may say 8 tokens and 8 say 200: that makes 64 x 8 + 8 x 192 tokens,
-# where a batch that nobody leaves computes 64 x 200.
-
-
-def version_0() -> int:
-    """What `pull` is in a decoder whose weights do not change."""
-    return 0
+#     begin_episodes     opens the sessions: connections to environments, say; most keep nothing
+#     while not          a step of the decoder (9e) gets each episode on by a token:
+#     all_over:              user_says, hear     when it has a turn to hear
+#                            say                 a token was sampled
+#     rollout_of         asks each session for its rewards: most know none, and a judge will say
+#     end of the `with`  closes all sessions, whatever has happened
 
 
 class Luck:
@@ -5389,6 +5359,147 @@ class Episode:
         self.is_over = True
         with task_errors():
             self.session.close()
+
+
+@contextlib.contextmanager
+def begin_episodes(
+    policy: Policy,
+    prompts: list[Prompt],
+    group_size: int,
+    seed: int,
+    greedy: bool,
+) -> Iterator[list[Episode]]:
+    """Episodes of these prompts, for the body of the `with`. The parameters are as in `generate`.
+
+    Those of a group are neighbours. Whoever joins or selects rows of a Rollout need not keep that.
+    """
+    luck = Luck(len(prompts) * group_size, seed)
+    # An ExitStack calls back when its `with` ends, the last first. So it closes all that were
+    # opened, however this ends: also if the next one cannot be opened, if the decoder runs out of
+    # memory, and if closing another one raises. Only a killed process closes nothing; then the
+    # system ends its connections, and the environment sees that.
+    with contextlib.ExitStack() as until_end:
+        episodes: list[Episode] = []
+        for prompt in [prompt for prompt in prompts for _ in range(group_size)]:
+            with task_errors():
+                session = policy.task.open(prompt.turns)
+            my_luck = None if greedy else functools.partial(luck.number, len(episodes))
+            episode = Episode(policy, prompt, session, my_luck)
+            until_end.callback(episode.close)
+            episodes.append(episode)
+        yield episodes
+
+
+def all_over(episodes: list[Episode]) -> bool:
+    """Are they? Raises what a session has raised."""
+    for episode in episodes:
+        if episode.error is not None:
+            raise episode.error
+    return all(episode.is_over for episode in episodes)
+
+
+def rollout_of(episodes: list[Episode]) -> Rollout:
+    """The record of episodes that are over, with what their sessions know of rewards."""
+    num_turns = episodes[0].policy.task.num_turns
+    is_truncated = [padded(episode.is_truncated, num_turns, False) for episode in episodes]
+    rewards = []
+    for episode, is_stopped in zip(episodes, is_truncated, strict=True):
+        rewards.append(known_rewards(episode, is_stopped))
+    return Rollout(
+        tokens=tokens_of(episodes),
+        rewards=torch.tensor(rewards),
+        group_ids=torch.tensor([episode.prompt.id for episode in episodes]),
+        is_cut=torch.tensor([episode.is_cut for episode in episodes]),
+        is_truncated=torch.tensor(is_truncated),
+        prompts=[episode.prompt for episode in episodes],
+        said=[episode.said for episode in episodes],
+    )
+
+
+def padded(entries: list[Any], length: int, filler: Any = 0) -> list[Any]:
+    """So many entries: these, and fillers behind them."""
+    return entries + [filler] * (length - len(entries))
+
+
+def tokens_of(episodes: list[Episode]) -> Tokens:
+    """The table of their tokens. Where an episode was cut, no token counts as chosen."""
+    lengths = torch.tensor([len(episode.ids) for episode in episodes])
+    is_token = torch.arange(int(lengths.max())) < lengths[:, None]  # [B, longest]
+    turn_ids = filled_in(is_token, [episode.turn_ids for episode in episodes])
+    is_sampled = turn_ids > 0
+    is_cut = torch.tensor([episode.is_cut for episode in episodes])
+    logprobs = [episode.logprobs for episode in episodes]
+    return Tokens(
+        ids=filled_in(is_token, [episode.ids for episode in episodes]),
+        mask=is_token.long(),
+        turn_ids=turn_ids * ~is_cut[:, None],
+        logprobs=filled_in(is_sampled, logprobs, torch.float32),
+        versions=filled_in(is_sampled, [episode.versions for episode in episodes]),
+    )
+
+
+def filled_in(
+    places: torch.Tensor,
+    entries: list[Any],
+    dtype: torch.dtype = torch.int64,
+) -> torch.Tensor:
+    """A table with these entries in these places, and zeros elsewhere.
+
+    places: [B, T] bool. entries: of each row a list, one for each of its places.
+    """
+    table = torch.zeros(places.shape, dtype=dtype)
+    row_by_row = list(itertools.chain.from_iterable(entries))
+    return table.masked_scatter(places, torch.tensor(row_by_row, dtype=dtype))
+
+
+def known_rewards(episode: Episode, is_truncated: list[bool]) -> list[float]:
+    """What its session knows of the rewards of its turns: each nan, if it knows nothing."""
+    with task_errors():
+        found = episode.session.rewards(episode.said, is_truncated)
+        if found is None:
+            return [math.nan] * len(is_truncated)
+        return finite_rewards(found, len(is_truncated))
+
+
+def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
+    """What a task gave as rewards. ValueError: it is something else than num_turns finite numbers.
+
+    TypeError: it is not even a list of what can be a number.
+    """
+    numbers = [float(reward) for reward in found]
+    if len(numbers) != num_turns or not math.isfinite(sum(numbers)):
+        raise ValueError(f"these are not {num_turns} finite rewards: {str(found)[:60]}")
+    return numbers
+
+
+# -- 9e. The decoder -------------------------------------------------------------------------------
+# An episode hears, speaks, hears, speaks, until it is over. All episodes that speak are the rows of
+# one batch, whoever asked for them, and a step of the decoder samples a token for each of them:
+#
+#     1. pull: are there new weights? If so, the cache is thrown away
+#     2. episodes that wait come in; those whose turn has ended go out, hear, and come in again
+#     3. a forward pass over the tokens that the cache lacks, mostly the last one of each row
+#     4. log-probabilities of the next token, over the whole vocabulary
+#     5. a token is sampled for each row whose turn goes on. Its episode notes the id, the turn,
+#        the log-probability and the version
+#
+# So answers may be of any length. Here a ends its turn with its third token, hears "bc", and goes
+# on; b speaks all the time; c is of a request that came meanwhile. All rows end with the same
+# column, and have holes on their left (a dot):
+#
+#     step 3   a   <u> a <a> a c <e>         step 4   a   <u> a <a> a c <e> <u> b c <a> p
+#              b   <u> b <a> p q r                    b   .   . .   . <u> b <a> p q r s
+#                                                     c   .   . .   . .   .   <u> k <a> t
+#
+# To come in and to go out copies the cache, so it is not done for every row alone: it is done when
+# a request waits, or a quarter of the rows have ended their turns. Fewer than these are computed
+# for nothing. Of 64 rows, 56 may say 8 tokens and 8 say 200: that makes 64 x 8 + 8 x 192 tokens,
+# where a batch that nobody leaves computes 64 x 200.
+
+
+def version_0() -> int:
+    """What `pull` is in a decoder whose weights do not change."""
+    return 0
 
 
 class RowCache:
@@ -5656,18 +5767,6 @@ class Decoder:
         return logp.argmax(-1).where(torch.tensor(is_greedy, device=logp.device), drawn)
 
 
-# -- 9e. Episodes ----------------------------------------------------------------------------------
-# What a generator does with the prompts of a request. Each episode has a session of its own, which
-# plays its user:
-#
-#     begin_episodes    opens the sessions: connections to environments, say; most keep nothing
-#     Decoder.add       here the episodes of several requests meet (section 11 lets them)
-#     Decoder.step      a token for each. At the end of a turn: session.user
-#     all_over          are those of this request over?
-#     rollout_of        asks each session for its rewards: most know none, and a judge will say
-#     end of the with   closes all sessions, whatever has happened
-
-
 def generate(
     policy: Policy,
     prompts: list[Prompt],
@@ -5690,135 +5789,24 @@ def generate(
         return rollout_of(episodes)
 
 
-@contextlib.contextmanager
-def begin_episodes(
-    policy: Policy,
-    prompts: list[Prompt],
-    group_size: int,
-    seed: int,
-    greedy: bool,
-) -> Iterator[list[Episode]]:
-    """Episodes of these prompts, for the body of the `with`. The parameters are as in `generate`.
-
-    Those of a group are neighbours. Whoever joins or selects rows of a Rollout need not keep that.
-    """
-    luck = Luck(len(prompts) * group_size, seed)
-    # An ExitStack calls back when its `with` ends, the last first. So it closes all that were
-    # opened, however this ends: also if the next one cannot be opened, if the decoder runs out of
-    # memory, and if closing another one raises. Only a killed process closes nothing; then the
-    # system ends its connections, and the environment sees that.
-    with contextlib.ExitStack() as until_end:
-        episodes: list[Episode] = []
-        for prompt in [prompt for prompt in prompts for _ in range(group_size)]:
-            with task_errors():
-                session = policy.task.open(prompt.turns)
-            my_luck = None if greedy else functools.partial(luck.number, len(episodes))
-            episode = Episode(policy, prompt, session, my_luck)
-            until_end.callback(episode.close)
-            episodes.append(episode)
-        yield episodes
-
-
-def all_over(episodes: list[Episode]) -> bool:
-    """Are they? Raises what a session has raised."""
-    for episode in episodes:
-        if episode.error is not None:
-            raise episode.error
-    return all(episode.is_over for episode in episodes)
-
-
-def rollout_of(episodes: list[Episode]) -> Rollout:
-    """The record of episodes that are over, with what their sessions know of rewards."""
-    num_turns = episodes[0].policy.task.num_turns
-    is_truncated = [padded(episode.is_truncated, num_turns, False) for episode in episodes]
-    rewards = []
-    for episode, is_stopped in zip(episodes, is_truncated, strict=True):
-        rewards.append(known_rewards(episode, is_stopped))
-    return Rollout(
-        tokens=tokens_of(episodes),
-        rewards=torch.tensor(rewards),
-        group_ids=torch.tensor([episode.prompt.id for episode in episodes]),
-        is_cut=torch.tensor([episode.is_cut for episode in episodes]),
-        is_truncated=torch.tensor(is_truncated),
-        prompts=[episode.prompt for episode in episodes],
-        said=[episode.said for episode in episodes],
-    )
-
-
-def padded(entries: list[Any], length: int, filler: Any = 0) -> list[Any]:
-    """So many entries: these, and fillers behind them."""
-    return entries + [filler] * (length - len(entries))
-
-
-def tokens_of(episodes: list[Episode]) -> Tokens:
-    """The table of their tokens. Where an episode was cut, no token counts as chosen."""
-    lengths = torch.tensor([len(episode.ids) for episode in episodes])
-    is_token = torch.arange(int(lengths.max())) < lengths[:, None]  # [B, longest]
-    turn_ids = filled_in(is_token, [episode.turn_ids for episode in episodes])
-    is_sampled = turn_ids > 0
-    is_cut = torch.tensor([episode.is_cut for episode in episodes])
-    logprobs = [episode.logprobs for episode in episodes]
-    return Tokens(
-        ids=filled_in(is_token, [episode.ids for episode in episodes]),
-        mask=is_token.long(),
-        turn_ids=turn_ids * ~is_cut[:, None],
-        logprobs=filled_in(is_sampled, logprobs, torch.float32),
-        versions=filled_in(is_sampled, [episode.versions for episode in episodes]),
-    )
-
-
-def filled_in(
-    places: torch.Tensor,
-    entries: list[Any],
-    dtype: torch.dtype = torch.int64,
-) -> torch.Tensor:
-    """A table with these entries in these places, and zeros elsewhere.
-
-    places: [B, T] bool. entries: of each row a list, one for each of its places.
-    """
-    table = torch.zeros(places.shape, dtype=dtype)
-    row_by_row = list(itertools.chain.from_iterable(entries))
-    return table.masked_scatter(places, torch.tensor(row_by_row, dtype=dtype))
-
-
-def known_rewards(episode: Episode, is_truncated: list[bool]) -> list[float]:
-    """What its session knows of the rewards of its turns: each nan, if it knows nothing."""
-    with task_errors():
-        found = episode.session.rewards(episode.said, is_truncated)
-        if found is None:
-            return [math.nan] * len(is_truncated)
-        return finite_rewards(found, len(is_truncated))
-
-
-def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
-    """What a task gave as rewards. ValueError: it is something else than num_turns finite numbers.
-
-    TypeError: it is not even a list of what can be a number.
-    """
-    numbers = [float(reward) for reward in found]
-    if len(numbers) != num_turns or not math.isfinite(sum(numbers)):
-        raise ValueError(f"these are not {num_turns} finite rewards: {str(found)[:60]}")
-    return numbers
-
-
 # -- 9f. The token step on a GPU -------------------------------------------------------------------
 # One token for each of some rows is little work for a GPU. For a small model it is a few hundred
 # kernels (functions that run there), and Python may need longer to ask for them than they take. A
 # CUDA graph is the cure: the kernels of a token are recorded once, and from then on one call
 # repeats all of them. But it repeats them as they were: same shapes, same addresses. So:
 #
-#     1. what was heard is computed as in 9d, into a RowCache
+#     1. what was heard is computed as in 9e, into a RowCache
 #     2. its keys and values are copied to a fixed place, with room for R rows, a power of two, and
 #        W columns, a multiple of 256. What is not used of that is masked
 #     3. for each token its ids, positions and mask are written to a fixed place, and the graph for
 #        this R and W is repeated
 #     4. they are copied back when the W columns are full, and before rows come in or go out
 #
-# All else is as in 9d. New weights are copied to where the old ones are, on GPUs (7d), where the
+# All else is as in 9e. New weights are copied to where the old ones are, on GPUs (7d), where the
 # graph finds them.
 #
 # None of this has run on a GPU. On a CPU the same code runs without a graph, and more slowly than
-# 9d: a test compares its tokens, log-probabilities and versions with those of 9d.
+# 9e: a test compares its tokens, log-probabilities and versions with those of 9e.
 
 HIDDEN = -1e9  # is added to the attention score of a column that nobody may see
 WIDTH_STEP = 256  # columns: fewer graphs than with small ones, and less is masked than with large
@@ -7070,7 +7058,7 @@ def parts_of(state: TrainState, batch: Rollout) -> Iterator[Part]:
     num_parts = math.ceil(num_logits / MAX_LOGITS)
     num_parts = min(num_parts, len(longest_first) // cfg.trainers)
     for rows in mine.tensor_split(num_parts):
-        # Rows of a part are about as long as each other, so that packing leaves few holes.
+        # Rows of a part are about as long as each other, so it has few holes.
         packed = tokens.each(lambda tensor, rows=rows: tensor[rows]).packed()
         packed = packed.each(lambda tensor: tensor.to(cfg.device))
         # Each token has the advantage of its turn. Turns count from 1; where no token was sampled
@@ -8777,7 +8765,7 @@ class Lab:
 @stage(
     "trainer and generator give the same log-probabilities for the same weights; reward rises; "
     "every sample has lag 0",
-    hint="write `reader.version`: generators never pull",
+    hint="write `pass`: generators never pull",
     mechanism="pull",
     needs_lab=True,
 )
