@@ -4904,10 +4904,10 @@ def words_of(text: str) -> str:
 
 # -- 9b. What is recorded --------------------------------------------------------------------------
 #
-# Conversations are rows of a table with a column per token. Each begins in the first column; behind
-# the end of a shorter one there are holes. No row is tokenized again. Here are two of them. (<u> and
-# <a> begin a turn of the user's and of the assistant's, <e> ends one; u is a letter of the user's;
-# a to g were sampled; a dot is a hole.)
+# Conversations are rows of a table with a column per token. Each begins in the first column, and
+# shorter ones have holes behind their end. No row is tokenized again. Here are two of them. (<u>
+# and <a> begin a turn of the user's and of the assistant's, <e> ends one; u is a letter of the
+# user's; a to g were sampled; a dot is a hole.)
 #
 #     row 0   ids       <u> u u u <e> <a>  a b c <e>  <u> u u u <e> <a>  d e f <e>
 #             turn_ids   0  0 0 0  0   0   1 1 1  1    0  0 0 0  0   0   2 2 2  2

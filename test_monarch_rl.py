@@ -1460,6 +1460,174 @@ def test_ids_change_on_a_trip_through_text_only_if_the_tokenizer_has_pairs() -> 
         assert m.num_ids_that_differ(200, seed=0) == 0
 
 
+# -- requests that share a batch -------------------------------------------------------------------
+
+
+class LocalGenerator:
+    """A generator that is no actor, and an arena from which it pulls."""
+
+    def __init__(self, cfg: m.Config) -> None:
+        with mock.patch.object(m, "current_rank"):
+            self.generator = m.Generator(m.Place(service="generator", replica_id=0), cfg)
+        self.model = m.Policy(cfg).model
+        self.writer = m.ShardWriter.join(m.weights_of(self.model), 1, 0, 1)
+        self.shapes: list[tuple[int, int]] = []  # of forward passes
+
+    async def prepare(self) -> None:
+        await self.generator.prepare()
+        self.generator.policy.max_new_tokens = 12
+        self.shapes = noted_shapes(self.generator.policy)
+        self.publish(0)
+
+    def publish(self, version: int) -> None:
+        self.model.load_state_dict(three_versions()[version])
+        self.writer.start(version)
+        self.writer.wait()
+
+    async def ask(self, first: int, num_prompts: int = 3, **changes: Any) -> m.RolloutReply:
+        """The reply to a request for the prompts from this number on."""
+        request = m.RolloutRequest(
+            arenas=(self.writer.arena.handle,),
+            min_version=0,
+            prompts=m.Sampler(self.generator.cfg.task, 0).first(first + num_prompts)[first:],
+            group_size=4,
+            seed=first,
+            greedy=False,
+            is_in_flight=False,
+        )
+        request = dataclasses.replace(request, **changes)
+        return await m.Generator.rollout._method.__wrapped__(self.generator, request)
+
+    def most_rows(self) -> int:
+        """Of a forward pass."""
+        return max(num_rows for num_rows, _ in self.shapes)
+
+    async def until_step(self, number: int) -> None:
+        """Until so many passes were made: it has its turn after each step."""
+        while len(self.shapes) < number:
+            await asyncio.sleep(0)
+
+
+def with_generator(
+    scene: Callable[[LocalGenerator], Any], task: m.Task | None = None, **changes: Any
+) -> Any:
+    """Runs a scene with a generator."""
+
+    async def play() -> Any:
+        local = LocalGenerator(m.Config(**changes))
+        await local.prepare()
+        local.generator.policy.task = task or local.generator.policy.task
+        return await scene(local)
+
+    return asyncio.run(play())
+
+
+def versions_in(reply: m.RolloutReply) -> set[int]:
+    return set(reply.rollout.tokens.versions[reply.rollout.sampled()].tolist())
+
+
+@pytest.mark.parametrize("num_steps_apart", [0, 1, 9])
+def test_requests_share_a_batch_and_are_what_they_are_alone(num_steps_apart: int) -> None:
+    """They come together, or the later ones in the midst of the first; one of them is greedy."""
+
+    async def scene(local: LocalGenerator) -> None:
+        alone = []
+        for asked in ({"first": 0}, {"first": 3}, {"first": 6, "greedy": True, "group_size": 1}):
+            alone.append(await local.ask(**asked))
+        num_alone = len(local.shapes)
+        assert local.most_rows() == 12
+        local.shapes.clear()
+
+        async def later(**asked: Any) -> m.RolloutReply:
+            await local.until_step(num_steps_apart)
+            return await local.ask(**asked)
+
+        greedy = later(first=6, greedy=True, group_size=1)
+        together = await asyncio.gather(local.ask(0), later(first=3), greedy)
+        assert local.most_rows() > 12
+        assert len(local.shapes) < num_alone
+        for found, expected in zip(together, alone, strict=True):
+            num_rows = len(expected.rollout.said)
+            pairs = [(row, row) for row in range(num_rows)]
+            assert_same_rows(found.rollout, expected.rollout, pairs)
+            assert versions_in(found) == {0}
+            assert found.rollout.group_ids.tolist() == expected.rollout.group_ids.tolist()
+        assert not local.generator.decoder.episodes()
+        # Nothing is counted twice: what one of them has noted the others have not.
+        notes = [event for event in local.generator.recorder.events if event.what == "rollout"]
+        assert len(notes) == 6
+        for before, after in itertools.pairwise(notes):
+            assert before.end_s <= after.start_s
+
+    with_generator(scene)
+
+
+def test_a_request_joins_only_the_newest_version() -> None:
+    """All tokens of a request are of one version. A newer one lets nobody join the older."""
+
+    async def scene(local: LocalGenerator) -> None:
+        first = asyncio.ensure_future(local.ask(0))
+        await local.until_step(3)
+        joins = asyncio.ensure_future(local.ask(3))
+        while local.most_rows() <= 12:
+            await asyncio.sleep(0)
+        local.publish(1)
+        waits = asyncio.ensure_future(local.ask(6))
+        waits_too = asyncio.ensure_future(local.ask(9))
+        await asyncio.sleep(0)
+        assert len(local.generator.decoder.episodes()) <= 24
+        assert versions_in(await first) == {0}
+        assert versions_in(await joins) == {0}
+        local.shapes.clear()
+        assert versions_in(await waits) == {1}
+        assert versions_in(await waits_too) == {1}
+        assert local.most_rows() > 12
+        assert not local.generator.entrance.locked()
+
+    with_generator(scene)
+
+
+def test_requests_in_flight_take_new_weights_together_and_keep_them_from_others() -> None:
+    """One that wants a single version waits until they are over, and is not overtaken."""
+
+    async def scene(local: LocalGenerator) -> None:
+        moving = [asyncio.ensure_future(local.ask(first, is_in_flight=True)) for first in (0, 3)]
+        await local.until_step(4)
+        steady = asyncio.ensure_future(local.ask(6))
+        overtakes = asyncio.ensure_future(local.ask(9, is_in_flight=True))
+        local.publish(1)
+        await local.until_step(8)
+        local.publish(2)
+        replies = await asyncio.gather(*moving)
+        assert set.union(*[versions_in(reply) for reply in replies]) == {0, 1, 2}
+        for reply in replies:
+            assert off_by(m.Policy(m.Config()), reply.rollout.tokens).abs().max() < 1e-5
+        assert not overtakes.done()
+        assert versions_in(await steady) == {2}
+        assert versions_in(await overtakes) == {2}
+
+    with_generator(scene)
+
+
+@pytest.mark.parametrize("fails_at", ["open", "user", "rewards", "close"])
+def test_a_session_that_raises_ends_its_own_request_alone(fails_at: str) -> None:
+    """The others that share its batch go on, and every session is closed once."""
+    task = Guessing(fails_at, number=16)  # in the second request
+
+    async def scene(local: LocalGenerator) -> None:
+        good = asyncio.ensure_future(local.ask(0))
+        await local.until_step(2)
+        with pytest.raises(m.TaskError, match="the cause"):
+            await local.ask(3)
+        assert [len(said) for said in (await good).rollout.said] == [1, 2, *[3] * 10]
+        assert [session.num_closed for session in task.sessions] == [1] * len(task.sessions)
+        assert not local.generator.decoder.episodes()
+        task.fails_at = ""
+        await local.ask(6)
+
+    with_generator(scene, task)
+
+
 # -- the trainer, in this process ------------------------------------------------------------------
 
 
@@ -3071,14 +3239,15 @@ class Guessing(m.Task):
 
     num_turns = 3
 
-    def __init__(self, fails_at: str = "") -> None:
-        """fails_at: the method of the fifth session that raises."""
+    def __init__(self, fails_at: str = "", number: int = 4) -> None:
+        """fails_at: the method of the session with this number that raises."""
         self.fails_at = fails_at
+        self.number = number
         self.sessions: list[GuessingSession] = []
         self.num_closed = 0
 
     def open(self, turns: tuple[m.Turn, ...]) -> m.Session:
-        if self.fails_at == "open" and len(self.sessions) == 4:
+        if self.fails_at == "open" and len(self.sessions) == self.number:
             raise OSError("the cause")
         self.sessions.append(GuessingSession(self, turns, len(self.sessions)))
         return self.sessions[-1]
@@ -3094,7 +3263,7 @@ class GuessingSession(m.Session):
         self.num_closed = 0
 
     def fail(self, method: str) -> None:
-        if self.number == 4 and self.task.fails_at == method:
+        if self.number == self.task.number and self.task.fails_at == method:
             raise OSError("the cause")
 
     def user(self, said: list[str]) -> str | None:
