@@ -5324,10 +5324,8 @@ class Episode:
         self.is_speaking = True
 
     def next_luck(self) -> float:
-        """The random number for its next token, if it is to get one."""
-        if self.luck is None or not self.is_speaking:
-            return 0.0
-        return self.luck(len(self.logprobs))
+        """The random number for its next token."""
+        return self.luck(len(self.logprobs)) if self.luck else 0.0
 
     def say(self, token: int, logprob: float, version: int) -> None:
         """Notes a sampled token, which may end the answer."""
@@ -5448,11 +5446,11 @@ def filled_in(
 
     places: [B, T] bool. entries: of each row a list, one for each of its places.
     """
-    row_by_row = tensor_of(itertools.chain.from_iterable(entries), dtype)
+    row_by_row = tensor_of(list(itertools.chain.from_iterable(entries)), dtype)
     return torch.zeros(places.shape, dtype=dtype).masked_scatter(places, row_by_row)
 
 
-def tensor_of(numbers: Iterable[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def tensor_of(numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """The same as torch.tensor(numbers), which would take three times as long."""
     code = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}[dtype]
     room = array.array(code, numbers)
@@ -5529,14 +5527,14 @@ class RowCache:
 
     def _lacking(self) -> torch.Tensor:
         """[R, n] int64: the tokens that were not computed yet, and -1 in holes on their left."""
-        lacking = []
-        for episode, num_computed in zip(self.episodes, self.num_computed, strict=True):
-            lacking.append(episode.ids[num_computed:])
-        width = max(len(ids) for ids in lacking)
+        pairs = list(zip(self.episodes, self.num_computed, strict=True))
+        width = max(len(episode.ids) - num_computed for episode, num_computed in pairs)
         row_by_row: list[int] = []
-        for ids in lacking:
-            row_by_row += [-1] * (width - len(ids))
-            row_by_row += ids
+        for episode, num_computed in pairs:
+            num_holes = width - len(episode.ids) + num_computed
+            if num_holes:
+                row_by_row += [-1] * num_holes
+            row_by_row += episode.ids[num_computed:]
         return tensor_of(row_by_row).view(-1, width).to(self.mask.device)
 
     def _compute(self, ids: torch.Tensor) -> torch.Tensor:
