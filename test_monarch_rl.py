@@ -981,6 +981,36 @@ def test_same_seed_samples_the_same_and_another_does_not() -> None:
     assert first.said != other.said
 
 
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    """And one that has no probability never, as top-p needs it."""
+    policy = m.Policy(m.Config())
+    session = m.Session(policy.task, ())
+    luck = m.Luck(20_000, seed=0)
+    episodes = []
+    for number in range(luck.num_episodes):
+        mine = functools.partial(luck.number, number)
+        episodes.append(m.Episode(policy, m.Prompt(id=0, turns=()), session, mine))
+    decoder = m.Decoder(policy)
+    decoder.cache = m.RowCache(policy.model, episodes)
+    p = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    drawn = decoder._chosen(p.log().expand(len(episodes), -1))
+    shares = drawn.bincount(minlength=6) / len(drawn)
+    assert (shares - p).abs().max() < 0.02
+    assert (shares[p == 0] == 0).all()
+    assert luck.number(7, 5) == m.Luck(20_000, seed=0).number(7, 5) != luck.number(8, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize("numbers", [[], [3, 0, 7], list(range(1000))])
+def test_a_tensor_made_by_way_of_an_array_is_the_same(
+    numbers: list[int], dtype: torch.dtype
+) -> None:
+    expected = torch.tensor(numbers, dtype=dtype)
+    found = m.tensor_of(numbers, dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+
+
 # -- conversations of any shape --------------------------------------------------------------------
 
 LEAVES = ""  # in the place of a text: the user says nothing more
