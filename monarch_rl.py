@@ -7604,7 +7604,7 @@ class RolloutReply:
     """What came of them."""
 
     rollout: Rollout  # not judged yet
-    busy_s: float  # that a generator worked on it
+    busy_s: float  # that a generator worked on it; what requests share counts for one of them
 
 
 class Generator(Worker):
