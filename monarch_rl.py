@@ -49,10 +49,10 @@ leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what stands
 takes two days. After section 13 you have the whole system on one host; 14 adds others. DOCS.md says
 at length why each part is as it is.
 
-Left out, and what to use instead: paged attention and continuous batching (vLLM, SGLang); tensor,
-pipeline and expert parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools;
-value networks and reward models; launchers for Slurm and Kubernetes (Monarch's job API). Each
-would hide the part that is taught here.
+Left out, and what to use instead: paged attention (vLLM, SGLang); tensor, pipeline and expert
+parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; value networks and
+reward models; launchers for Slurm and Kubernetes (Monarch's job API). Each would hide the part
+that is taught here.
 
 The words:
 
@@ -100,6 +100,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
+import array
 import asyncio
 import bisect
 import collections
@@ -321,7 +322,7 @@ MIB = 1 << 20  # bytes
 # nothing; whoever uses it as a library calls `prepare_environment` first.
 ENVIRONMENT = {
     # How often Monarch looks whether a process still lives: every 10 s unless told.
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     # A look under way when its process dies waits so long for the reply: 30 s unless told.
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     # For a process to start: 30 s unless told. Those with a model wait until the template has
@@ -4806,8 +4807,8 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #   And throw the cache away when new weights come: it was computed by the old ones.
 # Cost. Four numbers per token beside its id: version, log-probability, turn, and whether there is a
 #   token at all. A new cache costs one pass over what was said so far.
-# Not here. Waiting prompts that take the places of rows that have ended, and memory for keys and
-#   values in pages (vLLM, SGLang). Here rows leave, and none joins.
+# Not here. Memory for keys and values in pages, so that a short row of the cache takes less room
+#   than a long one (vLLM, SGLang).
 # Source. Mistakes of public RL code, collected in DOCS 5. The demo measures disagreement as k3, an
 #   estimate of the KL divergence, which tells how far apart two distributions are (Schulman 2020).
 
@@ -5380,22 +5381,18 @@ def words_of(text: str) -> str:
 
 # -- 9b. What is recorded --------------------------------------------------------------------------
 #
-# Conversations are rows of a table with a column per token. A row has holes where another row's
-# turn is longer; a hole is masked, and has no position. So all rows have their turns in the same
-# columns: one batch and one cache do for rows of any length, no row is shifted while it grows, and
-# none is tokenized again. Here are two rows. (<u> and <a> begin a turn of the user's and of the
-# assistant's, <e> ends one; u is a letter of the user's; a to g were sampled; a dot is a hole.)
+# Conversations are rows of a table with a column per token. Each begins in the first column, and
+# shorter ones have holes behind their end. No row is tokenized again. Here are two of them. (<u>
+# and <a> begin a turn of the user's and of the assistant's, <e> ends one; u is a letter of the
+# user's; a to g were sampled; a dot is a hole.)
 #
-#     row 0   ids        <u> u u u <e> <a>  a b c <e>  .  <u> u u u <e> <a>  d e f <e>
-#             turn_ids    0  0 0 0  0   0   1 1 1  1   0   0  0 0 0  0   0   2 2 2  2
-#             position    0  1 2 3  4   5   6 7 8  9   .  10 11 ...
-#     row 1   ids        <u> u u u <e> <a>  a <e> . .  .  <u> u u u <e> <a>  d e f  g
-#             turn_ids    0  0 0 0  0   0   1  1  0 0  0   0  0 0 0  0   0   2 2 2  2
-#             position    0  1 2 3  4   5   6  7  . .  .   8  9 ...
+#     row 0   ids       <u> u u u <e> <a>  a b c <e>  <u> u u u <e> <a>  d e f <e>
+#             turn_ids   0  0 0 0  0   0   1 1 1  1    0  0 0 0  0   0   2 2 2  2
+#     row 1   ids       <u> u u u <e> <a>  a <e>  <u> u u u <e> <a>  d e f  g   .  .
+#             turn_ids   0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2   0  0
 #
-# An answer has at most four tokens here, so row 1 was stopped after g, without an <e>. The column
-# of holes before the second <u> is for a row that was stopped so in its first turn: it gets its <e>
-# from the template there. These two rows have sampled theirs.
+# An answer has at most four tokens here, so row 1 was stopped after g, without an <e>. Had it been
+# stopped so in its first turn, it would have its <e> there from the template.
 
 
 @dataclass(frozen=True)
@@ -5431,10 +5428,6 @@ class Tokens:
         """Changes each of the five tensors in the same way."""
         return Tokens.combine([self], lambda tensors: change(tensors[0]))
 
-    def with_columns(self, new: Tokens) -> Tokens:
-        """Puts new columns behind these, for the same rows."""
-        return Tokens.combine([self, new], lambda tensors: torch.cat(tensors, 1))
-
     @staticmethod
     def stacked(parts: list[Tokens]) -> Tokens:
         """The rows of all parts. Where a part has fewer columns, holes are added on its right."""
@@ -5447,17 +5440,13 @@ class Tokens:
         return Tokens.combine([part.each(widened) for part in parts], torch.cat)
 
     def packed(self) -> Tokens:
-        """[B, longest row] each: the same rows, with holes only at their ends.
+        """[B, longest row] each: the same rows, without columns that are nothing but holes.
 
         For the trainer, which needs no mask then: in a causal model no token looks at what follows
         it, so what stands behind the end of a row changes nothing in it.
         """
         longest = int(self.mask.sum(1).max())
-        # Of each row, the numbers of its columns in a new order: tokens first, then holes, both in
-        # the order that they have. A row "a . b" has the order 0 2 1, and becomes "a b .".
-        order = self.mask.argsort(dim=1, descending=True, stable=True)
-        kept = order[:, :longest]
-        return self.each(lambda tensor: tensor.gather(1, kept))
+        return self.each(lambda tensor: tensor[:, :longest])
 
 
 @dataclass(frozen=True)
@@ -5533,10 +5522,10 @@ class TensorPickler(pickle.Pickler):
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         content = value.contiguous().numpy().tobytes()
-        return tensor_of, (value.dtype, tuple(value.shape), content)
+        return tensor_of_bytes, (value.dtype, tuple(value.shape), content)
 
 
-def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> torch.Tensor:
+def tensor_of_bytes(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> torch.Tensor:
     """The tensor again."""
     if not content:  # torch makes no tensor of no bytes
         return torch.empty(shape, dtype=dtype)
@@ -5627,23 +5616,22 @@ class Policy:
         self.before_later = before_later
         self.after = after
 
-    def ids_of(self, texts: list[str], is_first_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The user's words, in the template: (ids, mask), [len(texts), L] int64 each.
-
-        Holes are on the left, so that all rows end together and sampling can begin. The rows of a
-        group often hear the same text, so each text is tokenized once.
-        """
+    def in_template(self, text: str, is_first_turn: bool) -> str:
+        """The user's words with what the chat template puts around them."""
         before = self.before_first if is_first_turn else self.before_later
+        return before + text + self.after
+
+    def ids_of(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of each of these texts.
+
+        The episodes of a group often hear the same, so each text is tokenized once.
+        """
         different = list(dict.fromkeys(texts))
-        found = self.tokenizer(
-            [before + text + self.after for text in different],
-            return_tensors="pt",
-            add_special_tokens=False,
-            padding=True,
-            padding_side="left",
-        ).to(self.cfg.device)
-        which = [different.index(text) for text in texts]  # for each row, the number of its text
-        return found["input_ids"][which], found["attention_mask"][which]
+        if not different:
+            return []
+        found = self.tokenizer(different, add_special_tokens=False)["input_ids"]
+        ids_of_text = dict(zip(different, found, strict=True))
+        return [ids_of_text[text] for text in texts]
 
     def text_of(self, ids: list[int]) -> str:
         """Sampled ids up to the end of the turn, or all if it has none, as text."""
@@ -5764,447 +5752,228 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
     return d.exp() - 1 - d
 
 
-# -- 9d. The decoder -------------------------------------------------------------------------------
-# Conversations of two turns go hear, speak, hear, speak. In `speak`, for each token:
+# -- 9d. Episodes ----------------------------------------------------------------------------------
+# An episode is a conversation while it is had. Each has a session of its own, which plays its user.
+# What a generator does with the prompts of a request:
 #
-#     1. pull: are there new weights? If so, the cache is thrown away
-#     2. a forward pass over the columns that the cache lacks, mostly the last token of each row
-#     3. log-probabilities of the next token, over the whole vocabulary
-#     4. a token is sampled for each row whose turn goes on, and a hole is put into the others
-#     5. what was sampled becomes a new column: id, turn, log-probability, version
-#     6. the others leave the cache until the next turn, if they are at least a quarter of it
-#
-# Step 6 is for answers of uneven lengths. Of 64 rows, 56 say 8 tokens and 8 say 200 (a letter is a
-# row that is computed, a dash one that has left):
-#
-#     token      1          9 10                   200
-#     8 rows     aaa....aaaaa aaaaaaaaaaaaa...aaaaaaaa
-#     56 rows    bbb....bbbbb ------------------------     64 x 9 + 8 x 191 tokens, not 64 x 200
-#
-# They leave one token after their end, because only then have the key and the value of their end
-# been computed. Each time at least a quarter of the rows go, so from 64 they go twelve times at
-# most. To go copies the cache: one by one they would copy it often, and save little more.
+#     begin_episodes     opens the sessions: connections to environments, say; most keep nothing
+#     while not          a step of the decoder (9e) gets each episode on by a token:
+#     all_over:              user_says, hear     when it has a turn to hear
+#                            say                 a token was sampled
+#     rollout_of         asks each session for its rewards: most know none, and a judge will say
+#     end of the `with`  closes all sessions, whatever has happened
 
 
-def version_0() -> int:
-    """What `pull` is in a decoder whose weights do not change."""
-    return 0
+class Luck:
+    """The random numbers of a request, from 0 to 1: one per episode and token to be sampled.
 
-
-@dataclass(frozen=True)
-class RowsAside:
-    """Rows that have left the cache until the next turn."""
-
-    rows: torch.Tensor  # [R] int64: their numbers
-    num_columns: int  # that had been computed when they left
-    cache: Any  # their keys and values
-
-
-class RowCache:
-    """The keys and values of conversations. Rows can be set aside, and come back.
-
-    Rows that come back lack the columns that were made meanwhile, in which they have holes. Nobody
-    looks at the key and the value of a hole. So zeros take their places, and nothing is computed
-    again: coming back costs a copy of the cache, which is what each further token costs too.
+    So what an episode samples depends on no other episode, and not on when others come and go.
     """
 
-    def __init__(self, model: Any, rows: torch.Tensor) -> None:
-        """An empty cache. rows: [R] int64, the numbers of the conversations that it is for."""
-        self.model = model
-        self.rows = rows
-        self.num_columns = 0  # whose keys and values it has
-        self.cache: Any = transformers.DynamicCache(config=model.config)  # of self.rows alone
-        self.aside: list[RowsAside] = []
+    def __init__(self, num_episodes: int, seed: int) -> None:
+        self.num_episodes = num_episodes
+        self.rng = random.Random(seed)
+        self.of_tokens: list[list[float]] = []  # for the first tokens of all episodes, the second..
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor,
-        positions: torch.Tensor,
-        num_alike: int = 1,
-    ) -> torch.Tensor:
-        """Computes n columns more. Returns [R, vocabulary]: the logits behind the last of them.
-
-        ids, positions: [R, n] int64. mask: [R, num_columns + n] int64, of the earlier columns too.
-        num_alike: so many neighbouring rows are the same up to here, and are computed as one: of
-        eight, say, the first, whose keys and values the others get.
-        """
-        out = self.model(
-            ids[::num_alike],
-            attention_mask=mask[::num_alike],
-            past_key_values=self.cache,
-            position_ids=positions[::num_alike],
-            logits_to_keep=1,
-        )
-        if num_alike > 1:
-            self.cache.batch_repeat_interleave(num_alike)
-        self.num_columns += ids.shape[1]
-        return out.logits[:, -1].repeat_interleave(num_alike, 0)
-
-    def let_rows_leave(self, speaks: torch.Tensor) -> None:
-        """Sets the rows aside that have nothing to compute, if they are a quarter or more.
-
-        speaks: [R] bool, the rows for which a token was sampled just now.
-        """
-        num_silent = int((~speaks).sum())
-        if 4 * num_silent >= len(self.rows):
-            self.set_aside(~speaks)
-
-    def set_aside(self, leaves: torch.Tensor) -> None:
-        """The rows where leaves, [R] bool, is true are no longer computed."""
-        aside = RowsAside(
-            rows=self.rows[leaves],
-            num_columns=self.num_columns,
-            cache=rows_of_cache(self.cache, leaves),
-        )
-        self.aside.append(aside)
-        self.rows = self.rows[~leaves]
-        self.cache = rows_of_cache(self.cache, ~leaves)
-
-    def bring_back(self) -> None:
-        """All rows that were set aside are there again, behind the others."""
-        for part in self.aside:
-            num_holes = self.num_columns - part.num_columns
-            for mine, theirs in zip(self.cache.layers, part.cache.layers, strict=True):
-                keys = with_rows(mine.keys, theirs.keys, num_holes)
-                values = with_rows(mine.values, theirs.values, num_holes)
-                replace_in(mine, keys, values)
-            self.rows = torch.cat([self.rows, part.rows])
-        self.aside.clear()
+    def number(self, episode: int, token: int) -> float:
+        """That of the episode with this number, for the token with this number."""
+        while len(self.of_tokens) <= token:
+            self.of_tokens.append([self.rng.random() for _ in range(self.num_episodes)])
+        return self.of_tokens[token][episode]
 
 
-def rows_of_cache(cache: Any, which: torch.Tensor) -> Any:
-    """Some rows of a cache of transformers, as a cache of their own. which: [R] bool."""
-    # Copies of the objects, which hold the same tensors until the line after this one.
-    part = transformers.Cache(layers=[copy.copy(layer) for layer in cache.layers])
-    part.batch_select_indices(which)
-    return part
-
-
-def replace_in(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Gives a layer of a cache of transformers other keys and values."""
-    layer.keys = keys
-    layer.values = values
-
-
-def with_rows(mine: torch.Tensor, theirs: torch.Tensor, num_holes: int) -> torch.Tensor:
-    """Keys or values of one layer, [rows, heads, columns, size]: theirs become further rows.
-
-    They have num_holes columns less. A layer that looks back through a window keeps only its last
-    columns, so from the left as many go as mine have not.
-    """
-    longer = torch.nn.functional.pad(theirs, (0, 0, 0, num_holes))
-    return torch.cat([mine, longer[:, :, -mine.shape[2] :]])
-
-
-class Decoder:
-    """Holds many conversations at once, and samples a token per row and step.
-
-    Its two methods take turns: `hear` takes what the user says, `speak` answers. The one for GPUs
-    differs only in its cache (9f). A serving engine would be another class with these two methods.
-    """
+class Episode:
+    """A conversation while it is had: what was heard and said, and how each token came about."""
 
     def __init__(
         self,
         policy: Policy,
-        num_rows: int,
-        group_size: int = 1,
-        seed: int = 0,
-        greedy: bool = True,
-        pull: Callable[[], int] = version_0,
+        prompt: Prompt,
+        session: Session,
+        luck: Callable[[int], float] | None = None,
     ) -> None:
-        """Begins num_rows conversations.
-
-        group_size: so many neighbouring rows belong together; if they hear the same first turn, it
-        is computed once. greedy: take the likeliest
-        token instead of sampling. pull: makes the policy's weights those to sample with now, and
-        returns their version; it is called before every token.
-        """
+        """session: plays the user. luck: for each token; None: the likeliest one is taken."""
         self.policy = policy
-        self.group_size = group_size
-        self.greedy = greedy
-        self.pull = pull
-        device = policy.cfg.device
-        self.rng = torch.Generator(device).manual_seed(seed)
-        nothing = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
-        self.tokens = given_tokens(nothing, nothing, turn=0)  # [B, 0]
-        self.num_columns = 0  # of the table that are filled; `speak` sets it and counts on
+        self.prompt = prompt
+        self.session = session
+        self.luck = luck
+        # One entry per token: what they mean stands in Tokens.
+        self.ids: list[int] = []
+        self.turn_ids: list[int] = []
+        # One entry per token that was sampled.
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        # One entry per turn in which it spoke.
+        self.said: list[str] = []
+        self.is_truncated: list[bool] = []
         self.turn = 0  # the present one, from 1
-        self.version: int | None = None  # of the weights that made the cache
-        self.cache: Any = None  # a RowCache, once it speaks
-        self.has_spoken = False  # once it has, the rows of a group may differ
-        no_row = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        self.is_speaking = no_row  # [B]: the row's turn goes on
-        self.is_over = no_row.clone()  # [B]: the row's conversation has ended
-        self.is_cut = no_row.clone()  # [B]: it has ended because the next turn would not fit
+        self.turn_start = 0  # tokens before its answer
+        self.is_speaking = False  # its answer goes on
+        self.is_over = False
+        self.is_cut = False  # it is over because the next turn would not fit
+        self.error: TaskError | None = None  # it is over because its session has raised this
 
-    def hear(self, texts: Sequence[str | None]) -> None:
-        """The user's turn, a text per row. None ends the row's conversation.
+    def user_says(self) -> str | None:
+        """The user's next words, in the template. None: there are none, and it is over."""
+        text = None
+        try:
+            with task_errors():
+                text = self.session.user(self.said)
+                if text is not None:
+                    text = self.policy.in_template(text, is_first_turn=self.turn == 0)
+        except TaskError as error:  # other episodes of the batch have nothing to do with it
+            self.error = error
+        self.is_over = text is None
+        return text
 
-        So does a turn that would leave no room for an answer in the model's context.
-        """
+    def hear(self, ids: list[int]) -> None:
+        """Takes these words as tokens. If they leave no room for an answer, it is over."""
         self.turn += 1
-        if self.turn == 1 and not hear_alike(texts, self.group_size):
-            self.group_size = 1  # each row is computed by itself
-        is_silent = [text is None for text in texts]
-        self.is_over |= torch.tensor(is_silent, device=self.policy.cfg.device)
-        heard = [text or "" for text in texts]
-        ids, mask = self.policy.ids_of(heard, is_first_turn=self.turn == 1)  # [B, L]
-        if self.turn > 1:
-            has_ended = ~self.is_speaking
-            mask = without_second_end(ids, mask, has_ended, self.policy.end_id)
+        # Many templates begin a later turn of the user's with the token that ends the assistant's.
+        # Who has sampled it does not hear it again.
+        if self.ids and self.ids[-1] == ids[0] == self.policy.end_id:
+            ids = ids[1:]
+        self.turn_start = len(self.ids) + len(ids)
+        if self.turn_start + self.policy.max_new_tokens > self.policy.context:
+            self.is_cut = True
+            self.is_over = True
+            return
+        self.ids += ids
+        self.turn_ids += [0] * len(ids)
+        self.is_speaking = True
 
-        # Is there room for what was said before, for this, and for the longest answer?
-        before = self.tokens.mask.sum(1)  # [B]
-        length = before + mask.sum(1) + self.policy.max_new_tokens
-        no_room = (length > self.policy.context) & ~self.is_over
-        self.is_cut |= no_room
-        self.is_over |= no_room
-        # Rows whose conversation is over get nothing but holes.
-        self.append(ids, mask * ~self.is_over[:, None], turn=0)
+    def next_luck(self) -> float:
+        """The random number for its next token."""
+        return self.luck(len(self.logprobs)) if self.luck else 0.0
 
-    def append(self, ids: torch.Tensor, mask: torch.Tensor, turn: int) -> None:
-        """Adds words that were not sampled here. The parameters are those of given_tokens."""
-        self.tokens = self.tokens.with_columns(given_tokens(ids, mask, turn))
+    def say(self, token: int, logprob: float, version: int) -> None:
+        """Notes a sampled token, which may end the answer."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        has_ended = token == self.policy.end_id
+        if has_ended or len(self.ids) - self.turn_start == self.policy.max_new_tokens:
+            self._end_turn(self.policy.text_of(self.ids[self.turn_start :]), not has_ended)
+            self.is_over = self.turn == self.policy.task.num_turns
 
-    def speak(self) -> list[str]:
-        """The assistant's turn, max_new_tokens at most. Returns what each row said."""
-        start = self.tokens.ids.shape[1]  # the first column of this turn
-        # Holes, which look as if the rows had ended. What is sampled goes there.
-        room = (0, self.policy.max_new_tokens)
-        self.tokens = self.tokens.each(lambda tensor: torch.nn.functional.pad(tensor, room))
-        self.tokens.ids[:, start:] = self.policy.end_id
-        self.num_columns = start
-        self.is_speaking = ~self.is_over
-        for number in range(self.policy.max_new_tokens):
-            if not self.is_speaking.any():
-                break
-            # This is between two tokens, which is the only moment at which weights may change.
-            self._take_new_weights()
-            if number == 0:
-                self.cache.bring_back()  # whoever left in the turn before
-            logits = self._next_logits()
-            self._append_sampled(self.log_distribution(logits))
-        self.tokens = self.tokens.each(lambda tensor: tensor[:, : self.num_columns].contiguous())
-        answers = self.tokens.ids[:, start:].tolist()
-        return [self.policy.text_of(ids) for ids in answers]
+    def answer(self, text: str, ids: list[int]) -> None:
+        """Says this instead of sampling: something that is to be learned (section 11)."""
+        if self.is_speaking:
+            self.ids += ids
+            self.logprobs += [0.0] * len(ids)
+            self.versions += [0] * len(ids)
+            self._end_turn(text, is_truncated=False)
 
-    def _take_new_weights(self) -> None:
-        """Pulls. Tokens from here on carry the new version, earlier ones keep theirs."""
-        version = self.pull()
-        if version != self.version:
-            self.version = version
-            # Keys and values of earlier tokens were made by the old weights. Read by the new ones
-            # they give probabilities that no version of the policy has.
-            self.cache = self.new_cache()  # mechanism: a cache per version
+    def _end_turn(self, text: str, is_truncated: bool) -> None:
+        """It has said this."""
+        self.turn_ids += [self.turn] * (len(self.ids) - self.turn_start)
+        self.said.append(text)
+        self.is_truncated.append(is_truncated)
+        self.is_speaking = False
 
-    def new_cache(self) -> RowCache:
-        """An empty cache: the next step computes keys and values of all tokens again."""
-        return RowCache(self.policy.model, self._needed_rows())
-
-    def _needed_rows(self) -> torch.Tensor:
-        """[R] int64: the rows that a new cache is for, those that will speak again.
-
-        In the last turn they are the rows that speak now. Of a group that has not spoken yet all
-        are needed, for it is computed as one.
-        """
-        is_last = self.turn >= self.policy.task.num_turns
-        is_needed = self.is_speaking if is_last else ~self.is_over
-        if not self.has_spoken:
-            is_needed = torch.ones_like(is_needed)
-        return is_needed.nonzero().flatten()
-
-    def _next_logits(self) -> torch.Tensor:
-        """[R, vocabulary]: the model's opinion of what follows, for each row in the cache."""
-        rows = self.cache.rows
-        mask = self.tokens.mask[rows, : self.num_columns]
-        # The position of a token is the number of tokens before it: holes do not count.
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        # Columns that the cache lacks: all of them at first, then those that were added since.
-        lacking = slice(self.cache.num_columns, self.num_columns)
-        # The rows of a group hear the same words, and are alike until they have spoken.
-        num_alike = 1 if self.has_spoken else self.group_size
-        self.has_spoken = True
-        ids = self.tokens.ids[rows, lacking]
-        return self.cache.forward(ids, mask, positions[:, lacking], num_alike)
-
-    def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
-        """[R, vocabulary] float32: the log-probabilities to sample from, and to record.
-
-        At --temperature, as in score_tokens. With a change that only one side makes, such as top-p,
-        another policy would be sampled from than the one that is trained.
-        """
-        return (logits.float() / self.policy.cfg.temperature).log_softmax(-1)
-
-    def _append_sampled(self, logp: torch.Tensor) -> None:
-        """Samples a token for each row in the cache. Rows that have ended their turn get a hole.
-
-        logp: [R, vocabulary] float32.
-        """
-        if self.greedy:
-            token = logp.argmax(-1)  # [R]
-        else:
-            token = torch.multinomial(logp.exp(), 1, generator=self.rng).squeeze(1)
-        rows = self.cache.rows
-        # Does the row's turn go on? As a number it is a factor for all that is recorded.
-        speaks = self.is_speaking[rows]  # [R]
-        here = (rows, self.num_columns)
-        self.tokens.ids[here] = token.where(speaks, self.policy.end_id)
-        self.tokens.mask[here] = speaks.long()
-        self.tokens.turn_ids[here] = speaks * self.turn
-        self.tokens.logprobs[here] = speaks * logp.gather(1, token[:, None]).squeeze(1)
-        self.tokens.versions[here] = speaks * (self.version or 0)
-        self.num_columns += 1
-        self.is_speaking[rows] = speaks & (token != self.policy.end_id)
-        self.cache.let_rows_leave(speaks)
-
-
-def hear_alike(texts: Sequence[str | None], group_size: int) -> bool:
-    """Do the rows of each group hear the same as its first one? Their sessions need not agree."""
-    return all(text == texts[row - row % group_size] for row, text in enumerate(texts))
-
-
-def without_second_end(
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    has_ended: torch.Tensor,
-    end_id: int,
-) -> torch.Tensor:
-    """The mask of a later turn of the user's, in which nobody hears the end of a turn twice.
-
-    Many templates begin that turn with the token that ends the assistant's. Rows that have sampled
-    it, where has_ended, [B], is true, have it already: there it becomes a hole. ids, mask: [B, L].
-    """
-    first = mask.argmax(1, keepdim=True)  # [B, 1]: the column of each row's first token
-    begins_with_end = ids.gather(1, first) == end_id
-    keeps_first = ~(begins_with_end & has_ended[:, None])
-    return mask.scatter(1, first, keeps_first.long())
-
-
-def given_tokens(ids: torch.Tensor, mask: torch.Tensor, turn: int) -> Tokens:
-    """Tokens that were not sampled. ids, mask: [B, L] int64.
-
-    turn: 0 for the user's words; for an answer that is to be learned as it is (section 11), its
-    turn.
-    """
-    zeros = torch.zeros_like(ids)
-    return Tokens(
-        ids=ids,
-        mask=mask,
-        turn_ids=mask * turn,
-        logprobs=zeros.float(),
-        versions=zeros,
-    )
-
-
-# -- 9e. Episodes ----------------------------------------------------------------------------------
-# `generate` is what a generator does with the prompts of a request. All conversations are one batch
-# of a decoder, and each has a session of its own, which plays its user:
-#
-#     open a session for each     a connection to an environment, say; most keep nothing
-#     for each turn               ask each session what its user says; hear; speak
-#     ask each for its rewards    most know none: a judge will say (section 11)
-#     close all, whatever happens
-
-
-def generate(
-    policy: Policy,
-    prompts: list[Prompt],
-    group_size: int,
-    seed: int = 0,
-    greedy: bool = True,
-    pull: Callable[[], int] = version_0,
-    decoder_class: Callable[..., Decoder] = Decoder,
-) -> Rollout:
-    """Has each conversation group_size times, and opens and closes a session for each.
-
-    The parameters are those of Decoder. Rewards are nan, not judged yet, if the session knows none.
-    Raises TaskError if a session raises.
-    """
-    # The rows of a group are neighbours here. Whoever joins or selects rows need not keep that.
-    rows = [prompt for prompt in prompts for _ in range(group_size)]
-    num_turns = policy.task.num_turns
-    decoder = decoder_class(policy, len(rows), group_size, seed, greedy, pull)
-    with open_sessions(policy.task, rows) as sessions:
-        said, is_truncated = converse(decoder, sessions, num_turns)
-        rewards = known_rewards(sessions, said, is_truncated)
-    # Of what was cut off, no token counts as chosen.
-    tokens = decoder.tokens
-    turn_ids = tokens.turn_ids * ~decoder.is_cut[:, None]
-    return Rollout(
-        tokens=dataclasses.replace(tokens, turn_ids=turn_ids).each(lambda tensor: tensor.cpu()),
-        rewards=rewards,
-        group_ids=torch.tensor([prompt.id for prompt in rows]),
-        is_cut=decoder.is_cut.cpu(),
-        is_truncated=is_truncated,
-        prompts=rows,
-        said=said,
-    )
+    def close(self) -> None:
+        """Its request has ended, maybe before it was over. A decoder lets it go."""
+        self.is_speaking = False
+        self.is_over = True
+        with task_errors():
+            self.session.close()
 
 
 @contextlib.contextmanager
-def open_sessions(task: Task, prompts: list[Prompt]) -> Iterator[list[Session]]:
-    """A session for each of these, for the body of the `with`."""
+def begin_episodes(
+    policy: Policy,
+    prompts: list[Prompt],
+    group_size: int,
+    seed: int,
+    greedy: bool,
+) -> Iterator[list[Episode]]:
+    """Episodes of these prompts, for the body of the `with`. The parameters are as in `generate`.
 
-    def close(session: Session) -> None:
-        with task_errors():
-            session.close()
-
+    Those of a group are neighbours. Whoever joins or selects rows of a Rollout need not keep that.
+    """
+    luck = Luck(len(prompts) * group_size, seed)
     # An ExitStack calls back when its `with` ends, the last first. So it closes all that were
     # opened, however this ends: also if the next one cannot be opened, if the decoder runs out of
     # memory, and if closing another one raises. Only a killed process closes nothing; then the
     # system ends its connections, and the environment sees that.
     with contextlib.ExitStack() as until_end:
-        sessions = []
-        for prompt in prompts:
-            with task_errors():
-                session = task.open(prompt.turns)
-            until_end.callback(close, session)
-            sessions.append(session)
-        yield sessions
-
-
-def converse(
-    decoder: Decoder, sessions: list[Session], num_turns: int
-) -> tuple[list[list[str]], torch.Tensor]:
-    """Has the conversations, one per session: (what was said, [B, turns] bool: is truncated)."""
-    said: list[list[str]] = [[] for _ in sessions]
-    is_truncated = torch.zeros(len(sessions), num_turns, dtype=torch.bool)
-    with torch.inference_mode():
-        for turn in range(num_turns):
-            decoder.hear(texts_of_users(sessions, said, decoder.is_over.tolist()))
-            answers = decoder.speak()
-            # Rows that still speak were stopped: they had max_new_tokens, and no end among them.
-            # Rows that are over have not spoken in this turn at all.
-            is_truncated[:, turn] = decoder.is_speaking.cpu()
-            for row in (~decoder.is_over).nonzero().flatten().tolist():
-                said[row].append(answers[row])
-    return said, is_truncated
-
-
-def texts_of_users(
-    sessions: list[Session], said: list[list[str]], is_over: list[bool]
-) -> list[str | None]:
-    """What the users say next. Whose conversation is over is not asked again."""
-    texts = []
-    for session, answers, has_left in zip(sessions, said, is_over, strict=True):
+        episodes: list[Episode] = []
         with task_errors():
-            texts.append(None if has_left else session.user(answers))
-    return texts
+            for prompt in [prompt for prompt in prompts for _ in range(group_size)]:
+                my_luck = None if greedy else functools.partial(luck.number, len(episodes))
+                episode = Episode(policy, prompt, policy.task.open(prompt.turns), my_luck)
+                until_end.callback(episode.close)
+                episodes.append(episode)
+        yield episodes
 
 
-def known_rewards(
-    sessions: list[Session], said: list[list[str]], is_truncated: torch.Tensor
-) -> torch.Tensor:
-    """[B, turns] float32: what the sessions know of the rewards; nan where they know nothing."""
-    num_turns = is_truncated.shape[1]
-    rewards = []
-    for session, answers, is_stopped in zip(sessions, said, is_truncated.tolist(), strict=True):
-        with task_errors():
-            found = session.rewards(answers, is_stopped)
+def all_over(episodes: list[Episode]) -> bool:
+    """Are they? Raises what a session has raised."""
+    for episode in episodes:
+        if episode.error is not None:
+            raise episode.error
+    return all(episode.is_over for episode in episodes)
+
+
+def rollout_of(episodes: list[Episode]) -> Rollout:
+    """The record of episodes that are over, with what their sessions know of rewards."""
+    num_turns = episodes[0].policy.task.num_turns
+    rewards: list[list[float]] = []
+    is_truncated: list[list[bool]] = []
+    with task_errors():
+        for episode in episodes:
+            in_all_turns = [False] * num_turns
+            in_all_turns[: len(episode.is_truncated)] = episode.is_truncated
+            is_truncated.append(in_all_turns)
+            found = episode.session.rewards(episode.said, in_all_turns)
             unknown = [math.nan] * num_turns
             rewards.append(unknown if found is None else finite_rewards(found, num_turns))
-    return torch.tensor(rewards)
+    return Rollout(
+        tokens=tokens_of(episodes),
+        rewards=torch.tensor(rewards),
+        group_ids=torch.tensor([episode.prompt.id for episode in episodes]),
+        is_cut=torch.tensor([episode.is_cut for episode in episodes]),
+        is_truncated=torch.tensor(is_truncated),
+        prompts=[episode.prompt for episode in episodes],
+        said=[episode.said for episode in episodes],
+    )
+
+
+def tokens_of(episodes: list[Episode]) -> Tokens:
+    """The table of their tokens. Where an episode was cut, no token counts as chosen."""
+    lengths = torch.tensor([len(episode.ids) for episode in episodes])
+    is_token = torch.arange(int(lengths.max())) < lengths[:, None]  # [B, longest]
+    turn_ids = filled_in(is_token, [episode.turn_ids for episode in episodes])
+    is_sampled = turn_ids > 0
+    is_cut = torch.tensor([episode.is_cut for episode in episodes])
+    logprobs = [episode.logprobs for episode in episodes]
+    return Tokens(
+        ids=filled_in(is_token, [episode.ids for episode in episodes]),
+        mask=is_token.long(),
+        turn_ids=turn_ids * ~is_cut[:, None],
+        logprobs=filled_in(is_sampled, logprobs, torch.float32),
+        versions=filled_in(is_sampled, [episode.versions for episode in episodes]),
+    )
+
+
+def filled_in(
+    places: torch.Tensor,
+    entries: list[Any],
+    dtype: torch.dtype = torch.int64,
+) -> torch.Tensor:
+    """A table with these entries in these places, and zeros elsewhere.
+
+    places: [B, T] bool. entries: of each row a list, one for each of its places.
+    """
+    row_by_row = tensor_of(list(itertools.chain.from_iterable(entries)), dtype)
+    return torch.zeros(places.shape, dtype=dtype).masked_scatter(places, row_by_row)
+
+
+def tensor_of(numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """The same as torch.tensor(numbers), which would take three times as long."""
+    code = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}[dtype]
+    room = array.array(code, numbers)
+    return torch.frombuffer(room, dtype=dtype) if room else torch.zeros(0, dtype=dtype)
 
 
 def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
@@ -6218,25 +5987,341 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
     return numbers
 
 
+# -- 9e. The decoder -------------------------------------------------------------------------------
+# An episode hears, speaks, hears, speaks, until it is over. All episodes that speak are the rows of
+# one batch, whoever asked for them, and a step of the decoder samples a token for each of them:
+#
+#     1. pull: are there new weights? If so, the cache is thrown away
+#     2. episodes that wait come in; those whose turn has ended go out, hear, and come in again
+#     3. a forward pass over the tokens that the cache lacks, mostly the last one of each row
+#     4. log-probabilities of the next token, over the whole vocabulary
+#     5. a token is sampled for each row whose turn goes on. Its episode notes the id, the turn,
+#        the log-probability and the version
+#
+# So answers may be of any length. Here a ends its turn with its third token, hears "bc", and goes
+# on; b speaks all the time; c is of a request that came meanwhile. All rows end with the same
+# column, and have holes on their left (a dot):
+#
+#     step 3   a   <u> a <a> a c <e>         step 4   a   <u> a <a> a c <e> <u> b c <a> p
+#              b   <u> b <a> p q r                    b   .   . .   . <u> b <a> p q r s
+#                                                     c   .   . .   . .   .   <u> k <a> t
+#
+# To come in and to go out copies the cache, so it is not done for every row alone: it is done when
+# a request waits, or a quarter of the rows have ended their turns. Fewer than these are computed
+# for nothing. Of 64 rows, 56 may say 8 tokens and 8 say 200: that makes 64 x 8 + 8 x 192 tokens,
+# where a batch that nobody leaves computes 64 x 200.
+
+
+def version_0() -> int:
+    """What `pull` is in a decoder whose weights do not change."""
+    return 0
+
+
+class RowCache:
+    """The keys and values of some episodes. A row of it is one of them."""
+
+    def __init__(self, model: Any, episodes: list[Episode]) -> None:
+        """Nothing is computed yet."""
+        self.model = model
+        self.episodes = episodes
+        self.num_computed = [0] * len(episodes)  # tokens of each
+        # [R, columns] int64: 1 is a token, 0 a hole.
+        self.mask = torch.zeros(len(episodes), 0, dtype=torch.int64, device=model.device)
+        self.cache: Any = transformers.DynamicCache(config=model.config)
+
+    def catch_up(self) -> torch.Tensor:
+        """Computes what it lacks. Returns [R, vocabulary]: the logits behind the last column."""
+        ids = self._lacking()
+        self.num_computed = [len(episode.ids) for episode in self.episodes]
+        if self.mask.shape[1] > 0:
+            return self._compute(ids)
+        # Of a new cache rows may be alike, such as those of a group, which hear the same words.
+        # They are computed as one, whose keys and values each of them gets.
+        different, which = ids.unique(dim=0, return_inverse=True)
+        self.mask = self.mask[: len(different)]
+        logits = self._compute(different)
+        self.mask = self.mask[which]
+        self.cache.batch_select_indices(which)
+        return logits[which]
+
+    def _lacking(self) -> torch.Tensor:
+        """[R, n] int64: the tokens that were not computed yet, and -1 in holes on their left."""
+        pairs = list(zip(self.episodes, self.num_computed, strict=True))
+        width = max(len(episode.ids) - num_computed for episode, num_computed in pairs)
+        row_by_row: list[int] = []
+        for episode, num_computed in pairs:
+            num_holes = width - len(episode.ids) + num_computed
+            if num_holes:
+                row_by_row += [-1] * num_holes
+            row_by_row += episode.ids[num_computed:]
+        return tensor_of(row_by_row).view(-1, width).to(self.mask.device)
+
+    def _compute(self, ids: torch.Tensor) -> torch.Tensor:
+        """A forward pass over further columns. ids: as _lacking has them."""
+        mask = torch.cat([self.mask, (ids >= 0).long()], 1)
+        # The position of a token is the number of tokens before it: holes do not count.
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = self.forward(ids.clamp(min=0), mask, positions[:, self.mask.shape[1] :])
+        self.mask = mask
+        return logits
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """[R, vocabulary]: the logits behind the last of n further columns.
+
+        ids, positions: [R, n] int64. mask: [R, columns + n] int64, of the earlier columns too.
+        """
+        out = self.model(
+            ids,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            position_ids=positions,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1]
+
+    def part(self, which: list[int]) -> RowCache:
+        """Some of the rows. which: their numbers, at least one, smallest first."""
+        if len(which) == len(self.episodes):
+            return self
+        self.settle()
+        rows = torch.tensor(which, device=self.mask.device)
+        mask = self.mask[rows]
+        # Columns on the left in which all of these rows have holes are left out.
+        first = int(mask.any(0).long().argmax())
+        num_columns = mask.shape[1] - first
+        layers = []
+        for layer in self.cache.layers:
+            keys = layer.keys[rows, :, -num_columns:]
+            values = layer.values[rows, :, -num_columns:]
+            layers.append(layer_like(layer, keys, values, num_columns))
+        found = copy.copy(self)
+        found.episodes = [self.episodes[row] for row in which]
+        found.num_computed = [self.num_computed[row] for row in which]
+        found.mask = mask[:, first:]
+        found.cache = transformers.Cache(layers=layers)
+        return found
+
+    @staticmethod
+    def joined(parts: list[RowCache]) -> RowCache:
+        """All rows of at least one part. On the left of narrower ones there are holes."""
+        if len(parts) == 1:
+            return parts[0]
+        for part in parts:
+            part.settle()
+        found = copy.copy(parts[0])
+        found.episodes = [episode for part in parts for episode in part.episodes]
+        found.num_computed = [number for part in parts for number in part.num_computed]
+        found.mask = stacked([part.mask for part in parts], 1)
+        layers = []
+        for number, layer in enumerate(parts[0].cache.layers):
+            every = [part.cache.layers[number] for part in parts]
+            keys = stacked([one.keys for one in every], 2)
+            values = stacked([one.values for one in every], 2)
+            layers.append(layer_like(layer, keys, values, found.mask.shape[1]))
+        found.cache = transformers.Cache(layers=layers)
+        return found
+
+    def settle(self) -> None:
+        """Is called before rows are moved. Section 9f has something to do then."""
+
+
+def layer_like(layer: Any, keys: torch.Tensor, values: torch.Tensor, num_columns: int) -> Any:
+    """A layer of a cache of transformers, of the same kind, for so many columns.
+
+    keys, values: [rows, heads, columns, size]. A layer that looks back through a window keeps only
+    the last columns, and counts all.
+    """
+    found = copy.copy(layer)
+    found.keys = keys
+    found.values = values
+    if found.is_sliding:
+        found.cumulative_length = num_columns
+    return found
+
+
+def stacked(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """The rows of all. On the left of narrower ones there are zeros. dim: of the columns."""
+    shape = list(tensors[0].shape)
+    shape[0] = sum(tensor.shape[0] for tensor in tensors)
+    shape[dim] = max(tensor.shape[dim] for tensor in tensors)
+    room = tensors[0].new_zeros(shape)
+    row = 0
+    for tensor in tensors:
+        num_rows = tensor.shape[0]
+        num_columns = tensor.shape[dim]
+        rows_of_mine = room[row : row + num_rows]
+        rows_of_mine.narrow(dim, shape[dim] - num_columns, num_columns).copy_(tensor)
+        row += num_rows
+    return room
+
+
+class Decoder:
+    """Has episodes, of any number of requests, and samples a token for each of them per step.
+
+    A serving engine would be another class with its two methods: `add` takes episodes, and `step`
+    gets all of them on.
+    """
+
+    def __init__(self, policy: Policy, pull: Callable[[], int] = version_0) -> None:
+        """pull: makes the policy's weights those to sample with now, and returns their version.
+
+        It is called before every token.
+        """
+        self.policy = policy
+        self.pull = pull
+        self.version: int | None = None  # of the weights that made the cache
+        self.cache = self.new_cache([])  # of episodes that speak, or have ended their turn
+        self.waiting: list[Episode] = []  # of these nothing is computed
+
+    def new_cache(self, episodes: list[Episode]) -> RowCache:
+        """An empty one, for these."""
+        return RowCache(self.policy.model, episodes)
+
+    def add(self, episodes: list[Episode]) -> None:
+        """Takes part from the next step on."""
+        self.waiting += episodes
+
+    def episodes(self) -> list[Episode]:
+        """All that are not over."""
+        return [one for one in self.cache.episodes + self.waiting if not one.is_over]
+
+    def step(self) -> None:
+        """Samples a token for each episode, after it has heard what there is to hear.
+
+        An episode may raise nothing here: it ends, and its request finds the error in it. Whatever
+        else is raised, the next step computes everything anew.
+        """
+        try:
+            with torch.inference_mode():
+                # This is between two tokens, the only moment at which weights may change.
+                self._take_new_weights()
+                parts = self._parts()
+                logits = [part.catch_up() for part in parts]
+                self.cache = RowCache.joined(parts) if parts else self.new_cache([])
+                self.waiting = []
+                if parts:
+                    self._sample(self.log_distribution(torch.cat(logits)))
+        except Exception:
+            self.throw_cache_away()  # a part of it may be half computed
+            raise
+
+    def _take_new_weights(self) -> None:
+        """Pulls. Tokens from here on carry the new version, earlier ones keep theirs."""
+        version = self.pull()
+        if version != self.version:
+            self.version = version
+            # Keys and values of earlier tokens were made by the old weights. Read by the new ones
+            # they give probabilities that no version of the policy has.
+            self.throw_cache_away()  # mechanism: a cache per version
+
+    def throw_cache_away(self) -> None:
+        """The next step computes the keys and values of all tokens again."""
+        self.waiting = self.cache.episodes + self.waiting
+        self.cache = self.new_cache([])
+
+    def _parts(self) -> list[RowCache]:
+        """The rows to be computed now, as one part or, when some come in or go out, as three."""
+        rows = self.cache.episodes
+        silent = [row for row, episode in enumerate(rows) if not episode.is_speaking]
+        if not self.waiting and 4 * len(silent) < len(rows):
+            return [self.cache]
+        speaking = [row for row, episode in enumerate(rows) if episode.is_speaking]
+        self._hear([*rows, *self.waiting])
+        # Those that go on; those that have heard more; and those of which nothing is computed.
+        returning = [row for row in silent if rows[row].is_speaking]
+        parts = [self.cache.part(which) for which in (speaking, returning) if which]
+        coming = [episode for episode in self.waiting if episode.is_speaking]
+        return [*parts, self.new_cache(coming)] if coming else parts
+
+    def _hear(self, episodes: list[Episode]) -> None:
+        """Those that are not over, and do not speak, hear what their users say."""
+        asked = [one for one in episodes if not one.is_speaking and not one.is_over]
+        texts = {episode: episode.user_says() for episode in asked}
+        heard = {episode: text for episode, text in texts.items() if text is not None}
+        for episode, ids in zip(heard, self.policy.ids_of(list(heard.values())), strict=True):
+            episode.hear(ids)
+
+    def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        """[R, vocabulary] float32: the log-probabilities to sample from, and to record.
+
+        At --temperature, as in score_tokens. With a change that only one side makes, such as top-p,
+        another policy would be sampled from than the one that is trained.
+        """
+        return (logits.float() / self.policy.cfg.temperature).log_softmax(-1)
+
+    def _sample(self, logp: torch.Tensor) -> None:
+        """Samples a token for each row in the cache. logp: [R, vocabulary] float32.
+
+        Episodes that do not speak do not get theirs.
+        """
+        tokens = self._chosen(logp)
+        logprobs = logp.gather(1, tokens[:, None]).squeeze(1)
+        pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        for episode, (token, logprob) in zip(self.cache.episodes, pairs, strict=True):
+            if episode.is_speaking:
+                episode.say(token, logprob, self.version or 0)
+
+    def _chosen(self, logp: torch.Tensor) -> torch.Tensor:
+        """[R] int64: the token of each row, by the luck of its episode, or the likeliest one."""
+        is_greedy = [episode.luck is None for episode in self.cache.episodes]
+        if all(is_greedy):
+            return logp.argmax(-1)
+        # A line as long as 1 is cut into pieces, one for each token, as long as its probability.
+        # The random number is a place on that line.
+        ends = logp.exp().double().cumsum(-1)  # [R, vocabulary]: of the pieces
+        luck = tensor_of([episode.next_luck() for episode in self.cache.episodes], ends.dtype)
+        places = luck[:, None].to(ends.device) * ends[:, -1:]  # the line is not exactly 1 long
+        drawn = torch.searchsorted(ends, places, right=True).squeeze(1)
+        if not any(is_greedy):
+            return drawn
+        return logp.argmax(-1).where(torch.tensor(is_greedy, device=logp.device), drawn)
+
+
+def generate(
+    policy: Policy,
+    prompts: list[Prompt],
+    group_size: int,
+    seed: int = 0,
+    greedy: bool = True,
+    pull: Callable[[], int] = version_0,
+    decoder_class: Callable[..., Decoder] = Decoder,
+) -> Rollout:
+    """Has each conversation group_size times, with a decoder of its own.
+
+    greedy: take the likeliest token instead of sampling. Rewards are nan, not judged yet, if the
+    session knows none. Raises TaskError if a session raises.
+    """
+    decoder = decoder_class(policy, pull)
+    with begin_episodes(policy, prompts, group_size, seed, greedy) as episodes:
+        decoder.add(episodes)
+        while not all_over(episodes):
+            decoder.step()
+        return rollout_of(episodes)
+
+
 # -- 9f. The token step on a GPU -------------------------------------------------------------------
 # One token for each of some rows is little work for a GPU. For a small model it is a few hundred
 # kernels (functions that run there), and Python may need longer to ask for them than they take. A
 # CUDA graph is the cure: the kernels of a token are recorded once, and from then on one call
 # repeats all of them. But it repeats them as they were: same shapes, same addresses. So:
 #
-#     1. what was heard is computed as in 9d, into a RowCache
+#     1. what was heard is computed as in 9e, into a RowCache
 #     2. its keys and values are copied to a fixed place, with room for R rows, a power of two, and
 #        W columns, a multiple of 256. What is not used of that is masked
 #     3. for each token its ids, positions and mask are written to a fixed place, and the graph for
 #        this R and W is repeated
-#     4. they are copied back when the W columns are full, and before rows leave, rows come back or
-#        the user is heard
+#     4. they are copied back when the W columns are full, and before rows come in or go out
 #
-# All else is as in 9d. New weights are copied to where the old ones are, on GPUs (7d), where the
+# All else is as in 9e. New weights are copied to where the old ones are, on GPUs (7d), where the
 # graph finds them.
 #
 # None of this has run on a GPU. On a CPU the same code runs without a graph, and more slowly than
-# 9d: a test compares its tokens, log-probabilities and versions with those of 9d.
+# 9e: a test compares its tokens, log-probabilities and versions with those of 9e.
 
 HIDDEN = -1e9  # is added to the attention score of a column that nobody may see
 WIDTH_STEP = 256  # columns: fewer graphs than with small ones, and less is masked than with large
@@ -6280,20 +6365,22 @@ class StaticStep:
 
     def load(self, rows: RowCache) -> None:
         """Takes the keys and values of these rows, which then hold none themselves."""
+        num_rows, num_columns = rows.mask.shape
         self.mask.fill_(HIDDEN)
         for mine, theirs in zip(self.cache.layers, rows.cache.layers, strict=True):
-            mine.cumulative_length.fill_(rows.num_columns)  # the next token goes there
+            mine.cumulative_length.fill_(num_columns)  # the next token goes there
             mine.keys.zero_()
             mine.values.zero_()
-            mine.keys[: len(rows.rows), :, : rows.num_columns] = theirs.keys
-            mine.values[: len(rows.rows), :, : rows.num_columns] = theirs.values
+            mine.keys[:num_rows, :, :num_columns] = theirs.keys
+            mine.values[:num_rows, :, :num_columns] = theirs.values
             replace_in(theirs, theirs.keys[:0].clone(), theirs.values[:0].clone())
 
     def unload(self, rows: RowCache) -> None:
         """Gives them back, with the columns that were computed here."""
+        num_rows, num_columns = rows.mask.shape
         for mine, theirs in zip(self.cache.layers, rows.cache.layers, strict=True):
-            keys = mine.keys[: len(rows.rows), :, : rows.num_columns].clone()
-            values = mine.values[: len(rows.rows), :, : rows.num_columns].clone()
+            keys = mine.keys[:num_rows, :, :num_columns].clone()
+            values = mine.values[:num_rows, :, :num_columns].clone()
             replace_in(theirs, keys, values)
 
     def run(
@@ -6342,8 +6429,9 @@ class StaticSteps:
 
     def step_for(self, rows: RowCache) -> StaticStep:
         """The step for one column more of these rows."""
-        num_rows = 1 << (len(rows.rows) - 1).bit_length()  # the next power of two
-        width = WIDTH_STEP * (rows.num_columns // WIDTH_STEP + 1)
+        num_rows, num_columns = rows.mask.shape
+        num_rows = 1 << (num_rows - 1).bit_length()  # the next power of two
+        width = WIDTH_STEP * (num_columns // WIDTH_STEP + 1)
         if num_rows * width > self.num_tokens:
             self._make_room(rows.cache.layers, num_rows * width)
         if (num_rows, width) not in self.steps:
@@ -6385,11 +6473,17 @@ def beginning_of(memory: torch.Tensor, num_rows: int, row: torch.Tensor) -> torc
     return memory[: num_rows * row.numel()].view(num_rows, *row.shape[1:])
 
 
+def replace_in(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Gives a layer of a cache of transformers other keys and values."""
+    layer.keys = keys
+    layer.values = values
+
+
 class StaticRowCache(RowCache):
     """A RowCache that computes single columns by static steps."""
 
-    def __init__(self, model: Any, rows: torch.Tensor, steps: StaticSteps) -> None:
-        super().__init__(model, rows)
+    def __init__(self, model: Any, episodes: list[Episode], steps: StaticSteps) -> None:
+        super().__init__(model, episodes)
         self.steps = steps
         self.step: StaticStep | None = None  # the one that has the keys and values now
 
@@ -6398,30 +6492,19 @@ class StaticRowCache(RowCache):
         ids: torch.Tensor,
         mask: torch.Tensor,
         positions: torch.Tensor,
-        num_alike: int = 1,
     ) -> torch.Tensor:
         """As before: several columns, such as all that was heard. Statically: one."""
-        if ids.shape[1] > 1 or self.num_columns == 0:
-            self._take_back()
-            return super().forward(ids, mask, positions, num_alike)
-        if self.step is None or self.num_columns == self.step.width:
-            self._take_back()
+        num_columns = self.mask.shape[1]
+        if ids.shape[1] > 1 or num_columns == 0:
+            self.settle()
+            return super().forward(ids, mask, positions)
+        if self.step is None or num_columns == self.step.width:
+            self.settle()
             self.step = self.steps.step_for(self)
             self.step.load(self)
-        self.num_columns += 1
         return self.step.run(ids, mask, positions)
 
-    def set_aside(self, leaves: torch.Tensor) -> None:
-        """The same as before, once the keys and values are here."""
-        self._take_back()
-        super().set_aside(leaves)
-
-    def bring_back(self) -> None:
-        """The same as before, once the keys and values are here."""
-        self._take_back()
-        super().bring_back()
-
-    def _take_back(self) -> None:
+    def settle(self) -> None:
         """Gets the keys and values, if a step has them."""
         if self.step is not None:
             self.step.unload(self)
@@ -6435,18 +6518,14 @@ class StaticDecoder(Decoder):
         self,
         steps: StaticSteps,
         policy: Policy,
-        num_rows: int,
-        group_size: int = 1,
-        seed: int = 0,
-        greedy: bool = True,
         pull: Callable[[], int] = version_0,
     ) -> None:
-        super().__init__(policy, num_rows, group_size, seed, greedy, pull)
         self.steps = steps
+        super().__init__(policy, pull)
 
-    def new_cache(self) -> RowCache:
+    def new_cache(self, episodes: list[Episode]) -> RowCache:
         """An empty one. The steps, and their graphs, stay."""
-        return StaticRowCache(self.policy.model, self._needed_rows(), self.steps)
+        return StaticRowCache(self.policy.model, episodes, self.steps)
 
 
 def decoder_for(policy: Policy) -> Callable[..., Decoder]:
@@ -6473,9 +6552,8 @@ def decoder_for(policy: Policy) -> Callable[..., Decoder]:
 class KeepsOldCache(Decoder):
     """Goes on with the keys and values of the old weights when new ones have come."""
 
-    def new_cache(self) -> Any:
-        """Only the first time it is a new one."""
-        return super().new_cache() if self.cache is None else self.cache
+    def throw_cache_away(self) -> None:
+        """Does nothing of the kind."""
 
 
 class RoundsProbabilities(Decoder):
@@ -6569,7 +6647,7 @@ def num_ids_that_differ(num_answers: int, seed: int) -> int:
 @stage(
     "what is recorded while sampling is what the trainer finds again: exact ids over turns, one "
     "version per token, log-probabilities under the sampling policy",
-    hint="write `self.cache or self.new_cache()`: the old cache stays",
+    hint="write `pass`: the old cache stays",
     mechanism="a cache per version",
 )
 async def demo_rollout(report: Report, cfg: Config) -> None:
@@ -7167,30 +7245,23 @@ def right_answers(
 
     rng, noise: draws this share of the letters at random. Of each episode the reward is 1.
     """
-    decoder = Decoder(policy, len(prompts))
-    said: list[list[str]] = [[] for _ in prompts]
+    episodes = []
+    for prompt in prompts:
+        episodes.append(Episode(policy, prompt, Session(policy.task, prompt.turns)))
     for turn in range(policy.task.num_turns):
-        decoder.hear([prompt.turns[turn].user for prompt in prompts])
-        for prompt, so_far in zip(prompts, said, strict=True):
-            so_far.append(with_noise(prompt.turns[turn].right, policy.task.letters, rng, noise))
-        # The decoder is told what it has said, in place of sampling it.
-        answers = [so_far[-1] + policy.tokenizer.eos_token for so_far in said]
-        found = policy.tokenizer(
-            answers, return_tensors="pt", add_special_tokens=False, padding=True
-        ).to(policy.cfg.device)
-        fits = ~decoder.is_over[:, None]
-        decoder.append(found["input_ids"], found["attention_mask"] * fits, decoder.turn)
+        texts = [policy.in_template(prompt.turns[turn].user, turn == 0) for prompt in prompts]
+        said = []
+        for prompt in prompts:
+            said.append(with_noise(prompt.turns[turn].right, policy.task.letters, rng, noise))
+        answers = policy.ids_of([text + policy.tokenizer.eos_token for text in said])
+        heard = policy.ids_of(texts)
+        for episode, words, text, ids in zip(episodes, heard, said, answers, strict=True):
+            if not episode.is_over:
+                episode.hear(words)
+            episode.answer(text, ids)
     rewards = torch.zeros(len(prompts), policy.task.num_turns)
     rewards[:, -1] = 1.0  # the sum of the rewards from a turn on is then 1 for each turn
-    return Rollout(
-        tokens=decoder.tokens.each(lambda tensor: tensor.cpu()),
-        rewards=rewards,
-        group_ids=torch.tensor([prompt.id for prompt in prompts]),
-        is_cut=decoder.is_cut.cpu(),
-        is_truncated=torch.zeros_like(rewards, dtype=torch.bool),
-        prompts=prompts,
-        said=said,
-    )
+    return dataclasses.replace(rollout_of(episodes), rewards=rewards)
 
 
 def with_noise(text: str, letters: str, rng: random.Random | None, noise: float) -> str:
@@ -7521,7 +7592,7 @@ def parts_of(state: TrainState, batch: Rollout) -> Iterator[Part]:
     num_parts = math.ceil(num_logits / MAX_LOGITS)
     num_parts = min(num_parts, len(longest_first) // cfg.trainers)
     for rows in mine.tensor_split(num_parts):
-        # Rows of a part are about as long as each other, so that packing leaves few holes.
+        # Rows of a part are about as long as each other, so it has few holes.
         packed = tokens.each(lambda tensor, rows=rows: tensor[rows]).packed()
         packed = packed.each(lambda tensor: tensor.to(cfg.device))
         # Each token has the advantage of its turn. Turns count from 1; where no token was sampled
@@ -8105,7 +8176,7 @@ class RolloutReply:
     """What came of them."""
 
     rollout: Rollout  # not judged yet
-    busy_s: float  # that a generator worked on it
+    busy_s: float  # that a generator worked on it; what requests share counts for one of them
 
 
 class Generator(Worker):
@@ -8117,6 +8188,9 @@ class Generator(Worker):
         super().__init__(place)
         self.cfg = cfg
         self.reader: WeightReader | None = None
+        self.takes_newest = False  # before every token, for the episodes that it has now
+        self.entrance = asyncio.Lock()  # requests go through it in the order in which they came
+        self.noted_s = 0.0  # until then its work was noted, in seconds since 1970
 
     async def prepare(self) -> str:
         """Builds the policy. Answers with the device on which it computes."""
@@ -8125,36 +8199,87 @@ class Generator(Worker):
         self.policy = Policy(dataclasses.replace(self.cfg, device=device))
         if device != "cpu":
             torch.cuda.set_device(device)  # graphs are recorded on the present one
-        self.decoder_class = decoder_for(self.policy)
+        self.decoder = decoder_for(self.policy)(self.policy, self._version_now)
         return device
 
-    @endpoint
+    @concurrent_endpoint
     async def rollout(self, request: RolloutRequest) -> Packed[RolloutReply]:
-        """Has the conversations of a request.
+        """Has the conversations of a request, in one batch with those of other requests.
 
-        All of them under one version, which stays leased until the next pull. Or, with
-        is_in_flight, each token under the version that is the newest then.
+        Each request makes steps until its own episodes are over. A step gets the episodes of all
+        requests on, and after each of them the others have their turn, or come in.
+        """
+        async with self.entrance:
+            await self._enter(request)
+        # Nobody else can enter before the first `await` below.
+        start_s = time.time()
+        args = (request.prompts, request.group_size, request.seed, request.greedy)
+        with begin_episodes(self.policy, *args) as episodes:
+            self.decoder.add(episodes)
+            while not all_over(episodes):
+                self.decoder.step()
+                await asyncio.sleep(0)
+            rollout = rollout_of(episodes)
+        return Packed.of(RolloutReply(rollout=rollout, busy_s=self._note_work(start_s)))
+
+    async def _enter(self, request: RolloutRequest) -> None:
+        """Waits until its episodes may join those that are here.
+
+        It may wait for a version that is being copied, or is on its way to this host. If the
+        trainer is lost meanwhile, that never comes; on another host nobody can see this, so there
+        NotNow is raised after a while, and the request is made again.
         """
         start = time.monotonic()
-        with self.recorder.span("rollout"):
-            reader = self._reader_of(request.arenas[self.place.host])
-            await until_published(reader.arena, request.min_version)
-            version = self._pull(reader)  # mechanism: pull
+        while not self._may_enter(request):
+            if self.decoder.episodes():
+                start = time.monotonic()  # it waits for these
+            elif since(start) > PATIENCE_S:
+                raise NotNow(f"version {request.min_version} has not come")
+            await asyncio.sleep(0 if self.decoder.episodes() else 0.001)
 
-            def pull() -> int:
-                self.pulse.advance()  # a token is sampled after this
-                return self._pull(reader) if request.is_in_flight else version
+    def _may_enter(self, request: RolloutRequest) -> bool:
+        """May its episodes join those that are here? If there are none, this pulls for it.
 
-            rollout = generate(
-                self.policy,
-                request.prompts,
-                request.group_size,
-                seed=request.seed,
-                greedy=request.greedy,
-                pull=pull,
-                decoder_class=self.decoder_class,
-            )
-        return Packed.of(RolloutReply(rollout=rollout, busy_s=since(start)))
+        All tokens of a request are of one version, which stays leased until the next pull. So it
+        joins only those that have the newest version, or else that would never change. With
+        is_in_flight each token is of the version that is the newest then; such requests join each
+        other.
+        """
+        handle = request.arenas[self.place.host]
+        is_empty = not self.decoder.episodes()
+        if is_empty or self.reader is None:
+            self.reader = self._reader_of(handle)
+        arena = self.reader.arena
+        newest = arena.newest_version()
+        # Whoever asks knows that the trainer has made this version. It may still be being copied.
+        # If the trainer has ended, what is sampled now is dropped (section 13).
+        if newest < request.min_version and is_alive(arena.handle.pid):
+            return False
+        if is_empty:
+            self.takes_newest = request.is_in_flight
+            self._pull(self.reader)  # mechanism: pull
+            return True
+        is_same_arena = handle is not None and handle.run_id == arena.handle.run_id
+        has_newest = self.takes_newest or self.reader.version == newest
+        return is_same_arena and has_newest and self.takes_newest == request.is_in_flight
+
+    def _version_now(self) -> int:
+        """What the decoder calls before every token."""
+        self.pulse.advance()
+        assert self.reader is not None, "episodes come in after a pull"
+        return self._pull(self.reader) if self.takes_newest else self.reader.version
+
+    def _note_work(self, start_s: float) -> float:
+        """Notes the work on a request that ends now, and returns how many seconds it was.
+
+        What several requests shared counts for the one that ended first. So all of them together
+        are as long as this generator was at work. start_s: since 1970.
+        """
+        begin_s = max(start_s, self.noted_s)
+        self.recorder.note("rollout", begin_s)
+        self.recorder.send_soon()
+        self.noted_s = time.time()
+        return self.noted_s - begin_s
 
     def _reader_of(self, handle: ArenaHandle | None) -> WeightReader:
         """A reader of this arena. A new trainer has another arena, and needs another reader."""
@@ -8163,7 +8288,7 @@ class Generator(Worker):
         if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
             weights = weights_of(self.policy.model)
             try:
-                self.reader = WeightReader(handle, self.place.local_id, weights)
+                return WeightReader(handle, self.place.local_id, weights)
             except WeightMismatch as error:
                 if self.place.host > 0 or is_alive(handle.pid):
                     raise
@@ -8179,21 +8304,6 @@ class Generator(Worker):
         if version != before:
             self.recorder.note("pull", start_s)
         return version
-
-
-async def until_published(arena: Arena, version: int) -> None:
-    """Waits until this version can be pulled.
-
-    Whoever asks for it knows that the trainer has made it. It may still be being copied, or be on
-    its way to this host. If the trainer is lost meanwhile it never comes. Then there is no point in
-    waiting: what is sampled now is of a lost trainer, and is dropped (section 13). On another host
-    nobody can see that, so there NotNow is raised after a while, and the request is made again.
-    """
-    start = time.monotonic()
-    while arena.newest_version() < version and is_alive(arena.handle.pid):
-        if since(start) > PATIENCE_S:
-            raise NotNow(f"version {version} has not come in {PATIENCE_S:.0f} s")
-        await asyncio.sleep(0.001)
 
 
 # -- 11e. Judges -----------------------------------------------------------------------------------
@@ -8483,7 +8593,6 @@ class Cluster:
         await asyncio.gather(*[service.close() for service in self.services])
 
     # Calls of the trainer. They raise TrainerLost if it is lost, and else what it raised.
-
     async def _ask_trainer(
         self,
         endpoint: Endpoint[Arguments, Reply],
@@ -9312,7 +9421,7 @@ class Lab:
 @stage(
     "trainer and generator give the same log-probabilities for the same weights; reward rises; "
     "every sample has lag 0",
-    hint="write `reader.version`: generators never pull",
+    hint="write `pass`: generators never pull",
     mechanism="pull",
     needs_lab=True,
 )

@@ -465,11 +465,11 @@ BROKEN = {
     "weight_sync": ({"announce": "pass"}, "torn reads through slots"),
     "reshard": ({"uneven shards": "length = len(part) // num_ranks"}, "errors that ended"),
     "rollout": (
-        {"a cache per version": "self.cache = self.cache or self.new_cache()"},
+        {"a cache per version": "pass"},
         "k3 of what was recorded",
     ),
     "losses": ({"ratio": "weight = ratio * 0 + 1"}, "lag 8: tilt with a ratio"),
-    "sync_rl": ({"pull": "version = reader.version"}, "k3 of both programs"),
+    "sync_rl": ({"pull": "pass"}, "k3 of both programs"),
     "recovery": ({"prompts go on": "self.next_number = 0"}, "difference"),
     "async_rl": (
         {
@@ -895,17 +895,20 @@ def test_the_mean_of_many_gradients_of_reinforce_is_the_true_one(
 def test_rows_of_any_length_hear_the_end_of_a_turn_once() -> None:
     """Later user turns of different lengths: who has said <end> does not hear it again."""
     policy = m.Policy(m.Config())
-    decoder = m.Decoder(policy, num_rows=2)
-    with torch.no_grad():
-        decoder.hear(["abc", "d"])
-        decoder.speak()
-        decoder.is_speaking = torch.tensor([False, True])  # row 0 has ended its turn, row 1 not
-        before = decoder.tokens.ids.shape[1]
-        decoder.hear(["e", "fgh"])
-    new = decoder.tokens.each(lambda column: column[:, before:])
+    prompt = m.Prompt(id=0, turns=())
     heard = []
-    for ids, mask in zip(new.ids, new.mask, strict=True):
-        heard.append(policy.tokenizer.decode(ids[mask == 1], skip_special_tokens=False))
+    for text, last, more in (("abc", "<end>", "e"), ("d", "a", "fgh")):
+        episode = m.Episode(policy, prompt, m.Session(policy.task, ()))
+        [first, answer, second] = policy.ids_of(
+            [policy.in_template(text, True), "aaa" + last, policy.in_template(more, False)]
+        )
+        episode.hear(first)
+        for token in answer:
+            episode.say(token, -1.0, 0)
+        assert episode.said == ["aaa" + last.replace("<end>", "")]
+        before = len(episode.ids)
+        episode.hear(second)
+        heard.append(policy.tokenizer.decode(episode.ids[before:], skip_special_tokens=False))
     assert heard == ["<user>e<end><assistant>", "<end><user>fgh<end><assistant>"]
 
 
@@ -1015,6 +1018,36 @@ def test_same_seed_samples_the_same_and_another_does_not() -> None:
     assert torch.equal(first.tokens.ids, again.tokens.ids)
     assert first.said == again.said
     assert first.said != other.said
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    """And one that has no probability never, as top-p needs it."""
+    policy = m.Policy(m.Config())
+    session = m.Session(policy.task, ())
+    luck = m.Luck(20_000, seed=0)
+    episodes = []
+    for number in range(luck.num_episodes):
+        mine = functools.partial(luck.number, number)
+        episodes.append(m.Episode(policy, m.Prompt(id=0, turns=()), session, mine))
+    decoder = m.Decoder(policy)
+    decoder.cache = m.RowCache(policy.model, episodes)
+    p = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    drawn = decoder._chosen(p.log().expand(len(episodes), -1))
+    shares = drawn.bincount(minlength=6) / len(drawn)
+    assert (shares - p).abs().max() < 0.02
+    assert (shares[p == 0] == 0).all()
+    assert luck.number(7, 5) == m.Luck(20_000, seed=0).number(7, 5) != luck.number(8, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize("numbers", [[], [3, 0, 7], list(range(1000))])
+def test_a_tensor_made_by_way_of_an_array_is_the_same(
+    numbers: list[int], dtype: torch.dtype
+) -> None:
+    expected = torch.tensor(numbers, dtype=dtype)
+    found = m.tensor_of(numbers, dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
 
 
 # -- conversations of any shape --------------------------------------------------------------------
@@ -1225,74 +1258,69 @@ def uneven_policy(kind: str = "tiny", folder: pathlib.Path | None = None) -> m.P
     return policy
 
 
-def computed_shapes(rollout: m.Rollout, group_size: int) -> list[tuple[int, int]]:
-    """(rows, columns) of the forward passes that such a rollout needs, if quarters leave."""
-    num_rows = len(rollout.said)
+def noted_shapes(policy: m.Policy) -> list[tuple[int, int]]:
+    """(rows, columns) of each forward pass from now on."""
     shapes: list[tuple[int, int]] = []
-    num_computed = 0
-    for turn in (1, 2, 3):
-        is_sampled = rollout.tokens.turn_ids == turn  # [B, T]
-        num_left = num_rows
-        for column in is_sampled.any(0).nonzero().flatten().tolist():
-            num_computed_rows = num_left if shapes else num_left // group_size
-            shapes.append((num_computed_rows, column - num_computed))
-            num_computed = column
-            num_speaking = int(is_sampled[:, column].sum())
-            if 4 * (num_left - num_speaking) >= num_left:
-                num_left = num_speaking
+
+    def note(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        num_rows, num_columns = args[0].shape
+        shapes.append((num_rows, num_columns))
+
+    policy.model.register_forward_pre_hook(note)
     return shapes
 
 
-def test_rows_that_have_ended_are_not_computed_and_nothing_is_computed_twice() -> None:
+def test_episodes_that_do_not_speak_are_not_computed_and_nothing_is_computed_twice() -> None:
     policy = uneven_policy()
-    shapes: list[tuple[int, ...]] = []  # [rows, columns] of each forward pass
-
-    def note(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        shapes.append(tuple(args[0].shape))
-
-    policy.model.register_forward_pre_hook(note)
+    shapes = noted_shapes(policy)
     rollout = talk(policy, MIXED, group_size=8, greedy=False)
-    assert shapes == computed_shapes(rollout, 8)
-    turn_begins = [number for number, (_, columns) in enumerate(shapes) if columns > 1]
-    assert [shapes[number][0] for number in turn_begins] == [4, 32, 32]  # all have come back
-    smallest = min(num_rows for num_rows, _ in shapes)
-    assert smallest <= 4
-    # What was computed, beside what there was to compute.
-    num_computed = sum(rows * columns for rows, columns in shapes)
-    assert num_computed < 0.7 * rollout.tokens.ids.numel()
+    num_tokens = int(rollout.tokens.mask.sum())
+    heard = row_of(rollout.tokens, 0).turn_ids.tolist().index(1)
+    assert shapes[0] == (4, heard_by_longest(rollout))
+    assert heard <= shapes[0][1]
+    assert min(num_rows for num_rows, _ in shapes) <= 3
+    # What was computed, beside what there was to compute. The first words count once per group.
+    num_computed = sum(num_rows * num_columns for num_rows, num_columns in shapes)
+    num_needed = num_tokens - 7 * int(first_words(rollout)[::8].sum()) - 32
+    assert num_needed <= num_computed < 1.5 * num_needed
+
+
+def first_words(rollout: m.Rollout) -> torch.Tensor:
+    """[B]: how many tokens each row hears before it speaks."""
+    return (rollout.tokens.turn_ids > 0).long().argmax(1)
+
+
+def heard_by_longest(rollout: m.Rollout) -> int:
+    return int(first_words(rollout).max())
 
 
 class EndsEarly(m.Decoder):
-    """Ends each row's turn when it has said so many tokens, 1 to 23, and not before."""
-
-    def speak(self) -> list[str]:
-        self.start = self.tokens.ids.shape[1]
-        return super().speak()
+    """Ends each episode's turn when it has said so many tokens, 1 to 23, and not before."""
 
     def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
-        num_said = self.num_columns - self.start
-        lengths = (7 * self.cache.rows + 5 * self.turn) % 23 + 1
-        ends = lengths <= num_said + 1
-        logits[:, self.policy.end_id] = torch.where(ends, 1e9, -1e9)
+        for row, episode in enumerate(self.cache.episodes):
+            number = 7 * episode.prompt.id + 3 * len(episode.said) + 5 * episode.turn
+            is_last = len(episode.ids) - episode.turn_start >= number % 23
+            logits[row, self.policy.end_id] = 1e9 if is_last else -1e9
         return super().log_distribution(logits)
 
 
 @pytest.mark.parametrize("kind", ["tiny", "llama", "gpt2", "mistral"])
-def test_leaving_and_coming_back_changes_nothing(tmp_path: pathlib.Path, kind: str) -> None:
-    """Mistral has layers that look back through a window of 16 columns."""
-    found = []
-    smallest = []  # of each rollout, the rows of its smallest forward pass
-    for let_rows_leave in (m.RowCache.let_rows_leave, lambda *_: None):
-        policy = uneven_policy(kind, tmp_path)
-        num_rows = []
-        policy.model.register_forward_pre_hook(lambda _, args, n=num_rows: n.append(len(args[0])))
-        with mock.patch.object(m.RowCache, "let_rows_leave", let_rows_leave):
-            found.append(talk(policy, MIXED[:3], 4, greedy=True, decoder_class=EndsEarly))
-        smallest.append(min(num_rows[1:]))
-    assert smallest[0] <= 3
-    assert smallest[1] == 12
-    leaves, stays = found
-    assert_same_rows(leaves, stays, [(row, row) for row in range(12)])
+def test_a_shared_batch_changes_nothing(tmp_path: pathlib.Path, kind: str) -> None:
+    """Episodes come and go; alone each says the same.
+
+    Mistral has layers that look back through a window of 16 columns.
+    """
+    policy = uneven_policy(kind, tmp_path)
+    texts = MIXED[:3] if kind != "mistral" else [("a", "b"), ("c", "d")]
+    shapes = noted_shapes(policy)
+    together = talk(policy, texts, 4, greedy=True, decoder_class=EndsEarly)
+    assert len({num_rows for num_rows, _ in shapes}) > 2
+    for number, words in enumerate(texts):
+        prompts = [prompt for prompt in together.prompts if prompt.id == number][:1]
+        alone = m.generate(policy, prompts, 1, decoder_class=EndsEarly)
+        assert words
+        assert_same_rows(together, alone, [(4 * number, 0)])
 
 
 @pytest.mark.parametrize("decoder_class", DECODERS)
@@ -1352,10 +1380,13 @@ def test_steps_of_all_shapes_share_one_memory() -> None:
     steps = m.StaticSteps(policy.model, captures=False)
 
     def shape_of(num_rows: int, num_columns: int) -> tuple[int, ...]:
-        rows = m.RowCache(policy.model, torch.arange(num_rows))
-        ids = torch.zeros(num_rows, num_columns, dtype=torch.int64)
+        session = m.Session(policy.task, ())
+        episodes = [m.Episode(policy, m.Prompt(id=0, turns=()), session) for _ in range(num_rows)]
+        for episode in episodes:
+            episode.hear([5] * num_columns)
+        rows = m.RowCache(policy.model, episodes)
         with torch.inference_mode():
-            rows.forward(ids, torch.ones_like(ids), torch.zeros_like(ids))
+            rows.catch_up()
             keys = steps.step_for(rows).cache.layers[0].keys
         assert keys.data_ptr() == steps.memory[0][0].data_ptr()
         return keys.shape[0], keys.shape[2]
@@ -1497,6 +1528,174 @@ def test_ids_change_on_a_trip_through_text_only_if_the_tokenizer_has_pairs() -> 
 
     with mock.patch.object(m, "tiny_policy", without_pairs):
         assert m.num_ids_that_differ(200, seed=0) == 0
+
+
+# -- requests that share a batch -------------------------------------------------------------------
+
+
+class LocalGenerator:
+    """A generator that is no actor, and an arena from which it pulls."""
+
+    def __init__(self, cfg: m.Config) -> None:
+        with mock.patch.object(m, "current_rank"):
+            self.generator = m.Generator(m.Place(service="generator", replica_id=0), cfg)
+        self.model = m.Policy(cfg).model
+        self.writer = m.ShardWriter.join(m.weights_of(self.model), 1, 0, 1)
+        self.shapes: list[tuple[int, int]] = []  # of forward passes
+
+    async def prepare(self) -> None:
+        await self.generator.prepare()
+        self.generator.policy.max_new_tokens = 12
+        self.shapes = noted_shapes(self.generator.policy)
+        self.publish(0)
+
+    def publish(self, version: int) -> None:
+        self.model.load_state_dict(three_versions()[version])
+        self.writer.start(version)
+        self.writer.wait()
+
+    async def ask(self, first: int, num_prompts: int = 3, **changes: Any) -> m.RolloutReply:
+        """The reply to a request for the prompts from this number on."""
+        request = m.RolloutRequest(
+            arenas=(self.writer.arena.handle,),
+            min_version=0,
+            prompts=m.Sampler(self.generator.cfg.task, 0).first(first + num_prompts)[first:],
+            group_size=4,
+            seed=first,
+            greedy=False,
+            is_in_flight=False,
+        )
+        request = dataclasses.replace(request, **changes)
+        return await m.Generator.rollout._method.__wrapped__(self.generator, request)
+
+    def most_rows(self) -> int:
+        """Of a forward pass."""
+        return max(num_rows for num_rows, _ in self.shapes)
+
+    async def until_step(self, number: int) -> None:
+        """Until so many passes were made: it has its turn after each step."""
+        while len(self.shapes) < number:
+            await asyncio.sleep(0)
+
+
+def with_generator(
+    scene: Callable[[LocalGenerator], Any], task: m.Task | None = None, **changes: Any
+) -> Any:
+    """Runs a scene with a generator."""
+
+    async def play() -> Any:
+        local = LocalGenerator(m.Config(**changes))
+        await local.prepare()
+        local.generator.policy.task = task or local.generator.policy.task
+        return await scene(local)
+
+    return asyncio.run(play())
+
+
+def versions_in(reply: m.RolloutReply) -> set[int]:
+    return set(reply.rollout.tokens.versions[reply.rollout.sampled()].tolist())
+
+
+@pytest.mark.parametrize("num_steps_apart", [0, 1, 9])
+def test_requests_share_a_batch_and_are_what_they_are_alone(num_steps_apart: int) -> None:
+    """They come together, or the later ones in the midst of the first; one of them is greedy."""
+
+    async def scene(local: LocalGenerator) -> None:
+        alone = []
+        for asked in ({"first": 0}, {"first": 3}, {"first": 6, "greedy": True, "group_size": 1}):
+            alone.append(await local.ask(**asked))
+        num_alone = len(local.shapes)
+        assert local.most_rows() == 12
+        local.shapes.clear()
+
+        async def later(**asked: Any) -> m.RolloutReply:
+            await local.until_step(num_steps_apart)
+            return await local.ask(**asked)
+
+        greedy = later(first=6, greedy=True, group_size=1)
+        together = await asyncio.gather(local.ask(0), later(first=3), greedy)
+        assert local.most_rows() > 12
+        assert len(local.shapes) < num_alone
+        for found, expected in zip(together, alone, strict=True):
+            num_rows = len(expected.rollout.said)
+            pairs = [(row, row) for row in range(num_rows)]
+            assert_same_rows(found.rollout, expected.rollout, pairs)
+            assert versions_in(found) == {0}
+            assert found.rollout.group_ids.tolist() == expected.rollout.group_ids.tolist()
+        assert not local.generator.decoder.episodes()
+        # Nothing is counted twice: what one of them has noted the others have not.
+        notes = [event for event in local.generator.recorder.events if event.what == "rollout"]
+        assert len(notes) == 6
+        for before, after in itertools.pairwise(notes):
+            assert before.end_s <= after.start_s
+
+    with_generator(scene)
+
+
+def test_a_request_joins_only_the_newest_version() -> None:
+    """All tokens of a request are of one version. A newer one lets nobody join the older."""
+
+    async def scene(local: LocalGenerator) -> None:
+        first = asyncio.ensure_future(local.ask(0))
+        await local.until_step(3)
+        joins = asyncio.ensure_future(local.ask(3))
+        while local.most_rows() <= 12:
+            await asyncio.sleep(0)
+        local.publish(1)
+        waits = asyncio.ensure_future(local.ask(6))
+        waits_too = asyncio.ensure_future(local.ask(9))
+        await asyncio.sleep(0)
+        assert len(local.generator.decoder.episodes()) <= 24
+        assert versions_in(await first) == {0}
+        assert versions_in(await joins) == {0}
+        local.shapes.clear()
+        assert versions_in(await waits) == {1}
+        assert versions_in(await waits_too) == {1}
+        assert local.most_rows() > 12
+        assert not local.generator.entrance.locked()
+
+    with_generator(scene)
+
+
+def test_requests_in_flight_take_new_weights_together_and_keep_them_from_others() -> None:
+    """One that wants a single version waits until they are over, and is not overtaken."""
+
+    async def scene(local: LocalGenerator) -> None:
+        moving = [asyncio.ensure_future(local.ask(first, is_in_flight=True)) for first in (0, 3)]
+        await local.until_step(4)
+        steady = asyncio.ensure_future(local.ask(6))
+        overtakes = asyncio.ensure_future(local.ask(9, is_in_flight=True))
+        local.publish(1)
+        await local.until_step(8)
+        local.publish(2)
+        replies = await asyncio.gather(*moving)
+        assert set.union(*[versions_in(reply) for reply in replies]) == {0, 1, 2}
+        for reply in replies:
+            assert off_by(m.Policy(m.Config()), reply.rollout.tokens).abs().max() < 1e-5
+        assert not overtakes.done()
+        assert versions_in(await steady) == {2}
+        assert versions_in(await overtakes) == {2}
+
+    with_generator(scene)
+
+
+@pytest.mark.parametrize("fails_at", ["open", "user", "rewards", "close"])
+def test_a_session_that_raises_ends_its_own_request_alone(fails_at: str) -> None:
+    """The others that share its batch go on, and every session is closed once."""
+    task = Guessing(fails_at, number=16)  # in the second request
+
+    async def scene(local: LocalGenerator) -> None:
+        good = asyncio.ensure_future(local.ask(0))
+        await local.until_step(2)
+        with pytest.raises(m.TaskError, match="the cause"):
+            await local.ask(3)
+        assert [len(said) for said in (await good).rollout.said] == [1, 2, *[3] * 10]
+        assert [session.num_closed for session in task.sessions] == [1] * len(task.sessions)
+        assert not local.generator.decoder.episodes()
+        task.fails_at = ""
+        await local.ask(6)
+
+    with_generator(scene, task)
 
 
 # -- the trainer, in this process ------------------------------------------------------------------
@@ -2845,8 +3044,8 @@ def test_numbers_and_chat_messages_are_read(tmp_path: pathlib.Path) -> None:
     assert task.rewards(turns, [], []) == [0.0]
     model = save_bpe_model(tmp_path / "model", [line["prompt"][1]["content"] for line in lines])
     policy = m.Policy(m.Config(task=file, model=model))
-    ids, _ = policy.ids_of(["say 7"], is_first_turn=True)
-    text = policy.tokenizer.decode(ids[0])
+    [ids] = policy.ids_of([policy.in_template("say 7", is_first_turn=True)])
+    text = policy.tokenizer.decode(ids)
     assert text == "<|system|>Answer at once.<|end|>\n<|user|>say 7<|end|>\n<|assistant|>"
     assert policy.max_new_tokens == 256
 
@@ -3115,14 +3314,15 @@ class Guessing(m.Task):
 
     num_turns = 3
 
-    def __init__(self, fails_at: str = "") -> None:
-        """fails_at: the method of the fifth session that raises."""
+    def __init__(self, fails_at: str = "", number: int = 4) -> None:
+        """fails_at: the method of the session with this number that raises."""
         self.fails_at = fails_at
+        self.number = number
         self.sessions: list[GuessingSession] = []
         self.num_closed = 0
 
     def open(self, turns: tuple[m.Turn, ...]) -> m.Session:
-        if self.fails_at == "open" and len(self.sessions) == 4:
+        if self.fails_at == "open" and len(self.sessions) == self.number:
             raise OSError("the cause")
         self.sessions.append(GuessingSession(self, turns, len(self.sessions)))
         return self.sessions[-1]
@@ -3138,7 +3338,7 @@ class GuessingSession(m.Session):
         self.num_closed = 0
 
     def fail(self, method: str) -> None:
-        if self.number == 4 and self.task.fails_at == method:
+        if self.number == self.task.number and self.task.fails_at == method:
             raise OSError("the cause")
 
     def user(self, said: list[str]) -> str | None:
@@ -3166,7 +3366,7 @@ def test_a_session_per_episode_is_closed_whatever_happens(fails_at: str) -> None
     if fails_at == "engine":  # no error of the task, and not taken for one
 
         class Engine(m.Decoder):
-            def speak(self) -> list[str]:
+            def step(self) -> None:
                 raise MemoryError("the cause")
 
         engine = Engine
@@ -3310,7 +3510,8 @@ def test_the_recipe_of_an_environment_runs(tmp_path: pathlib.Path, environment: 
         assert rollout.rewards[row].tolist() == padded
     assert len({len(game["heard"]) for game in games.values()}) == 2  # some ended early
     # Also if the rollout fails.
-    with mock.patch.object(m.Decoder, "speak", side_effect=MemoryError), pytest.raises(MemoryError):
+    fails = mock.patch.object(m.Decoder, "log_distribution", side_effect=MemoryError)
+    with fails, pytest.raises(MemoryError):
         m.generate(policy, prompts, 8)
     assert len(games) == 64
     assert not any(game["is_open"] for game in games.values())
