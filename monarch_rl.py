@@ -10658,16 +10658,16 @@ def tell_simulated(report: Report, fleets: list[FleetRow], orders: list[OrderRow
     report.say("simulated, 30 ms a group, 100 ms a step of 16 groups; steps per s; k 0: K = 0")
     report.table(fleets)
     least = min(row.of_ideal for row in fleets)
-    report.check("simulated: steps of ideal, least of 1 to 8 generators", least, ">=", 0.9)
+    report.check("simulated: steps of ideal, least of 1 to 8 generators", least, ">", 0.9)
     least = min(row.k_0 / row.sync for row in fleets)
-    report.check("simulated: K = 0 over synchronous, the least", least, ">=", 0.99)
+    report.check("simulated: K = 0 over synchronous, the least", least, ">", 0.99)
     report.say("simulated, K = 2, lengths with a heavy tail; length: trained / generated:")
     report.table(orders)
     report.check("simulated: largest lag", max(row.lag_max for row in orders), "<=", 2)
     waiting = [row for row in orders if row.order == "window"]
     report.check("simulated: dropped, window", sum(row.dropped for row in waiting), "==", 0)
     shortest = min(row.length for row in waiting)
-    report.check("simulated: length trained / generated, window", shortest, ">=", 0.98)
+    report.check("simulated: length trained / generated, window", shortest, ">", 0.98)
 
 
 # -- measurement: with faults ----------------------------------------------------------------------
@@ -10898,7 +10898,7 @@ def tell_books(report: Report, loops: AsyncLoops) -> None:
 @stage(
     "neither side waits for the other by turns, so the trainer works more of the time; lag never "
     "exceeds the bound; faults cost no step but those since the checkpoint",
-    hint="write `True`, and in the line of `mechanism: tickets` `max_lag + 100`: nothing bounds it",
+    hint="write `True`, and in the line of `mechanism: tickets` `10**6`: nothing bounds it",
     mechanism="lag bound",
     needs_lab=True,
 )
@@ -10908,9 +10908,6 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     # Steps to compare with the synchronous run. The faults come after them.
     num_compared = max(1, cfg.steps // 2)
     report.say(f"seed {cfg.seed}; about half a minute")
-    fleets = await asyncio.to_thread(fleet_rows)
-    orders = await asyncio.to_thread(order_rows)
-    tell_simulated(report, fleets, orders)
     # 1. Without the rule: tickets for all, and nothing is ever too old.
     loose = lab.training("loose", min(40, num_compared))
     heldout = loose.run.sampler.heldout
@@ -10939,6 +10936,8 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     # Tokens of lag 0, of which k3 is known, are in the synchronous run.
     training.tell_learning(before, after, peer.largest_k3())
     expect(training, "held-out exact, gained", after - before, ">", 0)
+    fleets = await asyncio.to_thread(fleet_rows)
+    tell_simulated(report, fleets, await asyncio.to_thread(order_rows))
     # You can now keep both sides at work, and say how old a sample can be.
 
 
