@@ -10510,7 +10510,7 @@ def children_of(pid: int, mark: str) -> dict[int, str]:
 def test_workers_with_a_model_are_forks_and_nobody_outlives_its_pair(
     tmp_path: pathlib.Path, quick_file: pathlib.Path
 ) -> None:
-    """A stand-in is killed, a worker, and at last the template; the run goes on each time."""
+    """A stand-in is killed, and a worker: each is replaced with its pair. Then the template."""
     run = start_file(tmp_path, "--only", "sync_rl", "--steps", "10000", file=quick_file)
     main = run.process.pid
     assert run.process.stdout is not None
@@ -10529,7 +10529,7 @@ def test_workers_with_a_model_are_forks_and_nobody_outlives_its_pair(
     for find in (stand_ins, workers):
         before = (workers(), stand_ins())
         assert [len(pids) for pids in before] == [3, 3]
-        kill_all([max(find())])
+        kill_all([min(find())])  # not the newest, which may not have said yet that it runs
 
         def is_replaced(before: tuple[set[int], set[int]] = before) -> bool:
             now = (workers(), stand_ins())
@@ -10540,15 +10540,6 @@ def test_workers_with_a_model_are_forks_and_nobody_outlives_its_pair(
     pairs = workers() | stand_ins()
     kill_all([template])
     assert wait_until(lambda: not pairs & set(processes_of(run.mark)), 20)
-
-    def all_are_there() -> bool:
-        """Started by Monarch itself now: trainer, generators and judges."""
-        lines = children_of(main, run.mark).values()
-        return sum("bootstrap_main" in line for line in lines) == 5
-
-    assert wait_until(all_are_there, 30)
-    while "goes on after step" not in run.process.stdout.readline():
-        assert run.process.poll() is None
     assert interrupt(run, False) is not None
     assert run.process.returncode == 130
     assert wait_until(lambda: processes_of(run.mark) == [])
