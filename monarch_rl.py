@@ -9892,8 +9892,8 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 # Problem. In the synchronous loop one side always waits for the other. Let both run all the time,
 #   and samples grow old: when the trainer sees one, the policy that made it may be many versions
 #   behind, and nothing bounds how many.
-# Rule. Two loops and a buffer. Rollout loops: take tickets, sample, put groups into the buffer. The
-#   training loop: take a batch from the buffer, step, publish. A ticket per group limits what is
+# Rule. Two loops and a buffer. The rollout loop: take tickets, have as many groups sampled, put them
+#   into the buffer. The training loop: take a batch from it, step, publish. Tickets limit what is
 #   under way to K + 1 batches: one that the trainer works on, and K behind it, of which the last
 #   will be K versions old when its turn comes. That alone does not bound lag, for a group that
 #   takes long is overtaken by others; so a group more than K versions old is dropped when a batch
@@ -9903,15 +9903,15 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 # Not here. Finishing a rollout that another generator has begun.
 # Source. IMPALA (Espeholt 2018), AReaL (Fu 2025).
 #
-# There are two ways to keep the bound, and each has its price. To drop what came too late, as here:
-# the work for it is lost, and it is the long answers that are lost, for they take longest. Or to
-# wait for the oldest group before a step is made: nothing is lost, and the trainer stands still for
-# every straggler. (DOCS 5 has both, with numbers.)
+# There are two ways to keep the bound, and each has its price. To drop what came too late: the work
+# for it is lost, and it is the long answers that are lost, for they take longest. Or to wait, so
+# that few groups overtake a late one: nothing is lost, and the trainer stands still for stragglers.
+# Here it is a choice (13a). The stage measures both.
 #
 # Lag, by example, with K = 1, so two batches of tickets (v is the trainer's version):
 #     v = 5   batch a is sampled under 5, batch b too; no ticket is left
-#     v = 5   the trainer steps on a (lag 0): v = 6, and a's tickets admit batch c, under 6 (or
-#             still under 5, if the copy of 6 is not complete yet: the drop keeps the bound anyway)
+#     v = 5   the trainer steps on a (lag 0): v = 6, and a's tickets admit batch c, under 6 (its
+#             generator waits until the copy of 6 is complete)
 #     v = 6   the trainer steps on b (lag 1): v = 7, and b's tickets admit d
 #     v = 7   c is late, d comes first: the trainer steps on d (lag 0): v = 8
 #     v = 8   now c comes, sampled under 6. Its lag would be 2: it is dropped
