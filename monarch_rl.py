@@ -5773,7 +5773,7 @@ class Luck:
     def __init__(self, num_episodes: int, seed: int) -> None:
         self.num_episodes = num_episodes
         self.rng = random.Random(seed)
-        self.of_tokens: list[list[float]] = []  # for the first tokens of all episodes, the second..
+        self.of_tokens: list[list[float]] = []  # a list per token, with an entry per episode
 
     def number(self, episode: int, token: int) -> float:
         """That of the episode with this number, for the token with this number."""
@@ -6193,8 +6193,8 @@ class Decoder:
     def step(self) -> None:
         """Samples a token for each episode, after it has heard what there is to hear.
 
-        An episode may raise nothing here: it ends, and its request finds the error in it. Whatever
-        else is raised, the next step computes everything anew.
+        What a session raises ends its episode, and stays there for the request that began it.
+        Whatever else is raised, the next step computes everything anew.
         """
         try:
             with torch.inference_mode():
