@@ -321,7 +321,9 @@ MIB = 1 << 20  # bytes
 # What `main` sets for itself, and so for every process that it starts. Importing this file sets
 # nothing; whoever uses it as a library calls `prepare_environment` first.
 ENVIRONMENT = {
-    # How often Monarch looks whether a process still lives: every 10 s unless told.
+    # How often Monarch looks whether a process still lives: every 10 s unless told. Each look is a
+    # message per process, and Monarch keeps 2 KiB of each. That a process has died a pidfd tells
+    # in milliseconds (section 5); what only Monarch knows, such as the end of an actor, may wait.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     # A look under way when its process dies waits so long for the reply: 30 s unless told.
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
@@ -9892,9 +9894,9 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 # Problem. In the synchronous loop one side always waits for the other. Let both run all the time,
 #   and samples grow old: when the trainer sees one, the policy that made it may be many versions
 #   behind, and nothing bounds how many.
-# Rule. Two loops and a buffer. The rollout loop: take tickets, have as many groups sampled, put them
-#   into the buffer. The training loop: take a batch from it, step, publish. Tickets limit what is
-#   under way to K + 1 batches: one that the trainer works on, and K behind it, of which the last
+# Rule. Two loops and a buffer. The rollout loop: take tickets, have groups sampled for them, which
+#   go into the buffer. The training loop: take a batch, step, publish. Tickets limit what is under
+#   way to K + 1 batches: one that the trainer works on, and K behind it, of which the last
 #   will be K versions old when its turn comes. That alone does not bound lag, for a group that
 #   takes long is overtaken by others; so a group more than K versions old is dropped when a batch
 #   is taken. Its ticket comes back: else a run would have fewer and fewer tickets, and stop.
@@ -9947,6 +9949,16 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 # With K = 2 and T = 48 nobody may pass (W = 1). With T = 40, W = 9: up to eight groups pass one
 # that is late. Fewer tickets make a wider window. --in-flight sets T, in batches, for both orders.
 # Fewer also mean less lag, and more waiting where generators are the slower side.
+#
+# By example, with batches of 4 and W = 3; a letter is a group that is there, a dot one that is
+# missing, and groups that were taken are left out:
+#
+#     serial numbers   10 11 12 13 14 15 16
+#                       a  b  .  d  e  f  g    12 is the oldest missing one: 10, 11, 13 and 14 may
+#                                              be taken. They are four, and become a batch.
+#                             .        f  g    15 and 16 are beyond the window: the trainer waits
+#                             c        f  g    12 has come. If nothing older is missing the window
+#                                              goes on to the next missing number.
 
 
 @dataclass(frozen=True)
@@ -10354,6 +10366,16 @@ class AsyncLoops:
 #
 # Two questions are answered with it. Do the loops keep any number of generators at work? And what
 # do both orders cost when answers are of very uneven lengths?
+#
+# By example, two generators take 30 ms for a group, and are asked for 8 groups each:
+#
+#     simulated time   0 ms      240 ms                        340 ms
+#     generators       both begin; both have their 8 groups    have begun the next ones at 240
+#     trainer          waits   ; has a batch of 16, steps      answers: version 1
+#     the clock        jumps from 0 to 240, and from there to 340: two looks at the timers
+#
+# It tells of the loops alone. What messages, copies and a busy machine cost it leaves out: that is
+# what the runs after it are for.
 
 
 class JumpingSelector(selectors.SelectSelector):
