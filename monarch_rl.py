@@ -1348,7 +1348,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #
 # 1. Death. A pidfd is a file descriptor for a process. It becomes readable when the process ends,
 # and so an event loop hears of it at once. Monarch has a detector too: it looks at its processes
-# every 200 ms and calls `__supervise__` of the owner. That one stays, because it also knows of an
+# every 2 s and calls `__supervise__` of the owner. That one stays, because it also knows of an
 # actor that died in a process that lives: an endpoint that raises though nobody waits for its
 # answer (`broadcast`) ends its actor.
 #
