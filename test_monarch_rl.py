@@ -1566,7 +1566,8 @@ class LocalGenerator:
             is_in_flight=False,
         )
         request = dataclasses.replace(request, **changes)
-        return await m.Generator.rollout._method.__wrapped__(self.generator, request)
+        packed = await m.Generator.rollout._method.__wrapped__(self.generator, request)
+        return packed.unpacked()
 
     def most_rows(self) -> int:
         """Of a forward pass."""
@@ -2123,6 +2124,7 @@ def failed_before_training(batch: m.Rollout, found: m.Examination) -> set[str]:
     cfg = m.Config()
     cluster: Any = types.SimpleNamespace(
         cfg=cfg,
+        first_version=0,
         load=mock.AsyncMock(return_value=""),
         examine=mock.AsyncMock(return_value=found),
     )
@@ -3391,7 +3393,7 @@ def test_a_judge_is_asked_only_for_what_sessions_do_not_know() -> None:
     asked: list[m.JudgeRequest] = []
 
     class OneJudge:
-        spec = m.specs_of(m.Config(judges=1), (m.Host(),), m.Trainer)["judge"]
+        num_replicas = 1
 
         async def route(self, _: Any, request: m.JudgeRequest) -> m.JudgeReply:
             asked.append(request)
@@ -3683,6 +3685,10 @@ class QuizCluster(m.Cluster):
         self.requests: list[int] = []  # conversations of each
         self.num_open = 0
         self.most_open = 0
+
+    @property
+    def num_generators(self) -> int:
+        return self.cfg.generators
 
     async def published(self) -> int:
         return 7
@@ -7840,7 +7846,7 @@ def test_a_coroutine_can_be_scored_where_nobody_can_await() -> None:
 class PoisonedJudges:
     """A service of two judges, one of which is lost with every request for a bad episode."""
 
-    spec = m.specs_of(m.Config(judges=2), (m.Host(),), m.Trainer)["judge"]
+    num_replicas = 2
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -7858,7 +7864,8 @@ def test_only_the_guilty_episode_stays_unjudged() -> None:
     answers = [str(i) for i in range(37)]
     answers[5] = answers[21] = "bad"
     judges = PoisonedJudges()
-    rewards = asyncio.run(m.judge_all(judges, request_of(answers))).rewards
+    with mock.patch.object(m, "LEAST_SHARE", 16):
+        rewards = asyncio.run(m.judge_all(judges, request_of(answers))).rewards
     for number, of_one in enumerate(rewards):
         if number in (5, 21):
             assert math.isnan(of_one[0])
