@@ -289,6 +289,11 @@ def stats_of(**changes: Any) -> m.StepStats:
     return m.StepStats(**{**values, "num_tokens": 8, "version": 1, **changes})
 
 
+def stats_after(run: m.Run, **changes: Any) -> m.StepStats:
+    """The same, of the step that comes next in this run."""
+    return stats_of(version=run.version + 1, **changes)
+
+
 # -- the tour --------------------------------------------------------------------------------------
 
 
@@ -7304,13 +7309,13 @@ def test_generators_count_for_as_long_as_they_are_there(monkeypatch: pytest.Monk
     for seconds, num_generators in ((2.0, 1), (3.0, 3)):
         monkeypatch.setattr(m, "since", mock.Mock(return_value=seconds))
         run.count(m.RolloutReply(rollout=groups_of([1], 0), busy_s=1.0))
-        run.add_step(stats_of(), groups_of([1], 0), None, num_generators)
+        run.add_step(stats_after(run), groups_of([1], 0), None, num_generators)
     assert run.rows[-1].generator_s == 5.0
     assert m.speed_of(run, 2).generators_busy == 2.0 / 5.0
     other = run_of()
     other.go_on(run.as_json())
     monkeypatch.setattr(m, "since", mock.Mock(return_value=4.0))
-    other.add_step(stats_of(), groups_of([1], 0), None, 2)
+    other.add_step(stats_after(other), groups_of([1], 0), None, 2)
     assert other.rows[-1].generator_s == 7.0
 
 
@@ -7928,10 +7933,10 @@ class LateHost(m.Host):
 class FullHost(m.Host):
     """A host on which nothing can be started while that is told."""
 
-    async def spawn(self, name: str, num_ranks: int) -> Any:
+    async def spawn(self, name: str, num_ranks: int, has_model: bool = False) -> Any:
         if what_goes_wrong() == "the host is full":
             raise OSError("no process")
-        return await super().spawn(name, num_ranks)
+        return await super().spawn(name, num_ranks, has_model)
 
 
 class Moody(m.Roots):
@@ -9378,9 +9383,9 @@ def test_ten_gradients_in_a_row_that_are_not_finite_end_the_run(
     async def scene() -> None:
         training = training_of()
         for skipped in [1] * 9 + [0] + [1] * 9:
-            training.step_done(stats_of(skipped=skipped), ONE_BATCH)
+            training.step_done(stats_after(training.run, skipped=skipped), ONE_BATCH)
         with pytest.raises(RuntimeError, match="10 gradients in a row"):
-            training.step_done(stats_of(skipped=1), ONE_BATCH)
+            training.step_done(stats_after(training.run, skipped=1), ONE_BATCH)
 
     asyncio.run(scene())
 
@@ -9395,7 +9400,7 @@ def test_rewards_that_are_all_the_same_are_said_to_teach_nothing(
     async def scene() -> None:
         training = training_of()
         for _ in range(39):
-            training.step_done(stats_of(reward=reward), ONE_BATCH)
+            training.step_done(stats_after(training.run, reward=reward), ONE_BATCH)
 
     asyncio.run(scene())
     assert ("nothing to learn" in capsys.readouterr().out) is is_told
@@ -9429,7 +9434,7 @@ def test_the_line_of_a_step_has_a_dash_where_nothing_was_measured(
 ) -> None:
     training = training_of(log=str(tmp_path / "log.jsonl"))
     training.heldout = heldout
-    training.step_done(stats_of(mismatch_k3=k3, reward=-1.0), ONE_BATCH)
+    training.step_done(stats_after(training.run, mismatch_k3=k3, reward=-1.0), ONE_BATCH)
     line = capsys.readouterr().out.splitlines()[-1]  # after alarms
     label, step, reward, exact, _, _, mismatch, *_ = line.split()
     assert (label, step, reward) == ("test", "1", "-1.00")
@@ -9469,7 +9474,7 @@ def test_an_alarm_is_told_once_and_not_without_cause(
 
         def steps(value: float, times: int) -> None:
             for _ in range(times):
-                training.step_done(stats_of(**{**FINE, name: value}), ONE_BATCH)
+                training.step_done(stats_after(training.run, **{**FINE, name: value}), ONE_BATCH)
 
         steps(at_limit, 25)
         steps(beyond, num_steps - 1)
@@ -9492,11 +9497,11 @@ def test_a_reward_of_only_a_part_of_the_episodes_is_an_alarm(
     for _ in range(5):
         training.run.count(m.RolloutReply(rollout=ONE_BATCH, busy_s=0.0))
     training.run.count(m.RolloutReply(rollout=bad, busy_s=0.0))
-    training.step_done(stats_of(**FINE), ONE_BATCH)
+    training.step_done(stats_after(training.run, **FINE), ONE_BATCH)
     assert training.run.rows[-1].unjudged == 1 / 11
     assert training.alarms_told == set()
     training.run.count(m.RolloutReply(rollout=bad, busy_s=0.0))
-    training.step_done(stats_of(**FINE), ONE_BATCH)
+    training.step_done(stats_after(training.run, **FINE), ONE_BATCH)
     assert training.run.rows[-1].unjudged == 2 / 12
     assert "unjudged > 0.1: reward is of the episodes" in capsys.readouterr().out
 
@@ -9505,7 +9510,7 @@ def test_what_is_not_known_is_no_alarm(
     capsys: pytest.CaptureFixture[str], idle_evaluations: list[Any]
 ) -> None:
     training = training_of()
-    training.step_done(stats_of(**{**FINE, "mismatch_k3": None}), ONE_BATCH)
+    training.step_done(stats_after(training.run, **{**FINE, "mismatch_k3": None}), ONE_BATCH)
     assert training.alarms_told == set()
 
 
@@ -9730,6 +9735,7 @@ def test_a_request_waits_for_a_relay_that_is_being_replaced(
     tries = mock.AsyncMock(side_effect=[m.NotNow("none"), m.NotNow("none"), reply])
     monkeypatch.setattr(m.Cluster, "rollout", tries)
     cluster = m.HostsCluster.__new__(m.HostsCluster)
+    cluster.handle = None
     assert asyncio.run(cluster.rollout([])) is reply
     assert tries.await_count == 3
 
