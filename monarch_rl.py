@@ -262,7 +262,7 @@ def become_worker(stand_in: int) -> None:
 
 
 if __name__ == "__main__" and sys.argv[1:2] == [TEMPLATE_FLAG]:
-    serve_as_template(life=int(sys.argv[2]))
+    serve_as_template(life=int(sys.argv[-1]))
     os._exit(0)
 
 # -- plumbing: Monarch, and modules that are imported late -----------------------------------------
@@ -5961,18 +5961,20 @@ def tokens_of(episodes: list[Episode]) -> Tokens:
 def filled_in(
     places: torch.Tensor,
     entries: list[Any],
-    dtype: torch.dtype = torch.int64,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """A table with these entries in these places, and zeros elsewhere.
 
     places: [B, T] bool. entries: of each row a list, one for each of its places.
     """
+    dtype = dtype or torch.int64  # here, for a default above would import torch with this file
     row_by_row = tensor_of(list(itertools.chain.from_iterable(entries)), dtype)
     return torch.zeros(places.shape, dtype=dtype).masked_scatter(places, row_by_row)
 
 
-def tensor_of(numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def tensor_of(numbers: Sequence[float], dtype: torch.dtype | None = None) -> torch.Tensor:
     """The same as torch.tensor(numbers), which would take three times as long."""
+    dtype = dtype or torch.int64
     code = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}[dtype]
     room = array.array(code, numbers)
     return torch.frombuffer(room, dtype=dtype) if room else torch.zeros(0, dtype=dtype)
@@ -6101,12 +6103,12 @@ class RowCache:
             keys = layer.keys[rows, :, -num_columns:]
             values = layer.values[rows, :, -num_columns:]
             layers.append(layer_like(layer, keys, values, num_columns))
-        found = copy.copy(self)
-        found.episodes = [self.episodes[row] for row in which]
-        found.num_computed = [self.num_computed[row] for row in which]
-        found.mask = mask[:, first:]
-        found.cache = transformers.Cache(layers=layers)
-        return found
+        return self._with(
+            episodes=[self.episodes[row] for row in which],
+            num_computed=[self.num_computed[row] for row in which],
+            mask=mask[:, first:],
+            layers=layers,
+        )
 
     @staticmethod
     def joined(parts: list[RowCache]) -> RowCache:
@@ -6115,18 +6117,43 @@ class RowCache:
             return parts[0]
         for part in parts:
             part.settle()
-        found = copy.copy(parts[0])
-        found.episodes = [episode for part in parts for episode in part.episodes]
-        found.num_computed = [number for part in parts for number in part.num_computed]
-        found.mask = stacked([part.mask for part in parts], 1)
+        mask = stacked([part.mask for part in parts], 1)
         layers = []
         for number, layer in enumerate(parts[0].cache.layers):
             every = [part.cache.layers[number] for part in parts]
             keys = stacked([one.keys for one in every], 2)
             values = stacked([one.values for one in every], 2)
-            layers.append(layer_like(layer, keys, values, found.mask.shape[1]))
-        found.cache = transformers.Cache(layers=layers)
+            layers.append(layer_like(layer, keys, values, mask.shape[1]))
+        return parts[0]._with(
+            episodes=[episode for part in parts for episode in part.episodes],
+            num_computed=[number for part in parts for number in part.num_computed],
+            mask=mask,
+            layers=layers,
+        )
+
+    def _with(
+        self,
+        episodes: list[Episode],
+        num_computed: list[int],
+        mask: torch.Tensor,
+        layers: list[Any],
+    ) -> RowCache:
+        """Another one of the same kind, with these rows."""
+        found = copy.copy(self)
+        found._become(episodes, num_computed, mask, transformers.Cache(layers=layers))
         return found
+
+    def _become(
+        self,
+        episodes: list[Episode],
+        num_computed: list[int],
+        mask: torch.Tensor,
+        cache: Any,
+    ) -> None:
+        self.episodes = episodes
+        self.num_computed = num_computed
+        self.mask = mask
+        self.cache = cache
 
     def settle(self) -> None:
         """Is called before rows are moved. Section 9f has something to do then."""
@@ -6138,12 +6165,12 @@ def layer_like(layer: Any, keys: torch.Tensor, values: torch.Tensor, num_columns
     keys, values: [rows, heads, columns, size]. A layer that looks back through a window keeps only
     the last columns, and counts all.
     """
-    found = copy.copy(layer)
-    found.keys = keys
-    found.values = values
-    if found.is_sliding:
-        found.cumulative_length = num_columns
-    return found
+    layer = copy.copy(layer)
+    layer.keys = keys
+    layer.values = values
+    if layer.is_sliding:
+        layer.cumulative_length = num_columns
+    return layer
 
 
 def stacked(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:

@@ -10786,6 +10786,7 @@ OUTSIDE = {
     "layer.forward",  # of a layer that is computed again
     "layer.keys",  # of a cache of transformers
     "layer.values",
+    "layer.cumulative_length",
     "self.tokenizer.pad_token",
     "sys.stderr",
     "monarch.actor.unhandled_fault_hook",
