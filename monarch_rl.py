@@ -6150,6 +6150,7 @@ class RowCache:
         mask: torch.Tensor,
         cache: Any,
     ) -> None:
+        """For a copy that was made just now, and shares all else with this one."""
         self.episodes = episodes
         self.num_computed = num_computed
         self.mask = mask
@@ -10489,7 +10490,11 @@ class SimulatedCluster(Cluster):
 
     @property
     def num_generators(self) -> int:
-        """As many as the world has."""
+        """As many as the world has.
+
+        None comes and none goes in simulated time: that is a matter of services, which are not
+        here.
+        """
         return self.world.num_generators
 
     def newest_version(self) -> int:
@@ -10590,7 +10595,10 @@ class Simulation:
         return self.num_timed() / self.seconds()
 
     def trainer_idle(self) -> float:
-        """Share of the time."""
+        """Share of the time for which it had nothing to do.
+
+        It waits for a batch: generators are slower, or the order makes it wait for a late group.
+        """
         return 1 - self.num_timed() * self.cluster.world.step_s / self.seconds()
 
     def lags(self) -> list[float]:

@@ -10789,6 +10789,7 @@ OUTSIDE = {
     "layer.cumulative_length",
     "self.tokenizer.pad_token",
     "sys.stderr",
+    "sys.argv",  # of a fork that goes on as Monarch's own program
     "monarch.actor.unhandled_fault_hook",
 }
 
