@@ -10227,9 +10227,11 @@ class RolloutLoop:
         """For how many groups a request asks, if there are as many tickets."""
         if self.cluster.cfg.request_groups is not None:
             return self.cluster.cfg.request_groups
-        num_requests = self.NUM_REQUESTS * self.cluster.num_generators
-        share = self.flow.num_tickets // num_requests  # mechanism: requests fit the fleet
-        return min(max(share, 1), self.flow.batch_groups)
+        # With K = 0 all tickets come back at once, and a share for each generator is best.
+        per_generator = self.NUM_REQUESTS if self.flow.max_lag > 0 else 1
+        num_requests = per_generator * self.cluster.num_generators
+        share = math.ceil(self.flow.num_tickets / num_requests)  # mechanism: requests fit the fleet
+        return min(share, self.flow.batch_groups)
 
     async def _request(self, prompts: list[Prompt]) -> None:
         """A request, from its tickets until each group of it is in the buffer, or lost.
