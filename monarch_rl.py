@@ -1397,6 +1397,7 @@ class Template:
         """
         if self.process is None or status_of(self.process.pid)[0] in f"{ENDED}T":
             return None
+        # $0 is the standard input of the template, $1 the end of the pipe: both by way of /proc.
         paths = [f"/proc/{self.process.pid}/fd/0", f"/proc/{os.getpid()}/fd/{self.life}"]
         return BootstrapCommand("/bin/sh", None, ["-c", self.STAND_IN, *paths], {})
 
