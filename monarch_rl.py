@@ -94,6 +94,9 @@ from __future__ import annotations
 # exception: the handler below, which must be there before `main` can run.
 import os
 import signal
+import time
+
+FIRST_LINE_S = time.monotonic()
 
 if __name__ == "__main__":
     # Ctrl-C during the imports below ends the command at once, without a traceback.
@@ -138,7 +141,6 @@ import sysconfig
 import tempfile
 import textwrap
 import threading
-import time
 import traceback
 import types
 import urllib.parse
@@ -726,13 +728,13 @@ def since(start: float) -> float:
     return time.monotonic() - start
 
 
-def process_age_s() -> float:
-    """Seconds since this process was started, its imports included."""
-    # The twentieth entry, the state included, is when it was started, in ticks since the machine
-    # was (proc_pid_stat(5)).
-    [start_ticks] = status_of(os.getpid())[19:20]
-    start_s = int(start_ticks) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
+def began_s() -> float:
+    """When the command began to run this file, as time.monotonic() has it.
+
+    The start of the process would not do: a shell that becomes Python keeps its own.
+    """
+    # Run as a program, the file is there twice: as `__main__`, and a moment later by its name.
+    return getattr(sys.modules["__main__"], "FIRST_LINE_S", FIRST_LINE_S)
 
 
 def cause(error: BaseException) -> BaseException:
@@ -9385,7 +9387,7 @@ class Lab:
         self.training_class = training_class
         self.is_running = False
         self.own_run: Training | None = None  # the last one with a folder: that of the last stage
-        self.imports_s = process_age_s()  # until here the command has imported, and read its flags
+        self.imports_s = since(began_s())  # until here the command has imported, and read its flags
         self.start_s: float | None = None  # until the first rollout, when it began to start actors
 
     async def start(self) -> None:
