@@ -8202,6 +8202,7 @@ class RolloutRequest:
     seed: int
     greedy: bool
     is_in_flight: bool  # takes new weights before every token
+    is_alone: bool  # shares its batch with no other request
 
 
 @dataclass(frozen=True)
@@ -8221,7 +8222,9 @@ class Generator(Worker):
         super().__init__(place)
         self.cfg = cfg
         self.reader: WeightReader | None = None
-        self.takes_newest = False  # before every token, for the episodes that it has now
+        # For the episodes that it has now:
+        self.takes_newest = False  # before every token
+        self.is_closed = False  # no request may join them
         self.entrance = asyncio.Lock()  # requests go through it in the order in which they came
         self.noted_s = 0.0  # until then its work was noted, in seconds since 1970
 
@@ -8277,6 +8280,9 @@ class Generator(Worker):
         joins only those that have the newest version, or else that would never change. With
         is_in_flight each token is of the version that is the newest then; such requests join each
         other.
+
+        Rows of a batch do not know of each other, but the last digits of a sum depend on how many
+        there are. Where these shall not depend on when others come, a request is_alone.
         """
         handle = request.arenas[self.place.host]
         is_empty = not self.decoder.episodes()
@@ -8290,8 +8296,11 @@ class Generator(Worker):
             return False
         if is_empty:
             self.takes_newest = request.is_in_flight
+            self.is_closed = request.is_alone
             self._pull(self.reader)  # mechanism: pull
             return True
+        if self.is_closed or request.is_alone:
+            return False
         is_same_arena = handle is not None and handle.run_id == arena.handle.run_id
         has_newest = self.takes_newest or self.reader.version == newest
         return is_same_arena and has_newest and self.takes_newest == request.is_in_flight
@@ -8716,11 +8725,12 @@ class Cluster:
         group_size: int | None = None,
         greedy: bool = False,
         min_version: int = 0,
+        is_alone: bool = False,
     ) -> RolloutReply:
         """Asks a generator for conversations, and the judges for rewards that it does not know.
 
         group_size: None: that of --group-size. min_version: the generator waits until it can pull
-        this one. Rewards are nan where an episode could not be judged. Raises what `route` raises.
+        this one. is_alone: in a batch of its own. Rewards are nan where an episode could not be judged. Raises what `route` raises.
         """
         request = RolloutRequest(
             arenas=await self.arenas(),
@@ -8730,6 +8740,7 @@ class Cluster:
             seed=seed_of(self.cfg, prompts),
             greedy=greedy,
             is_in_flight=self.cfg.pull == "token" and not greedy,
+            is_alone=is_alone,
         )
         packed = await self.generators.route(Generator.rollout, request)
         reply = packed.unpacked()
@@ -8742,11 +8753,15 @@ class Cluster:
 
 
 async def sample(cluster: Cluster, prompts: list[Prompt], version: int) -> list[RolloutReply]:
-    """Samples under this version or a newer one. The prompts are split over all generators."""
+    """Samples under this version or a newer one. The prompts are split over all generators.
+
+    The same prompts and weights give the same samples, bit for bit, whatever else is asked for.
+    """
     num = min(cluster.num_generators, len(prompts))
     parts = []
     for first in range(num):
-        parts.append(cluster.rollout(prompts[first::num], min_version=version))
+        some = prompts[first::num]
+        parts.append(cluster.rollout(some, min_version=version, is_alone=True))
     return await asyncio.gather(*parts)
 
 
@@ -11497,12 +11512,13 @@ class HostsCluster(Cluster):
         group_size: int | None = None,
         greedy: bool = False,
         min_version: int = 0,
+        is_alone: bool = False,
     ) -> RolloutReply:
         """As in Cluster; again, if both generators that tried were of hosts without an arena."""
         asked_under = self.handle
         while True:
             try:
-                return await super().rollout(prompts, group_size, greedy, min_version)
+                return await super().rollout(prompts, group_size, greedy, min_version, is_alone)
             except NotNow:
                 await asyncio.sleep(BEAT_S)
             if self.handle != asked_under:  # another trainer, which may be at an earlier version

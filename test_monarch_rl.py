@@ -1569,6 +1569,7 @@ class LocalGenerator:
             seed=first,
             greedy=False,
             is_in_flight=False,
+            is_alone=False,
         )
         request = dataclasses.replace(request, **changes)
         packed = await m.Generator.rollout._method.__wrapped__(self.generator, request)
@@ -1681,6 +1682,29 @@ def test_requests_in_flight_take_new_weights_together_and_keep_them_from_others(
         assert not overtakes.done()
         assert versions_in(await steady) == {2}
         assert versions_in(await overtakes) == {2}
+
+    with_generator(scene)
+
+
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_a_request_that_is_alone_depends_on_no_other_bit_for_bit(comes_first: bool) -> None:
+    """Neither does it join a batch, nor does anybody join its own."""
+
+    async def scene(local: LocalGenerator) -> None:
+        alone = await local.ask(0, is_alone=True)
+        local.shapes.clear()
+        requests = [{"first": 3}, {"first": 0, "is_alone": True}, {"first": 6}]
+        if comes_first:
+            requests = requests[1:]
+        asked = []
+        for request in requests:
+            asked.append(asyncio.ensure_future(local.ask(**request)))
+            await local.until_step(2)
+        replies = await asyncio.gather(*asked)
+        assert local.most_rows() == 12
+        again = replies[-2].rollout
+        for name in ("ids", "logprobs", "versions"):
+            assert torch.equal(getattr(again.tokens, name), getattr(alone.rollout.tokens, name))
 
     with_generator(scene)
 
