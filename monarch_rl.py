@@ -8620,10 +8620,6 @@ class Cluster:
         """How many there are now, those included that are just being replaced."""
         return self.generators.num_replicas
 
-    async def resize_generators(self, number: int) -> None:
-        """Adds generators, or takes some away, while they are asked; see Service.resize."""
-        await self.generators.resize(number)
-
     async def start(self) -> None:
         """Starts all processes at the same time, because imports take long, and loads version 0."""
         self.hosts[0].expect_models()
@@ -8730,7 +8726,8 @@ class Cluster:
         """Asks a generator for conversations, and the judges for rewards that it does not know.
 
         group_size: None: that of --group-size. min_version: the generator waits until it can pull
-        this one. is_alone: in a batch of its own. Rewards are nan where an episode could not be judged. Raises what `route` raises.
+        this one. is_alone: in a batch of its own. Rewards are nan where an episode could not be
+        judged. Raises what `route` raises.
         """
         request = RolloutRequest(
             arenas=await self.arenas(),
@@ -10852,7 +10849,7 @@ async def resized(cluster: Cluster, run: Run, number: int) -> ResizeRow:
     generators = f"{cluster.num_generators} -> {number}"
     start = time.monotonic()
     num_steps = len(run.rows)
-    await cluster.resize_generators(number)
+    await cluster.generators.resize(number)
     return ResizeRow(
         generators=generators,
         seconds=since(start),
