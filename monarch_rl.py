@@ -32,7 +32,7 @@ change to see that for yourself.
     3 rdma_transfer   pass the handle, pull the bytes; the owner's Python takes no part
     4 controllers     find a singleton by its name
     5 supervision     whose failure is it? The owner replaces a dead process
-    6 service         every request is answered, though replicas fail, hang and die
+    6 service         every request is answered, though replicas raise, die and stand still
     7 weight_sync     weights that are never torn, at the cost of about one memory copy
     8 reshard         from one sharding to another, every needed byte once
     9 rollout         what was recorded while sampling is what the trainer finds again
@@ -86,17 +86,18 @@ The words:
 from __future__ import annotations
 
 # -- plumbing: before Monarch starts ---------------------------------------------------------------
-# One process of a run is started by you: the main process. It starts all others, each of which
-# imports this file under its name and finds the classes of the actors in it.
+# One process of a run is started by you: the main process. All others come from it. The workers
+# among them import this file under its name, and find the classes of the actors in it.
 #
 # So importing this file must do nothing but define things. Whatever has an effect (environment
-# variables, signal handlers, printing) happens in `main`, which only the main process runs. One
-# exception: the handler below, which must be there before `main` can run.
+# variables, signal handlers, printing) happens in `main`, which only the main process runs. There
+# are two exceptions, and both only if the file is run: the handler below, which must be there
+# before `main` can run, and the template.
 import os
 import signal
 import time
 
-FIRST_LINE_S = time.monotonic()
+FIRST_LINE_S = time.monotonic()  # when this file began to run, for began_s
 
 if __name__ == "__main__":
     # Ctrl-C during the imports below ends the command at once, without a traceback.
@@ -151,24 +152,29 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 
 # -- plumbing: a template for workers --------------------------------------------------------------
-# To import torch and transformers takes 4 s of CPU, and three processes of a run need them. So one
-# process imports them once, and does nothing else: the template. A worker with a model is a fork of
-# it, a copy that takes 10 ms, and whose memory is shared until either side writes there.
+# A worker is a process that does the work of a run: it trains, generates or judges (section 5). To
+# import torch and transformers takes 4 s of CPU, and the trainer and each generator need both. So
+# one process imports them once, and does nothing else: the template. A worker with a model is a
+# fork of it: a copy that takes 10 ms, whose memory is shared until either side writes there, and
+# which has only Monarch and this file left to import (0.3 s).
 #
-# Monarch starts its processes itself, by a command, and watches them. So that command is a
-# stand-in, a shell that tells the template its process id and then waits. The fork takes over the
-# variables with which Monarch has started the stand-in, and goes on as Monarch's own command would.
+# Monarch starts a process by a command, and watches what that has started. For a worker with a
+# model the command is another one, the stand-in: a shell that writes its process id into the
+# standard input of the template, and then waits until the template ends. The template forks. The
+# fork takes over the environment variables that Monarch gave to the stand-in, and goes on as
+# Monarch's own command would. So Monarch watches the stand-in, and everybody else the fork.
 #
-#     main process                                     what follows when one of them ends:
-#       template      imports, reads ids, forks          main      the template, by the system
-#         worker      a fork                             template  workers, by the system; stand-ins
-#         worker                                         worker    its stand-in, by the template
-#       stand-in      waits for the template to end      stand-in  its worker, by the template
+#     who there is                                 who ends       whom that ends      by
+#     main process                                 main process   the template        the system
+#       template   imports, reads ids, forks       template       its workers         the system
+#         worker   a fork                                         the stand-ins       themselves
+#         worker                                   worker         its stand-in        the template
+#       stand-in   waits for the template's end    stand-in       its worker          the template
 #       stand-in
 #
-# Only a process with a single thread can be forked safely: other threads would be missing in the
-# copy, with the locks that they held. Monarch starts threads when it is imported, so the template
-# must not import it. That is why these functions stand before that import.
+# Only a process with a single thread can be forked safely. The copy has no other thread, but it has
+# the locks that others held, and nobody to open them. Monarch starts threads when it is imported,
+# so the template must not import it. That is why these functions stand before that import.
 
 TEMPLATE_FLAG = "--template"  # by which a process knows that it is one
 
@@ -184,21 +190,26 @@ SLOW_IMPORTS = (
 
 
 def end_with_parent() -> None:
-    """From now on the system ends this process, by SIGKILL, when its parent ends."""
+    """From now on the system ends this process, by SIGKILL, when its parent ends.
+
+    More exactly: when the thread of the parent ends that has started this process.
+    """
     set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
 
 
-def serve_as_template(life: int) -> None:
-    """What the template does. life: the descriptor of the pipe that ends with it.
+def serve_as_template(lifeline: int) -> None:
+    """What the template does.
 
-    waits for ids of stand-ins, and for the ends of these and of workers / produces workers / ends
-    with the main process
+    lifeline: its end of a pipe, a descriptor, which the system closes when the template ends. Loops
+    in this file are described by a few short answers, with a slash between them: what they wait
+    for, who wakes them, what they produce, when they end. Of this one: waits for ids of stand-ins,
+    and for the ends of these and of workers / produces workers / ends with the main process.
     """
     os.setpgid(0, 0)  # Ctrl-C on the terminal is for the main process
     end_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody needs to ask how a worker has ended
-    gc.disable()  # imports make no garbage that is worth looking for: this saves a tenth
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets workers that have ended
+    gc.disable()  # to look for garbage would take a tenth of the imports' time, and find none
     for name in SLOW_IMPORTS:
         importlib.import_module(name)
     gc.freeze()  # nor will workers look at these objects, which would copy their memory
@@ -210,33 +221,40 @@ def serve_as_template(life: int) -> None:
             if key.fileobj is not sys.stdin:
                 end_pair(key, selector)
                 continue
-            stand_ins = os.read(0, 4096).split()  # a line each; several may have come
-            if not stand_ins:
+            lines = os.read(0, 4096).split()  # an id each; several may have come
+            if not lines:
                 return  # the main process has ended
-            for stand_in in stand_ins:
-                fork_for(int(stand_in), selector, life)
+            for line in lines:
+                fork_for(int(line), selector, lifeline)
 
 
-def fork_for(stand_in: int, selector: selectors.BaseSelector, life: int) -> None:
+def fork_for(stand_in_id: int, selector: selectors.BaseSelector, lifeline: int) -> None:
     """Makes the worker of this stand-in, and has both watched."""
+    template_id = os.getpid()
     try:
-        of_stand_in = os.pidfd_open(stand_in)  # becomes readable when that ends
+        stand_in = os.pidfd_open(stand_in_id)  # becomes readable when that ends
     except ProcessLookupError:
         return  # it has ended meanwhile
-    worker = os.fork()
-    if worker == 0:
+    worker_id = os.fork()
+    if worker_id == 0:
         selector.close()
-        os.close(life)
-        become_worker(stand_in)
-    of_worker = os.pidfd_open(worker)
-    selector.register(of_stand_in, selectors.EVENT_READ, of_worker)
-    selector.register(of_worker, selectors.EVENT_READ, of_stand_in)
+        os.close(lifeline)
+        become_worker(stand_in_id, template_id)
+    try:
+        worker = os.pidfd_open(worker_id)
+    except ProcessLookupError:  # it has ended already
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(stand_in, signal.SIGKILL)
+        os.close(stand_in)
+        return
+    selector.register(stand_in, selectors.EVENT_READ, worker)
+    selector.register(worker, selectors.EVENT_READ, stand_in)
 
 
 def end_pair(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
     """One of a worker and its stand-in has ended, so the other one must."""
-    if key.fd not in selector.get_map():
-        return  # both have ended, and this is the second of them
+    if selector.get_map().get(key.fd) is not key:
+        return  # both have ended, and this is the second; another pair may have its number by now
     for descriptor in (key.fd, key.data):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -244,16 +262,15 @@ def end_pair(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> No
         os.close(descriptor)
 
 
-def become_worker(stand_in: int) -> None:
+def become_worker(stand_in_id: int, template_id: int) -> None:
     """In the fork: becomes what Monarch wanted to start. It does not return."""
-    template = os.getppid()
     end_with_parent()
-    if os.getppid() != template:  # it had ended before
+    if os.getppid() != template_id:  # it had ended before
         os._exit(1)
-    os.setpgid(0, 0)
+    os.setpgid(0, 0)  # as Monarch does for each process that it starts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    variables = pathlib.Path(f"/proc/{stand_in}/environ").read_bytes()
+    variables = pathlib.Path(f"/proc/{stand_in_id}/environ").read_bytes()
     for variable in variables.split(b"\0"):
         name, is_one, value = variable.partition(b"=")
         if is_one:
@@ -264,7 +281,7 @@ def become_worker(stand_in: int) -> None:
 
 
 if __name__ == "__main__" and sys.argv[1:2] == [TEMPLATE_FLAG]:
-    serve_as_template(life=int(sys.argv[-1]))
+    serve_as_template(lifeline=int(sys.argv[-1]))
     os._exit(0)
 
 # -- plumbing: Monarch, and modules that are imported late -----------------------------------------
@@ -292,7 +309,7 @@ from monarch.rdma import RDMABuffer, get_rdma_backend
 class Lazy(types.ModuleType):
     """A module that is imported at its first use.
 
-    torch costs 1.4 s of CPU in every process that uses it, and transformers 2.3 s more. Most
+    torch costs 1.6 s of CPU in a process that imports it, and transformers 2.4 s more. Most
     processes of stages 1 to 6 use neither. So `torch` below is an object that imports the real
     torch when the first of its attributes is asked for, such as `torch.zeros`.
     """
@@ -324,8 +341,8 @@ MIB = 1 << 20  # bytes
 # nothing; whoever uses it as a library calls `prepare_environment` first.
 ENVIRONMENT = {
     # How often Monarch looks whether a process still lives: every 10 s unless told. Each look is a
-    # message per process, and Monarch keeps 2 KiB of each. That a process has died a pidfd tells
-    # in milliseconds (section 5); what only Monarch knows, such as the end of an actor, may wait.
+    # message per process, of which Monarch never gives back 2 KiB. And the end of a process is told
+    # in milliseconds by a pidfd, a file descriptor for a process (section 5).
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     # A look under way when its process dies waits so long for the reply: 30 s unless told.
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
@@ -347,8 +364,8 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    # Processes import this file by its name, and not another file that is so called where the
-    # command was started (Python 3.11 and later).
+    # Processes import this file by its name, and not another one of that name in the folder where
+    # the command was started (Python 3.11 and later).
     "PYTHONSAFEPATH": "1",
 }
 
@@ -366,6 +383,9 @@ def prepare_environment() -> None:
     os.environ["PYTHONPATH"] = f"{folder}:{before}".strip(":")
     # Monarch has read its variables already, when it was imported above. Now it reads them again.
     reload_config_from_env()
+
+
+# -- plumbing: what a run can be told --------------------------------------------------------------
 
 
 def setting(
@@ -390,8 +410,8 @@ def setting(
 class Config:
     """Everything that a run can be told; each field is a flag.
 
-    It is passed to the constructor of every actor. A global variable would not do: each worker is a
-    process of its own with its own copy of this module, and would see the default.
+    It is passed to the constructor of every actor that needs it. A global variable would not do:
+    each worker is a process of its own with its own copy of this module, and would see the default.
     """
 
     # What is trained, and how long.
@@ -403,7 +423,7 @@ class Config:
     generators: int = setting(2, "replicas of the generator service", least=1)
     max_generators: int | None = setting(
         None,
-        "so many there is room for, if some are added; None: one more",
+        "most generators that there can be; None: one more than --generators",
         least=1,
         kind=int,
     )
@@ -424,10 +444,10 @@ class Config:
         "ready", "of groups: drop late ones, or wait within a window", choices="ready window"
     )
     in_flight: float | None = setting(
-        None, "batches under way at most; None: K + 1, with window half less", least=1, kind=float
+        None, "batches under way at most; None: K + 1, or K + 1/2 with window", least=1, kind=float
     )
     request_groups: int | None = setting(
-        None, "groups that a generator is asked for; None: by their number", least=1, kind=int
+        None, "groups in a request; None: the more generators, the fewer", least=1, kind=int
     )
     loss: str = setting(
         "ppo", "what an update minimises (section 10)", choices="reinforce ppo decoupled cispo dppo"
@@ -455,7 +475,7 @@ class Config:
     )
     pull: str = setting("rollout", "new weights come before each of these", choices="rollout token")
     sft_steps: int = setting(0, "supervised steps on right answers, before RL", least=0)
-    sft_lr: float = setting(1e-5, "their learning rate; some 1e-3 for fresh weights", least=0)
+    sft_lr: float = setting(1e-5, "their learning rate; about 1e-3 for fresh weights", least=0)
     seed: int = setting(0, "of sampling, initial weights and prompts", least=0)
     device: str = setting("cpu", "where policies compute", choices="cpu cuda")
     no_graphs: bool = setting(False, "on a GPU, have no CUDA graphs of the token step (section 9)")
@@ -473,11 +493,11 @@ class Config:
         kind=int,
     )
     stuck_after: float = setting(
-        120.0, "seconds without a token or part of a batch: it is replaced", least=1
+        120.0, "seconds without progress, until trainer or generator is replaced", least=1
     )
     judge_stuck_after: float = setting(5.0, "seconds that a reward may take", least=0.5)
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
-    hosts: str = setting("", "tcp://ADDRESS:PORT,... of workers that the RL stages run on")
+    hosts: str = setting("", "tcp://ADDRESS:PORT,... of other hosts, on which --worker runs")
     # What is written. Nothing is, unless you ask for it.
     json: str = setting("", "file for everything that was measured")
     log: str = setting("", "file for a JSON line per training step")
@@ -620,9 +640,7 @@ class Report:
     async def keep_clock(self) -> None:
         """Shows the time whenever nothing was printed for a while, so that a wait looks alive.
 
-        Loops in this file are described by a few short answers, with a slash between them: what
-        they wait for, who wakes them, what they produce, when they end. Of this one: waits for
-        silence / produces a live line / ends when it is cancelled.
+        waits for silence / produces a live line / ends when it is cancelled
         """
         while True:
             await asyncio.sleep(1.0)
@@ -1344,15 +1362,15 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #     it stands still      ReplicaLost       its pulse, silent for 3 s         killed, and replaced
 #     it works for ever    ReplicaLost       its progress, after a limit       killed, and replaced
 #     it works for long    the answer        nobody                            the actor lives on
-# Cost. A thread in every worker. A replacement takes a second, or two.
+# Cost. A thread in every worker. A replacement takes a second or two, with a big model minutes.
 # Not here. Who restarts the owner: here all owners live in the main process, and end with it.
 # Source. Supervisors of Erlang (Armstrong 2003); pidfd_open(2).
 #
 # 1. Death. A pidfd is a file descriptor for a process. It becomes readable when the process ends,
-# and so an event loop hears of it at once. Monarch has a detector too: it looks at its processes
-# every 2 s and calls `__supervise__` of the owner. That one stays, because it also knows of an
-# actor that died in a process that lives: an endpoint that raises though nobody waits for its
-# answer (`broadcast`) ends its actor.
+# and so an event loop hears of it at once. Monarch has a detector too: it hears when an actor ends,
+# asks every 2 s whether a process still lives, and calls `__supervise__` of the owner. We need it,
+# because it also knows of an actor that died in a process that lives: an endpoint that raises
+# though nobody waits for its answer (`broadcast`) ends its actor.
 #
 # 2. Standstill. A thread in each worker counts a word in shared memory up, ten times a second: the
 # pulse. The owner looks at it four times a second. A process that was stopped, or that gets no
@@ -1373,8 +1391,17 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 LEAVING = threading.Event()
 
 
+# To import torch and transformers takes seconds. One process does it once, the template, and
+# workers with a model are forks of it. Monarch starts and watches only a shell in place of each,
+# its stand-in. The plumbing at the top of this file draws them; here is what starts them.
+
+# States of a process, in the letters of the system.
+ENDED = "ZX"
+STOPPED = "T"  # by SIGSTOP
+
+
 class Template:
-    """The process that imports torch and transformers for all workers with a model of this host."""
+    """Starts the process of which workers with a model are forks, and says how to get one."""
 
     # A shell that tells the template its process id, and waits until it reads the end of the pipe
     # that the template holds open.
@@ -1382,29 +1409,34 @@ class Template:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.life = -1  # a descriptor: this end of that pipe
+        self.lifeline: int | None = None  # our end of that pipe, a descriptor
 
     def start(self) -> None:
         """Starts it, if it was not started already. It imports while others go on."""
         if self.process is None:
-            self.life, its_end = os.pipe()
+            self.lifeline, its_end = os.pipe()
             command = [sys.executable, "-m", "monarch_rl", TEMPLATE_FLAG, str(its_end)]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[its_end])
             os.close(its_end)
 
-    def stand_in(self) -> BootstrapCommand | None:
-        """What Monarch is to start, and a worker becomes a fork of the template.
+    def command(self) -> BootstrapCommand | None:
+        """What Monarch is to start, so that the worker is a fork of the template.
 
-        None: there is no template, or it was ended or stopped. Then workers import for themselves.
+        None: there is no template, or it has ended or was stopped. Then workers import for
+        themselves.
         """
-        if self.process is None or status_of(self.process.pid)[0] in f"{ENDED}T":
+        if self.process is None:
+            return None
+        state, *_ = status_of(self.process.pid)
+        if state in ENDED or state == STOPPED:
             return None
         # $0 is the standard input of the template, $1 the end of the pipe: both by way of /proc.
-        paths = [f"/proc/{self.process.pid}/fd/0", f"/proc/{os.getpid()}/fd/{self.life}"]
+        paths = [f"/proc/{self.process.pid}/fd/0", f"/proc/{os.getpid()}/fd/{self.lifeline}"]
+        # Of the command: its file, another name for it, arguments, environment variables to add.
         return BootstrapCommand("/bin/sh", None, ["-c", self.STAND_IN, *paths], {})
 
 
-TEMPLATE = Template()
+TEMPLATE = Template()  # only the main process starts it; elsewhere it stays as it is here
 
 
 class Host:
@@ -1437,9 +1469,9 @@ class Host:
 
         has_model: they need torch and transformers; so they are forks, if there is a template.
         """
-        stand_in = TEMPLATE.stand_in() if has_model else None
+        command = TEMPLATE.command() if has_model else None
         shape = {"rank": num_ranks}
-        return this_host().spawn_procs(per_host=shape, name=name, bootstrap_command=stand_in)
+        return this_host().spawn_procs(per_host=shape, name=name, bootstrap_command=command)
 
     def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
         """Calls back, in this event loop and with the reason, when one of these processes ends.
@@ -1495,9 +1527,6 @@ def is_alive(pid: int) -> bool:
     return state not in ENDED
 
 
-ENDED = "ZX"  # the states of a process that has ended
-
-
 @dataclass(frozen=True)
 class PulseHandle:
     """Where a process shows that it lives: the first thing that its owner asks it for."""
@@ -1531,7 +1560,11 @@ class Pulse:
             time.sleep(self.BEAT_EVERY_S)
 
     def advance(self) -> None:
-        """Something got done: a token, a part of a batch, an episode. Any thread may call it."""
+        """Something got done: a token, a part of a batch, an episode.
+
+        Any thread may call it. If two do at once, one of them may be lost: it only matters that the
+        word moves.
+        """
         self.words[self.PROGRESS] += 1
 
 
@@ -1568,9 +1601,10 @@ LOOK_EVERY_S = 0.25  # an owner looks at all its processes
 
 
 def num_looks(limit_s: float) -> int:
-    """A limit as a number of looks.
+    """How many looks fit into a limit.
 
-    An owner that was itself stopped did not look, so it accuses nobody when it goes on.
+    Looks are counted, not seconds: an owner that was itself stopped has not looked meanwhile, and
+    so accuses nobody when it goes on.
     """
     return math.ceil(limit_s / LOOK_EVERY_S)
 
@@ -1588,7 +1622,7 @@ class Watch:
         last = self.last or now
         is_beating = now.beats != last.beats or self.last is None
         # A process that was stopped just now may have computed until then.
-        is_computing = now.cpu_ticks != last.cpu_ticks and now.state != "T"
+        is_computing = now.cpu_ticks != last.cpu_ticks and now.state != STOPPED
         is_well = is_beating or is_computing  # mechanism: silent but at work
         self.num_silent = 0 if is_well else self.num_silent + 1
         self.last = now
@@ -1659,8 +1693,8 @@ class Loss:
     """That a replica was lost."""
 
     replica_id: int
-    # "died", "stood still", "made no progress", "kept raising", "host lost", "setup too slow", or
-    # "setup failed: ..."
+    # "died", "stood still", "made no progress", "kept raising", "host lost", "setup too slow",
+    # "setup failed: ...", or "taken away" (section 6: on purpose, so it counts as no loss)
     why: str
     noticed_s: float  # seconds since 1970, by the clock of this host
     replaced_s: float | None = None  # when the next one was ready; None: not yet
@@ -1678,8 +1712,9 @@ class NotNow(RuntimeError):
 #
 #     spawned --- its pid is known ---> runs --- setup has answered ---> ready --- lose ---> lost
 #             Supervisor._set_up             Supervisor._set_up     a pidfd, Monarch, its signs,
-#                                                                   three marks (section 6), or
-#                                                                   the loss of its host (14)
+#                                                                   three marks (section 6), the
+#                                                                   loss of its host (14), its
+#                                                                   deadline, or `resize` (6)
 #
 # From each of the states before it can be lost, too. Nothing leads back from there: the process is
 # killed, if it still runs, and another Replica takes the place.
@@ -1711,7 +1746,7 @@ class Replica:
         self.name = name  # of its mesh: in Monarch's failures this tells whose they are
         self.pids: list[int] = []  # of its ranks; known when they run
         self.watches: list[Watch] = []  # the same
-        self.num_idle = 0  # looks in a row at which it had requests, and got nothing done
+        self.num_fruitless = 0  # looks in a row at which it had requests, and got nothing done
         self.answers: list[Any] = []  # of setup, one per rank; empty until it is ready
         # Becomes a Loss when it is lost, and so wakes everybody who waits for this replica.
         self.lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
@@ -1730,10 +1765,7 @@ class Replica:
         self.answers = answers
 
     def retire(self) -> None:
-        """It counts as ready no more, though nothing befell it.
-
-        It is taken away on purpose, or all are made anew (section 6).
-        """
+        """It counts as ready no more, though it is well: it leaves on purpose (section 6)."""
         self.is_retired = True
 
     def is_ready(self) -> bool:
@@ -1774,11 +1806,11 @@ class Replica:
             if watch.num_silent >= num_looks(spec.standstill_s):  # mechanism: standstill
                 self.lose("stood still")
         if is_news:
-            self.num_idle += 1
+            self.num_fruitless += 1
         if has_moved or self.is_idle() or not self.answers:  # a setup has a deadline
-            self.num_idle = 0
+            self.num_fruitless = 0
         # More than the limit, for a request may have come right before the first of these looks.
-        if self.num_idle > num_looks(spec.stuck_after_s):  # mechanism: endless work
+        if self.num_fruitless > num_looks(spec.stuck_after_s):  # mechanism: endless work
             self.lose("made no progress")
 
     @contextlib.contextmanager
@@ -1789,7 +1821,7 @@ class Replica:
             yield
         finally:
             self.num_in_flight -= 1
-            self.num_idle = 0
+            self.num_fruitless = 0
 
     def has_answered(self) -> None:
         """It has answered a request, so it is well."""
@@ -1828,9 +1860,8 @@ class ServiceSpec:
     replica_class: type[Worker]
     # For the constructor of each replica, after its Place.
     args: tuple[Any, ...]
-    # At the start, and at most (section 6 can change the number); None: there is no limit.
-    num_replicas: int
-    max_replicas: int | None = None
+    num_replicas: int  # at the start; section 6 can change it
+    max_replicas: int | None = None  # at most; None: there is no limit
     # So long a process may show no life: many times the pause between two beats.
     standstill_s: float = 3.0
     # So long a replica that has requests may go without progress: many times what the largest piece
@@ -1841,13 +1872,14 @@ class ServiceSpec:
     # On which replicas are started, in turn.
     hosts: tuple[Host, ...] = (Host(),)
     # For a replica to become ready: imports on a busy machine take seconds, big models minutes.
-    # This is a deadline: imports tell of no progress, and no setup but a relay's (14) has to queue.
+    # A deadline is right here: a setup moves no word of progress, and waits behind nobody's work
+    # (but for a relay's, section 14).
     setup_deadline_s: float = 120.0
     # Of section 6. A request that kills whoever runs it must not go on to kill all replicas, so
     # there is a largest number of attempts.
     max_attempts: int = 3
     # Requests at one replica at a time. With 1, no request is lost because another one, at the same
-    # replica, has killed it.
+    # replica, has killed it. 1000 is as good as no limit.
     max_in_flight: int = 1000
 
     def place(self, replica_id: int) -> Place:
@@ -1871,7 +1903,8 @@ class Supervisor(Actor):
     has spawned a process.
     """
 
-    START_WITHIN_S = 120.0  # a process has to say that it runs; on a busy machine that is seconds
+    # A process has to say that it runs. With a model that is once the template has imported.
+    START_WITHIN_S = 120.0
 
     def __init__(self, spec: ServiceSpec) -> None:
         self.spec = spec
@@ -1882,8 +1915,7 @@ class Supervisor(Actor):
         """Makes the replica with this id, or replaces it, and returns when it is ready.
 
         Raises ActorError, around what its setup raised; ReplicaLost; TimeoutError if the one before
-        does not end;
-        OSError or ValueError if a process, or the host, has gone.
+        does not end; OSError or ValueError if a process, or the host, has gone.
         """
         # 1. What is left of the one before goes: a process that stands still could wake up.
         if replica_id in self.replicas:
@@ -2065,8 +2097,8 @@ class Trial(Supervisor):
         # 1. It happens.
         struck_s = time.time()
         caller_saw = await self._get_into(victim, trouble)
-        # 2. Is the owner told? It has a second. Five looks of Monarch's detector fit into that, so
-        # that a "nothing" means something.
+        # 2. Is the owner told? It has a second, many times what a pidfd and Monarch's news of an
+        # actor's end take, so that a "nothing" means something.
         await asyncio.wait({victim.lost}, timeout=1.0)
         return await self._cured(victim, trouble, caller_saw, struck_s)
 
@@ -2177,15 +2209,16 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # == 6. SERVICE ====================================================================================
 # Problem. A call shares the fate of the replica that it was sent to. Monarch's `choose` draws one
 #   without looking: if one of four stands still, a quarter of the requests are lost.
-# Rule. The caller asks the service, and the service asks a replica: a healthy one with the fewest
+# Rule. The caller asks the service, and the service asks a replica: a ready one with the fewest
 #   requests in flight, in turn among equals. An attempt has one of three outcomes:
 #     1. The replica answers. The caller gets the answer, once.
-#     2. The replica is lost, by one of the three illnesses. It is replaced; another one tries.
+#     2. The replica is lost: it fell ill (section 5), or was given up (3.). Another one tries.
 #     3. The replica raises. Is the request bad, or the replica? Another one will tell. If that one
 #        raises too, the request is to blame and the exception is its caller's. If that one answers,
 #        the first replica has a mark; three marks in a row, and it is replaced.
-# Cost. A hop inside this process. A request whose replica was lost runs again, maybe twice, so it
-#   must be harmless to repeat: two attempts may both do their work. Only one is answered.
+# Cost. One more message, within the main process: a millisecond. A request whose replica was lost
+#   or raised runs again, so it must be harmless to repeat: two attempts may both do their work.
+#   Only one is answered.
 # Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 #
 #     caller --- route(Roots.root, 4) ---> ServiceActor
@@ -2194,10 +2227,11 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #                                              | root(4) ---> replica 0    answers
 #            <------- 2.0 ---------------------+
 #
-# Beside the looks of section 5, three kinds of coroutines meet in it. One per request: route. One
-# per replica, its keeper: it sleeps until the replica is lost, makes another one, and sleeps again.
-# And whoever asks for the status. They wake each other with the ChangeNotice below. By example, of
-# two replicas the first dies in the middle of a request:
+# What runs in it, beside the looks of section 5: a `route` per request; a keeper per replica, which
+# sleeps until that is lost, makes another one, and sleeps again; and calls of start, resize and
+# status, which wait until all are ready. A loss wakes whoever waits for that replica
+# (Replica.lost). All other changes are told by the ChangeNotice below. By example, of two replicas
+# the first dies in the middle of a request:
 #
 #     route of that request    sleeps in _call; wakes because the replica is lost; picks the other
 #     keeper of replica 0      sleeps; wakes because it is lost; makes another, which takes seconds
@@ -2206,10 +2240,10 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 
 # -- 6a. As many replicas as there should be -------------------------------------------------------
 #
-# That number may change while requests go on. The ids are always the lowest, so who comes gets the
-# number of one that has left. By example, a service of one becomes one of three, and then of two:
+# That number may change while requests go on. With n replicas the ids are 0 to n - 1: the highest
+# leave, and who is added later gets their ids again. By example, from one to three, then to two:
 #
-#     resize(3)   keepers of 1 and 2 begin; until these are ready all requests go to replica 0
+#     resize(3)   keepers of 1 and 2 begin; each gets requests as soon as it is ready
 #     resize(2)   replica 2 gets no new requests, and answers those that it has; then it is ended.
 #                 Its keeper has ended before, so nobody replaces it, or counts it as lost
 
@@ -2249,7 +2283,7 @@ class ChangeNotice:
 
 
 class NoReplica(RuntimeError):
-    """No replica that may try became healthy within the setup deadline; or all are closed."""
+    """No replica that may try became ready within the setup deadline; or all are closed."""
 
 
 class RequestLost(RuntimeError):
@@ -2260,10 +2294,10 @@ class RequestLost(RuntimeError):
 class ServiceStatus:
     """What a service says of itself. Checks read this, and never a trace."""
 
-    # Of healthy replicas: their process ids, and what their setup answered, a value per rank.
+    # Of ready replicas: their process ids, and what their setup answered, a value per rank.
     pids: list[int]
     answers: dict[Place, list[Any]]
-    # Those that were lost and have been replaced, oldest first.
+    # Those that were lost and have been replaced, in the order in which they were replaced.
     lost_replicas: list[Loss]
     # Given to callers since the service began.
     num_answers: int
@@ -2272,10 +2306,10 @@ class ServiceStatus:
 
 
 class ReplicaKeeper(Supervisor):
-    """Makes replicas, and replaces those that are lost.
+    """Keeps as many replicas as there should be: each id has a keeper, a task that runs `_keep`.
 
     Endpoints run one at a time (section 1). These must not: while one request waits for a replica,
-    others have to be given out. A `concurrent_endpoint` may begin while others wait at an `await`.
+    others have to be served. A `concurrent_endpoint` may begin while others wait at an `await`.
     """
 
     RETRY_SETUP_S = 0.5  # a setup that always fails must not spin
@@ -2292,16 +2326,19 @@ class ReplicaKeeper(Supervisor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Makes all replicas at the same time, and returns when all that can be are ready.
+        """Makes all replicas at the same time. Returns when all are ready whose host is here.
 
-        Called again, it replaces them all; requests that wait for a replica then get NoReplica.
-        Raises what the setup of one of them raised.
+        Called again, it replaces them all; requests that they have go to the next ones. Raises what
+        the setup of one of them raised; NoReplica if all are closed meanwhile.
         """
-        await self._stop_keepers()
-        for replica in self.replicas.values():
-            replica.retire()
-        self._begin_to_keep(range(self.num_replicas))
-        await self.changed.wait_for(self._is_complete)
+        async with self.resizing:
+            await self._stop_keepers()
+            for replica in self.replicas.values():
+                replica.lose("taken away")
+            self._begin_to_keep(range(self.num_replicas))
+            await self.changed.wait_for(lambda: not self.keepers or self._is_complete())
+            if not self.keepers:
+                raise NoReplica(f"{self.spec.name} is closed")
 
     def _begin_to_keep(self, replica_ids: Iterable[int]) -> None:
         for replica_id in replica_ids:
@@ -2322,7 +2359,8 @@ class ReplicaKeeper(Supervisor):
             except (ActorError, ReplicaLost, asyncio.TimeoutError, OSError, ValueError) as error:
                 # Its setup failed: it raised, or was lost. Or the one before does not end. Or its
                 # host is gone, which shows as an OSError, or as a ValueError while it goes. That
-                # may be bad luck, and it is tried again; but not if it is the first of this id.
+                # may be bad luck, and it is tried again; but not if it is the first of this id. The
+                # pause comes before that, for a lost host may be known only after the error.
                 await asyncio.sleep(self.RETRY_SETUP_S)
                 if loss is None:
                     loss = self._first_has_failed(replica_id, error)  # it may raise
@@ -2334,7 +2372,8 @@ class ReplicaKeeper(Supervisor):
                 self.recorder.send_to(await telemetry())
                 self.recorder.send_soon()
             self.changed.notify()
-            # Mostly it sleeps here. If it is cancelled, `shield` keeps `lost`, for others wait too.
+            # Mostly it sleeps here. `shield`: if this keeper is cancelled, `lost` must not be, for
+            # others wait for it, too.
             loss = await asyncio.shield(replica.lost)
             self.changed.notify()
 
@@ -2342,11 +2381,11 @@ class ReplicaKeeper(Supervisor):
         """What follows if the first replica of this id could not be made.
 
         If its host was here this is a mistake, such as a wrong path. It is raised, which ends the
-        keeper, and `_healthy` tells whoever waits. Else it counts as a loss, to be made good.
+        keeper, and `_ready` tells whoever waits. Else it counts as a loss, to be made good.
         """
         made = self.replicas.get(replica_id)
         life = self._host_of(replica_id).life()
-        was_here = made is None or made.host_life == life  # all the time
+        was_here = made is None or made.host_life == life  # not lost, and here again, meanwhile
         if life and was_here:
             raise error
         return Loss(
@@ -2359,8 +2398,8 @@ class ReplicaKeeper(Supervisor):
         """The host on which it belongs."""
         return self.spec.hosts[self.spec.place(replica_id).host]
 
-    def _healthy(self) -> list[Replica]:
-        """The replicas that are ready, by id.
+    def _ready(self) -> list[Replica]:
+        """The replicas that are ready.
 
         Raises what ended a keeper, or the looking, if one has ended: a service does not go on as if
         nothing was the matter when it can no longer replace anybody. (If a replica that is only
@@ -2374,23 +2413,26 @@ class ReplicaKeeper(Supervisor):
         return [replica for replica in self.replicas.values() if replica.is_ready()]
 
     def _is_complete(self) -> bool:
-        """Is there a healthy replica wherever there should and can be one?"""
+        """Is there a ready replica wherever there should and can be one?"""
         return self._has_all(range(self.num_replicas))
 
     def _has_all(self, replica_ids: Iterable[int]) -> bool:
-        healthy = {replica.place.replica_id for replica in self._healthy()}
-        missing = [replica_id for replica_id in replica_ids if replica_id not in healthy]
+        """Is each of these ready, or its host not here?"""
+        ready_ids = {replica.place.replica_id for replica in self._ready()}
+        missing = [replica_id for replica_id in replica_ids if replica_id not in ready_ids]
         return not any(self._host_of(replica_id).is_here() for replica_id in missing)
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Ends all replicas. Requests that still wait for one get NoReplica."""
+        """Ends all replicas. Requests that wait for one, or that one has, get NoReplica."""
         await self._stop_keepers()
         self.changed.notify()
         replicas = self.replicas
         self.replicas = {}
+        for replica in replicas.values():
+            replica.lose("taken away")
         await asyncio.gather(*[replica.end() for replica in replicas.values()])
-        async with self.resizing:  # a `resize` that was under way has noticed, and has ended
+        async with self.resizing:  # waits for a `start` or `resize` under way: it notices, and ends
             pass
 
     async def _stop_keepers(self) -> None:
@@ -2408,12 +2450,13 @@ class ResizableKeeper(ReplicaKeeper):
         """Adds replicas, or takes some away. Returns, when that is done, how many there are.
 
         Of two calls the second waits for the first. patience_s: for requests at a replica that
-        leaves; after that another one gets them. None: they are waited for, however long they take.
+        leaves; after that another one gets them, which costs an attempt. None: they are waited for,
+        however long they take.
 
         Raises ValueError if there cannot be so many; what the first setup of an added one raised,
-        and then there are as many as before; NoReplica if all are closed meanwhile.
+        and then there are as many as before; NoReplica if all are closed while one is added.
         """
-        most = self.spec.max_replicas or num_replicas
+        most = self.spec.max_replicas or math.inf
         if not 1 <= num_replicas <= most:
             raise ValueError(f"{self.spec.name}: room for 1 to {most} replicas, not {num_replicas}")
         async with self.resizing:
@@ -2495,17 +2538,17 @@ class ServiceActor(ResizableKeeper):
         method: str,
         args: tuple[Any, ...],
     ) -> Any:
-        """Runs a request on a healthy replica, on all its ranks, and returns the answer of rank 0.
+        """Runs a request on a ready replica, on all its ranks, and returns the answer of rank 0.
 
-        method: the name of the endpoint. Raises what the endpoint raised, if the request is to
-        blame for it; NoReplica; RequestLost.
+        method: the name of the endpoint. Raises what the endpoint raised, if two replicas did, or
+        nobody else may try; NoReplica; RequestLost; and what ended a keeper.
         """
-        raised: Replica | None = None  # the replica that has raised on this request
+        first_to_raise: Replica | None = None  # on this request
         to_blame: Replica | None = None  # the same, unless it raised NotNow
         # A replica that is lost, or raises, costs an attempt; waiting for a free one costs none.
         for number in range(self.spec.max_attempts):  # mechanism: another attempt
             is_last = number == self.spec.max_attempts - 1
-            replica = await self._pick(other_than=raised)
+            replica = await self._pick(other_than=first_to_raise)
             try:
                 answer = await self._attempt(replica, method, args)
             except ReplicaLost:  # outcome 2: its keeper replaces it; another one tries
@@ -2513,13 +2556,13 @@ class ServiceActor(ResizableKeeper):
                 continue
             except ActorError as error:  # outcome 3
                 self.num_failed_attempts += 1
-                if raised is not None or is_last or self.num_replicas == 1:
+                if first_to_raise is not None or is_last or not self._can_ask_another():
                     raise cause(error) from error  # two have raised, or nobody else will try
-                raised = replica
+                first_to_raise = replica
                 to_blame = None if isinstance(cause(error), NotNow) else replica
                 continue
             replica.has_answered()
-            if to_blame is not None:
+            if to_blame is not None and to_blame is not replica:
                 to_blame.mark()  # the request was good, so that replica is not
             self.num_answers += 1
             return answer  # outcome 1
@@ -2546,43 +2589,45 @@ class ServiceActor(ResizableKeeper):
                 raise ReplicaLost(f"{replica.name} is lost") from None
             raise
         finally:
-            self.changed.notify()
+            self.changed.notify()  # there is room at it for another request
         return answers[0]
+
+    def _can_ask_another(self) -> bool:
+        """Is there to be a second replica, on a host that is here?"""
+        is_here = [self._host_of(number).is_here() for number in range(self.num_replicas)]
+        return sum(is_here) > 1
 
     async def _pick(self, other_than: Replica | None) -> Replica:
         """Chooses the replica for an attempt, and waits for one if need be.
 
-        All healthy ones are busy: it waits on, for they will not be busy for ever. None is healthy:
-        it waits for one setup deadline, for one may be on its way. Closed: it raises at once.
+        Those that may try are busy: it waits on, for they will not be busy for ever. There is none:
+        it waits for a setup deadline, for one may be on its way. Closed: it raises at once.
         """
         while self.keepers:
-            free = self._free(other_than)
+            may_try = self._may_try(other_than)
+            free = [one for one in may_try if one.num_in_flight < self.spec.max_in_flight]
             if free:
+                # No `await` from here until `_call` counts this request in, so no other one can
+                # get the same place.
                 self.num_picks += 1
                 return min(free, key=self._order)
-            # Woken when a replica becomes ready, or has ended a request, and when all are closed.
-            is_decided = functools.partial(self._is_decided, other_than)
-            came = await self.changed.wait_for(is_decided, self.spec.setup_deadline_s)
-            is_any_healthy = any(replica is not other_than for replica in self._healthy())
-            if not came and not is_any_healthy:
+            if may_try:
+                # Woken when one has ended a request, was lost, or became ready; or all are closed.
+                await self.changed.wait()
+            elif not await self.changed.wait_for(
+                lambda: self._may_try(other_than) or not self.keepers,
+                self.spec.setup_deadline_s,
+            ):
                 raise NoReplica(f"{self.spec.name}: all replicas that could try are lost")
         raise NoReplica(f"{self.spec.name} is closed")
 
-    def _free(self, other_than: Replica | None) -> list[Replica]:
-        """The replicas that could run a request now. Not the one that has raised on it.
+    def _may_try(self, other_than: Replica | None) -> list[Replica]:
+        """The ready replicas without the one that raised on this request.
 
-        Unless that one is the only one that there is by now (`resize`).
+        But with that one, if there is to be only one by now (`resize`).
         """
-        free = []
-        for replica in self._healthy():
-            has_room = replica.num_in_flight < self.spec.max_in_flight
-            if has_room and (replica is not other_than or self.num_replicas == 1):
-                free.append(replica)
-        return free
-
-    def _is_decided(self, other_than: Replica | None) -> bool:
-        """There is a free replica, or there will be none any more."""
-        return bool(self._free(other_than)) or not self.keepers
+        is_alone = self.num_replicas == 1
+        return [one for one in self._ready() if one is not other_than or is_alone]
 
     def _order(self, replica: Replica) -> tuple[int, int]:
         """The smallest comes first: the one with the fewest requests in flight.
@@ -2595,12 +2640,12 @@ class ServiceActor(ResizableKeeper):
 
     @concurrent_endpoint
     async def status(self, wait_s: float = 0.0) -> ServiceStatus:
-        """How it is: once all replicas are healthy that can be, or wait_s have passed."""
+        """How it is: once all replicas are ready that can be, or wait_s have passed."""
         await self.changed.wait_for(self._is_complete, wait_s)
-        healthy = self._healthy()
+        ready = self._ready()
         return ServiceStatus(
-            pids=[pid for replica in healthy for pid in replica.pids],
-            answers={replica.place: replica.answers for replica in healthy},
+            pids=[pid for replica in ready for pid in replica.pids],
+            answers={replica.place: replica.answers for replica in ready},
             lost_replicas=list(self.lost_replicas),
             num_answers=self.num_answers,
             num_failed_attempts=self.num_failed_attempts,
@@ -2610,7 +2655,7 @@ class ServiceActor(ResizableKeeper):
     async def strike(self, number: int, replica_id: int | None = None) -> None:
         """Sends a signal to a replica, for demonstrations. replica_id None: to the first one."""
         if replica_id is None:
-            replica_id = self._healthy()[0].place.replica_id
+            replica_id = self._ready()[0].place.replica_id
         self.replicas[replica_id].send_signal(number)
 
 
@@ -2624,17 +2669,16 @@ def name_of(endpoint: Endpoint[..., Any]) -> str:
 
 
 class Service:
-    """What users of a service have: typed calls to its actor. It can be sent in messages.
+    """What users of a service have: typed calls to its actor.
 
     An endpoint is named by itself, as in service.route(Roots.root, 4), and not by a string. So an
     editor finds where it is used, and a type checker compares the request with its parameter.
     """
 
-    def __init__(self, spec: ServiceSpec, actor: ServiceActor | None = None) -> None:
-        """actor: one that there is already; None: makes one."""
+    def __init__(self, spec: ServiceSpec) -> None:
         self.spec = spec
         self.num_replicas = spec.num_replicas  # as this object last heard
-        self.actor = actor or this_proc().spawn(spec.name, ServiceActor, spec)
+        self.actor = this_proc().spawn(spec.name, ServiceActor, spec)
 
     async def route(
         self,
@@ -2667,7 +2711,7 @@ class Service:
         self.num_replicas = await self._ask(answer)
 
     async def status(self, wait_s: float = 0.0) -> ServiceStatus:
-        """A snapshot. For wait_s it waits until all replicas are healthy that can be."""
+        """A snapshot. For wait_s it waits until all replicas are ready that can be."""
         return await self._ask(self.actor.status.call_one(wait_s))
 
     async def strike(self, number: int, replica_id: int | None = None) -> None:
@@ -2757,7 +2801,7 @@ async def storm_on_a_mesh() -> StormRow:
 
 
 @stage(
-    "with replicas that fail, hang and die, every request is answered, and never twice",
+    "with replicas that raise, die and stand still, every request is answered, and never twice",
     hint="write `range(1)`: a request has one attempt",
     mechanism="another attempt",
 )
@@ -2781,7 +2825,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     bad = []
     for _ in range(20):
         bad.append(await outcome(lambda: service.route(Roots.root, -1)))
-    before = await service.status(10.0)
+    before = await service.status(60.0)
     # Then 400 good ones. Replica 1 raises by itself, on those from 100 to 199.
     faults = {
         100: functools.partial(service.strike, signal.SIGKILL, 2),
@@ -2789,7 +2833,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     }
     ask = functools.partial(service.route, Roots.root)
     served = await storm("Service; #1 raises, #2 dies, #3 stops", ask, faults)
-    after = await service.status(10.0)
+    after = await service.status(60.0)
     await service.close()
     report.table([chosen, served])
 
@@ -2803,7 +2847,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     num_answers = after.num_answers - before.num_answers
     num_failed = after.num_failed_attempts - before.num_failed_attempts
     report.say(f"at the replicas {num_begun} attempts began; {num_failed} failed")
-    # failover: the request that waited longest, until the replica was known to stand still.
+    # failover_ms: of the request that waited longest, mostly until #3 was known to stand still.
     overhead_us = (served.fastest_ms - chosen.fastest_ms) * 1e3
     report.figure(failover_ms=served.slowest_ms, route_overhead_us=overhead_us)
     report.check("requests of 400 lost with choose", 400 - chosen.answered_right, ">", 0)
@@ -2825,11 +2869,13 @@ async def demo_service(report: Report, cfg: Config) -> None:
 # Problem. The trainer rewrites its weights while generators read them. A reader that looks during
 #   the write holds some tensors of version 6 and some of version 7: torn weights. There is no
 #   error, only samples that are worse than they should be.
-# Rule. The trainer fills a slot that nobody reads, and then changes one word, `latest`, that names
-#   it. A generator announces the slot that `latest` names, looks at `latest` once more, and only
-#   then reads. The trainer leaves announced slots alone.
+# Rule. The trainer fills a slot that nobody reads, and then changes one word (8 bytes of shared
+#   memory), `latest`, that names it. A generator announces the slot that `latest` names, looks at
+#   `latest` once more, and only then reads. The trainer leaves announced slots alone.
 # Cost. One copy of the weights per version, and memory for two slots more than there are readers.
-# Not here. GPUDirect; sending only what changed (DOCS 2).   Source. Hazard pointers, Michael 2004.
+#   (Readers on GPUs need no slots, but the trainer's copy may have to wait for theirs: 7b.)
+# Not here. From GPU to GPU without host memory; sending only what changed (DOCS 2).
+# Source. Hazard pointers, Michael 2004.
 #
 # The usual way is a broadcast in a process group: processes that all call the same operation, which
 # then moves bytes between them (gloo, in torch, over sockets; NCCL between GPUs). It couples both
@@ -2905,7 +2951,7 @@ class Manifest:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The next multiple. Example: 70 and 64 give 128."""
+    """The smallest multiple that is not below the number: 70 and 64 give 128."""
     return math.ceil(number / multiple) * multiple
 
 
@@ -3005,9 +3051,9 @@ class Arena:
     """One process's mapping of the shared memory: words of 8 bytes, then slots.
 
     A word, but for the run id, holds two numbers in one, so that both change at once: version 7 in
-    slot 2 is the word 7 * 1024 + 2. CPython reads and writes an item of such a memoryview with one
-    memcpy of 8 bytes (unpack_single and pack_single in memoryobject.c), which compilers make one
-    instruction. Of 8 aligned bytes x86-64 does that in one piece (Intel SDM vol. 3, 9.1.1), so
+    slot 2 is the word 7 * 1024 + 2. CPython reads and writes an item of `words`, a memoryview, with
+    one memcpy of 8 bytes (unpack_single and pack_single in memoryobject.c), which compilers make
+    one instruction. Of 8 aligned bytes x86-64 does that in one piece (Intel SDM vol. 3, 9.1.1), so
     nobody sees half of an old value.
 
     Words lie 64 bytes apart, each in a cache line of its own. If two shared a cache line, each
@@ -3026,11 +3072,11 @@ class Arena:
     # In any word: nothing published, nothing leased. Divided by MAX_SLOTS it reads as version -1
     # in slot 1023, and as a lease of process -1; there is neither such a slot nor such a process.
     NOTHING = -1
-    LOOK_AGAIN_S = 0.0002  # for a lease that is given back wakes nobody
+    LOOK_AGAIN_S = 0.0002  # `free_slot` looks so often: a lease that is given back wakes nobody
 
     def __init__(self, handle: ArenaHandle, descriptor: int) -> None:
         self.handle = handle
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # excludes nobody: `fence` needs one
         # The mapping is shared: what one process writes there, the others see.
         num_bytes = self.HEADER_BYTES + handle.num_slots * handle.manifest.slot_bytes
         self.memory = mmap.mmap(descriptor, num_bytes)  # ValueError if the file is shorter
@@ -3069,8 +3115,9 @@ class Arena:
 
         A processor keeps a store in a buffer of its own for a moment, while its later loads go
         ahead. So two processors can each store, and then each miss the store of the other. This is
-        the only reordering that x86-64 allows. An atomic read-modify-write instruction empties the
-        buffer first (Intel SDM vol. 3, 9.2.3.9), and taking a lock is one.
+        the only reordering of ordinary loads and stores that x86-64 allows. An atomic
+        read-modify-write instruction empties the buffer first (Intel SDM vol. 3, 9.2.3.9), and
+        taking a lock is one.
         """
         with self.lock:
             pass
@@ -3081,7 +3128,7 @@ class Arena:
         return version, slot
 
     def newest_version(self) -> int:
-        """Its version alone."""
+        """The version of the newest weights; -1 if there are none yet."""
         version, _ = self.latest()
         return version
 
@@ -3149,7 +3196,8 @@ class Arena:
         after it has made another slot the latest, and has then looked at the leases. If it looked
         after my step 2, it saw mine, and took another slot. If it looked before my step 2, then
         `latest` had already moved; so step 3 sees that, and I start over, having read nothing yet.
-        A version never comes back, so "unchanged" means that nothing happened in between.
+        (It sees that because the writer has a fence, too, between its commit and its look.) A
+        version never comes back, so "unchanged" means that nothing happened in between.
 
         It does not matter how many slots there are, nor how long the lease lasts: only a slot that
         no word names is ever written. A reader that copies clears its word when its last read is
@@ -3163,9 +3211,11 @@ class Arena:
                 return version, slot
 
 
-# Who waits for a word is woken by the kernel. Linux calls that a futex, a fast word in user space:
-# some sleep at an address of shared memory, and somebody wakes all who sleep there.
-FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # the number of the system call, by processor
+# A generator waits for no version: it looks at `latest` between two rollouts. But ranks of a
+# sharded trainer wait for each other's words (section 8), and so do the generators of the bench
+# below. They sleep in the kernel, by a futex (from "fast user-space mutex"): a process sleeps at an
+# address of shared memory, and another one wakes all who sleep there.
+SYS_FUTEX = 202  # the number of the system call on x86-64
 FUTEX_WAIT = 0  # sleep, if the word is still what I say
 FUTEX_WAKE = 1  # wake so many who sleep there
 EVERYBODY = 2**31 - 1
@@ -3178,12 +3228,14 @@ def futex(
     operation: int,
     value: int,
 ) -> None:
-    """That system call, for a word of an arena. FUTEX_WAIT returns when it was woken, or at once.
+    """The system call of that name, for a word of an arena. Other Python threads run meanwhile.
 
-    The C library has no function for it but this one for all. Other Python threads run meanwhile.
+    FUTEX_WAIT returns when it is woken, after SLEEP_AT_MOST, on a signal, or at once if the word is
+    not `value`. FUTEX_WAKE ignores the time. The C library has no function for futex, so this goes
+    through `syscall`, which takes the number of any system call.
     """
     ctypes.CDLL(None).syscall(
-        ctypes.c_long(FUTEX_CALLS[os.uname().machine]),
+        ctypes.c_long(SYS_FUTEX),
         ctypes.c_void_p(arena.whole.data_ptr() + word * CACHE_LINE_BYTES),
         ctypes.c_long(operation),
         ctypes.c_long(value),
@@ -3200,10 +3252,10 @@ def tell(arena: Arena, word: int, value: int) -> None:
 def wait_until(arena: Arena, word: int, least: int) -> int:
     """Returns a word when it is at least so much. It must be one that `tell` changes.
 
-    No change is slept through: before the kernel lets me sleep it compares the word with what I
-    found, under a lock that is needed to wake me. It compares only the lower 4 bytes, which are the
-    same again 4 million versions later. For that, and because a dead process tells nothing, nobody
-    sleeps for long.
+    Before the kernel lets me sleep it compares the word with what I found, under a lock that is
+    needed to wake me. Two things escape it: it compares only the lower 4 bytes, which are the same
+    again 4 million versions later; and who changes a word may die before it wakes me. So a sleep
+    ends after 0.1 s, and I look again. I do not ask who lives.
     """
     while True:
         found = arena.words[word]
@@ -3250,7 +3302,7 @@ def attach_arena(
 ) -> Arena:
     """The same arena, mapped into another process of this host, which has these tensors.
 
-    dtype: what the parameters among them are cast to in the slot, for who writes.
+    dtype: if this process writes: what parameters are cast to in the slot.
 
     Raises WeightMismatch if the two sides differ in a name, a shape, a dtype or a tie. Without this
     comparison another dtype of the same size, say, would be read as nonsense, unseen.
@@ -3281,15 +3333,13 @@ def attach_arena(
 #
 # Why the copy may run beside the next forward and backward pass: these read the weights, and so
 # does the copy. Only the optimizer changes them, and it waits.
-
-
 #
 # A model's tensors lie wherever they were made. 290 copies of 64 MiB in all take 1.5 times as long
 # as one: Python needs 4 microseconds for each, and a short copy goes through the cache. So the
 # trainer moves its parameters together, as they lie in a slot, and one memmove copies all of them:
 #
-#     a slot              | embed.weight | norm.weight |-|    - is up to the next cache line
-#     moved together      | embed.weight | norm.weight |-|    one block
+#     a slot              | embed.weight |-| norm.weight |-|    - is up to the next cache line
+#     moved together      | embed.weight |-| norm.weight |-|    one block
 #     as they were made   | embed.weight | something else ... | norm.weight |    two blocks
 
 
@@ -3312,7 +3362,7 @@ class Block:
     num_bytes: int
 
     def meets(self, following: Block) -> bool:
-        """Is there less than a cache line between them, and on both sides the same?"""
+        """Does the other begin less than a cache line behind my end, as far on both sides?"""
         distance = following.target - self.target
         gap = distance - self.num_bytes
         return following.source - self.source == distance and 0 <= gap < CACHE_LINE_BYTES
@@ -3328,7 +3378,7 @@ class CopyPlan:
     """What fills a slot."""
 
     matches: list[Match]  # that it was made of
-    addresses: list[int]  # of their tensors, at that time
+    places: list[tuple[Any, ...]]  # where their tensors lay at that time, by lies_at
     blocks: list[Block]
     others: list[Match]  # that memmove cannot copy: on a GPU, cut by columns, of another dtype
     num_bytes: int  # of blocks and others, without gaps
@@ -3338,9 +3388,10 @@ def move_together(tensors: dict[str, torch.Tensor]) -> None:
     """Moves the parameters among these tensors into one block of memory, to lie as in a slot.
 
     They stay the same objects, so modules, ties and optimizers notice nothing. Those of another
-    dtype than the first stay where they are, and so do buffers: torch.save refuses a block with
-    two dtypes, and a copy of a buffer would be one of the whole block. As the pages of new memory
-    come into being when they are first written, this takes memory for one tensor more.
+    dtype than the first stay where they are: torch.save refuses memory that two dtypes share. So do
+    buffers, for to copy one (deepcopy) would copy the whole block that it lies in. Each old tensor
+    is freed when it has moved, and a page of the block takes memory only when it is written. So at
+    most one tensor's memory is needed twice.
     """
     parameters = {}
     for name, tensor in tensors.items():
@@ -3403,6 +3454,11 @@ class Side:
         self.matches = {}
 
 
+def lies_at(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells where in memory a tensor is, and how it lies there."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 class WeightWriter(Side):
     """The trainer's side. It owns the arena, and copies in a thread."""
 
@@ -3427,7 +3483,8 @@ class WeightWriter(Side):
             arena = create_arena(manifest_of(tensors, dtype), num_readers, num_copying)
         super().__init__(arena, tensors)
         # What is tied to an earlier name needs no copy of its own.
-        self.stored_names = {spec.name for spec in self.arena.handle.manifest.stored_specs()}
+        stored = self.arena.handle.manifest.stored_specs()
+        self.stored_bytes = {spec.name: spec.num_bytes for spec in stored}
         self.with_checksums = with_checksums
         self.note = note
         self.plans: dict[int, CopyPlan] = {}  # by slot, as far as used
@@ -3454,7 +3511,8 @@ class WeightWriter(Side):
     def wait(self) -> float:
         """Returns when the copy is complete and the tensors may change: seconds that it waited.
 
-        Raises what the copy raised, and so does every later call, for no version can follow.
+        Raises what the copy raised. So does every later `start` and `wait`: after a copy that
+        failed this writer publishes nothing more.
         """
         start = time.monotonic()
         if self.copying is not None:
@@ -3484,7 +3542,9 @@ class WeightWriter(Side):
         for block in plan.blocks:
             # Before an ordinary store the processor loads the cache line that it will overwrite.
             # memmove, above the threshold in ENVIRONMENT, uses stores that do not: this saves a
-            # third of the traffic to memory. And ctypes lets other Python threads run meanwhile.
+            # third of the traffic to memory. Such stores may become visible after later ones, so
+            # memmove ends with a fence for them: without it a reader could see the new `latest`
+            # before the bytes. And ctypes lets other Python threads run meanwhile.
             ctypes.memmove(block.target, block.source, block.num_bytes)
         with torch.no_grad(), torch.cuda.stream(self.stream):  # on a CPU it is None: no effect
             for match in plan.others:
@@ -3496,38 +3556,43 @@ class WeightWriter(Side):
             self.arena.stored_checksums(slot).copy_(self.arena.computed_checksums(slot))
 
     def _plan_for(self, slot: int) -> CopyPlan:
-        """The one that was made for the slot, if the tensors are still where they were then."""
+        """The one that was made for the slot, if the tensors are still what they were then."""
         matches = self.matches_with(slot)
-        addresses = [match.mine.data_ptr() for match in matches]
+        places = [lies_at(match.mine) for match in matches]
         plan = self.plans.get(slot)
-        if plan is None or plan.matches is not matches or plan.addresses != addresses:
-            plan = self._new_plan(matches, addresses)
+        if plan is None or plan.matches is not matches or plan.places != places:
+            plan = self._new_plan(matches, places)
             self.plans[slot] = plan
         return plan
 
-    def _new_plan(self, matches: list[Match], addresses: list[int]) -> CopyPlan:
+    def _new_plan(self, matches: list[Match], places: list[tuple[Any, ...]]) -> CopyPlan:
         blocks: list[Block] = []
         others = []
         num_bytes = 0
-        for match, address in zip(matches, addresses, strict=True):
+        is_after_box = False
+        for match in matches:
             room = match.in_slot
             mine = match.mine
             same_shape = room.shape == mine.shape
             require(same_shape, f"{match.name}: it has another shape than at the start")
-            if match.name not in self.stored_names:
+            if match.name not in self.stored_bytes:
                 continue
             num_bytes += room.nbytes
             is_plain = room.is_contiguous() and mine.is_contiguous() and room.dtype == mine.dtype
             if mine.is_cuda or not is_plain:
                 others.append(match)
                 continue
-            block = Block(target=room.data_ptr(), source=address, num_bytes=room.nbytes)
-            if blocks and blocks[-1].meets(block):
+            block = Block(target=room.data_ptr(), source=mine.data_ptr(), num_bytes=room.nbytes)
+            # Between whole tensors of a slot lies padding. Beside a box, a part of a tensor as in
+            # section 8, lies what another rank writes.
+            is_box = room.nbytes < self.stored_bytes[match.name]
+            if blocks and not is_box and not is_after_box and blocks[-1].meets(block):
                 block = blocks.pop().joined(block)
             blocks.append(block)
+            is_after_box = is_box
         return CopyPlan(
             matches=matches,
-            addresses=addresses,
+            places=places,
             blocks=blocks,
             others=others,
             num_bytes=num_bytes,
@@ -3581,7 +3646,7 @@ class WeightReader(Side):
         self.reader = reader
         self.compares = compares
         self.copies = copies or compares or any(tensor.is_cuda for tensor in tensors.values())
-        self.version = -1  # what the tensors are; -1: what they were before
+        self.version = -1  # which one the tensors are; -1: they are as before the first pull
         self.arena.give_back(reader)  # whoever was this reader before me is dead
 
     def pull(self) -> int:
@@ -3614,7 +3679,7 @@ class WeightReader(Side):
         if self.compares:
             self._compare(slot)
         for match in self.matches_with(slot):
-            # A tensor can be a view of one part of the slot. Of several it needs a copy.
+            # If it has several boxes of a tensor (section 8), no single view shows them all.
             if match.is_whole and not self.copies:
                 match.mine.data = match.in_slot
             else:
@@ -3658,12 +3723,16 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 # beside each time stands that of a memmove of as many bytes, taken a moment before in the same
 # process, so that the ratio of the two means the same on every machine.
 #
-# Both kinds of waiting of a broadcast show in the columns "held": for how long the Python of the
-# trainer, or of a generator, stood still.
+# Both kinds of waiting of a broadcast show in the column "trainer held": for how long the trainer's
+# Python stood still. (Gloo serves each generator when it comes, so a punctual one does not wait for
+# the late one. In a ring, such as NCCL's, it would, as in the picture above.)
 #
 #     row "gloo broadcast, 2"             the trainer waits for the transfer
 #     row "gloo broadcast, 2, one late"   it also waits for the last to come, who is 50 ms late
 #     rows "slots"                        neither side waits for the other
+#
+# What is not in it: if forward and backward are shorter than the copy, the trainer waits for its
+# own thread. In section 11 that is `stall_s`.
 
 
 @dataclass(frozen=True)
@@ -3685,10 +3754,17 @@ class SyncRoad:
 
 
 @dataclass(frozen=True)
+class Made:
+    """A version that the trainer has made, for a round."""
+
+    version: int
+    memmove_s: float  # the yardstick: one copy of as many bytes, right before, under the same load
+
+
+@dataclass(frozen=True)
 class Sent:
     """What the trainer says of a round."""
 
-    memmove_s: float  # the yardstick: one copy of as many bytes, right before, under the same load
     start_s: float  # when the sync began, by the monotonic clock
     held_s: float  # for how long this Python stood still
 
@@ -3703,7 +3779,7 @@ class Received:
 
 
 class Bench(Worker):
-    """A rank of the bench: rank 0 is the trainer, the others are generators, which join later.
+    """A rank of the bench: rank 0 is the trainer; the others are generators, which attach later.
 
     The weights are 290 bf16 tensors of uneven sizes, as of a model with 24 layers. Every byte of a
     version is its number modulo 120, so that a reader can tell which versions it has read.
@@ -3714,13 +3790,13 @@ class Bench(Worker):
     fetched_bytes = 0  # through an RDMABuffer
 
     @endpoint
-    async def join(
+    async def make_weights(
         self,
         meeting_place: str,
         num_mb: int,
         seed: int,
     ) -> ArenaHandle | None:
-        """Makes the weights. The trainer also publishes 50 versions, and answers with its handle.
+        """Makes room for them. The trainer also publishes 50 versions, and answers with its handle.
 
         meeting_place: of the process group. num_mb: MiB of weights. seed: of the sizes of tensors.
         """
@@ -3747,7 +3823,7 @@ class Bench(Worker):
 
     @endpoint
     async def attach(self, handle: ArenaHandle, live: RDMABuffer) -> float:
-        """A generator joins: ms until it has the newest version. live: for the one-sided reads."""
+        """A generator attaches: ms until it has the newest version. live: for one-sided reads."""
         self.live = live
         start = time.monotonic()
         self.reader = WeightReader(handle, self.rank - 1, self.tensors)
@@ -3756,9 +3832,9 @@ class Bench(Worker):
 
     @endpoint
     async def publish(self, num_versions: int) -> int:
-        """The trainer publishes so many versions, and answers how many there are now."""
+        """The trainer publishes so many versions. Answers with the newest that readers find."""
         self._publish(num_versions)
-        return self.version
+        return self.writer.arena.newest_version()
 
     def _publish(self, num_versions: int) -> None:
         for _ in range(num_versions):
@@ -3779,15 +3855,19 @@ class Bench(Worker):
         return self.writer.copied_bytes
 
     @endpoint
-    async def send(self, road: SyncRoad) -> Sent:
-        """The trainer makes a version, and sends it on this road."""
+    async def make_version(self) -> Made:
+        """The trainer makes a version, and does not send it yet."""
         self._make_next_version()
         # The yardstick: a copy of as many bytes, into the slot that the sync will use next.
+        arena = self.writer.arena
+        room = arena.slots[arena.free_slot()]
         start = time.monotonic()
-        room = self.writer.arena.slots[self.writer.arena.free_slot()]
         ctypes.memmove(room.data_ptr(), self.block.data_ptr(), self.block.nbytes)
-        memmove_s = since(start)
+        return Made(version=self.version, memmove_s=since(start))
 
+    @endpoint
+    async def send(self, road: SyncRoad) -> Sent:
+        """The trainer sends the version that it has made on this road."""
         start = time.monotonic()
         if road.kind == "gloo broadcast":
             torch.distributed.broadcast(self.block, 0, group=self.trainer_and_two)
@@ -3796,7 +3876,7 @@ class Bench(Worker):
         held_s = since(start)
         if road.is_race:
             self._publish(12)
-        return Sent(memmove_s=memmove_s, start_s=start, held_s=held_s)
+        return Sent(start_s=start, held_s=held_s)
 
     @endpoint
     async def receive(self, road: SyncRoad, version: int) -> Received:
@@ -3826,8 +3906,7 @@ class Bench(Worker):
                 # All bytes of a version are equal, so two versions show as two extremes.
                 low, high = tensor.view(torch.int8).aminmax()
                 versions.update((int(low), int(high)))
-        # With fewer cores than generators the answer of the first would be work in the way of the
-        # last, which this round still waits for.
+        # To answer takes CPU time that a generator which is not done may need. So all answer later.
         await asyncio.sleep(0.01)
         return Received(
             end_s=end,
@@ -3848,8 +3927,8 @@ class SyncRow:
     # Bytes that all processes have copied, over the bytes of a version. None for a broadcast, which
     # sends through sockets: what is copied there this program cannot count.
     copies: float | None
-    trainer_held: float | None  # for how long its Python stood still
-    gen_held: float | None  # of the generator that was held longest
+    trainer_held: float  # for how long its Python stood still
+    gen_held: float  # of the generator that was held longest
     torn: int  # reads, in races
     reads: int
 
@@ -3863,26 +3942,26 @@ class SyncBench:
         self.generators = [ranks.slice(rank=rank) for rank in range(1, 5)]
         self.model_bytes = num_mb * MIB
 
-    async def round(self, road: SyncRoad) -> tuple[Sent, list[Received]]:
+    async def round(self, road: SyncRoad) -> tuple[Made, Sent, list[Received]]:
         """One round on this road: what the trainer says of it, and what the generators say.
 
-        Generators are asked first. They wait for the version, or for the trainer in the broadcast.
-        Who reads live weights waits for nothing, and so is asked when the trainer is done; in a
-        race it is asked first, as the others are.
+        Generators are asked before the trainer sends. They wait for the version, or for the trainer
+        in the broadcast. Who reads live weights waits for nothing, and so is asked when the trainer
+        is done; in a race it is asked first, as the others are.
         """
-        newest = await self.trainer.publish.call_one(0)
+        made = await self.trainer.make_version.call_one()
         sent = None
         if road.kind == "RDMABuffer" and not road.is_race:
             sent = await self.trainer.send.call_one(road)
         receiving = []
         for i, generator in enumerate(self.generators[: road.num_generators]):
-            version = newest + 1
+            version = made.version
             if road.is_race:  # each waits for another version, and so leases another slot
                 version += i + 1
             receiving.append(generator.receive.call_one(road, version))
         if sent is None:
             sent = await self.trainer.send.call_one(road)
-        return sent, list(await asyncio.gather(*receiving))
+        return made, sent, list(await asyncio.gather(*receiving))
 
     async def row(self, num_rounds: int, road: SyncRoad) -> SyncRow:
         """Measures a road: races first, for reads that are torn, then rounds for the times."""
@@ -3890,7 +3969,7 @@ class SyncBench:
         num_races = 0 if road.late_s else num_rounds
         race = dataclasses.replace(road, is_race=True)
         for _ in range(num_races):
-            _, received = await self.round(race)
+            _, _, received = await self.round(race)
             num_torn += sum(one.is_torn for one in received)
         before = await self._copied_bytes()
         rounds = [await self.round(road) for _ in range(num_rounds)]
@@ -3901,10 +3980,10 @@ class SyncBench:
         memmove_s = []
         trainer_s = []
         generator_s = []
-        for sent, received in rounds:
+        for made, sent, received in rounds:
             last_end = max(one.end_s for one in received)
             took_s.append(last_end - sent.start_s)
-            memmove_s.append(sent.memmove_s)
+            memmove_s.append(made.memmove_s)
             trainer_s.append(sent.held_s)
             generator_s.append(max(one.held_s for one in received))
         late = ", one late" if road.late_s else ""
@@ -3926,16 +4005,18 @@ class SyncBench:
         return sum(found.values())
 
     async def num_published_beside_a_stopped_reader(self, num_versions: int) -> int:
-        """How many of these versions the trainer publishes while a generator holds its lease."""
+        """By how much `latest` moves, while a generator stands still that holds its lease."""
         pid = (await self.generators[0].find_pulse.call_one()).pid
+        before = await self.trainer.publish.call_one(1)
         os.kill(pid, signal.SIGSTOP)
-        before = await self.trainer.publish.call_one(0)
-        after = await self.trainer.publish.call_one(num_versions)
-        os.kill(pid, signal.SIGCONT)
+        try:
+            after = await self.trainer.publish.call_one(num_versions)
+        finally:
+            os.kill(pid, signal.SIGCONT)
         return after - before
 
 
-# Pairs of a number of rounds and a road. A round of the slower roads takes half a second.
+# Pairs of a number of rounds and a road. The slower roads get fewer rounds.
 SYNC_ROADS = [
     (7, SyncRoad(kind="no leases", num_generators=2)),
     (7, SyncRoad(kind="slots", num_generators=1)),
@@ -3961,9 +4042,9 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     procs = this_host().spawn_procs(per_host={"rank": 5})
     ranks = procs.spawn("bench", Bench, Place(service="bench", replica_id=0))
     meeting_place = unnamed_file("meeting place")
-    handles = await ranks.join.call(meeting_place, num_mb, cfg.seed)
+    handles = await ranks.make_weights.call(meeting_place, num_mb, cfg.seed)
     bench = SyncBench(ranks, num_mb)
-    # Only now, after 50 versions, do generators come. Nobody has to wait for them, or tell anybody.
+    # Only now, after 50 versions, do generators attach. The trainer takes no part in that.
     live = await bench.trainer.live_weights.call_one()
     handle = handles.item(rank=0)
     assert handle is not None, "rank 0 is the trainer, which answers with a handle"
@@ -3982,7 +4063,8 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.say(
         f"all in ms; a memmove of {num_mb} MiB takes {show(two.ms / two.x_memmove)}. held: for how "
         "long this side's Python stood",
-        "still; late: by 50 ms. A broadcast waits for the last to come, and for the transfer.",
+        "still; late: by 50 ms. In a broadcast the trainer waits for the last to come, and for",
+        "the transfer.",
         f"Joining after version 50 took a generator {max(late_ms):.1f} ms at most.",
     )
     megabytes = num_mb * MIB / 1e6
@@ -3994,7 +4076,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
         trainer_held_ms=two.trainer_held,
         trainer_held_by_group_ms=group.trainer_held,
         trainer_held_by_late_group_ms=late_group.trainer_held,
-        gloo_gb_per_s=megabytes / group.ms,
+        gloo_gb_per_s=megabytes / group.ms,  # MB per ms
         rdma_gb_per_s=megabytes / direct.gen_held,
         late_join_ms=max(late_ms),
     )
@@ -4007,7 +4089,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     copies = [row.copies for row in safe]
     report.check("copies that a sync took with 1, 2, 4 generators", copies, "==", [1.0, 1.0, 1.0])
     report.check("versions published beside a reader that stood still", num_published, "==", 12)
-    # You can now hand weights to any number of readers on a host, and neither side waits.
+    # You can now hand weights to any number of readers on a host. On CPUs neither side waits.
 
 
 # == 8. RESHARD ====================================================================================

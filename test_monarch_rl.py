@@ -5670,7 +5670,7 @@ async def race_behind_a_relay() -> None:
     relay_procs = m.this_host().spawn_procs(per_host={"rank": 1})
     place_of_bench = m.Place(service="bench", replica_id=0)
     ranks = procs.spawn("bench", RelayedBench, place_of_bench)
-    await ranks.join.call(m.unnamed_file("meeting place"), 16, 0)
+    await ranks.make_weights.call(m.unnamed_file("meeting place"), 16, 0)
     bench = m.SyncBench(ranks, 16)
     place_of_relay = m.Place(service="relay", replica_id=0)
     asked = BenchAsTrainer(bench.trainer)
