@@ -1704,8 +1704,12 @@ class ReplicaLost(RuntimeError):
     """The replica was lost before it had answered."""
 
 
-class NotNow(RuntimeError):
-    """What an endpoint raises if it cannot serve at the moment, and nobody is to blame for that."""
+class NobodyToBlame(RuntimeError):
+    """What an endpoint raises if its replica is well: another one that answers is no better."""
+
+
+class NotNow(NobodyToBlame):
+    """It cannot serve at the moment."""
 
 
 # The life of a replica, and who moves it on:
@@ -2544,7 +2548,7 @@ class ServiceActor(ResizableKeeper):
         nobody else may try; NoReplica; RequestLost; and what ended a keeper.
         """
         first_to_raise: Replica | None = None  # on this request
-        to_blame: Replica | None = None  # the same, unless it raised NotNow
+        to_blame: Replica | None = None  # the same, unless it raised NobodyToBlame
         # A replica that is lost, or raises, costs an attempt; waiting for a free one costs none.
         for number in range(self.spec.max_attempts):  # mechanism: another attempt
             is_last = number == self.spec.max_attempts - 1
@@ -2559,7 +2563,7 @@ class ServiceActor(ResizableKeeper):
                 if first_to_raise is not None or is_last or not self._can_ask_another():
                     raise cause(error) from error  # two have raised, or nobody else will try
                 first_to_raise = replica
-                to_blame = None if isinstance(cause(error), NotNow) else replica
+                to_blame = None if isinstance(cause(error), NobodyToBlame) else replica
                 continue
             replica.has_answered()
             if to_blame is not None and to_blame is not replica:
@@ -3056,8 +3060,8 @@ class Arena:
     one instruction. Of 8 aligned bytes x86-64 does that in one piece (Intel SDM vol. 3, 9.1.1), so
     nobody sees half of an old value.
 
-    Words lie 64 bytes apart, each in a cache line of its own. If two shared a cache line, each
-    store to one would take that line away from the processor that reads the other.
+    Each word has a cache line of its own, 64 bytes. Else a store to one would take that line away
+    from the processor that reads another.
     """
 
     # Which word is which.
@@ -3083,9 +3087,8 @@ class Arena:
         every_8_bytes = memoryview(self.memory)[: self.HEADER_BYTES].cast("q")
         self.words = every_8_bytes[:: CACHE_LINE_BYTES // 8]
         self.whole = torch.frombuffer(self.memory, dtype=torch.uint8)
-        # [num_slots, slot_bytes] uint8
+        # [num_slots, slot_bytes] uint8: slot s lies at byte 65536 + s * slot_bytes
         self.slots = self.whole[self.HEADER_BYTES :].view(handle.num_slots, -1)
-        # So word w lies at byte 64 * w, and slot s at byte 65536 + s * slot_bytes.
         self.views: dict[int, dict[str, torch.Tensor]] = {}  # by slot, as far as asked for
 
     def tensors(self, slot: int) -> dict[str, torch.Tensor]:
@@ -3113,11 +3116,10 @@ class Arena:
     def fence(self) -> None:
         """Makes my stores visible to others before my next loads run.
 
-        A processor keeps a store in a buffer of its own for a moment, while its later loads go
-        ahead. So two processors can each store, and then each miss the store of the other. This is
-        the only reordering of ordinary loads and stores that x86-64 allows. An atomic
-        read-modify-write instruction empties the buffer first (Intel SDM vol. 3, 9.2.3.9), and
-        taking a lock is one.
+        A processor keeps a store in a buffer for a moment, while its later loads go ahead. So two
+        processors can each store, and each miss the other's store: the only reordering of ordinary
+        loads and stores on x86-64. An atomic read-modify-write instruction empties the buffer first
+        (Intel SDM vol. 3, 9.2.3.9), and taking a lock is one.
         """
         with self.lock:
             pass
@@ -3196,8 +3198,8 @@ class Arena:
         after it has made another slot the latest, and has then looked at the leases. If it looked
         after my step 2, it saw mine, and took another slot. If it looked before my step 2, then
         `latest` had already moved; so step 3 sees that, and I start over, having read nothing yet.
-        (It sees that because the writer has a fence, too, between its commit and its look.) A
-        version never comes back, so "unchanged" means that nothing happened in between.
+        (For the writer has a fence, too, between its commit and its look.) A version never comes
+        back, so "unchanged" means that nothing happened in between.
 
         It does not matter how many slots there are, nor how long the lease lasts: only a slot that
         no word names is ever written. A reader that copies clears its word when its last read is
@@ -5479,7 +5481,8 @@ def words_of(text: str) -> str:
 #             turn_ids   0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2   0  0
 #
 # An answer has at most four tokens here, so row 1 was stopped after g, without an <e>. Had it been
-# stopped so in its first turn, it would have its <e> there from the template.
+# stopped so in its first turn, it would have its <e> there from the chat template, the text that
+# stands around what is said (9c).
 
 
 @dataclass(frozen=True)
@@ -5513,10 +5516,16 @@ class Tokens:
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
         """Changes each of the five tensors in the same way."""
-        return Tokens.combine([self], lambda tensors: change(tensors[0]))
+        return Tokens(
+            ids=change(self.ids),
+            mask=change(self.mask),
+            turn_ids=change(self.turn_ids),
+            logprobs=change(self.logprobs),
+            versions=change(self.versions),
+        )
 
     @staticmethod
-    def stacked(parts: list[Tokens]) -> Tokens:
+    def joined(parts: list[Tokens]) -> Tokens:
         """The rows of all parts. Where a part has fewer columns, holes are added on its right."""
         width = max(part.ids.shape[1] for part in parts)
 
@@ -5526,7 +5535,7 @@ class Tokens:
 
         return Tokens.combine([part.each(widened) for part in parts], torch.cat)
 
-    def packed(self) -> Tokens:
+    def without_empty_columns(self) -> Tokens:
         """[B, longest row] each: the same rows, without columns that are nothing but holes.
 
         For the trainer, which needs no mask then: in a causal model no token looks at what follows
@@ -5534,6 +5543,10 @@ class Tokens:
         """
         longest = int(self.mask.sum(1).max())
         return self.each(lambda tensor: tensor[:, :longest])
+
+    def is_sampled(self) -> torch.Tensor:
+        """[B, T] bool: the tokens that the policy chose. Nothing else ever carries loss."""
+        return self.turn_ids > 0
 
 
 @dataclass(frozen=True)
@@ -5570,7 +5583,7 @@ class Rollout:
     def join(parts: list[Rollout]) -> Rollout:
         """The episodes of all parts."""
         return Rollout(
-            tokens=Tokens.stacked([part.tokens for part in parts]),
+            tokens=Tokens.joined([part.tokens for part in parts]),
             rewards=torch.cat([part.rewards for part in parts]),
             group_ids=torch.cat([part.group_ids for part in parts]),
             is_cut=torch.cat([part.is_cut for part in parts]),
@@ -5590,8 +5603,8 @@ class Rollout:
         return (self.tokens.turn_ids[:, :, None] == turns).sum(1)
 
     def sampled(self) -> torch.Tensor:
-        """[B, T] bool: the tokens that the policy chose. Nothing else ever carries loss."""
-        return self.tokens.turn_ids > 0
+        """[B, T] bool: as Tokens.is_sampled."""
+        return self.tokens.is_sampled()
 
 
 # How it travels. A rollout has nine tensors, and in a message each of them would be pickled as a
@@ -5602,7 +5615,10 @@ Record = TypeVar("Record")
 
 
 class TensorPickler(pickle.Pickler):
-    """Pickles a tensor as its dtype, its shape and its bytes."""
+    """Pickles a tensor as its dtype, its shape and its bytes.
+
+    Not for bf16, which numpy lacks, nor for what needs a gradient.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         """Pickle asks this of every object. NotImplemented: it shall do as it always does."""
@@ -5616,6 +5632,7 @@ def tensor_of_bytes(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) 
     """The tensor again."""
     if not content:  # torch makes no tensor of no bytes
         return torch.empty(shape, dtype=dtype)
+    # Of `content` itself, which nobody may change, torch would make a tensor with a warning.
     return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
 
 
@@ -5805,10 +5822,11 @@ def score_tokens(
 ) -> torch.Tensor:
     """The trainer's view: one forward pass over whole conversations.
 
-    ids: [B, T] int64, packed; chosen: [B, T - 1] bool, true at N places. Returns [N, vocabulary]
-    float32: at each of these places the log-probabilities of what comes next. In fp32 also for a
-    model in bf16: the demo shows what a softmax in bf16 does to them. temperature: that with which
-    the tokens were sampled. With another one these would be the probabilities of another policy.
+    ids: [B, T] int64, best without empty columns; chosen: [B, T - 1] bool, true at N places.
+    Returns [N, vocabulary] float32: at each of these places the log-probabilities of what comes
+    next. In fp32 also for a model in bf16: the demo shows what a softmax in bf16 does to them.
+    temperature: that with which the tokens were sampled. With another one these would be the
+    probabilities of another policy.
     """
     # Logits are the largest tensors here. So they are computed for those columns alone in which a
     # row has a chosen place, which leaves out most of what users say.
@@ -5818,12 +5836,9 @@ def score_tokens(
     return (logits.float() / temperature).log_softmax(-1)
 
 
-def recompute(model: Any, tokens: Tokens, temperature: float = 1.0) -> torch.Tensor:
-    """[N] float32: the trainer's log-probabilities of all sampled tokens, row by row.
-
-    tokens: packed.
-    """
-    chosen = tokens.turn_ids[:, 1:] > 0  # the token of column t is predicted in column t - 1
+def trainer_logprobs(model: Any, tokens: Tokens, temperature: float = 1.0) -> torch.Tensor:
+    """[N] float32: the trainer's log-probabilities of all sampled tokens, row by row."""
+    chosen = tokens.is_sampled()[:, 1:]  # the token of column t is predicted in column t - 1
     every = score_tokens(model, tokens.ids, chosen, temperature)
     return every.gather(1, tokens.ids[:, 1:][chosen][:, None]).squeeze(1)
 
@@ -5831,9 +5846,9 @@ def recompute(model: Any, tokens: Tokens, temperature: float = 1.0) -> torch.Ten
 def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
     """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
-    Its mean estimates the KL divergence of the recomputed distribution from the recorded one, from
-    which the tokens were drawn. It is never negative, and 0 only if they agree on every token.
-    (Schulman 2020; k1 is -d, k2 is d**2 / 2.)
+    Its mean over tokens drawn from `recorded` estimates the KL divergence of that distribution from
+    the recomputed one, which is the mean of -d. It is never negative, and 0 only if they agree on
+    every token. (Schulman 2020; k1 is -d, k2 is d**2 / 2.)
     """
     d = (recomputed - recorded).detach().double()
     return d.exp() - 1 - d
@@ -5843,16 +5858,17 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
 # An episode is a conversation while it is had. Each has a session of its own, which plays its user.
 # What a generator does with the prompts of a request:
 #
-#     begin_episodes     opens the sessions: connections to environments, say; most keep nothing
-#     while not          a step of the decoder (9e) gets each episode on by a token:
-#     all_over:              user_says, hear     when it has a turn to hear
-#                            say                 a token was sampled
-#     rollout_of         asks each session for its rewards: most know none, and a judge will say
-#     end of the `with`  closes all sessions, whatever has happened
+#     with begin_episodes():     opens the sessions: connections to environments, say
+#         while not all_over():
+#             decoder.step()     gets each speaking episode on by a token (9e):
+#                 user_says, hear    when it has a turn to hear
+#                 say                when a token was sampled
+#         rollout_of()           asks each session for rewards: most know none, a judge will say
+#     the end of the `with`      closes all sessions, whatever has happened
 
 
-class Luck:
-    """The random numbers of a request, from 0 to 1: one per episode and token to be sampled.
+class RandomNumbers:
+    """Those of a request, at least 0 and below 1: one per episode and token to be sampled.
 
     So what an episode samples depends on no other episode, and not on when others come and go.
     """
@@ -5862,7 +5878,7 @@ class Luck:
         self.rng = random.Random(seed)
         self.of_tokens: list[list[float]] = []  # a list per token, with an entry per episode
 
-    def number(self, episode: int, token: int) -> float:
+    def number_for(self, episode: int, token: int) -> float:
         """That of the episode with this number, for the token with this number."""
         while len(self.of_tokens) <= token:
             self.of_tokens.append([self.rng.random() for _ in range(self.num_episodes)])
@@ -5877,16 +5893,19 @@ class Episode:
         policy: Policy,
         prompt: Prompt,
         session: Session,
-        luck: Callable[[int], float] | None = None,
+        number_for: Callable[[int], float] | None = None,
     ) -> None:
-        """session: plays the user. luck: for each token; None: the likeliest one is taken."""
+        """session: plays the user.
+
+        number_for: the random number for a token; None: the likeliest token is taken.
+        """
         self.policy = policy
         self.prompt = prompt
         self.session = session
-        self.luck = luck
+        self.number_for = number_for
         # One entry per token: what they mean stands in Tokens.
         self.ids: list[int] = []
-        self.turn_ids: list[int] = []
+        self.turn_ids: list[int] = []  # those of an answer are added when it ends
         # One entry per token that was sampled.
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -5902,12 +5921,13 @@ class Episode:
 
     def user_says(self) -> str | None:
         """The user's next words, in the template. None: there are none, and it is over."""
-        text = None
+        text = None  # it stays None if anything below raises
         try:
             with task_errors():
-                text = self.session.user(self.said)
-                if text is not None:
-                    text = self.policy.in_template(text, is_first_turn=self.turn == 0)
+                words = self.session.user(self.said)
+                if words is not None:
+                    words.encode()  # what is no text raises here, and not for the whole batch
+                    text = self.policy.in_template(words, is_first_turn=self.turn == 0)
         except TaskError as error:  # other episodes of the batch have nothing to do with it
             self.error = error
         self.is_over = text is None
@@ -5929,9 +5949,9 @@ class Episode:
         self.turn_ids += [0] * len(ids)
         self.is_speaking = True
 
-    def next_luck(self) -> float:
+    def next_number(self) -> float:
         """The random number for its next token."""
-        return self.luck(len(self.logprobs)) if self.luck else 0.0
+        return self.number_for(len(self.logprobs)) if self.number_for else 0.0
 
     def say(self, token: int, logprob: float, version: int) -> None:
         """Notes a sampled token, which may end the answer."""
@@ -5944,7 +5964,10 @@ class Episode:
             self.is_over = self.turn == self.policy.task.num_turns
 
     def answer(self, text: str, ids: list[int]) -> None:
-        """Says this instead of sampling: something that is to be learned (section 11)."""
+        """Says this, if it has a turn, instead of sampling: it is to be learned (section 11).
+
+        Versions and log-probabilities are zeros, which nobody reads.
+        """
         if self.is_speaking:
             self.ids += ids
             self.logprobs += [0.0] * len(ids)
@@ -5974,11 +5997,12 @@ def begin_episodes(
     seed: int,
     greedy: bool,
 ) -> Iterator[list[Episode]]:
-    """Episodes of these prompts, for the body of the `with`. The parameters are as in `generate`.
+    """Episodes of these prompts, group_size of each, for the body of the `with`.
 
-    Those of a group are neighbours. Whoever joins or selects rows of a Rollout need not keep that.
+    seed: of the random numbers. greedy: the likeliest token is taken instead. Those of a group are
+    neighbours. Whoever joins or selects rows of a Rollout need not keep that.
     """
-    luck = Luck(len(prompts) * group_size, seed)
+    numbers = RandomNumbers(len(prompts) * group_size, seed)
     # An ExitStack calls back when its `with` ends, the last first. So it closes all that were
     # opened, however this ends: also if the next one cannot be opened, if the decoder runs out of
     # memory, and if closing another one raises. Only a killed process closes nothing; then the
@@ -5986,16 +6010,18 @@ def begin_episodes(
     with contextlib.ExitStack() as until_end:
         episodes: list[Episode] = []
         with task_errors():
-            for prompt in [prompt for prompt in prompts for _ in range(group_size)]:
-                my_luck = None if greedy else functools.partial(luck.number, len(episodes))
-                episode = Episode(policy, prompt, policy.task.open(prompt.turns), my_luck)
+            for number in range(len(prompts) * group_size):
+                prompt = prompts[number // group_size]
+                number_for = functools.partial(numbers.number_for, number)
+                session = policy.task.open(prompt.turns)
+                episode = Episode(policy, prompt, session, None if greedy else number_for)
                 until_end.callback(episode.close)
                 episodes.append(episode)
         yield episodes
 
 
 def all_over(episodes: list[Episode]) -> bool:
-    """Are they? Raises what a session has raised."""
+    """Whether all of them are over. Raises what a session has raised."""
     for episode in episodes:
         if episode.error is not None:
             raise episode.error
@@ -6003,7 +6029,7 @@ def all_over(episodes: list[Episode]) -> bool:
 
 
 def rollout_of(episodes: list[Episode]) -> Rollout:
-    """The record of episodes that are over, with what their sessions know of rewards."""
+    """The record of episodes that do not speak, with what their sessions know of rewards."""
     num_turns = episodes[0].policy.task.num_turns
     rewards: list[list[float]] = []
     is_truncated: list[list[bool]] = []
@@ -6052,13 +6078,16 @@ def filled_in(
 
     places: [B, T] bool. entries: of each row a list, one for each of its places.
     """
-    dtype = dtype or torch.int64  # here, for a default above would import torch with this file
+    dtype = dtype or torch.int64  # a default in the signature would import torch with this file
     row_by_row = tensor_of(list(itertools.chain.from_iterable(entries)), dtype)
     return torch.zeros(places.shape, dtype=dtype).masked_scatter(places, row_by_row)
 
 
 def tensor_of(numbers: Sequence[float], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The same as torch.tensor(numbers), which would take three times as long."""
+    """The same as torch.tensor(numbers, dtype=dtype), which takes three times as long.
+
+    dtype: None is int64.
+    """
     dtype = dtype or torch.int64
     code = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}[dtype]
     room = array.array(code, numbers)
@@ -6077,23 +6106,26 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 
 
 # -- 9e. The decoder -------------------------------------------------------------------------------
-# An episode hears, speaks, hears, speaks, until it is over. All episodes that speak are the rows of
-# one batch, whoever asked for them, and a step of the decoder samples a token for each of them:
+# An episode hears, speaks, hears, speaks, until it is over. The episodes are rows of one batch,
+# whoever asked for them, and a step of the decoder samples a token for each that speaks:
 #
 #     1. pull: are there new weights? If so, the cache is thrown away
 #     2. episodes that wait come in; those whose turn has ended go out, hear, and come in again
-#     3. a forward pass over the tokens that the cache lacks, mostly the last one of each row
+#     3. a forward pass over the tokens that the cache lacks, mostly the last one of each row; one
+#        pass each for rows that go on, that come back, and that are new
 #     4. log-probabilities of the next token, over the whole vocabulary
 #     5. a token is sampled for each row whose turn goes on. Its episode notes the id, the turn,
 #        the log-probability and the version
 #
-# So answers may be of any length. Here a ends its turn with its third token, hears "bc", and goes
-# on; b speaks all the time; c is of a request that came meanwhile. All rows end with the same
+# So answers may be of any length. Here X ends its turn with its third token, hears "bc", and goes
+# on; Y speaks all the time; Z is of a request that came meanwhile. All rows end with the same
 # column, and have holes on their left (a dot):
 #
-#     step 3   a   <u> a <a> a c <e>         step 4   a   <u> a <a> a c <e> <u> b c <a> p
-#              b   <u> b <a> p q r                    b   .   . .   . <u> b <a> p q r s
-#                                                     c   .   . .   . .   .   <u> k <a> t
+#     step 3   X   <u> d   <e> <a> d   f   <e>
+#              Y   <u> g   <e> <a> h   i   j
+#     step 4   X   <u> d   <e> <a> d   f   <e> <u> b   c   <e> <a> p
+#              Y   .   .   .   .   .   <u> g   <e> <a> h   i   j   k
+#              Z   .   .   .   .   .   .   .   .   <u> k   <e> <a> m
 #
 # To come in and to go out copies the cache, so it is not done for every row alone: it is done when
 # a request waits, or a quarter of the rows have ended their turns. Fewer than these are computed
@@ -6127,7 +6159,7 @@ class RowCache:
         # Of a new cache rows may be alike, such as those of a group, which hear the same words.
         # They are computed as one, whose keys and values each of them gets.
         different, which = ids.unique(dim=0, return_inverse=True)
-        self.mask = self.mask[: len(different)]
+        self.mask = self.mask[: len(different)]  # [different rows, 0]: it has no columns yet
         logits = self._compute(different)
         self.mask = self.mask[which]
         self.cache.batch_select_indices(which)
@@ -6202,12 +6234,12 @@ class RowCache:
             return parts[0]
         for part in parts:
             part.settle()
-        mask = stacked([part.mask for part in parts], 1)
+        mask = joined_on_the_right([part.mask for part in parts], 1)
         layers = []
         for number, layer in enumerate(parts[0].cache.layers):
             every = [part.cache.layers[number] for part in parts]
-            keys = stacked([one.keys for one in every], 2)
-            values = stacked([one.values for one in every], 2)
+            keys = joined_on_the_right([one.keys for one in every], 2)
+            values = joined_on_the_right([one.values for one in every], 2)
             layers.append(layer_like(layer, keys, values, mask.shape[1]))
         return parts[0]._with(
             episodes=[episode for part in parts for episode in part.episodes],
@@ -6248,8 +6280,8 @@ class RowCache:
 def layer_like(layer: Any, keys: torch.Tensor, values: torch.Tensor, num_columns: int) -> Any:
     """A layer of a cache of transformers, of the same kind, for so many columns.
 
-    keys, values: [rows, heads, columns, size]. A layer that looks back through a window keeps only
-    the last columns, and counts all.
+    keys, values: [rows, heads, columns, size]. A layer with sliding-window attention sees so many
+    of the last columns at most. It keeps these alone, and counts all.
     """
     layer = copy.copy(layer)
     layer.keys = keys
@@ -6259,7 +6291,7 @@ def layer_like(layer: Any, keys: torch.Tensor, values: torch.Tensor, num_columns
     return layer
 
 
-def stacked(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
+def joined_on_the_right(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
     """The rows of all. On the left of narrower ones there are zeros. dim: of the columns."""
     shape = list(tensors[0].shape)
     shape[0] = sum(tensor.shape[0] for tensor in tensors)
@@ -6278,8 +6310,8 @@ def stacked(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
 class Decoder:
     """Has episodes, of any number of requests, and samples a token for each of them per step.
 
-    A serving engine would be another class with its two methods: `add` takes episodes, and `step`
-    gets all of them on.
+    A serving engine would be another class with its three methods: `add` takes episodes, `step`
+    gets all of them on, and `episodes` says which are not over.
     """
 
     def __init__(self, policy: Policy, pull: Callable[[], int] = version_0) -> None:
@@ -6298,7 +6330,7 @@ class Decoder:
         return RowCache(self.policy.model, episodes)
 
     def add(self, episodes: list[Episode]) -> None:
-        """Takes part from the next step on."""
+        """These take part from the next step on."""
         self.waiting += episodes
 
     def episodes(self) -> list[Episode]:
@@ -6306,7 +6338,7 @@ class Decoder:
         return [one for one in self.cache.episodes + self.waiting if not one.is_over]
 
     def step(self) -> None:
-        """Samples a token for each episode, after it has heard what there is to hear.
+        """Samples a token for each episode that speaks, after they have heard what there is.
 
         What a session raises ends its episode, and stays there for the request that began it.
         Whatever else is raised, the next step computes everything anew.
@@ -6340,7 +6372,10 @@ class Decoder:
         self.cache = self.new_cache([])
 
     def _parts(self) -> list[RowCache]:
-        """The rows to be computed now, as one part or, when some come in or go out, as three."""
+        """The rows to be computed now, as one part or, when some come in or go out, up to three.
+
+        Then their users speak.
+        """
         rows = self.cache.episodes
         silent = [row for row, episode in enumerate(rows) if not episode.is_speaking]
         if not self.waiting and 4 * len(silent) < len(rows):
@@ -6355,10 +6390,16 @@ class Decoder:
 
     def _hear(self, episodes: list[Episode]) -> None:
         """Those that are not over, and do not speak, hear what their users say."""
-        asked = [one for one in episodes if not one.is_speaking and not one.is_over]
-        texts = {episode: episode.user_says() for episode in asked}
-        heard = {episode: text for episode, text in texts.items() if text is not None}
-        for episode, ids in zip(heard, self.policy.ids_of(list(heard.values())), strict=True):
+        hearing = []
+        texts = []
+        for episode in episodes:
+            if episode.is_speaking or episode.is_over:
+                continue
+            text = episode.user_says()
+            if text is not None:
+                hearing.append(episode)
+                texts.append(text)
+        for episode, ids in zip(hearing, self.policy.ids_of(texts), strict=True):
             episode.hear(ids)
 
     def log_distribution(self, logits: torch.Tensor) -> torch.Tensor:
@@ -6374,27 +6415,28 @@ class Decoder:
 
         Episodes that do not speak do not get theirs.
         """
+        assert self.version is not None, "it has pulled"
         tokens = self._chosen(logp)
         logprobs = logp.gather(1, tokens[:, None]).squeeze(1)
-        pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-        for episode, (token, logprob) in zip(self.cache.episodes, pairs, strict=True):
+        rows = zip(self.cache.episodes, tokens.tolist(), logprobs.tolist(), strict=True)
+        for episode, token, logprob in rows:
             if episode.is_speaking:
-                episode.say(token, logprob, self.version or 0)
+                episode.say(token, logprob, self.version)
 
     def _chosen(self, logp: torch.Tensor) -> torch.Tensor:
-        """[R] int64: the token of each row, by the luck of its episode, or the likeliest one."""
-        is_greedy = [episode.luck is None for episode in self.cache.episodes]
+        """[R] int64: the token of each row, by its episode's random number, or the likeliest."""
+        is_greedy = [episode.number_for is None for episode in self.cache.episodes]
         if all(is_greedy):
             return logp.argmax(-1)
         # A line as long as 1 is cut into pieces, one for each token, as long as its probability.
         # The random number is a place on that line.
         ends = logp.exp().double().cumsum(-1)  # [R, vocabulary]: of the pieces
-        luck = tensor_of([episode.next_luck() for episode in self.cache.episodes], ends.dtype)
-        places = luck[:, None].to(ends.device) * ends[:, -1:]  # the line is not exactly 1 long
+        numbers = tensor_of([episode.next_number() for episode in self.cache.episodes], ends.dtype)
+        places = numbers[:, None].to(ends.device) * ends[:, -1:]  # the line is not exactly 1 long
         drawn = torch.searchsorted(ends, places, right=True).squeeze(1)
         if not any(is_greedy):
             return drawn
-        return logp.argmax(-1).where(torch.tensor(is_greedy, device=logp.device), drawn)
+        return torch.where(torch.tensor(is_greedy, device=logp.device), logp.argmax(-1), drawn)
 
 
 def generate(
@@ -6430,7 +6472,8 @@ def generate(
 #        W columns, a multiple of 256. What is not used of that is masked
 #     3. for each token its ids, positions and mask are written to a fixed place, and the graph for
 #        this R and W is repeated
-#     4. they are copied back when the W columns are full, and before rows come in or go out
+#     4. keys and values are copied back when the W columns are full, before rows come in or go out,
+#        and before several columns are computed at once
 #
 # All else is as in 9e. New weights are copied to where the old ones are, on GPUs (7d), where the
 # graph finds them.
@@ -6528,8 +6571,8 @@ class StaticStep:
 class StaticSteps:
     """The steps of a model, of each shape that was needed so far, and the memory that they share.
 
-    A generator owns it, for longer than a decoder lives: to record a graph takes as long as many
-    tokens. As the memory is shared, one decoder at a time can use it.
+    A generator has one for all its requests: to record a graph takes as long as many tokens. As the
+    memory is shared, two decoders may not use it in turns.
     """
 
     def __init__(self, model: Any, captures: bool) -> None:
@@ -6563,8 +6606,9 @@ class StaticSteps:
         layers: of any cache of this model, for their shapes [rows, heads, columns, size].
         """
         self.steps.clear()
+        self.pool = None  # no graph uses it any more, and into such a one none can be recorded
         self.memory.clear()
-        for layer in layers:
+        for layer in layers:  # heads x size numbers for each row and column
             keys = layer.keys.new_zeros(num_tokens * layer.keys[0, :, 0].numel())
             values = layer.values.new_zeros(num_tokens * layer.values[0, :, 0].numel())
             self.memory.append((keys, values))
@@ -6608,7 +6652,7 @@ class StaticRowCache(RowCache):
         mask: torch.Tensor,
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """As before: several columns, such as all that was heard. Statically: one."""
+        """Several columns, such as all that was heard: as in RowCache. One: by a static step."""
         num_columns = self.mask.shape[1]
         if ids.shape[1] > 1 or num_columns == 0:
             self.settle()
@@ -6627,7 +6671,7 @@ class StaticRowCache(RowCache):
 
 
 class StaticDecoder(Decoder):
-    """A Decoder whose steps are static."""
+    """A Decoder whose passes over one column are StaticSteps."""
 
     def __init__(
         self,
@@ -6635,7 +6679,7 @@ class StaticDecoder(Decoder):
         policy: Policy,
         pull: Callable[[], int] = version_0,
     ) -> None:
-        self.steps = steps
+        self.steps = steps  # first, because the other one calls new_cache
         super().__init__(policy, pull)
 
     def new_cache(self, episodes: list[Episode]) -> RowCache:
@@ -6644,9 +6688,9 @@ class StaticDecoder(Decoder):
 
 
 def decoder_for(policy: Policy) -> Callable[..., Decoder]:
-    """What makes a generator's decoders: on a GPU StaticDecoder, with steps for all of them.
+    """What makes a generator's decoder: on a GPU StaticDecoder.
 
-    A layer that looks back through a window moves its keys as the window moves, and is left to the
+    A layer with sliding-window attention moves its keys as the window moves, and is left to the
     Decoder.
     """
     if policy.cfg.device == "cpu" or policy.cfg.no_graphs:
@@ -6654,7 +6698,8 @@ def decoder_for(policy: Policy) -> Callable[..., Decoder]:
     cache: Any = transformers.StaticCache(config=policy.model.config, max_cache_len=WIDTH_STEP)
     if any(layer.is_sliding for layer in cache.layers):
         return Decoder
-    steps = StaticSteps(policy.model, captures=policy.model.device.type == "cuda")
+    is_on_gpu = policy.model.device.type == "cuda"  # False in tests, which only name a GPU
+    steps = StaticSteps(policy.model, captures=is_on_gpu)
     return functools.partial(StaticDecoder, steps)
 
 
@@ -6717,22 +6762,24 @@ def agreement(what: str, decoder_class: type[Decoder], cfg: Config) -> Agreement
         state = other.model.state_dict()
         # Twice as large as fresh weights, so that some tokens are much likelier than others.
         states.append({name: 2 * tensor for name, tensor in state.items()})
-    num_pulls = itertools.count()
+    pulls = itertools.count()
 
     def pull() -> int:
-        version = min(next(num_pulls) // 3, 2)  # another one after every third token
+        version = min(next(pulls) // 3, 2)  # another one after every third token
         policy.model.load_state_dict(states[version])
         return version
 
     prompts = Sampler(cfg.task, cfg.seed).first(32)
-    rollout = generate(policy, prompts, 4, cfg.seed, False, pull, decoder_class)
-    tokens = rollout.tokens.packed()
-    sampled = tokens.turn_ids > 0
+    rollout = generate(
+        policy, prompts, 4, seed=cfg.seed, greedy=False, pull=pull, decoder_class=decoder_class
+    )
+    tokens = rollout.tokens.without_empty_columns()
+    sampled = tokens.is_sampled()
     off = torch.zeros(int(sampled.sum()), dtype=torch.float64)  # [N]: k3 of each sampled token
     for version, state in enumerate(states):
         policy.model.load_state_dict(state)
         with torch.no_grad():
-            recomputed = recompute(policy.model, tokens)
+            recomputed = trainer_logprobs(policy.model, tokens)
         mine = tokens.versions[sampled] == version
         off[mine] = k3(tokens.logprobs[sampled], recomputed)[mine]
     return AgreementRow(
@@ -6760,14 +6807,14 @@ def num_ids_that_differ(num_answers: int, seed: int) -> int:
 
 
 @stage(
-    "what is recorded while sampling is what the trainer finds again: exact ids over turns, one "
-    "version per token, log-probabilities under the sampling policy",
+    "what is recorded while sampling is what the trainer finds again: a version per token, and "
+    "log-probabilities under the sampling policy; and ids, for text does not give them back",
     hint="write `pass`: the old cache stays",
     mechanism="a cache per version",
 )
 async def demo_rollout(report: Report, cfg: Config) -> None:
     """Measures the right decoder and three wrong ones, and counts ids that text changes."""
-    tiny = Config(seed=cfg.seed)  # whatever is trained later
+    tiny = Config(seed=cfg.seed)  # the tiny policy, whatever --model says
     report.say(f"a policy whose weights change twice while it converses; seed {cfg.seed}")
     right = agreement("what was recorded", Decoder, tiny)
     wrong = [
@@ -7316,7 +7363,7 @@ def warm_start(policy: Policy, advance: Callable[[], None] = lambda: None) -> No
     look_every = 3  # steps
     looked_at = sampler.validation[:WARM_BATCH]  # a look at few shows when the end is near
     for step in range(WARM_STEPS):
-        logp = recompute(policy.model, next(batches))
+        logp = trainer_logprobs(policy.model, next(batches))
         (-logp.mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -7346,7 +7393,7 @@ def warm_batches(policy: Policy, sampler: Sampler) -> Iterator[Tokens]:
         answers = right_answers(policy, drawn, rng, WARM_NOISE)
         for first in range(0, len(drawn), WARM_BATCH):
             rows = list(range(first, first + WARM_BATCH))
-            tokens = answers.select(rows).tokens.packed()
+            tokens = answers.select(rows).tokens.without_empty_columns()
             yield tokens.each(lambda tensor: tensor.to(policy.cfg.device))
 
 
@@ -7708,19 +7755,19 @@ def parts_of(state: TrainState, batch: Rollout) -> Iterator[Part]:
     num_parts = min(num_parts, len(longest_first) // cfg.trainers)
     for rows in mine.tensor_split(num_parts):
         # Rows of a part are about as long as each other, so it has few holes.
-        packed = tokens.each(lambda tensor, rows=rows: tensor[rows]).packed()
-        packed = packed.each(lambda tensor: tensor.to(cfg.device))
+        of_rows = tokens.each(lambda tensor, rows=rows: tensor[rows]).without_empty_columns()
+        of_rows = of_rows.each(lambda tensor: tensor.to(cfg.device))
         # Each token has the advantage of its turn. Turns count from 1; where no token was sampled
         # this takes the first turn, and `chosen` leaves it out.
-        turn = (packed.turn_ids - 1).clamp(min=0)
+        turn = (of_rows.turn_ids - 1).clamp(min=0)
         of_token = advantage[rows].to(cfg.device).gather(1, turn)  # [b, t]
-        chosen = packed.turn_ids[:, 1:] > 0  # the token of column t is predicted at t - 1
+        chosen = of_rows.is_sampled()[:, 1:]  # the token of column t is predicted at t - 1
         yield Part(
-            ids=packed.ids,
+            ids=of_rows.ids,
             chosen=chosen,
-            recorded=packed.logprobs[:, 1:][chosen],
+            recorded=of_rows.logprobs[:, 1:][chosen],
             advantage=of_token[:, 1:][chosen],
-            is_fresh=packed.versions[:, 1:][chosen] == state.version,
+            is_fresh=of_rows.versions[:, 1:][chosen] == state.version,
         )
 
 
@@ -8055,7 +8102,7 @@ def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]
 PATIENCE_S = 30.0  # for a version that is on its way to a generator
 
 
-class TrainerLost(RuntimeError):
+class TrainerLost(NobodyToBlame):
     """The trainer was lost. There may be another one, which has not begun."""
 
 
@@ -8289,7 +8336,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class RolloutReply:
-    """What came of them."""
+    """The answer to a RolloutRequest."""
 
     rollout: Rollout  # not judged yet
     busy_s: float  # that a generator worked on it; what requests share counts for one of them
@@ -8307,6 +8354,7 @@ class Generator(Worker):
         # For the episodes that it has now:
         self.takes_newest = False  # before every token
         self.is_closed = False  # no request may join them
+        # For all requests:
         self.entrance = asyncio.Lock()  # requests go through it in the order in which they came
         self.noted_s = 0.0  # until then its work was noted, in seconds since 1970
 
@@ -8324,8 +8372,8 @@ class Generator(Worker):
     async def rollout(self, request: RolloutRequest) -> Packed[RolloutReply]:
         """Has the conversations of a request, in one batch with those of other requests.
 
-        Each request makes steps until its own episodes are over. A step gets the episodes of all
-        requests on, and after each of them the others have their turn, or come in.
+        Each request makes steps until its own episodes are over. A step samples a token for those
+        of all requests. After each step the other requests have their turn, and new ones come in.
         """
         async with self.entrance:
             await self._enter(request)
@@ -8344,24 +8392,25 @@ class Generator(Worker):
         """Waits until its episodes may join those that are here.
 
         It may wait for a version that is being copied, or is on its way to this host. If the
-        trainer is lost meanwhile, that never comes; on another host nobody can see this, so there
-        NotNow is raised after a while, and the request is made again.
+        trainer is lost meanwhile, that never comes. On the trainer's host this is seen, and it
+        waits no more. Elsewhere NotNow is raised after a while, and the request is made again.
         """
         start = time.monotonic()
-        while not self._may_enter(request):
+        while not self._try_to_enter(request):
+            self.pulse.advance()  # to wait here is no illness
             if self.decoder.episodes():
                 start = time.monotonic()  # it waits for these
             elif since(start) > PATIENCE_S:
                 raise NotNow(f"version {request.min_version} has not come")
             await asyncio.sleep(0 if self.decoder.episodes() else 0.001)
 
-    def _may_enter(self, request: RolloutRequest) -> bool:
+    def _try_to_enter(self, request: RolloutRequest) -> bool:
         """May its episodes join those that are here? If there are none, this pulls for it.
 
         All tokens of a request are of one version, which stays leased until the next pull. So it
-        joins only those that have the newest version, or else that would never change. With
-        is_in_flight each token is of the version that is the newest then; such requests join each
-        other.
+        joins only those that have the newest version: were it let in among others, the batch might
+        never run empty, and nothing newer would be pulled. With is_in_flight each token is of the
+        version that is the newest then; such requests join each other.
 
         Rows of a batch do not know of each other, but the last digits of a sum depend on how many
         there are. Where these shall not depend on when others come, a request is_alone.
@@ -8373,7 +8422,7 @@ class Generator(Worker):
         arena = self.reader.arena
         newest = arena.newest_version()
         # Whoever asks knows that the trainer has made this version. It may still be being copied.
-        # If the trainer has ended, what is sampled now is dropped (section 13).
+        # If the trainer has ended, what is sampled now is never trained on.
         if newest < request.min_version and is_alive(arena.handle.pid):
             return False
         if is_empty:
@@ -8414,8 +8463,10 @@ class Generator(Worker):
             try:
                 return WeightReader(handle, self.place.local_id, weights)
             except WeightMismatch as error:
-                if self.place.host > 0 or is_alive(handle.pid):
+                if is_alive(handle.pid):
                     raise
+                if self.place.host > 0:
+                    raise NotNow("the relay of this arena has ended") from error
                 # Both of us were replaced, and the request is of the time before.
                 raise TrainerLost("the trainer of this arena has ended") from error
         return self.reader
@@ -8457,18 +8508,18 @@ class JudgeRequest:
 
 @dataclass(frozen=True)
 class JudgeReply:
-    """How good they are."""
+    """The answer to a JudgeRequest."""
 
     rewards: list[list[float]]  # of each turn of each episode; nan: not judged
-    errors: list[str]  # why not, as told_of says it; each different one once
+    errors: list[str]  # why not, as told_of says it; of one judge each different one once
 
 
 class Judge(Worker):
     """Runs a task's reward function.
 
     That is somebody else's code: it may hang, or end its process. Here it runs in a process that
-    can be killed, and takes nobody along, because a judge has one request at a time. How long it
-    may take is said of an episode (--judge-stuck-after), and not of a request.
+    can be killed, and takes nobody along, because a judge has one request at a time. Its limit,
+    --judge-stuck-after, is for one episode, and not for a request.
     """
 
     def __init__(self, place: Place, cfg: Config) -> None:
@@ -8495,8 +8546,8 @@ def request_of(rollout: Rollout) -> JudgeRequest:
     )
 
 
-# Episodes that wait at the same time in one judge, for another server say, if `score` is a
-# coroutine. That server may be small.
+# If `score` is a coroutine, so many episodes wait at the same time in one judge, for another
+# server, say. That server may be small.
 JUDGED_AT_ONCE = 16
 
 
@@ -8538,7 +8589,7 @@ async def rewards_of_one(
     said: list[str],
     is_truncated: list[bool],
 ) -> list[float]:
-    """The rewards of each turn of an episode. Raises what the task raises, and what it is for."""
+    """The rewards of each turn of an episode. Raises what the task raises, or finite_rewards."""
     found: Any = task.rewards(prompt.turns, said, is_truncated)
     if isinstance(found, Awaitable):  # it is `async def`
         found = await found
@@ -8551,10 +8602,10 @@ LEAST_SHARE = 64  # episodes; a request costs this process a millisecond, whatev
 async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
     """Has all episodes of a request judged.
 
-    They are shared out among the judges, LEAST_SHARE or more to each: of several rollouts at the
-    same time each keeps another judge at work, and messages are few. If one is lost, each episode
-    that it was asked for is asked for again, alone. Then only the one that kills its judge again
-    stays without a reward.
+    They are shared out among the judges, LEAST_SHARE or more to each if there are so many. A small
+    rollout is one message; where several come at the same time, each goes to another judge. If one
+    is lost, each episode that it was asked for is asked for again, alone. Then only the one that
+    kills its judge again stays without a reward.
     """
     num_episodes = len(request.prompts)
     num_shares = max(1, num_episodes // LEAST_SHARE)
@@ -8599,6 +8650,7 @@ async def judge_unknown(judges: Service, rollout: Rollout, errors: TellOnce) -> 
 
 
 # -- 11f. The cluster ------------------------------------------------------------------------------
+# Three services (section 6), and one object through which the main process calls them:
 #
 #     main process         Cluster, Run, Training: plain objects
 #       Service "trainer"    1 replica of --trainers ranks, which live and die together
@@ -8610,8 +8662,7 @@ def specs_of(
     cfg: Config, hosts: tuple[Host, ...], trainer_class: type[Trainer]
 ) -> dict[str, ServiceSpec]:
     """What services an RL run needs, by name."""
-    # Who lets trainer and generators work longer without progress has a larger model, which also
-    # takes longer to load.
+    # --stuck-after is raised for a large model, and that also takes longer to load.
     setup_deadline_s = max(ServiceSpec.setup_deadline_s, cfg.stuck_after)
     trainer = ServiceSpec(
         name="trainer",
@@ -8664,8 +8715,8 @@ def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
 #     first_version  at which the present run began; older      `load`; 0 before
 #                    ones, maybe still in the arena, are of
 #                    another run, and of no use for this one
-#     base           the checkpoint of version 0, with which    the first `load`, and `rebase`; ""
-#                    every run begins                           before
+#     base           the weights before RL, as a checkpoint,    the first `load`, and `rebase`; ""
+#                    with which every run begins                before
 #     newest         the checkpoint that the next trainer       `load` and `remember`; "" means base
 #                    becomes, if this one is lost
 
@@ -8676,7 +8727,7 @@ class Cluster:
     trainer_class: ClassVar[type[Trainer]] = Trainer  # section 14 has another one
 
     def __init__(self, cfg: Config, is_warm: bool = True, tell: Tell = tell_nobody) -> None:
-        """tell: is told of errors in the task's rewards."""
+        """is_warm: the tiny policy takes its warm start. tell: is told of errors in rewards."""
         self.cfg = cfg
         self.is_warm = is_warm
         self.errors = TellOnce(tell)
@@ -8712,7 +8763,7 @@ class Cluster:
         """Ends all processes."""
         await asyncio.gather(*[service.close() for service in self.services])
 
-    # Calls of the trainer. They raise TrainerLost if it is lost, and else what it raised.
+    # Calls to the trainer. They raise TrainerLost if it is lost, and else what it raised.
     async def _ask_trainer(
         self,
         endpoint: Endpoint[Arguments, Reply],
@@ -8765,9 +8816,9 @@ class Cluster:
         await self._ask_trainer(Trainer.save, SaveRequest(path=path, state=state))
 
     def remember(self, path: str, owner: object) -> None:
-        """From now on a trainer that is lost outside of a run becomes what this checkpoint says.
+        """If the trainer is lost outside of a run, the next one becomes what this checkpoint says.
 
-        owner: the Checkpoints that has it. A file in memory goes when nobody refers to that.
+        owner: the Checkpoints that has it. If it is in memory, it goes when nobody refers to owner.
         """
         self.newest = path
         self.owner_of_newest = owner
@@ -8796,7 +8847,7 @@ class Cluster:
         """Scores a part of a batch, and trains on nothing."""
         return await self._ask_trainer(Trainer.examine, Packed.of(batch))
 
-    # Calls of generators and judges.
+    # Calls to generators and judges.
     async def rollout(
         self,
         prompts: list[Prompt],
@@ -8834,7 +8885,8 @@ class Cluster:
 async def sample(cluster: Cluster, prompts: list[Prompt], version: int) -> list[RolloutReply]:
     """Samples under this version or a newer one. The prompts are split over all generators.
 
-    The same prompts and weights give the same samples, bit for bit, whatever else is asked for.
+    The same prompts, weights and number of generators give the same samples, bit for bit, whatever
+    else is asked for: each part has a batch and a seed of its own.
     """
     num = min(cluster.num_generators, len(prompts))
     parts = []
@@ -8869,7 +8921,7 @@ async def evaluate(
 async def with_retries(cluster: Cluster, call: Callable[[], Awaitable[Reply]]) -> Reply:
     """Makes a call of a cluster outside of a run, and makes it again if the trainer is lost.
 
-    Before that the next trainer becomes what the lost one was last told to be, or saved as.
+    Before that the next trainer becomes what Cluster.newest says: what was last loaded or saved.
     """
     for _ in range(3):
         try:
@@ -8877,7 +8929,7 @@ async def with_retries(cluster: Cluster, call: Callable[[], Awaitable[Reply]]) -
         except TrainerLost:
             with contextlib.suppress(TrainerLost):
                 await cluster.load(cluster.newest)
-    return await call()  # more is no accident
+    return await call()  # what is raised the fourth time is for the caller
 
 
 async def placement(cluster: Cluster) -> list[dict[str, str]]:
@@ -8900,14 +8952,15 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
 #     drawn ---start---> in flight ---trained---> trained ---the trainer is lost---> undone
 #                           |  |
 #                           |  +------dropped---> dropped    too old when a batch was taken, or
-#                           |                                sampled by a trainer that is lost
+#                           |                                sampled with a lost trainer's weights
 #                           +---------lost------> lost       no answer, not judged, at the trainer
 #                                                            when that was lost, or in flight when
 #                                                            the run was
 #
 # By example, 48 groups are started. A batch of 16 is trained on, 2 groups are dropped, 1 is lost:
 # the books say started 48, trained 16, dropped 2, lost 1, and so 29 must be in flight. Then the
-# trainer is lost, before the first checkpoint: trained 0, undone 16, and 29 still in flight.
+# trainer is lost, before the first checkpoint, and while it had no batch: trained 0, undone 16, and
+# 29 still in flight.
 
 
 class Ledger:
@@ -8931,7 +8984,7 @@ class Ledger:
             "lost": 0,  # no answer, too little of it judged, or lost with the trainer or the run
         }
         self.in_flight: set[int] = set()  # ids: in a generator, at a judge, in the buffer, ...
-        self.num_lost_before = 0  # of "lost", those that were lost with an earlier process
+        self.num_lost_before = 0  # of "lost", those of earlier processes
         self.trained_by_step: list[list[int]] = []  # ids, of each step
         self.draw_again: list[int] = []  # prompts whose groups were lost with a trainer or a run
 
@@ -8964,6 +9017,15 @@ class Ledger:
         num_lost = self.counts["lost"] - self.num_lost_before
         return num_lost - self.counts["trained"] > self.MAX_FRUITLESS
 
+    def num_missing(self) -> int:
+        """Groups that were started and are nowhere. If it is not 0, somebody did not tell."""
+        settled = sum(self.counts[fate] for fate in ("trained", "undone", "dropped", "lost"))
+        return self.counts["started"] - settled - len(self.in_flight)
+
+    def next_to_draw_again(self) -> int | None:
+        """Takes out the first prompt that is to be drawn again. None: there is none."""
+        return self.draw_again.pop(0) if self.draw_again else None
+
     # These two are for section 12.
 
     def go_on(
@@ -8989,11 +9051,6 @@ class Ledger:
         self.counts["undone"] += len(group_ids)
         self.draw_again = group_ids + self.draw_again
 
-    def num_missing(self) -> int:
-        """Groups that were started and are nowhere. If it is not 0, somebody did not tell."""
-        settled = sum(self.counts.values()) - self.counts["started"]
-        return self.counts["started"] - settled - len(self.in_flight)
-
 
 @dataclass(frozen=True)
 class StepRow:
@@ -9003,8 +9060,8 @@ class StepRow:
     step: int  # from 1
     # Seconds since the run began.
     seconds: float
-    # Seconds for which generators have worked since then, and for which they were there, those of
-    # all of them added up.
+    # Seconds for which generators have worked since then (but for evaluations), and for which they
+    # were there, those of all of them added up.
     busy_s: float
     generator_s: float
     # Share of held-out prompts answered exactly, by the last evaluation that has come back; None:
@@ -9017,8 +9074,8 @@ class StepRow:
     # Share of the episodes that could not be judged, of all that came back so far in the run. They
     # are in no batch: the reward is that of the others.
     unjudged: float
-    # What the user and the policy said in the batch's first episode. Behind an answer that was
-    # stopped before it had an end there are three dots.
+    # What the user was to say in the batch's first episode (a tool or an environment may say
+    # something else), and what the policy answered; three dots where that was stopped.
     heard: str
     said: str
     stats: StepStats
@@ -9052,14 +9109,16 @@ class Run:
         self.sampler = sampler
         self.ledger = Ledger()
         self.rows: list[StepRow] = []  # of the steps that the trainer has made
-        self.num_sent = 0  # steps that it was told to make; in section 13 one more than it has made
+        # Steps that it was told to make: while it works one more than it has made, in section 13 up
+        # to two.
+        self.num_sent = 0
         self.version = 0  # of the trainer, when it has made the steps of `rows`
         self.next_number = 0  # of the prompt to draw next
         self.busy_s = 0.0  # of generators
         self.generator_s = 0.0  # as in StepRow; how many there are may change
         self.counted_until_s = 0.0  # since it began: until when that was added up
-        self.num_judged = 0  # episodes that came back
-        self.num_unjudged = 0
+        self.num_judged = 0  # episodes that came back, and were judged
+        self.num_unjudged = 0  # that came back, and could not be
         self.num_cut = 0  # episodes that did not fit into the context
         self.began = time.monotonic()
 
@@ -9068,7 +9127,7 @@ class Run:
         self.version = version
         self.began = time.monotonic()
 
-    def send(self) -> None:
+    def count_sent(self) -> None:
         """The trainer is told to make another step."""
         self.num_sent += 1
 
@@ -9083,9 +9142,8 @@ class Run:
         """The next prompts; their groups count as started."""
         prompts: list[Prompt] = []
         while len(prompts) < num_prompts:
-            if self.ledger.draw_again:
-                number = self.ledger.draw_again.pop(0)
-            else:
+            number = self.ledger.next_to_draw_again()
+            if number is None:
                 number = self.next_number
                 self.next_number += 1
             prompt = self.sampler.prompt(number)
@@ -9122,6 +9180,7 @@ class Run:
         self.counted_until_s = seconds
         self.ledger.settle("trained", batch.group_ids.unique().tolist())
         lags = (stats.version - 1 - batch.tokens.versions)[batch.sampled()]
+        num_answers = sum(len(said) for said in batch.said)  # 0 if all were cut in their first turn
         row = StepRow(
             run=self.label,
             step=len(self.rows) + 1,
@@ -9130,7 +9189,7 @@ class Run:
             generator_s=self.generator_s,
             heldout=heldout,
             lags=lags.bincount().tolist(),
-            truncated=int(batch.is_truncated.sum()) / sum(len(said) for said in batch.said),
+            truncated=int(batch.is_truncated.sum()) / max(1, num_answers),
             unjudged=self.num_unjudged / max(1, self.num_unjudged + self.num_judged),
             heard=" ".join(turn.user for turn in batch.prompts[0].turns)[:100],
             said=as_shown(batch.said[0], batch.is_truncated[0].tolist()),
@@ -9140,7 +9199,7 @@ class Run:
         return row
 
     def end_after(self, num_steps: int) -> None:
-        """It ends after so many steps, which have not been sent yet, and not after num_steps."""
+        """Changes after how many steps it ends. At most so many have been sent."""
         self.num_steps = num_steps
 
     def is_over(self) -> bool:
@@ -9258,11 +9317,11 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
 #     clip       share of tokens that had moved too far for the loss
 #     gen        share of the time so far for which generators worked; train: the trainer
 #     tok/s      sampled and trained on, so far
-#     heard      what the user said in one episode of the batch; said: what the policy answered
+#     heard      what the user was to say in one episode; said: what the policy answered
 
 
 class Training:
-    """A run on a cluster: what is done before it, after each step, and behind it.
+    """A run on a cluster: what is done before it, after each step, and afterwards.
 
     This one begins at version 0, saves nothing, and ends when the trainer is lost. Section 12 has a
     subclass that goes on.
@@ -9290,7 +9349,7 @@ class Training:
         self.alarms_told: set[str] = set()
         self.has_shown = False  # a line of a step
 
-    # `async with training:` begins the run, and cleans up behind it, however it ends.
+    # `async with training:` begins the run, and awaits or cancels its evaluations at its end.
 
     async def __aenter__(self) -> Training:
         await self.begin()
@@ -9319,7 +9378,7 @@ class Training:
         """Called when no step is under way."""
 
     async def trainer_lost(self, error: TrainerLost, group_ids: list[int]) -> None:
-        """What is done then. group_ids: of the groups that were lost with it."""
+        """Called then; raises if the run cannot go on. group_ids: of groups lost with it."""
         raise error
 
     def step_done(self, stats: StepStats, batch: Rollout) -> None:
@@ -9412,8 +9471,6 @@ class Training:
             heldout_before=before,
             heldout_after=after,
             mismatch_k3=mismatch_k3,
-        )
-        self.report.figure(
             reward_first=first,
             reward_last=last,
             lag_max=self.largest_lag(),
@@ -9435,15 +9492,16 @@ def expect(training: Training, what: str, got: float, relation: str, want: float
 async def train_sync(training: Training) -> None:
     """The synchronous loop: sample, step, publish, one after the other.
 
-    It knows what to do when the trainer is lost. If a request to the generators is lost for good,
-    that is, with every replica that tried it, the run ends: the same request would do so again.
+    What to do when the trainer is lost, the Training knows. If a request to the generators is lost
+    for good, that is, with every replica that tried it, the run ends: the same request would do so
+    again.
     """
     run = training.run
     async with training:
         while not run.is_over():
             try:
                 batch = await sample_batch(training.cluster, run)
-                run.send()
+                run.count_sent()
                 stats = await training.cluster.step(batch)
                 training.step_done(stats, batch)
                 await training.save_if_due()
@@ -9480,9 +9538,10 @@ class Lab:
         self.cluster = cluster
         self.training_class = training_class
         self.is_running = False
-        self.own_run: Training | None = None  # the last one with a folder: that of the last stage
+        self.own_run: Training | None = None  # for --evaluate, --export: the last with a folder
         self.imports_s = since(began_s())  # until here the command has imported, and read its flags
-        self.start_s: float | None = None  # until the first rollout, when it began to start actors
+        # When it began to start actors; None before that, and after the first rollout was told.
+        self.start_s: float | None = None
 
     async def start(self) -> None:
         """Starts the actors, the first time that it is called."""
@@ -9507,8 +9566,8 @@ class Lab:
     async def _import_torch(self) -> None:
         """Imports torch here, which this process needs from the first rollout on.
 
-        While it is imported nothing else goes on in this process. So it begins when the judges are
-        ready, and only trainer and generators are to come, which import it too.
+        Even in a thread an import lets hardly anything else in this process run. So it begins when
+        the judges are ready, and only trainer and generators are to come.
         """
         await self.cluster.judges.status(60.0)
         await asyncio.to_thread(importlib.import_module, "torch")
@@ -9870,11 +9929,11 @@ async def judge_that_hangs(report: Report) -> None:
     said = [["a", "a"] for _ in prompts[1:]] + [["hang"]]
     is_truncated = [[False, False] for _ in prompts]
     together = JudgeRequest(prompts=prompts, said=said, is_truncated=is_truncated)
-    # Three attempts: this one for all 16; in judge_all the one for the half of them in which the
-    # guilty episode is; and there the one for it alone. Each kills a judge.
+    # Three attempts: this one for all 16; in judge_all again one for all, for they are too few to
+    # share out; and there the one for the guilty episode alone. Each kills a judge.
     found = await outcome(lambda: judges.route(Judge.judge, together))
     reply = await judge_all(judges, together)
-    status = await judges.status(10.0)
+    status = await judges.status(60.0)
     await judges.close()
     num_alone = sum(math.isnan(of_first_turn) for of_first_turn, _ in reply.rewards)
     report.say(f"a reward function hangs on 1 of 16 episodes; the request for all: {found}")
@@ -10469,7 +10528,7 @@ class AsyncLoops:
             batch = take.result()
             answer = asyncio.ensure_future(self.cluster.step(batch))
             self.sent.append(SentStep(answer=answer, batch=batch))
-            self.run.send()
+            self.run.count_sent()
 
     async def _enter_step(self) -> None:
         """Waits for the answer to the oldest step that was sent, and enters it into the books.

@@ -978,7 +978,7 @@ def test_recorded_log_probabilities_are_the_trainers(task: str, seed: int) -> No
     assert (tokens.versions[tokens.turn_ids > 0] == 4).all()
     # The trainer's own way: all rows at once, packed, the sampled places alone.
     with torch.no_grad():
-        recomputed = m.recompute(policy.model, tokens.packed())
+        recomputed = m.trainer_logprobs(policy.model, tokens.without_empty_columns())
     assert (recomputed - recomputed_alone(policy.model, tokens)).abs().max() < 1e-5
 
 
@@ -1009,7 +1009,7 @@ def test_only_sampled_tokens_carry_loss() -> None:
 
 def test_every_parameter_gets_a_gradient_and_conversations_differ() -> None:
     policy, rollout = sampled_by_tiny(group_size=8)
-    m.recompute(policy.model, rollout.tokens.packed()).sum().backward()
+    m.trainer_logprobs(policy.model, rollout.tokens.without_empty_columns()).sum().backward()
     for name, parameter in policy.model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.any(), name
@@ -1029,10 +1029,10 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     """And one that has no probability never, as top-p needs it."""
     policy = m.Policy(m.Config())
     session = m.Session(policy.task, ())
-    luck = m.Luck(20_000, seed=0)
+    numbers = m.RandomNumbers(20_000, seed=0)
     episodes = []
-    for number in range(luck.num_episodes):
-        mine = functools.partial(luck.number, number)
+    for number in range(numbers.num_episodes):
+        mine = functools.partial(numbers.number_for, number)
         episodes.append(m.Episode(policy, m.Prompt(id=0, turns=()), session, mine))
     decoder = m.Decoder(policy)
     decoder.cache = m.RowCache(policy.model, episodes)
@@ -1041,7 +1041,11 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     shares = drawn.bincount(minlength=6) / len(drawn)
     assert (shares - p).abs().max() < 0.02
     assert (shares[p == 0] == 0).all()
-    assert luck.number(7, 5) == m.Luck(20_000, seed=0).number(7, 5) != luck.number(8, 5)
+    assert (
+        numbers.number_for(7, 5)
+        == m.RandomNumbers(20_000, seed=0).number_for(7, 5)
+        != numbers.number_for(8, 5)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
@@ -2345,8 +2349,8 @@ def test_a_step_of_another_model_reaches_its_generators(tmp_path: pathlib.Path) 
         assert not torch.equal(tensor, before[name]), name
     # A generator with them answers as the trainer would, which has moved away from the batch.
     with torch.no_grad():
-        theirs = m.recompute(other, batch.tokens.packed())
-        mine = m.recompute(trainer.state.model, batch.tokens.packed())
+        theirs = m.trainer_logprobs(other, batch.tokens.without_empty_columns())
+        mine = m.trainer_logprobs(trainer.state.model, batch.tokens.without_empty_columns())
     assert torch.equal(theirs, mine)
     assert not torch.allclose(mine, batch.tokens.logprobs[batch.sampled()])
 
@@ -2685,11 +2689,11 @@ def test_a_temperature_is_that_of_both_programs() -> None:
         parameter.data *= 2  # far from uniform, where a temperature shows
     prompts = m.Sampler("repeat", 0).first(4)
     sampled = m.generate(policy, prompts, 4, greedy=False)
-    tokens = sampled.tokens.packed()
+    tokens = sampled.tokens.without_empty_columns()
     recorded = tokens.logprobs[tokens.turn_ids > 0]
     with torch.no_grad():
-        same = m.recompute(policy.model, tokens, 0.5)
-        other = m.recompute(policy.model, tokens)
+        same = m.trainer_logprobs(policy.model, tokens, 0.5)
+        other = m.trainer_logprobs(policy.model, tokens)
     assert float(m.k3(recorded, same).mean()) < 1e-10
     assert float(m.k3(recorded, other).mean()) > 1e-4
     state = m.TrainState(cfg, policy)
@@ -3559,7 +3563,7 @@ def test_a_supervised_step_is_the_step_of_cross_entropy(tmp_path: pathlib.Path) 
     policy = m.Policy(dataclasses.replace(trainer.state.cfg, task="count"))
     policy.model = trainer.state.model
     answers = m.right_answers(policy, prompts)
-    tokens = answers.tokens.packed()
+    tokens = answers.tokens.without_empty_columns()
     labels = tokens.ids.where(tokens.turn_ids > 0, -100)
     loss = policy.model(tokens.ids, labels=labels, use_cache=False).loss
     loss.backward()
