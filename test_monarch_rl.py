@@ -6855,6 +6855,10 @@ def flow_of(max_lag: int, order: str = "ready", in_flight: float | None = None) 
     return m.Flow.of(m.Config(order=order, in_flight=in_flight), max_lag)
 
 
+def async_loops(training: m.Training, max_lag: int) -> m.AsyncLoops:
+    return m.AsyncLoops(training, m.Flow.of(training.cfg, max_lag))
+
+
 def ids_drawn(run: m.Run, num_prompts: int = m.Config.batch_groups) -> list[int]:
     """Of the prompts that it draws now."""
     return [prompt.id for prompt in run.draw(num_prompts)]
@@ -7105,7 +7109,7 @@ def test_fewer_tickets_make_less_lag_where_the_trainer_is_slower() -> None:
     speeds = []
     for in_flight in (2.0, 2.5, 3.0):
         found = m.simulate(m.Config(max_lag=2, in_flight=in_flight), world)
-        lags.append(statistics.fmean(found.lags()))
+        lags.append(statistics.fmean(found.mean_lags()))
         speeds.append(found.steps_per_s())
     assert lags == sorted(set(lags))
     assert min(speeds) > 0.95 * max(speeds)
@@ -7495,7 +7499,7 @@ def test_two_loops_end_with_every_bound(
 
     async def scene() -> None:
         training = stub_training(StubCluster(generate_s, step_s, lost_at))
-        loops = m.AsyncLoops(training, max_lag)
+        loops = async_loops(training, max_lag)
         assert await most_in_flight(loops) <= loops.gate.num_tickets
         run = training.run
         assert [row.step for row in run.rows] == list(range(1, 41))
@@ -7557,7 +7561,7 @@ def test_a_loop_that_raises_ends_the_run_at_once_with_its_cause(broken: str) -> 
     """Though other rollouts hang for an hour."""
 
     async def scene() -> None:
-        loops = m.AsyncLoops(stub_training(BrokenCluster(broken)), 2)
+        loops = async_loops(stub_training(BrokenCluster(broken)), 2)
         with pytest.raises((KeyError, m.NoReplica), match="the cause"):
             await asyncio.wait_for(loops.run_to_end(), 60)
         await asyncio.sleep(0)  # so that what has ended has told so
@@ -7572,7 +7576,7 @@ def test_a_loop_that_raises_ends_the_run_at_once_with_its_cause(broken: str) -> 
 def test_a_run_that_has_ended_leaves_no_task_behind(broken: str) -> None:
     async def scene() -> None:
         cluster = StubCluster() if broken == "nothing" else BrokenCluster(broken)
-        loops = m.AsyncLoops(stub_training(cluster), 2)
+        loops = async_loops(stub_training(cluster), 2)
         with contextlib.suppress(KeyError, m.NoReplica):
             await asyncio.wait_for(loops.run_to_end(), 60)
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -7603,7 +7607,7 @@ def test_a_rollout_that_raises_now_and_then_costs_its_groups_and_not_the_run(
 ) -> None:
     async def scene() -> None:
         training = stub_training(UnreliableCluster(raises_every=3), num_steps=20)
-        await asyncio.wait_for(m.AsyncLoops(training, 2).run_to_end(), 60)
+        await asyncio.wait_for(async_loops(training, 2).run_to_end(), 60)
         assert len(training.run.rows) == 20
         assert training.run.ledger.counts["lost"] > 0
         assert training.run.ledger.num_missing() == 0
@@ -7617,7 +7621,7 @@ def test_an_error_of_a_user_that_comes_now_and_then_is_told_once(
 ) -> None:
     async def scene() -> None:
         training = stub_training(UnreliableCluster(raises_every=3, error=""), num_steps=20)
-        await asyncio.wait_for(m.AsyncLoops(training, 2).run_to_end(), 60)
+        await asyncio.wait_for(async_loops(training, 2).run_to_end(), 60)
         assert training.run.ledger.counts["lost"] > m.Config.batch_groups  # more than once
 
     asyncio.run(scene())
@@ -7629,7 +7633,7 @@ def test_an_error_of_a_user_that_comes_now_and_then_is_told_once(
 def test_a_run_in_which_every_rollout_raises_ends_with_the_cause() -> None:
     async def scene() -> None:
         training = stub_training(UnreliableCluster(raises_every=1))
-        loops = m.AsyncLoops(training, 2)
+        loops = async_loops(training, 2)
         with pytest.raises(RuntimeError, match="the cause"):
             await asyncio.wait_for(loops.run_to_end(), 60)
         assert training.run.ledger.counts["lost"] > m.Ledger.MAX_FRUITLESS
@@ -7652,7 +7656,7 @@ class UnjudgedCluster(StubCluster):
 def test_a_run_in_which_nothing_can_be_judged_ends(is_asynchronous: bool) -> None:
     async def scene() -> None:
         training = stub_training(UnjudgedCluster())
-        running = m.AsyncLoops(training, 2).run_to_end() if is_asynchronous else None
+        running = async_loops(training, 2).run_to_end() if is_asynchronous else None
         with pytest.raises(RuntimeError, match="judged"):
             await asyncio.wait_for(running or m.train_sync(training), 60)
         assert training.run.rows == []
@@ -7666,7 +7670,7 @@ def test_a_trainer_that_is_lost_again_and_again_ends_the_run() -> None:
 
     async def scene(lost_at: list[int]) -> m.SafeTraining:
         training = stub_training(StubCluster(lost_at=lost_at))
-        await asyncio.wait_for(m.AsyncLoops(training, 2).run_to_end(), 60)
+        await asyncio.wait_for(async_loops(training, 2).run_to_end(), 60)
         return training
 
     training = asyncio.run(scene([3, 7, 12, 13, 23, 27, 34]))
@@ -8511,7 +8515,7 @@ async def chaos_scene(seed: int, num_steps: int = 100) -> dict[str, Any]:
     cfg = m.Config(generators=3, steps=num_steps, save_every=20, seed=seed)
     async with WatchedCluster(cfg) as cluster:
         training = recorded(cluster, "chaos", num_steps)
-        loops = m.AsyncLoops(training, cfg.max_lag)
+        loops = async_loops(training, cfg.max_lag)
         running = asyncio.ensure_future(loops.run_to_end())
         maker = FaultMaker(cluster, rng)
         for step, fault in zip(steps, faults, strict=True):
@@ -8755,7 +8759,7 @@ async def slow_trainer_scene() -> dict[str, Any]:
         cluster = WatchedCluster(cfg, is_warm=False)
     async with cluster:
         training = recorded(cluster, "slow", cfg.steps)
-        await m.AsyncLoops(training, cfg.max_lag).run_to_end()
+        await async_loops(training, cfg.max_lag).run_to_end()
         lost = [len((await service.status()).lost_replicas) for service in cluster.services]
     step_s = training.run.rows[-1].seconds / cfg.steps
     return {"steps": len(training.run.rows), "lost": lost, "step_s": step_s}
@@ -8827,7 +8831,7 @@ async def throughput_scene(num_steps: int = 300) -> dict[str, Any]:
                 m.kill([first])
                 await asyncio.sleep(6.0)
             training = recorded(cluster, label, num_steps)
-            await m.AsyncLoops(training, cfg.max_lag).run_to_end()
+            await async_loops(training, cfg.max_lag).run_to_end()
             rates[label] = num_steps / training.run.rows[-1].seconds
         FLAG.unlink()
     return {"steps_per_s": rates, "share": rates["two"] / rates["three"]}
@@ -8849,7 +8853,7 @@ async def memory_scene(num_steps: int = 2000) -> dict[str, Any]:
     cfg = m.Config(steps=num_steps)
     async with WatchedCluster(cfg) as cluster:
         training = recorded(cluster, "memory", num_steps)
-        loops = m.AsyncLoops(training, cfg.max_lag)
+        loops = async_loops(training, cfg.max_lag)
         running = asyncio.ensure_future(loops.run_to_end())
         await m.until_step(200, training.run, running)
         early = resident_mib()
