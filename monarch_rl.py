@@ -2619,7 +2619,7 @@ class ServiceActor(ResizableKeeper):
                 # Woken when one has ended a request, was lost, or became ready; or all are closed.
                 await self.changed.wait()
             elif not await self.changed.wait_for(
-                lambda: self._may_try(other_than) or not self.keepers,
+                lambda: bool(self._may_try(other_than)) or not self.keepers,
                 self.spec.setup_deadline_s,
             ):
                 raise NoReplica(f"{self.spec.name}: all replicas that could try are lost")
