@@ -450,14 +450,17 @@ class Config:
         None, "groups in a request; None: the more generators, the fewer", least=1, kind=int
     )
     loss: str = setting(
-        "ppo", "what an update minimises (section 10)", choices="reinforce ppo decoupled cispo dppo"
+        "ppo",
+        "what an update minimises (section 10)",
+        choices="reinforce ppo decoupled gspo cispo dppo",
     )
     baseline: str = setting(
         "group", "what a reward is compared with", choices="group none batch leave_one_out"
     )
-    clip: float = setting(
-        0.2, "ppo, decoupled: how far a token's ratio may move away from 1", least=0
+    clip_low: float = setting(
+        0.2, "ppo, decoupled, gspo: how far a ratio may fall below 1", least=0
     )
+    clip_high: float = setting(0.2, "ppo, decoupled, gspo: how far it may rise above 1", least=0)
     max_weight: float = setting(
         2.0, "cispo, decoupled: larger weights of a token are cut off", least=0
     )
@@ -6838,7 +6841,7 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #   of p times the reward R. As grad p = p grad log p, its gradient is a mean over sampled answers:
 #   grad J = E[R grad log p]. So samples are enough, but what they give is noisy. And if they come
 #   from an older policy, it is the gradient of something else.
-# Rule. Three things are done about that, each for a reason of its own:
+# Rule. Four things are done about that, each for a reason of its own:
 #     a baseline   In place of R stands the advantage A: how much better the answer was than
 #                  expected. If what is subtracted from R does not depend on the answer, the mean
 #                  of the gradient stays right, and its noise shrinks. `leave_one_out` subtracts
@@ -6850,13 +6853,16 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #                  of one token does not know what came before it, and large ones are cut off.
 #     a clip       a token that has moved far enough gets no more gradient. It does not correct a
 #                  direction; it limits how far one batch can push.
+#     a bound      on what any one token weighs: a ratio has none by itself. A token that was drawn
+#                  with probability 0.000001, and is at 0.01 now, has a ratio of 10,000.
 # Cost. Ratios make noise: a few tokens may have most of the weight. A clip silences tokens.
-# Not here. Value networks as baselines; ratios of whole answers.
-# Source. REINFORCE (Williams 1992), PPO (Schulman 2017), GRPO (Shao 2024), RLOO (Ahmadian 2024).
+# Not here. Value networks as baselines (section 14).
+# Source. REINFORCE (Williams 1992), PPO (Schulman 2017), dual clip (Ye 2020), GRPO (Shao 2024),
+#   RLOO (Ahmadian 2024), GSPO (Zheng 2025).
 #
 # At lag 0 every ratio is 1. If the advantages of all tokens add up to 0, the value of ppo,
-# decoupled and dppo is then 0, whatever the answers were. Only its gradient means something. So a
-# loss that does not fall says nothing; watch the reward, held-out answers, the entropy and k3.
+# decoupled, gspo and dppo is then 0, whatever the answers were. Only its gradient means something.
+# So a loss that does not fall says nothing; watch the reward, held-out answers, the entropy and k3.
 
 # Why the mean of the group is the baseline. The answers to one prompt tell how hard that prompt is,
 # and this needs no second network. A baseline that does not know the prompt praises a right answer
@@ -6867,35 +6873,70 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #     hard    0 0 0 1     -0.6 -0.6 -0.6  1.7       -0.3 -0.3 -0.3  1      -1 -1 -1  1
 
 
-def advantages(
-    returns: torch.Tensor, group_ids: torch.Tensor, baseline: str = "group"
-) -> torch.Tensor:
-    """How much better each answer was than expected: [..., B, turns] float32.
+@dataclass(frozen=True)
+class Credit:
+    """For each turn of each answer: what it is praised or blamed for. [..., B, turns] each."""
 
-    returns: [..., B, turns], the sum of the rewards from a turn on. group_ids: [..., B] int64. With
-    `group` and `batch` advantages are in standard deviations (GRPO), else in units of the reward.
-    Groups are found by id: by position, one lost row would mix all groups behind it.
+    advantage: torch.Tensor  # float32: how much better it was than expected
+    # bool: were not all alike with which it was compared? Else there is nothing to learn from it.
+    has_signal: torch.Tensor
+
+
+ALIKE = 1e-9  # returns that differ by less differ by rounding
+
+
+def credit_for(
+    returns: torch.Tensor,
+    group_ids: torch.Tensor,
+    baseline: str = "group",
+    was_had: torch.Tensor | None = None,
+) -> Credit:
+    """Compares each answer with others, turn by turn.
+
+    returns: [..., B, turns], the sum of the rewards from a turn on. group_ids: [..., B] int64.
+    was_had: [..., B, turns] bool: did the answer have this turn? One that ended before, or did not
+    fit into the context, must not be a 0 in the mean of the others. None: all did.
+
+    With `group` and `batch` advantages are in standard deviations (GRPO), else in units of the
+    reward. Groups are found by id: by position, one lost row would mix all groups behind it.
     """
+    counts = torch.ones_like(returns).double() if was_had is None else was_had.double()
+    returns = returns.double() * counts
     if baseline == "none":
-        return returns.float()
-    # [..., B, B]: in row i, 1 for each answer with which answer i is compared. When each row is
-    # made to add up to 1, a product with this matrix takes the means.
+        return Credit(advantage=returns.float(), has_signal=counts > 0)
+    # [..., B, B]: in row i, 1 for each answer with which answer i is compared. A product with this
+    # matrix takes sums over these.
     peers = (group_ids[..., :, None] == group_ids[..., None, :]).double()
     if baseline == "batch":
         peers = torch.ones_like(peers)
+    mean = (peers @ returns) / (peers @ counts).clamp(min=1)
+    centred = (returns - mean) * counts
+    deviation = ((peers @ centred**2) / (peers @ counts).clamp(min=1)).sqrt()
+    has_signal = (deviation > ALIKE) & (counts > 0)
     if baseline == "leave_one_out":
         # Without itself: an answer in its own mean would shrink its own advantage.
         itself = torch.eye(peers.shape[-1], dtype=torch.float64)
-        peers = peers * (1 - itself)
-    num_peers = peers.sum(-1, keepdim=True)
-    peers = peers / num_peers.clamp(min=1)
-    expected = peers @ returns.double()
-    centred = returns.double() - expected
-    if baseline == "leave_one_out":
-        return centred.float()
-    deviation = (peers @ centred**2).sqrt()
-    # The small number keeps a group that is all alike from dividing 0 by 0. It teaches nothing: 0.
-    return (centred / (deviation + 1e-4)).float()
+        others = peers * (1 - itself)
+        expected = (others @ returns) / (others @ counts).clamp(min=1)
+        advantage = (returns - expected) * counts
+    else:
+        # The small number keeps a group that is all alike from dividing 0 by 0: it gets 0.
+        advantage = centred / (deviation + 1e-4)
+    return Credit(advantage=advantage.float(), has_signal=has_signal)
+
+
+def priced(
+    rewards: torch.Tensor,
+    num_tokens: torch.Tensor,
+    penalty: float,
+    num_free: int,
+) -> torch.Tensor:
+    """[..., B, turns]: rewards, less what long turns cost.
+
+    num_tokens: of the same shape, those that were sampled in each turn. penalty: for each of them
+    beyond num_free.
+    """
+    return rewards - penalty * (num_tokens - num_free).clamp(min=0)  # mechanism: price of length
 
 
 @dataclass(frozen=True)
@@ -6912,6 +6953,7 @@ class Sampled:
     recorded: torch.Tensor
     near: torch.Tensor  # the same under the policy before the first update with this batch
     advantage: torch.Tensor
+    answer: torch.Tensor  # int64: to which answer it belongs, a number from 0 on
 
 
 @dataclass(frozen=True)
@@ -6922,41 +6964,64 @@ class TokenLoss:
     is_outside: torch.Tensor  # [N] bool: has moved too far already, and so has no gradient
 
 
-# The loss of a batch is the mean over its sampled tokens, so a long answer weighs as much as its
-# tokens do. In the formulas r is the ratio, A the advantage:
+# The loss of a batch is the mean over those of its sampled tokens that have a signal, so a long
+# answer weighs as much as its tokens do, and answers of which nothing can be learned do not make a
+# step shorter. In the formulas r is the ratio, A the advantage:
 #
 #     reinforce   -A log p
-#     ppo         -min(A r, A clip(r, 1 - clip, 1 + clip))
+#     ppo         -min(A r, A clip(r, 1 - clip_low, 1 + clip_high)); if A < 0, -3 A at most
 #     decoupled   w ppo, where r is p / p near, and w = min(p near / p recorded, max_weight)
+#     gspo        ppo, where log r is the mean of log r over the answer, the same for all its tokens
 #     cispo       -A min(r, max_weight) log p, where no gradient flows through r
-#     dppo        -A r + PULL_BACK (log r)**2, until p has moved by MAX_SHIFT the way A pushes it
+#     dppo        -A r + PULL_BACK (log r)**2, until p has moved by MAX_SHIFT the way A pushes it,
+#                 or r is above 3
 
 # By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and the
 # loss of ppo, -r, has a gradient: the token becomes likelier still. At 0.65 r is 1.3, beyond 1.2,
 # and the loss -min(1.3, 1.2) is a constant, without a gradient. A bad token (A = -1) at 0.65 has
 # the loss -min(-1.3, -1.2) = 1.3: its gradient stays, and makes it less likely. So a clip stops a
 # token only on its way out, and never on its way back. What is stopped is counted: `clipped` in the
-# log says for which share of tokens. If it is large, the samples are too old or the steps too long.
+# log says for which share of the tokens that had a gradient to lose. If it is large, the samples
+# are too old or the steps too long.
+#
+# On its way back there is no limit. A bad token that is a hundred times as likely now as when it
+# was sampled has a gradient a hundred times as long as that of the others, and as all gradients of
+# a batch are shortened together (section 11), nothing of the others is left. Lag makes such tokens,
+# and so does a generator that rounds otherwise. So a bad token has no gradient above a ratio of 3.
 
 
 @dataclass(frozen=True)
 class Limits:
     """What bounds the effect of a token, but in dppo, whose bounds are the constants below."""
 
-    # How far its probability may move, as a ratio, before its gradient stops: --clip.
-    clip: float
+    # How far its probability may move, as a ratio, before its gradient stops: down to
+    # 1 - --clip-low, up to 1 + --clip-high.
+    clip_low: float
+    clip_high: float
     # What a ratio may weigh at most, or a few tokens would outweigh all others: --max-weight.
     max_weight: float
+    # The same where a ratio is multiplied with what pushes it back towards 1 (dual clip, Ye 2020).
+    most_back: float = 3.0
 
 
 def limits_of(cfg: Config) -> Limits:
     """Those that the command line gives."""
-    return Limits(clip=cfg.clip, max_weight=cfg.max_weight)
+    return Limits(
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        max_weight=cfg.max_weight,
+    )
 
 
 USUAL_LIMITS = limits_of(Config())
+MAX_LOG_RATIO = 20.0  # e**20 is 500 million: a ratio that overflows has no gradient but nan
 MAX_SHIFT = 0.2  # how far the probability of a token may move, as a difference
 PULL_BACK = 0.05  # weight of the squared log-ratio in dppo: a small pull back to the samples
+
+
+def ratio_of(logp: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """How many times as likely each token is now as it was before."""
+    return (logp - before).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def nowhere(tokens: Sampled) -> torch.Tensor:
@@ -6970,21 +7035,22 @@ def reinforce_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
 
 
 def ppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
-    """A ratio and a clip.
+    """A ratio, a clip, and a bound.
 
-    Once a good token has become 1 + clip times as likely, or a bad one 1 - clip times, the batch
-    says no more about it. It does not matter whether this trainer moved it or the lag did.
+    Once a good token has become 1 + clip_high times as likely, or a bad one 1 - clip_low times, the
+    batch says no more about it. It does not matter whether this trainer moved it or the lag did.
     """
-    lowest = 1 - limits.clip
-    highest = 1 + limits.clip
-    ratio = (tokens.logp - tokens.recorded).exp()
+    lowest = 1 - limits.clip_low
+    highest = 1 + limits.clip_high
+    ratio = ratio_of(tokens.logp, tokens.recorded)
     clipped = ratio.clamp(lowest, highest)
     is_good = tokens.advantage > 0
-    is_above = ratio > highest
-    is_below = ratio < lowest
-    is_outside = torch.where(is_good, is_above, is_below)
+    is_too_far_back = ratio > limits.most_back
+    is_outside = torch.where(is_good, ratio > highest, (ratio < lowest) | is_too_far_back)
     # The smaller of both: outside that is the clipped one, a constant, so there is no gradient.
     gain = torch.min(tokens.advantage * ratio, tokens.advantage * clipped)
+    least = limits.most_back * tokens.advantage
+    gain = torch.where(is_good, gain, torch.max(gain, least))  # mechanism: bound
     return TokenLoss(loss=-gain, is_outside=is_outside)
 
 
@@ -6995,13 +7061,34 @@ def decoupled_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     The answer is a clip, which does something only with more than one update per batch (--passes).
     """
     clipped = ppo_loss(dataclasses.replace(tokens, recorded=tokens.near), limits)
-    weight = (tokens.near - tokens.recorded).exp().clamp(max=limits.max_weight)
+    weight = ratio_of(tokens.near, tokens.recorded).clamp(max=limits.max_weight)
     return TokenLoss(loss=weight * clipped.loss, is_outside=clipped.is_outside)
+
+
+def gspo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
+    """As ppo, but all tokens of an answer have the same ratio: the geometric mean of theirs.
+
+    A reward is for a whole answer, and so is this ratio. Of one token it says little, and the mean
+    has less noise (GSPO, Zheng 2025). It is nearer to 1, so clips are narrower: for answers of
+    hundreds of tokens that paper has 0.0003 and 0.0004.
+    """
+    mean = mean_over_answers(tokens.logp - tokens.recorded, tokens.answer)
+    # The value of the mean, and the gradient of the token's own log-probability.
+    logp = tokens.logp - tokens.logp.detach() + (tokens.recorded + mean).detach()
+    return ppo_loss(dataclasses.replace(tokens, logp=logp), limits)
+
+
+def mean_over_answers(numbers: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+    """Of each token, the mean over the answer to which it belongs: [N], as both parameters."""
+    num_answers = int(answer.max()) + 1 if answer.numel() else 0
+    sums = numbers.new_zeros(num_answers).index_add(0, answer.flatten(), numbers.flatten())
+    lengths = answer.flatten().bincount(minlength=num_answers).clamp(min=1)
+    return (sums / lengths)[answer]
 
 
 def cispo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """Cuts off the weight, not the gradient, so that every token counts (MiniMax-M1, 2025)."""
-    ratio = (tokens.logp.detach() - tokens.recorded).exp()
+    ratio = ratio_of(tokens.logp.detach(), tokens.recorded)
     weight = ratio.clamp(max=limits.max_weight)  # mechanism: ratio
     loss = -tokens.advantage * weight * tokens.logp
     return TokenLoss(loss=loss, is_outside=nowhere(tokens))
@@ -7011,13 +7098,16 @@ def dppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """As ppo, but distance is a difference of probabilities instead of a ratio.
 
     For a rare token a ratio of 2 is nothing, for a frequent one 1.2 is much. Inside the limit there
-    is a small pull back to the samples.
+    is a small pull back to the samples. What was very rare may be within the limit, and have any
+    ratio; so ratios are bounded here, too.
     """
     shift = (tokens.logp.exp() - tokens.recorded.exp()).detach()
+    ratio = ratio_of(tokens.logp, tokens.recorded)
     is_good = tokens.advantage > 0
     is_outside = torch.where(is_good, shift > MAX_SHIFT, shift < -MAX_SHIFT)
+    is_outside = is_outside | (ratio > limits.most_back)
     log_ratio = tokens.logp - tokens.recorded
-    loss = PULL_BACK * log_ratio**2 - tokens.advantage * log_ratio.exp()
+    loss = PULL_BACK * log_ratio**2 - tokens.advantage * ratio
     return TokenLoss(loss=loss * ~is_outside, is_outside=is_outside)
 
 
@@ -7025,6 +7115,7 @@ LOSSES: dict[str, Callable[[Sampled, Limits], TokenLoss]] = {
     "reinforce": reinforce_loss,
     "ppo": ppo_loss,
     "decoupled": decoupled_loss,
+    "gspo": gspo_loss,
     "cispo": cispo_loss,
     "dppo": dppo_loss,
 }
@@ -7119,12 +7210,14 @@ class SmallWorld:
         answers: [..., 32] int64. logp: [..., 32, 3], under the policy of the trainer.
         """
         returns = self.rewards[self.prompts, answers][..., None]
-        advantage = advantages(returns, self.prompts.expand_as(answers), baseline)
+        credit = credit_for(returns, self.prompts.expand_as(answers), baseline)
+        number = torch.arange(answers.numel()).view(*answers.shape, 1)
         return Sampled(
             logp=logp,
             recorded=self.logp(old)[self.prompts, answers],
             near=logp.detach(),
-            advantage=advantage.expand_as(logp),
+            advantage=credit.advantage.expand_as(logp),
+            answer=number.expand_as(logp),
         )
 
     def gradients(
@@ -7237,6 +7330,7 @@ ESTIMATORS = [
     ("reinforce", "leave_one_out"),
     ("ppo", "leave_one_out"),
     ("decoupled", "leave_one_out"),
+    ("gspo", "leave_one_out"),
     ("cispo", "leave_one_out"),
     ("dppo", "leave_one_out"),
 ]
@@ -7252,9 +7346,119 @@ def largest_difference_at_lag_0(world: SmallWorld, table: torch.Tensor) -> float
     return max(float((gradient - found[0]).abs().max()) for gradient in found)
 
 
+def share_of_one_token(
+    world: SmallWorld,
+    table: torch.Tensor,
+    loss: str,
+    limits: Limits = USUAL_LIMITS,
+) -> float:
+    """One bad token was sampled with probability 0.000001. How much of a batch's gradient is its?
+
+    The length of its own gradient, over that of the gradient of 1024 answers, all others of lag 0.
+    """
+    world.rng.manual_seed(world.seed)
+    answers = world.sample(table, 32)  # [32, 32]
+    mine = table.clone().requires_grad_()
+    logp = world.logp(mine)[world.prompts, answers]  # [32, 32, 3]
+    tokens = world.as_sampled(answers, table, logp, "group")
+    is_bad = tokens.advantage < 0
+    place = tuple(is_bad.nonzero()[0].tolist())  # of the first bad token
+    recorded = tokens.recorded.clone()
+    recorded[place] = math.log(1e-6)
+    found = LOSSES[loss](dataclasses.replace(tokens, recorded=recorded), limits).loss
+    (whole,) = torch.autograd.grad(found.sum(), mine, retain_graph=True)
+    (alone,) = torch.autograd.grad(found[place], mine)
+    return float(alone.norm() / whole.norm())
+
+
+# Length. A task is paid for its three right letters wherever they stand in an answer, of at most
+# twelve tokens. The longer the answer, the likelier they are in it, and nothing says that it could
+# end when they are. The policy is a table again, with a logit for each prompt, place and symbol.
+
+MOST_TOKENS = 12
+NUM_LETTERS = 16  # and one more symbol, which ends an answer
+
+
+@dataclass(frozen=True)
+class RambleRow:
+    """What 200 steps of RL make of the length of answers: means of the first and last 10."""
+
+    penalty: float  # reward that a token beyond the fourth costs
+    first_tokens: float
+    last_tokens: float
+    first_score: float  # share of the right letters that are in the answer
+    last_score: float
+
+
+def ramble(penalty: float, seed: int) -> RambleRow:
+    """Trains a policy on this task. penalty: as of --length-penalty."""
+    rng = torch.Generator().manual_seed(seed)
+    right = torch.stack([torch.randperm(NUM_LETTERS, generator=rng)[:3] for _ in range(8)])
+    table = torch.zeros(8, MOST_TOKENS, NUM_LETTERS + 1)  # prompts, places, symbols
+    table[:, :, NUM_LETTERS] = math.log(NUM_LETTERS / 4)  # at first an end has a probability of 0.2
+    optimizer = torch.optim.Adam([table.requires_grad_()], 0.05)
+    group_ids = torch.arange(8).repeat_interleave(8)
+    lengths = []
+    scores = []
+    for _ in range(200):
+        every = table.log_softmax(-1)[group_ids]  # [64, 12, symbols]
+        drawn = torch.multinomial(every.detach().exp().flatten(0, 1), 1, generator=rng).view(64, -1)
+        has_ended = (drawn == NUM_LETTERS).cumsum(1) - (drawn == NUM_LETTERS).long() > 0
+        length = (~has_ended).sum(1, keepdim=True)  # [64, 1]
+        letters = drawn.masked_fill(has_ended, -1)
+        is_in = (letters[:, :, None] == right[group_ids][:, None, :]).any(1)  # [64, 3]
+        score = is_in.float().mean(1, keepdim=True)  # [64, 1]
+        credit = credit_for(priced(score, length, penalty, num_free=4), group_ids)
+        logp = every.gather(2, drawn[:, :, None]).squeeze(2)
+        tokens = Sampled(
+            logp=logp,
+            recorded=logp.detach(),
+            near=logp.detach(),
+            advantage=credit.advantage.expand(-1, MOST_TOKENS),
+            answer=torch.arange(64)[:, None].expand(-1, MOST_TOKENS),
+        )
+        loss = ppo_loss(tokens, USUAL_LIMITS).loss[~has_ended]
+        optimizer.zero_grad()
+        loss.mean().backward()
+        optimizer.step()
+        lengths.append(float(length.float().mean()))
+        scores.append(float(score.mean()))
+    return RambleRow(
+        penalty=penalty,
+        first_tokens=statistics.fmean(lengths[:10]),
+        last_tokens=statistics.fmean(lengths[-10:]),
+        first_score=statistics.fmean(scores[:10]),
+        last_score=statistics.fmean(scores[-10:]),
+    )
+
+
+def tell_bounds(report: Report, world: SmallWorld, table: torch.Tensor) -> None:
+    """Reports what one token can do, and what a price of length does."""
+    unbounded = dataclasses.replace(USUAL_LIMITS, most_back=math.inf)
+    without = share_of_one_token(world, table, "ppo", unbounded)
+    shares = {loss: share_of_one_token(world, table, loss) for loss in LOSSES}
+    texts = [f"{loss} {show(found)}" for loss, found in shares.items()]
+    report.say(
+        "a bad token that was sampled with probability 0.000001, its share of a batch's gradient:",
+        f"  ppo without a bound {show(without)}; with it:",
+        f"  {', '.join(texts)}",
+    )
+    report.check("share of one token in the gradient, ppo without a bound", without, ">", 0.9)
+    report.check("the largest share with it, of all losses", max(shares.values()), "<=", 0.05)
+    report.say("paid for the right letters anywhere, with and without a price of length:")
+    free = ramble(0.0, world.seed)
+    costly = ramble(1 / MOST_TOKENS, world.seed)
+    report.table([free, costly])
+    ratio = costly.last_tokens / free.last_tokens
+    report.check("tokens of an answer, with a price / without", ratio, "<=", 0.5)
+    lost = free.last_score - costly.last_score
+    report.check("share of right letters that the price costs", lost, "<=", 0.02)
+    report.figure(share_without_bound=without, length_with_price_over_without=ratio)
+
+
 @stage(
     "a gradient from old or badly compared samples points elsewhere; a baseline takes away noise, "
-    "a ratio takes away tilt, and a clip bounds how far one batch can push",
+    "a ratio takes away tilt, a clip bounds how far one batch can push, and no token outweighs it",
     hint="write `ratio * 0 + 1`: the lag tilts the gradient as if nothing was done about it",
     mechanism="ratio",
 )
@@ -7273,13 +7477,15 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     for loss, baseline in ESTIMATORS:
         rows.append(estimator_row(world, loss, baseline, old, now))
     report.table(rows)
-    report.say("at a lag ppo and dppo silence what has moved already, so the rest points elsewhere")
+    report.say(
+        "at a lag ppo, gspo and dppo silence what has moved already: the rest points elsewhere"
+    )
     # What a clip is for: with the gradient of one batch alone, how far can updates go?
     pushed = {loss: world.pushed_nats(loss, old, 100) for loss in LOSSES}
     texts = [f"{loss} {show(nats)}" for loss, nats in pushed.items()]
     report.say("100 updates with one batch move it by so many nats:", f"  {', '.join(texts)}")
 
-    none, _, group, alone, _, _, cispo, _ = rows
+    none, _, group, alone, _, _, _, cispo, _ = rows
     report.figure(
         noise_none=none.noise,
         noise_leave_one_out=alone.noise,
@@ -7305,6 +7511,7 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     report.check("lag 8: tilt with a ratio / without", corrected, "<", 0.9)
     bounded = pushed["ppo"] / pushed["reinforce"]
     report.check("how far 100 updates push, with a clip / without", bounded, "<", 0.2)
+    tell_bounds(report, world, old)
     # You can now say what a loss does with a sample that is old, and what that costs.
 
 
@@ -7501,8 +7708,8 @@ class StepStats:
     """What a training step knows about itself.
 
     Means are over the sampled tokens of the batch. With --passes, which trains on a batch several
-    times, loss, entropy, clipped, kl and grad_norm are of the last pass, mismatch_k3 and ess from
-    before the first update, skipped and stall_s of all passes.
+    times, loss, entropy, clipped, kl and grad_norm are of the last pass, mismatch_k3, ess and
+    clipped_at_lag_0 from before the first update, skipped and stall_s of all passes.
     """
 
     # Of the weights after the step.
@@ -7523,8 +7730,14 @@ class StepStats:
     # Of the choice of a token, in nats. It falls as the policy becomes certain; at 0 there is
     # nothing left to compare.
     entropy: float
-    # Share of tokens that had moved too far for the loss, which left them without a gradient.
+    # Share of tokens that had moved too far for the loss, which left them without a gradient, of
+    # those with an advantage.
     clipped: float
+    # The same of tokens of lag 0, in the first pass: those moved by rounding alone. None: there are
+    # none.
+    clipped_at_lag_0: float | None
+    # Share of episodes whose group was all alike in every turn. Of these there is nothing to learn.
+    no_signal: float
     # Divergence from the policy before RL, nats per token; 0 without --kl.
     kl: float
     # The length of the gradient before it was clipped.
@@ -7547,7 +7760,31 @@ class Part:
     chosen: torch.Tensor  # [b, t - 1] bool: where the next token was sampled
     recorded: torch.Tensor  # [N] float32, see section 10
     advantage: torch.Tensor  # [N] float32
+    has_signal: torch.Tensor  # [N] bool, as in Credit
+    answer: torch.Tensor  # [N] int64, as in Sampled: each turn of each row is an answer
     is_fresh: torch.Tensor  # [N] bool: of lag 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """A batch, as this rank works on it."""
+
+    parts: list[Part]
+    num_tokens: int  # sampled, in the parts of all ranks
+    num_with_signal: int  # of these
+    no_signal: float  # as in StepStats
+
+    def objective(self, cfg: Config, part: Part, found: TokenLoss, of_all: torch.Tensor) -> Any:
+        """What a part adds to what is made smaller: a scalar. of_all: [N], what concerns all.
+
+        The loss is a mean over the tokens with a signal. Divided by all of them, a step would get
+        shorter as the groups that are all right become more.
+        """
+        mean = (found.loss * part.has_signal).sum() / self.num_with_signal
+        mean = mean + of_all.sum() / self.num_tokens
+        # These are sums over this rank, over the numbers of all ranks. FSDP takes the mean of the
+        # ranks' gradients, which divides by their number once more.
+        return mean * cfg.trainers
 
 
 class TrainState:
@@ -7617,16 +7854,16 @@ class TrainState:
     def step(self, batch: Rollout, wait_for_copy: Callable[[], float]) -> StepStats:
         """Trains on a batch. wait_for_copy: returns when the weights may change: seconds waited."""
         start = time.monotonic()
-        num_tokens = max(1, int(batch.sampled().sum()))
-        parts = list(parts_of(self, batch))
+        work = work_of(self, batch)
         near: list[torch.Tensor] | None = None  # of each part, before the first update
-        mean: dict[str, float] = {}
+        means: list[dict[str, float]] = []  # of each pass
         grad_norm = 0.0
         stall_s = 0.0
         num_skipped = 0
         for _ in range(self.cfg.passes):
             # 1. The gradient of all parts. The weights are read here, and the copy reads them, too.
-            mean, logps = self._backward(parts, near, num_tokens)
+            mean, logps = self._backward(work, near)
+            means.append(mean)
             near = near or logps
             grad_norm = clip_gradient(self.model)
             # 2. The update: when the copy of the last version is complete, and not before.
@@ -7638,16 +7875,18 @@ class TrainState:
         return StepStats(
             version=self.version,
             reward=float(batch.rewards.sum(1).mean()),
-            lag_mean=int(lag.sum()) / num_tokens,
+            lag_mean=int(lag.sum()) / work.num_tokens,
             lag_max=int(lag.max()),
-            loss=mean["loss"],
-            mismatch_k3=mean["fresh_k3"] / mean["fresh"] if mean["fresh"] else None,
-            ess=mean["weight"] ** 2 / max(mean["weight_squared"], 1e-9),
-            entropy=mean["entropy"],
-            clipped=mean["outside"],
-            kl=mean["kl"],
+            loss=means[-1]["loss"],
+            mismatch_k3=share(means[0], "fresh_k3", "fresh"),
+            ess=means[0]["weight"] ** 2 / max(means[0]["weight_squared"], 1e-9),
+            entropy=means[-1]["entropy"],
+            clipped=share(means[-1], "outside", "pushed") or 0.0,
+            clipped_at_lag_0=share(means[0], "fresh_outside", "fresh_pushed"),
+            no_signal=work.no_signal,
+            kl=means[-1]["kl"],
             grad_norm=grad_norm,
-            num_tokens=num_tokens,
+            num_tokens=work.num_tokens,
             skipped=num_skipped,
             stall_s=stall_s,
             step_s=since(start),
@@ -7663,19 +7902,18 @@ class TrainState:
 
     def _backward(
         self,
-        parts: list[Part],
+        work: Work,
         near: list[torch.Tensor] | None,
-        num_tokens: int,
     ) -> tuple[dict[str, float], list[torch.Tensor]]:
         """Adds up the gradient of all parts.
 
         near: of each part, what the first pass over the batch found; None: this is the first.
-        num_tokens: sampled, in the parts of all ranks. Returns the means over all of them of what
-        columns_for_log has, of entropy and kl; and of each part the log-probabilities that it had.
+        Returns the means over the sampled tokens of all ranks of what columns_for_log has, of
+        entropy and kl; and of each part the log-probabilities that it had.
         """
         sums: dict[str, float] = collections.defaultdict(float)
         logps = []
-        for i, part in enumerate(parts):
+        for i, part in enumerate(work.parts):
             # What was recorded is never recomputed here. If it was, lag and errors would be gone
             # from the comparison, and nobody would see them.
             logp, entropy = score_part(self.model, part, self.entropy_bonus, self.cfg.temperature)
@@ -7685,22 +7923,19 @@ class TrainState:
                 recorded=part.recorded,
                 near=near[i] if near else logps[i],
                 advantage=part.advantage,
+                answer=part.answer,
             )
             found = LOSSES[self.cfg.loss](tokens, limits_of(self.cfg))
             reference = self.reference if self.cfg.kl else None  # in supervised steps it is 0
             kl = divergence(reference, logp, part, self.cfg.temperature)
-            objective = found.loss + self.cfg.kl * kl
-            objective = objective - self.entropy_bonus * entropy  # [N]
-            # The gradient of the mean over the tokens of all ranks. FSDP takes the mean of the
-            # ranks' gradients, which divides by their number once more.
-            total = objective.sum() * self.cfg.trainers
-            (total / num_tokens).backward()
+            of_all = self.cfg.kl * kl - self.entropy_bonus * entropy  # [N]
+            work.objective(self.cfg, part, found, of_all).backward()
             columns = columns_for_log(tokens, found, part.is_fresh)
             columns.update(entropy=entropy, kl=kl)
             for name, column in columns.items():
                 sums[name] += float(column.detach().double().sum())
             self.advance()
-        return self._means_over_ranks(sums, num_tokens), logps
+        return self._means_over_ranks(sums, work.num_tokens), logps
 
     def _means_over_ranks(self, sums: dict[str, float], num_tokens: int) -> dict[str, float]:
         """sums: over the tokens of this rank, by name; the same names on all ranks."""
@@ -7722,6 +7957,10 @@ def divergence(
     It is k2, half the square of the difference. As a loss k2 has the gradient of the KL divergence.
     The gradient of k1 is 0 on average, and that of k3 is the gradient of the divergence the other
     way round (DOCS 5 derives this, and a test compares all three).
+
+    All that is so for tokens of lag 0. Older ones were drawn from an older policy, and are not
+    weighted here: then k2 still pulls each token towards the reference, by as much as it has moved
+    away, but what is pulled most is what the older policy said most often.
     """
     if reference is None:
         return 0 * logp
@@ -7729,21 +7968,40 @@ def divergence(
     return (logp - reference_logp) ** 2 / 2
 
 
-def parts_of(state: TrainState, batch: Rollout) -> Iterator[Part]:
+def credit_of(cfg: Config, batch: Rollout) -> Credit:
+    """What each turn of a batch is praised or blamed for: [B, turns]."""
+    num_tokens = batch.num_per_turn()
+    # Long turns cost something only here, in what is learned from: the rewards that are shown, and
+    # whether an answer is exact, are those of the task.
+    rewards = priced(batch.rewards, num_tokens, cfg.length_penalty, cfg.free_tokens)
+    # A turn is to be praised or blamed for what comes after it, too: rewards 0.2, 0.5 of two turns
+    # make returns 0.7, 0.5. (Flipped, added up from the left, and flipped back.)
+    returns = rewards.flip(1).cumsum(1).flip(1)
+    # A row that was cut by the context has no sampled token at all.
+    was_had = num_tokens > 0  # mechanism: turns that were had
+    return credit_for(returns, batch.group_ids, cfg.baseline, was_had)
+
+
+def work_of(state: TrainState, batch: Rollout) -> Work:
+    """What there is to do with a batch."""
+    credit = credit_of(state.cfg, batch)
+    num_with_signal = int((batch.num_per_turn() * credit.has_signal).sum())
+    return Work(
+        parts=list(parts_of(state, batch, credit)),
+        num_tokens=max(1, int(batch.sampled().sum())),
+        num_with_signal=max(1, num_with_signal),
+        no_signal=1 - float(credit.has_signal.any(1).float().mean()),
+    )
+
+
+def parts_of(state: TrainState, batch: Rollout, credit: Credit) -> Iterator[Part]:
     """The rows of a batch that this rank scores, in parts of about MAX_LOGITS.
 
     The batch has at least a row per rank.
     """
     cfg = state.cfg
     tokens = batch.tokens
-    # A turn is to be praised or blamed for what comes after it, too: rewards 0.2, 0.5 of two turns
-    # make returns 0.7, 0.5. (Flipped, added up from the left, and flipped back.)
-    # Long turns cost something only here, in what is learned from: the rewards that are shown, and
-    # whether an answer is exact, are those of the task.
-    num_priced = (batch.num_per_turn() - cfg.free_tokens).clamp(min=0)
-    rewards = batch.rewards - cfg.length_penalty * num_priced  # [B, turns]
-    returns = rewards.flip(1).cumsum(1).flip(1)  # [B, turns]
-    advantage = advantages(returns, batch.group_ids, cfg.baseline)  # [B, turns]
+    num_turns = batch.rewards.shape[1]
 
     # Longest rows first, dealt out to the ranks like cards, so that all have as much to do.
     longest_first = tokens.mask.sum(1).argsort(descending=True, stable=True)
@@ -7760,13 +8018,17 @@ def parts_of(state: TrainState, batch: Rollout) -> Iterator[Part]:
         # Each token has the advantage of its turn. Turns count from 1; where no token was sampled
         # this takes the first turn, and `chosen` leaves it out.
         turn = (of_rows.turn_ids - 1).clamp(min=0)
-        of_token = advantage[rows].to(cfg.device).gather(1, turn)  # [b, t]
+        advantage = credit.advantage[rows].to(cfg.device).gather(1, turn)  # [b, t]
+        has_signal = credit.has_signal[rows].to(cfg.device).gather(1, turn)  # [b, t]
+        first_answer = torch.arange(len(rows), device=cfg.device)[:, None] * num_turns  # [b, 1]
         chosen = of_rows.is_sampled()[:, 1:]  # the token of column t is predicted at t - 1
         yield Part(
             ids=of_rows.ids,
             chosen=chosen,
             recorded=of_rows.logprobs[:, 1:][chosen],
-            advantage=of_token[:, 1:][chosen],
+            advantage=advantage[:, 1:][chosen],
+            has_signal=has_signal[:, 1:][chosen],
+            answer=(first_answer + turn)[:, 1:][chosen],
             is_fresh=of_rows.versions[:, 1:][chosen] == state.version,
         )
 
@@ -7799,10 +8061,14 @@ def columns_for_log(
     is_fresh: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """[N] each, by name: what the log tells of tokens. Nothing of it goes into the gradient."""
-    weight = (tokens.near - tokens.recorded).exp()  # how much likelier a token is by now
+    weight = ratio_of(tokens.near, tokens.recorded)  # how much likelier a token is by now
+    is_pushed = tokens.advantage != 0
     return {
         "loss": found.loss,
-        "outside": found.is_outside,
+        "pushed": is_pushed,
+        "outside": found.is_outside & is_pushed,
+        "fresh_pushed": is_fresh & is_pushed,
+        "fresh_outside": found.is_outside & is_fresh & is_pushed,
         "fresh": is_fresh,
         "fresh_k3": k3(tokens.recorded, tokens.near) * is_fresh,
         "weight": weight,
@@ -7810,11 +8076,19 @@ def columns_for_log(
     }
 
 
+def share(means: dict[str, float], part: str, whole: str) -> float | None:
+    """One column over another one, of which it is a part. None: there is nothing in that."""
+    return means[part] / means[whole] if means[whole] else None
+
+
 def clip_gradient(model: Any) -> float:
     """Shortens the gradient to MAX_GRAD_NORM. Returns how long it was."""
     norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     is_sharded = hasattr(norm, "full_tensor")  # with several ranks it is a DTensor
     return float(norm.full_tensor() if is_sharded else norm)
+
+
+# -- measurement: of both programs, before anything is trained -------------------------------------
 
 
 @dataclass(frozen=True)
@@ -7841,7 +8115,7 @@ class Examination:
 
 def examine(state: TrainState, batch: Rollout) -> Examination:
     """Scores the longest rows of a batch, as many as one forward pass takes; changes no weight."""
-    part = next(parts_of(state, batch))
+    part = next(parts_of(state, batch, credit_of(state.cfg, batch)))
     logp, _ = score_part(state.model, part, 0.0, state.cfg.temperature)
     logp.sum().backward()
     num_without = 0
@@ -7852,7 +8126,7 @@ def examine(state: TrainState, batch: Rollout) -> Examination:
     with torch.no_grad():
         every = score_tokens(state.model, part.ids, part.chosen, state.cfg.temperature)
     same_group = batch.group_ids[:, None] == batch.group_ids  # [B, B]
-    group_sums = same_group.float() @ advantages(batch.rewards, batch.group_ids)
+    group_sums = same_group.float() @ credit_for(batch.rewards, batch.group_ids).advantage
     return Examination(
         mean_k3=float(k3(part.recorded, logp).mean()),
         off_from_1=float((every.exp().sum(1) - 1).abs().max()),
@@ -9285,6 +9559,9 @@ def mean_reward(rows: list[StepRow]) -> float:
     return statistics.fmean(row.stats.reward for row in rows)
 
 
+NO_LOSS = 0.01  # what the loss of a batch of lag 0 is below, if all advantages add up to 0
+
+
 def alarms(rows: list[StepRow]) -> Iterator[str]:
     """Says what it means, for each number of the last steps that is beyond what is healthy."""
     stats = rows[-1].stats
@@ -9295,6 +9572,8 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
         yield "ess < 0.3: few samples carry all the weight; too old, or steps too long"
     if stats.clipped > 0.5:
         yield "clipped > 0.5: most tokens had moved too far, and got no gradient (section 10)"
+    if stats.lag_max == 0 and abs(stats.loss) < NO_LOSS:
+        yield "loss near 0 at lag 0: it always is, and says nothing about learning (section 10)"
     if stats.entropy < 0.002:
         yield "entropy < 0.002: the policy has no alternatives left to compare"
     if rows[-1].unjudged > 0.1:
@@ -9315,6 +9594,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
 #     k3         recorded against recomputed, over tokens of lag 0; "-": there were none
 #     ess        1 if all tokens weigh the same       nats   entropy per token
 #     clip       share of tokens that had moved too far for the loss
+#     same       share of episodes whose group is all alike: there is nothing to learn from
 #     gen        share of the time so far for which generators worked; train: the trainer
 #     tok/s      sampled and trained on, so far
 #     heard      what the user was to say in one episode; said: what the policy answered
@@ -9329,7 +9609,9 @@ class Training:
 
     EVALUATE_EVERY = 25  # steps
     MAX_SKIPPED = 10  # steps in a row whose gradient was not finite: the run ends
-    HEAD = "      step reward exact  lag max     k3  ess nats clip  gen train tok/s  heard > said"
+    HEAD = (
+        "      step reward exact  lag max     k3  ess nats clip same  gen train tok/s  heard > said"
+    )
 
     def __init__(
         self,
@@ -9425,7 +9707,7 @@ class Training:
         line = (
             f"{row.run:5s}{row.step:5d}{stats.reward:7.2f}{exact:>6s}"
             f"{stats.lag_mean:5.1f}{stats.lag_max:4d}{mismatch:>7s}"
-            f"{stats.ess:5.2f}{stats.entropy:5.2f}{stats.clipped:5.2f}"
+            f"{stats.ess:5.2f}{stats.entropy:5.2f}{stats.clipped:5.2f}{stats.no_signal:5.2f}"
             f"{speed.generators_busy:5.2f}{speed.trainer_busy:6.2f}{speed.tokens_per_s:6.0f}"
             f"  {row.heard} > {row.said}"
         )

@@ -631,7 +631,7 @@ def test_advantages_against_closed_form_per_turn_and_in_any_order(baseline: str)
     rng = torch.Generator().manual_seed(0)
     for _ in range(20):
         order = torch.randperm(len(ids), generator=rng)
-        found = m.advantages(returns[order], ids[order], baseline)
+        found = m.credit_for(returns[order], ids[order], baseline).advantage
         assert found.dtype == torch.float32
         assert torch.allclose(found, expected[order], atol=1e-5)
 
@@ -639,7 +639,7 @@ def test_advantages_against_closed_form_per_turn_and_in_any_order(baseline: str)
 def test_a_group_that_is_all_alike_teaches_nothing() -> None:
     ids = torch.tensor([3, 3, 5, 9, 9])
     returns = torch.tensor([[0.5], [0.5], [0.75], [0.0], [1.0]])
-    found = m.advantages(returns, ids, "group")
+    found = m.credit_for(returns, ids, "group").advantage
     assert found[:3].abs().max() == 0
     assert found[3:].abs().min() > 0.9
 
@@ -659,7 +659,7 @@ def test_the_table_of_advantages_in_the_comment_is_what_they_are() -> None:
     returns = table[:, 0].reshape(-1, 1)
     ids = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     for column, baseline in enumerate(baselines, 1):
-        found = m.advantages(returns, ids, baseline).view(2, 4)
+        found = m.credit_for(returns, ids, baseline).advantage.view(2, 4)
         # The comment has them with one decimal.
         assert (found - table[:, column]).abs().max() < 0.05, baseline
 
@@ -673,7 +673,9 @@ def gradient_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of a loss by the log-probability of each token; and which are outside."""
     mine = logp.clone().requires_grad_()
-    tokens = m.Sampled(logp=mine, recorded=recorded, near=near, advantage=advantage)
+    # Each token is an answer of its own.
+    answer = torch.arange(len(logp))
+    tokens = m.Sampled(logp=mine, recorded=recorded, near=near, advantage=advantage, answer=answer)
     found = m.LOSSES[loss](tokens, m.USUAL_LIMITS)
     found.loss.sum().backward()
     assert mine.grad is not None
@@ -693,7 +695,14 @@ def test_losses_have_reinforces_gradient_on_policy(loss: str, seed: int) -> None
 
 
 # For each loss: does a token that has moved far enough get no more gradient?
-STOPS = {"ppo": True, "decoupled": True, "dppo": True, "cispo": False, "reinforce": False}
+STOPS = {
+    "ppo": True,
+    "decoupled": True,
+    "gspo": True,
+    "dppo": True,
+    "cispo": False,
+    "reinforce": False,
+}
 
 
 @pytest.mark.parametrize("loss", m.LOSSES)
@@ -763,6 +772,143 @@ def test_cispo_cuts_the_weight_and_not_the_gradient() -> None:
     assert found.tolist() == pytest.approx(
         [-m.USUAL_LIMITS.max_weight, m.USUAL_LIMITS.max_weight, -math.exp(-0.5)]
     )
+
+
+def test_gspo_gives_all_tokens_of_an_answer_the_same_ratio() -> None:
+    """The geometric mean of theirs, which decides for all of them whether they are outside."""
+    rng = torch.Generator().manual_seed(0)
+    recorded = -2 * torch.rand(12, generator=rng)
+    log_ratio = 0.6 * torch.randn(12, generator=rng)
+    answer = torch.tensor([0, 0, 0, 4, 4, 4, 4, 2, 3, 3, 3, 3])  # of answer 1 there is no token
+    advantage = torch.randn(5, generator=rng)[answer]
+    logp = (recorded + log_ratio).requires_grad_()
+    tokens = m.Sampled(
+        logp=logp, recorded=recorded, near=recorded, advantage=advantage, answer=answer
+    )
+    found = m.gspo_loss(tokens, m.USUAL_LIMITS)
+    found.loss.sum().backward()
+    assert logp.grad is not None
+    for number in answer.unique():
+        mine = answer == number
+        ratio = float(log_ratio[mine].mean().exp())
+        pushed = float(advantage[mine][0])
+        is_outside = ratio > 1.2 if pushed > 0 else ratio < 0.8 or ratio > 3
+        assert found.is_outside[mine].tolist() == [is_outside] * int(mine.sum())
+        expected = 0.0 if is_outside else -pushed * ratio
+        assert logp.grad[mine].tolist() == pytest.approx([expected] * int(mine.sum()), rel=1e-5)
+
+
+# Of one bad token that was sampled with probability 0.000001: does its loss have a ratio at all?
+WEIGHED = sorted(set(m.LOSSES) - {"reinforce"})
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+@pytest.mark.parametrize("loss", WEIGHED)
+def test_no_token_outweighs_a_batch(
+    monkeypatch: pytest.MonkeyPatch, loss: str, is_bounded: bool
+) -> None:
+    """In a step on a real batch: ppo, gspo and dppo leave nothing of it, the others twice its share.
+
+    Its share is the length of its gradient over that of the batch's. Without the bounds it has
+    nearly all of that; with gspo, which has its answer's mean, half.
+    """
+    if not is_bounded:
+        limits = dataclasses.replace(m.USUAL_LIMITS, most_back=math.inf, max_weight=math.inf)
+        monkeypatch.setattr(m, "limits_of", lambda _: limits)
+    trainer = trainer_of(loss=loss, lr=1e-12, entropy=0.0)
+    work = m.work_of(trainer.state, batch_of(trainer, num_groups=16, group_size=8))
+    [part] = work.parts
+    worst = int(part.advantage.argmin())
+    recorded = part.recorded.clone()
+    recorded[worst] = math.log(1e-6)
+    shares = []
+    for one in (part, dataclasses.replace(part, recorded=recorded)):
+        whole = gradient_of_work(trainer, dataclasses.replace(work, parts=[one]))
+        is_worst = torch.arange(len(recorded)) == worst
+        masked = dataclasses.replace(one, has_signal=is_worst)
+        alone = gradient_of_work(trainer, dataclasses.replace(work, parts=[masked]))
+        shares.append(float(alone.norm() / whole.norm()))
+    at_lag_0, share = shares
+    if not is_bounded:
+        assert share > 5 * at_lag_0
+    elif loss in ("cispo", "decoupled"):
+        assert share <= 1.05 * m.USUAL_LIMITS.max_weight * at_lag_0
+    else:
+        assert share <= 0.05
+
+
+def gradient_of_work(trainer: LocalTrainer, work: m.Work) -> torch.Tensor:
+    """The gradient of all weights, flat."""
+    trainer.state._backward(work, None)
+    gradients = []
+    for parameter in trainer.state.model.parameters():
+        assert parameter.grad is not None
+        gradients.append(parameter.grad.flatten().clone())
+        parameter.grad = None
+    return torch.cat(gradients)
+
+
+def test_a_turn_that_was_not_had_is_no_zero_in_the_mean_of_the_others() -> None:
+    """Row 2 ended after its first turn; row 3 was cut by the context, and had none."""
+    returns = torch.tensor([[1.0, 0.5], [0.5, 1.0], [0.75, 0.0], [0.0, 0.0]])
+    was_had = torch.tensor([[True, True], [True, True], [True, False], [False, False]])
+    ids = torch.zeros(4, dtype=torch.int64)
+    for baseline in ("group", "batch", "leave_one_out"):
+        credit = m.credit_for(returns, ids, baseline, was_had)
+        for turn, rows in ((0, [0, 1, 2]), (1, [0, 1])):
+            alone = m.credit_for(returns[rows, turn : turn + 1], ids[rows], baseline)
+            assert torch.allclose(credit.advantage[rows, turn], alone.advantage[:, 0])
+            assert credit.has_signal[rows, turn].all()
+        assert (credit.advantage[~was_had] == 0).all()
+        assert not credit.has_signal[~was_had].any()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_trainer_knows_which_turns_were_had(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+    trainer = trainer_of()
+    batch = batch_of(trainer)
+    turn_ids = batch.tokens.turn_ids.clone()
+    turn_ids[0] = 0  # cut
+    turn_ids[1] *= turn_ids[1] == 1  # it ended after its first turn
+    cut = with_tokens(batch, turn_ids=turn_ids)
+    if not tells:
+        original = m.credit_for
+        monkeypatch.setattr(m, "credit_for", lambda a, b, c, _: original(a, b, c))
+    advantage = m.credit_of(trainer.state.cfg, cut).advantage
+    others = m.credit_of(trainer.state.cfg, batch.select([1, 2])).advantage
+    assert torch.allclose(advantage[1:3, 0], others[:, 0]) is tells
+    assert bool(advantage[0].any()) is not tells
+
+
+def test_groups_without_a_signal_do_not_shorten_a_step() -> None:
+    """The gradient of a batch is the same with three times as many groups that are all right."""
+    trainer = trainer_of(lr=1e-12, entropy=0.0)
+    batch = batch_of(trainer, num_groups=8)
+    rewards = batch.rewards.clone()
+    is_first = batch.group_ids < 2
+    rewards[~is_first] = 0.5
+    mixed = dataclasses.replace(batch, rewards=rewards)
+    found = gradient_of_work(trainer, m.work_of(trainer.state, mixed))
+    rows = is_first.nonzero().flatten().tolist()
+    expected = gradient_of_work(trainer, m.work_of(trainer.state, mixed.select(rows)))
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert trainer.state.step(mixed, no_copy).no_signal == pytest.approx(6 / 8)
+
+
+def test_clipped_is_of_tokens_that_had_a_gradient_to_lose() -> None:
+    """A token without an advantage is not outside, wherever it is."""
+    trainer = trainer_of(lr=1e-12)
+    batch = batch_of(trainer)
+    moved = with_tokens(batch, logprobs=(batch.tokens.logprobs - 1.0) * batch.sampled())
+    rewards = batch.rewards.clone()
+    rewards[batch.group_ids > 0] = 0.5
+    some = dataclasses.replace(moved, rewards=rewards)
+    [part] = m.work_of(trainer.state, some).parts
+    is_good = part.advantage > 0
+    expected = float(is_good.sum() / (part.advantage != 0).sum())
+    stats = trainer.state.step(some, no_copy)
+    assert stats.clipped == pytest.approx(expected)
+    assert stats.clipped_at_lag_0 == pytest.approx(expected)  # all are of lag 0
 
 
 def test_k3_is_zero_for_equals_and_positive_otherwise() -> None:
@@ -1892,7 +2038,7 @@ def test_a_reward_is_due_to_its_own_turn_and_the_turns_before(baseline: str, tur
     [right] = seen_by_loss(trainer, dataclasses.replace(batch, rewards=rewards))
     assert turns_that_differ(batch, left, right, "advantage") == set(range(1, turn + 1))
     returns = batch.rewards.flip(1).cumsum(1).flip(1)
-    expected = m.advantages(returns, batch.group_ids, baseline)
+    expected = m.credit_for(returns, batch.group_ids, baseline).advantage
     for (row, column), token in left.items():
         of_turn = expected[row, batch.tokens.turn_ids[row, column] - 1]
         assert token.advantage == pytest.approx(float(of_turn), abs=1e-6)
@@ -2211,8 +2357,10 @@ def test_examine_finds_what_is_broken(
         right = m.score_tokens
         monkeypatch.setattr(m, "score_tokens", lambda *args: right(*args) + 0.01)
     if broken == "not centred":
-        not_centred = functools.partial(m.advantages, baseline="none")
-        monkeypatch.setattr(m, "advantages", lambda returns, ids, _="": not_centred(returns, ids))
+        right_credit = m.credit_for
+        monkeypatch.setattr(
+            m, "credit_for", lambda returns, ids, *_: right_credit(returns, ids, "none")
+        )
     found = m.examine(trainer.state, batch)
     assert failed_before_training(batch, found) == expected
     for parameter in trainer.state.model.parameters():
@@ -2721,16 +2869,23 @@ def test_new_tokens_are_limited_by_the_flag() -> None:
 
 
 def test_a_clip_limit_is_what_the_flag_says() -> None:
-    """By what share a good token may become likelier until it has no gradient: that of --clip."""
+    """By what share a good token may become likelier, and a bad one less likely, until it stops."""
     for clip in (0.1, 0.4):
-        limits = m.limits_of(m.Config(clip=clip, max_weight=3.0))
-        for moved, is_outside in ((0.9 * clip, False), (1.1 * clip, True)):
-            recorded = torch.tensor([-1.0])
-            logp = recorded + math.log(1 + moved)
-            tokens = m.Sampled(logp=logp, recorded=recorded, near=recorded, advantage=-recorded)
-            for loss in (m.ppo_loss, m.decoupled_loss):
-                assert bool(loss(tokens, limits).is_outside) is is_outside
-        far = dataclasses.replace(tokens, logp=tokens.recorded + 3)
+        for is_good in (True, False):
+            limits = m.limits_of(m.Config(clip_low=clip, clip_high=2 * clip, max_weight=3.0))
+            farthest = 2 * clip if is_good else -clip
+            for moved, is_outside in ((0.9 * farthest, False), (1.1 * farthest, True)):
+                recorded = torch.tensor([-1.0])
+                tokens = m.Sampled(
+                    logp=recorded + math.log(1 + moved),
+                    recorded=recorded,
+                    near=recorded,
+                    advantage=torch.tensor([1.0 if is_good else -1.0]),
+                    answer=torch.tensor([0]),
+                )
+                for loss in (m.ppo_loss, m.decoupled_loss, m.gspo_loss):
+                    assert bool(loss(tokens, limits).is_outside) is is_outside
+        far = dataclasses.replace(tokens, logp=tokens.recorded + 3, advantage=-tokens.recorded)
         assert float(m.cispo_loss(far, limits).loss) == pytest.approx(-3.0 * 2.0)
 
 
@@ -3107,8 +3262,8 @@ def test_long_turns_cost_something_only_in_what_is_learned() -> None:
     assert not torch.equal(rewards, batch.rewards)
     cheap = trainer_of(batch_groups=2, baseline="none")
     priced = dataclasses.replace(batch, rewards=rewards)
-    mine = torch.cat([part.advantage for part in m.parts_of(trainer.state, batch)])
-    expected = torch.cat([part.advantage for part in m.parts_of(cheap.state, priced)])
+    mine = torch.cat([part.advantage for part in m.work_of(trainer.state, batch).parts])
+    expected = torch.cat([part.advantage for part in m.work_of(cheap.state, priced).parts])
     assert torch.equal(mine, expected)
     stats = trainer.state.step(batch, lambda: 0.0)
     assert stats.reward == pytest.approx(float(batch.rewards.sum(1).mean()))
@@ -9391,6 +9546,7 @@ FINE = {
     "entropy": 1.0,
     "grad_norm": 1.0,
     "reward": 0.5,
+    "loss": 1.0,
 }
 ONE_BATCH = rollout_of([0, 0], version=0)
 
@@ -9484,6 +9640,7 @@ ALARMS = [
     ("mismatch_k3", 0.0101, 0.01, 1, "mismatch_k3 > 0.01: "),
     ("ess", 0.299, 0.3, 1, "ess < 0.3: "),
     ("clipped", 0.501, 0.5, 1, "clipped > 0.5: "),
+    ("loss", -0.0099, 0.01, 1, "loss near 0 at lag 0: "),
     ("entropy", 0.00199, 0.002, 1, "entropy < 0.002: "),
     ("reward", 0.0, 0.01, 20, "reward 0 in 20 batches: "),
     ("reward", 1.0, 0.99, 20, "reward 1 in 20 batches: "),
