@@ -807,7 +807,7 @@ WEIGHED = sorted(set(m.LOSSES) - {"reinforce"})
 def test_no_token_outweighs_a_batch(
     monkeypatch: pytest.MonkeyPatch, loss: str, is_bounded: bool
 ) -> None:
-    """In a step on a real batch: ppo, gspo and dppo leave nothing of it, the others twice its share.
+    """In a step on a real batch: ppo, gspo and dppo leave it nothing, the others twice its share.
 
     Its share is the length of its gradient over that of the batch's. Without the bounds it has
     nearly all of that; with gspo, which has its answer's mean, half.
