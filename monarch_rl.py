@@ -8276,6 +8276,19 @@ def checkpoint_of(state: TrainState, with_optimizer: bool) -> dict[str, Any]:
     }
 
 
+def follow_flags(state: TrainState) -> None:
+    """After a checkpoint's optimizer and schedule were loaded: takes the rate of these flags.
+
+    From the checkpoint comes how many steps were made. With more --steps than it was made with, or
+    another --lr, each further step has the rate that it would have had with these from the start.
+    """
+    full = learning_rate(state.cfg)
+    state.schedule.base_lrs = [full for _ in state.schedule.base_lrs]
+    share = share_of_rate(state.cfg.steps, state.schedule.last_epoch)
+    for group in state.optimizer.param_groups:
+        group.update(initial_lr=full, lr=full * share)  # mechanism: rate of these flags
+
+
 def become(
     state: TrainState,
     found: dict[str, Any],
@@ -8295,6 +8308,7 @@ def become(
         moments = found["moments"]
         dcp.set_optimizer_state_dict(state.model, state.optimizer, moments, options=options)
         state.schedule.load_state_dict(found["schedule"])
+        follow_flags(state)
     if state.reference is not None:
         dcp.set_model_state_dict(state.reference, dict(base["weights"]), options=options)
     state.count_on(found["version"])

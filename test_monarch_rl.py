@@ -3251,6 +3251,30 @@ def test_the_tiny_policy_is_not_asked_what_it_has_no_tokens_for(
     assert m.parse(["--task", file]).cfg.task == file
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_run_that_goes_on_has_the_rate_of_its_present_flags(
+    monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    """At once, and not only from its second step on."""
+    if not follows:
+        monkeypatch.setattr(m, "follow_flags", lambda _: None)
+    short = trainer_of(steps=4, batch_groups=2)
+    for _ in range(4):
+        short.state.step(batch_of(short), no_copy)
+    saved = copied_checkpoint(short.state, with_optimizer=True)
+    assert short.state.optimizer.param_groups[0]["lr"] == 0.0
+    longer = trainer_of(steps=8, batch_groups=2, lr=0.5)
+    m.become(longer.state, saved, saved, longer.state.cfg)
+    rates = []
+    for _ in range(4):
+        rates.append(longer.state.optimizer.param_groups[0]["lr"])
+        longer.state.optimizer.zero_grad()
+        longer.state.schedule.step()
+    expected = [0.5 * m.share_of_rate(8, step) for step in range(4, 8)]
+    assert (rates == pytest.approx(expected)) is follows
+
+
 def test_long_turns_cost_something_only_in_what_is_learned() -> None:
     trainer = trainer_of(batch_groups=2, length_penalty=0.25, free_tokens=2, baseline="none")
     batch = batch_of(trainer)
