@@ -423,7 +423,7 @@ class Config:
     generators: int = setting(2, "replicas of the generator service", least=1)
     max_generators: int | None = setting(
         None,
-        "most generators that there can be; None: one more than --generators",
+        "most generators there can be; None: one more",
         least=1,
         kind=int,
     )
@@ -496,7 +496,7 @@ class Config:
         kind=int,
     )
     stuck_after: float = setting(
-        120.0, "seconds without progress, until trainer or generator is replaced", least=1
+        120.0, "seconds a trainer or generator may make no progress", least=1
     )
     judge_stuck_after: float = setting(5.0, "seconds that a reward may take", least=0.5)
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
