@@ -11123,8 +11123,8 @@ def test_the_recipe_of_what_lag_does_runs(tmp_path: pathlib.Path) -> None:
         assert program.count(constant) == 1
         program = program.replace(constant, f"{constant.split(' = ')[0]} = {short}")
     out = run_recipe(tmp_path, "ablate.py", program, 200)
-    rows = [line for line in out.splitlines() if line.strip().startswith("lag ")]
-    assert len(rows) == 8
+    rows = [line for line in out.splitlines() if line.strip().startswith("rate ")]
+    assert len(rows) == 2 * 3 * 2 + 2
     assert "mean lag 0.00" in rows[0]
 
 
