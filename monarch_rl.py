@@ -6841,13 +6841,13 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #   of p times the reward R. As grad p = p grad log p, its gradient is a mean over sampled answers:
 #   grad J = E[R grad log p]. So samples are enough, but what they give is noisy. And if they come
 #   from an older policy, it is the gradient of something else.
-# Rule. Four things are done about that, each for a reason of its own:
+# Rule. Five things are done about that, each for a reason of its own:
 #     a baseline   In place of R stands the advantage A: how much better the answer was than
 #                  expected. If what is subtracted from R does not depend on the answer, the mean
 #                  of the gradient stays right, and its noise shrinks. `leave_one_out` subtracts
 #                  the mean of the other answers to the prompt: that is so there. `group` subtracts
-#                  the mean of all of them and divides by their deviation, and in both the answer
-#                  itself counts: the demo shows by how much that tilts.
+#                  the mean of all of them, which only makes the gradient a little shorter, and
+#                  divides by their deviation: the demo shows by how much that tilts.
 #     a ratio      r = p now / p when it was sampled weighs each token: samples of the old policy
 #                  are counted as often as the present one would have drawn them. Nearly: a ratio
 #                  of one token does not know what came before it, and large ones are cut off.
@@ -6855,14 +6855,15 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #                  direction; it limits how far one batch can push.
 #     a bound      on what any one token weighs: a ratio has none by itself. A token that was drawn
 #                  with probability 0.000001, and is at 0.01 now, has a ratio of 10,000.
+#     a price      of length: what is paid for right answers alone says nothing against long ones.
 # Cost. Ratios make noise: a few tokens may have most of the weight. A clip silences tokens.
-# Not here. Value networks as baselines (section 14).
+# Not here. Value networks as baselines (DOCS 11).
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), dual clip (Ye 2020), GRPO (Shao 2024),
 #   RLOO (Ahmadian 2024), GSPO (Zheng 2025).
 #
 # At lag 0 every ratio is 1. If the advantages of all tokens add up to 0, the value of ppo,
-# decoupled, gspo and dppo is then 0, whatever the answers were. Only its gradient means something.
-# So a loss that does not fall says nothing; watch the reward, held-out answers, the entropy and k3.
+# decoupled and gspo is then 0, whatever the answers were. Only its gradient means something. So a
+# loss that does not fall says nothing; watch the reward, held-out answers, the entropy and k3.
 
 # Why the mean of the group is the baseline. The answers to one prompt tell how hard that prompt is,
 # and this needs no second network. A baseline that does not know the prompt praises a right answer
@@ -6878,11 +6879,12 @@ class Credit:
     """For each turn of each answer: what it is praised or blamed for. [..., B, turns] each."""
 
     advantage: torch.Tensor  # float32: how much better it was than expected
-    # bool: were not all alike with which it was compared? Else there is nothing to learn from it.
+    # bool: False if all answers with which it was compared, itself included, are alike, or if it
+    # had no such turn: then there is nothing to learn. With `none` nothing is compared: True.
     has_signal: torch.Tensor
 
 
-ALIKE = 1e-9  # returns that differ by less differ by rounding
+ALIKE = 1e-6  # returns are in fp32: those that differ by less differ by rounding
 
 
 def credit_for(
@@ -6920,9 +6922,10 @@ def credit_for(
         expected = (others @ returns) / (others @ counts).clamp(min=1)
         advantage = (returns - expected) * counts
     else:
-        # The small number keeps a group that is all alike from dividing 0 by 0: it gets 0.
+        # The small number keeps the noise of a group that hardly differs from becoming large.
         advantage = centred / (deviation + 1e-4)
-    return Credit(advantage=advantage.float(), has_signal=has_signal)
+    # No signal, no advantage: all are alike but for rounding, or no other answer had this turn.
+    return Credit(advantage=(advantage * has_signal).float(), has_signal=has_signal)
 
 
 def priced(
@@ -6966,15 +6969,16 @@ class TokenLoss:
 
 # The loss of a batch is the mean over those of its sampled tokens that have a signal, so a long
 # answer weighs as much as its tokens do, and answers of which nothing can be learned do not make a
-# step shorter. In the formulas r is the ratio, A the advantage:
+# step shorter. (So the answers decide how long the step of a batch is, not where it points: one
+# telling group makes a whole step.) In the formulas r is the ratio, A the advantage:
 #
 #     reinforce   -A log p
 #     ppo         -min(A r, A clip(r, 1 - clip_low, 1 + clip_high)); if A < 0, -3 A at most
 #     decoupled   w ppo, where r is p / p near, and w = min(p near / p recorded, max_weight)
 #     gspo        ppo, where log r is the mean of log r over the answer, the same for all its tokens
 #     cispo       -A min(r, max_weight) log p, where no gradient flows through r
-#     dppo        -A r + PULL_BACK (log r)**2, until p has moved by MAX_SHIFT the way A pushes it,
-#                 or r is above 3
+#     dppo        -A min(r, 3) log p + PULL_BACK (log r)**2, where no gradient flows through r,
+#                 until p has moved by MAX_SHIFT the way A pushes it
 
 # By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and the
 # loss of ppo, -r, has a gradient: the token becomes likelier still. At 0.65 r is 1.3, beyond 1.2,
@@ -6984,15 +6988,16 @@ class TokenLoss:
 # log says for which share of the tokens that had a gradient to lose. If it is large, the samples
 # are too old or the steps too long.
 #
-# On its way back there is no limit. A bad token that is a hundred times as likely now as when it
+# A clip sets no limit on the way back. A bad token that is a hundred times as likely now as when it
 # was sampled has a gradient a hundred times as long as that of the others, and as all gradients of
 # a batch are shortened together (section 11), nothing of the others is left. Lag makes such tokens,
 # and so does a generator that rounds otherwise. So a bad token has no gradient above a ratio of 3.
+# The price: it stays as likely as it is, until a newer sample has it.
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds the effect of a token, but in dppo, whose bounds are the constants below."""
+    """What bounds the effect of a token. In dppo that is most_back, and the constants below."""
 
     # How far its probability may move, as a ratio, before its gradient stops: down to
     # 1 - --clip-low, up to 1 + --clip-high.
@@ -7000,7 +7005,7 @@ class Limits:
     clip_high: float
     # What a ratio may weigh at most, or a few tokens would outweigh all others: --max-weight.
     max_weight: float
-    # The same where a ratio is multiplied with what pushes it back towards 1 (dual clip, Ye 2020).
+    # Above this ratio ppo's loss of a bad token is a constant (dual clip, Ye 2020).
     most_back: float = 3.0
 
 
@@ -7014,14 +7019,15 @@ def limits_of(cfg: Config) -> Limits:
 
 
 USUAL_LIMITS = limits_of(Config())
-MAX_LOG_RATIO = 20.0  # e**20 is 500 million: a ratio that overflows has no gradient but nan
+# Beyond this a ratio is cut off: exp(89) is inf in fp32, and inf * 0 in its gradient is nan.
+MAX_RATIO = 1e9
 MAX_SHIFT = 0.2  # how far the probability of a token may move, as a difference
 PULL_BACK = 0.05  # weight of the squared log-ratio in dppo: a small pull back to the samples
 
 
 def ratio_of(logp: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """How many times as likely each token is now as it was before."""
-    return (logp - before).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return (logp - before).clamp(max=math.log(MAX_RATIO)).exp()
 
 
 def nowhere(tokens: Sampled) -> torch.Tensor:
@@ -7045,12 +7051,12 @@ def ppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     ratio = ratio_of(tokens.logp, tokens.recorded)
     clipped = ratio.clamp(lowest, highest)
     is_good = tokens.advantage > 0
-    is_too_far_back = ratio > limits.most_back
-    is_outside = torch.where(is_good, ratio > highest, (ratio < lowest) | is_too_far_back)
+    is_too_far_back = ~is_good & (ratio > limits.most_back)
+    is_outside = torch.where(is_good, ratio > highest, ratio < lowest) | is_too_far_back
     # The smaller of both: outside that is the clipped one, a constant, so there is no gradient.
     gain = torch.min(tokens.advantage * ratio, tokens.advantage * clipped)
-    least = limits.most_back * tokens.advantage
-    gain = torch.where(is_good, gain, torch.max(gain, least))  # mechanism: bound
+    bounded = tokens.advantage * min(limits.most_back, MAX_RATIO)  # a constant, too
+    gain = torch.where(is_too_far_back, bounded, gain)  # mechanism: bound
     return TokenLoss(loss=-gain, is_outside=is_outside)
 
 
@@ -7073,13 +7079,14 @@ def gspo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     hundreds of tokens that paper has 0.0003 and 0.0004.
     """
     mean = mean_over_answers(tokens.logp - tokens.recorded, tokens.answer)
-    # The value of the mean, and the gradient of the token's own log-probability.
-    logp = tokens.logp - tokens.logp.detach() + (tokens.recorded + mean).detach()
-    return ppo_loss(dataclasses.replace(tokens, logp=logp), limits)
+    # Its value is the mean; its gradient is that of the token's own log-probability.
+    log_ratio = tokens.logp - tokens.logp.detach() + mean.detach()
+    zeros = torch.zeros_like(log_ratio)
+    return ppo_loss(dataclasses.replace(tokens, logp=log_ratio, recorded=zeros), limits)
 
 
 def mean_over_answers(numbers: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
-    """Of each token, the mean over the answer to which it belongs: [N], as both parameters."""
+    """Of each token, the mean over the answer to which it belongs. All are of the same shape."""
     num_answers = int(answer.max()) + 1 if answer.numel() else 0
     sums = numbers.new_zeros(num_answers).index_add(0, answer.flatten(), numbers.flatten())
     lengths = answer.flatten().bincount(minlength=num_answers).clamp(min=1)
@@ -7099,15 +7106,14 @@ def dppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
 
     For a rare token a ratio of 2 is nothing, for a frequent one 1.2 is much. Inside the limit there
     is a small pull back to the samples. What was very rare may be within the limit, and have any
-    ratio; so ratios are bounded here, too.
+    ratio; so a token weighs most_back at most.
     """
     shift = (tokens.logp.exp() - tokens.recorded.exp()).detach()
-    ratio = ratio_of(tokens.logp, tokens.recorded)
+    weight = ratio_of(tokens.logp.detach(), tokens.recorded).clamp(max=limits.most_back)
     is_good = tokens.advantage > 0
     is_outside = torch.where(is_good, shift > MAX_SHIFT, shift < -MAX_SHIFT)
-    is_outside = is_outside | (ratio > limits.most_back)
     log_ratio = tokens.logp - tokens.recorded
-    loss = PULL_BACK * log_ratio**2 - tokens.advantage * ratio
+    loss = PULL_BACK * log_ratio**2 - tokens.advantage * weight * tokens.logp
     return TokenLoss(loss=loss * ~is_outside, is_outside=is_outside)
 
 
@@ -7371,7 +7377,8 @@ def share_of_one_token(
     return float(alone.norm() / whole.norm())
 
 
-# Length. A task is paid for its three right letters wherever they stand in an answer, of at most
+# -- measurement: of length ------------------------------------------------------------------------
+# A task is paid for its three right letters wherever they stand in an answer, of at most
 # twelve tokens. The longer the answer, the likelier they are in it, and nothing says that it could
 # end when they are. The policy is a table again, with a logit for each prompt, place and symbol.
 
@@ -7390,6 +7397,16 @@ class RambleRow:
     last_score: float
 
 
+def draw_answers(p: torch.Tensor, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """[64, 12] each: a symbol for every place, and whether the answer had ended before it.
+
+    p: [64, 12, symbols], probabilities.
+    """
+    drawn = torch.multinomial(p.flatten(0, 1), 1, generator=rng).view(p.shape[:2])
+    is_end = drawn == NUM_LETTERS
+    return drawn, is_end.cumsum(1) - is_end.long() > 0
+
+
 def ramble(penalty: float, seed: int) -> RambleRow:
     """Trains a policy on this task. penalty: as of --length-penalty."""
     rng = torch.Generator().manual_seed(seed)
@@ -7402,8 +7419,7 @@ def ramble(penalty: float, seed: int) -> RambleRow:
     scores = []
     for _ in range(200):
         every = table.log_softmax(-1)[group_ids]  # [64, 12, symbols]
-        drawn = torch.multinomial(every.detach().exp().flatten(0, 1), 1, generator=rng).view(64, -1)
-        has_ended = (drawn == NUM_LETTERS).cumsum(1) - (drawn == NUM_LETTERS).long() > 0
+        drawn, has_ended = draw_answers(every.detach().exp(), rng)
         length = (~has_ended).sum(1, keepdim=True)  # [64, 1]
         letters = drawn.masked_fill(has_ended, -1)
         is_in = (letters[:, :, None] == right[group_ids][:, None, :]).any(1)  # [64, 3]
@@ -7432,8 +7448,8 @@ def ramble(penalty: float, seed: int) -> RambleRow:
     )
 
 
-def tell_bounds(report: Report, world: SmallWorld, table: torch.Tensor) -> None:
-    """Reports what one token can do, and what a price of length does."""
+def tell_share_of_one_token(report: Report, world: SmallWorld, table: torch.Tensor) -> None:
+    """Reports what one token can do to a batch."""
     unbounded = dataclasses.replace(USUAL_LIMITS, most_back=math.inf)
     without = share_of_one_token(world, table, "ppo", unbounded)
     shares = {loss: share_of_one_token(world, table, loss) for loss in LOSSES}
@@ -7445,20 +7461,26 @@ def tell_bounds(report: Report, world: SmallWorld, table: torch.Tensor) -> None:
     )
     report.check("share of one token in the gradient, ppo without a bound", without, ">", 0.9)
     report.check("the largest share with it, of all losses", max(shares.values()), "<=", 0.05)
-    report.say("paid for the right letters anywhere, with and without a price of length:")
-    free = ramble(0.0, world.seed)
-    costly = ramble(1 / MOST_TOKENS, world.seed)
+    report.figure(share_without_bound=without)
+
+
+def tell_length(report: Report, seed: int) -> None:
+    """Reports what a price of length does."""
+    report.say("paid for the right letters anywhere, without and with a price of length:")
+    free = ramble(0.0, seed)
+    costly = ramble(1 / MOST_TOKENS, seed)
     report.table([free, costly])
     ratio = costly.last_tokens / free.last_tokens
     report.check("tokens of an answer, with a price / without", ratio, "<=", 0.5)
     lost = free.last_score - costly.last_score
     report.check("share of right letters that the price costs", lost, "<=", 0.02)
-    report.figure(share_without_bound=without, length_with_price_over_without=ratio)
+    report.figure(length_with_price_over_without=ratio)
 
 
 @stage(
     "a gradient from old or badly compared samples points elsewhere; a baseline takes away noise, "
-    "a ratio takes away tilt, a clip bounds how far one batch can push, and no token outweighs it",
+    "a ratio takes away tilt, a clip bounds how far a batch can push, no token outweighs a batch, "
+    "and a price keeps answers short",
     hint="write `ratio * 0 + 1`: the lag tilts the gradient as if nothing was done about it",
     mechanism="ratio",
 )
@@ -7485,12 +7507,16 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     texts = [f"{loss} {show(nats)}" for loss, nats in pushed.items()]
     report.say("100 updates with one batch move it by so many nats:", f"  {', '.join(texts)}")
 
-    none, _, group, alone, _, _, _, cispo, _ = rows
+    by_name = {(row.loss, row.baseline): row for row in rows}
+    without = by_name["reinforce", "none"]
+    group = by_name["reinforce", "group"]
+    left_out = by_name["reinforce", "leave_one_out"]
+    cispo = by_name["cispo", "leave_one_out"]
     report.figure(
-        noise_none=none.noise,
-        noise_leave_one_out=alone.noise,
+        noise_none=without.noise,
+        noise_leave_one_out=left_out.noise,
         tilt_group=group.tilt,
-        tilt_lag_reinforce=alone.tilt_at_a_lag,
+        tilt_lag_reinforce=left_out.tilt_at_a_lag,
         tilt_lag_cispo=cispo.tilt_at_a_lag,
         pushed_reinforce_nats=pushed["reinforce"],
         pushed_ppo_nats=pushed["ppo"],
@@ -7501,17 +7527,19 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     # gradients is off by noise / sqrt(n), as a share of its length, and so by about that angle; and
     # 1 - cosine of a small angle is half its square. More than that would be a real tilt.
     over_chance = 0.0
-    for row in (none, alone):
+    for row in (without, left_out):
         by_chance = row.noise**2 / (2 * NUM_BATCHES)
         over_chance = max(over_chance, row.tilt / by_chance)
     what = "lag 0: tilt without baseline and with leave_one_out / tilt by chance"
     report.check(what, over_chance, "<", 3)  # by chance it is 1, give or take
-    report.check("lag 0: noise with a baseline / without", alone.noise / none.noise, "<", 0.8)
-    corrected = cispo.tilt_at_a_lag / alone.tilt_at_a_lag
+    quieter = left_out.noise / without.noise
+    report.check("lag 0: noise with a baseline / without", quieter, "<", 0.8)
+    corrected = cispo.tilt_at_a_lag / left_out.tilt_at_a_lag
     report.check("lag 8: tilt with a ratio / without", corrected, "<", 0.9)
     bounded = pushed["ppo"] / pushed["reinforce"]
     report.check("how far 100 updates push, with a clip / without", bounded, "<", 0.2)
-    tell_bounds(report, world, old)
+    tell_share_of_one_token(report, world, old)
+    tell_length(report, cfg.seed)
     # You can now say what a loss does with a sample that is old, and what that costs.
 
 
@@ -7730,13 +7758,13 @@ class StepStats:
     # Of the choice of a token, in nats. It falls as the policy becomes certain; at 0 there is
     # nothing left to compare.
     entropy: float
-    # Share of tokens that had moved too far for the loss, which left them without a gradient, of
-    # those with an advantage.
+    # Of the tokens with an advantage, the share that had moved too far, and so had no gradient.
     clipped: float
-    # The same of tokens of lag 0, in the first pass: those moved by rounding alone. None: there are
-    # none.
+    # The same, of those of lag 0, before the first update: what rounding alone has moved. None:
+    # there were none.
     clipped_at_lag_0: float | None
-    # Share of episodes whose group was all alike in every turn. Of these there is nothing to learn.
+    # Share of episodes without a signal in any turn: all alike with which they were compared, or
+    # cut by the context. Of these there is nothing to learn.
     no_signal: float
     # Divergence from the policy before RL, nats per token; 0 without --kl.
     kl: float
@@ -7774,16 +7802,16 @@ class Work:
     num_with_signal: int  # of these
     no_signal: float  # as in StepStats
 
-    def objective(self, cfg: Config, part: Part, found: TokenLoss, of_all: torch.Tensor) -> Any:
-        """What a part adds to what is made smaller: a scalar. of_all: [N], what concerns all.
+    def objective(self, cfg: Config, part: Part, found: TokenLoss, for_all: torch.Tensor) -> Any:
+        """The share of a part in what is made smaller: a scalar.
 
-        The loss is a mean over the tokens with a signal. Divided by all of them, a step would get
-        shorter as the groups that are all right become more.
+        for_all: [N], what needs no signal. The loss is a mean over the tokens with one. Divided by
+        all of them, a step would get shorter as the groups that are all right become more.
         """
         mean = (found.loss * part.has_signal).sum() / self.num_with_signal
-        mean = mean + of_all.sum() / self.num_tokens
-        # These are sums over this rank, over the numbers of all ranks. FSDP takes the mean of the
-        # ranks' gradients, which divides by their number once more.
+        mean = mean + for_all.sum() / self.num_tokens
+        # Sums over the tokens of this rank, divided by the numbers of those of all ranks. FSDP
+        # takes the mean of the ranks' gradients, which divides by their number once more.
         return mean * cfg.trainers
 
 
@@ -7877,12 +7905,12 @@ class TrainState:
             reward=float(batch.rewards.sum(1).mean()),
             lag_mean=int(lag.sum()) / work.num_tokens,
             lag_max=int(lag.max()),
-            loss=means[-1]["loss"],
-            mismatch_k3=share(means[0], "fresh_k3", "fresh"),
+            loss=share_of(means[-1], "loss", "with_signal") or 0.0,
+            mismatch_k3=share_of(means[0], "fresh_k3", "fresh"),
             ess=means[0]["weight"] ** 2 / max(means[0]["weight_squared"], 1e-9),
             entropy=means[-1]["entropy"],
-            clipped=share(means[-1], "outside", "pushed") or 0.0,
-            clipped_at_lag_0=share(means[0], "fresh_outside", "fresh_pushed"),
+            clipped=share_of(means[-1], "outside", "pushed") or 0.0,
+            clipped_at_lag_0=share_of(means[0], "fresh_outside", "fresh_pushed"),
             no_signal=work.no_signal,
             kl=means[-1]["kl"],
             grad_norm=grad_norm,
@@ -7908,8 +7936,8 @@ class TrainState:
         """Adds up the gradient of all parts.
 
         near: of each part, what the first pass over the batch found; None: this is the first.
-        Returns the means over the sampled tokens of all ranks of what columns_for_log has, of
-        entropy and kl; and of each part the log-probabilities that it had.
+        Returns, by name, the mean of each column of columns_for_log, of entropy and of kl, over the
+        sampled tokens of all ranks; and the log-probabilities of each part, for `near`.
         """
         sums: dict[str, float] = collections.defaultdict(float)
         logps = []
@@ -7928,9 +7956,9 @@ class TrainState:
             found = LOSSES[self.cfg.loss](tokens, limits_of(self.cfg))
             reference = self.reference if self.cfg.kl else None  # in supervised steps it is 0
             kl = divergence(reference, logp, part, self.cfg.temperature)
-            of_all = self.cfg.kl * kl - self.entropy_bonus * entropy  # [N]
-            work.objective(self.cfg, part, found, of_all).backward()
-            columns = columns_for_log(tokens, found, part.is_fresh)
+            for_all = self.cfg.kl * kl - self.entropy_bonus * entropy  # [N]
+            work.objective(self.cfg, part, found, for_all).backward()
+            columns = columns_for_log(tokens, found, part)
             columns.update(entropy=entropy, kl=kl)
             for name, column in columns.items():
                 sums[name] += float(column.detach().double().sum())
@@ -8058,27 +8086,28 @@ def score_part(
 def columns_for_log(
     tokens: Sampled,
     found: TokenLoss,
-    is_fresh: torch.Tensor,
+    part: Part,
 ) -> dict[str, torch.Tensor]:
     """[N] each, by name: what the log tells of tokens. Nothing of it goes into the gradient."""
     weight = ratio_of(tokens.near, tokens.recorded)  # how much likelier a token is by now
     is_pushed = tokens.advantage != 0
     return {
-        "loss": found.loss,
+        "loss": found.loss * part.has_signal,
+        "with_signal": part.has_signal,
         "pushed": is_pushed,
         "outside": found.is_outside & is_pushed,
-        "fresh_pushed": is_fresh & is_pushed,
-        "fresh_outside": found.is_outside & is_fresh & is_pushed,
-        "fresh": is_fresh,
-        "fresh_k3": k3(tokens.recorded, tokens.near) * is_fresh,
+        "fresh_pushed": part.is_fresh & is_pushed,
+        "fresh_outside": found.is_outside & part.is_fresh & is_pushed,
+        "fresh": part.is_fresh,
+        "fresh_k3": k3(tokens.recorded, tokens.near) * part.is_fresh,
         "weight": weight,
         "weight_squared": weight**2,
     }
 
 
-def share(means: dict[str, float], part: str, whole: str) -> float | None:
-    """One column over another one, of which it is a part. None: there is nothing in that."""
-    return means[part] / means[whole] if means[whole] else None
+def share_of(means: dict[str, float], counted: str, among: str) -> float | None:
+    """The mean of a column over the tokens that another one counts. None: there are none."""
+    return means[counted] / means[among] if means[among] else None
 
 
 def clip_gradient(model: Any) -> float:
@@ -9587,7 +9616,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
     if stats.clipped > 0.5:
         yield "clipped > 0.5: most tokens had moved too far, and got no gradient (section 10)"
     if stats.lag_max == 0 and abs(stats.loss) < NO_LOSS:
-        yield "loss near 0 at lag 0: it always is, and says nothing about learning (section 10)"
+        yield "loss near 0 at lag 0: with ppo it is by construction (section 10)"
     if stats.entropy < 0.002:
         yield "entropy < 0.002: the policy has no alternatives left to compare"
     if rows[-1].unjudged > 0.1:
@@ -9607,7 +9636,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
 #     lag, max   mean and largest lag of the batch, in versions
 #     k3         recorded against recomputed, over tokens of lag 0; "-": there were none
 #     ess        1 if all tokens weigh the same       nats   entropy per token
-#     clip       share of tokens that had moved too far for the loss
+#     clip       share of tokens that had moved too far for the loss, of those with an advantage
 #     same       share of episodes whose group is all alike: there is nothing to learn from
 #     gen        share of the time so far for which generators worked; train: the trainer
 #     tok/s      sampled and trained on, so far
