@@ -8312,7 +8312,7 @@ def follow_flags(state: TrainState) -> None:
     another --lr, each further step has the rate that it would have had with these from the start.
     """
     full = learning_rate(state.cfg)
-    state.schedule.base_lrs = [full for _ in state.schedule.base_lrs]
+    state.schedule.base_lrs[:] = [full for _ in state.schedule.base_lrs]
     share = share_of_rate(state.cfg.steps, state.schedule.last_epoch)
     for group in state.optimizer.param_groups:
         group.update(initial_lr=full, lr=full * share)  # mechanism: rate of these flags
