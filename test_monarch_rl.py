@@ -3658,7 +3658,10 @@ class GenericEnvClient:
 
 
 class EnvironmentServer(http.server.BaseHTTPRequestHandler):
-    """A game with dice: it shows a letter that it throws, and wants it back. Two right end it."""
+    """A game with dice: it shows a letter that it throws, and wants it back.
+
+    An even seed makes it end after two turns; else the task's three turns end it.
+    """
 
     games: ClassVar[dict[int, dict[str, Any]]] = {}  # by id
 
@@ -3678,7 +3681,7 @@ class EnvironmentServer(http.server.BaseHTTPRequestHandler):
             game["heard"].append(text)
             game["rewards"].append(reward)
         game["shown"] = random.SystemRandom().choice("abcdefgh")
-        is_done = sum(game["rewards"]) >= 2
+        is_done = game["seed"] % 2 == 0 and len(game["heard"]) == 2
         found = {"observation": {"text": game["shown"]}, "reward": reward, "done": is_done}
         body = json.dumps({"id": number, **found}).encode()
         self.send_response(200)
@@ -3724,7 +3727,8 @@ def test_the_recipe_of_an_environment_runs(tmp_path: pathlib.Path, environment: 
         assert game["heard"] == rollout.said[row]
         padded = game["rewards"] + [0.0] * (3 - len(game["rewards"]))
         assert rollout.rewards[row].tolist() == padded
-    assert len({len(game["heard"]) for game in games.values()}) == 2  # some ended early
+        assert len(game["heard"]) == 2 + game["seed"] % 2
+    assert {seed % 2 for seed in seeds} == {0, 1}  # some ended early
     # Also if the rollout fails.
     fails = mock.patch.object(m.Decoder, "log_distribution", side_effect=MemoryError)
     with fails, pytest.raises(MemoryError):
