@@ -11827,7 +11827,7 @@ class LoneRun:
 
 
 LONE_EPISODES = 64  # per step
-LONE_STEPS = 50
+LONE_STEPS = 40
 
 
 def lone_config(task: str, baseline: str, group_size: int, seed: int) -> Config:
@@ -12972,6 +12972,8 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 #     checkpoints   4: version 0             4, and 12 for each that is kept in memory, which are
 #                                            the newest two and the one that is being written
 #     saving                                 12, where rank 0 first collects it from FSDP or a GPU
+#     critic        4                        16, and 12 that the trainer reads when it saves; its
+#                                            part of each checkpoint that is kept in memory is 12
 #
 # With --kl the trainer has 4 more. Processes need PROCESS_BYTES each on top, whatever the model is.
 # What depends on the lengths of answers is not in it.
@@ -12989,22 +12991,27 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
     num_slots = 2 if is_on_gpu else max_generators(cfg) + 2
     arena = number_bytes * num_slots
     reference = 4 if cfg.kl else 0
+    num_critics = 1 if has_critic(cfg) else 0
+    num_networks = 1 + num_critics  # that are trained
     before = {
         "arena": arena,
         "trainer": 0 if is_on_gpu else 4 + reference,
+        "critic": 0 if is_on_gpu else 4 * num_critics,
         "generators": 0 if is_on_gpu else number_bytes * max_generators(cfg),
         "checkpoints": 4,
     }
     later = {
         "arena": arena,
         "trainer": 0 if is_on_gpu else 16 * (trains or bool(cfg.checkpoint)) + reference,
-        "checkpoints": 4 if cfg.checkpoint or not trains else 4 + 3 * 12,
+        "critic": (12 if is_on_gpu else 12 + 16) * num_critics * trains,
+        "checkpoints": 4 if cfg.checkpoint or not trains else 4 + 3 * 12 * num_networks,
         "saving": 12 if is_on_gpu or needs_group(cfg) else 0,
     }
     most = max(before, later, key=lambda needs: sum(needs.values()))
     needs = {what: per_parameter * num_parameters for what, per_parameter in most.items()}
     # The main process has imported them as well; judges need less.
-    return {**needs, "processes": (1 + cfg.trainers + max_generators(cfg)) * PROCESS_BYTES}
+    num_processes = 1 + cfg.trainers * num_networks + max_generators(cfg)
+    return {**needs, "processes": num_processes * PROCESS_BYTES}
 
 
 def free_in_cgroup(folder: pathlib.Path) -> float:
