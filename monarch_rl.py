@@ -11808,8 +11808,9 @@ TASKS["users"] = LiveUsers()
 # -- measurement -----------------------------------------------------------------------------------
 # The same number of episodes for each baseline: 64 a step, in groups of one or eight. Each run has
 # a process to itself, without trainer and generators, which would only make it slower; and two
-# processes share out the runs. What is compared has the same warm start and the same prompts. (A
-# group of eight from live users is shown beside it. By what the task is about nobody can have it.)
+# processes share out the runs. All runs of a task begin with the same policy, after one warm start;
+# a seed is of prompts, of samples and of the critic's first weights. (A group of eight from live
+# users is shown beside the others. By what the task is about nobody can have it.)
 
 
 @dataclass(frozen=True)
@@ -11827,7 +11828,7 @@ class LoneRun:
 
 
 LONE_EPISODES = 64  # per step
-LONE_STEPS = 40
+LONE_STEPS = 36
 
 
 def lone_config(task: str, baseline: str, group_size: int, seed: int) -> Config:
@@ -11839,7 +11840,7 @@ def lone_config(task: str, baseline: str, group_size: int, seed: int) -> Config:
         batch_groups=LONE_EPISODES // group_size,
         steps=LONE_STEPS,
         passes=2,
-        lr=2e-3,
+        lr=3e-3,
         seed=seed,
     )
 
@@ -11880,44 +11881,66 @@ async def lone_run(policy: Policy, cfg: Config, advance: Callable[[], None]) -> 
     )
 
 
+@dataclass(frozen=True)
+class LoneRequest:
+    """To make such a run."""
+
+    cfg: Config
+    weights: Packed[dict[str, torch.Tensor]]  # of the policy at its beginning
+
+
 class LoneLearner(Worker):
     """A process that makes such runs."""
 
     has_model = True
 
-    @endpoint
-    async def learn(self, cfgs: list[Config]) -> list[LoneRun]:
-        """A run for each Config, all from the same warm start."""
+    async def prepare(self) -> None:
+        """It has one core."""
         torch.set_num_threads(1)
-        policy = Policy(cfgs[0], torch.float32)
+
+    @endpoint
+    async def warm_up(self, cfg: Config) -> Packed[dict[str, torch.Tensor]]:
+        """The weights of a policy after its warm start."""
+        policy = Policy(cfg, torch.float32)
         warm_start(policy, self.pulse.advance)
-        runs = []
-        for cfg in cfgs:
-            runs.append(await lone_run(copy.deepcopy(policy), cfg, self.pulse.advance))
-        return runs
+        return Packed.of({name: it.detach() for name, it in policy.model.named_parameters()})
+
+    @endpoint
+    async def learn(self, request: LoneRequest) -> LoneRun:
+        """Makes a run."""
+        policy = Policy(request.cfg, torch.float32)
+        policy.model.load_state_dict(request.weights.unpacked(), strict=False)
+        return await lone_run(policy, request.cfg, self.pulse.advance)
 
 
 async def lone_runs(seed: int) -> list[LoneRun]:
     """All runs of the table, in its order."""
-    spec = ServiceSpec(name="learner", replica_class=LoneLearner, args=(), num_replicas=2)
-    learners = Service(dataclasses.replace(spec, max_in_flight=1))
+    spec = ServiceSpec(
+        name="learner", replica_class=LoneLearner, args=(), num_replicas=2, max_in_flight=1
+    )
+    learners = Service(spec)
     Host().expect_models()
     await learners.start()
-    both = [("batch", 1), ("critic", 1)]
-    asked = [
-        ("users", seed, [("none", 1), *both, ("group", 8)]),
-        ("repeat", seed, [*both, ("group", 8)]),
-        ("users", seed + 1, both),
-        ("users", seed + 2, both),
-    ]
-    requests = []
-    for task, of_seed, kinds in asked:
-        cfgs = [lone_config(task, baseline, size, of_seed) for baseline, size in kinds]
-        requests.append(learners.route(LoneLearner.learn, cfgs))
-    found = await asyncio.gather(*requests)
+
+    async def of_task(task: str, kinds: list[tuple[str, int, int]]) -> list[LoneRun]:
+        """kinds: for each run its baseline, answers per prompt, and seed."""
+        first = lone_config(task, "batch", 1, seed)
+        weights = await learners.route(LoneLearner.warm_up, first)
+        requests = []
+        for baseline, answers, of_run in kinds:
+            cfg = lone_config(task, baseline, answers, of_run)
+            request = LoneRequest(cfg=cfg, weights=weights)
+            requests.append(learners.route(LoneLearner.learn, request))
+        return await asyncio.gather(*requests)
+
+    kinds = [("batch", 1, seed), ("critic", 1, seed), ("group", 8, seed)]
+    others = [("batch", 1, seed + 1), ("critic", 1, seed + 1)]
+    others += [("batch", 1, seed + 2), ("critic", 1, seed + 2)]
+    found = await asyncio.gather(
+        of_task("users", [("none", 1, seed), *kinds, *others]), of_task("repeat", kinds)
+    )
     await learners.close()
-    runs = [run for of_request in found for run in of_request]
-    return sorted(runs, key=lambda run: (run.task != "users", run.answers, run.baseline != "none"))
+    return [run for of_one in found for run in of_one]
 
 
 def tell_lone_runs(report: Report, runs: list[LoneRun]) -> None:
@@ -11951,22 +11974,22 @@ async def run_with_actors(report: Report, seed: int) -> None:
         baseline="critic",
         group_size=1,
         batch_groups=LONE_EPISODES,
-        steps=24,
-        save_every=8,
+        save_every=6,
         generators=1,
         judges=1,
         seed=seed,
     )
+    num_steps = 16
     cluster = CriticCluster(cfg, is_warm=False, tell=report.say)  # the critic learns without it
     assert cluster.critic is not None, "the Config says so"
     await cluster.start()
     report.table(await placement(cluster))
-    run = Run("critic", cfg.steps, Sampler(cfg.task, cfg.seed))
+    run = Run("critic", num_steps, Sampler(cfg.task, cfg.seed))
     training = SafeTraining(cluster, run, report)
     loops = AsyncLoops(training, Flow.of(cfg, cfg.max_lag))
     running = asyncio.ensure_future(loops.run_to_end())
     try:
-        await until_step(12, run, running)
+        await until_step(9, run, running)
         await cluster.critic.strike(signal.SIGKILL)
         await running
     finally:
@@ -11975,7 +11998,7 @@ async def run_with_actors(report: Report, seed: int) -> None:
     await cluster.close()
     rows = run.rows
     report.check("critics lost and replaced", len(lost), "==", 1)
-    report.check("steps made with a critic", len(rows), "==", cfg.steps)
+    report.check("steps made with a critic", len(rows), "==", num_steps)
     report.check("largest lag of these", training.largest_lag(), "<=", cfg.max_lag)
     report.check("groups started, not accounted for", run.ledger.num_missing(), "==", 0)
     explained = rows[-1].stats.explained_variance
