@@ -524,7 +524,7 @@ def test_stage_fails_without_its_mechanism(
     assert run.failed_stages() == {name}
     failed = run.failed_checks(name)
     print(name, failed)
-    assert any(what.startswith(check) for what in failed)
+    assert any(what.startswith(check) for what in failed), run.out + run.err
     assert run.left == []
 
 
