@@ -455,10 +455,8 @@ class Config:
     baseline: str = setting(
         "group", "what a reward is compared with", choices="group none batch leave_one_out critic"
     )
-    turn_lambda: float = setting(
-        0.8, "critic: what later turns brought counts by so much less, per turn", least=0
-    )
-    token_lambda: float = setting(1.0, "critic: the same per token, within a turn", least=0)
+    turn_lambda: float = setting(0.8, "critic: lambda of GAE from turn to turn, 0 to 1", least=0)
+    token_lambda: float = setting(1.0, "critic: the same from token to token, in a turn", least=0)
     critic_lr: float | None = setting(
         None, "learning rate of the critic; None: 3e-3 for tiny, else 1e-5", least=0, kind=float
     )
@@ -11314,8 +11312,8 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #   better things went than V had said. Two numbers from 0 to 1 say how far ahead is looked for
 #   that, before V is believed instead: one from turn to turn, one from token to token. With 1 all
 #   that came later counts, the luck in it too; with 0 only the next V does, and its mistakes.
-# Cost. A network as large as the policy, with moments of its own, and two passes over each batch.
-#   The trainer waits for a forward pass of it, but not while it learns. It begins knowing nothing.
+# Cost. A network as large as the policy, with moments of its own. Each step begins with a forward
+#   pass of it, and it learns beside the step. If that takes longer, the trainer waits.
 # Not here. A body shared with the policy; a discount for later rewards; a clip for values.
 # Source. GAE, generalized advantage estimation (Schulman 2016): --turn-lambda, --token-lambda.
 #
