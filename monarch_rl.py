@@ -11791,11 +11791,12 @@ class LiveUser(Session):
         """Nothing until the end; there the share of right letters, on this user's scale."""
         num_right = 0
         num_letters = 0
-        for text, turn in zip(said, self.turns, strict=False):
+        for number, turn in enumerate(self.turns):
+            text = said[number] if number < len(said) else ""  # it may have been cut
             pairs = zip(text, turn.right, strict=False)
             num_right += sum(letter == right for letter, right in pairs)
             num_letters += max(len(text), len(turn.right))
-        share = num_right / max(num_letters, 1)
+        share = num_right / num_letters
         worst = (2 * MARKS.index(self.turns[0].user[0]) - 7) / 10
         grade = worst + (1 - worst) * share
         return [0.0] * (len(self.turns) - 1) + [grade]

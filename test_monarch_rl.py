@@ -7255,7 +7255,7 @@ def test_live_users_grade_on_their_own_scale_and_only_right_is_one() -> None:
         of_mark = (m.Turn(user=f"{mark}abc", right="abc"), turns[1])
         user = task.open(of_mark)
         rewards = {}
-        for said in (("abc", "dfa"), ("abc", "dfb"), ("x", "y"), ("abc", "dfaa"), ()):
+        for said in (("abc", "dfa"), ("abc", "dfb"), ("x", "y"), ("abc", "dfaa"), ("abc",), ()):
             found = user.rewards(list(said), [False, False])
             assert found is not None
             rewards[said] = sum(found)
