@@ -40,19 +40,19 @@ change to see that for yourself.
    11 sync_rl         the RL loop, one thing at a time
    12 recovery        a run that was cut off goes on as if it had not been
    13 async_rl        two loops and a buffer: both sides work, and lag is bounded
-   14 hosts           another host costs one copy per version; a lost one its work in progress
+   14 critic          with one answer per prompt, a learned value is the baseline
+   15 hosts           another host costs one copy per version; a lost one its work in progress
 
 How to read it. Each section begins with a lead, the comment under its banner. In an hour: this
 page, then the leads, pictures and demos of sections 1 to 3, 5 to 7, 11 and 13. In an afternoon: all
 leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what stands under
 `measurement`, which produces the numbers, and under `plumbing`, which any program needs. All of it
-takes two days. After section 13 you have the whole system on one host; 14 adds others. DOCS.md says
-at length why each part is as it is.
+takes two days. After section 13 you have the whole system on one host; 14 adds a second network,
+and 15 other hosts. DOCS.md says at length why each part is as it is.
 
 Left out, and what to use instead: paged attention (vLLM, SGLang); tensor, pipeline and expert
-parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; value networks and
-reward models; launchers for Slurm and Kubernetes (Monarch's job API). Each would hide the part
-that is taught here.
+parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; reward models; launchers
+for Slurm and Kubernetes (Monarch's job API). Each would hide the part that is taught here.
 
 The words:
 
@@ -415,11 +415,11 @@ class Config:
     """
 
     # What is trained, and how long.
-    task: str = setting("repeat", "repeat, count, pattern, FILE.py:CLASS or FILE.jsonl")
+    task: str = setting("repeat", "repeat, count, pattern, users, FILE.py:CLASS or FILE.jsonl")
     model: str = setting("tiny", "folder or hub id of a causal LM, or the built-in tiny one")
     steps: int = setting(200, "training steps in async_rl, half as many in sync_rl", least=1)
     batch_groups: int = setting(16, "prompts per training step, each with a group", least=1)
-    group_size: int = setting(8, "episodes per prompt: the mean of few is a poor baseline", least=2)
+    group_size: int = setting(8, "episodes per prompt: the mean of few is a poor baseline", least=1)
     generators: int = setting(2, "replicas of the generator service", least=1)
     max_generators: int | None = setting(
         None,
@@ -438,7 +438,7 @@ class Config:
         1.0, "logits are divided by it, in sampling and in training", least=0.01
     )
     trainers: int = setting(1, "ranks over which the trainer is sharded with FSDP2", least=1)
-    # How: sections 7 to 14 say what each of these does.
+    # How: sections 7 to 15 say what each of these does.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
     order: str = setting(
         "ready", "of groups: drop late ones, or wait within a window", choices="ready window"
@@ -455,7 +455,12 @@ class Config:
         choices="reinforce ppo decoupled gspo cispo dppo",
     )
     baseline: str = setting(
-        "group", "what a reward is compared with", choices="group none batch leave_one_out"
+        "group", "what a reward is compared with", choices="group none batch leave_one_out critic"
+    )
+    turn_lambda: float = setting(0.8, "critic: lambda of GAE from turn to turn, 0 to 1", least=0)
+    token_lambda: float = setting(1.0, "critic: the same from token to token, in a turn", least=0)
+    critic_lr: float | None = setting(
+        None, "learning rate of the critic; None: 3e-3 for tiny, else 1e-5", least=0, kind=float
     )
     clip_low: float = setting(
         0.2, "ppo, decoupled, gspo: how far a ratio may fall below 1", least=0
@@ -496,7 +501,7 @@ class Config:
         kind=int,
     )
     stuck_after: float = setting(
-        120.0, "seconds a trainer or generator may make no progress", least=1
+        120.0, "seconds trainer, critic or generator may make no progress", least=1
     )
     judge_stuck_after: float = setting(5.0, "seconds that a reward may take", least=0.5)
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
@@ -524,7 +529,7 @@ class Config:
 #
 # What a stage prints, from top to bottom:
 #
-#     [7/14] weight_sync: the claim, in a sentence  (the line of the file where its section begins)
+#     [7/15] weight_sync: the claim, in a sentence  (the line of the file where its section begins)
 #            a table or a few lines of what was measured; if without the rule too, that first
 #         ok what is checked: what was found  (what it must be, if that is not plain)
 #            try: what to change in which line to see the claim fail
@@ -949,7 +954,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
 #   What members must know is sent to them: with a call, or to their constructor. A member's number
 #   in its mesh is its rank.
 # Cost. A call of all members waits for the slowest of them. The demo measures it beside call_one.
-# Not here. Meshes over several hosts (section 14).
+# Not here. Meshes over several hosts (section 15).
 # Source. Monarch, which calls these ways to call adverbs.
 
 
@@ -1445,7 +1450,7 @@ TEMPLATE = Template()  # only the main process starts it; elsewhere it stays as 
 class Host:
     """Where processes can be started: this machine.
 
-    Sections 5 to 13 know only these methods of it; section 14 has another kind of Host, which does
+    Sections 5 to 13 know only these methods of it; section 15 has another kind of Host, which does
     the same on another machine.
     """
 
@@ -1641,7 +1646,7 @@ class Place:
 
     service: str  # the name of the service that owns it, such as "generator"
     replica_id: int  # 0, 1, ...: the same for a replica and for whatever replaces it
-    # These two matter from section 14 on. Until then there is one host, and local_id = replica_id.
+    # These two matter from section 15 on. Until then there is one host, and local_id = replica_id.
     host: int = 0  # number of its host
     local_id: int = 0  # its number among the replicas of this service on that host
 
@@ -1720,7 +1725,7 @@ class NotNow(NobodyToBlame):
 #     spawned --- its pid is known ---> runs --- setup has answered ---> ready --- lose ---> lost
 #             Supervisor._set_up             Supervisor._set_up     a pidfd, Monarch, its signs,
 #                                                                   three marks (section 6), the
-#                                                                   loss of its host (14), its
+#                                                                   loss of its host (15), its
 #                                                                   deadline, or `resize` (6)
 #
 # From each of the states before it can be lost, too. Nothing leads back from there: the process is
@@ -1880,7 +1885,7 @@ class ServiceSpec:
     hosts: tuple[Host, ...] = (Host(),)
     # For a replica to become ready: imports on a busy machine take seconds, big models minutes.
     # A deadline is right here: a setup moves no word of progress, and waits behind nobody's work
-    # (but for a relay's, section 14).
+    # (but for a relay's, section 15).
     setup_deadline_s: float = 120.0
     # Of section 6. A request that kills whoever runs it must not go on to kill all replicas, so
     # there is a largest number of attempts.
@@ -4413,7 +4418,7 @@ class ShardReader(WeightReader):
 
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
-# You can skip this part: the system does not use it, for to another host section 14 sends whole
+# You can skip this part: the system does not use it, for to another host section 15 sends whole
 # slots. (Only `pieces_of` and `read_pieces` come back there.) It is what one needs if slots would
 # be too large for one host.
 #
@@ -6857,7 +6862,7 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #                  with probability 0.000001, and is at 0.01 now, has a ratio of 10,000.
 #     a price      of length: what is paid for right answers alone says nothing against long ones.
 # Cost. Ratios make noise: a few tokens may have most of the weight. A clip silences tokens.
-# Not here. Value networks as baselines (DOCS 11).
+# Not here. Value networks as baselines (section 14).
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), dual clip (Ye 2020), GRPO (Shao 2024),
 #   RLOO (Ahmadian 2024), GSPO (Zheng 2025).
 #
@@ -7778,6 +7783,21 @@ class StepStats:
     stall_s: float
     # Seconds of the whole step.
     step_s: float
+    # These two are of a critic (section 14); None: there is none. The share of the variance of
+    # returns that it foresaw, before it trained on the batch: 1 is all, 0 is as good as a constant.
+    explained_variance: float | None = None
+    # What it minimises: half the mean square of its errors, in its last pass over the batch.
+    value_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Valued(Rollout):
+    """A batch of which it is known how much better than expected each token was.
+
+    A critic has said so (section 14). Of other batches `credit_for` says it.
+    """
+
+    advantage: torch.Tensor  # [B, T] float32; it means nothing where no token was sampled
 
 
 @dataclass(frozen=True)
@@ -7868,7 +7888,7 @@ class TrainState:
             weight_decay=0.0,
             fused=True,
         )
-        share = functools.partial(share_of_rate, cfg.steps)
+        share = functools.partial(share_of_rate, cfg)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share)
 
     def count_on(self, version: int) -> None:
@@ -7996,67 +8016,84 @@ def divergence(
     return (logp - reference_logp) ** 2 / 2
 
 
+def returns_of(cfg: Config, batch: Rollout) -> torch.Tensor:
+    """[B, turns]: the sum of the rewards from a turn on, in which long turns have cost something.
+
+    A turn is to be praised or blamed for what comes after it, too: rewards 0.2, 0.5 of two turns
+    make returns 0.7, 0.5. Long turns cost something only here, in what is learned from: the rewards
+    that are shown, and whether an answer is exact, are those of the task.
+    """
+    rewards = priced(batch.rewards, batch.num_per_turn(), cfg.length_penalty, cfg.free_tokens)
+    return rewards.flip(1).cumsum(1).flip(1)  # flipped, added up from the left, and flipped back
+
+
 def credit_of(cfg: Config, batch: Rollout) -> Credit:
-    """What each turn of a batch is praised or blamed for: [B, turns]."""
-    num_tokens = batch.num_per_turn()
-    # Long turns cost something only here, in what is learned from: the rewards that are shown, and
-    # whether an answer is exact, are those of the task.
-    rewards = priced(batch.rewards, num_tokens, cfg.length_penalty, cfg.free_tokens)
-    # A turn is to be praised or blamed for what comes after it, too: rewards 0.2, 0.5 of two turns
-    # make returns 0.7, 0.5. (Flipped, added up from the left, and flipped back.)
-    returns = rewards.flip(1).cumsum(1).flip(1)
+    """What each token of a batch is praised or blamed for: [B, T]; elsewhere it means nothing."""
+    if isinstance(batch, Valued):
+        return Credit(advantage=batch.advantage, has_signal=batch.sampled())
     # A row that was cut by the context has no sampled token at all.
-    was_had = num_tokens > 0  # mechanism: turns that were had
-    return credit_for(returns, batch.group_ids, cfg.baseline, was_had)
+    was_had = batch.num_per_turn() > 0  # mechanism: turns that were had
+    of_turns = credit_for(returns_of(cfg, batch), batch.group_ids, cfg.baseline, was_had)
+    # Each token has the credit of its turn. Turns count from 1; where no token was sampled this
+    # takes the first turn.
+    turn = (batch.tokens.turn_ids - 1).clamp(min=0)
+    return Credit(
+        advantage=of_turns.advantage.gather(1, turn),
+        has_signal=of_turns.has_signal.gather(1, turn) & batch.sampled(),
+    )
 
 
 def work_of(state: TrainState, batch: Rollout) -> Work:
     """What there is to do with a batch."""
+    assert isinstance(batch, Valued) == has_critic(state.cfg), "has a critic seen the batch?"
     credit = credit_of(state.cfg, batch)
-    num_with_signal = int((batch.num_per_turn() * credit.has_signal).sum())
     return Work(
         parts=list(parts_of(state, batch, credit)),
         num_tokens=max(1, int(batch.sampled().sum())),
-        num_with_signal=max(1, num_with_signal),
+        num_with_signal=max(1, int(credit.has_signal.sum())),
         no_signal=1 - float(credit.has_signal.any(1).float().mean()),
     )
 
 
-def parts_of(state: TrainState, batch: Rollout, credit: Credit) -> Iterator[Part]:
-    """The rows of a batch that this rank scores, in parts of about MAX_LOGITS.
+def rows_of_parts(
+    cfg: Config, rank: int, batch: Rollout, vocab_size: int
+) -> Sequence[torch.Tensor]:
+    """The numbers of the rows that this rank scores, for each forward pass some.
 
-    The batch has at least a row per rank.
+    So that each makes about MAX_LOGITS. The batch has at least a row per rank.
     """
-    cfg = state.cfg
     tokens = batch.tokens
-    num_turns = batch.rewards.shape[1]
-
     # Longest rows first, dealt out to the ranks like cards, so that all have as much to do.
     longest_first = tokens.mask.sum(1).argsort(descending=True, stable=True)
-    mine = longest_first[state.rank :: cfg.trainers]
+    mine = longest_first[rank :: cfg.trainers]
     # As many parts on every rank, because FSDP gathers weights with all ranks at once and one rank
     # would wait for ever. And no part may be empty.
-    num_logits = tokens.ids.numel() * state.model.config.vocab_size // cfg.trainers
+    num_logits = tokens.ids.numel() * vocab_size // cfg.trainers
     num_parts = math.ceil(num_logits / MAX_LOGITS)
     num_parts = min(num_parts, len(longest_first) // cfg.trainers)
-    for rows in mine.tensor_split(num_parts):
+    return mine.tensor_split(num_parts)
+
+
+def parts_of(state: TrainState, batch: Rollout, credit: Credit) -> Iterator[Part]:
+    """What this rank scores of a batch. credit: [B, T], of its tokens."""
+    cfg = state.cfg
+    num_turns = batch.rewards.shape[1]
+    for rows in rows_of_parts(cfg, state.rank, batch, state.model.config.vocab_size):
         # Rows of a part are about as long as each other, so it has few holes.
-        of_rows = tokens.each(lambda tensor, rows=rows: tensor[rows]).without_empty_columns()
+        of_rows = batch.tokens.each(lambda tensor, rows=rows: tensor[rows]).without_empty_columns()
         of_rows = of_rows.each(lambda tensor: tensor.to(cfg.device))
-        # Each token has the advantage of its turn. Turns count from 1; where no token was sampled
-        # this takes the first turn, and `chosen` leaves it out.
-        turn = (of_rows.turn_ids - 1).clamp(min=0)
-        advantage = credit.advantage[rows].to(cfg.device).gather(1, turn)  # [b, t]
-        has_signal = credit.has_signal[rows].to(cfg.device).gather(1, turn)  # [b, t]
+        width = of_rows.ids.shape[1]
+        advantage = credit.advantage[rows, 1:width].to(cfg.device)
+        has_signal = credit.has_signal[rows, 1:width].to(cfg.device)
         first_answer = torch.arange(len(rows), device=cfg.device)[:, None] * num_turns  # [b, 1]
         chosen = of_rows.is_sampled()[:, 1:]  # the token of column t is predicted at t - 1
         yield Part(
             ids=of_rows.ids,
             chosen=chosen,
             recorded=of_rows.logprobs[:, 1:][chosen],
-            advantage=advantage[:, 1:][chosen],
-            has_signal=has_signal[:, 1:][chosen],
-            answer=(first_answer + turn)[:, 1:][chosen],
+            advantage=advantage[chosen],
+            has_signal=has_signal[chosen],
+            answer=(first_answer + of_rows.turn_ids[:, 1:] - 1)[chosen],
             is_fresh=of_rows.versions[:, 1:][chosen] == state.version,
         )
 
@@ -8183,6 +8220,54 @@ def generators_per_host(cfg: Config) -> int:
     return math.ceil(max_generators(cfg) / len(cfg.hosts.split(",")))
 
 
+def has_critic(cfg: Config) -> bool:
+    """Is there a critic beside the trainer (section 14)?"""
+    return cfg.baseline == "critic"
+
+
+def device_of(cfg: Config, place: Place, rank: int) -> str:
+    """On what device a worker computes: "cpu", or "cuda:0" and so on.
+
+    Trainer ranks have the first GPUs of the first host, one each. Those of a critic (section 14)
+    have the next ones, if then one is left, and else those of the trainer. Generators share the
+    other GPUs of their host, or all of them if there are no others. ValueError: there are too few.
+    """
+    if cfg.device == "cpu":
+        return "cpu"
+    every = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    is_apart = len(every) > 2 * cfg.trainers  # a critic has GPUs of its own
+    if place.service in ("trainer", "critic"):
+        number = rank + (cfg.trainers if place.service == "critic" and is_apart else 0)
+        if number >= len(every):
+            raise ValueError(f"{len(every)} GPUs, each trainer needs one")
+        return every[number]
+    if not every:
+        raise ValueError("no GPU on this host")
+    num_taken = cfg.trainers * (2 if has_critic(cfg) and is_apart else 1) if place.host == 0 else 0
+    others = every[num_taken:] or every
+    return others[place.local_id % len(others)]
+
+
+def num_threads(cfg: Config) -> int:
+    """With how many threads a trainer or a generator computes on CPUs: --threads.
+
+    If it is not given the cores of this host are divided among them. The tiny policy is too small:
+    splitting its work takes longer than the work.
+    """
+    if cfg.threads is not None:
+        return cfg.threads
+    num_cores = len(os.sched_getaffinity(0))
+    num_hosts = len(cfg.hosts.split(","))
+    num_training = cfg.trainers * (2 if has_critic(cfg) else 1)
+    num_here = num_training + math.ceil(cfg.generators / num_hosts)  # on one host, at most
+    return 1 if cfg.model == "tiny" else max(1, num_cores // num_here)
+
+
+def num_copying_per_host(cfg: Config) -> int:
+    """Readers of an arena that copy: on GPUs all generators of its host, on CPUs none."""
+    return 0 if cfg.device == "cpu" else generators_per_host(cfg)
+
+
 def learning_rate(cfg: Config) -> float:
     """That of --lr. If it is not given: a tiny model learns fast, a pretrained one forgets fast."""
     if cfg.lr is not None:
@@ -8202,13 +8287,18 @@ def entropy_bonus(cfg: Config) -> float:
     return 0.01 if cfg.model == "tiny" else 0.0
 
 
-def share_of_rate(num_steps: int, num_done: int) -> float:
+CRITIC_ALONE = 7  # steps in which only a critic learns (section 14): what it says first is noise
+
+
+def share_of_rate(cfg: Config, num_done: int) -> float:
     """The schedule of the learning rate, as a share of it: 1; in the last quarter of --steps to 0.
 
     With a constant rate a run may end in a dip. Runs of sync_rl have half as many steps, so their
-    rate stays the full one.
+    rate stays the full one. With a critic it is 0 in the first steps.
     """
-    share_left = max(0.0, 1 - num_done / num_steps)
+    if has_critic(cfg) and num_done < CRITIC_ALONE:
+        return 0.0
+    share_left = max(0.0, 1 - num_done / cfg.steps)
     return min(1.0, 4 * share_left)
 
 
@@ -8313,7 +8403,7 @@ def follow_flags(state: TrainState) -> None:
     """
     full = learning_rate(state.cfg)
     state.schedule.base_lrs[:] = [full for _ in state.schedule.base_lrs]
-    share = share_of_rate(state.cfg.steps, state.schedule.last_epoch)
+    share = share_of_rate(state.cfg, state.schedule.last_epoch)
     for group in state.optimizer.param_groups:
         group.update(initial_lr=full, lr=full * share)  # mechanism: rate of these flags
 
@@ -8377,6 +8467,14 @@ def read_checkpoint(source: str | bytes, cfg: Config | None) -> dict[str, Any]:
     return found
 
 
+def without_tensors(found: dict[str, Any]) -> dict[str, Any]:
+    """The same checkpoint, or part of one, for ranks that get no tensors."""
+    less = {**found, "weights": {}, "moments": {}}
+    if "critic" in found:
+        less["critic"] = without_tensors(found["critic"])
+    return less
+
+
 def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]:
     """What read_checkpoint returns, for all ranks of a trainer, which call it at once.
 
@@ -8389,7 +8487,7 @@ def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]
     if rank == 0:
         try:
             found = read_checkpoint(source, cfg)
-            told = [{**found, "weights": {}, "moments": {}}]
+            told = [without_tensors(found)]
         except ValueError as error:
             told = [error]
     torch.distributed.broadcast_object_list(told, 0)
@@ -8423,45 +8521,6 @@ class TrainerLost(NobodyToBlame):
     """The trainer was lost. There may be another one, which has not begun."""
 
 
-def device_of(cfg: Config, place: Place, rank: int) -> str:
-    """On what device a worker computes: "cpu", or "cuda:0" and so on.
-
-    Trainer ranks have the first GPUs of the first host, one each. Generators share the other GPUs
-    of their host, or all of them if there are no others. ValueError: there are too few.
-    """
-    if cfg.device == "cpu":
-        return "cpu"
-    every = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if place.service == "trainer":
-        if rank >= len(every):
-            raise ValueError(f"{len(every)} GPUs, each trainer needs one")
-        return every[rank]
-    if not every:
-        raise ValueError("no GPU on this host")
-    num_taken = cfg.trainers if place.host == 0 else 0
-    others = every[num_taken:] or every
-    return others[place.local_id % len(others)]
-
-
-def num_threads(cfg: Config) -> int:
-    """With how many threads a trainer or a generator computes on CPUs: --threads.
-
-    If it is not given the cores of this host are divided among them. The tiny policy is too small:
-    splitting its work takes longer than the work.
-    """
-    if cfg.threads is not None:
-        return cfg.threads
-    num_cores = len(os.sched_getaffinity(0))
-    num_hosts = len(cfg.hosts.split(","))
-    num_here = cfg.trainers + math.ceil(cfg.generators / num_hosts)  # on one host, at most
-    return 1 if cfg.model == "tiny" else max(1, num_cores // num_here)
-
-
-def num_copying_per_host(cfg: Config) -> int:
-    """Readers of an arena that copy: on GPUs all generators of its host, on CPUs none."""
-    return 0 if cfg.device == "cpu" else generators_per_host(cfg)
-
-
 @dataclass(frozen=True)
 class BeginRequest:
     """The first request that a trainer gets."""
@@ -8485,6 +8544,7 @@ class SaveRequest:
 
     path: str  # a file that the trainer can write; "": the reply has the content
     state: str  # of the run, saved beside; "" for the weights alone
+    critic: str = ""  # a file with the critic's part of it; "": there is none
 
 
 @dataclass(frozen=True)
@@ -8496,10 +8556,10 @@ class LoadRequest:
     cfg: Config  # of the run
 
 
-class Trainer(Worker):
-    """Steps and publishes: the actor around a TrainState and a ShardWriter.
+class RankedWorker(Worker):
+    """A worker with a network, which may be sharded over several ranks.
 
-    With several ranks, calls go to all of them at once, and the answer of rank 0 counts.
+    Calls go to all ranks at once, and the answer of rank 0 counts.
     """
 
     has_model = True
@@ -8507,19 +8567,20 @@ class Trainer(Worker):
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place)
         self.cfg = cfg
-        self.state: TrainState | None = None
-        self.writer: ShardWriter | None = None  # None until it has begun
         self.meeting_file = ""  # "" until somebody asks for it
 
     async def prepare(self) -> str:
-        """Builds the policy, with content on rank 0 only. Answers with its device."""
+        """Builds what it trains. Answers with its device."""
         device = device_of(self.cfg, self.place, self.rank)
         torch.set_num_threads(num_threads(self.cfg))
         self.cfg = dataclasses.replace(self.cfg, device=device)
-        self.policy = Policy(self.cfg, torch.float32, is_empty=self.rank > 0)
+        self.build()
         if device != "cpu":
             torch.cuda.set_device(device)  # FSDP2 and streams ask for the present one
         return device
+
+    def build(self) -> None:
+        """Here subclasses make their network, with content on rank 0 only."""
 
     @endpoint
     async def meeting_place(self) -> str:
@@ -8530,6 +8591,19 @@ class Trainer(Worker):
         if not self.meeting_file:
             self.meeting_file = unnamed_file("meeting place")
         return self.meeting_file
+
+
+class Trainer(RankedWorker):
+    """Steps and publishes: the actor around a TrainState and a ShardWriter."""
+
+    def __init__(self, place: Place, cfg: Config) -> None:
+        super().__init__(place, cfg)
+        self.state: TrainState | None = None
+        self.writer: ShardWriter | None = None  # None until it has begun
+
+    def build(self) -> None:
+        """The policy."""
+        self.policy = Policy(self.cfg, torch.float32, is_empty=self.rank > 0)
 
     @endpoint
     async def begin(self, request: BeginRequest) -> ArenaHandle:
@@ -8587,6 +8661,8 @@ class Trainer(Worker):
         found.update(about=about(self.cfg), state=request.state)
         if self.rank > 0:
             return b""
+        if request.critic:
+            found.update(critic=read_part(request.critic))
         content = io.BytesIO()
         torch.save(found, request.path or content)
         return content.getvalue()
@@ -8634,11 +8710,19 @@ class Trainer(Worker):
         return examine(state, batch.unpacked())
 
 
+def read_part(path: str) -> dict[str, Any]:
+    """What another worker of this host has written, for the checkpoint of all."""
+    try:
+        return torch.load(path, weights_only=True)
+    except FileNotFoundError as error:  # the file has ended with its process
+        raise TrainerLost("the critic was lost before the checkpoint was written") from error
+
+
 @dataclass(frozen=True)
 class RolloutRequest:
     """To have some conversations."""
 
-    # Of each host, the arena to read; None: not there now. Until section 14 there is one host.
+    # Of each host, the arena to read; None: not there now. Until section 15 there is one host.
     arenas: tuple[ArenaHandle | None, ...]
     min_version: int  # waits until that one can be pulled
     prompts: list[Prompt]
@@ -8774,7 +8858,7 @@ class Generator(Worker):
     def _reader_of(self, handle: ArenaHandle | None) -> WeightReader:
         """A reader of this arena. A new trainer has another arena, and needs another reader."""
         if handle is None:
-            raise NotNow("this host has no arena")  # its relay is being replaced (section 14)
+            raise NotNow("this host has no arena")  # its relay is being replaced (section 15)
         if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
             weights = weights_of(self.policy.model)
             try:
@@ -9041,7 +9125,7 @@ def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
 class Cluster:
     """The actors of RL, and typed calls to them. It leads no run: it serves one after the other."""
 
-    trainer_class: ClassVar[type[Trainer]] = Trainer  # section 14 has another one
+    trainer_class: ClassVar[type[Trainer]] = Trainer  # section 15 has another one
 
     def __init__(self, cfg: Config, is_warm: bool = True, tell: Tell = tell_nobody) -> None:
         """is_warm: the tiny policy takes its warm start. tell: is told of errors in rewards."""
@@ -10481,13 +10565,19 @@ class Flow:
     num_tickets: int  # T
     # W; None: any group may pass any other.
     window: int | None = None
+    # Judged episodes that a group must have: where there are several, one has nothing to be
+    # compared with.
+    least_rows: int = 2
 
     @staticmethod
     def without_bound(cfg: Config) -> Flow:
         """To see what happens without the rule, whatever the flags say."""
         most = 10**6  # versions, and batches: more than any run has
         return Flow(
-            max_lag=most, batch_groups=cfg.batch_groups, num_tickets=most * cfg.batch_groups
+            max_lag=most,
+            batch_groups=cfg.batch_groups,
+            num_tickets=most * cfg.batch_groups,
+            least_rows=min(2, cfg.group_size),
         )
 
     @staticmethod
@@ -10508,7 +10598,11 @@ class Flow:
                 most_batches = f"at most {max_lag + 1} batches can be under way"
                 raise ValueError(f"with --order window and K = {max_lag} {most_batches}")
         return Flow(
-            max_lag=max_lag, batch_groups=batch_groups, num_tickets=num_tickets, window=window
+            max_lag=max_lag,
+            batch_groups=batch_groups,
+            num_tickets=num_tickets,
+            window=window,
+            least_rows=min(2, cfg.group_size),
         )
 
 
@@ -10574,15 +10668,15 @@ class ReplayBuffer:
     def put(self, rollout: Rollout, asked_for: list[int], run_id: int) -> None:
         """Takes the groups of a rollout that can be trained on; the others count as lost.
 
-        A group with fewer than two judged episodes has nothing to compare, and one without a
-        sampled token has nothing to learn from. asked_for: the ids of all groups of the request.
+        A group with too few judged episodes has nothing to compare, and one without a sampled
+        token has nothing to learn from. asked_for: the ids of all groups of the request.
         """
         sampled = rollout.sampled()  # [B, T] bool
         rows_of: dict[int, list[int]] = {}
         for row, group_id in enumerate(rollout.group_ids.tolist()):
             rows_of.setdefault(group_id, []).append(row)
         for group_id, rows in rows_of.items():
-            if len(rows) < 2 or not sampled[rows].any():
+            if len(rows) < self.flow.least_rows or not sampled[rows].any():
                 continue
             versions = rollout.tokens.versions[rows][sampled[rows]]
             group = Group(
@@ -11519,7 +11613,724 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     # You can now keep both sides at work, and say how old a sample can be.
 
 
-# == 14. HOSTS =====================================================================================
+# == 14. CRITIC ====================================================================================
+# Problem. A group compares the answers to one prompt with each other. Often there is only one: a
+#   user does not have the same conversation eight times, a machine on which commands were run can
+#   not be set back, or eight answers cost too much. What is left to compare with is the batch, and
+#   that mixes how good an answer was with whom it was given to.
+# Rule. Learn what is to be expected. A second network, the critic, reads a conversation up to a
+#   token and says what return is still to come: the value V. The advantage of a token is how much
+#   better things went than V had said. Two numbers from 0 to 1 say how far ahead is looked for
+#   that, before V is believed instead: one from turn to turn, one from token to token. With 1 all
+#   that came later counts, the luck in it too; with 0 only the next V does, and its mistakes.
+# Cost. A network as large as the policy, with moments of its own. Each step begins with a forward
+#   pass of it, and it learns beside the step. If that takes longer, the trainer waits.
+# Not here. A body shared with the policy; a discount for later rewards; a clip for values.
+# Source. GAE, generalized advantage estimation (Schulman 2016): --turn-lambda, --token-lambda.
+#
+# A batch comes to the critic before it comes to the trainer. Of two batches a and b, b sent ahead:
+#
+#     main process             critic                         trainer
+#       a ------------------>    advise: V, advantages
+#       a, advantages <------    |
+#         `----------------------------------------------->    step on a
+#       learn -------------->    trains on a                   |
+#       b ------------------>    advise                        |
+#       b, advantages <------    |                             |
+#         `----------------------------------------------->    b waits there
+#       learn -------------->    trains on b                   step on b
+
+# -- 14a. Values and advantages --------------------------------------------------------------------
+#
+# By example, an episode with two turns and all reward, 0.9, at its end. The critic expects much of
+# this user: V is 0.4 before the first token, 0.7 before the last. With lambda 0.8 between turns and
+# 1 inside of one, from the last token back to the first:
+#
+#     token   turn    V   next V   reward   error = reward + next V - V   advantage
+#     a          1   0.4     0.5      0.0                          0.1    0.1 + 1.0 * 0.36 = 0.46
+#     b          1   0.5     0.7      0.0                          0.2    0.2 + 0.8 * 0.20 = 0.36
+#     c          2   0.7     0.0      0.9                          0.2                       0.20
+#
+# What V should have said is V + advantage, and that is what the critic learns: of a 0.86, where the
+# return was 0.9. So it learns partly from its own later values, and these must not be far off.
+
+CRITIC_PASSES = 2  # over each batch: it must learn faster than the policy changes
+# Of the fresh weights of a tiny critic. The usual 0.02 is for layers that are wider than 40: there
+# what a network says would hardly depend on what it reads.
+CRITIC_STD = 0.05
+
+
+def value_network(cfg: Config, is_empty: bool = False) -> Any:
+    """A network of the policy's shape that has a number for each token in place of logits.
+
+    For a pretrained model it begins with the body of that. For the tiny policy it is fresh: what
+    that has learned in its warm start tells little about rewards. The last layer is zero, so at
+    first all values are 0. is_empty: as in Policy.
+    """
+    torch.manual_seed(cfg.seed)
+    auto = transformers.AutoModelForTokenClassification
+    network: Any
+    with torch.device("meta") if is_empty else contextlib.nullcontext():
+        if cfg.model == "tiny":
+            _, policy = tiny_policy(task_of(cfg.task).letters)
+            config = copy.deepcopy(policy.config)
+            config.update({"num_labels": 1, "initializer_range": CRITIC_STD})
+            network = auto.from_config(config, attn_implementation="eager")
+        elif is_empty:
+            config = transformers.AutoConfig.from_pretrained(cfg.model, num_labels=1)
+            network = auto.from_config(config)
+        else:
+            network = auto.from_pretrained(cfg.model, num_labels=1, dtype=torch.float32)
+    for module in network.modules():
+        if isinstance(module, torch.nn.Linear) and module.out_features == 1:
+            for parameter in module.parameters():
+                torch.nn.init.zeros_(parameter)
+    set_dtype(network, torch.float32)
+    if not is_empty:
+        network.to(cfg.device)
+    return network.eval()  # as in Policy
+
+
+def critic_rate(cfg: Config) -> float:
+    """Its learning rate, --critic-lr; if that is not given, one that suits its size."""
+    if cfg.critic_lr is not None:
+        return cfg.critic_lr
+    return 3e-3 if cfg.model == "tiny" else 1e-5
+
+
+def estimate_advantages(
+    values: torch.Tensor,
+    returns: torch.Tensor,
+    turn_ids: torch.Tensor,
+    turn_lambda: float,
+    token_lambda: float,
+) -> torch.Tensor:
+    """[B, T] float32: the advantages of sampled tokens, as in the example; elsewhere 0.
+
+    values: [B, T] float32, V before each sampled token. returns: [B, turns], the sum of the rewards
+    from a turn on. turn_ids: [B, T] int64, as in Tokens.
+    """
+    advantage = torch.zeros_like(values)
+    # Of each row, what is known of the sampled token that comes next in it: [B]. Behind the last
+    # one there is none, and nothing to come.
+    next_value = torch.zeros(len(values))
+    next_return = torch.zeros(len(values))
+    next_advantage = torch.zeros(len(values))
+    next_turn = torch.zeros(len(values), dtype=torch.int64)
+    for t in reversed(range(values.shape[1])):
+        turn = turn_ids[:, t]
+        is_sampled = turn > 0
+        ends_turn = turn != next_turn
+        # What a turn earned is due at its last token. The return from the next turn on is left out;
+        # so what turns earned that were never spoken in counts for the one before them.
+        of_turn = returns.gather(1, (turn - 1).clamp(min=0)[:, None]).squeeze(1).float()
+        reward = torch.where(ends_turn, of_turn - next_return, 0.0)
+        error = reward + next_value - values[:, t]
+        share = torch.where(ends_turn, turn_lambda, token_lambda)
+        found = error + share * next_advantage
+        advantage[:, t] = torch.where(is_sampled, found, 0.0)
+        next_value = torch.where(is_sampled, values[:, t], next_value)
+        next_return = torch.where(is_sampled, of_turn, next_return)
+        next_advantage = torch.where(is_sampled, found, next_advantage)
+        next_turn = torch.where(is_sampled, turn, next_turn)
+    return advantage
+
+
+def in_deviations(advantage: torch.Tensor, is_sampled: torch.Tensor) -> torch.Tensor:
+    """[B, T]: the same, from their mean over the batch's sampled tokens, in standard deviations.
+
+    Else the gradient would become small as the critic becomes good, and the entropy bonus, which
+    stays as it is, would outweigh it.
+    """
+    mine = advantage[is_sampled].double()
+    if not len(mine):
+        return advantage
+    centred = advantage - mine.mean()
+    scaled = centred / (mine.std(correction=0) + 1e-4)
+    return (scaled * is_sampled).float()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a critic says of a batch."""
+
+    advantage: torch.Tensor  # [B, T] float32, for Valued
+    explained_variance: float | None  # as in StepStats; None: all returns are alike
+
+
+def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float | None:
+    """The share of the returns' variance that the values account for; None: there is none.
+
+    Both are [N], of the sampled tokens of a batch.
+    """
+    whole = float(returns.double().var(correction=0)) if len(returns) else 0.0
+    if whole < 1e-12:
+        return None
+    return 1 - float((returns - values).double().var(correction=0)) / whole
+
+
+class CriticState:
+    """The critic in training: its network, and all that an update needs.
+
+    As TrainState it is no actor, and has a part of each weight if there are several ranks.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        network: Any,
+        rank: int = 0,
+        meeting_place: str = "",
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        """network: as value_network makes it; empty on all ranks but 0. The rest: as TrainState."""
+        self.cfg = cfg
+        self.network = network
+        self.rank = rank
+        self.advance = advance
+        self.batch: Rollout | None = None  # the one that it has advised on, to be learned
+        self.targets = torch.zeros(0)  # [B, T] float32: what it should have said of that one
+        if cfg.recompute:
+            compute_layers_again(network)
+        if needs_group(cfg):
+            form_group(meeting_place, rank, cfg.trainers)
+            give_to_fsdp(network, cfg, rank)
+        self.prepare_optimizer()
+
+    def prepare_optimizer(self) -> None:
+        """Makes a fresh optimizer."""
+        rate = critic_rate(self.cfg)
+        parameters = self.network.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0, fused=True)
+
+    def advise(self, batch: Rollout) -> Advice:
+        """Says how much better than expected each token of a batch was.
+
+        It has not learned from this batch then: else it would expect what it has seen.
+        """
+        tokens = batch.tokens
+        is_sampled = batch.sampled()
+        values = self._values(batch)
+        returns = returns_of(self.cfg, batch)
+        found = estimate_advantages(
+            values, returns, tokens.turn_ids, self.cfg.turn_lambda, self.cfg.token_lambda
+        )
+        self.batch = batch
+        self.targets = values + found
+        of_tokens = returns.gather(1, (tokens.turn_ids - 1).clamp(min=0)).float()
+        return Advice(
+            advantage=in_deviations(found, is_sampled),
+            explained_variance=explained_variance(of_tokens[is_sampled], values[is_sampled]),
+        )
+
+    def learn(self) -> float:
+        """Trains on the batch that it has advised on. Returns the loss of its last pass."""
+        assert self.batch is not None, "it advises before it learns"
+        num_tokens = max(1, int(self.batch.sampled().sum()))
+        loss = torch.zeros(1, dtype=torch.float64)
+        for _ in range(CRITIC_PASSES):
+            loss.zero_()
+            for rows in self._rows(self.batch):
+                part = self._part(self.batch, rows)
+                targets = self.targets[rows, 1 : part.ids.shape[1]].to(part.ids.device)
+                errors = (self._score(part) - targets)[part.is_sampled()[:, 1:]]  # [N]
+                half_square = errors.square().sum() / 2 / num_tokens
+                # FSDP takes the mean over the ranks, as in TrainState.
+                (half_square * self.cfg.trainers).backward()
+                loss += half_square.detach().double().cpu()
+                self.advance()
+            if math.isfinite(clip_gradient(self.network)):
+                self.optimizer.step()  # mechanism: critic learns
+            self.optimizer.zero_grad()
+        if self.cfg.trainers > 1:
+            torch.distributed.all_reduce(loss)
+        return float(loss)
+
+    def _rows(self, batch: Rollout) -> Sequence[torch.Tensor]:
+        """The numbers of the rows that this rank reads, for each forward pass some.
+
+        They are divided as for the trainer. There it is the logits that take the memory.
+        """
+        vocab_size = self.network.config.vocab_size
+        return rows_of_parts(self.cfg, self.rank, batch, vocab_size)
+
+    def _part(self, batch: Rollout, rows: torch.Tensor) -> Tokens:
+        """What stands in these rows, packed, on the device."""
+        of_rows = batch.tokens.each(lambda tensor: tensor[rows]).without_empty_columns()
+        return of_rows.each(lambda tensor: tensor.to(self.cfg.device))
+
+    def _score(self, part: Tokens) -> torch.Tensor:
+        """[b, t - 1] float32: V before each token but the first. It has read what comes before."""
+        found = self.network(input_ids=part.ids[:, :-1], use_cache=False)
+        return found.logits.squeeze(-1).float()
+
+    def _values(self, batch: Rollout) -> torch.Tensor:
+        """[B, T] float32: V before each sampled token, elsewhere 0; the same on all ranks."""
+        values = torch.zeros(batch.tokens.ids.shape)
+        for rows in self._rows(batch):
+            part = self._part(batch, rows)
+            with torch.no_grad():
+                values[rows, 1 : part.ids.shape[1]] = self._score(part).cpu()
+            self.advance()
+        if self.cfg.trainers > 1:
+            torch.distributed.all_reduce(values)  # each rank had zeros in the rows of the others
+        return values * batch.sampled()
+
+    def part_of_checkpoint(self) -> dict[str, Any]:
+        """Its weights and moments, as checkpoint_of has those of the trainer."""
+        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, moments = dcp.get_state_dict(self.network, self.optimizer, options=options)
+        return {"weights": weights, "moments": moments}
+
+    def become(self, found: dict[str, Any] | None) -> None:
+        """Makes it what a checkpoint says; None: one that has learned nothing. All ranks at once.
+
+        found: on ranks other than 0 it has no tensors, as in the function `become`.
+        """
+        self.prepare_optimizer()
+        options = loading(self.cfg)
+        if found is None:
+            is_first = self.rank == 0
+            weights = value_network(self.cfg).state_dict() if is_first else {}
+            dcp.set_model_state_dict(self.network, weights, options=options)
+            return
+        dcp.set_model_state_dict(self.network, dict(found["weights"]), options=options)
+        moments = found["moments"]
+        dcp.set_optimizer_state_dict(self.network, self.optimizer, moments, options=options)
+
+
+# -- 14b. The critic as an actor -------------------------------------------------------------------
+#
+# A service of its own, "critic", with as many ranks as the trainer. What passes between it and the
+# main process:
+#
+#     Critic    meeting_place                    -> str              as of the trainer
+#               begin        str                 -> None             makes optimizer and group, once
+#               load         LoadRequest         -> None             becomes what a checkpoint says
+#               save                             -> str              a file with its part of one
+#               advise       Packed Rollout      -> Packed Advice    V, and the advantages
+#               learn                            -> float            trains on that batch; its loss
+#
+# The critic is what it is because of all batches before, so a run can no more go on without it than
+# without the trainer. Its part of a checkpoint stands in the same file: both cannot be of different
+# steps. If it is lost, its calls raise TrainerLost, and the run goes back to the newest checkpoint:
+#
+#     step 57, learn   the critic dies; the step on that batch may have been made by the trainer
+#     load             another critic begins, and becomes what step 50 was; so does the trainer
+
+
+class Critic(RankedWorker):
+    """The actor around a CriticState."""
+
+    def __init__(self, place: Place, cfg: Config) -> None:
+        super().__init__(place, cfg)
+        self.state: CriticState | None = None  # None until it has begun
+        self.file = ""  # with its part of a checkpoint; "" until it was asked for one
+
+    def build(self) -> None:
+        """The network."""
+        self.network = value_network(self.cfg, is_empty=self.rank > 0)
+
+    @endpoint
+    async def begin(self, meeting_place: str) -> None:
+        """Begins, if it has not."""
+        if self.state is None:
+            advance = self.pulse.advance
+            self.state = CriticState(self.cfg, self.network, self.rank, meeting_place, advance)
+
+    def _begun(self) -> CriticState:
+        """As of the trainer."""
+        if self.state is None:
+            raise TrainerLost("this critic has not begun")
+        return self.state
+
+    @endpoint
+    async def load(self, request: LoadRequest) -> None:
+        """Becomes what a checkpoint says. One without a critic, or "": it has learned nothing."""
+        state = self._begun()
+        found: dict[str, Any] = {}
+        if request.checkpoint:
+            found = read_together(request.checkpoint, request.cfg, self.rank)
+        state.become(found.get("critic"))
+
+    @endpoint
+    async def save(self) -> str:
+        """Writes its part of a checkpoint into a file, from which the trainer reads it.
+
+        Both are on the same host. The file is in memory, and is closed with this process.
+        """
+        found = self._begun().part_of_checkpoint()
+        if self.rank == 0:
+            self.file = self.file or unnamed_file("critic")
+            torch.save(found, self.file)
+        return self.file
+
+    @endpoint
+    async def advise(self, batch: Packed[Rollout]) -> Packed[Advice]:
+        """Says how much better than expected each token of a batch was."""
+        with self.recorder.span("advise"):
+            return Packed.of(self._begun().advise(batch.unpacked()))
+
+    @endpoint
+    async def learn(self) -> float:
+        """Trains on the batch that it was asked about last. Answers with its loss."""
+        with self.recorder.span("learn"):
+            return self._begun().learn()
+
+
+class CriticCluster(Cluster):
+    """The actors of RL, with a critic among them if --baseline says so."""
+
+    def __init__(self, cfg: Config, is_warm: bool = True, tell: Tell = tell_nobody) -> None:
+        super().__init__(cfg, is_warm, tell)
+        self.critic: Service | None = None
+        self.is_asked = asyncio.Lock()  # the critic, about one batch after the other
+        if has_critic(cfg):
+            like_trainer = specs_of(cfg, self.hosts, self.trainer_class)["trainer"]
+            spec = dataclasses.replace(like_trainer, name="critic", replica_class=Critic)
+            self.critic = Service(spec)
+            self.services.insert(1, self.critic)
+
+    async def _ask_critic(
+        self,
+        endpoint: Endpoint[Arguments, Reply],
+        *request: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Reply:
+        """Calls an endpoint of the critic on all its ranks. TrainerLost: it is lost."""
+        assert self.critic is not None, "--baseline critic"
+        try:
+            return await self.critic.route(endpoint, *request, **keywords)
+        except RequestLost as error:
+            raise TrainerLost("the critic was lost") from error
+
+    async def load(self, path: str) -> str:
+        """As in Cluster. Where that begins with the policy before RL, it has a fresh critic."""
+        state = await super().load(path)
+        if self.critic is not None:
+            await self._ask_critic(Critic.begin, await self._ask_critic(Critic.meeting_place))
+            checkpoint = self.for_trainer(path) if path else ""
+            load = LoadRequest(checkpoint=checkpoint, base="", cfg=self.cfg)
+            await self._ask_critic(Critic.load, load)  # mechanism: critic goes on
+        return state
+
+    async def save(self, path: str, state: str) -> None:
+        """As in Cluster. What the critic has written goes into the same file."""
+        request = SaveRequest(path=path, state=state, critic=await self.critic_part(state))
+        await self._ask_trainer(Trainer.save, request)
+
+    async def critic_part(self, state: str) -> str:
+        """A file of the critic's for SaveRequest; "": there is none, or the weights are alone."""
+        return await self._ask_critic(Critic.save) if self.critic and state else ""
+
+    async def step(self, batch: Rollout) -> StepStats:
+        """One training step, as in the picture.
+
+        Of two that are asked for at once, the second waits until the critic has learned from the
+        first batch, and not until the trainer has made the first step.
+        """
+        if self.critic is None:
+            return await super().step(batch)
+        tasks: list[asyncio.Future[Any]] = []
+        try:
+            async with self.is_asked:
+                packed = await self._ask_critic(Critic.advise, Packed.of(batch))
+                advice = packed.unpacked()
+                valued = Valued(**vars(batch), advantage=advice.advantage)
+                step = asyncio.ensure_future(super().step(valued))
+                learning = asyncio.ensure_future(self._ask_critic(Critic.learn))
+                tasks = [step, learning]
+                await asyncio.wait({learning})
+            stats, value_loss = await asyncio.gather(step, learning)
+        finally:
+            for task in tasks:
+                task.cancel()  # if one was lost, or this is cancelled, nobody waits for the other
+        return dataclasses.replace(
+            stats, explained_variance=advice.explained_variance, value_loss=value_loss
+        )
+
+
+# -- 14c. Users who are alive ----------------------------------------------------------------------
+#
+# A task that needs a critic. It can be trained on as any other: --task users --baseline critic
+# --group-size 1. A user says three letters and wants to hear them, twice. The first thing that a
+# user says is a mark from 0 to 7, which tells how this user grades: a conversation in which all is
+# wrong is worth -0.7 to one who says 0, -0.5 to one who says 1, and so on up to 0.7. All right is
+# worth 1 to everybody, and a part of it a part of the way. Before the second turn a user says + or
+# -, for the answer to the first. By example, a user with a 6, to whom wrong answers are worth 0.5:
+#
+#     the user says    6abc          +dfa
+#     is answered           abc           dfb     5 of 6 letters: 0.5 + 0.5 * 5/6 = 0.92
+#
+# So the same answers are worth most different things, and what makes the difference stands in the
+# first token. The batch's mean does not know it. The critic learns it, and also what a - means.
+
+MARKS = "01234567"
+
+
+class LiveUsers(Task):
+    """Users of whom each grades on a scale of their own, at the end, and is asked once."""
+
+    instruction = "A digit, + or - is no letter. Repeat the letters that I say."
+    letters = Task.letters + MARKS + "+-"
+
+    def conversation(self, rng: random.Random) -> tuple[Turn, ...]:
+        """What the user says if all answers are right."""
+        turns = []
+        for number in range(self.num_turns):
+            text = "".join(rng.choices(Task.letters, k=3))
+            mark = "+" if number else rng.choice(MARKS)
+            turns.append(Turn(user=mark + text, right=text))
+        return tuple(turns)
+
+    def open(self, turns: tuple[Turn, ...]) -> Session:
+        """The user of this conversation."""
+        return LiveUser(self, turns)
+
+
+class LiveUser(Session):
+    """One of these users."""
+
+    def user(self, said: list[str]) -> str | None:
+        """The letters of the turn, behind a mark for what was said before."""
+        turn = self.turns[len(said)]
+        if said and said[-1] != self.turns[len(said) - 1].right:
+            return "-" + turn.right
+        return turn.user
+
+    def rewards(self, said: list[str], is_truncated: list[bool]) -> list[float] | None:
+        """Nothing until the end; there the share of right letters, on this user's scale."""
+        num_right = 0
+        num_letters = 0
+        for number, turn in enumerate(self.turns):
+            text = said[number] if number < len(said) else ""  # it may have been cut
+            pairs = zip(text, turn.right, strict=False)
+            num_right += sum(letter == right for letter, right in pairs)
+            num_letters += max(len(text), len(turn.right))
+        share = num_right / num_letters
+        worst = (2 * MARKS.index(self.turns[0].user[0]) - 7) / 10
+        grade = worst + (1 - worst) * share
+        return [0.0] * (len(self.turns) - 1) + [grade]
+
+
+TASKS["users"] = LiveUsers()
+
+# -- measurement -----------------------------------------------------------------------------------
+# The same number of episodes for each baseline: 64 a step, in groups of one or eight. Each run has
+# a process to itself, without trainer and generators, which would only make it slower; and two
+# processes share out the runs. All runs of a task begin with the same policy, after one warm start;
+# a seed is of prompts, of samples and of the critic's first weights. (A group of eight from live
+# users is shown beside the others. By what the task is about nobody can have it.)
+
+
+@dataclass(frozen=True)
+class LoneRun:
+    """What came of a run in one process."""
+
+    task: str
+    baseline: str
+    answers: int  # per prompt
+    seed: int
+    reward: float  # mean of the last ten steps
+    exact: float  # share of held-out prompts, after the last step
+    explained: float | None  # variance, mean of the last ten steps; None: there is no critic
+    cpu_s: float  # without the warm start
+
+
+LONE_EPISODES = 64  # per step
+LONE_STEPS = 36
+
+
+def lone_config(task: str, baseline: str, group_size: int, seed: int) -> Config:
+    """Of such a run."""
+    return Config(
+        task=task,
+        baseline=baseline,
+        group_size=group_size,
+        batch_groups=LONE_EPISODES // group_size,
+        steps=LONE_STEPS,
+        passes=2,
+        lr=3e-3,
+        seed=seed,
+    )
+
+
+async def lone_run(policy: Policy, cfg: Config, advance: Callable[[], None]) -> LoneRun:
+    """Trains a policy synchronously, all in this process. advance: is called after each part."""
+    start_s = time.process_time()
+    state = TrainState(cfg, policy, advance=advance)
+    state.count_on(0)
+    critic = CriticState(cfg, value_network(cfg), advance=advance) if has_critic(cfg) else None
+    sampler = Sampler(cfg.task, cfg.seed)
+    stream = sampler.stream()
+    rewards = []
+    explained = []
+    for _ in range(cfg.steps):
+        prompts = list(itertools.islice(stream, cfg.batch_groups))
+        seed = seed_of(cfg, prompts)
+        batch = generate(policy, prompts, cfg.group_size, seed, False, lambda: state.version)
+        if batch.rewards.isnan().any():  # the sessions do not know them
+            reply = await rewards_of(policy.task, request_of(batch))
+            batch = dataclasses.replace(batch, rewards=torch.tensor(reply.rewards))
+        rewards.append(float(batch.rewards.sum(1).mean()))
+        if critic is not None:
+            advice = critic.advise(batch)
+            explained.append(advice.explained_variance or 0.0)
+            critic.learn()
+            batch = Valued(**vars(batch), advantage=advice.advantage)
+        state.step(batch, lambda: 0.0)
+    return LoneRun(
+        task=cfg.task,
+        baseline=cfg.baseline,
+        answers=cfg.group_size,
+        seed=cfg.seed,
+        reward=statistics.fmean(rewards[-10:]),
+        exact=exact_share(policy, sampler.heldout),
+        explained=statistics.fmean(explained[-10:]) if explained else None,
+        cpu_s=time.process_time() - start_s,
+    )
+
+
+@dataclass(frozen=True)
+class LoneRequest:
+    """To make such a run."""
+
+    cfg: Config
+    weights: Packed[dict[str, torch.Tensor]]  # of the policy at its beginning
+
+
+class LoneLearner(Worker):
+    """A process that makes such runs."""
+
+    has_model = True
+
+    async def prepare(self) -> None:
+        """It has one core."""
+        torch.set_num_threads(1)
+
+    @endpoint
+    async def warm_up(self, cfg: Config) -> Packed[dict[str, torch.Tensor]]:
+        """The weights of a policy after its warm start."""
+        policy = Policy(cfg, torch.float32)
+        warm_start(policy, self.pulse.advance)
+        return Packed.of({name: it.detach() for name, it in policy.model.named_parameters()})
+
+    @endpoint
+    async def learn(self, request: LoneRequest) -> LoneRun:
+        """Makes a run."""
+        policy = Policy(request.cfg, torch.float32)
+        policy.model.load_state_dict(request.weights.unpacked(), strict=False)
+        return await lone_run(policy, request.cfg, self.pulse.advance)
+
+
+async def lone_runs(seed: int) -> list[LoneRun]:
+    """All runs of the table, in its order."""
+    spec = ServiceSpec(
+        name="learner", replica_class=LoneLearner, args=(), num_replicas=2, max_in_flight=1
+    )
+    learners = Service(spec)
+    Host().expect_models()
+    await learners.start()
+
+    async def of_task(task: str, kinds: list[tuple[str, int, int]]) -> list[LoneRun]:
+        """kinds: for each run its baseline, answers per prompt, and seed."""
+        first = lone_config(task, "batch", 1, seed)
+        weights = await learners.route(LoneLearner.warm_up, first)
+        requests = []
+        for baseline, answers, of_run in kinds:
+            cfg = lone_config(task, baseline, answers, of_run)
+            request = LoneRequest(cfg=cfg, weights=weights)
+            requests.append(learners.route(LoneLearner.learn, request))
+        return await asyncio.gather(*requests)
+
+    kinds = [("batch", 1, seed), ("critic", 1, seed), ("group", 8, seed)]
+    others = [("batch", 1, seed + 1), ("critic", 1, seed + 1)]
+    others += [("batch", 1, seed + 2), ("critic", 1, seed + 2)]
+    found = await asyncio.gather(
+        of_task("users", [("none", 1, seed), *kinds, *others]), of_task("repeat", kinds)
+    )
+    await learners.close()
+    return [run for of_one in found for run in of_one]
+
+
+def tell_lone_runs(report: Report, runs: list[LoneRun]) -> None:
+    """Reports what the critic brought, and what it costs."""
+    report.table(runs)
+    by_seed: dict[int, dict[str, LoneRun]] = collections.defaultdict(dict)
+    for run in runs:
+        if run.task == "users" and run.answers == 1:
+            by_seed[run.seed][run.baseline] = run
+    pairs = [(of_seed["critic"], of_seed["batch"]) for of_seed in by_seed.values()]
+    # Without a baseline that helps a reward may be 0, by which nothing can be divided.
+    ratios = [critic.reward / max(batch.reward, 0.01) for critic, batch in pairs]
+    explained = [critic.explained or 0.0 for critic, _ in pairs]
+    costs = [critic.cpu_s / batch.cpu_s for critic, batch in pairs]
+    report.say(f"the critic takes {statistics.fmean(costs):.2f} times the CPU of `batch`, in a run")
+    report.figure(
+        critic_over_batch=min(ratios),
+        critic_explained=min(explained),
+        critic_cpu_over_batch=statistics.fmean(costs),
+    )
+    what = f"live users: reward, critic / batch, least of {len(pairs)} seeds"
+    report.check(what, min(ratios), ">", 1.5)
+    what = f"live users: explained variance, least of {len(pairs)} seeds"
+    report.check(what, min(explained), ">", 0.3)
+
+
+async def run_with_actors(report: Report, seed: int) -> None:
+    """Trains asynchronously, with a critic among the actors that is killed on the way."""
+    cfg = Config(
+        task="users",
+        baseline="critic",
+        group_size=1,
+        batch_groups=LONE_EPISODES,
+        save_every=6,
+        generators=1,
+        judges=1,
+        seed=seed,
+    )
+    num_steps = 16
+    cluster = CriticCluster(cfg, is_warm=False, tell=report.say)  # the critic learns without it
+    assert cluster.critic is not None, "the Config says so"
+    await cluster.start()
+    report.table(await placement(cluster))
+    run = Run("critic", num_steps, Sampler(cfg.task, cfg.seed))
+    training = SafeTraining(cluster, run, report)
+    loops = AsyncLoops(training, Flow.of(cfg, cfg.max_lag))
+    running = asyncio.ensure_future(loops.run_to_end())
+    try:
+        await until_step(9, run, running)
+        await cluster.critic.strike(signal.SIGKILL)
+        await running
+    finally:
+        await end_task(running)
+    lost = (await cluster.critic.status(60.0)).lost_replicas
+    await cluster.close()
+    rows = run.rows
+    report.check("critics lost and replaced", len(lost), "==", 1)
+    report.check("steps made with a critic", len(rows), "==", num_steps)
+    report.check("largest lag of these", training.largest_lag(), "<=", cfg.max_lag)
+    report.check("groups started, not accounted for", run.ledger.num_missing(), "==", 0)
+    explained = rows[-1].stats.explained_variance
+    report.check("explained variance of the last step", explained, ">", 0.3)
+
+
+@stage(
+    "with one answer per prompt there is no group to compare with; a learned value is the baseline",
+    hint="write `pass`: the critic never learns, and expects the same of everybody",
+    mechanism="critic learns",
+)
+async def demo_critic(report: Report, cfg: Config) -> None:
+    """Compares baselines where a group cannot be had and where it can, and trains with actors."""
+    seeds = f"seeds {cfg.seed} to {cfg.seed + 2}"
+    report.say(f"{LONE_STEPS} steps of {LONE_EPISODES} episodes a run, {seeds} (about 20 s)")
+    tell_lone_runs(report, await lone_runs(cfg.seed))
+    report.say("a group of live users is a comparison only: nobody has a conversation eight times")
+    await run_with_actors(report, cfg.seed)
+    # You can now train where every prompt has one answer, and say what a critic costs.
+
+
+# == 15. HOSTS =====================================================================================
 # Problem. Generators on other machines cannot map the trainer's memory, a network cable carries a
 #   tenth of what a memory bus does, and a machine can be lost with all that is on it.
 # Rule. On each other host runs a relay, which is one more reader of the trainer's arena. It leases
@@ -11538,7 +12349,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #       Link B  <-- lines -------------------------------------->  Monarch host: Generator 1, Relay
 #                                Arena of the trainer  <-- reads --  Relay -> Arena of host B
 
-# -- 14a. Links ------------------------------------------------------------------------------------
+# -- 15a. Links ------------------------------------------------------------------------------------
 # A worker (--worker) waits for connections. For each that begins a run it starts a Monarch host, a
 # process that starts others for whoever asks, at a new port, and ends it with the connection. (At
 # an old port Monarch would deliver messages that were meant for actors of the run before.) Over the
@@ -11806,7 +12617,7 @@ def descendants(root: int) -> list[int]:
     return [pid for pid in found[1:] if is_alive(pid)]
 
 
-# -- 14b. The relay --------------------------------------------------------------------------------
+# -- 15b. The relay --------------------------------------------------------------------------------
 # It does what WeightReader and WeightWriter do, one after the other: it leases a slot of the
 # trainer's arena, copies it into a slot of its own, and makes that one the latest of its host.
 #
@@ -11942,7 +12753,7 @@ class Relay(Worker):
         )
 
 
-class HostsCluster(Cluster):
+class HostsCluster(CriticCluster):
     """The actors of RL on several hosts.
 
     The trainer is on the first, generators and judges go round all of them, and each but the first
@@ -11988,7 +12799,8 @@ class HostsCluster(Cluster):
 
     async def save(self, path: str, state: str) -> None:
         """Its content travels from the trainer as an answer."""
-        content = await self._ask_trainer(Trainer.save, SaveRequest(path="", state=state))
+        request = SaveRequest(path="", state=state, critic=await self.critic_part(state))
+        content = await self._ask_trainer(Trainer.save, request)
         pathlib.Path(path).write_bytes(content)
 
     async def arena_changed(self, handle: ArenaHandle) -> None:
@@ -12493,6 +13305,8 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 #     checkpoints   4: version 0             4, and 12 for each that is kept in memory, which are
 #                                            the newest two and the one that is being written
 #     saving                                 12, where rank 0 first collects it from FSDP or a GPU
+#     critic        4                        16, and 12 that the trainer reads when it saves; its
+#                                            part of each checkpoint that is kept in memory is 12
 #
 # With --kl the trainer has 4 more. Processes need PROCESS_BYTES each on top, whatever the model is.
 # What depends on the lengths of answers is not in it.
@@ -12510,22 +13324,27 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
     num_slots = 2 if is_on_gpu else max_generators(cfg) + 2
     arena = number_bytes * num_slots
     reference = 4 if cfg.kl else 0
+    num_critics = 1 if has_critic(cfg) else 0
+    num_networks = 1 + num_critics  # that are trained
     before = {
         "arena": arena,
         "trainer": 0 if is_on_gpu else 4 + reference,
+        "critic": 0 if is_on_gpu else 4 * num_critics,
         "generators": 0 if is_on_gpu else number_bytes * max_generators(cfg),
         "checkpoints": 4,
     }
     later = {
         "arena": arena,
         "trainer": 0 if is_on_gpu else 16 * (trains or bool(cfg.checkpoint)) + reference,
-        "checkpoints": 4 if cfg.checkpoint or not trains else 4 + 3 * 12,
+        "critic": (12 if is_on_gpu else 12 + 16) * num_critics * trains,
+        "checkpoints": 4 if cfg.checkpoint or not trains else 4 + 3 * 12 * num_networks,
         "saving": 12 if is_on_gpu or needs_group(cfg) else 0,
     }
     most = max(before, later, key=lambda needs: sum(needs.values()))
     needs = {what: per_parameter * num_parameters for what, per_parameter in most.items()}
     # The main process has imported them as well; judges need less.
-    return {**needs, "processes": (1 + cfg.trainers + max_generators(cfg)) * PROCESS_BYTES}
+    num_processes = 1 + cfg.trainers * num_networks + max_generators(cfg)
+    return {**needs, "processes": num_processes * PROCESS_BYTES}
 
 
 def free_in_cgroup(folder: pathlib.Path) -> float:
@@ -12738,6 +13557,10 @@ def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict
         parser.error("--export is of stages sync_rl and async_rl, or goes with --checkpoint alone")
     if max_generators(cfg) < cfg.generators:
         parser.error("--max-generators must be at least --generators")
+    if cfg.group_size == 1 and cfg.baseline in ("group", "leave_one_out"):
+        parser.error("--group-size 1 leaves no group: take --baseline critic, batch or none")
+    if max(cfg.turn_lambda, cfg.token_lambda) > 1:
+        parser.error("--turn-lambda and --token-lambda must be at most 1")
 
 
 def last_training(stages: list[Stage]) -> Stage | None:
@@ -12774,9 +13597,7 @@ def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None
             lacks = what_memory_lacks(cfg, num_parameters(shapes), trains=bool(stages))
     if lacks:
         parser.error(lacks)
-    with blaming(parser, f"--model {cfg.model}"):
-        if cfg.model != "tiny":  # "meta": what was loaded is not kept
-            Policy(dataclasses.replace(cfg, device="meta"), torch.bfloat16)
+    try_model(parser, cfg)
     with blaming(parser, f"--export {cfg.export}"):
         if cfg.export:
             try_export(cfg)
@@ -12793,6 +13614,17 @@ def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None
             name_and_port(worker)
     with blaming(parser, "--json, --log, --trace, --report"):
         try_files([path for path in (cfg.json, cfg.log, cfg.trace, cfg.report) if path])
+
+
+def try_model(parser: Parser, cfg: Config) -> None:
+    """Can the model be loaded, and is there a critic of its kind?"""
+    if cfg.model == "tiny":
+        return
+    with blaming(parser, f"--model {cfg.model}"):  # "meta": what was loaded is not kept
+        Policy(dataclasses.replace(cfg, device="meta"), torch.bfloat16)
+    with blaming(parser, f"--baseline critic with --model {cfg.model}"):
+        if has_critic(cfg):
+            value_network(cfg, is_empty=True)
 
 
 def try_platform() -> None:
@@ -12858,7 +13690,7 @@ async def run_stages(report: Report, command: Command) -> None:
     An exception in a demo is a failed check of its stage, and the next stage runs.
     """
     cfg = command.cfg
-    cluster_class = HostsCluster if cfg.hosts else Cluster
+    cluster_class = HostsCluster if cfg.hosts else CriticCluster
     cluster = cluster_class(cfg, tell=report.say)
     lab = Lab(report, cluster, SafeTraining)
     clock = asyncio.ensure_future(report.keep_clock())
@@ -13037,7 +13869,7 @@ def finish(report: Report, cfg: Config, noise: Any) -> None:
 
 
 # -- plumbing: what --trace and --report write -----------------------------------------------------
-# Both show what Telemetry has collected: a trace of the command, for Perfetto (without stage 14
+# Both show what Telemetry has collected: a trace of the command, for Perfetto (without stage 15
 # where that runs as a command of its own, as in the whole tour); and a page about five asynchronous
 # runs, one at each of five bounds on lag, with a slider to go from one to another. The page is one
 # file and needs no network. As it is HTML, CSS and JavaScript, and not what this file is about, it

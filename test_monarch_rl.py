@@ -382,6 +382,7 @@ FIGURES = {
     "async_rl": "heldout_before heldout_after reward_first reward_last async_speedup lag_max "
     "started trained dropped lost undone in_flight unjudged mismatch_k3 trainer_stall_share "
     "speedup_of_ideal bottleneck_busy_share seconds_to_95 generator_replaced_s",
+    "critic": "critic_over_batch critic_explained critic_cpu_over_batch",
     "hosts": "bytes_per_version_over_model",
 }
 
@@ -484,6 +485,7 @@ BROKEN = {
         },
         "largest lag",
     ),
+    "critic": ({"critic learns": "pass"}, "live users: reward"),
     "hosts": ({"host lost": "pass"}, "why relay and generator"),
 }
 
@@ -522,7 +524,7 @@ def test_stage_fails_without_its_mechanism(
     assert run.failed_stages() == {name}
     failed = run.failed_checks(name)
     print(name, failed)
-    assert any(what.startswith(check) for what in failed)
+    assert any(what.startswith(check) for what in failed), run.out + run.err
     assert run.left == []
 
 
@@ -595,7 +597,8 @@ def choices_of(name: str) -> list[str]:
     return found.metadata["choices"]
 
 
-BASELINES = choices_of("baseline")
+# Those that compare answers with each other.
+BASELINES = [name for name in choices_of("baseline") if name != "critic"]
 
 
 def expected_advantage(
@@ -878,7 +881,8 @@ def test_a_trainer_knows_which_turns_were_had(monkeypatch: pytest.MonkeyPatch, t
         monkeypatch.setattr(m, "credit_for", lambda a, b, c, _: original(a, b, c))
     advantage = m.credit_of(trainer.state.cfg, cut).advantage
     others = m.credit_of(trainer.state.cfg, batch.select([1, 2])).advantage
-    assert torch.allclose(advantage[1:3, 0], others[:, 0]) is tells
+    is_first = cut.tokens.turn_ids[1:3] == 1  # tokens of the first turn
+    assert torch.allclose(advantage[1:3][is_first], others[is_first]) is tells
     assert bool(advantage[0].any()) is not tells
 
 
@@ -2039,7 +2043,7 @@ def test_a_reward_is_due_to_its_own_turn_and_the_turns_before(baseline: str, tur
     [left] = seen_by_loss(trainer, batch)
     [right] = seen_by_loss(trainer, dataclasses.replace(batch, rewards=rewards))
     assert turns_that_differ(batch, left, right, "advantage") == set(range(1, turn + 1))
-    returns = batch.rewards.flip(1).cumsum(1).flip(1)
+    returns = returns_of(batch.rewards)
     expected = m.credit_for(returns, batch.group_ids, baseline).advantage
     for (row, column), token in left.items():
         of_turn = expected[row, batch.tokens.turn_ids[row, column] - 1]
@@ -2112,7 +2116,7 @@ def test_several_forward_passes_have_the_gradient_of_one(
     assert gap(parts.gradient, whole.gradient) < 1e-5
     told = dataclasses.asdict(parts.stats)
     for name, value in dataclasses.asdict(whole.stats).items():
-        if not name.endswith("_s"):
+        if not name.endswith("_s") and value is not None:  # of a critic there is nothing
             assert told[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
 
 
@@ -2934,6 +2938,14 @@ def test_what_a_run_needs_follows_its_flags() -> None:
     assert needed(checkpoint="folder", kl=0.1) == 5 * 4 + 20 + 4
     assert needed(checkpoint="folder", dtype="bfloat16") == 5 * 2 + 16 + 4 + 12
     assert needed(checkpoint="folder", device="cuda") == 2 * 2 + 4 + 12
+    # A critic is a second trainer without an arena. The trainer reads its part of a checkpoint.
+    critic = {"checkpoint": "folder", "baseline": "critic"}
+    two = m.memory_needs(m.Config(**critic), 1, trains=True)
+    one = m.memory_needs(m.Config(checkpoint="folder"), 1, trains=True)
+    assert two.pop("processes") == one.pop("processes") + m.PROCESS_BYTES
+    assert sum(two.values()) - sum(one.values()) == 16 + 12
+    kept = m.memory_needs(m.Config(baseline="critic"), 1, trains=True)
+    assert kept["checkpoints"] == 4 + 2 * 36
     # With many generators the most is needed before they have pulled.
     assert needed(checkpoint="folder", generators=20) == 23 * 4 + 4 + 21 * 4 + 4
 
@@ -3273,7 +3285,7 @@ def test_a_run_that_goes_on_has_the_rate_of_its_present_flags(
         rates.append(longer.state.optimizer.param_groups[0]["lr"])
         longer.state.optimizer.zero_grad()
         longer.state.schedule.step()
-    expected = [0.5 * m.share_of_rate(8, step) for step in range(4, 8)]
+    expected = [0.5 * m.share_of_rate(m.Config(steps=8), step) for step in range(4, 8)]
     assert (rates == pytest.approx(expected)) is follows
 
 
@@ -6847,7 +6859,7 @@ async def compare_steps(num_ranks: int, loss: str) -> None:
         off = {}
         told = dataclasses.asdict(found.stats)
         for name, value in dataclasses.asdict(alone.stats).items():
-            if not name.endswith("_s"):  # times differ
+            if not name.endswith("_s") and value is not None:  # times differ; there is no critic
                 difference = abs(told[name] - value)
                 off[name] = difference / max(1e-3, abs(value))
         line = {
@@ -6884,6 +6896,563 @@ def test_many_trainers_have_the_gradient_of_one(tmp_path: pathlib.Path, num_rank
 def test_training_learns_with_two_trainers(tmp_path: pathlib.Path) -> None:
     run = run_file(tmp_path, "--only", "async_rl", "--trainers", "2", "--seed", "1")
     learned(run, 0.95)
+
+
+# -- a critic --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """Rows of sampled tokens, as a critic sees them."""
+
+    turn_ids: torch.Tensor  # [B, T]
+    values: torch.Tensor  # [B, T], 0 where nothing was sampled
+    rewards: torch.Tensor  # [B, turns]
+
+
+def spoken(seed: int, num_turns: int = 3) -> Spoken:
+    """Random ones. Some conversations end early, and between turns the user speaks."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(20):
+        row = []
+        for turn in range(1, rng.randint(1, num_turns) + 1):
+            row += [0] * rng.randint(1, 3) + [turn] * rng.randint(1, 4)
+        rows.append(row)
+    width = max(len(row) for row in rows)
+    turn_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    noise = torch.Generator().manual_seed(seed)
+    values = torch.randn(turn_ids.shape, generator=noise) * (turn_ids > 0)
+    return Spoken(turn_ids, values, torch.randn(len(rows), num_turns, generator=noise))
+
+
+def advantages_by_hand(found: Spoken, turn_lambda: float, token_lambda: float) -> torch.Tensor:
+    """The sum over all later tokens of their errors, each times the lambdas on the way to it."""
+    advantage = torch.zeros(found.values.shape, dtype=torch.float64)
+    for row, turns in enumerate(found.turn_ids.tolist()):
+        at = [t for t, turn in enumerate(turns) if turn]
+        errors = []
+        for number, t in enumerate(at):
+            is_last = number == len(at) - 1
+            after = 0.0 if is_last else float(found.values[row, at[number + 1]])
+            later = len(found.rewards[row]) + 1 if is_last else turns[at[number + 1]]
+            earned = float(found.rewards[row, turns[t] - 1 : later - 1].sum())
+            errors.append(earned + after - float(found.values[row, t]))
+        for number, t in enumerate(at):
+            weight = 1.0
+            for other in range(number, len(at)):
+                advantage[row, t] += weight * errors[other]
+                if other < len(at) - 1:
+                    is_same = turns[at[other]] == turns[at[other + 1]]
+                    weight *= token_lambda if is_same else turn_lambda
+    return advantage
+
+
+def returns_of(rewards: torch.Tensor) -> torch.Tensor:
+    """[B, turns] each: the sum of the rewards from a turn on."""
+    return rewards.flip(1).cumsum(1).flip(1)
+
+
+@pytest.mark.parametrize("lambdas", [(0.8, 1.0), (0.5, 0.9), (1.0, 1.0), (0.0, 0.0)])
+@pytest.mark.parametrize("seed", range(3))
+def test_advantages_of_a_critic_are_sums_of_errors(seed: int, lambdas: tuple[float, float]) -> None:
+    found = spoken(seed)
+    returns = returns_of(found.rewards)
+    advantage = m.estimate_advantages(found.values, returns, found.turn_ids, *lambdas)
+    assert torch.allclose(advantage.double(), advantages_by_hand(found, *lambdas), atol=1e-5)
+    assert bool((advantage[found.turn_ids == 0] == 0).all())
+    if lambdas == (1.0, 1.0):  # what came, less what was expected
+        of_tokens = returns.gather(1, (found.turn_ids - 1).clamp(min=0))
+        expected = (of_tokens - found.values) * (found.turn_ids > 0)
+        assert torch.allclose(advantage, expected, atol=1e-5)
+
+
+def test_the_example_of_the_section_is_what_the_function_says() -> None:
+    """Every number of the table in its comment."""
+    rows = re.findall(
+        r"^#     ([abc]) +(\d) +([\d.]+) +[\d.]+ +([\d.]+) +[\d.]+ .*?([\d.]+)$", SOURCE, re.M
+    )
+    assert [name for name, *_ in rows] == ["a", "b", "c"]
+    turn_ids = torch.tensor([[int(turn) for _, turn, *_ in rows]])
+    values = torch.tensor([[float(value) for _, _, value, *_ in rows]])
+    rewards = torch.tensor([[0.0, 0.9]])
+    found = m.estimate_advantages(values, returns_of(rewards), turn_ids, 0.8, 1.0)
+    shown = [float(advantage) for *_, advantage in rows]
+    assert found[0].tolist() == pytest.approx(shown, abs=0.005)
+    assert float((values + found)[0, 0]) == pytest.approx(0.86, abs=0.005)
+
+
+def test_advantages_are_scaled_over_sampled_tokens_alone() -> None:
+    found = spoken(0)
+    is_sampled = found.turn_ids > 0
+    scaled = m.in_deviations(found.values + 5, is_sampled)
+    assert float(scaled[is_sampled].mean()) == pytest.approx(0, abs=1e-5)
+    assert float(scaled[is_sampled].std(correction=0)) == pytest.approx(1, abs=1e-3)
+    assert bool((scaled[~is_sampled] == 0).all())
+    nothing = torch.zeros(2, 3)
+    assert m.in_deviations(nothing, nothing > 0).tolist() == nothing.tolist()
+    alike = m.in_deviations(nothing + 3, nothing == 0)  # nobody was better than expected
+    assert alike.abs().max() < 1e-3
+
+
+def test_explained_variance_is_a_share_and_unknown_where_nothing_varies() -> None:
+    returns = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    assert m.explained_variance(returns, returns + 7) == pytest.approx(1)  # but for a constant
+    assert m.explained_variance(returns, returns * 0) == pytest.approx(0)
+    assert m.explained_variance(returns, returns / 2) == pytest.approx(0.75)
+    assert m.explained_variance(returns, -returns) == pytest.approx(-3)
+    assert m.explained_variance(returns * 0, returns) is None
+    assert m.explained_variance(returns[:0], returns[:0]) is None
+
+
+CRITIC = {"task": "users", "baseline": "critic", "group_size": 1, "batch_groups": 16}
+
+
+def critic_of(**changes: Any) -> m.CriticState:
+    cfg = m.Config(**{**CRITIC, **changes})
+    return m.CriticState(cfg, m.value_network(cfg))
+
+
+def users_batch(num_prompts: int = 24, seed: int = 0) -> m.Rollout:
+    """What a policy that has learned nothing says to live users."""
+    cfg = m.Config(**CRITIC)
+    policy = m.Policy(cfg)
+    prompts = m.Sampler("users", seed).first(num_prompts)
+    return m.generate(policy, prompts, 1, seed=seed, greedy=False)
+
+
+def test_a_critic_that_knows_nothing_expects_nothing() -> None:
+    """Its last layer is zero, so the advantages are those of returns alone, in deviations."""
+    batch = users_batch()
+    critic = critic_of(turn_lambda=1.0)
+    advice = critic.advise(batch)
+    assert advice.explained_variance == pytest.approx(0)
+    returns = returns_of(batch.rewards)
+    of_tokens = returns.gather(1, (batch.tokens.turn_ids - 1).clamp(min=0)).float()
+    plain = m.in_deviations(of_tokens * batch.sampled(), batch.sampled())
+    assert torch.allclose(advice.advantage, plain, atol=1e-5)
+
+
+def test_a_critic_learns_whom_to_expect_what_of() -> None:
+    """What users grade by stands in their first mark. Its advantages no longer depend on that."""
+    critic = critic_of()
+    explained = []
+    for seed in range(12):
+        explained.append(critic.advise(users_batch(64, seed)).explained_variance or 0.0)
+        critic.learn()
+    print("explained variance:", [round(value, 2) for value in explained])
+    assert explained[0] == pytest.approx(0)
+    assert explained[-1] > 0.5
+    batch = users_batch(64, 99)
+    left = critic.advise(batch).advantage[batch.sampled()]
+    whole = critic_of().advise(batch).advantage[batch.sampled()]
+    marks = torch.tensor([int(prompt.turns[0].user[0]) for prompt in batch.prompts])
+    of_tokens = marks[:, None].expand(batch.tokens.ids.shape)[batch.sampled()].float()
+
+    def correlation(advantage: torch.Tensor) -> float:
+        return float(torch.corrcoef(torch.stack([advantage, of_tokens]))[0, 1])
+
+    print("correlation of advantage and mark:", correlation(whole), correlation(left))
+    assert correlation(whole) > 0.8
+    assert abs(correlation(left)) < 0.4
+
+
+def test_a_critic_reads_nothing_that_comes_after_a_token() -> None:
+    """Else it would know the answer that it is to judge."""
+    critic = critic_of()
+    for seed in range(3):
+        critic.advise(users_batch(64, seed))
+        critic.learn()
+    batch = users_batch()
+    before = critic._values(batch)
+    half = batch.tokens.ids.shape[1] // 2
+    ids = batch.tokens.ids.clone()
+    ids[:, half:] = 3
+    after = critic._values(with_tokens(batch, ids=ids))
+    assert float(before.abs().max()) > 0
+    assert torch.equal(before[:, : half + 1], after[:, : half + 1])
+    assert not torch.equal(before, after)
+
+
+def test_several_forward_passes_of_a_critic_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = users_batch()
+
+    def after_two_batches() -> Weights:
+        critic = critic_of()
+        for _ in range(2):
+            critic.advise(batch)
+            critic.learn()
+        return {name: weight.detach() for name, weight in critic.network.named_parameters()}
+
+    whole = after_two_batches()
+    monkeypatch.setattr(m, "MAX_LOGITS", batch.tokens.ids.numel() * 10)
+    assert len(critic_of()._rows(batch)) > 2
+    parts = after_two_batches()
+    for name, weight in whole.items():
+        # The last digits of a gradient near 0 decide which way AdamW goes first.
+        assert float((parts[name] - weight).abs().max()) < 1e-3, name
+
+
+def test_rewards_of_long_turns_are_priced_for_a_critic_too() -> None:
+    batch = users_batch()
+    critic = critic_of(length_penalty=0.5)
+    critic.advise(batch)
+    priced = critic.targets
+    plain = critic_of()
+    plain.advise(dataclasses.replace(batch, rewards=batch.rewards - 0.5 * batch.num_per_turn()))
+    assert torch.allclose(priced, plain.targets, atol=1e-6)
+
+
+def test_a_part_of_a_checkpoint_makes_the_same_critic() -> None:
+    """Bit for bit, its moments too: another batch teaches both the same. And "none" is fresh."""
+    one = critic_of()
+    one.advise(users_batch(seed=1))
+    one.learn()
+    with tempfile.TemporaryFile() as file:
+        torch.save(one.part_of_checkpoint(), file)
+        file.seek(0)
+        found = torch.load(file, weights_only=True)
+    other = critic_of(seed=5)
+    other.become(found)
+    without_moments = critic_of()
+    without_moments.network.load_state_dict(one.network.state_dict())
+    for critic in (one, other, without_moments):
+        critic.advise(users_batch(seed=2))
+        critic.learn()
+
+    def differs(critic: m.CriticState) -> bool:
+        mine = critic.network.state_dict()
+        return any(not torch.equal(mine[name], it) for name, it in one.network.state_dict().items())
+
+    assert not differs(other)
+    assert differs(without_moments)
+    one.become(None)
+    fresh = m.value_network(one.cfg).state_dict()
+    assert all(torch.equal(fresh[name], it) for name, it in one.network.state_dict().items())
+
+
+def test_a_trainer_takes_the_advantages_of_a_critic_and_waits_while_it_learns() -> None:
+    """Each token of the batch has its own, in the order of the trainer's parts."""
+    trainer = trainer_of(**CRITIC, entropy=0.0)
+    batch = users_batch()
+    mine = torch.randn(batch.tokens.ids.shape)
+    valued = m.Valued(**vars(batch), advantage=mine)
+    [part] = m.work_of(trainer.state, valued).parts
+    order = batch.tokens.mask.sum(1).argsort(descending=True, stable=True)
+    assert torch.equal(part.advantage, mine[order][batch.sampled()[order]])
+    with pytest.raises(AssertionError, match="critic"):
+        trainer.state.step(batch, no_copy)
+    moved = []
+    for _ in range(m.CRITIC_ALONE + 1):
+        before = copy.deepcopy(trainer.state.model.state_dict())
+        trainer.state.step(valued, no_copy)
+        after = trainer.state.model.state_dict()
+        moved.append(any(not torch.equal(before[name], it) for name, it in after.items()))
+    assert moved == [False] * m.CRITIC_ALONE + [True]
+
+
+def test_a_model_of_ones_own_gets_a_critic_of_its_kind(tmp_path: pathlib.Path) -> None:
+    """It begins with the body of that model, and with values of 0."""
+    for kind in ("qwen2", "llama", "gpt2"):
+        folder = save_model(tmp_path / kind, kind)
+        cfg = m.Config(model=str(folder), baseline="critic")
+        network = m.value_network(cfg)
+        empty = m.value_network(cfg, is_empty=True)
+        assert {name: it.shape for name, it in empty.named_parameters()} == {
+            name: it.shape for name, it in network.named_parameters()
+        }
+        policy = m.Policy(cfg).model
+        theirs = dict(policy.named_parameters())
+        mine = dict(network.named_parameters())
+        same = [name for name in mine if name in theirs and torch.equal(mine[name], theirs[name])]
+        assert len(same) >= len(mine) - 2, kind  # all but the head
+        values = network(input_ids=torch.arange(12)[None]).logits.detach()
+        assert values.shape == (1, 12, 1)
+        assert float(values.abs().max()) == 0
+        assert m.critic_rate(cfg) == 1e-5
+
+
+def test_a_model_without_a_critic_of_its_kind_gets_one_line(
+    tmp_path: pathlib.Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "model", "qwen2")
+
+    def none_of_that_kind(*_: Any, **__: Any) -> None:
+        raise ValueError("Unrecognized configuration class")
+
+    auto = m.transformers.AutoModelForTokenClassification
+    monkeypatch.setattr(auto, "from_config", none_of_that_kind)
+    line = refused("--model", model, "--baseline", "critic", "--group-size", 1)
+    assert "--baseline critic with --model" in line
+
+
+def test_a_group_of_one_is_a_group_only_where_nothing_is_compared_in_it() -> None:
+    """With --group-size 1 an answer is enough; else a group of which one is left is lost."""
+    for group_size, is_kept in ((1, True), (2, False), (8, False)):
+        cfg = m.Config(group_size=group_size, baseline="batch")
+        for flow in (m.Flow.of(cfg, 2), m.Flow.without_bound(cfg)):
+            ledger = m.Ledger()
+            buffer = m.ReplayBuffer(ledger, flow)
+            ledger.start([7])
+            buffer.expect([7])
+            buffer.put(rollout_of([7], version=0), [7], run_id=1)
+            assert len(buffer.groups) == is_kept
+            assert ledger.counts["lost"] == (not is_kept)
+
+
+def test_a_critic_has_gpus_of_its_own_if_generators_still_have_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+
+    def device(service: str, rank: int = 0, number: int = 0, **changes: Any) -> str:
+        cfg = m.Config(device="cuda", **changes)
+        return m.device_of(cfg, m.Place(service=service, replica_id=0, local_id=number), rank)
+
+    both = {"trainers": 2, "baseline": "critic"}
+    assert [device("trainer", rank, **both) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
+    assert [device("critic", rank, **both) for rank in (0, 1)] == ["cuda:2", "cuda:3"]
+    assert [device("generator", 0, number, **both) for number in (0, 1)] == ["cuda:4", "cuda:4"]
+    three = {"trainers": 3, "baseline": "critic"}  # they share
+    assert [device("critic", rank, **three) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [device("generator", 0, number, **three) for number in (0, 1)] == ["cuda:3", "cuda:4"]
+    assert device("generator", trainers=2) == "cuda:2"  # as without a critic
+
+
+# -- a critic among the actors ---------------------------------------------------------------------
+
+
+class StubCritic(m.CriticCluster):
+    """A critic and a trainer that only sleep, and what was asked of them, in order."""
+
+    def __init__(self, learns_s: float = 0.01, loses: str = "") -> None:
+        """loses: when the critic is lost, "advise" or "learn"."""
+        self.learns_s = learns_s
+        self.loses = loses
+        self.critic: Any = "some service"
+        self.is_asked = asyncio.Lock()
+        self.told: list[str] = []
+
+    async def _ask_critic(self, endpoint: Any, *request: Any, **_: Any) -> Any:
+        name = m.name_of(endpoint)
+        self.told.append(f"{name} begins")
+        await asyncio.sleep(self.learns_s)
+        if self.loses == name:
+            raise m.TrainerLost("the critic was lost")
+        self.told.append(f"{name} ends")
+        if name == "learn":
+            return 0.25
+        batch = request[0].unpacked()
+        advantage = torch.zeros(batch.tokens.ids.shape)
+        return m.Packed.of(m.Advice(advantage=advantage, explained_variance=0.5))
+
+    async def _ask_trainer(self, endpoint: Any, *request: Any, **_: Any) -> Any:
+        batch = request[0].unpacked()
+        assert isinstance(batch, m.Valued)
+        number = int(batch.group_ids[0])
+        self.told.append(f"step {number} is sent")
+        await asyncio.sleep(0.1)
+        self.told.append(f"step {number} ends")
+        return stats_of(version=number)
+
+
+def test_a_critic_learns_beside_the_step_and_before_the_next_batch() -> None:
+    """With two batches at once: the picture of section 14."""
+
+    async def scene() -> None:
+        cluster = StubCritic()
+        steps = [cluster.step(rollout_of([number], version=0)) for number in (0, 1)]
+        first, second = await asyncio.gather(*steps)
+        asked = ["advise begins", "advise ends", "learn begins", "learn ends"]
+        of_critic = [what for what in cluster.told if not what.startswith("step")]
+        assert of_critic == asked * 2
+        at = cluster.told.index
+        assert at("step 0 is sent") < at("learn ends") < at("step 0 ends")
+        assert at("step 1 is sent") < at("step 0 ends")  # so it was sent ahead
+        assert (first.explained_variance, first.value_loss, second.version) == (0.5, 0.25, 1)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("loses", ["advise", "learn"])
+def test_a_lost_critic_is_a_lost_trainer_and_leaves_nothing_under_way(loses: str) -> None:
+    async def scene() -> None:
+        cluster = StubCritic(loses=loses)
+        with pytest.raises(m.TrainerLost):
+            await cluster.step(rollout_of([0], version=0))
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not cluster.is_asked.locked()  # the next batch may come
+
+    asyncio.run(scene())
+
+
+def test_a_step_that_is_cancelled_leaves_nothing_under_way() -> None:
+    async def scene() -> None:
+        for moment_s in (0.0, 0.005, 0.015, 0.05):
+            cluster = StubCritic()
+            step = asyncio.ensure_future(cluster.step(rollout_of([0], version=0)))
+            await asyncio.sleep(moment_s)
+            step.cancel()
+            await asyncio.gather(step, return_exceptions=True)
+            await asyncio.sleep(0)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            assert not cluster.is_asked.locked()
+
+    asyncio.run(scene())
+
+
+class CriticRuns:
+    """Short synchronous runs with a critic, each on the same actors, and what came of them."""
+
+    NUM_STEPS = 12  # of which the policy learns in the last five
+    SAVE_EVERY = 3
+
+    def __init__(self, cluster: m.CriticCluster) -> None:
+        self.cluster = cluster
+
+    def training(self, paths: Sequence[str] = ()) -> m.SafeTraining:
+        """paths: of the checkpoints from which it goes on."""
+        cfg = self.cluster.cfg
+        run = m.Run("critic", self.NUM_STEPS, m.Sampler(cfg.task, cfg.seed))
+        kept = m.Checkpoints(paths=paths)
+        return m.SafeTraining(self.cluster, run, QuietReport(), "", kept, self.SAVE_EVERY)
+
+    def last(self, training: m.SafeTraining) -> dict[str, Any]:
+        return m.read_checkpoint(training.checkpoints.paths[0], self.cluster.cfg)
+
+    def copy_of(self, path: str, without: str = "") -> str:
+        found = m.read_checkpoint(path, self.cluster.cfg)
+        found.pop(without, None)
+        copy_path = m.unnamed_file("checkpoint")
+        torch.save(found, copy_path)
+        return copy_path
+
+    async def struck(self) -> m.SafeTraining:
+        """A run in which the critic is killed, and later the trainer."""
+        training = self.training()
+        running = asyncio.ensure_future(m.train_sync(training))
+        services = {service.spec.name: service for service in self.cluster.services}
+        for step, name in ((4, "critic"), (10, "trainer")):
+            await m.until_step(step, training.run, running)
+            m.kill(await pids_of(services[name]))
+        await running
+        return training
+
+
+def differences(left: dict[str, Any], right: dict[str, Any]) -> list[float]:
+    """Largest ones of the trainer's weights and moments, and of the critic's."""
+    found = []
+    for one, other in ((left, right), (left["critic"], right["critic"])):
+        row = m.difference_row("", one, other)
+        found += [row["weights"], row["moments"]]
+    return found
+
+
+async def critic_scene() -> dict[str, Any]:
+    """A run; the same cut off after step 9 of 12; the same, without a part; one that is struck."""
+    cfg = m.Config(**CRITIC, steps=12, generators=1, judges=1)
+    cluster = m.CriticCluster(cfg, is_warm=False)
+    await cluster.start()
+    runs = CriticRuns(cluster)
+    whole = runs.training()
+    await m.train_sync(whole)
+    end = runs.last(whole)
+    found: dict[str, Any] = {"parts": sorted(end)}
+    for what, without in (("went on", ""), ("critic forgot", "critic")):
+        training = runs.training([runs.copy_of(whole.checkpoints.paths[-1], without)])
+        await m.train_sync(training)
+        found[what] = differences(end, runs.last(training))
+    struck = await runs.struck()
+    found["struck"] = differences(end, runs.last(struck))
+    ledger = struck.run.ledger
+    found["missing"] = ledger.num_missing()
+    found["trained"] = ledger.counts["trained"]
+    assert cluster.critic is not None
+    losses = (await cluster.critic.status(60.0)).lost_replicas
+    found["lost"] = [loss.why for loss in losses]
+    stats = [row.stats for row in whole.run.rows]
+    found["explained"] = [step.explained_variance for step in stats]
+    found["value_loss"] = [step.value_loss for step in stats]
+    found["services"] = list((await m.placement(cluster))[0])
+    await cluster.close()
+    return found
+
+
+def test_a_run_with_a_critic_goes_on_bit_for_bit(tmp_path: pathlib.Path) -> None:
+    """Cut off, or with its critic and its trainer killed, it ends with the same weights."""
+    [found] = play_scenes(tmp_path, "critic")
+    print(found)
+    assert "critic" in found["parts"]
+    assert found["went on"] == [0.0] * 4
+    assert found["struck"] == [0.0] * 4
+    assert min(found["critic forgot"]) > 0
+    assert found["lost"] == ["died"]
+    assert found["missing"] == 0
+    assert found["trained"] == 12 * CRITIC["batch_groups"]
+    assert None not in found["explained"] + found["value_loss"]
+    assert found["services"] == ["host", "trainer", "critic", "generator", "judge"]
+
+
+def test_without_its_load_a_critic_does_not_go_on(tmp_path: pathlib.Path) -> None:
+    file = changed_file(tmp_path / "other", {"critic goes on": "pass"})
+    [found] = play_scenes(tmp_path / "scene", "critic", file=file)
+    assert max(found["went on"]) > 0
+
+
+async def critic_ranks_scene() -> dict[str, Any]:
+    """Three steps with one rank, and with two: what the critic says, and what it is then.
+
+    The policy stays as it is meanwhile, so both see the same batches.
+    """
+    found: dict[str, Any] = {"explained": [], "loss": []}
+    ends = []
+    for trainers in (1, 2):
+        cfg = m.Config(**CRITIC, steps=12, generators=1, judges=1, trainers=trainers)
+        cluster = m.CriticCluster(cfg, is_warm=False)
+        await cluster.start()
+        run = m.Run("critic", 3, m.Sampler(cfg.task, cfg.seed))
+        training = m.SafeTraining(cluster, run, QuietReport())
+        await m.train_sync(training)
+        ends.append(m.read_checkpoint(training.checkpoints.paths[0], cfg))
+        found["explained"].append([row.stats.explained_variance for row in run.rows])
+        found["loss"].append([row.stats.value_loss for row in run.rows])
+        await cluster.close()
+    found["difference"] = m.difference_row("", *[end["critic"] for end in ends])["weights"]
+    return found
+
+
+def test_ranks_of_a_critic_learn_what_one_learns(tmp_path: pathlib.Path) -> None:
+    [found] = play_scenes(tmp_path, "critic_ranks")
+    print(found)
+    for name in ("explained", "loss"):
+        one, two = found[name]
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-4), name
+    assert found["difference"] < 1e-3
+
+
+# -- live users ------------------------------------------------------------------------------------
+
+
+def test_live_users_grade_on_their_own_scale_and_only_right_is_one() -> None:
+    task = m.TASKS["users"]
+    turns = (m.Turn(user="6abc", right="abc"), m.Turn(user="+dfa", right="dfa"))
+    session = task.open(turns)
+    assert session.user([]) == "6abc"
+    assert session.user(["abc"]) == "+dfa"
+    assert session.user(["abd"]) == "-dfa"
+    assert session.rewards(["abc", "dfb"], [False, False]) == [0.0, pytest.approx(0.917, abs=1e-3)]
+    for mark in m.MARKS:
+        of_mark = (m.Turn(user=f"{mark}abc", right="abc"), turns[1])
+        user = task.open(of_mark)
+        rewards = {}
+        for said in (("abc", "dfa"), ("abc", "dfb"), ("x", "y"), ("abc", "dfaa"), ("abc",), ()):
+            found = user.rewards(list(said), [False, False])
+            assert found is not None
+            rewards[said] = sum(found)
+        assert m.is_exact(rewards[("abc", "dfa")])
+        assert sum(m.is_exact(reward) for reward in rewards.values()) == 1
+        assert rewards[()] == rewards[("x", "y")] == (2 * int(mark) - 7) / 10
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -9080,6 +9649,8 @@ SCENES: dict[str, Callable[..., Any]] = {
     "throughput": throughput_scene,
     "memory": memory_scene,
     "sync": sync_scene,
+    "critic": critic_scene,
+    "critic_ranks": critic_ranks_scene,
 }
 
 
@@ -10606,7 +11177,7 @@ def assert_nested(spans: list[dict[str, Any]]) -> None:
 
 BAD_INPUT = [
     "--stage nope",
-    "--only 15",
+    "--only 16",
     "--task sums",
     "--loss none",
     "--steps 0",
@@ -10626,6 +11197,12 @@ BAD_INPUT = [
     "--lr -1",
     "--passes 0",
     "--baseline x",
+    "--group-size 0",
+    "--group-size 1",
+    "--group-size 1 --baseline leave_one_out",
+    "--turn-lambda 1.5 --baseline critic",
+    "--token-lambda -1 --baseline critic",
+    "--critic-lr nan",
     "--loss x",
     "--pull never",
     "--log /nowhere/log",
