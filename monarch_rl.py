@@ -7696,7 +7696,7 @@ class TrainState:
             found = LOSSES[self.cfg.loss](tokens, limits_of(self.cfg))
             reference = self.reference if self.cfg.kl else None  # in supervised steps it is 0
             kl = divergence(reference, logp, part, self.cfg.temperature)
-            objective = found.loss + self.cfg.kl * kl
+            objective = found.loss + self.cfg.kl * kl  # mechanism: divergence
             objective = objective - self.entropy_bonus * entropy  # [N]
             # The gradient of the mean over the tokens of all ranks. FSDP takes the mean of the
             # ranks' gradients, which divides by their number once more.
@@ -11729,7 +11729,7 @@ class RewardCluster(Cluster):
         self.changing_reward = asyncio.Lock()
         # What it is at the beginning of every run; None before its first lesson.
         self.base_reward: Checkpoints | None = None
-        self.judged_under: set[int] = set()  # versions of the reward model that have judged
+        self.judged_under = -1  # the version of the reward model that judged last
 
     async def load(self, path: str) -> str:
         """As in Cluster; and the reward model becomes what it was then."""
@@ -11804,7 +11804,7 @@ class RewardCluster(Cluster):
             except RewardLost:  # a model that has just begun finds no arena
                 await self._restore_after(published)
             else:
-                self.judged_under.add(reply.version)
+                self.judged_under = reply.version
                 return reply.scores
 
     def begin_runs_with(self, kept: Checkpoints) -> None:
@@ -12045,11 +12045,14 @@ class WatchedTraining(RewardTraining):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.batches: list[Rollout] = []
+        self.versions: set[int] = set()  # of the reward model
 
     def step_done(self, stats: StepStats, batch: Rollout) -> None:
         """As before."""
         super().step_done(stats, batch)
         self.batches.append(batch)
+        assert isinstance(self.cluster, RewardCluster), "it has a reward model"
+        self.versions.add(self.cluster.judged_under)
 
     def _show(self, row: StepRow) -> None:
         """Shows no steps: the table tells."""
@@ -12087,6 +12090,8 @@ class RewardRow:
     afterwards: float | None
     # Preferences from which the reward model has learned.
     asked: int
+    # Versions of the reward model that have judged in this run.
+    models: int
 
 
 async def fresh_accuracy(cluster: TasteCluster) -> tuple[float | None, Rollout]:
@@ -12096,11 +12101,15 @@ async def fresh_accuracy(cluster: TasteCluster) -> tuple[float | None, Rollout]:
     return await accuracy(cluster, preferred(answers, None)), answers
 
 
-async def held_run(cluster: TasteCluster, report: Report, held_by: str, cfg: Config) -> RewardRow:
-    """A run with this Config, and what became of it."""
+async def held_run(
+    cluster: TasteCluster,
+    report: Report,
+    held_by: str,
+    cfg: Config,
+    before: float | None,
+) -> RewardRow:
+    """A run with this Config, and what became of it. before: the accuracy before all runs."""
     cluster.go_on_with(cfg)
-    await cluster.load("")
-    before, _ = await fresh_accuracy(cluster)
     run = Run(held_by, REWARD_STEPS, Sampler(cfg.task, cfg.seed))
     training = WatchedTraining(cluster, run, report)
     await train_sync(training)
@@ -12118,6 +12127,7 @@ async def held_run(cluster: TasteCluster, report: Report, held_by: str, cfg: Con
         accuracy=before,
         afterwards=after,
         asked=NUM_ASKED + training.num_asked,
+        models=len(training.versions),
     )
 
 
@@ -12140,11 +12150,10 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
     await cluster.start()
     report.table(await placement(cluster))
     await teach(cluster, report)
-    nothing = await held_run(cluster, report, "nothing", free)
-    price = await held_run(cluster, report, f"--kl {REWARD_PRICE}", priced)
-    judged_before = set(cluster.judged_under)
-    fresh = await held_run(cluster, report, f"--ask-every {REWARD_ASK_EVERY}", asking)
-    num_versions = len(cluster.judged_under - judged_before)
+    before, _ = await fresh_accuracy(cluster)
+    nothing = await held_run(cluster, report, "nothing", free, before)
+    price = await held_run(cluster, report, f"--kl {REWARD_PRICE}", priced, before)
+    fresh = await held_run(cluster, report, f"--ask-every {REWARD_ASK_EVERY}", asking, before)
     status = await cluster.reward_models.status()
     await cluster.close()
     report.table([nothing, price, fresh])
@@ -12162,10 +12171,8 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
     report.check("true reward lost since its best, held by nothing", fall, ">", 0.25)
     report.check("true reward at the end, held by the divergence", price.ends_at, ">", 0.3)
     report.check("true reward at the end, held by fresh preferences", fresh.ends_at, ">", 0.3)
-    num_lessons = (REWARD_STEPS - 1) // REWARD_ASK_EVERY
-    report.check(
-        "lessons after which that run was judged anew", num_versions - 1, "==", num_lessons
-    )
+    num_models = 1 + (REWARD_STEPS - 1) // REWARD_ASK_EVERY
+    report.check("versions of the reward model that judged then", fresh.models, "==", num_models)
     report.check("reward models that were lost", len(status.lost_replicas), "==", 0)
     # You can now train on what people say, and know what to watch while you do.
 
