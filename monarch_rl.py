@@ -499,7 +499,7 @@ class Config:
         kind=int,
     )
     stuck_after: float = setting(
-        120.0, "seconds without progress, until trainer or generator is replaced", least=1
+        120.0, "trainer, generator: seconds without progress, then replaced", least=1
     )
     judge_stuck_after: float = setting(5.0, "seconds that a reward may take", least=0.5)
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
@@ -11473,7 +11473,7 @@ class RewardState:
         if self.old is not None:
             num_old = min(OLD_PER_NEW * len(fresh.ids), len(self.old.ids))
             drawn = rng.sample(range(len(self.old.ids)), num_old)
-            pairs = Answers.joined([fresh, self.old.select(drawn)])
+            pairs = Answers.joined([fresh, self.old.select(drawn)])  # mechanism: old pairs
         for _ in range(num_epochs):
             order = list(range(len(pairs.ids)))
             rng.shuffle(order)
