@@ -11397,8 +11397,10 @@ def pairs_of(policy: Policy, preferences: list[Preference]) -> Answers:
 
 # -- 14b. The model, and what it learns ------------------------------------------------------------
 # A reward model is a body like the policy's, with a head that makes one number of the last hidden
-# state of each token. The score of an answer is their sum over its sampled tokens: so every token
-# has a gradient. (FIGURE)
+# state of each token. The score of an answer is their mean over its sampled tokens. A sum would
+# make the length of an answer count, and not as people mean it: what they mostly see are answers
+# that they do not like, whose sum is low. So to say nothing at all scores better than these (DOCS 5
+# has what that does to a run).
 #
 # Bradley and Terry: the probability that one answer is preferred is sigmoid(its score - the other
 # one's). So the loss of a pair is -log sigmoid(chosen - rejected), and only differences matter: 0
@@ -11407,7 +11409,7 @@ def pairs_of(policy: Policy, preferences: list[Preference]) -> Answers:
 # By example, scores 1.0 and 0.2: the first is preferred with probability sigmoid(0.8) = 0.69. If it
 # was, the loss is 0.37; if the other one was, 1.17.
 
-REWARD_RATE = {"tiny": 1e-3, "other": 1e-5}  # learning rates: fresh weights, and pretrained ones
+REWARD_RATE = {"tiny": 2e-3, "other": 1e-5}  # learning rates: fresh weights, and pretrained ones
 REWARD_EPOCHS = 4  # over the first pairs
 REWARD_BATCH = 32  # pairs of an update
 OLD_PER_NEW = 3  # old pairs that are learned again with each new one
@@ -11432,10 +11434,11 @@ def reward_network(cfg: Config) -> Any:
 
 
 def scores(net: Any, answers: Answers) -> torch.Tensor:
-    """[B] float32: the score of each answer."""
+    """[B] float32: the score of each answer; 0 where nothing was sampled."""
     device = next(net.parameters()).device
     logits = net(input_ids=answers.ids.to(device), use_cache=False).logits  # [B, T, 1]
-    return (logits.squeeze(-1) * answers.is_sampled.to(device)).sum(1)
+    is_sampled = answers.is_sampled.to(device)
+    return (logits.squeeze(-1) * is_sampled).sum(1) / is_sampled.sum(1).clamp(min=1)
 
 
 def in_portions(answers: Answers) -> Iterator[Answers]:
@@ -11734,7 +11737,7 @@ class RewardCluster(Cluster):
     async def load(self, path: str) -> str:
         """As in Cluster; and the reward model becomes what it was then."""
         state = await super().load(path)
-        path_of_reward = path
+        path_of_reward = path  # mechanism: it goes back as well
         if not path and self.base_reward:
             path_of_reward = self.base_reward.paths[0]
         await self._change(lambda: self.reward_trainer.route(RewardTrainer.begin, path_of_reward))
@@ -13187,11 +13190,27 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
     }
     most = max(before, later, key=lambda needs: sum(needs.values()))
     if cfg.reward == "model":
-        most["reward model"] = 0 if is_on_gpu else 16 + 4 * (cfg.judges + 2)
-        most["reward model saved"] = 3 * 12
+        most.update(reward_needs(cfg))
     needs = {what: per_parameter * num_parameters for what, per_parameter in most.items()}
     # The main process has imported them as well; judges need less.
-    return {**needs, "processes": (1 + cfg.trainers + max_generators(cfg)) * PROCESS_BYTES}
+    num_processes = 1 + cfg.trainers + max_generators(cfg)
+    if cfg.reward == "model":
+        num_processes += 1 + cfg.judges
+    return {**needs, "processes": num_processes * PROCESS_BYTES}
+
+
+def reward_needs(cfg: Config) -> dict[str, int]:
+    """Bytes per parameter of a reward model, by what needs them. It is in fp32."""
+    # Its trainer has weight, gradient and two moments. Before the first pull it has the weight
+    # alone, but then each of those that judge has a network of its own.
+    networks = max(16, 4 + 4 * cfg.judges)
+    num_slots = 2 if cfg.device != "cpu" else cfg.judges + 2
+    return {
+        "reward model": 4 * num_slots + (networks if cfg.device == "cpu" else 0),
+        # Weight and two moments: before all runs; the newest two, and the one being written; and
+        # in each checkpoint of a run that is kept in memory.
+        "saved reward models": 4 * 12 + (0 if cfg.checkpoint else 3 * 12),
+    }
 
 
 def free_in_cgroup(folder: pathlib.Path) -> float:

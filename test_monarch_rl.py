@@ -4088,9 +4088,10 @@ def test_a_reward_model_needs_memory() -> None:
     plain = m.memory_needs(m.Config(), 10**6, trains=True)
     with_reward = m.memory_needs(m.Config(reward="model"), 10**6, trains=True)
     more = set(with_reward) - set(plain)
-    assert more == {"reward model", "reward model saved"}
-    # Weight, gradient and two moments; a slot of each of two readers, and two more; three files.
-    assert sum(with_reward[what] for what in more) == (16 + 4 * 4 + 36) * 10**6
+    assert more == {"reward model", "saved reward models"}
+    # Weight, gradient and two moments; a slot of each of two readers, and two more; seven files.
+    assert sum(with_reward[what] for what in more) == (16 + 4 * 4 + 84) * 10**6
+    assert with_reward["processes"] - plain["processes"] == 3 * m.PROCESS_BYTES
 
 
 def test_what_a_checkpoint_was_made_with_is_as_before_without_a_reward_model() -> None:
@@ -9429,6 +9430,14 @@ def test_a_run_with_a_reward_model_is_the_same_whoever_is_lost(tmp_path: pathlib
         assert run == {"num_lessons": 4, "same_policy": True, "same_reward": True}, what
     assert found["lost"] == 3
     assert {"trainer", "judge", "reward_trainer", "reward_model"} <= set(found["columns"])
+
+
+@long
+def test_a_reward_model_that_does_not_go_back_makes_another_run(tmp_path: pathlib.Path) -> None:
+    file = changed_file(tmp_path, {"it goes back as well": 'path_of_reward = ""'})
+    [found] = play_scenes(tmp_path / "scene", "reward", file=file)
+    assert not found["runs"]["the trainer"]["same_reward"]
+    assert found["runs"]["the trainer"]["num_lessons"] == 5
 
 
 def rewarded(folder: pathlib.Path, *args: str) -> FinishedRun:
