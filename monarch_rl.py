@@ -11258,9 +11258,9 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #                    |  WeightWriter                                        beside it the reference
 #                RewardTrainer <- pairs <- people <- two answers to a prompt
 #
-# The reference, the frozen policy of --kl, is no actor. It scores the tokens that the trainer just
-# scores, with 1 forward pass where the trainer has 2 and a backward pass, so beside the trainer it
-# waits for nobody, and no batch travels a second time (DOCS 5 has what was measured).
+# The reference, the frozen policy of --kl, is no actor: it stays a copy beside the trainer. What it
+# computes is a third of a step (12 of 33 ms), wherever that is done, and to have it done elsewhere
+# costs messages as well. On a GPU of its own it could work while the trainer has the last batch.
 
 # -- 14a. Preferences ------------------------------------------------------------------------------
 # What people say about two answers to a prompt. Of a model of your own it comes in a file, a line
@@ -11409,7 +11409,8 @@ def pairs_of(policy: Policy, preferences: list[Preference]) -> Answers:
 # By example, scores 1.0 and 0.2: the first is preferred with probability sigmoid(0.8) = 0.69. If it
 # was, the loss is 0.37; if the other one was, 1.17.
 
-REWARD_RATE = {"tiny": 2e-3, "other": 1e-5}  # learning rates: fresh weights, and pretrained ones
+REWARD_RATE = {"tiny": 1e-3, "other": 1e-5}  # learning rates: fresh weights, and pretrained ones
+SHARPNESS = 4.0  # times the mean: a head that is still small already tells answers apart
 REWARD_EPOCHS = 4  # over the first pairs
 REWARD_BATCH = 32  # pairs of an update
 OLD_PER_NEW = 3  # old pairs that are learned again with each new one
@@ -11422,7 +11423,7 @@ def reward_network(cfg: Config) -> Any:
     auto = transformers.AutoModelForTokenClassification
     if cfg.model == "tiny":
         _, policy = tiny_policy(task_of(cfg.task).letters)
-        policy.config.num_labels = 1
+        policy.config.update({"num_labels": 1})
         net = auto.from_config(policy.config, attn_implementation="eager")
     else:
         net = auto.from_pretrained(cfg.model, num_labels=1, dtype=torch.float32)
@@ -11438,7 +11439,8 @@ def scores(net: Any, answers: Answers) -> torch.Tensor:
     device = next(net.parameters()).device
     logits = net(input_ids=answers.ids.to(device), use_cache=False).logits  # [B, T, 1]
     is_sampled = answers.is_sampled.to(device)
-    return (logits.squeeze(-1) * is_sampled).sum(1) / is_sampled.sum(1).clamp(min=1)
+    mean = (logits.squeeze(-1) * is_sampled).sum(1) / is_sampled.sum(1).clamp(min=1)
+    return SHARPNESS * mean
 
 
 def in_portions(answers: Answers) -> Iterator[Answers]:
@@ -11526,10 +11528,16 @@ class RewardState:
 #     RewardModel     score   Packed ScoreRequest    -> ScoreReply       pulls, and scores
 #
 # The trainer of the reward model can be lost at any moment, as the other one can. It writes what it
-# is after every lesson, into a file of the main process. The next one becomes what the newest file
-# says, and has the lesson under way once more. Models that judge meanwhile have their slot of the
-# old arena, which lasts as long as somebody reads it. Only a new one finds no arena then: it
-# raises RewardLost, the trainer is made to begin, and the request is made again.
+# is after every lesson, into a file of the main process. What follows from a loss:
+#
+#     RewardModel       another one scores; its successor reads the newest from the arena
+#     RewardTrainer     its successor becomes what the newest file says, and has the lesson that was
+#                       under way once more. Others judge on meanwhile: their slot of the old arena
+#                       lasts as long as somebody reads it
+#     both              the new RewardModel finds no arena, and raises RewardLost; then the trainer
+#                       is made to begin, and the request is made again
+#     Trainer           the run goes back to a checkpoint (section 12), which has both, and so the
+#                       reward model goes back as well
 
 
 class RewardLost(NobodyToBlame):
@@ -11687,6 +11695,18 @@ class RewardModel(Worker):
 
 
 # -- 14d. The cluster, with a reward model in place of the judges ----------------------------------
+# A step of a synchronous run, after which people are asked, and the next one:
+#
+#     generators      sample 128 answers
+#     RewardModel     pulls, and scores them            version 7 of the reward model
+#     Trainer         makes a step, and publishes       version 20 of the policy
+#     judges          compare 64 pairs of the answers
+#     RewardTrainer   has a lesson of these and 192     version 8 of the reward model
+#                     old pairs, and publishes
+#     generators      pull, and sample 128 answers      version 20 of the policy
+#     RewardModel     pulls, and scores them            version 8 of the reward model
+#
+# So there are two arenas, and neither side knows of the other one's.
 
 
 def reward_specs(cfg: Config, hosts: tuple[Host, ...]) -> dict[str, ServiceSpec]:
@@ -11982,7 +12002,7 @@ class RewardTraining(SafeTraining):
 #
 # The runs differ in what holds the learned reward: nothing, the price of the divergence, or fresh
 # preferences. They have the same actors, one after the other, and begin with the same policy and
-# the same reward model.
+# the same reward model. The policy never sees the true reward; only the table does.
 
 REWARD_STEPS = 100  # of each run
 REWARD_PRICE = 0.5  # --kl, in the second one
