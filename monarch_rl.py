@@ -41,18 +41,20 @@ change to see that for yourself.
    12 recovery        a run that was cut off goes on as if it had not been
    13 async_rl        two loops and a buffer: both sides work, and lag is bounded
    14 critic          with one answer per prompt, a learned value is the baseline
-   15 hosts           another host costs one copy per version; a lost one its work in progress
+   15 reward_model    a learned reward is found out and abused, and what holds it
+   16 hosts           another host costs one copy per version; a lost one its work in progress
 
 How to read it. Each section begins with a lead, the comment under its banner. In an hour: this
 page, then the leads, pictures and demos of sections 1 to 3, 5 to 7, 11 and 13. In an afternoon: all
 leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what stands under
 `measurement`, which produces the numbers, and under `plumbing`, which any program needs. All of it
-takes two days. After section 13 you have the whole system on one host; 14 adds a second network,
-and 15 other hosts. DOCS.md says at length why each part is as it is.
+takes two days. After section 13 you have the whole system on one host; 14 adds a second network, 15
+trains on a reward that is learned, and 16 adds other hosts. DOCS.md says at length why each part is
+as it is.
 
 Left out, and what to use instead: paged attention (vLLM, SGLang); tensor, pipeline and expert
-parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; reward models; launchers
-for Slurm and Kubernetes (Monarch's job API). Each would hide the part that is taught here.
+parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; launchers for Slurm and
+Kubernetes (Monarch's job API). Each would hide the part that is taught here.
 
 The words:
 
@@ -79,6 +81,8 @@ The words:
     replica   One of several interchangeable workers, in a process of its own.
     service   What owns replicas and gives requests to them; callers see no replica (section 6).
     judge     A replica that runs the reward function, which is somebody else's code.
+    reward    A network that has learned from examples what people prefer, and judges in place of
+     model    a function (section 15).
     run id    A number for one life of the trainer. After a restart there is another version 7,
               which must not be taken for the first one.
 """
@@ -415,7 +419,7 @@ class Config:
     """
 
     # What is trained, and how long.
-    task: str = setting("repeat", "repeat, count, pattern, users, FILE.py:CLASS or FILE.jsonl")
+    task: str = setting("repeat", "repeat, echo, count, pattern, users, FILE.py:CLASS, FILE.jsonl")
     model: str = setting("tiny", "folder or hub id of a causal LM, or the built-in tiny one")
     steps: int = setting(200, "training steps in async_rl, half as many in sync_rl", least=1)
     batch_groups: int = setting(16, "prompts per training step, each with a group", least=1)
@@ -423,7 +427,7 @@ class Config:
     generators: int = setting(2, "replicas of the generator service", least=1)
     max_generators: int | None = setting(
         None,
-        "most generators there can be; None: one more",
+        "most that there can be; None: one more than there are",
         least=1,
         kind=int,
     )
@@ -438,7 +442,7 @@ class Config:
         1.0, "logits are divided by it, in sampling and in training", least=0.01
     )
     trainers: int = setting(1, "ranks over which the trainer is sharded with FSDP2", least=1)
-    # How: sections 7 to 15 say what each of these does.
+    # How: sections 7 to 16 say what each of these does.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
     order: str = setting(
         "ready", "of groups: drop late ones, or wait within a window", choices="ready window"
@@ -473,6 +477,9 @@ class Config:
         0.0, "reward that a turn loses per token beyond --free-tokens", least=0
     )
     free_tokens: int = setting(0, "tokens of a turn that cost nothing", least=0)
+    reward: str = setting("task", "who judges: the task, or a reward model", choices="task model")
+    preferences: str = setting("", "FILE.jsonl, from which the reward model learns")
+    ask_every: int = setting(0, "steps until it learns again, from the task; 0: never", least=0)
     passes: int = setting(1, "updates per batch", least=1)
     lr: float | None = setting(
         None, "learning rate; None: 1e-3 for tiny, else 1e-6", least=0, kind=float
@@ -529,7 +536,7 @@ class Config:
 #
 # What a stage prints, from top to bottom:
 #
-#     [7/15] weight_sync: the claim, in a sentence  (the line of the file where its section begins)
+#     [7/16] weight_sync: the claim, in a sentence  (the line of the file where its section begins)
 #            a table or a few lines of what was measured; if without the rule too, that first
 #         ok what is checked: what was found  (what it must be, if that is not plain)
 #            try: what to change in which line to see the claim fail
@@ -954,7 +961,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
 #   What members must know is sent to them: with a call, or to their constructor. A member's number
 #   in its mesh is its rank.
 # Cost. A call of all members waits for the slowest of them. The demo measures it beside call_one.
-# Not here. Meshes over several hosts (section 15).
+# Not here. Meshes over several hosts (section 16).
 # Source. Monarch, which calls these ways to call adverbs.
 
 
@@ -1450,7 +1457,7 @@ TEMPLATE = Template()  # only the main process starts it; elsewhere it stays as 
 class Host:
     """Where processes can be started: this machine.
 
-    Sections 5 to 13 know only these methods of it; section 15 has another kind of Host, which does
+    Sections 5 to 15 know only these methods of it; section 16 has another kind of Host, which does
     the same on another machine.
     """
 
@@ -1646,7 +1653,7 @@ class Place:
 
     service: str  # the name of the service that owns it, such as "generator"
     replica_id: int  # 0, 1, ...: the same for a replica and for whatever replaces it
-    # These two matter from section 15 on. Until then there is one host, and local_id = replica_id.
+    # These two matter from section 16 on. Until then there is one host, and local_id = replica_id.
     host: int = 0  # number of its host
     local_id: int = 0  # its number among the replicas of this service on that host
 
@@ -1725,7 +1732,7 @@ class NotNow(NobodyToBlame):
 #     spawned --- its pid is known ---> runs --- setup has answered ---> ready --- lose ---> lost
 #             Supervisor._set_up             Supervisor._set_up     a pidfd, Monarch, its signs,
 #                                                                   three marks (section 6), the
-#                                                                   loss of its host (15), its
+#                                                                   loss of its host (16), its
 #                                                                   deadline, or `resize` (6)
 #
 # From each of the states before it can be lost, too. Nothing leads back from there: the process is
@@ -1885,7 +1892,7 @@ class ServiceSpec:
     hosts: tuple[Host, ...] = (Host(),)
     # For a replica to become ready: imports on a busy machine take seconds, big models minutes.
     # A deadline is right here: a setup moves no word of progress, and waits behind nobody's work
-    # (but for a relay's, section 15).
+    # (but for a relay's, section 16).
     setup_deadline_s: float = 120.0
     # Of section 6. A request that kills whoever runs it must not go on to kill all replicas, so
     # there is a largest number of attempts.
@@ -4418,7 +4425,7 @@ class ShardReader(WeightReader):
 
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
-# You can skip this part: the system does not use it, for to another host section 15 sends whole
+# You can skip this part: the system does not use it, for to another host section 16 sends whole
 # slots. (Only `pieces_of` and `read_pieces` come back there.) It is what one needs if slots would
 # be too large for one host.
 #
@@ -5094,6 +5101,7 @@ TASKS: dict[str, Task] = {
     "repeat": Shift("Repeat exactly what I say.", [0]),
     "count": Shift("I say a letter, a to p; say the next three (a follows p).", [1, 2, 3], 3),
     "pattern": Shift("For each letter, a to p, say the one 8 places on (a follows p).", [8]),
+    "echo": Shift("Repeat exactly what I say.", [0], 1),  # `repeat`, in a single turn
 }
 
 
@@ -7568,8 +7576,8 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 #     trainer        5. scores the batch, makes one update, and publishes the new weights
 #     main process   6. counts the groups as trained, and prints a line now and then
 #
-# The main process runs plain objects: a Cluster (11f), which has the actors and calls them; a Run
-# (11g), which has the Ledger; and a Training (11h), which does the above with both.
+# The main process runs plain objects: a Cluster (11g), which has the actors and calls them; a Run
+# (11h), which has the Ledger; and a Training (11i), which does the above with both.
 
 # -- 11a. The warm start ---------------------------------------------------------------------------
 # From random weights RL has nothing to make likelier: all answers are wrong. So the tiny policy
@@ -7976,7 +7984,8 @@ class TrainState:
             found = LOSSES[self.cfg.loss](tokens, limits_of(self.cfg))
             reference = self.reference if self.cfg.kl else None  # in supervised steps it is 0
             kl = divergence(reference, logp, part, self.cfg.temperature)
-            for_all = self.cfg.kl * kl - self.entropy_bonus * entropy  # [N]
+            for_all = -self.entropy_bonus * entropy
+            for_all = for_all + self.cfg.kl * kl  # [N]; mechanism: divergence
             work.objective(self.cfg, part, found, for_all).backward()
             columns = columns_for_log(tokens, found, part)
             columns.update(entropy=entropy, kl=kl)
@@ -7992,6 +8001,13 @@ class TrainState:
             torch.distributed.all_reduce(values)  # adds up those of all ranks
         means = (values / num_tokens).tolist()
         return dict(zip(sums, means, strict=True))
+
+
+def clip_gradient(model: Any) -> float:
+    """Shortens the gradient to MAX_GRAD_NORM. Returns how long it was."""
+    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    is_sharded = hasattr(norm, "full_tensor")  # with several ranks it is a DTensor
+    return float(norm.full_tensor() if is_sharded else norm)
 
 
 def divergence(
@@ -8014,6 +8030,16 @@ def divergence(
         return 0 * logp
     reference_logp, _ = score_part(reference, part, 0.0, temperature)
     return (logp - reference_logp) ** 2 / 2
+
+
+# -- 11c. A batch in parts -------------------------------------------------------------------------
+# What TrainState works on. Credit is given first, over the whole batch: answers are compared with
+# each other, wherever they will be scored. Then the rows are dealt out. By example, with two ranks
+# and two forward passes on each:
+#
+#     tokens of 8 rows, longest first    12  11   9   8   6   5   5   3
+#     rank 0                             12       9     | 6       5        part 0 | part 1
+#     rank 1                                 11       8 |     5       3    part 0 | part 1
 
 
 def returns_of(cfg: Config, batch: Rollout) -> torch.Tensor:
@@ -8145,13 +8171,6 @@ def columns_for_log(
 def share_of(means: dict[str, float], counted: str, among: str) -> float | None:
     """The mean of a column over the tokens that another one counts. None: there are none."""
     return means[counted] / means[among] if means[among] else None
-
-
-def clip_gradient(model: Any) -> float:
-    """Shortens the gradient to MAX_GRAD_NORM. Returns how long it was."""
-    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    is_sharded = hasattr(norm, "full_tensor")  # with several ranks it is a DTensor
-    return float(norm.full_tensor() if is_sharded else norm)
 
 
 # -- measurement: of both programs, before anything is trained -------------------------------------
@@ -8371,7 +8390,7 @@ def loading(cfg: Config) -> dcp.StateDictOptions:
     return dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=cfg.trainers > 1)
 
 
-# -- 11c. What is saved of a trainer ---------------------------------------------------------------
+# -- 11d. What is saved of a trainer ---------------------------------------------------------------
 # Every run begins with a checkpoint, that of version 0, which is the policy before RL. (For readers
 # its weights get the next number, if there was a run before: versions never go back.) So one
 # trainer can serve one run after the other, and a trainer that replaces a lost one can become what
@@ -8435,6 +8454,7 @@ def become(
 
 def about(cfg: Config) -> dict[str, Any]:
     """What a checkpoint must have been made with for this run to go on from it."""
+    of_reward = {"reward": cfg.reward, "preferences": cfg.preferences}
     return {
         "format": 4,
         "task": cfg.task,
@@ -8442,6 +8462,7 @@ def about(cfg: Config) -> dict[str, Any]:
         "seed": cfg.seed,
         "sft_steps": cfg.sft_steps,
         "sft_lr": cfg.sft_lr,
+        **(of_reward if cfg.reward == "model" else {}),
     }
 
 
@@ -8470,6 +8491,7 @@ def read_checkpoint(source: str | bytes, cfg: Config | None) -> dict[str, Any]:
 def without_tensors(found: dict[str, Any]) -> dict[str, Any]:
     """The same checkpoint, or part of one, for ranks that get no tensors."""
     less = {**found, "weights": {}, "moments": {}}
+    less.pop("reward", None)  # of a reward model (section 15), which has one rank
     if "critic" in found:
         less["critic"] = without_tensors(found["critic"])
     return less
@@ -8496,7 +8518,7 @@ def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]
     return found or told[0]
 
 
-# -- 11d. The workers ------------------------------------------------------------------------------
+# -- 11e. The workers ------------------------------------------------------------------------------
 # Three kinds of processes: the trainer, generators, judges. An endpoint takes one argument at most,
 # and gives one answer; what has several parts is a record. Besides weights and events this is all
 # that passes between the main process and them:
@@ -8544,7 +8566,7 @@ class SaveRequest:
 
     path: str  # a file that the trainer can write; "": the reply has the content
     state: str  # of the run, saved beside; "" for the weights alone
-    critic: str = ""  # a file with the critic's part of it; "": there is none
+    parts: tuple[str, ...] = ()  # files with what others have to be saved beside (14, 15)
 
 
 @dataclass(frozen=True)
@@ -8658,11 +8680,11 @@ class Trainer(RankedWorker):
         """Writes a checkpoint, or without a path returns it."""
         state, _ = self._begun()
         found = checkpoint_of(state, with_optimizer=bool(request.state))
-        found.update(about=about(self.cfg), state=request.state)
         if self.rank > 0:
             return b""
-        if request.critic:
-            found.update(critic=read_part(request.critic))
+        for part in request.parts:
+            found.update(read_part(part))
+        found.update(about=about(self.cfg), state=request.state)
         content = io.BytesIO()
         torch.save(found, request.path or content)
         return content.getvalue()
@@ -8711,10 +8733,10 @@ class Trainer(RankedWorker):
 
 
 def read_part(path: str) -> dict[str, Any]:
-    """What another worker of this host has written, for the checkpoint of all."""
+    """What somebody else on this host has written, for the checkpoint of all."""
     try:
         return torch.load(path, weights_only=True)
-    except FileNotFoundError as error:  # the file has ended with its process
+    except FileNotFoundError as error:  # a critic's file ends with its process
         raise TrainerLost("the critic was lost before the checkpoint was written") from error
 
 
@@ -8722,13 +8744,12 @@ def read_part(path: str) -> dict[str, Any]:
 class RolloutRequest:
     """To have some conversations."""
 
-    # Of each host, the arena to read; None: not there now. Until section 15 there is one host.
+    # Of each host, the arena to read; None: not there now. Until section 16 there is one host.
     arenas: tuple[ArenaHandle | None, ...]
     min_version: int  # waits until that one can be pulled
     prompts: list[Prompt]
     group_size: int
-    # It travels along, so that a request which is run again under the same weights samples the
-    # same.
+    # It travels along: run again under the same weights, a request samples the same.
     seed: int
     greedy: bool
     is_in_flight: bool  # takes new weights before every token
@@ -8858,7 +8879,7 @@ class Generator(Worker):
     def _reader_of(self, handle: ArenaHandle | None) -> WeightReader:
         """A reader of this arena. A new trainer has another arena, and needs another reader."""
         if handle is None:
-            raise NotNow("this host has no arena")  # its relay is being replaced (section 15)
+            raise NotNow("this host has no arena")  # its relay is being replaced (section 16)
         if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
             weights = weights_of(self.policy.model)
             try:
@@ -8882,7 +8903,7 @@ class Generator(Worker):
         return version
 
 
-# -- 11e. Judges -----------------------------------------------------------------------------------
+# -- 11f. Judges -----------------------------------------------------------------------------------
 # A reward function is somebody else's code. A rollout's way to its rewards, and what may go wrong:
 #
 #     the episodes whose sessions knew no rewards    judge_unknown    all known: no judge is asked
@@ -9050,7 +9071,7 @@ async def judge_unknown(judges: Service, rollout: Rollout, errors: TellOnce) -> 
     return dataclasses.replace(rollout, rewards=rewards)
 
 
-# -- 11f. The cluster ------------------------------------------------------------------------------
+# -- 11g. The cluster ------------------------------------------------------------------------------
 # Three services (section 6), and one object through which the main process calls them:
 #
 #     main process         Cluster, Run, Training: plain objects
@@ -9109,6 +9130,58 @@ def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
     return rng.getrandbits(48)
 
 
+class SamplingCalls:
+    """What a Cluster, below, asks of generators and judges."""
+
+    cfg: Config
+    generators: Service
+    judges: Service
+    errors: TellOnce
+    handle: ArenaHandle | None
+    first_version: int
+
+    async def rollout(
+        self,
+        prompts: list[Prompt],
+        group_size: int | None = None,
+        greedy: bool = False,
+        min_version: int = 0,
+        is_alone: bool = False,
+        by_task: bool = False,
+    ) -> RolloutReply:
+        """Asks a generator for conversations, and the judges for rewards that it does not know.
+
+        group_size: None: that of --group-size. min_version: the generator waits until it can pull
+        this one. is_alone: in a batch of its own. by_task: as in `judged`. Rewards are nan where an
+        episode could not be judged. Raises what `route` raises.
+        """
+        request = RolloutRequest(
+            arenas=await self.arenas(),
+            min_version=max(min_version, self.first_version),
+            prompts=prompts,
+            group_size=group_size or self.cfg.group_size,
+            seed=seed_of(self.cfg, prompts),
+            greedy=greedy,
+            is_in_flight=self.cfg.pull == "token" and not greedy,
+            is_alone=is_alone,
+        )
+        packed = await self.generators.route(Generator.rollout, request)
+        reply = packed.unpacked()
+        return dataclasses.replace(reply, rollout=await self.judged(reply.rollout, by_task))
+
+    async def judged(self, rollout: Rollout, by_task: bool) -> Rollout:
+        """All episodes, with rewards.
+
+        by_task: those of the task are wanted, not those that are trained on. Here they are the
+        same; with a reward model (section 15) they are not.
+        """
+        return await judge_unknown(self.judges, rollout, self.errors)
+
+    async def arenas(self) -> tuple[ArenaHandle | None, ...]:
+        """For each host, the arena that its generators read: here the trainer's own."""
+        return (self.handle,)
+
+
 # What a cluster remembers of its trainer, from when on, and who sets it:
 #
 #     handle         the arena of the present trainer,          `load`; None before
@@ -9122,10 +9195,11 @@ def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
 #                    becomes, if this one is lost
 
 
-class Cluster:
+class Cluster(SamplingCalls):
     """The actors of RL, and typed calls to them. It leads no run: it serves one after the other."""
 
-    trainer_class: ClassVar[type[Trainer]] = Trainer  # section 15 has another one
+    trainer_class: ClassVar[type[Trainer]] = Trainer  # section 16 has another one
+    judge_class: ClassVar[type[Judge] | None] = None  # None: Judge; the demo of 15 has another one
 
     def __init__(self, cfg: Config, is_warm: bool = True, tell: Tell = tell_nobody) -> None:
         """is_warm: the tiny policy takes its warm start. tell: is told of errors in rewards."""
@@ -9134,9 +9208,10 @@ class Cluster:
         self.errors = TellOnce(tell)
         self.hosts = self.hosts_of(cfg)
         specs = specs_of(cfg, self.hosts, self.trainer_class)
+        judge = dataclasses.replace(specs["judge"], replica_class=self.judge_class or Judge)
         self.trainer = Service(specs["trainer"])
         self.generators = Service(specs["generator"])
-        self.judges = Service(specs["judge"])
+        self.judges = Service(judge)
         self.services = [self.trainer, self.generators, self.judges]
         self.handle: ArenaHandle | None = None
         self.first_version = 0
@@ -9214,7 +9289,16 @@ class Cluster:
 
     async def save(self, path: str, state: str) -> None:
         """Writes a checkpoint into this file. state: the run's part of it; "": weights alone."""
-        await self._ask_trainer(Trainer.save, SaveRequest(path=path, state=state))
+        await self._ask_trainer(Trainer.save, await self._save_request(path, state))
+
+    async def _save_request(self, path: str, state: str) -> SaveRequest:
+        """What the trainer is to save. With a run's state, the parts of others belong to it."""
+        parts = await self.other_parts() if state else ()
+        return SaveRequest(path=path, state=state, parts=parts)
+
+    async def other_parts(self) -> tuple[str, ...]:
+        """Files with what others than the trainer have to save: here nobody has."""
+        return ()
 
     def remember(self, path: str, owner: object) -> None:
         """If the trainer is lost outside of a run, the next one becomes what this checkpoint says.
@@ -9248,40 +9332,6 @@ class Cluster:
         """Scores a part of a batch, and trains on nothing."""
         return await self._ask_trainer(Trainer.examine, Packed.of(batch))
 
-    # Calls to generators and judges.
-    async def rollout(
-        self,
-        prompts: list[Prompt],
-        group_size: int | None = None,
-        greedy: bool = False,
-        min_version: int = 0,
-        is_alone: bool = False,
-    ) -> RolloutReply:
-        """Asks a generator for conversations, and the judges for rewards that it does not know.
-
-        group_size: None: that of --group-size. min_version: the generator waits until it can pull
-        this one. is_alone: in a batch of its own. Rewards are nan where an episode could not be
-        judged. Raises what `route` raises.
-        """
-        request = RolloutRequest(
-            arenas=await self.arenas(),
-            min_version=max(min_version, self.first_version),
-            prompts=prompts,
-            group_size=group_size or self.cfg.group_size,
-            seed=seed_of(self.cfg, prompts),
-            greedy=greedy,
-            is_in_flight=self.cfg.pull == "token" and not greedy,
-            is_alone=is_alone,
-        )
-        packed = await self.generators.route(Generator.rollout, request)
-        reply = packed.unpacked()
-        rollout = await judge_unknown(self.judges, reply.rollout, self.errors)
-        return dataclasses.replace(reply, rollout=rollout)
-
-    async def arenas(self) -> tuple[ArenaHandle | None, ...]:
-        """For each host, the arena that its generators read: here the trainer's own."""
-        return (self.handle,)
-
 
 async def sample(cluster: Cluster, prompts: list[Prompt], version: int) -> list[RolloutReply]:
     """Samples under this version or a newer one. The prompts are split over all generators.
@@ -9314,6 +9364,7 @@ async def evaluate(
         group_size=1,
         greedy=True,
         min_version=version,
+        by_task=True,
     )
     rewards = found.rollout.rewards.sum(1).tolist()  # nan is not exact
     return sum(is_exact(reward) for reward in rewards) / len(prompts)
@@ -9334,7 +9385,10 @@ async def with_retries(cluster: Cluster, call: Callable[[], Awaitable[Reply]]) -
 
 
 async def placement(cluster: Cluster) -> list[dict[str, str]]:
-    """A row per host, for a table: on which of its devices the replicas of a service compute."""
+    """A row per host, for a table: on which of its devices the replicas of a service compute.
+
+    With --kl also where the reference is.
+    """
     rows = [{"host": host.address or "this host"} for host in cluster.hosts]
     for service in cluster.services:
         answers = (await service.status()).answers
@@ -9342,10 +9396,13 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
             here = [answers[place] for place in answers if place.host == number]
             devices = [str(device or "cpu") for ranks in here for device in ranks]
             row[service.spec.name] = ", ".join(devices)
+    if cluster.cfg.kl:
+        for row in rows:
+            row["reference"] = "in trainer" if row["trainer"] else ""
     return rows
 
 
-# -- 11g. A run ------------------------------------------------------------------------------------
+# -- 11h. A run ------------------------------------------------------------------------------------
 #
 # Where a group can be. Each arrow is a call of Ledger.start, Ledger.settle or, for the last one in
 # the upper row, Ledger.undo. (Ledger.go_on enters what was lost with a run.)
@@ -9712,7 +9769,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
         yield "reward 1 in 20 batches: all right, nothing to learn from"
 
 
-# -- 11h. Training: a run on a cluster -------------------------------------------------------------
+# -- 11i. Training: a run on a cluster -------------------------------------------------------------
 # The lines that a run prints, column by column (DOCS 9 has each at length):
 #
 #     step       training steps made            reward     mean of the batch, 0 to 1
@@ -9890,9 +9947,10 @@ class Training:
 def expect(training: Training, what: str, got: float, relation: str, want: float) -> None:
     """Checks what tells of learning, which only the tiny policy can promise.
 
-    What a model of your own learns depends on that model, its task and its rate: it is shown.
+    What a model of your own learns depends on that model, its task and its rate: it is shown. So
+    does what is learned from a reward model.
     """
-    if training.cfg.model == "tiny":
+    if training.cfg.model == "tiny" and training.cfg.reward == "task":
         training.report.check(what, got, relation, want)
     else:
         training.report.say(f"{what}: {show(got)}")
@@ -11113,6 +11171,7 @@ class SimulatedCluster(Cluster):
         greedy: bool = False,
         min_version: int = 0,
         is_alone: bool = False,
+        by_task: bool = False,
     ) -> RolloutReply:
         """By the generator that has the fewest requests."""
         lengths = {prompt.id: self.world.length_of(prompt.id) for prompt in prompts}
@@ -11660,12 +11719,12 @@ CRITIC_PASSES = 2  # over each batch: it must learn faster than the policy chang
 CRITIC_STD = 0.05
 
 
-def value_network(cfg: Config, is_empty: bool = False) -> Any:
+def value_network(cfg: Config, std: float = CRITIC_STD, is_empty: bool = False) -> Any:
     """A network of the policy's shape that has a number for each token in place of logits.
 
-    For a pretrained model it begins with the body of that. For the tiny policy it is fresh: what
-    that has learned in its warm start tells little about rewards. The last layer is zero, so at
-    first all values are 0. is_empty: as in Policy.
+    For a pretrained model it begins with the body of that. For the tiny policy it is fresh, with
+    weights of this deviation: what that has learned in its warm start tells little about rewards.
+    The last layer is zero, so at first all numbers are 0. is_empty: as in Policy.
     """
     torch.manual_seed(cfg.seed)
     auto = transformers.AutoModelForTokenClassification
@@ -11674,7 +11733,7 @@ def value_network(cfg: Config, is_empty: bool = False) -> Any:
         if cfg.model == "tiny":
             _, policy = tiny_policy(task_of(cfg.task).letters)
             config = copy.deepcopy(policy.config)
-            config.update({"num_labels": 1, "initializer_range": CRITIC_STD})
+            config.update({"num_labels": 1, "initializer_range": std})
             network = auto.from_config(config, attn_implementation="eager")
         elif is_empty:
             config = transformers.AutoConfig.from_pretrained(cfg.model, num_labels=1)
@@ -11962,7 +12021,7 @@ class Critic(RankedWorker):
         found = self._begun().part_of_checkpoint()
         if self.rank == 0:
             self.file = self.file or unnamed_file("critic")
-            torch.save(found, self.file)
+            torch.save({"critic": found}, self.file)
         return self.file
 
     @endpoint
@@ -12014,14 +12073,9 @@ class CriticCluster(Cluster):
             await self._ask_critic(Critic.load, load)  # mechanism: critic goes on
         return state
 
-    async def save(self, path: str, state: str) -> None:
-        """As in Cluster. What the critic has written goes into the same file."""
-        request = SaveRequest(path=path, state=state, critic=await self.critic_part(state))
-        await self._ask_trainer(Trainer.save, request)
-
-    async def critic_part(self, state: str) -> str:
-        """A file of the critic's for SaveRequest; "": there is none, or the weights are alone."""
-        return await self._ask_critic(Critic.save) if self.critic and state else ""
+    async def other_parts(self) -> tuple[str, ...]:
+        """As in Cluster. What the critic has written goes into the same checkpoint."""
+        return (await self._ask_critic(Critic.save),) if self.critic else ()
 
     async def step(self, batch: Rollout) -> StepStats:
         """One training step, as in the picture.
@@ -12330,7 +12384,951 @@ async def demo_critic(report: Report, cfg: Config) -> None:
     # You can now train where every prompt has one answer, and say what a critic costs.
 
 
-# == 15. HOSTS =====================================================================================
+# == 15. REWARD MODEL ==============================================================================
+# Problem. For most of what people want there is no reward function. So a network learns to guess
+#   from examples which of two answers people prefer, and the policy is trained on its guess. The
+#   guess is good where the examples were. The policy goes where the guess is highest, and that is
+#   soon elsewhere: the learned reward rises, and people like the answers less and less.
+# Rule. Two things hold it. The divergence from the policy before RL has a price (--kl): so the
+#   policy stays where the examples were. Or people are asked again, now and then, about what the
+#   policy says by then, and the network learns on, from the new answers and from the old ones: so
+#   the examples follow the policy.
+# Cost. With a price, part of what could be gained. Without it, people's time; and two more kinds of
+#   workers, with a network each.
+# Not here. Other hosts; a reward for a part of an answer; judges that are language models.
+# Source. Bradley and Terry 1952; Christiano 2017; the overoptimisation of Gao 2022.
+#
+#     rollout -> RewardModel 0, 1: a Service, in place of the judges  -> a score for each answer
+#                    |  WeightReader                                        |
+#                Arena of its own: slots, leases                         Trainer: as in section 11,
+#                    |  WeightWriter                                        beside it the reference
+#                RewardTrainer <- pairs <- people <- two answers to a prompt
+#
+# The reference, the frozen policy of --kl, is no actor: it stays a copy beside the trainer. What it
+# computes is a third of a step (12 of 33 ms), wherever that is done, and to have it done elsewhere
+# costs messages as well. On a GPU of its own it could work while the trainer has the last batch.
+
+# -- 15a. Preferences ------------------------------------------------------------------------------
+# What people say about two answers to a prompt. Of a model of your own it comes in a file, a line
+# for each pair (here on two lines):
+#
+#     {"prompt": "Name a river.", "chosen": "The Rhine.",
+#      "rejected": "Rivers are long, and there are many of them."}
+#
+# Held out are the lines whose prompt has a hash below 0.1 (as in 9a, so a prompt that is held out
+# of --task FILE.jsonl is held out here as well), and at least one.
+#
+# As tokens, a pair is two rows of a table: the words of the prompt, and an answer to it.
+
+MIN_PREFERENCES = 8  # lines of a file: of fewer there is nothing to learn, and nothing to hold out
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A line of --preferences: two answers to a prompt, of which somebody prefers one."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+    def hash_share(self) -> float:
+        """From 0 to 1, the same for the same prompt: that of a task in a file."""
+        return Line(system="", prompt=self.prompt, answer="").hash_share()
+
+
+def preferences_of(path: str) -> list[Preference]:
+    """All lines of a file but empty ones. ValueError: names the first that cannot be used."""
+    found = []
+    for number, content in enumerate(pathlib.Path(path).read_bytes().splitlines(), 1):
+        try:
+            text = content.decode("utf-8-sig").strip()
+            if text:
+                found.append(read_preference(text))
+        except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
+            raise ValueError(f"line {number}: {error}") from error
+    if len(found) < MIN_PREFERENCES:
+        raise ValueError(f"{len(found)} preferences, at least {MIN_PREFERENCES} needed")
+    return found
+
+
+def read_preference(text: str) -> Preference:
+    """A line of such a file. ValueError: says what it lacks."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError('not of the form {"prompt": ..., "chosen": ..., "rejected": ...}')
+    for name in ("prompt", "chosen", "rejected"):
+        value = found.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"no text as {name!r}")
+        value.encode()  # half a character, which JSON can have, raises a ValueError
+    if found["chosen"] == found["rejected"]:
+        raise ValueError("'chosen' and 'rejected' are the same")
+    return Preference(prompt=found["prompt"], chosen=found["chosen"], rejected=found["rejected"])
+
+
+def divided(preferences: list[Preference]) -> tuple[list[Preference], list[Preference]]:
+    """(those to learn from, those held out)."""
+    by_share = sorted(preferences, key=lambda one: one.hash_share())
+    held_out = [one for one in by_share if one.hash_share() < 0.1] or by_share[:1]
+    prompts = {one.prompt for one in held_out}
+    return (
+        [one for one in preferences if one.prompt not in prompts],
+        [one for one in preferences if one.prompt in prompts],
+    )
+
+
+@dataclass(frozen=True)
+class Answers:
+    """B answers as tokens, each behind what was said before: what a reward model looks at.
+
+    P pairs are the same with one more dimension: [P, 2, T], the answer that was chosen first.
+    """
+
+    ids: torch.Tensor  # [B, T] int64; in a hole 0
+    is_sampled: torch.Tensor  # [B, T] bool: is it a token of an answer?
+
+    @staticmethod
+    def of(tokens: Tokens) -> Answers:
+        """The same tokens as they were sampled: nothing is tokenized again."""
+        packed = tokens.without_empty_columns()
+        return Answers(ids=packed.ids, is_sampled=packed.is_sampled())
+
+    def select(self, rows: list[int]) -> Answers:
+        """Those with these numbers; of pairs, these pairs."""
+        return Answers(ids=self.ids[rows], is_sampled=self.is_sampled[rows])
+
+    def in_pairs(self, chosen: list[int], rejected: list[int]) -> Answers:
+        """[P, 2, T]: pairs of rows, of which these are the chosen ones, and these the others."""
+        rows = torch.tensor([chosen, rejected], dtype=torch.int64).T  # [P, 2]
+        return Answers(ids=self.ids[rows], is_sampled=self.is_sampled[rows])
+
+    def in_rows(self) -> Answers:
+        """[2 P, T]: pairs as rows, chosen and rejected in turn."""
+        return Answers(ids=self.ids.flatten(0, -2), is_sampled=self.is_sampled.flatten(0, -2))
+
+    @staticmethod
+    def joined(parts: Sequence[Answers]) -> Answers:
+        """Those of all parts. Where a part has fewer columns, holes are added on its right."""
+        width = max(part.ids.shape[-1] for part in parts)
+        ids = []
+        is_sampled = []
+        for part in parts:
+            num_more = width - part.ids.shape[-1]
+            ids.append(torch.nn.functional.pad(part.ids, (0, num_more)))
+            is_sampled.append(torch.nn.functional.pad(part.is_sampled, (0, num_more)))
+        return Answers(ids=torch.cat(ids), is_sampled=torch.cat(is_sampled))
+
+
+def pairs_of(policy: Policy, preferences: list[Preference]) -> Answers:
+    """[P, 2, T]: these preferences in the chat template. Those beyond the context are left out."""
+    episodes = []
+    for one in preferences:
+        turns = (Turn(user=one.prompt, right=one.chosen),)
+        prompt = Prompt(id=0, turns=turns)
+        both = []
+        [words] = policy.ids_of([policy.in_template(one.prompt, is_first_turn=True)])
+        for text in (one.chosen, one.rejected):
+            [ids] = policy.ids_of([text + policy.tokenizer.eos_token])
+            episode = Episode(policy, prompt, Session(policy.task, turns))
+            episode.hear(words)
+            episode.answer(text, ids)
+            both.append(episode)
+        if not any(one.is_cut or len(one.ids) > policy.context for one in both):
+            episodes += both
+    if not episodes:
+        raise ValueError(f"no preference fits into the {policy.context} tokens of the model")
+    rows = list(range(len(episodes)))
+    return Answers.of(tokens_of(episodes)).in_pairs(rows[::2], rows[1::2])
+
+
+# -- 15b. The model, and what it learns ------------------------------------------------------------
+# A reward model is a body like the policy's, with a head that makes one number of the last hidden
+# state of each token. The score of an answer is their mean over its sampled tokens. A sum would
+# make the length of an answer count, and not as people mean it: what they mostly see are answers
+# that they do not like, whose sum is low. So to say nothing at all scores better than these (DOCS 5
+# has what that does to a run).
+#
+# Bradley and Terry: the probability that one answer is preferred is sigmoid(its score - the other
+# one's). So the loss of a pair is -log sigmoid(chosen - rejected), and only differences matter: 0
+# is nothing special, and two models may be far apart and say the same.
+#
+# By example, scores 1.0 and 0.2: the first is preferred with probability sigmoid(0.8) = 0.69. If it
+# was, the loss is 0.37; if the other one was, 1.17.
+
+REWARD_RATE = {"tiny": 1e-3, "other": 1e-5}  # learning rates: fresh weights, and pretrained ones
+REWARD_STD = 0.02  # of its fresh weights, if it is tiny
+SHARPNESS = 4.0  # times the mean: a head that is still small already tells answers apart
+REWARD_EPOCHS = 4  # over the first pairs
+REWARD_BATCH = 32  # pairs of an update
+OLD_PER_NEW = 3  # old pairs that are learned again with each new one
+MAX_SCORED = 1 << 14  # tokens of a forward pass
+
+
+def scores(net: Any, answers: Answers) -> torch.Tensor:
+    """[B] float32: the score of each answer; 0 where nothing was sampled."""
+    device = next(net.parameters()).device
+    logits = net(input_ids=answers.ids.to(device), use_cache=False).logits  # [B, T, 1]
+    is_sampled = answers.is_sampled.to(device)
+    mean = (logits.squeeze(-1) * is_sampled).sum(1) / is_sampled.sum(1).clamp(min=1)
+    return SHARPNESS * mean
+
+
+def in_portions(answers: Answers) -> Iterator[Answers]:
+    """As many at a time as a forward pass takes; of pairs, too."""
+    num_tokens = answers.ids[0].numel()
+    num_rows = len(answers.ids)
+    num_at_once = max(1, MAX_SCORED // num_tokens)
+    for first in range(0, num_rows, num_at_once):
+        yield answers.select(list(range(first, min(first + num_at_once, num_rows))))
+
+
+class RewardState:
+    """A reward model in training. It is no actor, so tests run it in their own process."""
+
+    def __init__(self, cfg: Config, advance: Callable[[], None] = lambda: None) -> None:
+        """advance: is called after every forward pass, as in TrainState."""
+        self.cfg = cfg
+        self.advance = advance
+        self.net = value_network(cfg, REWARD_STD)
+        rate = REWARD_RATE["tiny" if cfg.model == "tiny" else "other"]
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), rate, weight_decay=0.0)
+        self.version = 0  # of its weights; it never goes back, for the readers of its arena
+        self.num_lessons = 0  # the same, but that it goes back when an earlier state is loaded
+        # [P, 2, T]: all pairs so far; None before the first, and if there will be no others.
+        self.old: Answers | None = None
+
+    def learn(self, fresh: Answers, num_epochs: int) -> None:
+        """A lesson: trains on these pairs, and on OLD_PER_NEW times as many old ones.
+
+        Without the old ones it would forget what they say: where the policy has been, and may come
+        back. Everything random in it follows from the seed and the number of the lesson.
+        """
+        rng = random.Random(f"lesson {self.cfg.seed} {self.num_lessons}")
+        pairs = fresh
+        if self.old is not None:
+            num_old = min(OLD_PER_NEW * len(fresh.ids), len(self.old.ids))
+            drawn = rng.sample(range(len(self.old.ids)), num_old)
+            pairs = Answers.joined([fresh, self.old.select(drawn)])  # mechanism: old pairs
+        for _ in range(num_epochs):
+            order = list(range(len(pairs.ids)))
+            rng.shuffle(order)
+            for first in range(0, len(order), REWARD_BATCH):
+                self._update(pairs.select(order[first : first + REWARD_BATCH]))
+        if self.cfg.ask_every:
+            self.old = Answers.joined([fresh, *([self.old] if self.old else [])])
+        self.num_lessons += 1
+        self.version += 1
+
+    def _update(self, pairs: Answers) -> None:
+        """An update with these pairs: the loss is the mean over them."""
+        for portion in in_portions(pairs):
+            both = scores(self.net, portion.in_rows()).view(-1, 2)
+            chosen, rejected = both.unbind(1)
+            loss = -torch.nn.functional.logsigmoid(chosen - rejected).sum()
+            (loss / len(pairs.ids)).backward()
+            self.advance()
+        clip_gradient(self.net)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def as_saved(self) -> dict[str, Any]:
+        """All that its next lesson depends on."""
+        return {
+            "num_lessons": self.num_lessons,
+            "weights": self.net.state_dict(),
+            "moments": self.optimizer.state_dict(),
+            "old": dataclasses.asdict(self.old) if self.old else {},
+        }
+
+    def become(self, found: dict[str, Any]) -> None:
+        """Becomes what `as_saved` returned, as its next version."""
+        self.num_lessons = found["num_lessons"]
+        self.net.load_state_dict(found["weights"])
+        self.optimizer.load_state_dict(found["moments"])
+        self.old = Answers(**found["old"]) if found["old"] else None
+        self.version += 1
+
+
+# -- 15c. The workers ------------------------------------------------------------------------------
+#
+#     RewardTrainer   read    list[Preference]       -> Packed Answers   pairs, as tokens
+#                     begin   the path of a file     -> Published        becomes what it says
+#                     learn   Packed LearnRequest    -> Published        a lesson
+#                     save    the path of a file     -> nothing          writes what it is
+#     RewardModel     score   Packed ScoreRequest    -> ScoreReply       pulls, and scores
+#
+# The trainer of the reward model can be lost at any moment, as the other one can. It writes what it
+# is after every lesson, into a file of the main process. What follows from a loss:
+#
+#     RewardModel       another one scores; its successor reads the newest from the arena
+#     RewardTrainer     its successor becomes what the newest file says, and has the lesson that was
+#                       under way once more. Others judge on meanwhile: their slot of the old arena
+#                       lasts as long as somebody reads it
+#     both              the new RewardModel finds no arena, and raises RewardLost; then the trainer
+#                       is made to begin, and the request is made again
+#     Trainer           the run goes back to a checkpoint (section 12), which has both, and so the
+#                       reward model goes back as well
+
+
+class RewardLost(NobodyToBlame):
+    """The trainer of the reward model was lost. There may be another one, which has not begun."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """Where the newest reward model can be read."""
+
+    handle: ArenaHandle
+    version: int  # a reader finds this one there, or a later one
+
+
+@dataclass(frozen=True)
+class LearnRequest:
+    """A lesson."""
+
+    pairs: Answers  # [P, 2, T]
+    num_epochs: int
+
+
+class RewardTrainer(Worker):
+    """Trains the reward model, and publishes it: the actor around a RewardState."""
+
+    has_model = True
+
+    def __init__(self, place: Place, cfg: Config, num_readers: int) -> None:
+        super().__init__(place)
+        self.cfg = cfg
+        self.num_readers = num_readers
+        self.has_begun = False
+
+    async def prepare(self) -> str:
+        """Builds the network and the arena. Answers with its device."""
+        device = device_of(self.cfg, self.place, self.rank)
+        torch.set_num_threads(num_threads(self.cfg))
+        self.cfg = dataclasses.replace(self.cfg, device=device)
+        self.policy = Policy(dataclasses.replace(self.cfg, device="cpu"), is_empty=True)
+        self.state = RewardState(self.cfg, self.pulse.advance)
+        if device == "cpu":
+            move_together(weights_of(self.state.net))
+        num_copying = 0 if device == "cpu" else self.num_readers
+        weights = weights_of(self.state.net)
+        self.writer = WeightWriter(weights, self.num_readers, num_copying=num_copying)
+        return device
+
+    @endpoint
+    async def read(self, preferences: list[Preference]) -> Packed[Answers]:
+        """These preferences as tokens: it has the tokenizer, and the main process has not."""
+        return Packed.of(pairs_of(self.policy, preferences))
+
+    @endpoint
+    async def begin(self, path: str) -> Published:
+        """Becomes what a file says, of `save` or a checkpoint of a run, and publishes that.
+
+        "": stays as it is.
+        """
+        if path:
+            self.state.become(torch.load(path, weights_only=True)["reward"])
+        self.has_begun = True
+        return self._publish()
+
+    @endpoint
+    async def learn(self, request: Packed[LearnRequest]) -> Published:
+        """Has a lesson, and publishes what came of it."""
+        self._require_begun()
+        lesson = request.unpacked()
+        with self.recorder.span("lesson"):
+            self.state.learn(lesson.pairs, lesson.num_epochs)
+        return self._publish()
+
+    @endpoint
+    async def save(self, path: str) -> None:
+        """Writes what it is into a file."""
+        self._require_begun()
+        torch.save({"about": about(self.cfg), "reward": self.state.as_saved()}, path)
+
+    def _require_begun(self) -> None:
+        """RewardLost: the request was meant for the one before this, which was lost."""
+        if not self.has_begun:
+            raise RewardLost("this trainer of the reward model has not begun")
+
+    def _publish(self) -> Published:
+        """Makes its weights the newest. It waits for the copy: a lesson is not so long."""
+        if self.state.version > self.writer.version:
+            self.writer.publish(self.state.version)
+        return Published(handle=self.writer.arena.handle, version=self.state.version)
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """To score answers."""
+
+    published: Published  # under this version, or a later one
+    answers: Answers
+
+
+@dataclass(frozen=True)
+class ScoreReply:
+    """The answer to a ScoreRequest."""
+
+    scores: list[float]
+    version: int  # of the reward model that gave them
+
+
+class RewardModel(Worker):
+    """Scores answers: a judge with a network.
+
+    It runs no code of others, so it needs no limit for an episode; but it can be killed as well,
+    and then another one scores.
+    """
+
+    has_model = True
+
+    def __init__(self, place: Place, cfg: Config) -> None:
+        super().__init__(place)
+        self.cfg = cfg
+        self.reader: WeightReader | None = None
+
+    async def prepare(self) -> str:
+        """Builds the network. Answers with its device."""
+        device = device_of(self.cfg, self.place, self.rank)
+        torch.set_num_threads(num_threads(self.cfg))
+        self.net = value_network(dataclasses.replace(self.cfg, device=device), REWARD_STD)
+        return device
+
+    @endpoint
+    async def score(self, request: Packed[ScoreRequest]) -> ScoreReply:
+        """Pulls the newest reward model, and scores with it."""
+        wanted = request.unpacked()
+        with self.recorder.span("score"):
+            reader = self._reader_of(wanted.published.handle)
+            version = reader.pull()  # mechanism: newest reward model
+            found: list[float] = []
+            for portion in in_portions(wanted.answers):
+                with torch.no_grad():
+                    found += scores(self.net, portion).tolist()
+                self.pulse.advance()
+        least = wanted.published.version
+        require(version >= least, f"reward model {version} has judged, and {least} was published")
+        return ScoreReply(scores=found, version=version)
+
+    def _reader_of(self, handle: ArenaHandle) -> WeightReader:
+        """A reader of this arena. A new trainer has another arena, and needs another reader."""
+        if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
+            weights = weights_of(self.net)
+            try:
+                self.reader = WeightReader(handle, self.place.local_id, weights)
+            except WeightMismatch as error:
+                if is_alive(handle.pid):
+                    raise
+                raise RewardLost("the trainer of this reward model has ended") from error
+        return self.reader
+
+
+# -- 15d. The cluster, with a reward model in place of the judges ----------------------------------
+# A step of a synchronous run, after which people are asked, and the next one:
+#
+#     generators      sample 128 answers
+#     RewardModel     pulls, and scores them            version 7 of the reward model
+#     Trainer         makes a step, and publishes       version 20 of the policy
+#     judges          compare 64 pairs of the answers
+#     RewardTrainer   has a lesson of these and 192     version 8 of the reward model
+#                     old pairs, and publishes
+#     generators      pull, and sample 128 answers      version 20 of the policy
+#     RewardModel     pulls, and scores them            version 8 of the reward model
+#
+# So there are two arenas, and neither side knows of the other one's.
+
+
+def reward_specs(cfg: Config, hosts: tuple[Host, ...]) -> dict[str, ServiceSpec]:
+    """What services a reward model needs, by name; all on the first host."""
+    trainer = ServiceSpec(
+        name="reward_trainer",
+        replica_class=RewardTrainer,
+        args=(cfg, cfg.judges),
+        num_replicas=1,
+        hosts=hosts[:1],
+        stuck_after_s=cfg.stuck_after,
+        setup_deadline_s=max(ServiceSpec.setup_deadline_s, cfg.stuck_after),
+        max_attempts=1,  # a lesson may not be had twice without being noticed
+    )
+    model = dataclasses.replace(
+        trainer,
+        name="reward_model",
+        replica_class=RewardModel,
+        args=(cfg,),
+        num_replicas=cfg.judges,
+        max_attempts=ServiceSpec.max_attempts,
+    )
+    return {spec.name: spec for spec in (trainer, model)}
+
+
+class RewardCluster(CriticCluster):
+    """The actors of RL, with those of a reward model. What is trained on, that one judges.
+
+    Evaluations still ask the task's own judges, and so do preferences of the task.
+    """
+
+    MAX_LOSSES = 5  # of the reward model's trainer, in one call
+
+    def __init__(self, cfg: Config, is_warm: bool = True, tell: Tell = tell_nobody) -> None:
+        super().__init__(cfg, is_warm, tell)
+        specs = reward_specs(cfg, self.hosts)
+        self.reward_trainer = Service(specs["reward_trainer"])
+        self.reward_models = Service(specs["reward_model"])
+        self.services += [self.reward_trainer, self.reward_models]
+        # Of the reward model's trainer: where it publishes, and what it was after each call.
+        self.published_reward: Published | None = None
+        self.saved_rewards = Checkpoints()
+        self.changing_reward = asyncio.Lock()
+        # What it is at the beginning of every run; None before its first lesson.
+        self.base_reward: Checkpoints | None = None
+        self.judged_under = -1  # the version of the reward model that judged last
+
+    async def load(self, path: str) -> str:
+        """As in Cluster; and the reward model becomes what it was then."""
+        state = await super().load(path)
+        path_of_reward = path  # mechanism: it goes back as well
+        if not path and self.base_reward:
+            path_of_reward = self.base_reward.paths[0]
+        await self._change(lambda: self.reward_trainer.route(RewardTrainer.begin, path_of_reward))
+        return state
+
+    async def learn(self, pairs: Answers, num_epochs: int = 1) -> None:
+        """A lesson of the reward model."""
+        request = Packed.of(LearnRequest(pairs=pairs, num_epochs=num_epochs))
+        await self._change(lambda: self.reward_trainer.route(RewardTrainer.learn, request))
+
+    async def other_parts(self) -> tuple[str, ...]:
+        """As in Cluster; what the reward model is belongs to a checkpoint, too."""
+        return (*await super().other_parts(), self.saved_rewards.paths[0])
+
+    async def _change(self, call: Callable[[], Awaitable[Published]]) -> None:
+        """Makes a call that changes the reward model, and writes down what it is then.
+
+        If its trainer is lost before that was written, the next one becomes what it was before the
+        call, which is then made again. RuntimeError: it is lost again and again.
+        """
+        async with self.changing_reward:
+            for _ in range(self.MAX_LOSSES):
+                try:
+                    published = await call()
+                    room = self.saved_rewards.room()
+                    await self.reward_trainer.route(RewardTrainer.save, room)
+                except (RequestLost, RewardLost):
+                    await self._restore()
+                else:
+                    self.saved_rewards.keep(room, 0)
+                    self.published_reward = published
+                    return
+        raise RuntimeError("the trainer of the reward model is lost again and again")
+
+    async def _restore(self) -> None:
+        """The trainer of the reward model becomes what was last written down."""
+        path = self.saved_rewards.paths[0] if self.saved_rewards.paths else ""
+        with contextlib.suppress(RequestLost):  # else the next call tells
+            self.published_reward = await self.reward_trainer.route(RewardTrainer.begin, path)
+
+    async def _restore_after(self, published: Published) -> None:
+        """The same, unless somebody else has seen to it since this was published."""
+        async with self.changing_reward:
+            if self.published_reward is published:
+                await self._restore()
+
+    async def judged(self, rollout: Rollout, by_task: bool) -> Rollout:
+        """All episodes with rewards. What an answer scores is the reward of its last turn."""
+        if by_task:
+            return await super().judged(rollout, by_task)
+        rewards = torch.zeros_like(rollout.rewards)
+        rewards[:, -1] = torch.tensor(await self.scores(Answers.of(rollout.tokens)))
+        # A conversation that did not fit into the context has no answer to score.
+        rewards[~rollout.sampled().any(1)] = math.nan
+        return dataclasses.replace(rollout, rewards=rewards)
+
+    async def scores(self, answers: Answers) -> list[float]:
+        """What the newest reward model says of each of these answers."""
+        while True:
+            published = self.published_reward
+            assert published is not None, "the cluster was started"
+            request = ScoreRequest(published=published, answers=answers)
+            try:
+                reply = await self.reward_models.route(RewardModel.score, Packed.of(request))
+            except RewardLost:  # a model that has just begun finds no arena
+                await self._restore_after(published)
+            else:
+                self.judged_under = reply.version
+                return reply.scores
+
+    def begin_runs_with(self, kept: Checkpoints) -> None:
+        """From now on the reward model is this at the beginning of every run."""
+        self.base_reward = kept
+
+
+# -- 15e. Who is asked, and when -------------------------------------------------------------------
+# Without a file the task's own judges play the people: they compare two answers of the policy, and
+# are wrong once in ten times. Where both earn the same, a coin decides. So one can see how far a
+# learned reward goes where the true one is known.
+#
+#     before the first run    NUM_ASKED pairs: two answers each to prompts that are drawn apart
+#     every --ask-every       from the newest batch PAIRS_PER_GROUP pairs of each group; then a
+#                             lesson, and what is sampled from then on is judged by what came of it
+
+NUM_ASKED = 1000
+NUM_CHECKED = 100  # further prompts, to see how good the reward model is then
+PAIRS_PER_GROUP = 4
+WRONG = 0.1  # share of comparisons in which people are wrong
+
+
+def pairs_of_rows(rollout: Rollout) -> list[tuple[int, int]]:
+    """Rows of one group, two and two, PAIRS_PER_GROUP of each at most."""
+    rows_of: dict[int, list[int]] = {}
+    for row, group_id in enumerate(rollout.group_ids.tolist()):
+        rows_of.setdefault(group_id, []).append(row)
+    found = []
+    for rows in rows_of.values():
+        of_group = list(zip(rows[::2], rows[1::2], strict=False))
+        found += of_group[:PAIRS_PER_GROUP]
+    return found
+
+
+def preferred(judged: Rollout, rng: random.Random | None) -> Answers:
+    """[P, 2, T]: pairs of these answers, as people choose. judged: with rewards of the task.
+
+    rng: None: without mistakes, and without the pairs of which both earn the same.
+    """
+    rewards = judged.rewards.sum(1).tolist()
+    chosen: list[int] = []
+    rejected: list[int] = []
+    for one, other in pairs_of_rows(judged):
+        is_better = rewards[one] > rewards[other]
+        is_equal = rewards[one] == rewards[other]
+        if rng is None and is_equal:
+            continue
+        if rng is not None and rng.random() < (0.5 if is_equal else WRONG):
+            is_better = not is_better
+        chosen.append(one if is_better else other)
+        rejected.append(other if is_better else one)
+    return Answers.of(judged.tokens).in_pairs(chosen, rejected)
+
+
+def unjudged(rollout: Rollout) -> Rollout:
+    """The same episodes, for somebody else to judge."""
+    return dataclasses.replace(rollout, rewards=torch.full_like(rollout.rewards, math.nan))
+
+
+async def two_answers(cluster: RewardCluster, prompts: list[Prompt]) -> Rollout:
+    """Two answers of the policy to each of these prompts, with the rewards of the task."""
+    version = await cluster.published()
+    parts = []
+    for first in range(0, len(prompts), LEAST_SHARE):
+        some = prompts[first : first + LEAST_SHARE]
+        call = cluster.rollout(some, 2, min_version=version, is_alone=True, by_task=True)
+        parts.append(call)
+    replies = await asyncio.gather(*parts)
+    return Rollout.join([reply.rollout.judged() for reply in replies])
+
+
+async def accuracy(cluster: RewardCluster, pairs: Answers) -> float | None:
+    """The share of these pairs of which the chosen answer scores higher. None: there are none."""
+    if not len(pairs.ids):
+        return None
+    found = await cluster.scores(pairs.in_rows())
+    right = [one > other for one, other in zip(found[::2], found[1::2], strict=True)]
+    return statistics.fmean(right)
+
+
+async def teach(cluster: RewardCluster, report: Report) -> None:
+    """The first lesson: the reward model with which every run begins.
+
+    With --checkpoint it is kept there, in the folder reward. A command that finds it has no such
+    lesson.
+    """
+    cfg = cluster.cfg
+    kept = Checkpoints(f"{cfg.checkpoint}/reward" if cfg.checkpoint else "")
+    path = kept.newest(cfg, report.say)
+    if path:
+        report.say(f"the reward model has learned before: {path}")
+    else:
+        await with_retries(cluster, lambda: first_lesson(cluster, report))
+        room = kept.room()
+        shutil.copyfile(cluster.saved_rewards.paths[0], room)
+        kept.keep(room, 0)
+    cluster.begin_runs_with(kept)
+    await with_retries(cluster, lambda: cluster.load(""))
+
+
+async def first_lesson(cluster: RewardCluster, report: Report) -> None:
+    """Has it learn from --preferences, or from what people say of the policy's answers."""
+    cfg = cluster.cfg
+    if cfg.preferences:
+        learned, held_out = divided(preferences_of(cfg.preferences))
+        pairs = await read_pairs(cluster, learned)
+        fresh = await read_pairs(cluster, held_out)
+    else:
+        prompts = Sampler(cfg.task, seed=-2 - cfg.seed).first(NUM_ASKED + NUM_CHECKED)
+        answers = await two_answers(cluster, prompts[:NUM_ASKED])
+        pairs = preferred(answers, random.Random(f"people {cfg.seed}"))
+        fresh = preferred(await two_answers(cluster, prompts[NUM_ASKED:]), None)
+    await cluster.learn(pairs, REWARD_EPOCHS)
+    share = await accuracy(cluster, fresh)
+    report.say(
+        f"the reward model has learned from {len(pairs.ids)} preferences; of {len(fresh.ids)} "
+        f"others it says {show(share)} rightly"
+    )
+    report.figure(reward_accuracy=share, preferences=len(pairs.ids))
+
+
+async def read_pairs(cluster: RewardCluster, preferences: list[Preference]) -> Answers:
+    """These preferences as tokens."""
+    packed = await cluster.reward_trainer.route(RewardTrainer.read, preferences)
+    return packed.unpacked()
+
+
+class RewardTraining(SafeTraining):
+    """A run in which people are asked again, every --ask-every steps."""
+
+    batch: Rollout | None = None  # of the newest step
+    num_asked = 0  # pairs
+
+    def step_done(self, stats: StepStats, batch: Rollout) -> None:
+        """As in Training."""
+        super().step_done(stats, batch)
+        self.batch = batch
+
+    def is_ask_due(self) -> bool:
+        """Not before the first step, and not after the last. Counts as is_save_due does."""
+        step = self.run.num_sent
+        if not self.cfg.ask_every or not 0 < step < self.run.num_steps:
+            return False
+        return step % self.cfg.ask_every == 0  # mechanism: fresh preferences
+
+    def is_save_due(self) -> bool:
+        """Also when people are to be asked: then nothing more is sent to the trainer, either."""
+        return super().is_save_due() or self.is_ask_due()
+
+    async def save_if_due(self) -> None:
+        """Asks, and then saves: a checkpoint of this step has the reward model after the lesson."""
+        if self.is_ask_due() and self.batch is not None:
+            await self._ask(self.batch)
+        if super().is_save_due():
+            await super().save_if_due()
+
+    async def _ask(self, batch: Rollout) -> None:
+        """Asks about the newest answers, and has the reward model learn from what people say."""
+        assert isinstance(self.cluster, RewardCluster), "it has a reward model"
+        judged = await self.cluster.judged(unjudged(batch), by_task=True)
+        rng = random.Random(f"people {self.cfg.seed} {self.run.num_sent}")
+        pairs = preferred(judged.judged(), rng)
+        self.num_asked += len(pairs.ids)
+        await self.cluster.learn(pairs)
+
+
+# -- measurement -----------------------------------------------------------------------------------
+# Three runs of the task `echo`, with people who like something else than what the policy was warmed
+# up with: exactly one letter a, in an answer of at least three letters. Say people prefer "bab" to
+# "bob", and "cat" to "cot": a network that has learned that letters a are good is right about all
+# of these. Then it sees "aaaa", which nobody has asked about.
+#
+# The runs differ in what holds the learned reward: nothing, the price of the divergence, or fresh
+# preferences. They have the same actors, one after the other, and begin with the same policy and
+# the same reward model. The policy never sees the true reward; only the table does.
+
+REWARD_STEPS = 100  # of each run
+REWARD_PRICE = 0.5  # --kl, in the second one
+REWARD_ASK_EVERY = 4  # steps, in the third one
+NUM_COMPARED = 256  # prompts, with two answers each, for the accuracy
+BEST_OF = 5  # steps in a row, over which the best true reward is a mean
+
+
+class Taste(Shift):
+    """What these people like."""
+
+    def rewards(
+        self,
+        turns: tuple[Turn, ...],
+        said: list[str],
+        is_truncated: list[bool],
+    ) -> list[float]:
+        """1 if they like the answer, else 0; whether it was stopped does not matter to them."""
+        text = said[0] if said else ""
+        return [float(len(text) >= 3 and text.count("a") == 1)]
+
+
+class TasteJudge(Judge):
+    """A judge with their taste, whatever the Config says."""
+
+    async def prepare(self) -> None:
+        """Makes that task."""
+        self.task = Taste("", [0], num_turns=1)
+
+
+class DriftTrainer(Trainer):
+    """A trainer of one rank with a reference, that can tell how far it has gone from it."""
+
+    @endpoint
+    async def drift(self, batch: Packed[Rollout]) -> float:
+        """KL(policy, reference) in nats per answer, estimated from samples of lag 0 (k1)."""
+        state, _ = self._begun()
+        answers = batch.unpacked()
+        total = 0.0
+        with torch.no_grad():
+            for part in parts_of(state, answers, credit_of(state.cfg, answers)):
+                logp, _ = score_part(state.reference, part, 0.0, self.cfg.temperature)
+                total += float((part.recorded - logp).sum())
+        return total / len(answers.said)
+
+
+class TasteCluster(RewardCluster):
+    """The actors of the demo."""
+
+    judge_class = TasteJudge
+    trainer_class = DriftTrainer
+
+    def go_on_with(self, cfg: Config) -> None:
+        """Runs that begin from now on have this Config."""
+        self.cfg = cfg
+
+
+class WatchedTraining(RewardTraining):
+    """A run that keeps its batches, so that people can say afterwards what they think of them."""
+
+    EVALUATE_EVERY = sys.maxsize  # what it says is not to be right
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.batches: list[Rollout] = []
+        self.versions: set[int] = set()  # of the reward model
+
+    def step_done(self, stats: StepStats, batch: Rollout) -> None:
+        """As before."""
+        super().step_done(stats, batch)
+        self.batches.append(batch)
+        assert isinstance(self.cluster, RewardCluster), "it has a reward model"
+        self.versions.add(self.cluster.judged_under)
+
+    def _show(self, row: StepRow) -> None:
+        """Shows no steps: the table tells."""
+
+
+async def liked_share(cluster: Cluster, batch: Rollout) -> float:
+    """The true reward of a batch: the share of its answers that people like."""
+    judged = await cluster.judged(unjudged(batch), by_task=True)
+    return float(judged.rewards.sum(1).mean())
+
+
+def best_mean(values: list[float], num: int) -> float:
+    """The largest mean of so many values in a row."""
+    firsts = range(len(values) - num + 1)
+    return max(statistics.fmean(values[first : first + num]) for first in firsts)
+
+
+@dataclass(frozen=True)
+class RewardRow:
+    """What became of a run."""
+
+    held_by: str
+    # The learned reward: mean of the first ten steps, and of the last ten. 0 is nothing special.
+    learned: float
+    rises_to: float
+    # The true reward, a share: mean of the first ten steps; of the best BEST_OF; of the last ten.
+    true: float
+    best: float
+    ends_at: float
+    # Divergence from the policy before RL, in nats per answer, at the end.
+    kl: float
+    # Of pairs of answers of which people like one: the share of which the reward model says so;
+    # before the run, of the policy before it; and after it. None: all answers are alike.
+    accuracy: float | None
+    afterwards: float | None
+    # Preferences from which the reward model has learned.
+    asked: int
+    # Versions of the reward model that have judged in this run.
+    models: int
+
+
+async def fresh_accuracy(cluster: TasteCluster) -> tuple[float | None, Rollout]:
+    """(accuracy on fresh answers of the policy as it is now, these answers)."""
+    prompts = Sampler(cluster.cfg.task, seed=-3 - cluster.cfg.seed).first(NUM_COMPARED)
+    answers = await two_answers(cluster, prompts)
+    return await accuracy(cluster, preferred(answers, None)), answers
+
+
+async def held_run(
+    cluster: TasteCluster,
+    report: Report,
+    held_by: str,
+    cfg: Config,
+    before: float | None,
+) -> RewardRow:
+    """A run with this Config, and what became of it. before: the accuracy before all runs."""
+    cluster.go_on_with(cfg)
+    run = Run(held_by, REWARD_STEPS, Sampler(cfg.task, cfg.seed))
+    training = WatchedTraining(cluster, run, report)
+    await train_sync(training)
+    after, answers = await fresh_accuracy(cluster)
+    liked = [liked_share(cluster, batch) for batch in training.batches]
+    true = await asyncio.gather(*liked)
+    return RewardRow(
+        held_by=held_by,
+        learned=mean_reward(run.rows[:10]),
+        rises_to=mean_reward(run.rows[-10:]),
+        true=statistics.fmean(true[:10]),
+        best=best_mean(true, BEST_OF),
+        ends_at=statistics.fmean(true[-10:]),
+        kl=await cluster.trainer.route(DriftTrainer.drift, Packed.of(answers)),
+        accuracy=before,
+        afterwards=after,
+        asked=NUM_ASKED + training.num_asked,
+        models=len(training.versions),
+    )
+
+
+@stage(
+    "a learned reward is found out and abused: it rises while the true one falls; the divergence "
+    "from the reference holds it, and so do fresh preferences",
+    hint="write `return False`: nobody is asked again",
+    mechanism="fresh preferences",
+)
+async def demo_reward_model(report: Report, cfg: Config) -> None:
+    """Trains on a learned reward three times, and watches the true one."""
+    report.say(f"seed {cfg.seed}; a policy that repeats, people who like one a; about 25 s")
+    free = Config(
+        task="echo", seed=cfg.seed, steps=REWARD_STEPS, generators=1, reward="model", kl=0.0
+    )
+    priced = dataclasses.replace(free, kl=REWARD_PRICE)
+    asking = dataclasses.replace(free, ask_every=REWARD_ASK_EVERY)
+    # Its trainer has a reference, and the reward model keeps its pairs, if a run needs it or not.
+    cluster = TasteCluster(dataclasses.replace(asking, kl=REWARD_PRICE), tell=report.say)
+    await cluster.start()
+    report.table(await placement(cluster))
+    await teach(cluster, report)
+    before, _ = await fresh_accuracy(cluster)
+    nothing = await held_run(cluster, report, "nothing", free, before)
+    price = await held_run(cluster, report, f"--kl {REWARD_PRICE}", priced, before)
+    fresh = await held_run(cluster, report, f"--ask-every {REWARD_ASK_EVERY}", asking, before)
+    status = await cluster.reward_models.status()
+    await cluster.close()
+    report.table([nothing, price, fresh])
+    for name, row in {"nothing": nothing, "kl": price, "fresh": fresh}.items():
+        report.figure(
+            **{
+                f"true_{name}": row.ends_at,
+                f"learned_{name}": row.rises_to - row.learned,
+                f"kl_{name}_nats": row.kl,
+            }
+        )
+    rise = nothing.rises_to - nothing.learned
+    report.check("learned reward gained, held by nothing", rise, ">", 0)
+    fall = nothing.best - nothing.ends_at
+    report.check("true reward lost since its best, held by nothing", fall, ">", 0.25)
+    report.check("true reward at the end, held by the divergence", price.ends_at, ">", 0.3)
+    report.check("true reward at the end, held by fresh preferences", fresh.ends_at, ">", 0.3)
+    num_models = 1 + (REWARD_STEPS - 1) // REWARD_ASK_EVERY
+    report.check("versions of the reward model that judged then", fresh.models, "==", num_models)
+    report.check("reward models that were lost", len(status.lost_replicas), "==", 0)
+    # You can now train on what people say, and know what to watch while you do.
+
+
+# == 16. HOSTS =====================================================================================
 # Problem. Generators on other machines cannot map the trainer's memory, a network cable carries a
 #   tenth of what a memory bus does, and a machine can be lost with all that is on it.
 # Rule. On each other host runs a relay, which is one more reader of the trainer's arena. It leases
@@ -12349,7 +13347,7 @@ async def demo_critic(report: Report, cfg: Config) -> None:
 #       Link B  <-- lines -------------------------------------->  Monarch host: Generator 1, Relay
 #                                Arena of the trainer  <-- reads --  Relay -> Arena of host B
 
-# -- 15a. Links ------------------------------------------------------------------------------------
+# -- 16a. Links ------------------------------------------------------------------------------------
 # A worker (--worker) waits for connections. For each that begins a run it starts a Monarch host, a
 # process that starts others for whoever asks, at a new port, and ends it with the connection. (At
 # an old port Monarch would deliver messages that were meant for actors of the run before.) Over the
@@ -12617,7 +13615,7 @@ def descendants(root: int) -> list[int]:
     return [pid for pid in found[1:] if is_alive(pid)]
 
 
-# -- 15b. The relay --------------------------------------------------------------------------------
+# -- 16b. The relay --------------------------------------------------------------------------------
 # It does what WeightReader and WeightWriter do, one after the other: it leases a slot of the
 # trainer's arena, copies it into a slot of its own, and makes that one the latest of its host.
 #
@@ -12799,7 +13797,7 @@ class HostsCluster(CriticCluster):
 
     async def save(self, path: str, state: str) -> None:
         """Its content travels from the trainer as an answer."""
-        request = SaveRequest(path="", state=state, critic=await self.critic_part(state))
+        request = await self._save_request("", state)
         content = await self._ask_trainer(Trainer.save, request)
         pathlib.Path(path).write_bytes(content)
 
@@ -12819,12 +13817,15 @@ class HostsCluster(CriticCluster):
         greedy: bool = False,
         min_version: int = 0,
         is_alone: bool = False,
+        by_task: bool = False,
     ) -> RolloutReply:
         """As in Cluster; again, if both generators that tried were of hosts without an arena."""
         asked_under = self.handle
         while True:
             try:
-                return await super().rollout(prompts, group_size, greedy, min_version, is_alone)
+                return await super().rollout(
+                    prompts, group_size, greedy, min_version, is_alone, by_task
+                )
             except NotNow:
                 await asyncio.sleep(BEAT_S)
             if self.handle != asked_under:  # another trainer, which may be at an earlier version
@@ -13156,7 +14157,9 @@ async def ask_all(
 
     async def of_some(some: list[Prompt]) -> Rollout:
         async with room:
-            found = await cluster.rollout(some, num_samples, greedy, min_version=version)
+            found = await cluster.rollout(
+                some, num_samples, greedy, min_version=version, by_task=True
+            )
         return found.rollout
 
     size = max(1, EVALUATION_ROWS // num_samples)
@@ -13341,10 +14344,28 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
         "saving": 12 if is_on_gpu or needs_group(cfg) else 0,
     }
     most = max(before, later, key=lambda needs: sum(needs.values()))
+    if cfg.reward == "model":
+        most.update(reward_needs(cfg))
     needs = {what: per_parameter * num_parameters for what, per_parameter in most.items()}
     # The main process has imported them as well; judges need less.
     num_processes = 1 + cfg.trainers * num_networks + max_generators(cfg)
+    if cfg.reward == "model":
+        num_processes += 1 + cfg.judges
     return {**needs, "processes": num_processes * PROCESS_BYTES}
+
+
+def reward_needs(cfg: Config) -> dict[str, int]:
+    """Bytes per parameter of a reward model, by what needs them. It is in fp32."""
+    # Its trainer has weight, gradient and two moments. Before the first pull it has the weight
+    # alone, but then each of those that judge has a network of its own.
+    networks = max(16, 4 + 4 * cfg.judges)
+    num_slots = 2 if cfg.device != "cpu" else cfg.judges + 2
+    return {
+        "reward model": 4 * num_slots + (networks if cfg.device == "cpu" else 0),
+        # Weight and two moments: before all runs; the newest two, and the one being written; and
+        # in each checkpoint of a run that is kept in memory.
+        "saved reward models": 4 * 12 + (0 if cfg.checkpoint else 3 * 12),
+    }
 
 
 def free_in_cgroup(folder: pathlib.Path) -> float:
@@ -13521,6 +14542,7 @@ def parse(argv: list[str] | None) -> Command:
         stages = []
     check_together(parser, cfg, stages, sides)
     try_all(parser, cfg, stages, found.worker)
+    check_reward(parser, cfg, stages)
     return Command(
         cfg=cfg,
         stages=stages,
@@ -13561,6 +14583,22 @@ def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict
         parser.error("--group-size 1 leaves no group: take --baseline critic, batch or none")
     if max(cfg.turn_lambda, cfg.token_lambda) > 1:
         parser.error("--turn-lambda and --token-lambda must be at most 1")
+
+
+def check_reward(parser: Parser, cfg: Config, stages: list[Stage]) -> None:
+    """Finds what is wrong with a reward model. stages: without any none is made."""
+    if cfg.reward == "task":
+        if cfg.preferences or cfg.ask_every:
+            parser.error("--preferences and --ask-every go with --reward model")
+        return
+    if cfg.hosts:
+        parser.error("--reward model is of one host: it does not go with --hosts")
+    with blaming(parser, f"--preferences {cfg.preferences}"):
+        if cfg.preferences and stages:
+            try_preferences(cfg)
+    with blaming(parser, "--checkpoint"):
+        if cfg.checkpoint:
+            Checkpoints(f"{cfg.checkpoint}/reward").newest(cfg, lambda _: None)
 
 
 def last_training(stages: list[Stage]) -> Stage | None:
@@ -13659,6 +14697,21 @@ def try_letters(sampler: Sampler) -> None:
         raise ValueError(f"the tiny policy has no token for {min(unknown)!r}: give a --model")
 
 
+def try_preferences(cfg: Config) -> None:
+    """Can all lines be read, and are there some to learn from? Raises ValueError if not."""
+    preferences = preferences_of(cfg.preferences)
+    learned, _ = divided(preferences)
+    if not learned:
+        raise ValueError("all of them have the same prompt: none is left to learn from")
+    if cfg.model == "tiny":
+        letters = set()
+        for one in preferences:
+            letters.update(one.prompt, one.chosen, one.rejected)
+        unknown = letters - set(task_of(cfg.task).letters)
+        if unknown:
+            raise ValueError(f"the tiny policy has no token for {min(unknown)!r}: give a --model")
+
+
 def try_export(cfg: Config) -> None:
     """Can a folder be made there, and is nothing in it that would be lost?"""
     path = pathlib.Path(cfg.export)
@@ -13690,9 +14743,10 @@ async def run_stages(report: Report, command: Command) -> None:
     An exception in a demo is a failed check of its stage, and the next stage runs.
     """
     cfg = command.cfg
-    cluster_class = HostsCluster if cfg.hosts else CriticCluster
+    is_learned = cfg.reward == "model"
+    cluster_class = HostsCluster if cfg.hosts else RewardCluster if is_learned else CriticCluster
     cluster = cluster_class(cfg, tell=report.say)
-    lab = Lab(report, cluster, SafeTraining)
+    lab = Lab(report, cluster, RewardTraining if is_learned else SafeTraining)
     clock = asyncio.ensure_future(report.keep_clock())
     # The actors of RL end with the last stage that needs them.
     with_lab = [stage for stage in command.stages if stage.needs_lab]
@@ -13752,6 +14806,8 @@ async def run_stage(
     await lab.start()
     if cfg.sft_steps and lab.cluster.owner_of_base is None:  # also if they failed a stage before
         await take_sft_steps(lab.cluster, report)
+    if isinstance(lab.cluster, RewardCluster) and lab.cluster.base_reward is None:
+        await teach(lab.cluster, report)
     await stage.demo(report, cfg, lab)
     if cfg.report and stage.name == "async_rl":
         await sweep(report, cfg, lab)
@@ -13869,7 +14925,7 @@ def finish(report: Report, cfg: Config, noise: Any) -> None:
 
 
 # -- plumbing: what --trace and --report write -----------------------------------------------------
-# Both show what Telemetry has collected: a trace of the command, for Perfetto (without stage 15
+# Both show what Telemetry has collected: a trace of the command, for Perfetto (without stage 16
 # where that runs as a command of its own, as in the whole tour); and a page about five asynchronous
 # runs, one at each of five bounds on lag, with a slider to go from one to another. The page is one
 # file and needs no network. As it is HTML, CSS and JavaScript, and not what this file is about, it

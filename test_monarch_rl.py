@@ -383,6 +383,8 @@ FIGURES = {
     "started trained dropped lost undone in_flight unjudged mismatch_k3 trainer_stall_share "
     "speedup_of_ideal bottleneck_busy_share seconds_to_95 generator_replaced_s",
     "critic": "critic_over_batch critic_explained critic_cpu_over_batch",
+    "reward_model": "reward_accuracy preferences learned_nothing learned_kl learned_fresh "
+    "true_nothing true_kl true_fresh kl_nothing_nats kl_kl_nats kl_fresh_nats",
     "hosts": "bytes_per_version_over_model",
 }
 
@@ -486,7 +488,21 @@ BROKEN = {
         "largest lag",
     ),
     "critic": ({"critic learns": "pass"}, "live users: reward"),
+    # Each of the two takes away what holds one of the runs, and no other one.
+    "reward_model": (
+        {"fresh preferences": "return False", "divergence": "pass"},
+        "true reward at the end, held by fresh preferences",
+    ),
     "hosts": ({"host lost": "pass"}, "why relay and generator"),
+}
+
+# Stages whose checks are all about the mechanisms above, and so exactly these fail.
+ALL_FAILED = {
+    "reward_model": {
+        "true reward at the end, held by the divergence",
+        "true reward at the end, held by fresh preferences",
+        "versions of the reward model that judged then",
+    }
 }
 
 
@@ -494,7 +510,9 @@ def run_without_mechanism(folder: pathlib.Path, name: str) -> FinishedRun:
     """A run of that stage; of supervision after all before it, for there these hold."""
     changes, _ = BROKEN[name]
     how = "--stage" if name == "supervision" else "--only"
-    file = changed_file(folder, {**NO_WARM_START, **changes})
+    # What is found out and abused is a policy that has learned something.
+    start = {} if name == "reward_model" else NO_WARM_START
+    file = changed_file(folder, {**start, **changes})
     return run_file(folder, how, name, "--steps", "40", "--model-mb", "16", file=file)
 
 
@@ -525,6 +543,7 @@ def test_stage_fails_without_its_mechanism(
     failed = run.failed_checks(name)
     print(name, failed)
     assert any(what.startswith(check) for what in failed), run.out + run.err
+    assert failed == ALL_FAILED.get(name, failed)
     assert run.left == []
 
 
@@ -3998,6 +4017,283 @@ def test_a_model_is_warmed_up_trained_evaluated_and_exported(tmp_path: pathlib.P
     saved = m.read_checkpoint(str(tmp_path / "saved" / "sync_rl" / "step-00000002.pt"), None)
     for name, tensor in saved["weights"].items():
         assert torch.equal(read.state_dict()[name], tensor), name
+
+
+# -- a learned reward, in one process --------------------------------------------------------------
+
+
+def preference_lines(pairs: Iterable[tuple[str, str, str]]) -> str:
+    """What stands in such a file."""
+    lines = []
+    for prompt, chosen, rejected in pairs:
+        lines.append(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}))
+    return "\n".join(lines) + "\n"
+
+
+def words(seed: int, num: int, letters: str = "bcde") -> list[str]:
+    rng = random.Random(seed)
+    return ["".join(rng.choices(letters, k=3)) for _ in range(num)]
+
+
+def with_a(seed: int, num: int) -> list[tuple[str, str, str]]:
+    """Preferences of somebody who likes answers with an a: "abc" better than "bbc"."""
+    return [(word, f"a{word[1:]}", f"b{word[1:]}") for word in words(seed, num)]
+
+
+GOOD_LINES = with_a(0, 12)
+BAD_PREFERENCES = {
+    "no JSON": "hello",
+    "no object": "[1, 2]",
+    "nothing rejected": '{"prompt": "a", "chosen": "b"}',
+    "a number": '{"prompt": "a", "chosen": "b", "rejected": 7}',
+    "an empty prompt": '{"prompt": " ", "chosen": "b", "rejected": "c"}',
+    "no difference": '{"prompt": "a", "chosen": "b", "rejected": "b"}',
+    "half a character": '{"prompt": "a", "chosen": "b", "rejected": "\\ud800"}',
+    "too deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("what", BAD_PREFERENCES)
+def test_a_bad_line_of_preferences_is_named(
+    tmp_path: pathlib.Path, refused: Refused, what: str
+) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(f"{preference_lines(GOOD_LINES)}{BAD_PREFERENCES[what]}\n")
+    line = refused("--only", "sync_rl", "--reward", "model", "--preferences", file)
+    assert f"line {len(GOOD_LINES) + 1}: " in line
+
+
+@pytest.mark.parametrize(
+    ("pairs", "why"),
+    [
+        ([], "0 preferences, at least 8 needed"),
+        (with_a(0, 7), "7 preferences, at least 8 needed"),
+        ([("cab", "abc", f"b{word}") for word in words(0, 9)], "none is left to learn from"),
+        ([*GOOD_LINES, ("abc", "x", "b")], "no token for 'x'"),
+    ],
+)
+def test_preferences_from_which_nothing_can_be_learned_are_refused(
+    tmp_path: pathlib.Path, refused: Refused, pairs: list[tuple[str, str, str]], why: str
+) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(preference_lines(pairs))
+    assert why in refused("--only", "sync_rl", "--reward", "model", "--preferences", file)
+
+
+def test_a_reward_model_is_of_one_host(refused: Refused) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = m.url(*server.getsockname())
+        with mock.patch.object(m, "connect", lambda _: None):
+            line = refused("--only", "sync_rl", "--reward", "model", "--hosts", address)
+    assert "does not go with --hosts" in line
+
+
+def test_a_prompt_is_held_out_of_preferences_as_of_a_task() -> None:
+    preferences = [m.Preference(prompt=str(i), chosen="a", rejected="b") for i in range(200)]
+    learned, held_out = m.divided([*preferences, *preferences])
+    assert {one.prompt for one in learned} & {one.prompt for one in held_out} == set()
+    assert len(learned) + len(held_out) == 400
+    assert 20 <= len(held_out) <= 60
+    for one in held_out:
+        line = m.Line(system="", prompt=one.prompt, answer="7")
+        assert line.hash_share() == one.hash_share() < 0.1
+
+
+@pytest.fixture(scope="session")
+def reward_cfg() -> m.Config:
+    return m.Config(task="echo", reward="model", ask_every=1)
+
+
+def pairs_for(cfg: m.Config, pairs: Sequence[tuple[str, str, str]]) -> m.Answers:
+    preferences = [
+        m.Preference(prompt=prompt, chosen=chosen, rejected=rejected)
+        for prompt, chosen, rejected in pairs
+    ]
+    return m.pairs_of(m.Policy(cfg), preferences)
+
+
+def share_right(state: m.RewardState, pairs: m.Answers) -> float:
+    with torch.no_grad():
+        both = m.scores(state.net, pairs.in_rows()).view(-1, 2)
+    return float((both[:, 0] > both[:, 1]).float().mean())
+
+
+def test_preferences_become_the_tokens_that_the_policy_would_sample(reward_cfg: m.Config) -> None:
+    policy = m.Policy(reward_cfg)
+    prompts = m.Sampler("echo", seed=0).first(8)
+    rollout = m.generate(policy, prompts, 1, greedy=False)
+    answers = m.Answers.of(rollout.tokens)
+    for row, prompt in enumerate(prompts):
+        [[said], [is_stopped]] = rollout.said[row], rollout.is_truncated[row].tolist()
+        if is_stopped or "<" in said or not said:
+            continue
+        pairs = pairs_for(reward_cfg, [(prompt.turns[0].user, said, "abc")])
+        num = int(pairs.ids.shape[-1])
+        chosen = pairs.ids[0, 0][: int(rollout.tokens.mask[row].sum())]
+        assert chosen.tolist() == answers.ids[row, : len(chosen)].tolist()
+        assert pairs.is_sampled[0, 0].tolist() == answers.is_sampled[row, :num].tolist()
+
+
+def test_what_does_not_fit_into_the_context_is_left_out(reward_cfg: m.Config) -> None:
+    policy = m.Policy(reward_cfg)
+    short, long_one = (
+        m.Preference(prompt="abc", chosen="a" * length, rejected="b") for length in (3, 60)
+    )
+    with mock.patch.object(policy, "context", 40):
+        assert len(m.pairs_of(policy, [long_one, short, long_one]).ids) == 1
+        with pytest.raises(ValueError, match="no preference fits"):
+            m.pairs_of(policy, [long_one])
+
+
+def test_a_fresh_reward_model_says_nothing_and_learns_what_is_preferred(
+    reward_cfg: m.Config,
+) -> None:
+    state = m.RewardState(reward_cfg)
+    others = pairs_for(reward_cfg, with_a(1, 100))
+    assert (m.scores(state.net, others.in_rows()) == 0).all()
+    state.learn(pairs_for(reward_cfg, with_a(2, 200)), m.REWARD_EPOCHS)
+    assert share_right(state, others) > 0.95
+    assert state.version == state.num_lessons == 1
+
+
+def test_the_loss_of_a_pair_is_that_of_bradley_and_terry() -> None:
+    """The example of section 15b, and that only the difference counts."""
+    for chosen, rejected, loss in ((1.0, 0.2, 0.37), (0.2, 1.0, 1.17)):
+        probability = 1 / (1 + math.exp(rejected - chosen))
+        assert -math.log(probability) == pytest.approx(loss, abs=0.005)
+    assert 1 / (1 + math.exp(-0.8)) == pytest.approx(0.69, abs=0.005)
+
+
+def test_a_lesson_does_not_depend_on_how_many_fit_into_a_pass(
+    reward_cfg: m.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = pairs_for(reward_cfg, with_a(3, 40))
+    weights = []
+    for most in (m.MAX_SCORED, 40):
+        monkeypatch.setattr(m, "MAX_SCORED", most)
+        state = m.RewardState(reward_cfg)
+        state.learn(pairs, 1)
+        weights.append(torch.cat([one.detach().flatten() for one in state.net.parameters()]))
+    assert torch.allclose(*weights, atol=1e-5)
+
+
+def test_a_reward_model_that_was_saved_goes_on_bit_for_bit(
+    tmp_path: pathlib.Path, reward_cfg: m.Config
+) -> None:
+    lessons = [pairs_for(reward_cfg, with_a(seed, 40)) for seed in range(3)]
+    state = m.RewardState(reward_cfg)
+    state.learn(lessons[0], 2)
+    state.learn(lessons[1], 1)
+    torch.save(state.as_saved(), tmp_path / "saved")
+    state.learn(lessons[2], 1)
+    other = m.RewardState(dataclasses.replace(reward_cfg, seed=reward_cfg.seed))
+    other.become(torch.load(tmp_path / "saved", weights_only=True))
+    other.learn(lessons[2], 1)
+    assert other.num_lessons == state.num_lessons == 3
+    for one, same in zip(state.net.parameters(), other.net.parameters(), strict=True):
+        assert torch.equal(one, same)
+    assert other.old is not None
+    assert state.old is not None
+    assert torch.equal(other.old.ids, state.old.ids)
+
+
+def accuracy_after_a_new_lesson(module: Any, cfg: m.Config) -> float:
+    """First somebody likes b better than c. Then d counts, and c stands beside it.
+
+    That both are true can be learned only from both.
+    """
+    first = [(word, f"b{word[1:]}", f"c{word[1:]}") for word in words(0, 200, "efgh")]
+    then = [(word, f"cd{word[2:]}", f"be{word[2:]}") for word in words(1, 64, "efgh")]
+    state = module.RewardState(cfg)
+    old, new = (
+        module.Answers(**dataclasses.asdict(pairs_for(cfg, pairs))) for pairs in (first, then)
+    )
+    state.learn(old, m.REWARD_EPOCHS)
+    for _ in range(20):
+        state.learn(new, 1)
+    return share_right(state, old)
+
+
+def test_without_the_old_pairs_a_reward_model_forgets_them(
+    tmp_path: pathlib.Path, reward_cfg: m.Config
+) -> None:
+    forgetful = changed_module(tmp_path, {"old pairs": "pass"})
+    kept = accuracy_after_a_new_lesson(m, reward_cfg)
+    forgotten = accuracy_after_a_new_lesson(forgetful, reward_cfg)
+    print(kept, forgotten)
+    assert kept > 0.95
+    assert forgotten < 0.5
+
+
+def judged_rollout(rewards: list[float]) -> m.Rollout:
+    """Two answers to each prompt, with these rewards."""
+    group_ids = [row // 2 for row in range(len(rewards))]
+    rollout = rollout_of(group_ids, version=0)
+    return dataclasses.replace(rollout, rewards=torch.tensor(rewards)[:, None])
+
+
+def test_people_are_wrong_once_in_ten_times_and_toss_a_coin_between_equals() -> None:
+    num = 2000
+    judged = judged_rollout([0.0, 1.0] * num)
+    pairs = m.preferred(judged, random.Random(0))
+    better = judged.tokens.ids[1::2]
+    share_better = float((pairs.ids[:, 0] == better).all(1).float().mean())
+    assert share_better == pytest.approx(1 - m.WRONG, abs=0.03)
+    equal = m.preferred(judged_rollout([0.5, 0.5] * num), random.Random(0))
+    assert float((equal.ids[:, 0] == better).all(1).float().mean()) == pytest.approx(0.5, abs=0.05)
+
+
+def test_without_mistakes_equals_are_left_out() -> None:
+    judged = judged_rollout([1.0, 0.0, 0.5, 0.5, 0.0, 1.0])
+    pairs = m.preferred(judged, None)
+    assert torch.equal(pairs.ids[:, 0], judged.tokens.ids[[0, 5]])
+    assert torch.equal(pairs.ids[:, 1], judged.tokens.ids[[1, 4]])
+    assert pairs.in_rows().ids.shape == (4, judged.tokens.ids.shape[1])
+
+
+def test_pairs_are_of_one_group_each_and_not_too_many() -> None:
+    group_ids = [7, 8, 7, 8, 7, 9] + [8] * 20
+    pairs = m.pairs_of_rows(rollout_of(group_ids, version=0))
+    assert len(pairs) == 1 + m.PAIRS_PER_GROUP
+    for one, other in pairs:
+        assert group_ids[one] == group_ids[other]
+    rows = list(itertools.chain.from_iterable(pairs))
+    assert len(rows) == len(set(rows))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+def test_a_model_of_your_own_can_be_the_body_of_a_reward_model(
+    tmp_path: pathlib.Path, kind: str
+) -> None:
+    cfg = m.Config(task="echo", model=save_model(tmp_path / "model", kind), reward="model")
+    state = m.RewardState(cfg)
+    pairs = pairs_for(cfg, with_a(0, 32))
+    assert (m.scores(state.net, pairs.in_rows()) == 0).all()
+    body = m.Policy(cfg).model.get_input_embeddings().weight
+    assert torch.equal(state.net.get_input_embeddings().weight, body)
+    before = share_right(state, pairs)
+    with mock.patch.dict(m.REWARD_RATE, other=1e-3):
+        m.RewardState(cfg)
+        state = m.RewardState(cfg)
+        state.learn(pairs, 8)
+    assert before == 0
+    assert share_right(state, pairs) > 0.9
+    assert state.old is None  # nobody is asked again: they are not needed
+
+
+def test_a_reward_model_needs_memory() -> None:
+    plain = m.memory_needs(m.Config(), 10**6, trains=True)
+    with_reward = m.memory_needs(m.Config(reward="model"), 10**6, trains=True)
+    more = set(with_reward) - set(plain)
+    assert more == {"reward model", "saved reward models"}
+    # Weight, gradient and two moments; a slot of each of two readers, and two more; seven files.
+    assert sum(with_reward[what] for what in more) == (16 + 4 * 4 + 84) * 10**6
+    assert with_reward["processes"] - plain["processes"] == 3 * m.PROCESS_BYTES
+
+
+def test_what_a_checkpoint_was_made_with_is_as_before_without_a_reward_model() -> None:
+    assert "reward" not in m.about(m.Config())
+    assert m.about(m.Config(reward="model", preferences="a.jsonl"))["preferences"] == "a.jsonl"
 
 
 # -- weight slots, in one process ------------------------------------------------------------------
@@ -7543,7 +7839,7 @@ def wide_speed_row(label: str) -> m.SpeedRow:
     )
 
 
-# Rows of the tables of sections 5 to 14, with values as wide as they may well be.
+# Rows of the tables of sections 5 to 16, with values as wide as they may well be.
 WIDE_TABLES: dict[str, list[Any]] = {
     "supervision": [
         m.TroubleRow(
@@ -7570,6 +7866,32 @@ WIDE_TABLES: dict[str, list[Any]] = {
             "generator": "cuda:2, cuda:3",
             "judge": "cpu, cpu",
         }
+    ],
+    "placement of a reward model": [
+        {
+            "host": "this host",
+            "trainer": "cuda:0",
+            "generator": "cuda:1, cuda:2",
+            "judge": "cpu, cpu",
+            "reward_trainer": "cuda:1",
+            "reward_model": "cuda:1, cuda:2",
+            "reference": "in trainer",
+        }
+    ],
+    "reward model": [
+        m.RewardRow(
+            held_by="--ask-every 4",
+            learned=-12.34,
+            rises_to=-12.34,
+            true=0.0123,
+            best=0.0123,
+            ends_at=0.00078,
+            kl=12.34,
+            accuracy=0.0123,
+            afterwards=0.0123,
+            asked=10000,
+            models=100,
+        )
     ],
     "recovery": [
         {"what went on": "weights, moments, prompts", "weights": 1.2345e-05, "moments": 1.2345e-05}
@@ -9631,6 +9953,61 @@ async def sync_scene(num_steps: int = 30) -> dict[str, Any]:
     return {"steps": len(training.run.rows)}
 
 
+async def end_of_reward_run(
+    cluster: m.RewardCluster, services: Sequence[m.Service], step: int
+) -> dict[str, Any]:
+    """The last checkpoint of a run, at this step of which all replicas of these are killed."""
+    run = m.Run("reward", 12, m.Sampler(cluster.cfg.task, cluster.cfg.seed))
+    training = m.RewardTraining(cluster, run, QuietReport())
+    running = asyncio.ensure_future(m.train_sync(training))
+    if services:
+        await m.until_step(step, run, running)
+        for service in services:
+            m.kill((await service.status()).pids)
+    await running
+    return m.read_checkpoint(training.newest(), cluster.cfg)
+
+
+def flat(found: Any) -> list[float]:
+    """All numbers in a part of a checkpoint."""
+    if isinstance(found, torch.Tensor):
+        return found.double().flatten().tolist()
+    if isinstance(found, dict):
+        return [number for value in found.values() for number in flat(value)]
+    if isinstance(found, (list, tuple)):
+        return [number for value in found for number in flat(value)]
+    return [float(found)] if isinstance(found, (int, float)) else []
+
+
+async def reward_scene() -> dict[str, Any]:
+    """A run with a reward model, whole and with losses: are weights and reward model the same?"""
+    cfg = m.Config(task="echo", generators=1, reward="model", ask_every=3, save_every=4)
+    found = {}
+    with mock.patch.multiple(m, NUM_ASKED=64, NUM_CHECKED=16):
+        cluster = m.RewardCluster(cfg, is_warm=False)
+        await cluster.start()
+        await m.teach(cluster, QuietReport())
+        first = await m.placement(cluster)
+        whole = await end_of_reward_run(cluster, [], 0)
+        losses: dict[str, list[m.Service]] = {
+            "nobody": [],
+            "the reward model's trainer": [cluster.reward_trainer],
+            "all of the reward model": [cluster.reward_models, cluster.reward_trainer],
+            "the trainer": [cluster.trainer],
+            "all": cluster.services,
+        }
+        for number, (what, services) in enumerate(losses.items()):
+            again = await end_of_reward_run(cluster, services, 4 + number)
+            found[what] = {
+                "num_lessons": again["reward"]["num_lessons"],
+                "same_policy": flat(again["weights"]) == flat(whole["weights"]),
+                "same_reward": flat(again["reward"]) == flat(whole["reward"]),
+            }
+        lost = (await cluster.reward_trainer.status(30.0)).lost_replicas
+        await cluster.close()
+    return {"runs": found, "lost": len(lost), "columns": list(first[0])}
+
+
 # -- faults: the program that plays scenes, and its tests ------------------------------------------
 
 SCENES: dict[str, Callable[..., Any]] = {
@@ -9651,6 +10028,7 @@ SCENES: dict[str, Callable[..., Any]] = {
     "sync": sync_scene,
     "critic": critic_scene,
     "critic_ranks": critic_ranks_scene,
+    "reward": reward_scene,
 }
 
 
@@ -9797,6 +10175,90 @@ def test_requests_of_a_killed_generator_are_answered_elsewhere(tmp_path: pathlib
     print(found)
     assert len(found["failover_all_ms"]) == 5
     assert found["freeze_found_s"]
+
+
+def test_a_run_with_a_reward_model_is_the_same_whoever_is_lost(tmp_path: pathlib.Path) -> None:
+    """Its trainer comes back as it was after the last lesson, and goes back with the policy's."""
+    [found] = play_scenes(tmp_path, "reward")
+    print(found)
+    for what, run in found["runs"].items():
+        # The first one, and after steps 3, 6 and 9.
+        assert run == {"num_lessons": 4, "same_policy": True, "same_reward": True}, what
+    assert found["lost"] == 3
+    assert {"trainer", "judge", "reward_trainer", "reward_model"} <= set(found["columns"])
+
+
+@long
+def test_a_reward_model_that_does_not_go_back_makes_another_run(tmp_path: pathlib.Path) -> None:
+    file = changed_file(tmp_path, {"it goes back as well": 'path_of_reward = ""'})
+    [found] = play_scenes(tmp_path / "scene", "reward", file=file)
+    assert not found["runs"]["the trainer"]["same_reward"]
+    assert found["runs"]["the trainer"]["num_lessons"] == 5
+
+
+def rewarded(folder: pathlib.Path, *args: str) -> FinishedRun:
+    """A run of sync_rl on a task and preferences in files, and a model of one's own."""
+    lines = sums(60)
+    task = write_lines(folder / "sums.jsonl", lines)
+    texts = [f"{line['prompt']} {line['answer']}" for line in lines]
+    model = str(folder / "model")
+    if not pathlib.Path(model).exists():
+        save_bpe_model(pathlib.Path(model), texts)
+    pairs = [(line["prompt"], f"{line['answer']}", "I do not know.") for line in lines]
+    (folder / "pairs.jsonl").write_text(preference_lines(pairs))
+    sizes = ["--batch-groups", "2", "--group-size", "4", "--max-new-tokens", "8", *FEW]
+    return run_file(
+        folder,
+        *("--only", "sync_rl", "--task", task, "--model", model, "--lr", "1e-3", *sizes),
+        *("--reward", "model", "--preferences", "pairs.jsonl", "--checkpoint", "saved", *args),
+    )
+
+
+def test_preferences_of_ones_own_train_a_model_of_ones_own_and_a_run_goes_on(
+    tmp_path: pathlib.Path,
+) -> None:
+    """The reward model is in every checkpoint, and the one before all runs in a folder."""
+    may_fail = {"k3 of the first batch, 2 steps too late", "answers that differ", TOO_FEW_STEPS}
+    run = rewarded(tmp_path, "--steps", "4")
+    assert run.failed_checks("sync_rl") <= may_fail, run.out + run.err
+    assert re.search(r"has learned from \d+ preferences; of \d+ others it says", run.out)
+    assert run.figures("sync_rl")["reward_accuracy"] is not None
+    saved = tmp_path / "saved"
+    assert os.listdir(saved / "reward") == ["step-00000000.pt"]
+    base = torch.load(saved / "reward" / "step-00000000.pt", weights_only=True)["reward"]
+    newest = newest_checkpoint(saved / "sync_rl")
+    assert flat(newest["reward"]) == flat(base)  # nobody was asked again
+    assert newest["about"]["preferences"] == "pairs.jsonl"
+
+    more = rewarded(tmp_path, "--steps", "8")
+    assert "the reward model has learned before: saved/reward/step-00000000.pt" in more.out
+    assert "goes on after step 2" in more.out
+    assert flat(newest_checkpoint(saved / "sync_rl")["reward"]) == flat(base)
+    # Its figures are those of the task, and need neither reward model nor preferences.
+    (tmp_path / "pairs.jsonl").unlink()
+    alone = run_file(tmp_path, "--checkpoint", "saved", "--evaluate", "2", *FEW)
+    assert alone.status == 0, alone.out + alone.err
+    assert "reward trainer" not in alone.out
+    assert run.left + more.left + alone.left == []
+
+
+def test_a_run_does_not_go_on_with_another_reward(tmp_path: pathlib.Path, refused: Refused) -> None:
+    folder = tmp_path / "saved" / "sync_rl"
+    folder.mkdir(parents=True)
+    found = {"about": m.about(m.Config()), "state": "", "weights": {}, "moments": {}}
+    torch.save(found, folder / "step-00000010.pt")
+    line = refused("--only", "sync_rl", "--checkpoint", tmp_path / "saved", "--reward", "model")
+    assert "no checkpoint for this run" in line
+
+
+def test_a_reward_model_that_does_not_pull_is_found_out(tmp_path: pathlib.Path) -> None:
+    """It would judge by what it knew before the lesson, and nobody would see that."""
+    instead = {**NO_WARM_START, "newest reward model": "version = reader.version"}
+    run = run_file(tmp_path, "--only", "reward_model", file=changed_file(tmp_path, instead))
+    assert run.status == 1
+    assert run.failed_checks("reward_model") == {"errors that ended the stage"}
+    assert "has judged, and" in run.out
+    assert run.left == []
 
 
 # -- power cuts ------------------------------------------------------------------------------------
@@ -11177,7 +11639,7 @@ def assert_nested(spans: list[dict[str, Any]]) -> None:
 
 BAD_INPUT = [
     "--stage nope",
-    "--only 16",
+    "--only 17",
     "--task sums",
     "--loss none",
     "--steps 0",
@@ -11210,6 +11672,11 @@ BAD_INPUT = [
     "--trace /nowhere/trace",
     "--only sync_rl --report page.html",
     "--report /nowhere/page.html",
+    "--reward people",
+    "--preferences nowhere.jsonl",
+    "--ask-every 2",
+    "--reward model --ask-every -1",
+    "--reward model --preferences nowhere.jsonl",
 ]
 if not torch.cuda.is_available():
     BAD_INPUT.append("--device cuda")
