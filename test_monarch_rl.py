@@ -11843,9 +11843,9 @@ def test_list_names_every_banner_and_its_line() -> None:
         assert LINES[int(found["number"]) - 1].startswith(banner)
 
 
-def test_help_is_one_screen_and_every_flag_has_its_default() -> None:
+def test_help_has_a_line_for_each_flag_with_its_default() -> None:
     lines = output_of("--help").splitlines()
-    assert len(lines) <= 60
+    assert len(lines) <= len(dataclasses.fields(m.Config)) + 10
     assert max(len(line) for line in lines) <= 100
     for setting in dataclasses.fields(m.Config):
         flag = f"  --{setting.name.replace('_', '-')} "
