@@ -7249,17 +7249,21 @@ def returns_of(rewards: torch.Tensor) -> torch.Tensor:
     return rewards.flip(1).cumsum(1).flip(1)
 
 
+def of_tokens(of_turns: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:
+    """[B, T]: what [B, turns] says of the turn of each sampled token."""
+    return of_turns.gather(1, (turn_ids - 1).clamp(min=0)).float()
+
+
 @pytest.mark.parametrize("lambdas", [(0.8, 1.0), (0.5, 0.9), (1.0, 1.0), (0.0, 0.0)])
 @pytest.mark.parametrize("seed", range(3))
 def test_advantages_of_a_critic_are_sums_of_errors(seed: int, lambdas: tuple[float, float]) -> None:
     found = spoken(seed)
-    returns = returns_of(found.rewards)
+    returns = of_tokens(returns_of(found.rewards), found.turn_ids)
     advantage = m.estimate_advantages(found.values, returns, found.turn_ids, *lambdas)
     assert torch.allclose(advantage.double(), advantages_by_hand(found, *lambdas), atol=1e-5)
     assert bool((advantage[found.turn_ids == 0] == 0).all())
     if lambdas == (1.0, 1.0):  # what came, less what was expected
-        of_tokens = returns.gather(1, (found.turn_ids - 1).clamp(min=0))
-        expected = (of_tokens - found.values) * (found.turn_ids > 0)
+        expected = (returns - found.values) * (found.turn_ids > 0)
         assert torch.allclose(advantage, expected, atol=1e-5)
 
 
@@ -7271,8 +7275,8 @@ def test_the_example_of_the_section_is_what_the_function_says() -> None:
     assert [name for name, *_ in rows] == ["a", "b", "c"]
     turn_ids = torch.tensor([[int(turn) for _, turn, *_ in rows]])
     values = torch.tensor([[float(value) for _, _, value, *_ in rows]])
-    rewards = torch.tensor([[0.0, 0.9]])
-    found = m.estimate_advantages(values, returns_of(rewards), turn_ids, 0.8, 1.0)
+    returns = of_tokens(returns_of(torch.tensor([[0.0, 0.9]])), turn_ids)
+    found = m.estimate_advantages(values, returns, turn_ids, 0.8, 1.0)
     shown = [float(advantage) for *_, advantage in rows]
     assert found[0].tolist() == pytest.approx(shown, abs=0.005)
     assert float((values + found)[0, 0]) == pytest.approx(0.86, abs=0.005)
@@ -7323,9 +7327,8 @@ def test_a_critic_that_knows_nothing_expects_nothing() -> None:
     critic = critic_of(turn_lambda=1.0)
     advice = critic.advise(batch)
     assert advice.explained_variance == pytest.approx(0)
-    returns = returns_of(batch.rewards)
-    of_tokens = returns.gather(1, (batch.tokens.turn_ids - 1).clamp(min=0)).float()
-    plain = m.in_deviations(of_tokens * batch.sampled(), batch.sampled())
+    returns = of_tokens(returns_of(batch.rewards), batch.tokens.turn_ids)
+    plain = m.in_deviations(returns * batch.sampled(), batch.sampled())
     assert torch.allclose(advice.advantage, plain, atol=1e-5)
 
 
@@ -7425,6 +7428,10 @@ def test_a_part_of_a_checkpoint_makes_the_same_critic() -> None:
     one.become(None)
     fresh = m.value_network(one.cfg).state_dict()
     assert all(torch.equal(fresh[name], it) for name, it in one.network.state_dict().items())
+    # The rate is that of the flags with which it goes on.
+    slower = critic_of(critic_lr=1e-4)
+    slower.become(found)
+    assert {group["lr"] for group in slower.optimizer.param_groups} == {1e-4}
 
 
 def test_a_trainer_takes_the_advantages_of_a_critic_and_waits_while_it_learns() -> None:
@@ -7526,7 +7533,7 @@ class StubCritic(m.CriticCluster):
         self.learns_s = learns_s
         self.loses = loses
         self.critic: Any = "some service"
-        self.is_asked = asyncio.Lock()
+        self.critic_turn = asyncio.Lock()
         self.told: list[str] = []
 
     async def _ask_critic(self, endpoint: Any, *request: Any, **_: Any) -> Any:
@@ -7578,7 +7585,7 @@ def test_a_lost_critic_is_a_lost_trainer_and_leaves_nothing_under_way(loses: str
             await cluster.step(rollout_of([0], version=0))
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert not cluster.is_asked.locked()  # the next batch may come
+        assert not cluster.critic_turn.locked()  # the next batch may come
 
     asyncio.run(scene())
 
@@ -7593,7 +7600,7 @@ def test_a_step_that_is_cancelled_leaves_nothing_under_way() -> None:
             await asyncio.gather(step, return_exceptions=True)
             await asyncio.sleep(0)
             assert asyncio.all_tasks() == {asyncio.current_task()}
-            assert not cluster.is_asked.locked()
+            assert not cluster.critic_turn.locked()
 
     asyncio.run(scene())
 
@@ -7738,9 +7745,8 @@ def test_live_users_grade_on_their_own_scale_and_only_right_is_one() -> None:
     assert session.user(["abc"]) == "+dfa"
     assert session.user(["abd"]) == "-dfa"
     assert session.rewards(["abc", "dfb"], [False, False]) == [0.0, pytest.approx(0.917, abs=1e-3)]
-    for mark in m.MARKS:
-        of_mark = (m.Turn(user=f"{mark}abc", right="abc"), turns[1])
-        user = task.open(of_mark)
+    for scale in m.SCALES:
+        user = task.open((m.Turn(user=f"{scale}abc", right="abc"), turns[1]))
         rewards = {}
         for said in (("abc", "dfa"), ("abc", "dfb"), ("x", "y"), ("abc", "dfaa"), ("abc",), ()):
             found = user.rewards(list(said), [False, False])
@@ -7748,7 +7754,7 @@ def test_live_users_grade_on_their_own_scale_and_only_right_is_one() -> None:
             rewards[said] = sum(found)
         assert m.is_exact(rewards[("abc", "dfa")])
         assert sum(m.is_exact(reward) for reward in rewards.values()) == 1
-        assert rewards[()] == rewards[("x", "y")] == (2 * int(mark) - 7) / 10
+        assert rewards[()] == rewards[("x", "y")] == (2 * int(scale) - 7) / 10
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -8220,6 +8226,25 @@ def test_groups_of_a_trainer_that_was_lost_are_dropped_and_drawn_again() -> None
         batch = await asyncio.wait_for(buffer.take(2, version=3), 5)
         assert batch.group_ids.unique().tolist() == after
         assert run.ledger.counts["dropped"] == m.Config.batch_groups
+        assert ids_drawn(run) == before
+
+    asyncio.run(scene())
+
+
+def test_groups_of_undone_steps_are_dropped_though_the_trainer_lives() -> None:
+    """A critic was lost: the same trainer has gone back, and its version has not (section 14)."""
+
+    async def scene() -> None:
+        run = run_of()
+        buffer = m.ReplayBuffer(run.ledger, flow_of(max_lag=2))
+        before = ids_drawn(run)
+        buffer.expect(before)
+        buffer.put(groups_of(before, version=57), before, run_id=1)
+        after = ids_drawn(run)
+        buffer.expect(after)
+        buffer.put(groups_of(after, version=59), after, run_id=1)
+        batch = await asyncio.wait_for(buffer.take(1, version=59, first_version=59), 5)
+        assert batch.group_ids.unique().tolist() == after
         assert ids_drawn(run) == before
 
     asyncio.run(scene())
