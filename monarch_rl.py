@@ -41,7 +41,7 @@ change to see that for yourself.
    12 recovery        a run that was cut off goes on as if it had not been
    13 async_rl        two loops and a buffer: both sides work, and lag is bounded
    14 critic          with one answer per prompt, a learned value is the baseline
-   15 reward_model    a learned reward is found out and abused, and what holds it
+   15 reward_model    a policy exploits a learned reward, and what holds it
    16 hosts           another host costs one copy per version; a lost one its work in progress
 
 How to read it. Each section begins with a lead, the comment under its banner. In an hour: this
@@ -5315,10 +5315,11 @@ class Line:
     prompt: str
     answer: str
 
-    def hash_share(self) -> float:
-        """From 0 to 1, the same for the same prompt in every process: by SHA-256."""
-        digest = hashlib.sha256(self.prompt.encode()).digest()
-        return int.from_bytes(digest[:8], "big") / 2**64
+
+def hash_share(prompt: str) -> float:
+    """From 0 to 1, the same for the same prompt in every process: by SHA-256."""
+    digest = hashlib.sha256(prompt.encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 class FileTask(Task):
@@ -5338,7 +5339,7 @@ class FileTask(Task):
         self.system = lines[0].system if lines else ""
         # The prompts, each once, by their hashes. Taking the first of them instead of all below 0.1
         # would move prompts from one side to the other whenever the file grows.
-        shares = {line.prompt: line.hash_share() for line in lines}
+        shares = {line.prompt: hash_share(line.prompt) for line in lines}
         by_share = sorted(shares, key=lambda prompt: shares[prompt])
         num_in_tenth = sum(share < 0.1 for share in shares.values())
         held_out = set(by_share[: max(MIN_HELD_OUT, num_in_tenth)])
@@ -5381,19 +5382,34 @@ def shuffled(num: int, seed: str) -> list[int]:
     return order
 
 
-def lines_of(path: str) -> list[Line]:
+Read = TypeVar("Read")
+
+
+def read_lines(path: str, read_one: Callable[[str], Read]) -> list[Read]:
     """All lines of a file but empty ones. ValueError: names the first that cannot be used."""
-    lines: list[Line] = []
+    found = []
     for number, content in enumerate(pathlib.Path(path).read_bytes().splitlines(), 1):
         try:
             text = content.decode("utf-8-sig").strip()
             if text:
-                lines.append(read_line(text))
-            if lines[1:] and lines[-1].system != lines[0].system:
-                raise ValueError("another system message than in the lines before")
+                found.append(read_one(text))
         except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
             raise ValueError(f"line {number}: {error}") from error
-    return lines
+    return found
+
+
+def lines_of(path: str) -> list[Line]:
+    """All lines of a task in a file. ValueError: names the first that cannot be used."""
+    systems: list[str] = []
+
+    def read_like_the_first(text: str) -> Line:
+        line = read_line(text)
+        systems.append(line.system)
+        if line.system != systems[0]:
+            raise ValueError("another system message than in the lines before")
+        return line
+
+    return read_lines(path, read_like_the_first)
 
 
 def read_line(text: str) -> Line:
@@ -5557,7 +5573,7 @@ class Tokens:
         For the trainer, which needs no mask then: in a causal model no token looks at what follows
         it, so what stands behind the end of a row changes nothing in it.
         """
-        longest = int(self.mask.sum(1).max())
+        longest = max(self.mask.sum(1).tolist(), default=0)
         return self.each(lambda tensor: tensor[:, :longest])
 
     def is_sampled(self) -> torch.Tensor:
@@ -8248,8 +8264,9 @@ def device_of(cfg: Config, place: Place, rank: int) -> str:
     """On what device a worker computes: "cpu", or "cuda:0" and so on.
 
     Trainer ranks have the first GPUs of the first host, one each. Those of a critic (section 14)
-    have the next ones, if then one is left, and else those of the trainer. Generators share the
-    other GPUs of their host, or all of them if there are no others. ValueError: there are too few.
+    have the next ones, if then one is left, and else those of the trainer. All others, generators
+    above all, share the other GPUs of their host, or all of them if there are no others.
+    ValueError: there are too few.
     """
     if cfg.device == "cpu":
         return "cpu"
@@ -8279,6 +8296,8 @@ def num_threads(cfg: Config) -> int:
     num_hosts = len(cfg.hosts.split(","))
     num_training = cfg.trainers * (2 if has_critic(cfg) else 1)
     num_here = num_training + math.ceil(cfg.generators / num_hosts)  # on one host, at most
+    if cfg.reward == "model":
+        num_here += 1 + cfg.judges  # its trainer, and those that score (section 15)
     return 1 if cfg.model == "tiny" else max(1, num_cores // num_here)
 
 
@@ -8596,9 +8615,9 @@ class RankedWorker(Worker):
         device = device_of(self.cfg, self.place, self.rank)
         torch.set_num_threads(num_threads(self.cfg))
         self.cfg = dataclasses.replace(self.cfg, device=device)
-        self.build()
         if device != "cpu":
             torch.cuda.set_device(device)  # FSDP2 and streams ask for the present one
+        self.build()
         return device
 
     def build(self) -> None:
@@ -9832,15 +9851,15 @@ class Training:
         await self.cluster.load("")
         self.run.begin(self.cluster.first_version)
 
-    def is_save_due(self) -> bool:
-        """Must the run be saved before another step is sent to the trainer?"""
+    def is_pause_due(self) -> bool:
+        """Must all steps that were sent be made before another one is sent?"""
         return False
 
     def newest(self) -> str:
         """The path of its newest checkpoint; "": there is none, as always in this class."""
         return ""
 
-    async def save_if_due(self) -> None:
+    async def in_pause(self) -> None:
         """Called when no step is under way."""
 
     async def trainer_lost(self, error: TrainerLost, group_ids: list[int]) -> None:
@@ -9971,7 +9990,7 @@ async def train_sync(training: Training) -> None:
                 run.count_sent()
                 stats = await training.cluster.step(batch)
                 training.step_done(stats, batch)
-                await training.save_if_due()
+                await training.in_pause()
             except TrainerLost as error:
                 await training.trainer_lost(error, sorted(run.ledger.in_flight))
 
@@ -10320,8 +10339,12 @@ class SafeTraining(Training):
         is_last = step == self.run.num_steps
         return step % self.save_every == 0 or is_last or self.is_interrupted
 
-    async def save_if_due(self) -> None:
-        """Saves the run, if it is time to. Called when no step is under way.
+    def is_pause_due(self) -> bool:
+        """As in Training: to be saved."""
+        return self.is_save_due()
+
+    async def in_pause(self) -> None:
+        """Saves the run, if it is time to.
 
         What the trainer writes and what this process knows go into one file, so that they cannot be
         of different steps.
@@ -10984,7 +11007,7 @@ class AsyncLoops:
             return False
         if not self.sent:
             return True
-        return len(self.sent) < self.max_sent and not self.training.is_save_due()
+        return len(self.sent) < self.max_sent and not self.training.is_pause_due()
 
     # A batch is sent ahead, so there are two things to wait for at once: groups, and the answer to
     # an earlier batch. If the trainer is lost only that answer tells, and there may be no groups to
@@ -11002,7 +11025,7 @@ class AsyncLoops:
                 if self.sent:
                     await self._enter_step()
                 if not self.sent:
-                    await self.training.save_if_due()
+                    await self.training.in_pause()
             except TrainerLost as error:
                 await self._go_back(error)
 
@@ -11724,17 +11747,17 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 # return was 0.9. So it learns partly from its own later values, and these must not be far off.
 
 CRITIC_PASSES = 2  # over each batch: it must learn faster than the policy changes
-# The standard deviation of a tiny critic's first weights. The usual 0.02 suits wide layers; with a
+# The standard deviation of a tiny network's first weights. The usual 0.02 suits wide layers; with a
 # width of 40 what the network says would hardly depend on what it reads.
-CRITIC_STD = 0.05
+SCALAR_STD = 0.05
 
 
-def value_network(cfg: Config, std: float = CRITIC_STD, is_empty: bool = False) -> Any:
+def scalar_network(cfg: Config, is_empty: bool = False) -> Any:
     """A network of the policy's shape that has a number for each token in place of logits.
 
-    With a pretrained model it begins with that model's body. With the tiny policy it is fresh, with
-    weights of this deviation: what that policy learned in its warm start tells little of rewards.
-    The last layer is zero, so at first all numbers are 0. is_empty: as in Policy.
+    With a pretrained model it begins with that model's body. With the tiny policy it is fresh: what
+    that policy learned in its warm start tells little of rewards. The last layer is zero, so at
+    first all numbers are 0. is_empty: as in Policy.
     """
     torch.manual_seed(cfg.seed)
     auto = transformers.AutoModelForTokenClassification
@@ -11743,7 +11766,7 @@ def value_network(cfg: Config, std: float = CRITIC_STD, is_empty: bool = False) 
         if cfg.model == "tiny":
             _, model = tiny_policy(task_of(cfg.task).letters)
             config = copy.deepcopy(model.config)  # only its shape is needed
-            config.update({"num_labels": 1, "initializer_range": std})
+            config.update({"num_labels": 1, "initializer_range": SCALAR_STD})
             network = auto.from_config(config, attn_implementation="eager")
         elif is_empty:
             config = transformers.AutoConfig.from_pretrained(cfg.model, num_labels=1)
@@ -11851,7 +11874,7 @@ class CriticState:
         meeting_place: str = "",
         advance: Callable[[], None] = lambda: None,
     ) -> None:
-        """network: as value_network makes it; empty on all ranks but 0. The rest: as TrainState."""
+        """network: of scalar_network; empty on all ranks but 0. The rest: as TrainState."""
         self.cfg = cfg
         self.network = network
         self.rank = rank
@@ -11962,7 +11985,7 @@ class CriticState:
         options = loading(self.cfg)
         if found is None:
             is_first = self.rank == 0
-            weights = value_network(self.cfg).state_dict() if is_first else {}
+            weights = scalar_network(self.cfg).state_dict() if is_first else {}
             dcp.set_model_state_dict(self.network, weights, options=options)
             return
         dcp.set_model_state_dict(self.network, dict(found["weights"]), options=options)
@@ -12003,7 +12026,7 @@ class Critic(RankedWorker):
 
     def build(self) -> None:
         """The network."""
-        self.network = value_network(self.cfg, is_empty=self.rank > 0)
+        self.network = scalar_network(self.cfg, is_empty=self.rank > 0)
 
     @endpoint
     async def begin(self, meeting_place: str) -> None:
@@ -12235,7 +12258,7 @@ async def lone_run(policy: Policy, cfg: Config, advance: Callable[[], None]) -> 
     start_s = time.process_time()
     state = TrainState(cfg, policy, advance=advance)
     state.count_on(0)
-    critic = CriticState(cfg, value_network(cfg), advance=advance) if has_critic(cfg) else None
+    critic = CriticState(cfg, scalar_network(cfg), advance=advance) if has_critic(cfg) else None
     sampler = Sampler(cfg.task, cfg.seed)
     stream = sampler.stream()
     rewards = []
@@ -12414,24 +12437,25 @@ async def demo_critic(report: Report, cfg: Config) -> None:
 #   from examples which of two answers people prefer, and the policy is trained on its guess. The
 #   guess is good where the examples were. The policy goes where the guess is highest, and that is
 #   soon elsewhere: the learned reward rises, and people like the answers less and less.
-# Rule. Two things hold it. The divergence from the policy before RL has a price (--kl): so the
-#   policy stays where the examples were. Or people are asked again, now and then, about what the
-#   policy says by then, and the network learns on, from the new answers and from the old ones: so
-#   the examples follow the policy.
-# Cost. With a price, part of what could be gained. Without it, people's time; and two more kinds of
-#   workers, with a network each.
+# Rule. Two things keep the policy where the guess is good. The divergence from the policy before RL
+#   has a price (--kl): so the policy stays near the answers that people were asked about. Or people
+#   are asked again, now and then, about what the policy says by then, and the network learns on,
+#   from the new answers and from the old ones: so the examples follow the policy.
+# Cost. Two more kinds of workers, with a network each. Then, with the price, part of what could be
+#   gained; with fresh preferences, people's time.
 # Not here. Other hosts; a reward for a part of an answer; judges that are language models.
 # Source. Bradley and Terry 1952; Christiano 2017; the overoptimisation of Gao 2022.
 #
-#     rollout -> RewardModel 0, 1: a Service, in place of the judges  -> a score for each answer
+#     rollout -> RewardModel 0, 1: a Service beside that of the judges -> a score for each answer
 #                    |  WeightReader                                        |
 #                Arena of its own: slots, leases                         Trainer: as in section 11,
 #                    |  WeightWriter                                        beside it the reference
 #                RewardTrainer <- pairs <- people <- two answers to a prompt
 #
 # The reference, the frozen policy of --kl, is no actor: it stays a copy beside the trainer. What it
-# computes is a third of a step (12 of 33 ms), wherever that is done, and to have it done elsewhere
-# costs messages as well. On a GPU of its own it could work while the trainer has the last batch.
+# computes is about a third of a step, wherever that is done (DOCS 5), and to have it done elsewhere
+# costs messages as well. On a GPU of its own it could work while the trainer still works on the
+# batch before. The judges stay, too: they evaluate, and say what people prefer (15e).
 
 # -- 15a. Preferences ------------------------------------------------------------------------------
 # What people say about two answers to a prompt. Of a model of your own it comes in a file, a line
@@ -12440,10 +12464,11 @@ async def demo_critic(report: Report, cfg: Config) -> None:
 #     {"prompt": "Name a river.", "chosen": "The Rhine.",
 #      "rejected": "Rivers are long, and there are many of them."}
 #
-# Held out are the lines whose prompt has a hash below 0.1 (as in 9a, so a prompt that is held out
-# of --task FILE.jsonl is held out here as well), and at least one.
+# Held out are the lines whose prompt has a hash below 0.1, and at least one. Where that share is
+# enough, a prompt that is held out of --task FILE.jsonl (9a) is held out here as well.
 #
-# As tokens, a pair is two rows of a table: the words of the prompt, and an answer to it.
+# As tokens, a pair is two rows of a table: each has the prompt, and behind it one of the answers.
+# (In a task of several turns an answer is all that the policy said in a conversation.)
 
 MIN_PREFERENCES = 8  # lines of a file: of fewer there is nothing to learn, and nothing to hold out
 
@@ -12456,21 +12481,10 @@ class Preference:
     chosen: str
     rejected: str
 
-    def hash_share(self) -> float:
-        """From 0 to 1, the same for the same prompt: that of a task in a file."""
-        return Line(system="", prompt=self.prompt, answer="").hash_share()
-
 
 def preferences_of(path: str) -> list[Preference]:
-    """All lines of a file but empty ones. ValueError: names the first that cannot be used."""
-    found = []
-    for number, content in enumerate(pathlib.Path(path).read_bytes().splitlines(), 1):
-        try:
-            text = content.decode("utf-8-sig").strip()
-            if text:
-                found.append(read_preference(text))
-        except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
-            raise ValueError(f"line {number}: {error}") from error
+    """All preferences of a file. ValueError: names the first line that cannot be used."""
+    found = read_lines(path, read_preference)
     if len(found) < MIN_PREFERENCES:
         raise ValueError(f"{len(found)} preferences, at least {MIN_PREFERENCES} needed")
     return found
@@ -12493,8 +12507,8 @@ def read_preference(text: str) -> Preference:
 
 def divided(preferences: list[Preference]) -> tuple[list[Preference], list[Preference]]:
     """(those to learn from, those held out)."""
-    by_share = sorted(preferences, key=lambda one: one.hash_share())
-    held_out = [one for one in by_share if one.hash_share() < 0.1] or by_share[:1]
+    by_share = sorted(preferences, key=lambda one: hash_share(one.prompt))
+    held_out = [one for one in by_share if hash_share(one.prompt) < 0.1] or by_share[:1]
     prompts = {one.prompt for one in held_out}
     return (
         [one for one in preferences if one.prompt not in prompts],
@@ -12509,8 +12523,8 @@ class Answers:
     P pairs are the same with one more dimension: [P, 2, T], the answer that was chosen first.
     """
 
-    ids: torch.Tensor  # [B, T] int64; in a hole 0
-    is_sampled: torch.Tensor  # [B, T] bool: is it a token of an answer?
+    ids: torch.Tensor  # [B, T] int64, of pairs [P, 2, T]; in a hole 0
+    is_sampled: torch.Tensor  # the same, bool: is it a token of an answer?
 
     @staticmethod
     def of(tokens: Tokens) -> Answers:
@@ -12526,6 +12540,12 @@ class Answers:
         """[P, 2, T]: pairs of rows, of which these are the chosen ones, and these the others."""
         rows = torch.tensor([chosen, rejected], dtype=torch.int64).T  # [P, 2]
         return Answers(ids=self.ids[rows], is_sampled=self.is_sampled[rows])
+
+    def without_empty_columns(self) -> Answers:
+        """The same up to the last token of any answer: what stands behind it counts for nothing."""
+        columns = self.is_sampled.flatten(0, -2).any(0).nonzero()  # [number of them, 1]
+        width = int(columns.max()) + 1 if len(columns) else 1
+        return Answers(ids=self.ids[..., :width], is_sampled=self.is_sampled[..., :width])
 
     def in_rows(self) -> Answers:
         """[2 P, T]: pairs as rows, chosen and rejected in turn."""
@@ -12544,8 +12564,15 @@ class Answers:
         return Answers(ids=torch.cat(ids), is_sampled=torch.cat(is_sampled))
 
 
-def pairs_of(policy: Policy, preferences: list[Preference]) -> Answers:
-    """[P, 2, T]: these preferences in the chat template. Those beyond the context are left out."""
+def pairs_of(
+    policy: Policy,
+    preferences: list[Preference],
+    advance: Callable[[], None] = lambda: None,
+) -> Answers:
+    """[P, 2, T]: these preferences in the chat template. Those beyond the context are left out.
+
+    advance: is called after each of them.
+    """
     episodes = []
     for one in preferences:
         turns = (Turn(user=one.prompt, right=one.chosen),)
@@ -12558,41 +12585,45 @@ def pairs_of(policy: Policy, preferences: list[Preference]) -> Answers:
             episode.hear(words)
             episode.answer(text, ids)
             both.append(episode)
-        if not any(one.is_cut or len(one.ids) > policy.context for one in both):
+        if not any(episode.is_cut or len(episode.ids) > policy.context for episode in both):
             episodes += both
+        advance()
     if not episodes:
-        raise ValueError(f"no preference fits into the {policy.context} tokens of the model")
+        none = torch.zeros(0, 2, 1, dtype=torch.int64)
+        return Answers(ids=none, is_sampled=none > 0)
     rows = list(range(len(episodes)))
     return Answers.of(tokens_of(episodes)).in_pairs(rows[::2], rows[1::2])
 
 
 # -- 15b. The model, and what it learns ------------------------------------------------------------
 # A reward model is a body like the policy's, with a head that makes one number of the last hidden
-# state of each token. The score of an answer is their mean over its sampled tokens. A sum would
-# make the length of an answer count, and not as people mean it: what they mostly see are answers
-# that they do not like, whose sum is low. So to say nothing at all scores better than these (DOCS 5
-# has what that does to a run).
+# state of each token. The score of an answer is their mean over its sampled tokens. With a sum the
+# length would count, and wrongly: most answers that people see they do not like, so most tokens get
+# a number below 0, and the longer an answer is, the lower its sum. An answer without any letter
+# would score best of these (DOCS 5 has what that does to a run).
 #
 # Bradley and Terry: the probability that one answer is preferred is sigmoid(its score - the other
 # one's). So the loss of a pair is -log sigmoid(chosen - rejected), and only differences matter: 0
-# is nothing special, and two models may be far apart and say the same.
+# is nothing special, and it moves with every lesson. Within a group that is all one needs; the
+# other baselines take the zero seriously.
 #
 # By example, scores 1.0 and 0.2: the first is preferred with probability sigmoid(0.8) = 0.69. If it
 # was, the loss is 0.37; if the other one was, 1.17.
 
 REWARD_RATE = {"tiny": 1e-3, "other": 1e-5}  # learning rates: fresh weights, and pretrained ones
-REWARD_STD = 0.02  # of its fresh weights, if it is tiny
+
 SHARPNESS = 4.0  # times the mean: a head that is still small already tells answers apart
 REWARD_EPOCHS = 4  # over the first pairs
 REWARD_BATCH = 32  # pairs of an update
 OLD_PER_NEW = 3  # old pairs that are learned again with each new one
+MAX_OLD = 20_000  # pairs that are kept; beyond that the oldest go
 MAX_SCORED = 1 << 14  # tokens of a forward pass
 
 
-def scores(net: Any, answers: Answers) -> torch.Tensor:
+def reward_scores(network: Any, answers: Answers) -> torch.Tensor:
     """[B] float32: the score of each answer; 0 where nothing was sampled."""
-    device = next(net.parameters()).device
-    logits = net(input_ids=answers.ids.to(device), use_cache=False).logits  # [B, T, 1]
+    device = next(network.parameters()).device
+    logits = network(input_ids=answers.ids.to(device), use_cache=False).logits  # [B, T, 1]
     is_sampled = answers.is_sampled.to(device)
     mean = (logits.squeeze(-1) * is_sampled).sum(1) / is_sampled.sum(1).clamp(min=1)
     return SHARPNESS * mean
@@ -12614,12 +12645,12 @@ class RewardState:
         """advance: is called after every forward pass, as in TrainState."""
         self.cfg = cfg
         self.advance = advance
-        self.net = value_network(cfg, REWARD_STD)
+        self.network = scalar_network(cfg)
         rate = REWARD_RATE["tiny" if cfg.model == "tiny" else "other"]
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), rate, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), rate, weight_decay=0.0)
         self.version = 0  # of its weights; it never goes back, for the readers of its arena
-        self.num_lessons = 0  # the same, but that it goes back when an earlier state is loaded
-        # [P, 2, T]: all pairs so far; None before the first, and if there will be no others.
+        self.num_lessons = 0  # that led to them; goes back when an earlier state is loaded
+        # [P, 2, T]: the pairs so far, the newest first; None before the first lesson.
         self.old: Answers | None = None
 
     def learn(self, fresh: Answers, num_epochs: int) -> None:
@@ -12639,20 +12670,21 @@ class RewardState:
             rng.shuffle(order)
             for first in range(0, len(order), REWARD_BATCH):
                 self._update(pairs.select(order[first : first + REWARD_BATCH]))
-        if self.cfg.ask_every:
-            self.old = Answers.joined([fresh, *([self.old] if self.old else [])])
+        every = [fresh] if self.old is None else [fresh, self.old]
+        newest = list(range(min(MAX_OLD, sum(len(part.ids) for part in every))))
+        self.old = Answers.joined(every).select(newest)
         self.num_lessons += 1
         self.version += 1
 
     def _update(self, pairs: Answers) -> None:
         """An update with these pairs: the loss is the mean over them."""
-        for portion in in_portions(pairs):
-            both = scores(self.net, portion.in_rows()).view(-1, 2)
+        for portion in in_portions(pairs.without_empty_columns()):
+            both = reward_scores(self.network, portion.in_rows()).view(-1, 2)
             chosen, rejected = both.unbind(1)
             loss = -torch.nn.functional.logsigmoid(chosen - rejected).sum()
             (loss / len(pairs.ids)).backward()
             self.advance()
-        clip_gradient(self.net)
+        clip_gradient(self.network)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -12660,15 +12692,15 @@ class RewardState:
         """All that its next lesson depends on."""
         return {
             "num_lessons": self.num_lessons,
-            "weights": self.net.state_dict(),
+            "weights": self.network.state_dict(),
             "moments": self.optimizer.state_dict(),
-            "old": dataclasses.asdict(self.old) if self.old else {},
+            "old": {} if self.old is None else dataclasses.asdict(self.old),
         }
 
     def become(self, found: dict[str, Any]) -> None:
         """Becomes what `as_saved` returned, as its next version."""
         self.num_lessons = found["num_lessons"]
-        self.net.load_state_dict(found["weights"])
+        self.network.load_state_dict(found["weights"])
         self.optimizer.load_state_dict(found["moments"])
         self.old = Answers(**found["old"]) if found["old"] else None
         self.version += 1
@@ -12676,11 +12708,11 @@ class RewardState:
 
 # -- 15c. The workers ------------------------------------------------------------------------------
 #
-#     RewardTrainer   read    list[Preference]       -> Packed Answers   pairs, as tokens
-#                     begin   the path of a file     -> Published        becomes what it says
-#                     learn   Packed LearnRequest    -> Published        a lesson
-#                     save    the path of a file     -> nothing          writes what it is
-#     RewardModel     score   Packed ScoreRequest    -> ScoreReply       pulls, and scores
+#     RewardTrainer   read    list[Preference]       -> Packed Answers     pairs, as tokens
+#                     begin   the path of a file     -> PublishedReward    becomes what it says
+#                     learn   Packed LearnRequest    -> PublishedReward    a lesson
+#                     save    the path of a file     -> nothing            writes what it is
+#     RewardModel     score   Packed ScoreRequest    -> ScoreReply         pulls, and scores
 #
 # The trainer of the reward model can be lost at any moment, as the other one can. It writes what it
 # is after every lesson, into a file of the main process. What follows from a loss:
@@ -12689,8 +12721,9 @@ class RewardState:
 #     RewardTrainer     its successor becomes what the newest file says, and has the lesson that was
 #                       under way once more. Others judge on meanwhile: their slot of the old arena
 #                       lasts as long as somebody reads it
-#     both              the new RewardModel finds no arena, and raises RewardLost; then the trainer
-#                       is made to begin, and the request is made again
+#     both              the new RewardModel finds no arena, and raises RewardLost. Another one that
+#                       has a slot of the old arena scores. If there is none, the trainer is made to
+#                       begin, and the request is made again
 #     Trainer           the run goes back to a checkpoint (section 12), which has both, and so the
 #                       reward model goes back as well
 
@@ -12700,7 +12733,7 @@ class RewardLost(NobodyToBlame):
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedReward:
     """Where the newest reward model can be read."""
 
     handle: ArenaHandle
@@ -12715,49 +12748,44 @@ class LearnRequest:
     num_epochs: int
 
 
-class RewardTrainer(Worker):
-    """Trains the reward model, and publishes it: the actor around a RewardState."""
-
-    has_model = True
+class RewardTrainer(RankedWorker):
+    """Trains the reward model, and publishes it: the actor around a RewardState, of one rank."""
 
     def __init__(self, place: Place, cfg: Config, num_readers: int) -> None:
-        super().__init__(place)
-        self.cfg = cfg
+        super().__init__(place, cfg)
         self.num_readers = num_readers
         self.has_begun = False
 
-    async def prepare(self) -> str:
-        """Builds the network and the arena. Answers with its device."""
-        device = device_of(self.cfg, self.place, self.rank)
-        torch.set_num_threads(num_threads(self.cfg))
-        self.cfg = dataclasses.replace(self.cfg, device=device)
+    def build(self) -> None:
+        """The network and the arena."""
+        # For its tokenizer and chat template; the model is empty.
         self.policy = Policy(dataclasses.replace(self.cfg, device="cpu"), is_empty=True)
         self.state = RewardState(self.cfg, self.pulse.advance)
-        if device == "cpu":
-            move_together(weights_of(self.state.net))
-        num_copying = 0 if device == "cpu" else self.num_readers
-        weights = weights_of(self.state.net)
+        if self.cfg.device == "cpu":
+            move_together(weights_of(self.state.network))
+        num_copying = 0 if self.cfg.device == "cpu" else self.num_readers
+        weights = weights_of(self.state.network)
         self.writer = WeightWriter(weights, self.num_readers, num_copying=num_copying)
-        return device
 
     @endpoint
     async def read(self, preferences: list[Preference]) -> Packed[Answers]:
         """These preferences as tokens: it has the tokenizer, and the main process has not."""
-        return Packed.of(pairs_of(self.policy, preferences))
+        return Packed.of(pairs_of(self.policy, preferences, self.pulse.advance))
 
     @endpoint
-    async def begin(self, path: str) -> Published:
+    async def begin(self, path: str) -> PublishedReward:
         """Becomes what a file says, of `save` or a checkpoint of a run, and publishes that.
 
         "": stays as it is.
         """
         if path:
-            self.state.become(torch.load(path, weights_only=True)["reward"])
+            found = torch.load(path, weights_only=True, mmap=True)  # of which it reads its part
+            self.state.become(found["reward"])
         self.has_begun = True
         return self._publish()
 
     @endpoint
-    async def learn(self, request: Packed[LearnRequest]) -> Published:
+    async def learn(self, request: Packed[LearnRequest]) -> PublishedReward:
         """Has a lesson, and publishes what came of it."""
         self._require_begun()
         lesson = request.unpacked()
@@ -12769,25 +12797,34 @@ class RewardTrainer(Worker):
     async def save(self, path: str) -> None:
         """Writes what it is into a file."""
         self._require_begun()
-        torch.save({"about": about(self.cfg), "reward": self.state.as_saved()}, path)
+        torch.save({"about": about(self.cfg), "reward": on_cpu(self.state.as_saved())}, path)
 
     def _require_begun(self) -> None:
         """RewardLost: the request was meant for the one before this, which was lost."""
         if not self.has_begun:
             raise RewardLost("this trainer of the reward model has not begun")
 
-    def _publish(self) -> Published:
-        """Makes its weights the newest. It waits for the copy: a lesson is not so long."""
+    def _publish(self) -> PublishedReward:
+        """Makes its weights the newest. It waits for the copy: there is nothing else to do."""
         if self.state.version > self.writer.version:
             self.writer.publish(self.state.version)
-        return Published(handle=self.writer.arena.handle, version=self.state.version)
+        return PublishedReward(handle=self.writer.arena.handle, version=self.state.version)
+
+
+def on_cpu(found: Any) -> Any:
+    """The same with its tensors on the CPU: who reads the file may have no such GPU."""
+    if isinstance(found, torch.Tensor):
+        return found.cpu()
+    if isinstance(found, dict):
+        return {name: on_cpu(part) for name, part in found.items()}
+    return found
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
     """To score answers."""
 
-    published: Published  # under this version, or a later one
+    published: PublishedReward  # under this version, or a later one
     answers: Answers
 
 
@@ -12817,7 +12854,7 @@ class RewardModel(Worker):
         """Builds the network. Answers with its device."""
         device = device_of(self.cfg, self.place, self.rank)
         torch.set_num_threads(num_threads(self.cfg))
-        self.net = value_network(dataclasses.replace(self.cfg, device=device), REWARD_STD)
+        self.network = scalar_network(dataclasses.replace(self.cfg, device=device))
         return device
 
     @endpoint
@@ -12830,7 +12867,7 @@ class RewardModel(Worker):
             found: list[float] = []
             for portion in in_portions(wanted.answers):
                 with torch.no_grad():
-                    found += scores(self.net, portion).tolist()
+                    found += reward_scores(self.network, portion).tolist()
                 self.pulse.advance()
         least = wanted.published.version
         require(version >= least, f"reward model {version} has judged, and {least} was published")
@@ -12839,7 +12876,7 @@ class RewardModel(Worker):
     def _reader_of(self, handle: ArenaHandle) -> WeightReader:
         """A reader of this arena. A new trainer has another arena, and needs another reader."""
         if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
-            weights = weights_of(self.net)
+            weights = weights_of(self.network)
             try:
                 self.reader = WeightReader(handle, self.place.local_id, weights)
             except WeightMismatch as error:
@@ -12849,19 +12886,21 @@ class RewardModel(Worker):
         return self.reader
 
 
-# -- 15d. The cluster, with a reward model in place of the judges ----------------------------------
+# -- 15d. The cluster, with a reward model beside the judges ---------------------------------------
 # A step of a synchronous run, after which people are asked, and the next one:
 #
 #     generators      sample 128 answers
 #     RewardModel     pulls, and scores them            version 7 of the reward model
 #     Trainer         makes a step, and publishes       version 20 of the policy
-#     judges          compare 64 pairs of the answers
+#     judges          say what the answers earn, of
+#                     which the main process makes
+#                     64 pairs
 #     RewardTrainer   has a lesson of these and 192     version 8 of the reward model
 #                     old pairs, and publishes
 #     generators      pull, and sample 128 answers      version 20 of the policy
 #     RewardModel     pulls, and scores them            version 8 of the reward model
 #
-# So there are two arenas, and neither side knows of the other one's.
+# So there are two arenas. The generators read one, the RewardModels the other.
 
 
 def reward_specs(cfg: Config, hosts: tuple[Host, ...]) -> dict[str, ServiceSpec]:
@@ -12888,12 +12927,13 @@ def reward_specs(cfg: Config, hosts: tuple[Host, ...]) -> dict[str, ServiceSpec]
 
 
 class RewardCluster(CriticCluster):
-    """The actors of RL, with those of a reward model. What is trained on, that one judges.
+    """The actors of RL and those of a reward model, which gives the rewards that are trained on.
 
     Evaluations still ask the task's own judges, and so do preferences of the task.
     """
 
     MAX_LOSSES = 5  # of the reward model's trainer, in one call
+    LOST_TOO_OFTEN = "the trainer of the reward model is lost again and again"
 
     def __init__(self, cfg: Config, is_warm: bool = True, tell: Tell = tell_nobody) -> None:
         super().__init__(cfg, is_warm, tell)
@@ -12902,12 +12942,12 @@ class RewardCluster(CriticCluster):
         self.reward_models = Service(specs["reward_model"])
         self.services += [self.reward_trainer, self.reward_models]
         # Of the reward model's trainer: where it publishes, and what it was after each call.
-        self.published_reward: Published | None = None
+        self.published_reward: PublishedReward | None = None
         self.saved_rewards = Checkpoints()
         self.changing_reward = asyncio.Lock()
         # What it is at the beginning of every run; None before its first lesson.
         self.base_reward: Checkpoints | None = None
-        self.judged_under = -1  # the version of the reward model that judged last
+        self.judged_under: int | None = None  # the version of the reward model that judged last
 
     async def load(self, path: str) -> str:
         """As in Cluster; and the reward model becomes what it was then."""
@@ -12927,11 +12967,11 @@ class RewardCluster(CriticCluster):
         """As in Cluster; what the reward model is belongs to a checkpoint, too."""
         return (*await super().other_parts(), self.saved_rewards.paths[0])
 
-    async def _change(self, call: Callable[[], Awaitable[Published]]) -> None:
+    async def _change(self, call: Callable[[], Awaitable[PublishedReward]]) -> None:
         """Makes a call that changes the reward model, and writes down what it is then.
 
         If its trainer is lost before that was written, the next one becomes what it was before the
-        call, which is then made again. RuntimeError: it is lost again and again.
+        call, which is then made again. Raises RuntimeError if it is lost too often.
         """
         async with self.changing_reward:
             for _ in range(self.MAX_LOSSES):
@@ -12945,16 +12985,16 @@ class RewardCluster(CriticCluster):
                     self.saved_rewards.keep(room, 0)
                     self.published_reward = published
                     return
-        raise RuntimeError("the trainer of the reward model is lost again and again")
+        raise RuntimeError(self.LOST_TOO_OFTEN)
 
     async def _restore(self) -> None:
         """The trainer of the reward model becomes what was last written down."""
         path = self.saved_rewards.paths[0] if self.saved_rewards.paths else ""
-        with contextlib.suppress(RequestLost):  # else the next call tells
+        with contextlib.suppress(RequestLost):  # then the next call raises RewardLost
             self.published_reward = await self.reward_trainer.route(RewardTrainer.begin, path)
 
-    async def _restore_after(self, published: Published) -> None:
-        """The same, unless somebody else has seen to it since this was published."""
+    async def _restore_after(self, published: PublishedReward) -> None:
+        """The same, unless another caller has done it since it was found that this one is lost."""
         async with self.changing_reward:
             if self.published_reward is published:
                 await self._restore()
@@ -12963,15 +13003,26 @@ class RewardCluster(CriticCluster):
         """All episodes with rewards. What an answer scores is the reward of its last turn."""
         if by_task:
             return await super().judged(rollout, by_task)
-        rewards = torch.zeros_like(rollout.rewards)
-        rewards[:, -1] = torch.tensor(await self.scores(Answers.of(rollout.tokens)))
-        # A conversation that did not fit into the context has no answer to score.
-        rewards[~rollout.sampled().any(1)] = math.nan
+        # A conversation that did not fit into the context has no answer to score: it stays nan.
+        rewards = torch.full_like(rollout.rewards, math.nan)
+        rows = rollout.sampled().any(1).nonzero().flatten().tolist()
+        if rows:
+            scores = await self.scores_of(Answers.of(rollout.select(rows).tokens))
+            rewards[rows] = 0.0
+            rewards[rows, -1] = torch.tensor(scores)
         return dataclasses.replace(rollout, rewards=rewards)
 
-    async def scores(self, answers: Answers) -> list[float]:
+    async def read(self, preferences: list[Preference]) -> Answers:
+        """These preferences as tokens. That changes nothing, so after a loss it is done again."""
+        for _ in range(self.MAX_LOSSES):
+            with contextlib.suppress(RequestLost):
+                packed = await self.reward_trainer.route(RewardTrainer.read, preferences)
+                return packed.unpacked()
+        raise RuntimeError(self.LOST_TOO_OFTEN)
+
+    async def scores_of(self, answers: Answers) -> list[float]:
         """What the newest reward model says of each of these answers."""
-        while True:
+        for _ in range(self.MAX_LOSSES):
             published = self.published_reward
             assert published is not None, "the cluster was started"
             request = ScoreRequest(published=published, answers=answers)
@@ -12982,6 +13033,7 @@ class RewardCluster(CriticCluster):
             else:
                 self.judged_under = reply.version
                 return reply.scores
+        raise RuntimeError(self.LOST_TOO_OFTEN)
 
     def begin_runs_with(self, kept: Checkpoints) -> None:
         """From now on the reward model is this at the beginning of every run."""
@@ -12997,6 +13049,7 @@ class RewardCluster(CriticCluster):
 #     every --ask-every       from the newest batch PAIRS_PER_GROUP pairs of each group; then a
 #                             lesson, and what is sampled from then on is judged by what came of it
 
+ASKED_AT_ONCE = 64  # prompts of a request, with two answers each
 NUM_ASKED = 1000
 NUM_CHECKED = 100  # further prompts, to see how good the reward model is then
 PAIRS_PER_GROUP = 4
@@ -13044,8 +13097,8 @@ async def two_answers(cluster: RewardCluster, prompts: list[Prompt]) -> Rollout:
     """Two answers of the policy to each of these prompts, with the rewards of the task."""
     version = await cluster.published()
     parts = []
-    for first in range(0, len(prompts), LEAST_SHARE):
-        some = prompts[first : first + LEAST_SHARE]
+    for first in range(0, len(prompts), ASKED_AT_ONCE):
+        some = prompts[first : first + ASKED_AT_ONCE]
         call = cluster.rollout(some, 2, min_version=version, is_alone=True, by_task=True)
         parts.append(call)
     replies = await asyncio.gather(*parts)
@@ -13056,7 +13109,7 @@ async def accuracy(cluster: RewardCluster, pairs: Answers) -> float | None:
     """The share of these pairs of which the chosen answer scores higher. None: there are none."""
     if not len(pairs.ids):
         return None
-    found = await cluster.scores(pairs.in_rows())
+    found = await cluster.scores_of(pairs.in_rows())
     right = [one > other for one, other in zip(found[::2], found[1::2], strict=True)]
     return statistics.fmean(right)
 
@@ -13071,7 +13124,7 @@ async def teach(cluster: RewardCluster, report: Report) -> None:
     kept = Checkpoints(f"{cfg.checkpoint}/reward" if cfg.checkpoint else "")
     path = kept.newest(cfg, report.say)
     if path:
-        report.say(f"the reward model has learned before: {path}")
+        report.say(f"the reward model has learned before, and reads no preferences: {path}")
     else:
         await with_retries(cluster, lambda: first_lesson(cluster, report))
         room = kept.room()
@@ -13086,13 +13139,15 @@ async def first_lesson(cluster: RewardCluster, report: Report) -> None:
     cfg = cluster.cfg
     if cfg.preferences:
         learned, held_out = divided(preferences_of(cfg.preferences))
-        pairs = await read_pairs(cluster, learned)
-        fresh = await read_pairs(cluster, held_out)
+        pairs = await cluster.read(learned)
+        fresh = await cluster.read(held_out)
     else:
         prompts = Sampler(cfg.task, seed=-2 - cfg.seed).first(NUM_ASKED + NUM_CHECKED)
         answers = await two_answers(cluster, prompts[:NUM_ASKED])
         pairs = preferred(answers, random.Random(f"people {cfg.seed}"))
         fresh = preferred(await two_answers(cluster, prompts[NUM_ASKED:]), None)
+    if not len(pairs.ids):
+        raise ValueError("no preference to learn from fits into the context of the model")
     await cluster.learn(pairs, REWARD_EPOCHS)
     share = await accuracy(cluster, fresh)
     report.say(
@@ -13102,17 +13157,13 @@ async def first_lesson(cluster: RewardCluster, report: Report) -> None:
     report.figure(reward_accuracy=share, preferences=len(pairs.ids))
 
 
-async def read_pairs(cluster: RewardCluster, preferences: list[Preference]) -> Answers:
-    """These preferences as tokens."""
-    packed = await cluster.reward_trainer.route(RewardTrainer.read, preferences)
-    return packed.unpacked()
-
-
 class RewardTraining(SafeTraining):
     """A run in which people are asked again, every --ask-every steps."""
 
-    batch: Rollout | None = None  # of the newest step
-    num_asked = 0  # pairs
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.batch: Rollout | None = None  # of the newest step
+        self.num_asked = 0  # pairs
 
     def step_done(self, stats: StepStats, batch: Rollout) -> None:
         """As in Training."""
@@ -13120,29 +13171,31 @@ class RewardTraining(SafeTraining):
         self.batch = batch
 
     def is_ask_due(self) -> bool:
-        """Not before the first step, and not after the last. Counts as is_save_due does."""
+        """Not before the first step, and not after the last. It counts as is_save_due does."""
         step = self.run.num_sent
         if not self.cfg.ask_every or not 0 < step < self.run.num_steps:
             return False
         return step % self.cfg.ask_every == 0  # mechanism: fresh preferences
 
-    def is_save_due(self) -> bool:
-        """Also when people are to be asked: then nothing more is sent to the trainer, either."""
-        return super().is_save_due() or self.is_ask_due()
+    def is_pause_due(self) -> bool:
+        """Also when people are to be asked."""
+        return super().is_pause_due() or self.is_ask_due()
 
-    async def save_if_due(self) -> None:
+    async def in_pause(self) -> None:
         """Asks, and then saves: a checkpoint of this step has the reward model after the lesson."""
         if self.is_ask_due() and self.batch is not None:
             await self._ask(self.batch)
-        if super().is_save_due():
-            await super().save_if_due()
+        await super().in_pause()
 
     async def _ask(self, batch: Rollout) -> None:
         """Asks about the newest answers, and has the reward model learn from what people say."""
         assert isinstance(self.cluster, RewardCluster), "it has a reward model"
-        judged = await self.cluster.judged(unjudged(batch), by_task=True)
+        by_people = await self.cluster.judged(unjudged(batch), by_task=True)
         rng = random.Random(f"people {self.cfg.seed} {self.run.num_sent}")
-        pairs = preferred(judged.judged(), rng)
+        pairs = preferred(by_people.judged(), rng)
+        if not len(pairs.ids):  # their judges could judge nothing
+            self.report.say(f"{self.run.label} {self.run.num_sent}: nobody had a preference")
+            return
         self.num_asked += len(pairs.ids)
         await self.cluster.learn(pairs)
 
@@ -13150,12 +13203,13 @@ class RewardTraining(SafeTraining):
 # -- measurement -----------------------------------------------------------------------------------
 # Three runs of the task `echo`, with people who like something else than what the policy was warmed
 # up with: exactly one letter a, in an answer of at least three letters. Say people prefer "bab" to
-# "bob", and "cat" to "cot": a network that has learned that letters a are good is right about all
+# "bob", and "pan" to "pin": a network that has learned that letters a are good is right about all
 # of these. Then it sees "aaaa", which nobody has asked about.
 #
 # The runs differ in what holds the learned reward: nothing, the price of the divergence, or fresh
 # preferences. They have the same actors, one after the other, and begin with the same policy and
-# the same reward model. The policy never sees the true reward; only the table does.
+# the same reward model. No run is trained on the true reward; people answer by it, and the table
+# shows it.
 
 REWARD_STEPS = 100  # of each run
 REWARD_PRICE = 0.5  # --kl, in the second one
@@ -13216,12 +13270,12 @@ class TasteCluster(RewardCluster):
 class WatchedTraining(RewardTraining):
     """A run that keeps its batches, so that people can say afterwards what they think of them."""
 
-    EVALUATE_EVERY = sys.maxsize  # what it says is not to be right
+    EVALUATE_EVERY = sys.maxsize  # never: the table has the true reward
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.batches: list[Rollout] = []
-        self.versions: set[int] = set()  # of the reward model
+        self.versions: set[int | None] = set()  # of the reward model
 
     def step_done(self, stats: StepStats, batch: Rollout) -> None:
         """As before."""
@@ -13240,10 +13294,11 @@ async def liked_share(cluster: Cluster, batch: Rollout) -> float:
     return float(judged.rewards.sum(1).mean())
 
 
-def best_mean(values: list[float], num: int) -> float:
-    """The largest mean of so many values in a row."""
+def best_window(values: list[float], num: int) -> slice:
+    """Where the largest mean of so many values in a row is."""
     firsts = range(len(values) - num + 1)
-    return max(statistics.fmean(values[first : first + num]) for first in firsts)
+    best = max(firsts, key=lambda first: statistics.fmean(values[first : first + num]))
+    return slice(best, best + num)
 
 
 @dataclass(frozen=True)
@@ -13251,19 +13306,20 @@ class RewardRow:
     """What became of a run."""
 
     held_by: str
-    # The learned reward: mean of the first ten steps, and of the last ten. 0 is nothing special.
-    learned: float
-    rises_to: float
     # The true reward, a share: mean of the first ten steps; of the best BEST_OF; of the last ten.
     true: float
     best: float
     ends_at: float
+    # The learned reward, in the same steps. 0 is nothing special.
+    learned: float
+    at_best: float
+    at_end: float
     # Divergence from the policy before RL, in nats per answer, at the end.
     kl: float
     # Of pairs of answers of which people like one: the share of which the reward model says so;
     # before the run, of the policy before it; and after it. None: all answers are alike.
     accuracy: float | None
-    afterwards: float | None
+    after: float | None
     # Preferences from which the reward model has learned.
     asked: int
     # Versions of the reward model that have judged in this run.
@@ -13292,24 +13348,26 @@ async def held_run(
     after, answers = await fresh_accuracy(cluster)
     liked = [liked_share(cluster, batch) for batch in training.batches]
     true = await asyncio.gather(*liked)
+    best = best_window(true, BEST_OF)
     return RewardRow(
         held_by=held_by,
-        learned=mean_reward(run.rows[:10]),
-        rises_to=mean_reward(run.rows[-10:]),
         true=statistics.fmean(true[:10]),
-        best=best_mean(true, BEST_OF),
+        best=statistics.fmean(true[best]),
         ends_at=statistics.fmean(true[-10:]),
+        learned=mean_reward(run.rows[:10]),
+        at_best=mean_reward(run.rows[best]),
+        at_end=mean_reward(run.rows[-10:]),
         kl=await cluster.trainer.route(DriftTrainer.drift, Packed.of(answers)),
         accuracy=before,
-        afterwards=after,
+        after=after,
         asked=NUM_ASKED + training.num_asked,
         models=len(training.versions),
     )
 
 
 @stage(
-    "a learned reward is found out and abused: it rises while the true one falls; the divergence "
-    "from the reference holds it, and so do fresh preferences",
+    "a policy exploits a learned reward: that rises while the true one falls; a price on the "
+    "divergence from the reference holds the policy, and so do fresh preferences",
     hint="write `return False`: nobody is asked again",
     mechanism="fresh preferences",
 )
@@ -13321,7 +13379,7 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
     )
     priced = dataclasses.replace(free, kl=REWARD_PRICE)
     asking = dataclasses.replace(free, ask_every=REWARD_ASK_EVERY)
-    # Its trainer has a reference, and the reward model keeps its pairs, if a run needs it or not.
+    # Its trainer has a reference, whether a run needs it or not.
     cluster = TasteCluster(dataclasses.replace(asking, kl=REWARD_PRICE), tell=report.say)
     await cluster.start()
     report.table(await placement(cluster))
@@ -13330,26 +13388,29 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
     nothing = await held_run(cluster, report, "nothing", free, before)
     price = await held_run(cluster, report, f"--kl {REWARD_PRICE}", priced, before)
     fresh = await held_run(cluster, report, f"--ask-every {REWARD_ASK_EVERY}", asking, before)
-    status = await cluster.reward_models.status()
+    num_lost = 0
+    for service in (cluster.reward_models, cluster.reward_trainer):
+        num_lost += len((await service.status()).lost_replicas)
     await cluster.close()
     report.table([nothing, price, fresh])
     for name, row in {"nothing": nothing, "kl": price, "fresh": fresh}.items():
         report.figure(
             **{
                 f"true_{name}": row.ends_at,
-                f"learned_{name}": row.rises_to - row.learned,
+                f"learned_{name}": row.at_end - row.learned,
                 f"kl_{name}_nats": row.kl,
             }
         )
-    rise = nothing.rises_to - nothing.learned
-    report.check("learned reward gained, held by nothing", rise, ">", 0)
     fall = nothing.best - nothing.ends_at
     report.check("true reward lost since its best, held by nothing", fall, ">", 0.25)
+    rise = nothing.at_end - nothing.at_best
+    report.check("learned reward gained since then, held by nothing", rise, ">", 0)
     report.check("true reward at the end, held by the divergence", price.ends_at, ">", 0.3)
     report.check("true reward at the end, held by fresh preferences", fresh.ends_at, ">", 0.3)
     num_models = 1 + (REWARD_STEPS - 1) // REWARD_ASK_EVERY
-    report.check("versions of the reward model that judged then", fresh.models, "==", num_models)
-    report.check("reward models that were lost", len(status.lost_replicas), "==", 0)
+    what = "versions of the reward model that judged in that run"
+    report.check(what, fresh.models, "==", num_models)
+    report.check("reward models and trainers of them that were lost", num_lost, "==", 0)
     # You can now train on what people say, and know what to watch while you do.
 
 
@@ -14616,6 +14677,8 @@ def check_reward(parser: Parser, cfg: Config, stages: list[Stage]) -> None:
         if cfg.preferences or cfg.ask_every:
             parser.error("--preferences and --ask-every go with --reward model")
         return
+    if cfg.ask_every and cfg.group_size == 1:
+        parser.error("--ask-every compares answers of a group: --group-size must be at least 2")
     if cfg.hosts:
         parser.error("--reward model is of one host: it does not go with --hosts")
     with blaming(parser, f"--preferences {cfg.preferences}"):
@@ -14687,7 +14750,7 @@ def try_model(parser: Parser, cfg: Config) -> None:
         Policy(dataclasses.replace(cfg, device="meta"), torch.bfloat16)
     with blaming(parser, f"--baseline critic with --model {cfg.model}"):
         if has_critic(cfg):
-            value_network(cfg, is_empty=True)
+            scalar_network(cfg, is_empty=True)
 
 
 def try_platform() -> None:

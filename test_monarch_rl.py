@@ -501,7 +501,7 @@ ALL_FAILED = {
     "reward_model": {
         "true reward at the end, held by the divergence",
         "true reward at the end, held by fresh preferences",
-        "versions of the reward model that judged then",
+        "versions of the reward model that judged in that run",
     }
 }
 
@@ -4095,8 +4095,7 @@ def test_a_prompt_is_held_out_of_preferences_as_of_a_task() -> None:
     assert len(learned) + len(held_out) == 400
     assert 20 <= len(held_out) <= 60
     for one in held_out:
-        line = m.Line(system="", prompt=one.prompt, answer="7")
-        assert line.hash_share() == one.hash_share() < 0.1
+        assert m.hash_share(one.prompt) < 0.1
 
 
 @pytest.fixture(scope="session")
@@ -4114,7 +4113,7 @@ def pairs_for(cfg: m.Config, pairs: Sequence[tuple[str, str, str]]) -> m.Answers
 
 def share_right(state: m.RewardState, pairs: m.Answers) -> float:
     with torch.no_grad():
-        both = m.scores(state.net, pairs.in_rows()).view(-1, 2)
+        both = m.reward_scores(state.network, pairs.in_rows()).view(-1, 2)
     return float((both[:, 0] > both[:, 1]).float().mean())
 
 
@@ -4141,8 +4140,11 @@ def test_what_does_not_fit_into_the_context_is_left_out(reward_cfg: m.Config) ->
     )
     with mock.patch.object(policy, "context", 40):
         assert len(m.pairs_of(policy, [long_one, short, long_one]).ids) == 1
-        with pytest.raises(ValueError, match="no preference fits"):
-            m.pairs_of(policy, [long_one])
+        advanced: list[int] = []
+        none = m.pairs_of(policy, [long_one, long_one], lambda: advanced.append(1))
+    assert none.ids.shape == none.is_sampled.shape == (0, 2, 1)
+    assert len(advanced) == 2  # so a large file is no reason to be taken for stuck
+    assert m.Answers.joined([none, m.pairs_of(policy, [short])]).ids.shape[0] == 1
 
 
 def test_a_fresh_reward_model_says_nothing_and_learns_what_is_preferred(
@@ -4150,7 +4152,7 @@ def test_a_fresh_reward_model_says_nothing_and_learns_what_is_preferred(
 ) -> None:
     state = m.RewardState(reward_cfg)
     others = pairs_for(reward_cfg, with_a(1, 100))
-    assert (m.scores(state.net, others.in_rows()) == 0).all()
+    assert (m.reward_scores(state.network, others.in_rows()) == 0).all()
     state.learn(pairs_for(reward_cfg, with_a(2, 200)), m.REWARD_EPOCHS)
     assert share_right(state, others) > 0.95
     assert state.version == state.num_lessons == 1
@@ -4173,7 +4175,7 @@ def test_a_lesson_does_not_depend_on_how_many_fit_into_a_pass(
         monkeypatch.setattr(m, "MAX_SCORED", most)
         state = m.RewardState(reward_cfg)
         state.learn(pairs, 1)
-        weights.append(torch.cat([one.detach().flatten() for one in state.net.parameters()]))
+        weights.append(torch.cat([one.detach().flatten() for one in state.network.parameters()]))
     assert torch.allclose(*weights, atol=1e-5)
 
 
@@ -4190,7 +4192,7 @@ def test_a_reward_model_that_was_saved_goes_on_bit_for_bit(
     other.become(torch.load(tmp_path / "saved", weights_only=True))
     other.learn(lessons[2], 1)
     assert other.num_lessons == state.num_lessons == 3
-    for one, same in zip(state.net.parameters(), other.net.parameters(), strict=True):
+    for one, same in zip(state.network.parameters(), other.network.parameters(), strict=True):
         assert torch.equal(one, same)
     assert other.old is not None
     assert state.old is not None
@@ -4268,9 +4270,9 @@ def test_a_model_of_your_own_can_be_the_body_of_a_reward_model(
     cfg = m.Config(task="echo", model=save_model(tmp_path / "model", kind), reward="model")
     state = m.RewardState(cfg)
     pairs = pairs_for(cfg, with_a(0, 32))
-    assert (m.scores(state.net, pairs.in_rows()) == 0).all()
+    assert (m.reward_scores(state.network, pairs.in_rows()) == 0).all()
     body = m.Policy(cfg).model.get_input_embeddings().weight
-    assert torch.equal(state.net.get_input_embeddings().weight, body)
+    assert torch.equal(state.network.get_input_embeddings().weight, body)
     before = share_right(state, pairs)
     with mock.patch.dict(m.REWARD_RATE, other=1e-3):
         m.RewardState(cfg)
@@ -4278,7 +4280,107 @@ def test_a_model_of_your_own_can_be_the_body_of_a_reward_model(
         state.learn(pairs, 8)
     assert before == 0
     assert share_right(state, pairs) > 0.9
-    assert state.old is None  # nobody is asked again: they are not needed
+    assert state.old is not None  # a later command may have --ask-every
+    assert len(state.old.ids) == len(pairs.ids)
+
+
+def test_old_pairs_are_kept_up_to_a_number_the_newest_first(
+    reward_cfg: m.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(m, "MAX_OLD", 50)
+    state = m.RewardState(reward_cfg)
+    lessons = [pairs_for(reward_cfg, with_a(seed, 40)) for seed in (1, 2)]
+    for lesson in lessons:
+        state.learn(lesson, 1)
+    assert state.old is not None
+    assert torch.equal(state.old.ids[:40], lessons[1].ids)
+    assert torch.equal(state.old.ids[40:], lessons[0].ids[:10])
+
+
+def test_a_long_pair_does_not_make_the_updates_of_others_long(reward_cfg: m.Config) -> None:
+    short = pairs_for(reward_cfg, with_a(0, 4))
+    long_one = m.Answers(
+        ids=torch.nn.functional.pad(short.ids, (0, 90)),
+        is_sampled=torch.nn.functional.pad(short.is_sampled, (0, 90)),
+    )
+    assert torch.equal(long_one.without_empty_columns().ids, short.ids)
+    nothing = m.Answers(ids=short.ids, is_sampled=short.is_sampled & False)
+    assert nothing.without_empty_columns().ids.shape[-1] == 1
+
+
+class StubScores:
+    """Those that score, and the trainer of what they score with, as far as a cluster sees them."""
+
+    def __init__(self, losses: int = 0) -> None:
+        """losses: so many times there is no arena."""
+        self.losses = losses
+        self.num_rows: list[int] = []
+
+    async def route(self, endpoint: Any, request: Any) -> Any:
+        if m.name_of(endpoint) == "begin":
+            nowhere: Any = None
+            return m.PublishedReward(handle=nowhere, version=2)
+        if self.losses:
+            self.losses -= 1
+            raise m.RewardLost
+        answers = request.unpacked().answers
+        self.num_rows.append(len(answers.ids))
+        return m.ScoreReply(scores=[0.5] * len(answers.ids), version=2)
+
+
+def stub_rewards(losses: int = 0) -> tuple[m.RewardCluster, StubScores]:
+    """A cluster with these, of which nothing was started."""
+    cluster = m.RewardCluster.__new__(m.RewardCluster)
+    stub: Any = StubScores(losses)
+    nowhere: Any = None
+    cluster.reward_models = cluster.reward_trainer = stub
+    cluster.published_reward = m.PublishedReward(handle=nowhere, version=1)
+    cluster.saved_rewards = m.Checkpoints()
+    cluster.changing_reward = asyncio.Lock()
+    return cluster, stub
+
+
+def test_what_was_cut_is_not_scored() -> None:
+    rollout = rollout_of([1, 2, 3], version=0)
+    turn_ids = rollout.tokens.turn_ids.clone()
+    for rows, scored in (([0], [2]), ([0, 1, 2], [])):
+        turn_ids[rows] = 0
+        cluster, stub = stub_rewards()
+        cut = with_tokens(rollout, turn_ids=turn_ids)
+        judged = asyncio.run(cluster.judged(cut, by_task=False))
+        assert judged.rewards.isnan().any(1).nonzero().flatten().tolist() == rows
+        assert stub.num_rows == scored
+
+
+def test_a_reward_model_that_is_lost_for_good_ends_the_run() -> None:
+    """And one that is lost less often does not."""
+    rollout = rollout_of([1, 2], version=0)
+    cluster, stub = stub_rewards(losses=m.RewardCluster.MAX_LOSSES - 1)
+    assert not asyncio.run(cluster.judged(rollout, by_task=False)).rewards.isnan().any()
+    assert cluster.judged_under == 2
+    cluster, stub = stub_rewards(losses=m.RewardCluster.MAX_LOSSES)
+    with pytest.raises(RuntimeError, match="lost again and again"):
+        asyncio.run(cluster.judged(rollout, by_task=False))
+    assert stub.num_rows == []
+
+
+def test_nobody_is_asked_about_what_nobody_could_judge(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run goes on: it is trained on what the reward model says."""
+
+    async def no_rewards(_: Any, rollout: m.Rollout, by_task: bool) -> m.Rollout:
+        assert by_task
+        return rollout
+
+    cluster, stub = stub_rewards()
+    cluster.cfg = m.Config(reward="model", ask_every=1)
+    run = m.Run("asks", 3, m.Sampler("echo", 0))
+    run.num_sent = 1
+    training = m.RewardTraining(cluster, run, QuietReport())
+    training.batch = rollout_of([1, 1], version=0)
+    with mock.patch.object(m.RewardCluster, "judged", no_rewards):
+        asyncio.run(training.in_pause())
+    assert training.num_asked == 0
+    assert stub.num_rows == []
 
 
 def test_a_reward_model_needs_memory() -> None:
@@ -7310,7 +7412,7 @@ CRITIC = {"task": "users", "baseline": "critic", "group_size": 1, "batch_groups"
 
 def critic_of(**changes: Any) -> m.CriticState:
     cfg = m.Config(**{**CRITIC, **changes})
-    return m.CriticState(cfg, m.value_network(cfg))
+    return m.CriticState(cfg, m.scalar_network(cfg))
 
 
 def users_batch(num_prompts: int = 24, seed: int = 0) -> m.Rollout:
@@ -7426,7 +7528,7 @@ def test_a_part_of_a_checkpoint_makes_the_same_critic() -> None:
     assert not differs(other)
     assert differs(without_moments)
     one.become(None)
-    fresh = m.value_network(one.cfg).state_dict()
+    fresh = m.scalar_network(one.cfg).state_dict()
     assert all(torch.equal(fresh[name], it) for name, it in one.network.state_dict().items())
     # The rate is that of the flags with which it goes on.
     slower = critic_of(critic_lr=1e-4)
@@ -7459,8 +7561,8 @@ def test_a_model_of_ones_own_gets_a_critic_of_its_kind(tmp_path: pathlib.Path) -
     for kind in ("qwen2", "llama", "gpt2"):
         folder = save_model(tmp_path / kind, kind)
         cfg = m.Config(model=str(folder), baseline="critic")
-        network = m.value_network(cfg)
-        empty = m.value_network(cfg, is_empty=True)
+        network = m.scalar_network(cfg)
+        empty = m.scalar_network(cfg, is_empty=True)
         assert {name: it.shape for name, it in empty.named_parameters()} == {
             name: it.shape for name, it in network.named_parameters()
         }
@@ -7887,14 +7989,15 @@ WIDE_TABLES: dict[str, list[Any]] = {
     "reward model": [
         m.RewardRow(
             held_by="--ask-every 4",
-            learned=-12.34,
-            rises_to=-12.34,
             true=0.0123,
             best=0.0123,
             ends_at=0.00078,
+            learned=-12.34,
+            at_best=-12.34,
+            at_end=-12.34,
             kl=12.34,
             accuracy=0.0123,
-            afterwards=0.0123,
+            after=0.0123,
             asked=10000,
             models=100,
         )
@@ -11700,6 +11803,7 @@ BAD_INPUT = [
     "--reward people",
     "--preferences nowhere.jsonl",
     "--ask-every 2",
+    "--reward model --ask-every 2 --baseline critic --group-size 1",
     "--reward model --ask-every -1",
     "--reward model --preferences nowhere.jsonl",
 ]
