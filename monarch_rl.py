@@ -13310,15 +13310,14 @@ class RewardRow:
     true: float
     best: float
     ends_at: float
-    # The learned reward, in the same steps. 0 is nothing special.
+    # The learned reward, where the true one was best, and in the last ten. 0 is nothing special.
     learned: float
-    at_best: float
-    at_end: float
+    rises_to: float
     # Divergence from the policy before RL, in nats per answer, at the end.
     kl: float
     # Of pairs of answers of which people like one: the share of which the reward model says so;
     # before the run, of the policy before it; and after it. None: all answers are alike.
-    accuracy: float | None
+    before: float | None
     after: float | None
     # Preferences from which the reward model has learned.
     asked: int
@@ -13354,11 +13353,10 @@ async def held_run(
         true=statistics.fmean(true[:10]),
         best=statistics.fmean(true[best]),
         ends_at=statistics.fmean(true[-10:]),
-        learned=mean_reward(run.rows[:10]),
-        at_best=mean_reward(run.rows[best]),
-        at_end=mean_reward(run.rows[-10:]),
+        learned=mean_reward(run.rows[best]),
+        rises_to=mean_reward(run.rows[-10:]),
         kl=await cluster.trainer.route(DriftTrainer.drift, Packed.of(answers)),
-        accuracy=before,
+        before=before,
         after=after,
         asked=NUM_ASKED + training.num_asked,
         models=len(training.versions),
@@ -13397,13 +13395,13 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
         report.figure(
             **{
                 f"true_{name}": row.ends_at,
-                f"learned_{name}": row.at_end - row.learned,
+                f"learned_{name}": row.rises_to - row.learned,
                 f"kl_{name}_nats": row.kl,
             }
         )
     fall = nothing.best - nothing.ends_at
     report.check("true reward lost since its best, held by nothing", fall, ">", 0.25)
-    rise = nothing.at_end - nothing.at_best
+    rise = nothing.rises_to - nothing.learned
     report.check("learned reward gained since then, held by nothing", rise, ">", 0)
     report.check("true reward at the end, held by the divergence", price.ends_at, ">", 0.3)
     report.check("true reward at the end, held by fresh preferences", fresh.ends_at, ">", 0.3)
