@@ -12212,7 +12212,7 @@ class LiveUser(Session):
 
 TASKS["users"] = LiveUsers()
 
-# -- measurement -----------------------------------------------------------------------------------
+# -- measurement: baselines, and users who differ --------------------------------------------------
 # Each baseline has 64 episodes a step, in groups of one or eight. A run takes place in one process,
 # without actors, which would only make it slower; there are two such processes, and each makes one
 # run after the other. All runs of a task begin with the same policy, after one warm start. A seed
@@ -13200,7 +13200,7 @@ class RewardTraining(SafeTraining):
         await self.cluster.learn(pairs)
 
 
-# -- measurement -----------------------------------------------------------------------------------
+# -- measurement: people with a taste --------------------------------------------------------------
 # Three runs of the task `echo`, with people who like something else than what the policy was warmed
 # up with: exactly one letter a, in an answer of at least three letters. Say people prefer "bab" to
 # "bob", and "pan" to "pin": a network that has learned that letters a are good is right about all
