@@ -8000,8 +8000,8 @@ class TrainState:
             found = LOSSES[self.cfg.loss](tokens, limits_of(self.cfg))
             reference = self.reference if self.cfg.kl else None  # in supervised steps it is 0
             kl = divergence(reference, logp, part, self.cfg.temperature)
-            for_all = -self.entropy_bonus * entropy
-            for_all = for_all + self.cfg.kl * kl  # [N]; mechanism: divergence
+            for_all = -self.entropy_bonus * entropy  # [N]
+            for_all = for_all + self.cfg.kl * kl  # mechanism: divergence
             work.objective(self.cfg, part, found, for_all).backward()
             columns = columns_for_log(tokens, found, part)
             columns.update(entropy=entropy, kl=kl)

@@ -1144,7 +1144,8 @@ def assert_recorded_is_recomputed(
 def test_recorded_log_probabilities_are_the_trainers(task: str, seed: int) -> None:
     policy, rollout = sampled_by_tiny(task, seed)
     tokens = rollout.tokens
-    assert (tokens.mask == 0).any(), "rows should end at different times, to test holes"
+    if policy.task.num_turns > 1:  # a policy that has learned nothing seldom ends a single turn
+        assert (tokens.mask == 0).any(), "rows should end at different times, to test holes"
     assert_recorded_is_recomputed(policy, rollout)
     assert (tokens.versions[tokens.turn_ids > 0] == 4).all()
     # The trainer's own way: all rows at once, packed, the sampled places alone.
