@@ -634,11 +634,35 @@ class Report:
     INDENT = " " * 7
     CLEAR_LINE = "\r\x1b[K"  # on a terminal: what erases the live line
     QUIET_S = 3.0  # after so much silence a live line shows the time
+    END_WITHIN_S = 60.0
 
     def __init__(self) -> None:
         self.stages: list[dict[str, Any]] = []  # what --json has of each, the present one last
+        self.ends: list[Callable[[], Awaitable[object]]] = []  # of what this stage has started
         self.is_terminal = sys.stdout.isatty()
         self.last_print_s = time.monotonic()
+
+    def at_end(self, end: Callable[[], Awaitable[object]]) -> None:
+        """Has this called when the stage is over, also if it fails.
+
+        A demo says so of whatever it starts: else processes, and their memory, would stay.
+        """
+        self.ends.append(end)
+
+    async def end_all(self) -> None:
+        """Ends what this stage has started, the last first. Raises the first error of these.
+
+        What does not end within END_WITHIN_S counts as an error, too: it may have been stopped.
+        """
+        errors = []
+        while self.ends:
+            end = self.ends.pop()
+            try:
+                await asyncio.wait_for(end(), self.END_WITHIN_S)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def say(self, *lines: str, indent: str = INDENT, end: str = "\n") -> None:
         """Prints lines, in the place of the live line if there is one."""
@@ -907,6 +931,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     # the actor, here Tally.) `call_one` sends a message to that one and returns
     # something to await for the answer. The message is on its way before anybody awaits.
     procs = this_host().spawn_procs(per_host={"worker": 2})
+    report.at_end(procs.stop)
     tallies = procs.spawn("tally", Tally)
     one = tallies.slice(worker=0)
     other = tallies.slice(worker=1)
@@ -942,7 +967,6 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
         f"a call of a function: {show(method_us)} us"
     )
     report.figure(message_ms=message_ms)
-    await procs.stop()
     # You can now keep state in one place, and change it from many, without a lock.
 
 
@@ -1003,6 +1027,7 @@ async def adverb_row(mesh: Tally, call: str, answers: Sequence[Addition]) -> Adv
 async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     """Calls a mesh of four in each way, and asks its members who has run."""
     procs = this_host().spawn_procs(per_host={"rank": 4})
+    report.at_end(procs.stop)
     mesh = procs.spawn("tally", Tally)
 
     answers = list((await mesh.add.call()).values())
@@ -1036,7 +1061,6 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     four_ms = await median_ms(mesh.take.call)
     report.say(f"ms to call one member {show(one_ms)}, all four {show(four_ms)}")
     report.figure(call_one_ms=one_ms, call_four_ms=four_ms)
-    await procs.stop()
     # You can now tell many processes something at once, and choose who answers.
 
 
@@ -1164,6 +1188,7 @@ async def transfer(owner: Owner, kib: int) -> TransferRow:
 async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     """Sends the same bytes on both roads; then reads from an owner whose Python is stuck."""
     procs = this_host().spawn_procs(per_host={"owner": 1})
+    report.at_end(procs.stop)
     owner = procs.spawn("owner", Owner)
     await transfer(owner, kib=1)  # not in the table: the first one also opens connections
     rows = []
@@ -1202,7 +1227,6 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
         message_ms=large.message_ms,
         pull_ms=large.pull_ms,
     )
-    await procs.stop()
     # You can now move gigabytes between processes, and keep messages small.
 
 
@@ -1351,6 +1375,7 @@ class Witness(Actor):
 async def demo_controllers(report: Report, cfg: Config) -> None:
     """Lets four actors in four processes ask at once: for one name, and each for another."""
     procs = this_host().spawn_procs(per_host={"witness": 4})
+    report.at_end(procs.stop)
     witnesses = procs.spawn("witness", Witness)
     # All four ask at once. A Telemetry that then has 1 event has just been created.
     apart = list((await witnesses.report.call("")).values())
@@ -1358,7 +1383,6 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
     report.check("actors created by 4 that each ask for another name", apart.count(1), "==", 4)
     report.check("actors created by 4 that ask for the same name", together.count(1), "==", 1)
     report.check("events that this one has in the end", max(together), "==", 4)
-    await procs.stop()
     # You can now find an actor from anywhere, without being given a reference to it.
 
 
@@ -2199,6 +2223,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     # An owner is an actor too: Monarch tells of a death the actor that has spawned the process.
     # This one lives in the main process.
     trial = this_proc().spawn("trial", Trial, spec)
+    report.at_end(trial.stop)
     rows = []
     for trouble in TROUBLES:
         rows.append(await trial.suffer.call_one(trouble))
@@ -2206,7 +2231,6 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     busy = []
     for how in BUSY:
         busy.append(await trial.be_busy.call_one(how, 1.5 * spec.standstill_s))
-    await trial.stop()
     report.table([*rows, *busy])
     report.figure(
         detect_ms=ill["SIGKILL"].after_ms,
@@ -2813,10 +2837,11 @@ async def storm_on_a_mesh() -> StormRow:
         os.kill(victim.pid, signal.SIGSTOP)
 
     faults = {0: stop}
-    found = await storm("choose; #3 stops", pool.root.choose, faults, deadline_s=1.0)
-    os.kill(victim.pid, signal.SIGCONT)  # so that it can be ended politely
-    await procs.stop()
-    return found
+    try:
+        return await storm("choose; #3 stops", pool.root.choose, faults, deadline_s=1.0)
+    finally:
+        os.kill(victim.pid, signal.SIGCONT)  # so that it can be ended politely
+        await procs.stop()
 
 
 @stage(
@@ -2839,6 +2864,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
         max_attempts=5,
     )
     service = Service(spec)
+    report.at_end(service.close)
     await service.start()
     # First 20 requests that are bad themselves: all replicas raise, and none is replaced for it.
     bad = []
@@ -2853,7 +2879,6 @@ async def demo_service(report: Report, cfg: Config) -> None:
     ask = functools.partial(service.route, Roots.root)
     served = await storm("Service; #1 raises, #2 dies, #3 stops", ask, faults)
     after = await service.status(60.0)
-    await service.close()
     report.table([chosen, served])
 
     # Answers are counted where they are received, where they are given, and where the work for them
@@ -4057,6 +4082,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     num_mb = cfg.model_mb
     report.say(f"290 tensors, {num_mb} MiB; seed {cfg.seed} (at 64 MiB about 20 s)")
     procs = this_host().spawn_procs(per_host={"rank": 5})
+    report.at_end(procs.stop)
     ranks = procs.spawn("bench", Bench, Place(service="bench", replica_id=0))
     meeting_place = unnamed_file("meeting place")
     handles = await ranks.make_weights.call(meeting_place, num_mb, cfg.seed)
@@ -4072,7 +4098,6 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     for num_rounds, road in SYNC_ROADS:
         rows.append(await bench.row(num_rounds, road))
     num_published = await bench.num_published_beside_a_stopped_reader(12)
-    await procs.stop()
     close_unnamed_file(meeting_place)
 
     report.table(rows)
@@ -4872,13 +4897,13 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     needed_bytes = sum(2 * math.prod(shape) for shape in shapes.values())
     report.say("a trainer and a generator of two ranks each (at 64 MiB about 10 s)")
     procs = this_host().spawn_procs(per_host={"rank": 2})
+    report.at_end(procs.stop)
     ranks = procs.spawn("cutter", Cutter, Place(service="cutter", replica_id=0))
     meeting_place = unnamed_file("meeting place")
     await ranks.join.call(meeting_place, shapes)
     rows = []
     for road in RESHARD_ROADS:
         rows.append(await reshard_row(ranks, road, needed_bytes))
-    await procs.stop()
     close_unnamed_file(meeting_place)
     report.table(rows)
     # "same" is the road of section 7, on which both sides are cut alike: what does another cost?
@@ -10024,6 +10049,7 @@ class Lab:
         self.cluster = cluster
         self.training_class = training_class
         self.is_running = False
+        self.has_failed = False  # to start
         self.own_run: Training | None = None  # for --evaluate, --export: the last with a folder
         self.imports_s = since(began_s())  # until here the command has imported, and read its flags
         # When it began to start actors; None before that, and after the first rollout was told.
@@ -10031,11 +10057,18 @@ class Lab:
 
     async def start(self) -> None:
         """Starts the actors, the first time that it is called."""
+        if self.has_failed:
+            raise RuntimeError("the actors of RL could not be started, in a stage before")
         if not self.is_running:
             self.is_running = True
             self.start_s = time.monotonic()
             self.report.say("starting trainer, generators and judges (about 6 s)")
-            await asyncio.gather(self.cluster.start(), self._import_torch())
+            try:
+                await asyncio.gather(self.cluster.start(), self._import_torch())
+            except Exception:
+                self.has_failed = True
+                await self.close()
+                raise
             self.report.table(await placement(self.cluster))
 
     def tell_first_rollout(self) -> None:
@@ -10413,6 +10446,7 @@ async def judge_that_hangs(report: Report) -> None:
         max_in_flight=1,
     )
     judges = Service(spec)
+    report.at_end(judges.close)
     await judges.start()
     turns = (Turn(user="a", right="a"), Turn(user="a", right="a"))
     prompts = [Prompt(id=i, turns=turns) for i in range(16)]
@@ -10424,7 +10458,6 @@ async def judge_that_hangs(report: Report) -> None:
     found = await outcome(lambda: judges.route(Judge.judge, together))
     reply = await judge_all(judges, together)
     status = await judges.status(60.0)
-    await judges.close()
     num_alone = sum(math.isnan(of_first_turn) for of_first_turn, _ in reply.rewards)
     report.say(f"a reward function hangs on 1 of 16 episodes; the request for all: {found}")
     report.check("episodes not judged, each asked for alone, of 16", num_alone, "==", 1)
@@ -12321,12 +12354,13 @@ class LoneLearner(Worker):
         return await lone_run(policy, request.cfg, self.pulse.advance)
 
 
-async def lone_runs(seed: int) -> list[LoneRun]:
+async def lone_runs(report: Report, seed: int) -> list[LoneRun]:
     """All runs of the table, in its order."""
     spec = ServiceSpec(
         name="learner", replica_class=LoneLearner, args=(), num_replicas=2, max_in_flight=1
     )
     learners = Service(spec)
+    report.at_end(learners.close)
     Host().expect_models()
     await learners.start()
 
@@ -12347,7 +12381,7 @@ async def lone_runs(seed: int) -> list[LoneRun]:
     found = await asyncio.gather(
         of_task("users", [("none", 1, seed), *kinds, *others]), of_task("repeat", kinds)
     )
-    await learners.close()
+    await learners.close()  # its memory is needed now
     return [run for of_one in found for run in of_one]
 
 
@@ -12392,6 +12426,7 @@ async def run_with_actors(report: Report, seed: int) -> None:
     # users grade, is lost, and is replaced.
     cluster = CriticCluster(cfg, is_warm=False, tell=report.say)
     assert cluster.critic is not None, "the Config says so"
+    report.at_end(cluster.close)
     await cluster.start()
     report.table(await placement(cluster))
     run = Run("critic", num_steps, Sampler(cfg.task, cfg.seed))
@@ -12405,7 +12440,6 @@ async def run_with_actors(report: Report, seed: int) -> None:
     finally:
         await end_task(running)
     lost = (await cluster.critic.status(60.0)).lost_replicas
-    await cluster.close()
     rows = run.rows
     num_advised = sum(row.stats.value_loss is not None for row in rows)
     report.check("critics lost and replaced", len(lost), "==", 1)
@@ -12426,7 +12460,7 @@ async def demo_critic(report: Report, cfg: Config) -> None:
     """Compares baselines where a group cannot be had and where it can, and trains with actors."""
     seeds = f"seeds {cfg.seed} to {cfg.seed + 2}"
     report.say(f"{LONE_STEPS} steps of {LONE_EPISODES} episodes a run, {seeds} (about 20 s)")
-    tell_lone_runs(report, await lone_runs(cfg.seed))
+    tell_lone_runs(report, await lone_runs(report, cfg.seed))
     report.say("on `repeat`, and wherever eight answers can be had, a group is better and cheaper")
     await run_with_actors(report, cfg.seed)
     # You can now train where every prompt has one answer, and say what a critic costs.
@@ -13379,6 +13413,7 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
     asking = dataclasses.replace(free, ask_every=REWARD_ASK_EVERY)
     # Its trainer has a reference, whether a run needs it or not.
     cluster = TasteCluster(dataclasses.replace(asking, kl=REWARD_PRICE), tell=report.say)
+    report.at_end(cluster.close)
     await cluster.start()
     report.table(await placement(cluster))
     await teach(cluster, report)
@@ -13389,7 +13424,6 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
     num_lost = 0
     for service in (cluster.reward_models, cluster.reward_trainer):
         num_lost += len((await service.status()).lost_replicas)
-    await cluster.close()
     report.table([nothing, price, fresh])
     for name, row in {"nothing": nothing, "kl": price, "fresh": fresh}.items():
         report.figure(
@@ -13993,6 +14027,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     """Trains across two hosts, loses one, gets it back, and counts what crossed between them."""
     num_steps = 16
     workers = LocalWorkers(2)
+    report.at_end(functools.partial(asyncio.to_thread, workers.close))
     first, second = workers.processes
     report.say(f"two workers on this machine, {first} and {second}; about 20 s")
     own = Config(
@@ -14001,6 +14036,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
         steps=num_steps,
     )
     cluster = HostsCluster(own, is_warm=False)  # it need not learn
+    report.at_end(cluster.close)
     _, away = cluster.hosts  # the second is the one that will be lost
     run = Run("hosts", num_steps, Sampler(own.task, own.seed))
     training = SafeTraining(cluster, run, report)
@@ -14021,8 +14057,6 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     version = await cluster.published()
     again = await sample(cluster, run.sampler.first(own.batch_groups), version)
     found = await cluster.examine(Rollout.join([reply.rollout.judged() for reply in again]))
-    await cluster.close()
-    workers.close()
 
     copies = traffic.read_bytes / traffic.num_versions / traffic.model_bytes
     report.say(
@@ -14376,9 +14410,11 @@ async def evaluate_alone(report: Report, command: Command) -> None:
     cluster_class = HostsCluster if cfg.hosts else Cluster
     cluster = cluster_class(cfg, is_warm, tell=report.say)
     report.say("starting trainer, generators and judges (about 6 s)")
-    await cluster.start()
-    await tell_evaluations(report, cluster, command.sides)
-    await cluster.close()
+    try:
+        await cluster.start()
+        await tell_evaluations(report, cluster, command.sides)
+    finally:
+        await cluster.close()
 
 
 # -- plumbing: the memory of this host -------------------------------------------------------------
@@ -14849,7 +14885,11 @@ async def run_stages(report: Report, command: Command) -> None:
         except Exception as error:
             tell_end(report, error)
         if stage in with_lab[-1:]:
-            await lab.close()
+            report.at_end(lab.close)
+        try:
+            await report.end_all()
+        except Exception as error:
+            tell_end(report, error)
         report.end_stage(stage, since(start))
     if cfg.trace:
         write_trace(cfg.trace, await read_events())

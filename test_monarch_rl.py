@@ -3949,6 +3949,7 @@ class QuizCluster(m.Cluster):
         group_size: int | None = None,
         greedy: bool = False,
         min_version: int = 0,
+        by_task: bool = False,
     ) -> m.RolloutReply:
         assert min_version == 7
         num = group_size or 1
@@ -7858,6 +7859,78 @@ def test_live_users_grade_on_their_own_scale_and_only_right_is_one() -> None:
         assert m.is_exact(rewards[("abc", "dfa")])
         assert sum(m.is_exact(reward) for reward in rewards.values()) == 1
         assert rewards[()] == rewards[("x", "y")] == (2 * int(scale) - 7) / 10
+
+
+# -- the end of a stage ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_a_stage_has_started_is_ended_before_the_next_one_starts(
+    report: m.Report, capsys: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    """The last first, also if the stage fails, and also if one of them cannot be ended."""
+    told: list[str] = []
+
+    def ending(name: str) -> Callable[[], Any]:
+        async def end() -> None:
+            told.append(f"end of {name}")
+            if name == "bad":
+                raise RuntimeError("it does not end")
+            if name == "stopped":
+                await asyncio.sleep(3600.0)
+
+        return end
+
+    async def first(report: m.Report, _: m.Config) -> None:
+        for name in ("processes", "bad", "stopped", "cluster"):
+            report.at_end(ending(name))
+        if fails:
+            raise ValueError("broken")
+
+    async def second(_: m.Report, __: m.Config) -> None:
+        told.append("second")
+
+    stages = []
+    for number, demo in enumerate((first, second), 1):
+        stage = dataclasses.replace(m.STAGES["hello_actor"], name=demo.__name__, number=number)
+        stages.append(dataclasses.replace(stage, demo=demo))
+    command = mock.Mock(cfg=m.Config(), stages=stages)
+    with (
+        mock.patch.multiple(m, CriticCluster=mock.Mock(), Lab=mock.Mock()),
+        mock.patch.object(m.Report, "END_WITHIN_S", 0.1),
+        mock.patch.object(sys, "excepthook"),
+    ):
+        asyncio.run(m.run_stages(report, command))
+    names = ("cluster", "stopped", "bad", "processes")
+    assert told == [*[f"end of {name}" for name in names], "second"]
+    checks = report.stages[-2]["checks"]
+    errors = [check["got"] for check in checks if "errors that ended" in check["what"]]
+    assert errors == ["ValueError('broken')"] * fails + ["TimeoutError()"]
+    assert report.stages[-1]["checks"] == []
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_actors_that_could_not_be_started_are_ended_and_not_used(report: m.Report) -> None:
+    told: list[str] = []
+
+    class Broken(StubCluster):
+        async def start(self) -> None:
+            told.append("start")
+            raise OSError("no room")
+
+        async def close(self) -> None:
+            told.append("close")
+
+    async def scene() -> None:
+        lab = m.Lab(report, Broken(), m.SafeTraining)
+        with pytest.raises(OSError, match="no room"):
+            await lab.start()
+        with pytest.raises(RuntimeError, match="could not be started"):
+            await lab.start()
+        await lab.close()
+        assert told == ["start", "close"]
+
+    asyncio.run(scene())
 
 
 # -- the report ------------------------------------------------------------------------------------
