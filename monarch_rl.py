@@ -118,6 +118,7 @@ import copy
 import ctypes
 import dataclasses
 import decimal
+import fcntl
 import functools
 import gc
 import hashlib
@@ -767,6 +768,25 @@ class Report:
         self.say(*textwrap.wrap(hint, 89), f"{len(checks)} checks, {seconds:.1f} s", "")
         ok = all(check["ok"] for check in checks)
         self.stages[-1].update(ok=ok, seconds=round(seconds, 2))
+
+
+def as_json(found: Any, indent: int | None = None) -> str:
+    """JSON that any program can read: a number that is not finite becomes null.
+
+    Python would write NaN and Infinity, which JSON has not.
+    """
+    return json.dumps(finite(found), indent=indent, allow_nan=False)
+
+
+def finite(found: Any) -> Any:
+    """The same, with None in place of numbers that are not finite."""
+    if isinstance(found, float):
+        return found if math.isfinite(found) else None
+    if isinstance(found, dict):
+        return {name: finite(value) for name, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [finite(value) for value in found]
+    return found
 
 
 def show(value: Any) -> str:
@@ -7930,6 +7950,8 @@ class TrainState:
         """Makes a fresh optimizer and schedule, for a run with this Config."""
         # All of this Config but its device: each rank has one of its own, such as cuda:1.
         self.cfg = dataclasses.replace(cfg, device=self.cfg.device)
+        assert not cfg.kl or self.reference is not None, "it began without --kl: no reference"
+        self.model.zero_grad()  # a step that raised may have left a part of a gradient
         self.entropy_bonus = entropy_bonus(cfg)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -9898,7 +9920,7 @@ class Training:
             line = dataclasses.asdict(row)
             line.update(line.pop("stats"))
             with open(self.cfg.log, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(as_json(line) + "\n")
         for meaning in alarms(self.run.rows):
             if meaning not in self.alarms_told:  # once per run
                 self.alarms_told.add(meaning)
@@ -11923,6 +11945,7 @@ class CriticState:
 
     def prepare_optimizer(self) -> None:
         """Makes a fresh optimizer."""
+        self.network.zero_grad()  # as in TrainState
         rate = critic_rate(self.cfg)
         parameters = self.network.parameters()
         self.optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0, fused=True)
@@ -14663,6 +14686,9 @@ def parse(argv: list[str] | None) -> Command:
     check_together(parser, cfg, stages, sides)
     try_all(parser, cfg, stages, found.worker)
     check_reward(parser, cfg, stages)
+    with blaming(parser, "--checkpoint"):
+        if cfg.checkpoint and stages:
+            lock_folder(cfg.checkpoint)  # last, for it makes the folder
     return Command(
         cfg=cfg,
         stages=stages,
@@ -14774,6 +14800,20 @@ def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None
             name_and_port(worker)
     with blaming(parser, "--json, --log, --trace, --report"):
         try_files([path for path in (cfg.json, cfg.log, cfg.trace, cfg.report) if path])
+
+
+def lock_folder(folder: str) -> None:
+    """Keeps other commands from training into this folder, until this process ends.
+
+    Two of them would take each other's checkpoints for their own. ValueError: another one has it.
+    """
+    os.makedirs(folder, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)  # it stays open; the system gives the lock back
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"another command trains into {folder}") from None
 
 
 def try_model(parser: Parser, cfg: Config) -> None:
@@ -15037,7 +15077,7 @@ def finish(report: Report, cfg: Config, noise: Any) -> None:
             "machine": machine,
             "stages": report.stages,
         }
-        pathlib.Path(cfg.json).write_text(json.dumps(whole, indent=1), encoding="utf-8")
+        pathlib.Path(cfg.json).write_text(as_json(whole, indent=1), encoding="utf-8")
     failed = [found["name"] for found in report.stages if not found["ok"]]
     unexplained = [found for found in report.stages if not found["ok"] and not is_explained(found)]
     if failed and not unexplained:  # the workers said the same, at length
@@ -15080,7 +15120,7 @@ def write_trace(path: str, events: list[Event]) -> None:
                 "dur": (event.end_s - event.start_s) * 1e6,
             }
         )
-    pathlib.Path(path).write_text(json.dumps({"traceEvents": entries}), encoding="utf-8")
+    pathlib.Path(path).write_text(as_json({"traceEvents": entries}), encoding="utf-8")
 
 
 async def read_events(from_s: float = 0.0) -> list[Event]:
@@ -15154,8 +15194,8 @@ def write_page(path: str, runs: list[dict[str, Any]]) -> None:
     Whatever was said in them, it cannot end the script: there is no "<" in it. The page shows such
     text as text, never as HTML.
     """
-    as_json = json.dumps(runs).replace("<", "\\u003c")
-    pathlib.Path(path).write_text(PAGE.replace("= RUNS;", f"= {as_json};"), encoding="utf-8")
+    as_text = as_json(runs).replace("<", "\\u003c")
+    pathlib.Path(path).write_text(PAGE.replace("= RUNS;", f"= {as_text};"), encoding="utf-8")
 
 
 PAGE = r"""<!doctype html>

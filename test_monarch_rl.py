@@ -7861,6 +7861,70 @@ def test_live_users_grade_on_their_own_scale_and_only_right_is_one() -> None:
         assert rewards[()] == rewards[("x", "y")] == (2 * int(scale) - 7) / 10
 
 
+# -- what an error, or another command, leaves behind ----------------------------------------------
+
+
+def test_a_step_that_raised_leaves_no_part_of_a_gradient_to_the_next_run() -> None:
+    """Its first update is that of a trainer to which nothing has happened."""
+    batches = users_batch(seed=1), users_batch(seed=2)
+    weights = []
+    for is_cut_off in (False, True):
+        trainer = trainer_of(task="users", entropy=0.0)
+        critic = critic_of()
+        if is_cut_off:
+            state = trainer.state
+            with pytest.raises(MemoryError), raising_after_backward():
+                state.step(batches[0], no_copy)
+            state.prepare_optimizer(state.cfg)
+            critic.advise(batches[0])
+            with pytest.raises(MemoryError), raising_after_backward():
+                critic.learn()
+            critic.become(None)
+        trainer.state.step(batches[1], no_copy)
+        critic.advise(batches[1])
+        critic.learn()
+        every = [*trainer.state.model.parameters(), *critic.network.parameters()]
+        weights.append(torch.cat([weight.detach().flatten() for weight in every]))
+    assert torch.equal(*weights)
+
+
+@contextlib.contextmanager
+def raising_after_backward() -> Iterator[None]:
+    with mock.patch.object(m, "clip_gradient", side_effect=MemoryError):
+        yield
+
+
+def test_a_price_of_the_divergence_needs_a_reference() -> None:
+    trainer = trainer_of()
+    with pytest.raises(AssertionError, match="without --kl"):
+        trainer.state.prepare_optimizer(dataclasses.replace(trainer.state.cfg, kl=0.1))
+
+
+def test_a_folder_of_checkpoints_is_of_one_command(
+    tmp_path: pathlib.Path, refused: Refused
+) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    flags = ("--only", "sync_rl", "--checkpoint", str(folder))
+    assert "another command trains into" in refused(*flags)
+    os.close(descriptor)
+    m.parse(list(flags))
+    assert "another command trains into" in refused(*flags)
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+def test_what_is_written_is_json_for_every_program() -> None:
+    found = {"a": [math.nan, 1.5, math.inf], "b": (1, None, "x", -math.inf), "c": {"d": True}}
+    text = m.as_json(found)
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "a": [None, 1.5, None],
+        "b": [1, None, "x", None],
+        "c": {"d": True},
+    }
+
+
 # -- the end of a stage ----------------------------------------------------------------------------
 
 
