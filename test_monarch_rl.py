@@ -10496,7 +10496,7 @@ def test_preferences_of_ones_own_train_a_model_of_ones_own_and_a_run_goes_on(
     assert newest["about"]["preferences"] == "pairs.jsonl"
 
     more = rewarded(tmp_path, "--steps", "8")
-    assert "the reward model has learned before: saved/reward/step-00000000.pt" in more.out
+    assert "and reads no preferences: saved/reward/step-00000000.pt" in more.out
     assert "goes on after step 2" in more.out
     assert flat(newest_checkpoint(saved / "sync_rl")["reward"]) == flat(base)
     # Its figures are those of the task, and need neither reward model nor preferences.
