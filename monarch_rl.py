@@ -8461,6 +8461,10 @@ def loading(cfg: Config) -> dcp.StateDictOptions:
 # its weights get the next number, if there was a run before: versions never go back.) So one
 # trainer can serve one run after the other, and a trainer that replaces a lost one can become what
 # that was. Section 12 makes more checkpoints, and says how a run goes on from one.
+#
+# Others may have something to save as well: a critic (section 14), or a reward model (section 15).
+# Each writes a file, and the trainer puts what stands there into its own. So there is one file per
+# checkpoint, and what is in it is of the same step.
 
 
 def checkpoint_of(state: TrainState, with_optimizer: bool) -> dict[str, Any]:
@@ -12274,6 +12278,13 @@ TASKS["users"] = LiveUsers()
 # run after the other. All runs of a task begin with the same policy, after one warm start. A seed
 # is of prompts, of samples and of the critic's first weights. Live users in groups of eight are
 # shown for comparison: by what the task means, nobody can have the same conversation eight times.
+#
+# How to read the table. `batch` compares a conversation with what all users gave, so it praises
+# whatever was said to those who grade kindly, right or wrong. `critic` compares it with what such a
+# user gives. `group` compares it with the same user: that is exact, and nothing had to be learned
+# for it. On `repeat` all prompts are equally hard, so there is little for a critic to know.
+# `explained` says how much of what differs the critic foresaw. It says that the critic works, and
+# not that the policy does: it is highest where nothing was learned but the moods of users.
 
 
 @dataclass(frozen=True)
@@ -12771,6 +12782,10 @@ class RewardState:
 #                     save    the path of a file     -> nothing            writes what it is
 #     RewardModel     score   Packed ScoreRequest    -> ScoreReply         pulls, and scores
 #
+# Its weights travel as those of the policy do (section 7), and for the same reasons: those that
+# score pull when they get around to it, nobody waits for them, and none ever scores with half of a
+# lesson. Each answer names the version that gave it, so that one can see which lessons were used.
+#
 # The trainer of the reward model can be lost at any moment, as the other one can. It writes what it
 # is after every lesson, into a file of the main process. What follows from a loss:
 #
@@ -13100,7 +13115,8 @@ class RewardCluster(CriticCluster):
 # -- 15e. Who is asked, and when -------------------------------------------------------------------
 # Without a file the task's own judges play the people: they compare two answers of the policy, and
 # are wrong once in ten times. Where both earn the same, a coin decides. So one can see how far a
-# learned reward goes where the true one is known.
+# learned reward goes where the true one is known. (To ask real people while a run goes on is left
+# out: it takes a page for them, and days. Theirs are the pairs of --preferences.)
 #
 #     before the first run    NUM_ASKED pairs: two answers each to prompts that are drawn apart
 #     every --ask-every       from the newest batch PAIRS_PER_GROUP pairs of each group; then a
@@ -13267,6 +13283,12 @@ class RewardTraining(SafeTraining):
 # preferences. They have the same actors, one after the other, and begin with the same policy and
 # the same reward model. No run is trained on the true reward; people answer by it, and the table
 # shows it.
+#
+# How to read the table. Look at `true`, `best` and `ends at` first, and then at `rises to`, which
+# is all that one would see in earnest: with nothing it is the best of the three runs, and that
+# policy is the worst. Two columns tell. `kl` is how far the policy has gone from where the examples
+# were. `after` is whether the reward model is still right about what the policy says now. With the
+# price it is not, which does little harm as the policy stays; with fresh preferences it is.
 
 REWARD_STEPS = 100  # of each run
 REWARD_PRICE = 0.5  # --kl, in the second one
