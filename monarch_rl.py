@@ -11804,6 +11804,11 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #
 # What V should have said is V + advantage, and that is what the critic learns: of a 0.86, where the
 # return was 0.9. So it learns partly from its own later values, and these must not be far off.
+#
+# The critic could share the policy's layers, with a head of its own. Then one forward pass would do
+# for both. But each would pull these layers its way, and how much either may pull would be one more
+# number to find. As it is, the critic can learn on another core or GPU while the trainer makes its
+# step.
 
 CRITIC_PASSES = 2  # over each batch: it must learn faster than the policy changes
 # The standard deviation of a tiny network's first weights. The usual 0.02 suits wide layers; with a
@@ -12674,6 +12679,10 @@ def pairs_of(
 # one's). So the loss of a pair is -log sigmoid(chosen - rejected), and only differences matter: 0
 # is nothing special, and it moves with every lesson. Within a group that is all one needs; the
 # other baselines take the zero seriously.
+#
+# How good it is, pairs tell from which it has not learned: the share of which it gives the chosen
+# answer the higher score, its accuracy. A coin has 0.5. That is about answers like those in these
+# pairs, and nothing else. Once the policy says other things, it must be measured anew.
 #
 # By example, scores 1.0 and 0.2: the first is preferred with probability sigmoid(0.8) = 0.69. If it
 # was, the loss is 0.37; if the other one was, 1.17.
