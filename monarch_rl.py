@@ -1886,6 +1886,10 @@ class Replica:
             self.num_in_flight -= 1
             self.num_fruitless = 0
 
+    def is_lost_for(self, why: str) -> bool:
+        """Was it lost for this reason?"""
+        return self.lost.done() and self.lost.result().why == why
+
     def has_answered(self) -> None:
         """It has answered a request, so it is well."""
         self.num_marks = 0
@@ -1912,7 +1916,8 @@ class Replica:
         # The system may soon give these numbers to other processes, which nobody must kill.
         self.pids = []
         self.watches = []
-        await asyncio.wait_for(self.procs.stop(), self.END_WITHIN_S)
+        with contextlib.suppress(ValueError):  # they could not be made, so there are none
+            await asyncio.wait_for(self.procs.stop(), self.END_WITHIN_S)
 
 
 @dataclass(frozen=True)
@@ -2376,6 +2381,7 @@ class ReplicaKeeper(Supervisor):
     """
 
     RETRY_SETUP_S = 0.5  # a setup that always fails must not spin
+    MAX_LOST_AT_FIRST = 5  # lost before any was ready: then it is no bad luck
 
     def __init__(self, spec: ServiceSpec) -> None:
         super().__init__(spec)
@@ -2416,17 +2422,19 @@ class ReplicaKeeper(Supervisor):
         another `start` or `resize`, or when the first one cannot be made on a host that is here
         """
         loss: Loss | None = None  # the one that the next replica makes good
+        num_failures = 0  # before any was ready
         while True:
             try:
                 replica = await self._spawn(replica_id)
             except (ActorError, ReplicaLost, asyncio.TimeoutError, OSError, ValueError) as error:
                 # Its setup failed: it raised, or was lost. Or the one before does not end. Or its
                 # host is gone, which shows as an OSError, or as a ValueError while it goes. That
-                # may be bad luck, and it is tried again; but not if it is the first of this id. The
+                # may be bad luck, and it is tried again, the first of this id not always. The
                 # pause comes before that, for a lost host may be known only after the error.
                 await asyncio.sleep(self.RETRY_SETUP_S)
                 if loss is None:
-                    loss = self._first_has_failed(replica_id, error)  # it may raise
+                    num_failures += 1
+                    loss = self._first_has_failed(replica_id, error, num_failures)  # it may raise
                     self.changed.notify()  # without its host there may be enough replicas now
                 continue
             if loss is not None:  # it took the place of one that was lost
@@ -2440,17 +2448,25 @@ class ReplicaKeeper(Supervisor):
             loss = await asyncio.shield(replica.lost)
             self.changed.notify()
 
-    def _first_has_failed(self, replica_id: int, error: Exception) -> Loss:
+    def _first_has_failed(
+        self, replica_id: int, error: Exception, num_failures: int
+    ) -> Loss | None:
         """What follows if the first replica of this id could not be made.
 
-        If its host was here this is a mistake, such as a wrong path. It is raised, which ends the
-        keeper, and `_ready` tells whoever waits. Else it counts as a loss, to be made good.
+        If its host is not here it counts as a loss, to be made good. If its process has ended
+        before it was ready it is tried again: None. But what its setup raised, or that this takes
+        too long, is a mistake, such as a wrong path; and so is to be lost MAX_LOST_AT_FIRST times.
+        A mistake is raised, which ends the keeper, and `_ready` tells whoever waits.
         """
         made = self.replicas.get(replica_id)
         life = self._host_of(replica_id).life()
         was_here = made is None or made.host_life == life  # not lost, and here again, meanwhile
         if life and was_here:
-            raise error
+            is_too_slow = made is not None and made.is_lost_for("setup too slow")
+            is_mistake = isinstance(error, ActorError) or is_too_slow
+            if is_mistake or num_failures >= self.MAX_LOST_AT_FIRST:
+                raise error
+            return None
         return Loss(
             replica_id=replica_id,
             why=f"setup failed: {cause(error)}",
@@ -9303,7 +9319,7 @@ class Cluster(SamplingCalls):
         """Starts all processes at the same time, because imports take long, and loads version 0."""
         self.hosts[0].expect_models()
         await asyncio.gather(*[service.start() for service in self.services])
-        await self.load("")
+        await with_retries(self, lambda: self.load(""))
 
     async def close(self) -> None:
         """Ends all processes."""

@@ -7974,6 +7974,29 @@ def test_what_a_stage_has_started_is_ended_before_the_next_one_starts(
     assert "FAIL" in capsys.readouterr().out
 
 
+def test_a_trainer_that_is_lost_while_it_begins_is_begun_again() -> None:
+    """And when that goes on, the start fails."""
+
+    class Struck(StubCluster):
+        services: ClassVar[list[Any]] = []
+        hosts = (mock.Mock(),)
+        newest = ""
+
+        async def load(self, path: str) -> str:
+            self.num_left -= 1
+            if self.num_left >= 0:
+                raise m.TrainerLost
+            return ""
+
+    cluster = Struck()
+    cluster.num_left = 2
+    asyncio.run(m.Cluster.start(cluster))
+    assert cluster.num_left < 0
+    cluster.num_left = 99
+    with pytest.raises(m.TrainerLost):
+        asyncio.run(m.Cluster.start(cluster))
+
+
 def test_actors_that_could_not_be_started_are_ended_and_not_used(report: m.Report) -> None:
     told: list[str] = []
 
@@ -9322,6 +9345,16 @@ class Moody(m.Roots):
             raise LookupError(f"no setup: {found}")
 
 
+class ShortLived(m.Roots):
+    """A worker that dies while it is set up, as many times as is told."""
+
+    async def prepare(self) -> None:
+        num_left = int(what_goes_wrong() or 0)
+        if num_left:
+            FLAG.write_text(str(num_left - 1))
+            m.kill([os.getpid()])
+
+
 class ImpatientNotice(m.ChangeNotice):
     """Who would wait as long as a setup may take, two minutes, waits two seconds."""
 
@@ -9427,6 +9460,16 @@ async def errors_scene() -> dict[str, Any]:
     await service.close()
     found["closed"] = await waiting
     found["after"] = await error_of_root(4)
+    # 5. Its first processes die while they are set up.
+    service = m.Service(roots_spec(replica_class=ShortLived, num_replicas=1))
+    FLAG.write_text(str(m.ReplicaKeeper.MAX_LOST_AT_FIRST - 1))
+    await service.start()
+    found["unlucky"] = await service.route(m.Roots.root, 4)
+    await service.close()
+    FLAG.write_text("99")
+    found["short-lived"] = await error_of(service.start)
+    found["deaths"] = 99 - int(FLAG.read_text())
+    await service.close()
     FLAG.unlink()
     return found
 
@@ -9611,6 +9654,15 @@ def test_a_service_whose_first_setup_fails_raises_what_that_raised(
         assert found[when]["text"] == "no setup: it is early"
         assert 'raise LookupError(f"no setup: {found}")' in found[when]["raised_from"]
     assert found["root"] == 2.0
+
+
+def test_a_first_replica_that_is_lost_is_made_again_and_not_for_ever(
+    service_scenes: dict[str, Any],
+) -> None:
+    found = service_scenes["errors"]
+    assert found["unlucky"] == 2.0
+    assert found["short-lived"]["type"] == "ReplicaLost"
+    assert found["deaths"] == m.ReplicaKeeper.MAX_LOST_AT_FIRST
 
 
 def test_replicas_come_and_go_and_no_request_fails(service_scenes: dict[str, Any]) -> None:
