@@ -7832,7 +7832,7 @@ class StepStats:
 
     # Of the weights after the step.
     version: int
-    # Mean over episodes of the sum of their turns, 0 to 1. It should rise, unsteadily.
+    # Mean over episodes of the sum of their turns, mostly 0 to 1. It should rise, unsteadily.
     reward: float
     # In versions: 0 if the batch was sampled by the weights that this step begins with.
     lag_mean: float
@@ -9858,7 +9858,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
 # -- 11i. Training: a run on a cluster -------------------------------------------------------------
 # The lines that a run prints, column by column (DOCS 9 has each at length):
 #
-#     step       training steps made            reward     mean of the batch, 0 to 1
+#     step       training steps made            reward     mean of the batch, mostly 0 to 1
 #     exact      held-out prompts that were answered exactly, by the last evaluation that came back
 #     lag, max   mean and largest lag of the batch, in versions
 #     k3         recorded against recomputed, over tokens of lag 0; "-": there were none
@@ -14502,7 +14502,7 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 #                                            part of each checkpoint that is kept in memory is 12
 #
 # With --kl the trainer has 4 more. Processes need PROCESS_BYTES each on top, whatever the model is.
-# What depends on the lengths of answers is not in it.
+# What depends on the lengths of answers is not in it. Of a reward model: see reward_needs.
 
 PROCESS_BYTES = 350 * MIB  # that a process has for itself when it has imported torch, transformers
 
@@ -14864,14 +14864,20 @@ def lock_folder(folder: str) -> None:
 
 
 def try_model(parser: Parser, cfg: Config) -> None:
-    """Can the model be loaded, and is there a critic of its kind?"""
+    """Can the model be loaded, and has its kind a form with a number for each token?"""
     if cfg.model == "tiny":
         return
     with blaming(parser, f"--model {cfg.model}"):  # "meta": what was loaded is not kept
         Policy(dataclasses.replace(cfg, device="meta"), torch.bfloat16)
-    with blaming(parser, f"--baseline critic with --model {cfg.model}"):
-        if has_critic(cfg):
-            scalar_network(cfg, is_empty=True)
+    # Transformers has such a form of most models, and not of all. It is built without weights, for
+    # what is tried here is only whether it can be.
+    for flag, is_given in {
+        "--baseline critic": has_critic(cfg),
+        "--reward model": cfg.reward == "model",
+    }.items():
+        with blaming(parser, f"{flag} with --model {cfg.model}"):
+            if is_given:
+                scalar_network(cfg, is_empty=True)
 
 
 def try_platform() -> None:

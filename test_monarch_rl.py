@@ -7591,6 +7591,8 @@ def test_a_model_without_a_critic_of_its_kind_gets_one_line(
     monkeypatch.setattr(auto, "from_config", none_of_that_kind)
     line = refused("--model", model, "--baseline", "critic", "--group-size", 1)
     assert "--baseline critic with --model" in line
+    line = refused("--model", model, "--reward", "model")
+    assert "--reward model with --model" in line
 
 
 def test_a_group_of_one_is_a_group_only_where_nothing_is_compared_in_it() -> None:
