@@ -8478,38 +8478,26 @@ def test_groups_without_a_sampled_token_or_alone_are_lost_and_not_waited_for() -
     asyncio.run(scene())
 
 
-def test_groups_of_a_trainer_that_was_lost_are_dropped_and_drawn_again() -> None:
+@pytest.mark.parametrize("run_id", [1, 2])
+def test_groups_of_undone_steps_are_dropped_and_drawn_again(run_id: int) -> None:
+    """The trainer was lost, and there is another one (2); or its critic was, and it lives on (1).
+
+    Then it has gone back, and its version has not: only that tells (section 14).
+    """
+
     async def scene() -> None:
         run = run_of()
         buffer = m.ReplayBuffer(run.ledger, flow_of(10))
+        version = 3 if run_id == 2 else 5
         before = ids_drawn(run)
         buffer.expect(before)
         buffer.put(groups_of(before, version=3), before, run_id=1)
         after = ids_drawn(run)
         buffer.expect(after)
-        buffer.put(groups_of(after, version=3), after, run_id=2)
-        batch = await asyncio.wait_for(buffer.take(2, version=3), 5)
+        buffer.put(groups_of(after, version), after, run_id)
+        batch = await asyncio.wait_for(buffer.take(run_id, version, first_version=version), 5)
         assert batch.group_ids.unique().tolist() == after
         assert run.ledger.counts["dropped"] == m.Config.batch_groups
-        assert ids_drawn(run) == before
-
-    asyncio.run(scene())
-
-
-def test_groups_of_undone_steps_are_dropped_though_the_trainer_lives() -> None:
-    """A critic was lost: the same trainer has gone back, and its version has not (section 14)."""
-
-    async def scene() -> None:
-        run = run_of()
-        buffer = m.ReplayBuffer(run.ledger, flow_of(max_lag=2))
-        before = ids_drawn(run)
-        buffer.expect(before)
-        buffer.put(groups_of(before, version=57), before, run_id=1)
-        after = ids_drawn(run)
-        buffer.expect(after)
-        buffer.put(groups_of(after, version=59), after, run_id=1)
-        batch = await asyncio.wait_for(buffer.take(1, version=59, first_version=59), 5)
-        assert batch.group_ids.unique().tolist() == after
         assert ids_drawn(run) == before
 
     asyncio.run(scene())
