@@ -8678,7 +8678,7 @@ class RankedWorker(Worker):
         self.meeting_file = ""  # "" until somebody asks for it
 
     async def prepare(self) -> str:
-        """Builds what it trains. Answers with its device."""
+        """Builds what it computes with. Answers with its device."""
         device = device_of(self.cfg, self.place, self.rank)
         torch.set_num_threads(num_threads(self.cfg))
         self.cfg = dataclasses.replace(self.cfg, device=device)
@@ -12514,7 +12514,7 @@ async def run_with_actors(report: Report, seed: int) -> None:
 async def demo_critic(report: Report, cfg: Config) -> None:
     """Compares baselines where a group cannot be had and where it can, and trains with actors."""
     seeds = f"seeds {cfg.seed} to {cfg.seed + 2}"
-    report.say(f"{LONE_STEPS} steps of {LONE_EPISODES} episodes a run, {seeds} (about 20 s)")
+    report.say(f"{LONE_STEPS} steps of {LONE_EPISODES} episodes a run, {seeds} (about 25 s)")
     tell_lone_runs(report, await lone_runs(report, cfg.seed))
     report.say("on `repeat`, and wherever eight answers can be had, a group is better and cheaper")
     await run_with_actors(report, cfg.seed)
@@ -12933,26 +12933,20 @@ class ScoreReply:
     version: int  # of the reward model that gave them
 
 
-class RewardModel(Worker):
-    """Scores answers: a judge with a network.
+class RewardModel(RankedWorker):
+    """Scores answers: a judge with a network, of one rank.
 
     It runs no code of others, so it needs no limit for an episode; but it can be killed as well,
     and then another one scores.
     """
 
-    has_model = True
-
     def __init__(self, place: Place, cfg: Config) -> None:
-        super().__init__(place)
-        self.cfg = cfg
+        super().__init__(place, cfg)
         self.reader: WeightReader | None = None
 
-    async def prepare(self) -> str:
-        """Builds the network. Answers with its device."""
-        device = device_of(self.cfg, self.place, self.rank)
-        torch.set_num_threads(num_threads(self.cfg))
-        self.network = scalar_network(dataclasses.replace(self.cfg, device=device))
-        return device
+    def build(self) -> None:
+        """The network, whose weights it pulls."""
+        self.network = scalar_network(self.cfg)
 
     @endpoint
     async def score(self, request: Packed[ScoreRequest]) -> ScoreReply:
@@ -13475,7 +13469,7 @@ async def held_run(
 )
 async def demo_reward_model(report: Report, cfg: Config) -> None:
     """Trains on a learned reward three times, and watches the true one."""
-    report.say(f"seed {cfg.seed}; a policy that repeats, people who like one a; about 25 s")
+    report.say(f"seed {cfg.seed}; a policy that repeats, people who like one a; about 40 s")
     free = Config(
         task="echo", seed=cfg.seed, steps=REWARD_STEPS, generators=1, reward="model", kl=0.0
     )
