@@ -182,6 +182,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 # so the template must not import it. That is why these functions stand before that import.
 
 TEMPLATE_FLAG = "--template"  # by which a process knows that it is one
+# Environment variables of a process that starts: the file in which it says so, and as what (Starts,
+# in section 5).
+STARTS_FILE = "MONARCH_RL_STARTS_FILE"
+STARTS_NAME = "MONARCH_RL_STARTS_NAME"
+WORKER_MODULE = "monarch._src.actor.bootstrap_main"  # what Monarch runs in each process it starts
 
 # What trainers and generators of the tiny policy need, and mostly those of other models.
 SLOW_IMPORTS = (
@@ -238,13 +243,15 @@ def fork_for(stand_in_id: int, selector: selectors.BaseSelector, lifeline: int) 
     template_id = os.getpid()
     try:
         stand_in = os.pidfd_open(stand_in_id)  # becomes readable when that ends
-    except ProcessLookupError:
+        variables = variables_of(stand_in_id)
+    except (ProcessLookupError, FileNotFoundError):
         return  # it has ended meanwhile
     worker_id = os.fork()
     if worker_id == 0:
         selector.close()
         os.close(lifeline)
-        become_worker(stand_in_id, template_id)
+        become_worker(variables, template_id)
+    note_start(variables, worker_id)
     try:
         worker = os.pidfd_open(worker_id)
     except ProcessLookupError:  # it has ended already
@@ -267,21 +274,37 @@ def end_pair(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> No
         os.close(descriptor)
 
 
-def become_worker(stand_in_id: int, template_id: int) -> None:
-    """In the fork: becomes what Monarch wanted to start. It does not return."""
+def variables_of(process_id: int) -> dict[str, str]:
+    """The environment variables with which a process was started. OSError: it has ended."""
+    found = {}
+    for line in pathlib.Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0"):
+        name, is_one, value = os.fsdecode(line).partition("=")
+        if is_one:
+            found[name] = value
+    return found
+
+
+def note_start(variables: dict[str, str], worker_id: int) -> None:
+    """Writes the worker's id where its owner looks for it, until the worker can answer."""
+    # Without the main process there is no such file, and soon no template either.
+    with contextlib.suppress(OSError), open(variables[STARTS_FILE], "a", encoding="ascii") as file:
+        file.write(f"{variables[STARTS_NAME]} {worker_id}\n")
+
+
+def become_worker(variables: dict[str, str], template_id: int) -> None:
+    """In the fork: becomes what Monarch wanted to start. It does not return.
+
+    variables: of the environment of its stand-in.
+    """
     end_with_parent()
     if os.getppid() != template_id:  # it had ended before
         os._exit(1)
     os.setpgid(0, 0)  # as Monarch does for each process that it starts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    variables = pathlib.Path(f"/proc/{stand_in_id}/environ").read_bytes()
-    for variable in variables.split(b"\0"):
-        name, is_one, value = variable.partition(b"=")
-        if is_one:
-            os.environb[name] = value
+    os.environ.update(variables)
     sys.argv = sys.argv[:1]
-    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+    runpy.run_module(WORKER_MODULE, run_name="__main__", alter_sys=True)
     os._exit(0)
 
 
@@ -1433,7 +1456,8 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #
 # 2. Standstill. A thread in each worker counts a word in shared memory up, ten times a second: the
 # pulse. The owner looks at it four times a second. A process that was stopped, or that gets no
-# memory, does not move it. One that is busy does: Python lets other threads run every 5 ms, and
+# memory, does not move it. (Before a worker can say where its pulse is, its owner looks whether the
+# process was stopped.) One that is busy does: Python lets other threads run every 5 ms, and
 # what computes in C mostly lets go of the GIL, the lock that a thread must hold to run Python.
 # Mostly: to load a file, or to match a regular expression, C code may hold it for many seconds. The
 # pulse is silent then, though the process works. So the owner looks at one more thing, the time for
@@ -1454,6 +1478,9 @@ LEAVING = threading.Event()
 # workers with a model are forks of it. Monarch starts and watches only a shell in place of each,
 # its stand-in. The plumbing at the top of this file draws them; here is what starts them.
 
+# What a shell does first that starts a worker, or stands in for one.
+NOTE_START = f'echo "${STARTS_NAME} $$" >> "${STARTS_FILE}"'
+
 # States of a process, in the letters of the system.
 ENDED = "ZX"
 STOPPED = "T"  # by SIGSTOP
@@ -1462,9 +1489,9 @@ STOPPED = "T"  # by SIGSTOP
 class Template:
     """Starts the process of which workers with a model are forks, and says how to get one."""
 
-    # A shell that tells the template its process id, and waits until it reads the end of the pipe
-    # that the template holds open.
-    STAND_IN = 'echo $$ > "$0" && read nothing < "$1"'
+    # A shell that notes its process id, tells it to the template too, and waits until it reads the
+    # end of the pipe that the template holds open.
+    STAND_IN = f'{NOTE_START} && echo $$ > "$0" && read nothing < "$1"'
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -1478,24 +1505,72 @@ class Template:
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[its_end])
             os.close(its_end)
 
-    def command(self) -> BootstrapCommand | None:
-        """What Monarch is to start, so that the worker is a fork of the template.
-
-        None: there is no template, or it has ended or was stopped. Then workers import for
-        themselves.
-        """
+    def pid(self) -> int | None:
+        """Its process id; None: there is none that could fork, or it has ended or was stopped."""
         if self.process is None:
             return None
         state, *_ = status_of(self.process.pid)
-        if state in ENDED or state == STOPPED:
-            return None
+        return None if state in ENDED or state == STOPPED else self.process.pid
+
+    def arguments(self, pid: int) -> list[str]:
+        """What the shell is to run in place of a worker, so that the worker is a fork of it."""
         # $0 is the standard input of the template, $1 the end of the pipe: both by way of /proc.
-        paths = [f"/proc/{self.process.pid}/fd/0", f"/proc/{os.getpid()}/fd/{self.lifeline}"]
-        # Of the command: its file, another name for it, arguments, environment variables to add.
-        return BootstrapCommand("/bin/sh", None, ["-c", self.STAND_IN, *paths], {})
+        return ["-c", self.STAND_IN, f"/proc/{pid}/fd/0", f"/proc/{os.getpid()}/fd/{self.lifeline}"]
 
 
 TEMPLATE = Template()  # only the main process starts it; elsewhere it stays as it is here
+
+
+class Starts:
+    """The processes of one replica of this host, until they have said where their pulse is.
+
+    Until then its owner could not say which they are, for it is Monarch that starts them. If one
+    was stopped in these first moments, nobody would notice. So each notes its id in a file in
+    memory as the first thing that it does; a stand-in does, and the template for its fork.
+    """
+
+    # A shell that becomes the worker once it has noted its id, which stays the same.
+    ITSELF = f'{NOTE_START}; exec "$0" "$@"'
+
+    def __init__(self, name: str, is_fork: bool) -> None:
+        """name: of the mesh, under which they note their ids.
+
+        is_fork: from the template, if there is one. Else the worker imports for itself.
+        """
+        self.name = name
+        self.template_pid = TEMPLATE.pid() if is_fork else None
+
+    def command(self) -> BootstrapCommand:
+        """What Monarch is to start."""
+        arguments = ["-c", self.ITSELF, sys.executable, "-m", WORKER_MODULE]
+        if self.template_pid is not None:
+            arguments = TEMPLATE.arguments(self.template_pid)
+        variables = {STARTS_FILE: starts_file(), STARTS_NAME: self.name}
+        # Of the command: its file, another name for it, arguments, environment variables to add.
+        return BootstrapCommand("/bin/sh", None, arguments, variables)
+
+    def pids(self) -> list[int]:
+        """Those that have begun. The last line may be half-written still."""
+        *lines, _ = pathlib.Path(starts_file()).read_text(encoding="ascii").split("\n")
+        notes = [line.split() for line in lines]
+        return [int(pid) for name, pid in notes if name == self.name]
+
+    def is_held_up(self) -> bool:
+        """Was one of them stopped, or the template, which is to make one?"""
+        pids = self.pids()
+        if self.template_pid is not None:
+            pids.append(self.template_pid)
+        return any(status_of(pid)[0] == STOPPED for pid in pids)
+
+
+@functools.cache
+def starts_file() -> str:
+    """The path of the file in which all of them note their ids: of this process, while it lives.
+
+    It is one for all, with some 40 bytes for each start. One for each would have to be closed, and
+    a process that comes late would write into whatever has the same number then.
+    """
+    return unnamed_file("starts")
 
 
 class Host:
@@ -1523,14 +1598,11 @@ class Host:
         """Workers with a model will be started here: what they import is imported from now on."""
         TEMPLATE.start()
 
-    async def spawn(self, name: str, num_ranks: int, has_model: bool = False) -> ProcMesh:
-        """Starts processes, one for each rank, in a mesh of this name.
-
-        has_model: they need torch and transformers; so they are forks, if there is a template.
-        """
-        command = TEMPLATE.command() if has_model else None
+    async def spawn(self, starts: Starts, num_ranks: int) -> ProcMesh:
+        """Starts processes, one for each rank, in a mesh of that name."""
         shape = {"rank": num_ranks}
-        return this_host().spawn_procs(per_host=shape, name=name, bootstrap_command=command)
+        command = starts.command()
+        return this_host().spawn_procs(per_host=shape, name=starts.name, bootstrap_command=command)
 
     def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
         """Calls back, in this event loop and with the reason, when one of these processes ends.
@@ -1752,8 +1824,9 @@ class Loss:
     """That a replica was lost."""
 
     replica_id: int
-    # "died", "stood still", "made no progress", "kept raising", "host lost", "setup too slow",
-    # "setup failed: ...", or "taken away" (section 6: on purpose, so it counts as no loss)
+    # "died", "stood still", "made no progress", "kept raising", "host lost", "did not start",
+    # "setup too slow", "setup failed: ...", or "taken away" (section 6: on purpose, so it counts as
+    # no loss)
     why: str
     noticed_s: float  # seconds since 1970, by the clock of this host
     replaced_s: float | None = None  # when the next one was ready; None: not yet
@@ -1799,16 +1872,18 @@ class Replica:
         host: Host,
         procs: ProcMesh,
         actor: Any,
-        name: str,
+        starts: Starts,
     ) -> None:
         self.place = place
         self.host = host
         self.host_life = host.life()  # in which it was started
         self.procs = procs
         self.actor = actor  # a reference to the worker
-        self.name = name  # of its mesh: in Monarch's failures this tells whose they are
+        self.name = starts.name  # of its mesh: in Monarch's failures this tells whose they are
+        self.starts = starts
         self.pids: list[int] = []  # of its ranks; known when they run
         self.watches: list[Watch] = []  # the same
+        self.num_held_up = 0  # looks in a row, before they run, at which one of them was stopped
         self.num_fruitless = 0  # looks in a row at which it had requests, and got nothing done
         self.answers: list[Any] = []  # of setup, one per rank; empty until it is ready
         # Becomes a Loss when it is lost, and so wakes everybody who waits for this replica.
@@ -1856,6 +1931,7 @@ class Replica:
         """Looks at its processes once, and loses it if one is ill. spec: has the limits."""
         if self.host.life() != self.host_life:
             self.lose("host lost")  # mechanism: host lost
+        self._look_at_start(spec)
         is_news = False
         has_moved = False
         for watch in self.watches:
@@ -1875,6 +1951,13 @@ class Replica:
         # More than the limit, for a request may have come right before the first of these looks.
         if self.num_fruitless > num_looks(spec.stuck_after_s):  # mechanism: endless work
             self.lose("made no progress")
+
+    def _look_at_start(self, spec: ServiceSpec) -> None:
+        """Before it has said where its pulse is, only that one was stopped can be seen."""
+        is_held_up = not self.watches and self.starts.is_held_up()
+        self.num_held_up = self.num_held_up + 1 if is_held_up else 0
+        if self.num_held_up >= num_looks(spec.standstill_s):  # mechanism: held up
+            self.lose("stood still")
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -1908,10 +1991,13 @@ class Replica:
         """Ends its processes, which takes milliseconds. TimeoutError: it took END_WITHIN_S.
 
         By SIGKILL: a polite end takes Python a second or two, and what stands still would never end
-        politely. Before its process ids are known only Monarch's own, polite end is left.
+        politely. On another host, before its process ids are known, only Monarch's own, polite end
+        is left.
         """
         if self.host.life() != self.host_life:
             return  # its processes ended with that life of their host
+        if not self.watches:
+            kill(self.starts.pids())
         self.send_signal(signal.SIGKILL)
         # The system may soon give these numbers to other processes, which nobody must kill.
         self.pids = []
@@ -1993,30 +2079,39 @@ class Supervisor(Actor):
         place = self.spec.place(replica_id)
         host = self.spec.hosts[place.host]
         name = f"{self.spec.name}_{replica_id}_{time.monotonic_ns()}"
-        has_model = self.spec.replica_class.has_model
-        procs = await host.spawn(name, self.spec.num_ranks, has_model)
+        starts = Starts(name, self.spec.replica_class.has_model)
+        procs = await host.spawn(starts, self.spec.num_ranks)
         actor = procs.spawn(name, self.spec.replica_class, place, *self.spec.args)
-        new = Replica(place, host, procs, actor, name)
+        new = Replica(place, host, procs, actor, starts)
         self.replicas[replica_id] = new
-        # 3. Its first answers.
-        try:
-            await asyncio.wait_for(self._set_up(new), self.spec.setup_deadline_s)
-        except asyncio.TimeoutError:
-            new.lose("setup too slow")
-            raise ReplicaLost(f"{name}: it did not start, or was not set up in time") from None
-        return new
-
-    async def _set_up(self, new: Replica) -> None:
-        """Waits for its first answers.
-
-        That to "find_pulse" says that it runs, so from here on it is watched. That to "setup" says
-        that it is ready.
-        """
         if self.looking is None or self.looking.done():
             self.looking = asyncio.ensure_future(self._look())
-        pulses = await asyncio.wait_for(self._call(new, "find_pulse", ()), self.START_WITHIN_S)
+        # 3. Its first answers: it runs; it is ready.
+        await self._within(self.START_WITHIN_S, self._find(new), new, "did not start")
+        await self._within(self.spec.setup_deadline_s, self._set_up(new), new, "setup too slow")
+        return new
+
+    async def _within(
+        self, limit_s: float, first_answer: Awaitable[None], new: Replica, why: str
+    ) -> None:
+        """Waits for one of its first answers. If that takes too long it is lost, and says why."""
+        try:
+            await asyncio.wait_for(first_answer, limit_s)
+        except asyncio.TimeoutError:
+            new.lose(why)
+            raise ReplicaLost(f"{new.name}: {why}") from None
+
+    async def _find(self, new: Replica) -> None:
+        """Waits until it says where its pulse is. From then on its processes are watched by that.
+
+        Whoever was stopped before shows in what it noted first (Starts).
+        """
+        pulses = await self._call(new, "find_pulse", ())
         new.runs_in(pulses)
         new.host.watch(pulses, new.lose)
+
+    async def _set_up(self, new: Replica) -> None:
+        """Waits until it is ready."""
         store = await telemetry()
         new.has_set_up(await self._call(new, "setup", (store,)))
 
@@ -13681,12 +13776,16 @@ class RemoteHost(Host):
     def expect_models(self) -> None:
         """There is no template: workers there import for themselves."""
 
-    async def spawn(self, name: str, num_ranks: int, has_model: bool = False) -> ProcMesh:
-        """Starts processes there, when the host is here."""
+    async def spawn(self, starts: Starts, num_ranks: int) -> ProcMesh:
+        """Starts processes there, when the host is here.
+
+        They import for themselves, and note their ids nowhere: one that is stopped before it can
+        answer is given up after START_WITHIN_S.
+        """
         while not self.is_here():
             await asyncio.sleep(BEAT_S)
         mesh = attach_to_workers(ca="trust_all_connections", workers=[self.life()])
-        return mesh.spawn_procs(per_host={"rank": num_ranks}, name=name)
+        return mesh.spawn_procs(per_host={"rank": num_ranks}, name=starts.name)
 
     def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
         """Asks the worker there for the signs of these processes.

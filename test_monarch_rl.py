@@ -9072,7 +9072,7 @@ async def diagnosis(
     """
     host = SeenHost(list(looks))
     place = m.Place(service="seen", replica_id=0)
-    replica = m.Replica(place, host, mock.Mock(), mock.Mock(), "seen")
+    replica = m.Replica(place, host, mock.Mock(), mock.Mock(), m.Starts("seen", is_fork=False))
     replica.runs_in([NOBODY] * num_ranks)
     if is_ready:
         replica.has_set_up(["here"])
@@ -9125,6 +9125,25 @@ def test_who_has_no_request_need_not_get_on() -> None:
     assert asyncio.run(diagnosis([seen() for _ in MOVING], num_in_flight=0)) == "stood still 4"
 
 
+async def start_that_was_held_up(looks: list[bool]) -> str:
+    """What an owner says of a replica that has not answered yet, after how many of these looks."""
+    starts = mock.Mock()
+    starts.is_held_up.side_effect = looks
+    place = m.Place(service="seen", replica_id=0)
+    replica = m.Replica(place, m.Host(), mock.Mock(), mock.Mock(), starts)
+    for number in range(len(looks)):
+        replica.look(roots_spec(standstill_s=1.0))
+        if replica.lost.done():
+            return f"{replica.lost.result().why} {number}"
+    return ""
+
+
+def test_who_is_stopped_while_it_starts_stands_still_too() -> None:
+    assert asyncio.run(start_that_was_held_up([False] * 40)) == ""
+    assert asyncio.run(start_that_was_held_up([True, True, True, False] * 10)) == ""
+    assert asyncio.run(start_that_was_held_up([False] + [True] * 9)) == "stood still 4"
+
+
 def test_one_rank_that_gets_on_is_enough() -> None:
     """The looks of both ranks take turns: the second waits for the first all the time."""
     looks: list[m.Signs | None] = []
@@ -9141,7 +9160,7 @@ async def time_in_the_queue() -> bool:
     """Is a replica lost that answers one request after the other, each within the limit?"""
     host = SeenHost([seen(beats=i) for i in range(100)])
     place = m.Place(service="seen", replica_id=0)
-    replica = m.Replica(place, host, mock.Mock(), mock.Mock(), "seen")
+    replica = m.Replica(place, host, mock.Mock(), mock.Mock(), m.Starts("seen", is_fork=False))
     replica.runs_in([NOBODY])
     replica.has_set_up(["here"])
     spec = roots_spec(standstill_s=1.0, stuck_after_s=2.0)
@@ -9320,10 +9339,10 @@ class LateHost(m.Host):
 class FullHost(m.Host):
     """A host on which nothing can be started while that is told."""
 
-    async def spawn(self, name: str, num_ranks: int, has_model: bool = False) -> Any:
+    async def spawn(self, starts: m.Starts, num_ranks: int) -> Any:
         if what_goes_wrong() == "the host is full":
             raise OSError("no process")
-        return await super().spawn(name, num_ranks, has_model)
+        return await super().spawn(starts, num_ranks)
 
 
 class Moody(m.Roots):
@@ -9464,6 +9483,62 @@ async def errors_scene() -> dict[str, Any]:
     return found
 
 
+class RootsOfAModel(m.Roots):
+    """A worker that is a fork of the template."""
+
+    has_model = True
+
+
+async def stop_when_it_starts(number: int) -> int:
+    """Stops the process that is the first, the second, ... to note that it starts; its id."""
+    while True:
+        lines = pathlib.Path(m.starts_file()).read_text().splitlines()
+        if len(lines) > number:
+            pid = int(lines[number].split()[1])
+            m.kill([pid], signal.SIGSTOP)
+            return pid
+        await asyncio.sleep(0.001)
+
+
+class StoppedTemplate(m.Template):
+    """It is stopped when somebody is about to wait for its fork."""
+
+    def arguments(self, pid: int) -> list[str]:
+        m.kill([pid], signal.SIGSTOP)
+        return super().arguments(pid)
+
+
+async def held_up_scene() -> dict[str, Any]:
+    """A process is stopped before it could say where its pulse is, of each kind that there is."""
+    found: dict[str, Any] = {}
+    stopped: list[int] = []
+
+    async def start(victim: str, replica_class: type[m.Worker], number: int | None) -> None:
+        """number: of the note by which the victim is known; None: it is stopped already."""
+        num_noted = len(pathlib.Path(m.starts_file()).read_text().splitlines())
+        service = m.Service(roots_spec(replica_class=replica_class, num_replicas=1))
+        starting = asyncio.ensure_future(service.start())
+        if number is not None:
+            stopped.append(await stop_when_it_starts(num_noted + number))
+        await asyncio.wait({starting}, timeout=60)
+        found[victim] = "did not start"
+        if starting.done():
+            found[victim] = await service.route(m.Roots.root, 4)
+        await service.close()
+
+    await start("itself", m.Roots, 0)
+    with mock.patch.object(m, "TEMPLATE", StoppedTemplate()):
+        m.Host().expect_models()
+        template = m.TEMPLATE.pid()
+        assert template is not None
+        await start("template", RootsOfAModel, None)
+        m.kill([template], signal.SIGCONT)
+    m.Host().expect_models()
+    await start("fork", RootsOfAModel, 1)
+    found["alive"] = [m.is_alive(pid) for pid in [*stopped, template]]
+    return found
+
+
 class Resized:
     """A service whose size changes, and what became of its replicas and requests."""
 
@@ -9588,6 +9663,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         yield {
             "late_answer": threads.submit(play_one, "late_answer"),
             "errors": threads.submit(play_one, "errors"),
+            "held_up": threads.submit(play_one, "held_up"),
             "resize": threads.submit(play_one, "resize"),
             "hasty": threads.submit(play_one, "shrink", hasty),
             "toil": threads.submit(play_one, toil),
@@ -9653,6 +9729,17 @@ def test_a_first_replica_that_is_lost_is_made_again_and_not_for_ever(
     assert found["unlucky"] == 2.0
     assert found["short-lived"]["type"] == "ReplicaLost"
     assert found["deaths"] == m.ReplicaKeeper.MAX_LOST_AT_FIRST
+
+
+def test_who_is_stopped_before_it_could_answer_is_started_again(played: Played) -> None:
+    """Nobody else knows its process then. The template is not killed: its other forks need it."""
+    found = played["held_up"].result()
+    assert found == {
+        "itself": 2.0,
+        "template": 2.0,
+        "fork": 2.0,
+        "alive": [False, False, True],
+    }
 
 
 def test_replicas_come_and_go_and_no_request_fails(service_scenes: dict[str, Any]) -> None:
@@ -10320,6 +10407,7 @@ async def reward_scene() -> dict[str, Any]:
 SCENES: dict[str, Callable[..., Any]] = {
     "late_answer": late_answer_scene,
     "errors": errors_scene,
+    "held_up": held_up_scene,
     "resize": resize_scene,
     "shrink": shrink_scene,
     "chaos": chaos_scene,
