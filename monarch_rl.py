@@ -1552,7 +1552,7 @@ class Starts:
     def pids(self) -> list[int]:
         """Those that have begun. The last line may be half-written still."""
         *lines, _ = pathlib.Path(starts_file()).read_text(encoding="ascii").split("\n")
-        notes = [line.split() for line in lines]
+        notes = [line.rsplit(" ", 1) for line in lines]  # a name may have spaces
         return [int(pid) for name, pid in notes if name == self.name]
 
     def is_held_up(self) -> bool:

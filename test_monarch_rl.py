@@ -9144,6 +9144,17 @@ def test_who_is_stopped_while_it_starts_stands_still_too() -> None:
     assert asyncio.run(start_that_was_held_up([False] + [True] * 9)) == "stood still 4"
 
 
+def test_notes_of_those_who_start_are_told_apart() -> None:
+    """Names of services may have spaces, and a note may be half-written still."""
+    notes = [f"hanging judge_0_1 {os.getpid()}", f"judge_0_1 {os.getppid()}", "hanging judge_0_1 99"]
+    with open(m.starts_file(), "a", encoding="ascii") as file:
+        file.write("\n".join(notes))
+    assert m.Starts("hanging judge_0_1", is_fork=False).pids() == [os.getpid()]
+    assert m.Starts("judge_0_1", is_fork=False).pids() == [os.getppid()]
+    with open(m.starts_file(), "a", encoding="ascii") as file:
+        file.write("\n")  # it is one file for all tests of this process
+
+
 def test_one_rank_that_gets_on_is_enough() -> None:
     """The looks of both ranks take turns: the second waits for the first all the time."""
     looks: list[m.Signs | None] = []
