@@ -5044,22 +5044,33 @@ def test_tied_weights_and_buffers_arrive_as_such() -> None:
 
 
 # -- the lease protocol, in a model of the processor -----------------------------------------------
-# The hardware shows a missing fence so rarely that no test can wait for it. So here the real code
-# of Arena.lease and of WeightWriter._copy (free_slot, the writing, commit) runs on a model of what
-# x86-64 promises, and every order of events that the model allows is tried.
+# The hardware shows a missing fence so rarely that no test can wait for it, and an emulated Arm on
+# x86-64 never shows what only Arm reorders. So here the real code of Arena.lease and of
+# WeightWriter._copy (free_slot, the writing, commit) runs on models of what both processors
+# promise, and every order of events that a model allows is tried.
 #
-# The model (x86-TSO: Sewell and others, 2010). There are two sides, a reader and a writer. A store
-# does not go to memory: it goes to the end of a buffer that its side alone can see. At any moment
-# the oldest store of a buffer may reach memory; that is an event of its own, here called a drain. A
-# load takes the newest store of the same place in its own buffer, and if there is none it takes
-# what is in memory. Taking a lock waits until the own buffer is empty: that is what a fence does.
+# There are sides, a reader and a writer. Each has accesses to memory under way, which it has begun
+# and which have not taken effect yet. Of the lock that makes a fence, taking it is an "acquire" and
+# giving it back a "release": what else a lock does, nobody here needs.
 #
-# How every order is tried. The next access of a side to memory depends only on what its loads have
-# returned so far. So a moment of the whole system is: what is in memory, what is in both buffers,
-# and which answers each side has had. From such a moment there are at most four ways on: one side
-# makes its next access, or one buffer drains. Which access is the next one is found by running the
-# real code again from its beginning: it is given the answers that it had, and stopped at the first
-# access that has none. `explore` follows all ways from all moments, and each moment once.
+# x86-64 (x86-TSO: Sewell and others, 2010). Stores are under way, in a buffer that the side alone
+# can see, and at any moment the oldest one may reach memory. A load takes effect at once: it takes
+# the newest store of the same place in the own buffer, and if there is none what is in memory. An
+# acquire waits until the own buffer is empty; a release does nothing.
+#
+# Arm (the rules of aarch64.cat, Deacon and others, for these kinds of access). Loads are under way,
+# too, and whatever is under way may take effect before what was begun earlier, but for what `holds`
+# says. A side goes on beyond a load that has not taken effect: the code needs an answer, so it gets
+# one of all that might come, and the load can take effect only when just that is in memory. (A
+# processor guesses likewise, and goes back if it was wrong. Here such a way ends, and what was
+# found on it counts for nothing.)
+#
+# How every order is tried. The next access of a side depends only on what its loads were answered
+# so far. So a moment of the whole system is: what is in memory, what is under way, and which
+# answers each side has had. From there one side begins its next access, or one access takes effect.
+# Which access is the next one is found by running the real code again from its beginning: it is
+# given the answers that it had, and stopped at the first access that has none. `explore` follows
+# all ways from all moments, and each moment once.
 
 NUM_CELLS = 2  # of a slot: enough to be half written
 NUM_LEASES = 2  # that the reader takes, one after the other
@@ -5067,6 +5078,7 @@ NUM_VERSIONS = 3  # that the writer publishes, after version 0, which is in slot
 FIRST_CELL = m.Arena.LEASES + 1  # behind the words of an arena with one reader
 READER = 0
 WRITER = 1
+NAMES = ("reader", "writer")
 
 # What stands in Arena.lease instead of a mechanism of the file, if that is taken away.
 MISSING = {
@@ -5080,17 +5092,36 @@ MISSING = {
 class Access:
     """What a side is about to do to memory."""
 
-    kind: str  # "load", "store" or "fence"
+    kind: str  # "load", "store", "acquire" or "release"
     place: int = 0
-    value: int = 0  # of a store
+    value: int = 0  # of a store; of a load that is under way, with what it was answered
+
+    def is_of_lock(self) -> bool:
+        return self.kind in ("acquire", "release")
 
     def in_words(self) -> str:
         """Such as "store of 1025 in word 0"."""
-        if self.kind == "fence":
+        if self.is_of_lock():
             return self.kind
         slot, cell = divmod(self.place - FIRST_CELL, NUM_CELLS)
         where = f"word {self.place}" if slot < 0 else f"cell {cell} of slot {slot}"
         return f"load of {where}" if self.kind == "load" else f"store of {self.value} in {where}"
+
+    def holds(self, later: Access) -> bool:
+        """On Arm: must this take effect before that later access of the same side?"""
+        # Before nothing that follows an acquire, behind nothing before a release, and a release
+        # stays before an acquire that follows.
+        if self.kind == "acquire" or later.kind == "release":
+            return True
+        if self.is_of_lock() or later.is_of_lock():
+            return self.kind == "release" and later.kind == "acquire"
+        # Those of one place stay in order; but a load may take its value from a store under way.
+        if self.place == later.place:
+            return not (self.kind == "store" and later.kind == "load")
+        # No store may be seen while it may turn out that it should not have been made. What a word
+        # of the arena holds decides what the code does next. What a slot holds decides nothing: it
+        # goes into sums.
+        return self.kind == "load" and self.place < FIRST_CELL and later.kind == "store"
 
 
 class NotAnswered(BaseException):
@@ -5123,10 +5154,10 @@ class Replay:
         self.answer_to(Access(kind="store", place=place, value=value))
 
     def __enter__(self) -> None:
-        self.answer_to(Access(kind="fence"))
+        self.answer_to(Access(kind="acquire"))
 
     def __exit__(self, *error: Any) -> None:
-        """Giving a lock back is an ordinary store, of which this protocol makes no use."""
+        self.answer_to(Access(kind="release"))
 
 
 @dataclass(frozen=True)
@@ -5214,8 +5245,8 @@ class Moment:
     """A moment of the whole system. The pairs are (of the reader, of the writer)."""
 
     memory: tuple[int, ...]
-    buffers: tuple[tuple[Access, ...], tuple[Access, ...]]  # stores, the oldest first
-    answers: tuple[tuple[int, ...], tuple[int, ...]]
+    under_way: tuple[tuple[Access, ...], ...]  # in the order of the program
+    answers: tuple[tuple[int, ...], ...]
 
 
 def first_moment() -> Moment:
@@ -5226,7 +5257,7 @@ def first_moment() -> Moment:
     memory[m.Arena.LATEST] = 0
     return Moment(
         memory=tuple(memory),
-        buffers=((), ()),
+        under_way=((), ()),
         answers=((), ()),
     )
 
@@ -5239,37 +5270,126 @@ def with_item(
     return (*items[:at], item, *items[at + 1 :])
 
 
-def drained(moment: Moment, side: int) -> Moment:
-    """The oldest store in the buffer of this side reaches memory."""
-    store, *others = moment.buffers[side]
-    return dataclasses.replace(
-        moment,
-        memory=with_item(moment.memory, store.place, store.value),
-        buffers=with_item(moment.buffers, side, tuple(others)),
-    )
-
-
-def accessed(
+def loaded(
     moment: Moment,
     side: int,
-    access: Access,
+    place: int,
+    earlier: Sequence[Access],
+) -> int:
+    """What a load finds: of this side's earlier stores that are under way the newest, or memory."""
+    value = moment.memory[place]
+    for access in earlier:
+        if access.kind == "store" and access.place == place:
+            value = access.value
+    return value
+
+
+def begun(
+    moment: Moment,
+    side: int,
+    answer: int = 0,
+    under_way: Access | None = None,
 ) -> Moment:
-    """Lets this side make its next access to memory, and get an answer."""
-    buffer = moment.buffers[side]
-    answer = 0
-    if access.kind == "load":
-        answer = moment.memory[access.place]
-        for store in buffer:  # the newest of that place counts
-            if store.place == access.place:
-                answer = store.value
-    if access.kind == "store":
-        buffer = (*buffer, access)
+    """This side's next access got its answer, and is under way if it is given here."""
+    accesses = moment.under_way[side]
+    if under_way is not None:
+        accesses = (*accesses, under_way)
     answers = (*moment.answers[side], answer)
     return dataclasses.replace(
         moment,
-        buffers=with_item(moment.buffers, side, buffer),
+        under_way=with_item(moment.under_way, side, accesses),
         answers=with_item(moment.answers, side, answers),
     )
+
+
+def done(moment: Moment, side: int, at: int) -> Moment:
+    """An access of this side that was under way takes effect."""
+    accesses = moment.under_way[side]
+    access = accesses[at]
+    memory = moment.memory
+    if access.kind == "store":
+        memory = with_item(memory, access.place, access.value)
+    return dataclasses.replace(
+        moment,
+        memory=memory,
+        under_way=with_item(moment.under_way, side, accesses[:at] + accesses[at + 1 :]),
+    )
+
+
+Ways = Iterator[tuple[str, Moment]]  # an event that may come next, in words, and the moment then
+
+
+class X86:
+    """What x86-64 may do next."""
+
+    # Which values were on their way to which places, and from whom. Not needed here.
+    stored: ClassVar[set[tuple[int, int, int]]] = set()
+
+    def ways_on(self, moment: Moment, pauses: Sequence[Pause]) -> Ways:
+        for side, pause in enumerate(pauses):
+            stores = moment.under_way[side]
+            access = pause.access
+            if stores:
+                yield f"{NAMES[side]}: {stores[0].in_words()} takes effect", done(moment, side, 0)
+            if access is None or (access.kind == "acquire" and stores):
+                continue
+            what = f"{NAMES[side]}: {access.in_words()}"
+            if access.kind == "store":
+                yield what, begun(moment, side, under_way=access)
+            elif access.kind == "load":
+                yield what, begun(moment, side, loaded(moment, side, access.place, stores))
+            else:
+                yield what, begun(moment, side)
+
+
+class Arm:
+    """What an Arm processor may do next."""
+
+    # So many accesses of a side are under way at most. Those of the lock count as well: with fewer
+    # than this no access could pass the lock, with more the ways are more than can be tried.
+    WINDOW = 6
+
+    def __init__(self) -> None:
+        self.stored: set[tuple[int, int, int]] = set()  # (side, place, value)
+
+    def ways_on(self, moment: Moment, pauses: Sequence[Pause]) -> Ways:
+        for side, pause in enumerate(pauses):
+            yield from self._effects(moment, side)
+            access = pause.access
+            accesses = moment.under_way[side]
+            # Behind an acquire that waits nothing can take effect, so nothing need be begun.
+            waits = any(one.kind == "acquire" for one in accesses)
+            if access is None or waits or len(accesses) == self.WINDOW:
+                continue
+            what = f"{NAMES[side]}: {access.in_words()} begins"
+            if access.kind == "load":
+                for value in self._answers(moment, side, access.place):
+                    load = dataclasses.replace(access, value=value)
+                    yield f"{what}, with {value}", begun(moment, side, value, load)
+                continue
+            if access.kind == "store":
+                self.stored.add((side, access.place, access.value))
+            yield what, begun(moment, side, under_way=access)
+
+    def _effects(self, moment: Moment, side: int) -> Ways:
+        """What is under way, and nothing before it holds it."""
+        accesses = moment.under_way[side]
+        for at, access in enumerate(accesses):
+            earlier = accesses[:at]
+            if any(one.holds(access) for one in earlier):
+                continue
+            is_load = access.kind == "load"
+            if is_load and loaded(moment, side, access.place, earlier) != access.value:
+                continue
+            yield f"{NAMES[side]}: {access.in_words()} takes effect", done(moment, side, at)
+
+    def _answers(self, moment: Moment, side: int, place: int) -> set[int]:
+        """What a load may find until it takes effect."""
+        found = {loaded(moment, side, place, moment.under_way[side])}
+        for other, where, value in self.stored:
+            if other != side and where == place:
+                found.add(value)
+        return found
 
 
 # For each moment that was found: the event that has led to it, and the moment before that.
@@ -5287,19 +5407,6 @@ class Explored:
     schedule: list[str] = field(default_factory=list)  # the shortest way to the violation
 
 
-def ways_on(moment: Moment, pauses: Sequence[Pause]) -> Iterator[tuple[str, Moment]]:
-    """Every event that may come next, in words, and the moment after it."""
-    for side, name in ((READER, "reader"), (WRITER, "writer")):
-        buffer = moment.buffers[side]
-        access = pauses[side].access
-        if buffer:
-            oldest = buffer[0]
-            yield f"{name}: {oldest.in_words()} reaches memory", drained(moment, side)
-        must_wait = access is not None and access.kind == "fence" and buffer
-        if access is not None and not must_wait:
-            yield f"{name}: {access.in_words()}", accessed(moment, side, access)
-
-
 Rule = Callable[[Moment, Sequence[Pause]], str]  # says what is wrong in a moment; "": nothing is
 
 
@@ -5313,7 +5420,7 @@ def written_in(moment: Moment, pauses: Sequence[Pause]) -> str:
     held = pauses[READER].holds
     if held is None:
         return ""
-    on_their_way = list(moment.buffers[WRITER])
+    on_their_way = list(moment.under_way[WRITER])
     following = pauses[WRITER].access
     if following is not None and following.kind == "store":
         on_their_way.append(following)
@@ -5323,8 +5430,29 @@ def written_in(moment: Moment, pauses: Sequence[Pause]) -> str:
     return ""
 
 
-def explore(sides: Sequence[ModelSide], rules: Sequence[Rule]) -> Explored:
-    """Tries every order of events, those with the fewest events first, until a rule is broken."""
+def explore(
+    sides: Sequence[ModelSide],
+    rules: Sequence[Rule],
+    processor: X86 | Arm | None = None,
+) -> Explored:
+    """Tries every order of events, those with the fewest events first, until a rule is broken.
+
+    processor: x86-64 if none is given. Which answers a load may get on Arm is known when all stores
+    are known that may ever be made, so there it is done again until no other store turns up.
+    """
+    processor = processor or X86()
+    while True:
+        num_stored = len(processor.stored)
+        found = explore_once(sides, rules, processor)
+        if found.violation or len(processor.stored) == num_stored:
+            return found
+
+
+def explore_once(
+    sides: Sequence[ModelSide],
+    rules: Sequence[Rule],
+    processor: X86 | Arm,
+) -> Explored:
     found = Explored()
     first = first_moment()
     came_from: CameFrom = {first: ("", None)}
@@ -5334,13 +5462,15 @@ def explore(sides: Sequence[ModelSide], rules: Sequence[Rule]) -> Explored:
         pairs = zip(sides, moment.answers, strict=True)
         pauses = [side.after(answers) for side, answers in pairs]
         found.num_moments += 1
-        found.violation = "".join(rule(moment, pauses) for rule in rules)
+        under_way = [access for accesses in moment.under_way for access in accesses]
+        if not any(access.kind == "load" for access in under_way):  # all answers were right
+            found.violation = "".join(rule(moment, pauses) for rule in rules)
         if found.violation:
             found.schedule = way_to(moment, came_from)
             return found
-        if all(pause.access is None for pause in pauses):
+        if not under_way and all(pause.access is None for pause in pauses):
             found.lengths.add(len(moment.answers[READER]))
-        for what, following in ways_on(moment, pauses):
+        for what, following in processor.ways_on(moment, pauses):
             if following not in came_from:
                 came_from[following] = (what, moment)
                 waiting.append(following)
