@@ -26,6 +26,7 @@ import io
 import itertools
 import json
 import math
+import mmap
 import multiprocessing
 import os
 import pathlib
@@ -4796,14 +4797,16 @@ def test_lease_goes_round_again_when_a_version_comes_in_between() -> None:
     reader = first_reader(writer, two_tensors())
     publish(writer, 1)
     announced = []
+    announce = reader.arena.announce
 
-    def fence() -> None:
-        """Runs between the announcement and the second look."""
+    def announce_slowly(reader_id: int, slot: int) -> None:
+        """A version comes between the announcement and the second look."""
+        announce(reader_id, slot)
         announced.append(leased_slot(reader.arena))
         if len(announced) == 1:
             publish(writer, 2)
 
-    replace_method(reader.arena, "fence", fence)
+    replace_method(reader.arena, "announce", announce_slowly)
     assert reader.pull() == 2
     assert announced == [0, 1]
     assert holds(reader, 2)
@@ -5075,17 +5078,35 @@ def test_tied_weights_and_buffers_arrive_as_such() -> None:
 NUM_CELLS = 2  # of a slot: enough to be half written
 NUM_LEASES = 2  # that the reader takes, one after the other
 NUM_VERSIONS = 3  # that the writer publishes, after version 0, which is in slot 0
-FIRST_CELL = m.Arena.LEASES + 1  # behind the words of an arena with one reader
+# The words of an arena with one reader, then those of two ranks; behind them lie the cells.
+FIRST_RANK_WORD = m.Arena.LEASES + 1
+FIRST_CELL = FIRST_RANK_WORD + 2
 READER = 0
 WRITER = 1
-NAMES = ("reader", "writer")
+NAMES = ("reader", "writer", "second rank")
 
-# What stands in Arena.lease instead of a mechanism of the file, if that is taken away.
+# What stands in Arena.lease and Arena.put instead of a mechanism, if that is taken away.
 MISSING = {
     "announce": "pass",
-    "fence of the reader": "pass",
+    "fence behind a word": "pass",
     "look again": "if True:",
 }
+# The same, of what only Arm needs.
+MISSING_ON_ARM = {
+    "fence before a word": "pass",
+    "twice": "for _ in range(1):",
+}
+
+
+@pytest.fixture
+def few_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer versions and cells, for Arm has many more orders.
+
+    A slot of one cell is torn if it is not of the version that the lease named, and with two
+    versions the writer comes back to the slot of the first one.
+    """
+    monkeypatch.setattr(sys.modules[__name__], "NUM_CELLS", 1)
+    monkeypatch.setattr(sys.modules[__name__], "NUM_VERSIONS", 2)
 
 
 @dataclass(frozen=True)
@@ -5095,6 +5116,7 @@ class Access:
     kind: str  # "load", "store", "acquire" or "release"
     place: int = 0
     value: int = 0  # of a store; of a load that is under way, with what it was answered
+    least: int | None = None  # of a load in a loop, which ends when it finds so much
 
     def is_of_lock(self) -> bool:
         return self.kind in ("acquire", "release")
@@ -5131,6 +5153,12 @@ class NotAnswered(BaseException):
         self.access = access
 
 
+def place_of(word: int) -> int:
+    """Where it lies in the memory of the model: the last words of an arena are those of ranks."""
+    rank = m.Arena.NUM_WORDS - 1 - word
+    return FIRST_RANK_WORD + rank if rank < 2 else word
+
+
 class Replay:
     """One side's run of the real code, from its beginning, with the answers that it has had.
 
@@ -5148,10 +5176,14 @@ class Replay:
         return self.answers.pop()
 
     def __getitem__(self, place: int) -> int:
-        return self.answer_to(Access(kind="load", place=place))
+        return self.answer_to(Access(kind="load", place=place_of(place)))
 
     def __setitem__(self, place: int, value: int) -> None:
-        self.answer_to(Access(kind="store", place=place, value=value))
+        self.answer_to(Access(kind="store", place=place_of(place), value=value))
+
+    def wait_until(self, arena: Any, word: int, least: int) -> int:
+        """For the function of that name: of all its looks the last one, which ends it."""
+        return self.answer_to(Access(kind="load", place=place_of(word), least=least))
 
     def __enter__(self) -> None:
         self.answer_to(Access(kind="acquire"))
@@ -5202,11 +5234,11 @@ def cells_of(slot: int) -> range:
     return range(first, first + NUM_CELLS)
 
 
-def model_reader(arena: Any) -> ModelSide:
+def model_reader(arena: Any, num_leases: int = NUM_LEASES) -> ModelSide:
     """Takes leases, and reads the slot each time. It gives up a lease by asking for the next."""
 
     def program(replay: Replay) -> None:
-        for _ in range(NUM_LEASES):
+        for _ in range(num_leases):
             version, slot = arena.lease(0)
             replay.holds = slot
             for cell in cells_of(slot):
@@ -5232,9 +5264,12 @@ def model_writer(writer: Any) -> ModelSide:
     return ModelSide(writer.arena, program)
 
 
-def model_of(module: Any) -> list[ModelSide]:
-    """Both sides, with the code of this module. Each has an arena of its own, as in a process."""
-    writer = module.WeightWriter(two_tensors(), num_readers=1)
+def model_of(module: Any, module_of_writer: Any = None) -> list[ModelSide]:
+    """Both sides, with the code of this module. Each has an arena of its own, as in a process.
+
+    module_of_writer: if the writer is to have the code of another one.
+    """
+    writer = (module_of_writer or module).WeightWriter(two_tensors(), num_readers=1)
     handle = writer.arena.handle
     reader_arena = module.Arena(handle, handle.descriptor)
     return [model_reader(reader_arena), model_writer(writer)]
@@ -5242,14 +5277,14 @@ def model_of(module: Any) -> list[ModelSide]:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of the whole system. The pairs are (of the reader, of the writer)."""
+    """A moment of the whole system. The tuples of tuples have one for each side."""
 
     memory: tuple[int, ...]
     under_way: tuple[tuple[Access, ...], ...]  # in the order of the program
     answers: tuple[tuple[int, ...], ...]
 
 
-def first_moment() -> Moment:
+def first_moment(num_sides: int) -> Moment:
     """Version 0 is in slot 0, of three slots, and the reader has leased nothing."""
     memory = [m.Arena.NOTHING] * cells_of(3).start
     for cell in cells_of(0):
@@ -5257,8 +5292,8 @@ def first_moment() -> Moment:
     memory[m.Arena.LATEST] = 0
     return Moment(
         memory=tuple(memory),
-        under_way=((), ()),
-        answers=((), ()),
+        under_way=((),) * num_sides,
+        answers=((),) * num_sides,
     )
 
 
@@ -5290,7 +5325,7 @@ def begun(
     answer: int = 0,
     under_way: Access | None = None,
 ) -> Moment:
-    """This side's next access got its answer, and is under way if it is given here."""
+    """The next access of this side got its answer, and is under way if it is given here."""
     accesses = moment.under_way[side]
     if under_way is not None:
         accesses = (*accesses, under_way)
@@ -5316,80 +5351,98 @@ def done(moment: Moment, side: int, at: int) -> Moment:
     )
 
 
-Ways = Iterator[tuple[str, Moment]]  # an event that may come next, in words, and the moment then
+Ways = list[tuple[str, Moment]]  # an event that may come next, in words, and the moment then
+
+
+def effect_in_words(side: int, access: Access) -> str:
+    return f"{NAMES[side]}: {access.in_words()} takes effect"
 
 
 class X86:
     """What x86-64 may do next."""
 
-    # Which values were on their way to which places, and from whom. Not needed here.
+    # Stores that a side has begun: (side, place, value). Only Arm needs them.
     stored: ClassVar[set[tuple[int, int, int]]] = set()
 
     def ways_on(self, moment: Moment, pauses: Sequence[Pause]) -> Ways:
+        ways = []
         for side, pause in enumerate(pauses):
             stores = moment.under_way[side]
             access = pause.access
             if stores:
-                yield f"{NAMES[side]}: {stores[0].in_words()} takes effect", done(moment, side, 0)
+                ways.append((effect_in_words(side, stores[0]), done(moment, side, 0)))
             if access is None or (access.kind == "acquire" and stores):
                 continue
+            answer = loaded(moment, side, access.place, stores)
+            if access.least is not None and answer < access.least:
+                continue
             what = f"{NAMES[side]}: {access.in_words()}"
+            if access.is_of_lock():
+                return [(what, begun(moment, side))]  # what others do meanwhile changes nothing
             if access.kind == "store":
-                yield what, begun(moment, side, under_way=access)
-            elif access.kind == "load":
-                yield what, begun(moment, side, loaded(moment, side, access.place, stores))
+                ways.append((what, begun(moment, side, under_way=access)))
             else:
-                yield what, begun(moment, side)
+                ways.append((what, begun(moment, side, answer)))
+        return ways
 
 
 class Arm:
-    """What an Arm processor may do next."""
+    """What an Arm processor may do next.
 
-    # So many accesses of a side are under way at most. Those of the lock count as well: with fewer
-    # than this no access could pass the lock, with more the ways are more than can be tried.
-    WINDOW = 6
+    Every side begins as much as it can before anything takes effect. That leaves no order out: what
+    is under way may wait for as long as it likes, and a load may have any answer that might come.
+    """
+
+    WINDOW = 4  # so many loads and stores of a side may be under way; more take long to try
 
     def __init__(self) -> None:
-        self.stored: set[tuple[int, int, int]] = set()  # (side, place, value)
+        self.stored: set[tuple[int, int, int]] = set()
 
     def ways_on(self, moment: Moment, pauses: Sequence[Pause]) -> Ways:
+        ways = []
         for side, pause in enumerate(pauses):
-            yield from self._effects(moment, side)
-            access = pause.access
             accesses = moment.under_way[side]
+            num_accesses = sum(not access.is_of_lock() for access in accesses)
             # Behind an acquire that waits nothing can take effect, so nothing need be begun.
-            waits = any(one.kind == "acquire" for one in accesses)
-            if access is None or waits or len(accesses) == self.WINDOW:
-                continue
-            what = f"{NAMES[side]}: {access.in_words()} begins"
-            if access.kind == "load":
-                for value in self._answers(moment, side, access.place):
-                    load = dataclasses.replace(access, value=value)
-                    yield f"{what}, with {value}", begun(moment, side, value, load)
-                continue
+            waits = any(access.kind == "acquire" for access in accesses)
+            if pause.access is not None and not waits and num_accesses < self.WINDOW:
+                ways_to_begin = self._begin(moment, side, pause.access)
+                if ways_to_begin:
+                    return ways_to_begin
+            for at, access in enumerate(accesses):
+                if self._may_take_effect(moment, side, at):
+                    way = (effect_in_words(side, access), done(moment, side, at))
+                    if access.is_of_lock():
+                        return [way]
+                    ways.append(way)
+        return ways
+
+    def _begin(self, moment: Moment, side: int, access: Access) -> Ways:
+        what = f"{NAMES[side]}: {access.in_words()} begins"
+        if access.kind != "load":
             if access.kind == "store":
                 self.stored.add((side, access.place, access.value))
-            yield what, begun(moment, side, under_way=access)
-
-    def _effects(self, moment: Moment, side: int) -> Ways:
-        """What is under way, and nothing before it holds it."""
-        accesses = moment.under_way[side]
-        for at, access in enumerate(accesses):
-            earlier = accesses[:at]
-            if any(one.holds(access) for one in earlier):
+            return [(what, begun(moment, side, under_way=access))]
+        # What it may find until it takes effect.
+        answers = {loaded(moment, side, access.place, moment.under_way[side])}
+        for other, place, value in self.stored:
+            if other != side and place == access.place:
+                answers.add(value)
+        ways = []
+        for answer in answers:
+            if access.least is not None and answer < access.least:
                 continue
-            is_load = access.kind == "load"
-            if is_load and loaded(moment, side, access.place, earlier) != access.value:
-                continue
-            yield f"{NAMES[side]}: {access.in_words()} takes effect", done(moment, side, at)
+            load = dataclasses.replace(access, value=answer)
+            ways.append((f"{what}, with {answer}", begun(moment, side, answer, load)))
+        return ways
 
-    def _answers(self, moment: Moment, side: int, place: int) -> set[int]:
-        """What a load may find until it takes effect."""
-        found = {loaded(moment, side, place, moment.under_way[side])}
-        for other, where, value in self.stored:
-            if other != side and where == place:
-                found.add(value)
-        return found
+    def _may_take_effect(self, moment: Moment, side: int, at: int) -> bool:
+        """It does so if nothing before it holds it, and if a load finds what it was answered."""
+        *earlier, access = moment.under_way[side][: at + 1]
+        if any(one.holds(access) for one in earlier):
+            return False
+        is_load = access.kind == "load"
+        return not is_load or loaded(moment, side, access.place, earlier) == access.value
 
 
 # For each moment that was found: the event that has led to it, and the moment before that.
@@ -5454,7 +5507,7 @@ def explore_once(
     processor: X86 | Arm,
 ) -> Explored:
     found = Explored()
-    first = first_moment()
+    first = first_moment(len(sides))
     came_from: CameFrom = {first: ("", None)}
     waiting = collections.deque([first])
     while waiting:
@@ -5518,16 +5571,131 @@ def test_no_step_of_a_lease_can_be_left_out(
 
 
 @pytest.mark.parametrize("rule", [torn_in, written_in])
-def test_the_writer_needs_its_fence_as_well(rule: Rule) -> None:
+def test_the_writer_needs_its_fence_as_well(tmp_path: pathlib.Path, rule: Rule) -> None:
     """Without it the commit may still be in its buffer when it looks at the leases.
 
     Then the reader finds the old version when it looks again, and reads a slot that the writer has
     found free.
     """
-    sides = model_of(m)
-    replace_method(sides[WRITER].arena, "fence", lambda: None)
-    found = explore(sides, [rule])
+    name = "fence behind a word"
+    found = explore(model_of(m, changed_module(tmp_path, {name: MISSING[name]})), [rule])
     show_schedule("without the fence of the writer", found)
+    assert found.violation
+
+
+@pytest.mark.usefixtures("few_events")
+def test_no_order_of_events_breaks_a_lease_on_arm() -> None:
+    found = explore(model_of(m), [torn_in], Arm())
+    show_schedule("the protocol on Arm", found)
+    assert found.violation == ""
+    assert len(found.lengths) == NUM_VERSIONS + 1
+
+
+@pytest.mark.usefixtures("few_events")
+@pytest.mark.parametrize("side", [READER, WRITER])
+@pytest.mark.parametrize("name", ["fence behind a word", *MISSING_ON_ARM])
+def test_on_arm_no_side_can_leave_out_a_fence_or_half_of_one(
+    tmp_path: pathlib.Path,
+    name: str,
+    side: int,
+) -> None:
+    """A fence before the word, one behind it, and the lock taken twice: each alone, on one side."""
+    changed = changed_module(tmp_path, {name: {**MISSING, **MISSING_ON_ARM}[name]})
+    modules = [changed, m] if side == READER else [m, changed]
+    found = explore(model_of(*modules), [torn_in], Arm())
+    show_schedule(f"without {name!r} of the {NAMES[side]}", found)
+    assert found.violation
+
+
+@pytest.mark.usefixtures("few_events")
+@pytest.mark.parametrize("name", ["announce", "look again"])
+def test_on_arm_no_step_of_a_lease_can_be_left_out(tmp_path: pathlib.Path, name: str) -> None:
+    sides = model_of(changed_module(tmp_path, {name: MISSING[name]}))
+    found = explore(sides, [torn_in], Arm())
+    show_schedule(f"without {name!r}", found)
+    assert found.violation
+
+
+@pytest.mark.usefixtures("few_events")
+def test_what_is_enough_on_x86_64_is_not_on_arm(tmp_path: pathlib.Path) -> None:
+    """A word is changed, and then the lock is taken and given back once: no more."""
+    changed = changed_module(tmp_path, MISSING_ON_ARM)
+    assert explore(model_of(changed), [torn_in, written_in]).violation == ""
+    found = explore(model_of(changed), [torn_in], Arm())
+    show_schedule("the lock once, behind the word", found)
+    assert found.violation
+
+
+@pytest.mark.usefixtures("few_events")
+def test_the_writer_relies_on_what_decides_into_which_slot_it_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between its look at the leases and its stores to the slot there is no fence.
+
+    They would be torn if a store could be seen before a load that decides whether it is made.
+    """
+    holds = Access.holds
+
+    def without_decisions(earlier: Access, later: Access) -> bool:
+        kinds = (earlier.kind, later.kind)
+        return holds(earlier, later) and (
+            kinds != ("load", "store") or earlier.place == later.place
+        )
+
+    monkeypatch.setattr(Access, "holds", without_decisions)
+    found = explore(model_of(m), [torn_in], Arm())
+    show_schedule("if decisions held nothing", found)
+    assert found.violation
+
+
+# -- the words of a sharded trainer, in the same model ---------------------------------------------
+
+
+def model_of_ranks(module: Any) -> list[ModelSide]:
+    """A reader that takes one lease, and two ranks that publish. Each rank writes a cell."""
+    first = module.ShardWriter(two_tensors(), 1, 0, 2)
+    handle = first.arena.handle
+    second = module.ShardWriter(two_tensors(), 1, 1, 2, handle)
+    sides = [model_reader(module.Arena(handle, handle.descriptor), num_leases=1)]
+    for writer in (first, second):
+        sides.append(model_rank(module, writer))
+    return sides
+
+
+def model_rank(module: Any, writer: Any) -> ModelSide:
+    """One rank, which publishes two versions."""
+
+    def program(replay: Replay) -> None:
+        def write(slot: int) -> None:
+            replay[cells_of(slot)[writer.rank]] = version
+
+        writer._write = write
+        with mock.patch.object(module, "wait_until", replay.wait_until):
+            for version in (1, 2):
+                writer._copy(version)
+
+    return ModelSide(writer.arena, program)
+
+
+@pytest.mark.parametrize("processor", [X86, Arm])
+def test_no_order_of_events_tears_what_two_ranks_write(processor: Callable[[], X86 | Arm]) -> None:
+    found = explore(model_of_ranks(m), [torn_in], processor())
+    show_schedule(f"two ranks on {processor.__name__}", found)
+    assert found.violation == ""
+    assert len(found.lengths) == 3  # without a version in between, with one, and with two
+
+
+@pytest.mark.parametrize("name", MISSING_ON_ARM)
+def test_on_arm_no_fence_of_the_words_of_ranks_can_be_left_out(
+    tmp_path: pathlib.Path,
+    name: str,
+) -> None:
+    """The second rank would say that it has written before its bytes can be seen."""
+    changed = changed_module(tmp_path, {name: MISSING_ON_ARM[name]})
+    sides = model_of_ranks(m)
+    sides[-1] = model_of_ranks(changed)[-1]
+    found = explore(sides, [torn_in], Arm())
+    show_schedule(f"without {name!r} of the second rank", found)
     assert found.violation
 
 
@@ -5543,20 +5711,28 @@ PID_OF_TRAINER = 1
 class ModelWord:
     """An RDMABuffer of one word of the trainer's arena, for the relay in the model.
 
-    A one-sided read returns what is in memory. A one-sided write returns when the word is in
-    memory, so it is a store and a fence in one.
+    A one-sided read or write is a message there and one back, and the relay waits for the answer.
+    So it is a fence, the access, and a fence.
     """
 
     replay: Replay
     place: int
 
     async def read_into(self, room: torch.Tensor) -> None:
+        fence_by(self.replay)
         room.fill_(self.replay[self.place])
+        fence_by(self.replay)
 
     async def write_from(self, word: torch.Tensor) -> None:
         assert int(word) // m.Arena.MAX_SLOTS == PID_OF_TRAINER
+        fence_by(self.replay)
         self.replay[self.place] = int(word)
-        with self.replay:
+        fence_by(self.replay)
+
+
+def fence_by(replay: Replay) -> None:
+    for _ in range(2):
+        with replay:
             pass
 
 
@@ -5611,6 +5787,7 @@ class RelayDouble:
         self.replay.holds = slot
         for cell in cells_of(slot):
             self.replay.is_torn |= self.replay[cell] != version
+        fence_by(self.replay)
         self.replay.holds = None
 
 
@@ -5626,9 +5803,14 @@ def model_relay(module: Any, looks_again: bool) -> ModelSide:
     return ModelSide(types.SimpleNamespace(), program)
 
 
-def explore_relay(module: Any, looks_again: bool = True) -> Explored:
+def explore_relay(
+    module: Any,
+    looks_again: bool = True,
+    processor: X86 | Arm | None = None,
+) -> Explored:
     _, writer = model_of(module)
-    return explore([model_relay(module, looks_again), writer], [torn_in, written_in])
+    rules = [torn_in] if isinstance(processor, Arm) else [torn_in, written_in]
+    return explore([model_relay(module, looks_again), writer], rules, processor)
 
 
 def test_no_order_of_events_breaks_the_lease_of_a_relay() -> None:
@@ -5637,6 +5819,17 @@ def test_no_order_of_events_breaks_the_lease_of_a_relay() -> None:
     show_schedule("the relay", found)
     assert found.violation == ""
     assert len(found.lengths) > 1
+
+
+@pytest.mark.usefixtures("few_events")
+def test_no_order_of_events_breaks_the_lease_of_a_relay_on_arm(tmp_path: pathlib.Path) -> None:
+    """A message there and back orders as much as a fence. The trainer's fences are needed."""
+    found = explore_relay(m, processor=Arm())
+    show_schedule("the relay on Arm", found)
+    assert found.violation == ""
+    found = explore_relay(changed_module(tmp_path, MISSING_ON_ARM), processor=Arm())
+    show_schedule("a trainer that takes the lock once, behind the word", found)
+    assert found.violation
 
 
 def test_no_step_of_the_lease_of_a_relay_can_be_left_out(tmp_path: pathlib.Path) -> None:
@@ -5677,7 +5870,7 @@ def byte_values(tensors: dict[str, torch.Tensor]) -> set[int]:
 def resident_bytes() -> int:
     """How much memory this process has, as the system counts it."""
     _, pages, *_ = pathlib.Path("/proc/self/statm").read_text().split()
-    return int(pages) * 4096
+    return int(pages) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -5689,12 +5882,13 @@ class Weakness:
     matter how wide it is.
     """
 
-    lease_file: str = ""  # a changed file, whose Arena.lease is used; "": the real one
+    # A changed file, whose Arena.lease and Arena.put are used; "": the real ones.
+    changed_file: str = ""
     gives_back: bool = False  # the reader gives back the slot that it goes on reading
     # Between looking at `latest` and announcing, every second time.
     pauses: bool = False
     # An announcement stays in a buffer, as in a processor that is slow to empty it. It becomes
-    # visible a while later, or at the fence.
+    # visible a while later, or at a fence.
     stores_late: bool = False
 
 
@@ -5721,27 +5915,39 @@ def pausing() -> Iterator[None]:
         yield
 
 
+class LateWords:
+    """Stands in the place of the words of an arena. What is stored stays in a buffer at first."""
+
+    def __init__(self, words: Any, buffer: list[Callable[[], None]]) -> None:
+        self.words = words
+        self.buffer = buffer
+
+    def __setitem__(self, place: int, value: int) -> None:
+        self.buffer.append(functools.partial(self.words.__setitem__, place, value))
+
+
 @contextlib.contextmanager
 def storing_late() -> Iterator[None]:
-    """Announcements of this process stay in a buffer until the fence, or for a while."""
+    """Announcements of this process stay in a buffer until a fence, or for a while."""
     announce = m.Arena.announce
     fence = m.Arena.fence
-    lock = threading.Lock()
+    lock = threading.RLock()
     buffer: list[Callable[[], None]] = []
 
     def drain() -> None:
         with lock:
-            while buffer:
-                buffer.pop()()
+            for store in buffer:  # the oldest first
+                store()
+            buffer.clear()
 
     def announce_late(
         arena: m.Arena,
         reader: int,
         slot: int,
     ) -> None:
-        drain()  # the announcement before this one comes first
-        with lock:
-            buffer.append(functools.partial(announce, arena, reader, slot))
+        words = arena.words
+        with lock, mock.patch.object(arena, "words", LateWords(words, buffer)):
+            announce(arena, reader, slot)
         threading.Timer(WINDOW_S, drain).start()
 
     def fence_and_drain(arena: m.Arena) -> None:
@@ -5752,23 +5958,24 @@ def storing_late() -> Iterator[None]:
         yield
 
 
-def lease_of(file: str) -> Callable[..., Any]:
-    """The method Arena.lease of a changed file."""
+def arena_of(file: str) -> Any:
+    """The class Arena of a changed file."""
     spec = importlib.util.spec_from_file_location("changed_rl", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with mock.patch.dict(sys.modules, changed_rl=module):
         spec.loader.exec_module(module)
-    return module.Arena.lease
+    return module.Arena
 
 
 @contextlib.contextmanager
 def weakened(weakness: Weakness) -> Iterator[None]:
     """Meanwhile all readers of this process are so weak."""
     with contextlib.ExitStack() as stack:
-        if weakness.lease_file:
-            lease = lease_of(weakness.lease_file)
-            stack.enter_context(mock.patch.object(m.Arena, "lease", lease))
+        if weakness.changed_file:
+            changed = arena_of(weakness.changed_file)
+            methods = mock.patch.multiple(m.Arena, lease=changed.lease, put=changed.put)
+            stack.enter_context(methods)
         if weakness.stores_late:
             stack.enter_context(storing_late())
         if weakness.pauses:
@@ -6088,7 +6295,7 @@ def test_the_attack_tears_reads_whose_leases_are_given_back(three_readers: Three
 # fence, by a buffer that is slow to empty itself. A missing announcement needs no window.
 WINDOWS = {
     "announce": Weakness(),
-    "fence of the reader": Weakness(stores_late=True),
+    "fence behind a word": Weakness(stores_late=True),
     "look again": Weakness(pauses=True),
 }
 
@@ -6106,7 +6313,9 @@ def test_the_attack_tears_reads_without_each_step_of_a_lease(
     window = WINDOWS[name]
     module = changed_module(tmp_path, {name: MISSING[name]})  # compiled once for all readers
     assert module.__file__
-    found = three_readers.attack_until_torn(dataclasses.replace(window, lease_file=module.__file__))
+    found = three_readers.attack_until_torn(
+        dataclasses.replace(window, changed_file=module.__file__)
+    )
     found.show(f"without {name!r}")
     assert found.num_torn >= 5
     found = three_readers.attack(window, 100)
