@@ -3134,11 +3134,11 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #     the writer publishes 4    into slot 1, for 0 is leased      latest = (4, slot 1)
 #     the reader pulls          leases slot 1: it skips versions 2 and 3, and slot 0 is free
 #
-# In which order others see what I do. The proof below says "after", and a processor does not keep
-# to the order of the program. A store waits in a buffer until its cache line has come, and what
-# follows goes ahead. A load whose line is near passes one whose line is far. The process itself
-# cannot tell, for its own stores are found by its own loads. Another process can. Of two accesses
-# to different words, may the later one take effect before the earlier one?
+# In which order others see what I do. The proof below, in `lease`, says "after", and a processor
+# does not keep to the order of the program. A store waits in a buffer until its cache line has
+# come, and what follows goes ahead. A load whose line is near passes one whose line is far. The
+# process itself cannot tell, for its own loads find its own stores. Another process can. Of two
+# accesses to different words, may the later one take effect before the earlier one?
 #
 #     earlier, later   x86-64   Arm   where that would tear weights
 #     store, load      yes      yes   my lease, my second look; the writer's `latest`, its look
@@ -3146,8 +3146,8 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #     load, store      no       yes   a reader's last bytes of a slot, the lease of its next one
 #     load, load       no       yes   the word `latest`, the bytes of the slot that it names
 #
-# (But on both no store is seen before a load that has decided whether it is made at all, for nobody
-# could take it back: the writer looks at the leases, and so writes into this slot.)
+# On neither is a store seen before a load that decides whether it is made at all, for nobody could
+# take it back. So the writer needs nothing between its look at the leases and the slot it chooses.
 #
 # Where an order matters there must be a fence: what stands before it takes effect before what
 # stands behind it, whatever it is. That is full order, and there are two halves of it. An acquire
@@ -3163,11 +3163,11 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #                                      release
 #                                      load B    stays below the second acquire
 #
-# On x86-64 once is enough, for there the instruction that takes a lock is a fence. On Arm it must
-# be twice: a release, and then an acquire (Arm Architecture Reference Manual, B2.3). Python has no
-# fences, but it has locks. Where this file runs they are semaphores of the C library, whose
-# sem_trywait acquires and whose sem_post releases; both pass nothing to the kernel if nobody else
-# wants the lock. DOCS, appendix B, has the protocol access by access.
+# On x86-64 once is enough: the instruction that takes a lock is a fence by itself (Intel SDM vol.
+# 3, 9.2.3.9). On Arm a fence is a release and then an acquire (Arm Architecture Reference Manual,
+# B2.3), so the lock is taken twice. Python has no fences, but it has locks. Where this file runs
+# they are semaphores of the C library, whose sem_trywait acquires and whose sem_post releases.
+# Appendix B of DOCS has the protocol access by access, and what of this was tried on which machine.
 
 
 @dataclass(frozen=True)
@@ -3188,9 +3188,8 @@ class Arena:
 
     A word, but for the run id, holds two numbers in one, so that both change at once: version 7 in
     slot 2 is the word 7 * 1024 + 2. CPython reads and writes an item of `words`, a memoryview, with
-    one memcpy of 8 bytes (unpack_single and pack_single in memoryobject.c), which compilers make
-    one instruction. Of 8 aligned bytes a processor does that in one piece (Intel SDM vol. 3, 9.1.1;
-    Arm ARM, B2.2.1), so nobody sees half of an old value.
+    one memcpy of 8 bytes (in memoryobject.c), which compilers make one instruction. Of 8 aligned
+    bytes it is done in one piece (Intel SDM vol. 3, 9.1.1; Arm ARM, B2.2.1): nobody sees a half.
 
     Each word has a cache line of its own, 64 bytes. Else a store to one would take that line away
     from the processor that reads another.
@@ -3677,9 +3676,9 @@ class WeightWriter(Side):
         for block in plan.blocks:
             # Before an ordinary store the processor loads the cache line that it will overwrite.
             # memmove, above the threshold in ENVIRONMENT, uses stores that do not: this saves a
-            # third of the traffic to memory. Such stores may become visible after later ones, so
-            # memmove ends with a fence for them: without it a reader could see the new `latest`
-            # before the bytes. And ctypes lets other Python threads run meanwhile.
+            # third of the traffic to memory. Such stores may become visible after later ones, even
+            # on x86-64: memmove ends with a fence for them. Without it a reader could see the new
+            # `latest` before the bytes. And ctypes lets other Python threads run meanwhile.
             ctypes.memmove(block.target, block.source, block.num_bytes)
         with torch.no_grad(), torch.cuda.stream(self.stream):  # on a CPU it is None: no effect
             for match in plan.others:

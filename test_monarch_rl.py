@@ -4759,6 +4759,106 @@ def test_an_arena_for_more_readers_than_it_has_words_is_refused() -> None:
     assert num_words - 100 >= m.Arena.LEASES + m.Arena.MAX_READERS
 
 
+class Recorder:
+    """Stands in the place of the words of an arena and of its lock, and notes what is done."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = words
+        self.done: list[str] = []
+
+    def __setitem__(self, place: int, value: int) -> None:
+        self.words[place] = value
+        self.done.append("store")
+
+    def __enter__(self) -> None:
+        self.done.append("acquire")
+
+    def __exit__(self, *error: Any) -> None:
+        self.done.append("release")
+
+
+def test_each_word_is_put_between_two_fences() -> None:
+    """Of a lock that is taken twice: a release, and then an acquire, is what Arm needs."""
+    fence = ["acquire", "release", "acquire", "release"]
+    writer = m.ShardWriter(two_tensors(), 1, rank=0, num_ranks=1)
+    arena = writer.arena
+    changes: list[Callable[[], None]] = [
+        functools.partial(arena.announce, 0, 1),
+        functools.partial(arena.give_back, 0),
+        functools.partial(arena.commit, 1, 0),
+        functools.partial(writer._say, 1024),
+    ]
+    for change in changes:
+        recorder = Recorder(arena.words)
+        with mock.patch.multiple(arena, words=recorder, lock=recorder):
+            change()
+        assert recorder.done == [*fence, "store", *fence]
+
+
+def test_no_word_of_an_arena_is_changed_in_another_way() -> None:
+    """Only those of a pulse are: who looks at them asks whether they move, and needs no order."""
+    found = set()
+    for function in ast.walk(ast.parse(SOURCE)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            is_changed = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+            if is_changed and ast.unparse(node.value).endswith(".words"):
+                found.add(function.name)
+    assert found == {"put", "_beat", "advance"}
+
+
+def test_the_lock_of_a_fence_is_a_semaphore_of_the_c_library() -> None:
+    """Of glibc: there it is known which half of a fence taking it is, and giving it back."""
+    arena = m.WeightWriter(two_tensors(), num_readers=1).arena
+    assert type(arena.lock) is type(threading.Lock())
+    assert sys.thread_info.name == "pthread"
+    assert sys.thread_info.lock == "semaphore"
+    library = os.confstr("CS_GNU_LIBC_VERSION")
+    assert library is not None and library.startswith("glibc ")
+
+
+# Runs the file as a command where some things are not what they are here.
+ELSEWHERE_PROGRAM = """
+import os, runpy, sys
+{changes}
+sys.argv = [{file!r}, "--list"]
+runpy.run_path({file!r}, run_name="__main__")
+"""
+NO_LINUX = "sys.platform = 'darwin'; sys.modules['fcntl'] = sys.modules['monarch'] = None"
+ON_PROCESSOR = "os.uname = lambda: os.uname_result(('Linux', 'here', '6', '1', {processor!r}))"
+
+
+def run_elsewhere(changes: str) -> subprocess.CompletedProcess[str]:
+    program = ELSEWHERE_PROGRAM.format(changes=changes, file=str(FILE))
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (NO_LINUX, "this is darwin, without Linux's memfd and pidfd; a Linux container has them"),
+        (ON_PROCESSOR.format(processor="riscv64"), "this is riscv64, and weight sync relies on"),
+    ],
+)
+def test_where_it_cannot_run_it_says_why_in_a_line(changes: str, why: str) -> None:
+    """Before it imports anything that is not there, such as a module of Monarch."""
+    found = run_elsewhere(changes)
+    assert found.returncode == 2
+    assert found.stdout == ""
+    [line] = found.stderr.splitlines()
+    assert line.startswith("monarch_rl: Linux on x86-64 or aarch64: ")
+    assert why in line
+
+
+@pytest.mark.parametrize("processor", m.PROCESSORS)
+def test_both_processors_are_let_in(processor: str) -> None:
+    found = run_elsewhere(ON_PROCESSOR.format(processor=processor))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[0].split()[:2] == ["1", "hello_actor"]
+    assert processor in m.SYS_FUTEX
+
+
 def test_each_word_has_a_cache_line_of_its_own() -> None:
     writer = m.WeightWriter(two_tensors(), num_readers=1)
     words = writer.arena.words
