@@ -11,9 +11,9 @@
     python monarch_rl.py --list               the stages, and the lines where they begin
     python monarch_rl.py --help               your model, your task, your GPUs, your hosts
 
-It needs Linux on x86-64; a laptop will do. Each stage states a claim about such a system and checks
-it. Most also show it fail without the rule that makes it true; and each names the line that you can
-change to see that for yourself.
+It needs Linux on x86-64 or aarch64; a laptop will do, and on a Mac a container. Each stage states a
+claim about such a system and checks it. Most also show it fail without the rule that makes it true;
+and each names the line that you can change to see that for yourself.
 
                  prompts             episodes             groups              batch
       Sampler ------------> Generator --------> Judge ---------> ReplayBuffer ------> Trainer
@@ -95,17 +95,38 @@ from __future__ import annotations
 #
 # So importing this file must do nothing but define things. Whatever has an effect (environment
 # variables, signal handlers, printing) happens in `main`, which only the main process runs. There
-# are two exceptions, and both only if the file is run: the handler below, which must be there
-# before `main` can run, and the template.
+# are three exceptions, and all only if the file is run: the handler and the refusal below, which
+# must come before `main` can run, and the template.
 import os
 import signal
+import sys
 import time
 
 FIRST_LINE_S = time.monotonic()  # when this file began to run, for began_s
 
+# The processors of which section 7 says in what order they load and store, by the system's names.
+PROCESSORS = ("x86_64", "aarch64")
+
+
+def end_where_it_cannot_run() -> None:
+    """On another system or processor: ends this process, with a line that says why.
+
+    It comes before the imports: other systems lack some of Python's modules, and a part of Monarch.
+    """
+    lacks = ""
+    if sys.platform != "linux":
+        lacks = f"{sys.platform}, without Linux's memfd and pidfd; a Linux container has them"
+    elif os.uname().machine not in PROCESSORS:
+        lacks = f"{os.uname().machine}, and weight sync relies on the order of loads and stores"
+    if lacks:
+        sys.stderr.write(f"monarch_rl: Linux on x86-64 or aarch64: this is {lacks}\n")
+        sys.exit(2)
+
+
 if __name__ == "__main__":
     # Ctrl-C during the imports below ends the command at once, without a traceback.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    end_where_it_cannot_run()
 
 import argparse
 import array
@@ -142,7 +163,6 @@ import shutil
 import socket
 import statistics
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import textwrap
@@ -378,7 +398,8 @@ ENVIRONMENT = {
     # imported, which on a busy machine may take longer than that.
     "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "120s",
     # Copies above 128 KiB bypass the cache, and so do not read what they overwrite (section 7).
-    # The C library reads this when a process starts.
+    # The C library reads this when a process starts. (On aarch64 it knows no such limit, and passes
+    # over the name.)
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x20000",
     # Several processes share the cores, so none of them computes in several threads, but for
     # trainers and generators of a large model (--threads).
@@ -3207,6 +3228,41 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #     the writer publishes 3    into slot 2, for 0 is leased      latest = (3, slot 2)
 #     the writer publishes 4    into slot 1, for 0 is leased      latest = (4, slot 1)
 #     the reader pulls          leases slot 1: it skips versions 2 and 3, and slot 0 is free
+#
+# In which order others see what I do. The proof below, in `lease`, says "after", and a processor
+# does not keep to the order of the program. A store waits in a buffer until its cache line has
+# come, and what follows goes ahead. A load whose line is near passes one whose line is far. The
+# process itself cannot tell, for its own loads find its own stores. Another process can. Of two
+# accesses to different words, may the later one take effect before the earlier one?
+#
+#     earlier, later   x86-64   Arm   where that would tear weights
+#     store, load      yes      yes   my lease, my second look; the writer's `latest`, its look
+#     store, store     no       yes   the bytes of a slot, the word `latest` that names it
+#     load, store      no       yes   a reader's last bytes of a slot, the lease of its next one
+#     load, load       no       yes   the word `latest`, the bytes of the slot that it names
+#
+# On neither is a store seen before a load that decides whether it is made at all, for nobody could
+# take it back. So the writer needs nothing between its look at the leases and the slot it chooses.
+#
+# Where an order matters there must be a fence: what stands before it takes effect before what
+# stands behind it, whatever it is. That is full order, and there are two halves of it. An acquire
+# is a load that nothing behind it may pass, such as that by which one takes a lock. A release is a
+# store that passes nothing before it, such as that by which one gives a lock back. So what is done
+# under a lock stays between the two. But what stands outside may move in, at either end:
+#
+#     taken and given back once        twice
+#     store A   may move down          store A   stays above the first release
+#     acquire                          acquire
+#     release                          release   } these two keep their order, and so A stays
+#     load B    may move up            acquire   } above B
+#                                      release
+#                                      load B    stays below the second acquire
+#
+# On x86-64 once is enough: the instruction that takes a lock is a fence by itself (Intel SDM vol.
+# 3, 9.2.3.9). On Arm a fence is a release and then an acquire (Arm Architecture Reference Manual,
+# B2.3), so the lock is taken twice. Python has no fences, but it has locks. Where this file runs
+# they are semaphores of the C library, whose sem_trywait acquires and whose sem_post releases.
+# Appendix B of DOCS has the protocol access by access, and what of this was tried on which machine.
 
 
 @dataclass(frozen=True)
@@ -3227,9 +3283,8 @@ class Arena:
 
     A word, but for the run id, holds two numbers in one, so that both change at once: version 7 in
     slot 2 is the word 7 * 1024 + 2. CPython reads and writes an item of `words`, a memoryview, with
-    one memcpy of 8 bytes (unpack_single and pack_single in memoryobject.c), which compilers make
-    one instruction. Of 8 aligned bytes x86-64 does that in one piece (Intel SDM vol. 3, 9.1.1), so
-    nobody sees half of an old value.
+    one memcpy of 8 bytes (in memoryobject.c), which compilers make one instruction. Of 8 aligned
+    bytes it is done in one piece (Intel SDM vol. 3, 9.1.1; Arm ARM, B2.2.1): nobody sees a half.
 
     Each word has a cache line of its own, 64 bytes. Else a store to one would take that line away
     from the processor that reads another.
@@ -3284,16 +3339,20 @@ class Arena:
             found.append(checksum(view.flatten().view(torch.uint8)))
         return torch.tensor(found)
 
-    def fence(self) -> None:
-        """Makes my stores visible to others before my next loads run.
+    def put(self, word: int, value: int) -> None:
+        """Changes a word that other processes read: nobody changes one in another way.
 
-        A processor keeps a store in a buffer for a moment, while its later loads go ahead. So two
-        processors can each store, and each miss the other's store: the only reordering of ordinary
-        loads and stores on x86-64. An atomic read-modify-write instruction empties the buffer first
-        (Intel SDM vol. 3, 9.2.3.9), and taking a lock is one.
+        Who finds the new value finds all that I did before. And when this returns, all find it.
         """
-        with self.lock:
-            pass
+        self.fence()  # mechanism: fence before a word
+        self.words[word] = value
+        self.fence()  # mechanism: fence behind a word
+
+    def fence(self) -> None:
+        """All that stands before it takes effect before all that stands behind it: see above."""
+        for _ in range(2):  # mechanism: twice
+            with self.lock:
+                pass
 
     def latest(self) -> tuple[int, int]:
         """(version, slot) of the newest weights; version -1 if there are none yet."""
@@ -3315,12 +3374,11 @@ class Arena:
         The process id goes along, so that the writer can tell the lease of a dead reader from that
         of a slow one.
         """
-        lease = os.getpid() * self.MAX_SLOTS + slot
-        self.words[self.LEASES + reader] = lease
+        self.put(self.LEASES + reader, os.getpid() * self.MAX_SLOTS + slot)
 
     def give_back(self, reader: int) -> None:
         """For a reader that reads nothing any more, or has not begun."""
-        self.words[self.LEASES + reader] = self.NOTHING
+        self.put(self.LEASES + reader, self.NOTHING)
 
     def free_slot(self) -> int:
         """For the writer: a slot that is neither the latest nor leased by somebody alive.
@@ -3335,8 +3393,6 @@ class Arena:
             time.sleep(self.LOOK_AGAIN_S)
 
     def _look_for_free_slot(self) -> int | None:
-        # The commit before this must be visible before the leases are looked at: see `lease`.
-        self.fence()
         _, latest = self.latest()
         pids: dict[int, list[int]] = collections.defaultdict(list)  # by slot, of its readers
         for reader in range(self.handle.num_readers):
@@ -3369,17 +3425,17 @@ class Arena:
         after it has made another slot the latest, and has then looked at the leases. If it looked
         after my step 2, it saw mine, and took another slot. If it looked before my step 2, then
         `latest` had already moved; so step 3 sees that, and I start over, having read nothing yet.
-        (For the writer has a fence, too, between its commit and its look.) A version never comes
-        back, so "unchanged" means that nothing happened in between.
+        (For `put` ends with a fence on both sides: here before step 3, there before the look.) A
+        version never comes back, so "unchanged" means that nothing happened in between.
 
         It does not matter how many slots there are, nor how long the lease lasts: only a slot that
-        no word names is ever written. A reader that copies clears its word when its last read is
-        done, and x86-64 lets no store become visible before an earlier load.
+        no word names is written. And `put` begins with a fence: when my word changes I have read
+        the slot before it, and when `latest` names a slot its bytes are there.
         """
         while True:
             version, slot = self.latest()
-            self.announce(reader, slot)  # 1. announce it  # mechanism: announce
-            self.fence()  # 2. from here on the writer sees it  # mechanism: fence of the reader
+            # 1. Announce it. 2. From when that returns on, the writer sees it.
+            self.announce(reader, slot)  # mechanism: announce
             if self.latest() == (version, slot):  # 3. look again  # mechanism: look again
                 return version, slot
 
@@ -3388,7 +3444,7 @@ class Arena:
 # sharded trainer wait for each other's words (section 8), and so do the generators of the bench
 # below. They sleep in the kernel, by a futex (from "fast user-space mutex"): a process sleeps at an
 # address of shared memory, and another one wakes all who sleep there.
-SYS_FUTEX = 202  # the number of the system call on x86-64
+SYS_FUTEX = {"x86_64": 202, "aarch64": 98}  # the number of the system call, by processor
 FUTEX_WAIT = 0  # sleep, if the word is still what I say
 FUTEX_WAKE = 1  # wake so many who sleep there
 EVERYBODY = 2**31 - 1
@@ -3408,7 +3464,7 @@ def futex(
     through `syscall`, which takes the number of any system call.
     """
     ctypes.CDLL(None).syscall(
-        ctypes.c_long(SYS_FUTEX),
+        ctypes.c_long(SYS_FUTEX[os.uname().machine]),
         ctypes.c_void_p(arena.whole.data_ptr() + word * CACHE_LINE_BYTES),
         ctypes.c_long(operation),
         ctypes.c_long(value),
@@ -3418,7 +3474,7 @@ def futex(
 
 def tell(arena: Arena, word: int, value: int) -> None:
     """Changes a word, and wakes whoever waits for that."""
-    arena.words[word] = value
+    arena.put(word, value)
     futex(arena, word, FUTEX_WAKE, EVERYBODY)
 
 
@@ -3464,7 +3520,7 @@ def create_arena(manifest: Manifest, num_readers: int, num_copying: int = 0) -> 
     # Bytes of 255 make NOTHING of every word. They also make every page of memory exist now: the
     # first write to a page costs several times what copying into it costs (DOCS 2).
     arena.whole.fill_(255)
-    arena.words[Arena.RUN] = handle.run_id
+    arena.put(Arena.RUN, handle.run_id)
     return arena
 
 
@@ -3715,9 +3771,9 @@ class WeightWriter(Side):
         for block in plan.blocks:
             # Before an ordinary store the processor loads the cache line that it will overwrite.
             # memmove, above the threshold in ENVIRONMENT, uses stores that do not: this saves a
-            # third of the traffic to memory. Such stores may become visible after later ones, so
-            # memmove ends with a fence for them: without it a reader could see the new `latest`
-            # before the bytes. And ctypes lets other Python threads run meanwhile.
+            # third of the traffic to memory. Such stores may become visible after later ones, even
+            # on x86-64: memmove ends with a fence for them. Without it a reader could see the new
+            # `latest` before the bytes. And ctypes lets other Python threads run meanwhile.
             ctypes.memmove(block.target, block.source, block.num_bytes)
         with torch.no_grad(), torch.cuda.stream(self.stream):  # on a CPU it is None: no effect
             for match in plan.others:
@@ -14907,8 +14963,6 @@ def blaming(parser: Parser, flag: str) -> Iterator[None]:
 
 def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None) -> None:
     """Finds out what cannot work, each thing by trying it."""
-    with blaming(parser, "Linux on x86-64"):
-        try_platform()
     with blaming(parser, f"--task {cfg.task} ({', '.join(TASKS)}, FILE.py:CLASS or FILE.jsonl)"):
         try_task(cfg)
     with blaming(parser, "--device cuda"):
@@ -14971,13 +15025,6 @@ def try_model(parser: Parser, cfg: Config) -> None:
         with blaming(parser, f"{flag} with --model {cfg.model}"):
             if is_given:
                 scalar_network(cfg, is_empty=True)
-
-
-def try_platform() -> None:
-    """Section 7 relies on how an x86-64 processor orders loads and stores, and on Linux's memfd."""
-    machine = f"{sys.platform} {os.uname().machine}"
-    if machine != "linux x86_64":
-        raise ValueError(f"this is {machine}")
 
 
 def try_task(cfg: Config) -> None:

@@ -26,6 +26,7 @@ import io
 import itertools
 import json
 import math
+import mmap
 import multiprocessing
 import os
 import pathlib
@@ -4758,6 +4759,106 @@ def test_an_arena_for_more_readers_than_it_has_words_is_refused() -> None:
     assert num_words - 100 >= m.Arena.LEASES + m.Arena.MAX_READERS
 
 
+class Recorder:
+    """Stands in the place of the words of an arena and of its lock, and notes what is done."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = words
+        self.done: list[str] = []
+
+    def __setitem__(self, place: int, value: int) -> None:
+        self.words[place] = value
+        self.done.append("store")
+
+    def __enter__(self) -> None:
+        self.done.append("acquire")
+
+    def __exit__(self, *error: Any) -> None:
+        self.done.append("release")
+
+
+def test_each_word_is_put_between_two_fences() -> None:
+    """Of a lock that is taken twice: a release, and then an acquire, is what Arm needs."""
+    fence = ["acquire", "release", "acquire", "release"]
+    writer = m.ShardWriter(two_tensors(), 1, rank=0, num_ranks=1)
+    arena = writer.arena
+    changes: list[Callable[[], None]] = [
+        functools.partial(arena.announce, 0, 1),
+        functools.partial(arena.give_back, 0),
+        functools.partial(arena.commit, 1, 0),
+        functools.partial(writer._say, 1024),
+    ]
+    for change in changes:
+        recorder = Recorder(arena.words)
+        with mock.patch.multiple(arena, words=recorder, lock=recorder):
+            change()
+        assert recorder.done == [*fence, "store", *fence]
+
+
+def test_no_word_of_an_arena_is_changed_in_another_way() -> None:
+    """Only those of a pulse are: who looks at them asks whether they move, and needs no order."""
+    found = set()
+    for function in ast.walk(ast.parse(SOURCE)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            is_changed = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+            if is_changed and ast.unparse(node.value).endswith(".words"):
+                found.add(function.name)
+    assert found == {"put", "_beat", "advance"}
+
+
+def test_the_lock_of_a_fence_is_a_semaphore_of_the_c_library() -> None:
+    """Of glibc: there it is known which half of a fence taking it is, and giving it back."""
+    arena = m.WeightWriter(two_tensors(), num_readers=1).arena
+    assert type(arena.lock) is type(threading.Lock())
+    assert sys.thread_info.name == "pthread"
+    assert sys.thread_info.lock == "semaphore"
+    library = os.confstr("CS_GNU_LIBC_VERSION")
+    assert library is not None and library.startswith("glibc ")
+
+
+# Runs the file as a command where some things are not what they are here.
+ELSEWHERE_PROGRAM = """
+import os, runpy, sys
+{changes}
+sys.argv = [{file!r}, "--list"]
+runpy.run_path({file!r}, run_name="__main__")
+"""
+NO_LINUX = "sys.platform = 'darwin'; sys.modules['fcntl'] = sys.modules['monarch'] = None"
+ON_PROCESSOR = "os.uname = lambda: os.uname_result(('Linux', 'here', '6', '1', {processor!r}))"
+
+
+def run_elsewhere(changes: str) -> subprocess.CompletedProcess[str]:
+    program = ELSEWHERE_PROGRAM.format(changes=changes, file=str(FILE))
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (NO_LINUX, "this is darwin, without Linux's memfd and pidfd; a Linux container has them"),
+        (ON_PROCESSOR.format(processor="riscv64"), "this is riscv64, and weight sync relies on"),
+    ],
+)
+def test_where_it_cannot_run_it_says_why_in_a_line(changes: str, why: str) -> None:
+    """Before it imports anything that is not there, such as a module of Monarch."""
+    found = run_elsewhere(changes)
+    assert found.returncode == 2
+    assert found.stdout == ""
+    [line] = found.stderr.splitlines()
+    assert line.startswith("monarch_rl: Linux on x86-64 or aarch64: ")
+    assert why in line
+
+
+@pytest.mark.parametrize("processor", m.PROCESSORS)
+def test_both_processors_are_let_in(processor: str) -> None:
+    found = run_elsewhere(ON_PROCESSOR.format(processor=processor))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[0].split()[:2] == ["1", "hello_actor"]
+    assert processor in m.SYS_FUTEX
+
+
 def test_each_word_has_a_cache_line_of_its_own() -> None:
     writer = m.WeightWriter(two_tensors(), num_readers=1)
     words = writer.arena.words
@@ -4796,14 +4897,16 @@ def test_lease_goes_round_again_when_a_version_comes_in_between() -> None:
     reader = first_reader(writer, two_tensors())
     publish(writer, 1)
     announced = []
+    announce = reader.arena.announce
 
-    def fence() -> None:
-        """Runs between the announcement and the second look."""
+    def announce_slowly(reader_id: int, slot: int) -> None:
+        """A version comes between the announcement and the second look."""
+        announce(reader_id, slot)
         announced.append(leased_slot(reader.arena))
         if len(announced) == 1:
             publish(writer, 2)
 
-    replace_method(reader.arena, "fence", fence)
+    replace_method(reader.arena, "announce", announce_slowly)
     assert reader.pull() == 2
     assert announced == [0, 1]
     assert holds(reader, 2)
@@ -5044,53 +5147,103 @@ def test_tied_weights_and_buffers_arrive_as_such() -> None:
 
 
 # -- the lease protocol, in a model of the processor -----------------------------------------------
-# The hardware shows a missing fence so rarely that no test can wait for it. So here the real code
-# of Arena.lease and of WeightWriter._copy (free_slot, the writing, commit) runs on a model of what
-# x86-64 promises, and every order of events that the model allows is tried.
+# The hardware shows a missing fence so rarely that no test can wait for it, and an emulated Arm on
+# x86-64 never shows what only Arm reorders. So here the real code of Arena.lease and of
+# WeightWriter._copy (free_slot, the writing, commit) runs on models of what both processors
+# promise, and every order of events that a model allows is tried.
 #
-# The model (x86-TSO: Sewell and others, 2010). There are two sides, a reader and a writer. A store
-# does not go to memory: it goes to the end of a buffer that its side alone can see. At any moment
-# the oldest store of a buffer may reach memory; that is an event of its own, here called a drain. A
-# load takes the newest store of the same place in its own buffer, and if there is none it takes
-# what is in memory. Taking a lock waits until the own buffer is empty: that is what a fence does.
+# There are sides, a reader and a writer. Each has accesses to memory under way, which it has begun
+# and which have not taken effect yet. Of the lock that makes a fence, taking it is an "acquire" and
+# giving it back a "release": what else a lock does, nobody here needs.
 #
-# How every order is tried. The next access of a side to memory depends only on what its loads have
-# returned so far. So a moment of the whole system is: what is in memory, what is in both buffers,
-# and which answers each side has had. From such a moment there are at most four ways on: one side
-# makes its next access, or one buffer drains. Which access is the next one is found by running the
-# real code again from its beginning: it is given the answers that it had, and stopped at the first
-# access that has none. `explore` follows all ways from all moments, and each moment once.
+# x86-64 (x86-TSO: Sewell and others, 2010). Stores are under way, in a buffer that the side alone
+# can see, and at any moment the oldest one may reach memory. A load takes effect at once: it takes
+# the newest store of the same place in the own buffer, and if there is none what is in memory. An
+# acquire waits until the own buffer is empty; a release does nothing.
+#
+# Arm (the rules of aarch64.cat, Deacon and others, for these kinds of access). Loads are under way,
+# too, and whatever is under way may take effect before what was begun earlier, but for what `holds`
+# says. A side goes on beyond a load that has not taken effect: the code needs an answer, so it gets
+# one of all that might come, and the load can take effect only when just that is in memory. (A
+# processor guesses likewise, and goes back if it was wrong. Here such a way ends, and what was
+# found on it counts for nothing.)
+#
+# How every order is tried. The next access of a side depends only on what its loads were answered
+# so far. So a moment of the whole system is: what is in memory, what is under way, and which
+# answers each side has had. From there one side begins its next access, or one access takes effect.
+# Which access is the next one is found by running the real code again from its beginning: it is
+# given the answers that it had, and stopped at the first access that has none. `explore` follows
+# all ways from all moments, and each moment once.
 
 NUM_CELLS = 2  # of a slot: enough to be half written
 NUM_LEASES = 2  # that the reader takes, one after the other
 NUM_VERSIONS = 3  # that the writer publishes, after version 0, which is in slot 0
-FIRST_CELL = m.Arena.LEASES + 1  # behind the words of an arena with one reader
+# The words of an arena with one reader, then those of two ranks; behind them lie the cells.
+FIRST_RANK_WORD = m.Arena.LEASES + 1
+FIRST_CELL = FIRST_RANK_WORD + 2
 READER = 0
 WRITER = 1
+NAMES = ("reader", "writer", "second rank")
 
-# What stands in Arena.lease instead of a mechanism of the file, if that is taken away.
+# What stands in Arena.lease and Arena.put instead of a mechanism, if that is taken away.
 MISSING = {
     "announce": "pass",
-    "fence of the reader": "pass",
+    "fence behind a word": "pass",
     "look again": "if True:",
 }
+# The same, of what only Arm needs.
+MISSING_ON_ARM = {
+    "fence before a word": "pass",
+    "twice": "for _ in range(1):",
+}
+
+
+@pytest.fixture
+def few_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer versions and cells, for Arm has many more orders.
+
+    A slot of one cell is torn if it is not of the version that the lease named, and with two
+    versions the writer comes back to the slot of the first one.
+    """
+    monkeypatch.setattr(sys.modules[__name__], "NUM_CELLS", 1)
+    monkeypatch.setattr(sys.modules[__name__], "NUM_VERSIONS", 2)
 
 
 @dataclass(frozen=True)
 class Access:
     """What a side is about to do to memory."""
 
-    kind: str  # "load", "store" or "fence"
+    kind: str  # "load", "store", "acquire" or "release"
     place: int = 0
-    value: int = 0  # of a store
+    value: int = 0  # of a store; of a load that is under way, with what it was answered
+    least: int | None = None  # of a load in a loop, which ends when it finds so much
+
+    def is_of_lock(self) -> bool:
+        return self.kind in ("acquire", "release")
 
     def in_words(self) -> str:
         """Such as "store of 1025 in word 0"."""
-        if self.kind == "fence":
+        if self.is_of_lock():
             return self.kind
         slot, cell = divmod(self.place - FIRST_CELL, NUM_CELLS)
         where = f"word {self.place}" if slot < 0 else f"cell {cell} of slot {slot}"
         return f"load of {where}" if self.kind == "load" else f"store of {self.value} in {where}"
+
+    def holds(self, later: Access) -> bool:
+        """On Arm: must this take effect before that later access of the same side?"""
+        # Before nothing that follows an acquire, behind nothing before a release, and a release
+        # stays before an acquire that follows.
+        if self.kind == "acquire" or later.kind == "release":
+            return True
+        if self.is_of_lock() or later.is_of_lock():
+            return self.kind == "release" and later.kind == "acquire"
+        # Those of one place stay in order; but a load may take its value from a store under way.
+        if self.place == later.place:
+            return not (self.kind == "store" and later.kind == "load")
+        # No store may be seen while it may turn out that it should not have been made. What a word
+        # of the arena holds decides what the code does next. What a slot holds decides nothing: it
+        # goes into sums.
+        return self.kind == "load" and self.place < FIRST_CELL and later.kind == "store"
 
 
 class NotAnswered(BaseException):
@@ -5098,6 +5251,12 @@ class NotAnswered(BaseException):
 
     def __init__(self, access: Access) -> None:
         self.access = access
+
+
+def place_of(word: int) -> int:
+    """Where it lies in the memory of the model: the last words of an arena are those of ranks."""
+    rank = m.Arena.NUM_WORDS - 1 - word
+    return FIRST_RANK_WORD + rank if rank < 2 else word
 
 
 class Replay:
@@ -5117,16 +5276,20 @@ class Replay:
         return self.answers.pop()
 
     def __getitem__(self, place: int) -> int:
-        return self.answer_to(Access(kind="load", place=place))
+        return self.answer_to(Access(kind="load", place=place_of(place)))
 
     def __setitem__(self, place: int, value: int) -> None:
-        self.answer_to(Access(kind="store", place=place, value=value))
+        self.answer_to(Access(kind="store", place=place_of(place), value=value))
+
+    def wait_until(self, arena: Any, word: int, least: int) -> int:
+        """For the function of that name: of all its looks the last one, which ends it."""
+        return self.answer_to(Access(kind="load", place=place_of(word), least=least))
 
     def __enter__(self) -> None:
-        self.answer_to(Access(kind="fence"))
+        self.answer_to(Access(kind="acquire"))
 
     def __exit__(self, *error: Any) -> None:
-        """Giving a lock back is an ordinary store, of which this protocol makes no use."""
+        self.answer_to(Access(kind="release"))
 
 
 @dataclass(frozen=True)
@@ -5171,11 +5334,11 @@ def cells_of(slot: int) -> range:
     return range(first, first + NUM_CELLS)
 
 
-def model_reader(arena: Any) -> ModelSide:
+def model_reader(arena: Any, num_leases: int = NUM_LEASES) -> ModelSide:
     """Takes leases, and reads the slot each time. It gives up a lease by asking for the next."""
 
     def program(replay: Replay) -> None:
-        for _ in range(NUM_LEASES):
+        for _ in range(num_leases):
             version, slot = arena.lease(0)
             replay.holds = slot
             for cell in cells_of(slot):
@@ -5201,9 +5364,12 @@ def model_writer(writer: Any) -> ModelSide:
     return ModelSide(writer.arena, program)
 
 
-def model_of(module: Any) -> list[ModelSide]:
-    """Both sides, with the code of this module. Each has an arena of its own, as in a process."""
-    writer = module.WeightWriter(two_tensors(), num_readers=1)
+def model_of(module: Any, module_of_writer: Any = None) -> list[ModelSide]:
+    """Both sides, with the code of this module. Each has an arena of its own, as in a process.
+
+    module_of_writer: if the writer is to have the code of another one.
+    """
+    writer = (module_of_writer or module).WeightWriter(two_tensors(), num_readers=1)
     handle = writer.arena.handle
     reader_arena = module.Arena(handle, handle.descriptor)
     return [model_reader(reader_arena), model_writer(writer)]
@@ -5211,14 +5377,14 @@ def model_of(module: Any) -> list[ModelSide]:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of the whole system. The pairs are (of the reader, of the writer)."""
+    """A moment of the whole system. The tuples of tuples have one for each side."""
 
     memory: tuple[int, ...]
-    buffers: tuple[tuple[Access, ...], tuple[Access, ...]]  # stores, the oldest first
-    answers: tuple[tuple[int, ...], tuple[int, ...]]
+    under_way: tuple[tuple[Access, ...], ...]  # in the order of the program
+    answers: tuple[tuple[int, ...], ...]
 
 
-def first_moment() -> Moment:
+def first_moment(num_sides: int) -> Moment:
     """Version 0 is in slot 0, of three slots, and the reader has leased nothing."""
     memory = [m.Arena.NOTHING] * cells_of(3).start
     for cell in cells_of(0):
@@ -5226,8 +5392,8 @@ def first_moment() -> Moment:
     memory[m.Arena.LATEST] = 0
     return Moment(
         memory=tuple(memory),
-        buffers=((), ()),
-        answers=((), ()),
+        under_way=((),) * num_sides,
+        answers=((),) * num_sides,
     )
 
 
@@ -5239,37 +5405,144 @@ def with_item(
     return (*items[:at], item, *items[at + 1 :])
 
 
-def drained(moment: Moment, side: int) -> Moment:
-    """The oldest store in the buffer of this side reaches memory."""
-    store, *others = moment.buffers[side]
-    return dataclasses.replace(
-        moment,
-        memory=with_item(moment.memory, store.place, store.value),
-        buffers=with_item(moment.buffers, side, tuple(others)),
-    )
-
-
-def accessed(
+def loaded(
     moment: Moment,
     side: int,
-    access: Access,
+    place: int,
+    earlier: Sequence[Access],
+) -> int:
+    """What a load finds: of this side's earlier stores that are under way the newest, or memory."""
+    value = moment.memory[place]
+    for access in earlier:
+        if access.kind == "store" and access.place == place:
+            value = access.value
+    return value
+
+
+def begun(
+    moment: Moment,
+    side: int,
+    answer: int = 0,
+    under_way: Access | None = None,
 ) -> Moment:
-    """Lets this side make its next access to memory, and get an answer."""
-    buffer = moment.buffers[side]
-    answer = 0
-    if access.kind == "load":
-        answer = moment.memory[access.place]
-        for store in buffer:  # the newest of that place counts
-            if store.place == access.place:
-                answer = store.value
-    if access.kind == "store":
-        buffer = (*buffer, access)
+    """The next access of this side got its answer, and is under way if it is given here."""
+    accesses = moment.under_way[side]
+    if under_way is not None:
+        accesses = (*accesses, under_way)
     answers = (*moment.answers[side], answer)
     return dataclasses.replace(
         moment,
-        buffers=with_item(moment.buffers, side, buffer),
+        under_way=with_item(moment.under_way, side, accesses),
         answers=with_item(moment.answers, side, answers),
     )
+
+
+def done(moment: Moment, side: int, at: int) -> Moment:
+    """An access of this side that was under way takes effect."""
+    accesses = moment.under_way[side]
+    access = accesses[at]
+    memory = moment.memory
+    if access.kind == "store":
+        memory = with_item(memory, access.place, access.value)
+    return dataclasses.replace(
+        moment,
+        memory=memory,
+        under_way=with_item(moment.under_way, side, accesses[:at] + accesses[at + 1 :]),
+    )
+
+
+Ways = list[tuple[str, Moment]]  # an event that may come next, in words, and the moment then
+
+
+def effect_in_words(side: int, access: Access) -> str:
+    return f"{NAMES[side]}: {access.in_words()} takes effect"
+
+
+class X86:
+    """What x86-64 may do next."""
+
+    # Stores that a side has begun: (side, place, value). Only Arm needs them.
+    stored: ClassVar[set[tuple[int, int, int]]] = set()
+
+    def ways_on(self, moment: Moment, pauses: Sequence[Pause]) -> Ways:
+        ways = []
+        for side, pause in enumerate(pauses):
+            stores = moment.under_way[side]
+            access = pause.access
+            if stores:
+                ways.append((effect_in_words(side, stores[0]), done(moment, side, 0)))
+            if access is None or (access.kind == "acquire" and stores):
+                continue
+            answer = loaded(moment, side, access.place, stores)
+            if access.least is not None and answer < access.least:
+                continue
+            what = f"{NAMES[side]}: {access.in_words()}"
+            if access.is_of_lock():
+                return [(what, begun(moment, side))]  # what others do meanwhile changes nothing
+            if access.kind == "store":
+                ways.append((what, begun(moment, side, under_way=access)))
+            else:
+                ways.append((what, begun(moment, side, answer)))
+        return ways
+
+
+class Arm:
+    """What an Arm processor may do next.
+
+    Every side begins as much as it can before anything takes effect. That leaves no order out: what
+    is under way may wait for as long as it likes, and a load may have any answer that might come.
+    """
+
+    WINDOW = 4  # so many loads and stores of a side may be under way; more take long to try
+
+    def __init__(self) -> None:
+        self.stored: set[tuple[int, int, int]] = set()
+
+    def ways_on(self, moment: Moment, pauses: Sequence[Pause]) -> Ways:
+        ways = []
+        for side, pause in enumerate(pauses):
+            accesses = moment.under_way[side]
+            num_accesses = sum(not access.is_of_lock() for access in accesses)
+            # Behind an acquire that waits nothing can take effect, so nothing need be begun.
+            waits = any(access.kind == "acquire" for access in accesses)
+            if pause.access is not None and not waits and num_accesses < self.WINDOW:
+                ways_to_begin = self._begin(moment, side, pause.access)
+                if ways_to_begin:
+                    return ways_to_begin
+            for at, access in enumerate(accesses):
+                if self._may_take_effect(moment, side, at):
+                    way = (effect_in_words(side, access), done(moment, side, at))
+                    if access.is_of_lock():
+                        return [way]
+                    ways.append(way)
+        return ways
+
+    def _begin(self, moment: Moment, side: int, access: Access) -> Ways:
+        what = f"{NAMES[side]}: {access.in_words()} begins"
+        if access.kind != "load":
+            if access.kind == "store":
+                self.stored.add((side, access.place, access.value))
+            return [(what, begun(moment, side, under_way=access))]
+        # What it may find until it takes effect.
+        answers = {loaded(moment, side, access.place, moment.under_way[side])}
+        for other, place, value in self.stored:
+            if other != side and place == access.place:
+                answers.add(value)
+        ways = []
+        for answer in answers:
+            if access.least is not None and answer < access.least:
+                continue
+            load = dataclasses.replace(access, value=answer)
+            ways.append((f"{what}, with {answer}", begun(moment, side, answer, load)))
+        return ways
+
+    def _may_take_effect(self, moment: Moment, side: int, at: int) -> bool:
+        """It does so if nothing before it holds it, and if a load finds what it was answered."""
+        *earlier, access = moment.under_way[side][: at + 1]
+        if any(one.holds(access) for one in earlier):
+            return False
+        is_load = access.kind == "load"
+        return not is_load or loaded(moment, side, access.place, earlier) == access.value
 
 
 # For each moment that was found: the event that has led to it, and the moment before that.
@@ -5287,19 +5560,6 @@ class Explored:
     schedule: list[str] = field(default_factory=list)  # the shortest way to the violation
 
 
-def ways_on(moment: Moment, pauses: Sequence[Pause]) -> Iterator[tuple[str, Moment]]:
-    """Every event that may come next, in words, and the moment after it."""
-    for side, name in ((READER, "reader"), (WRITER, "writer")):
-        buffer = moment.buffers[side]
-        access = pauses[side].access
-        if buffer:
-            oldest = buffer[0]
-            yield f"{name}: {oldest.in_words()} reaches memory", drained(moment, side)
-        must_wait = access is not None and access.kind == "fence" and buffer
-        if access is not None and not must_wait:
-            yield f"{name}: {access.in_words()}", accessed(moment, side, access)
-
-
 Rule = Callable[[Moment, Sequence[Pause]], str]  # says what is wrong in a moment; "": nothing is
 
 
@@ -5313,7 +5573,7 @@ def written_in(moment: Moment, pauses: Sequence[Pause]) -> str:
     held = pauses[READER].holds
     if held is None:
         return ""
-    on_their_way = list(moment.buffers[WRITER])
+    on_their_way = list(moment.under_way[WRITER])
     following = pauses[WRITER].access
     if following is not None and following.kind == "store":
         on_their_way.append(following)
@@ -5323,10 +5583,31 @@ def written_in(moment: Moment, pauses: Sequence[Pause]) -> str:
     return ""
 
 
-def explore(sides: Sequence[ModelSide], rules: Sequence[Rule]) -> Explored:
-    """Tries every order of events, those with the fewest events first, until a rule is broken."""
+def explore(
+    sides: Sequence[ModelSide],
+    rules: Sequence[Rule],
+    processor: X86 | Arm | None = None,
+) -> Explored:
+    """Tries every order of events, those with the fewest events first, until a rule is broken.
+
+    processor: x86-64 if none is given. Which answers a load may get on Arm is known when all stores
+    are known that may ever be made, so there it is done again until no other store turns up.
+    """
+    processor = processor or X86()
+    while True:
+        num_stored = len(processor.stored)
+        found = explore_once(sides, rules, processor)
+        if found.violation or len(processor.stored) == num_stored:
+            return found
+
+
+def explore_once(
+    sides: Sequence[ModelSide],
+    rules: Sequence[Rule],
+    processor: X86 | Arm,
+) -> Explored:
     found = Explored()
-    first = first_moment()
+    first = first_moment(len(sides))
     came_from: CameFrom = {first: ("", None)}
     waiting = collections.deque([first])
     while waiting:
@@ -5334,13 +5615,15 @@ def explore(sides: Sequence[ModelSide], rules: Sequence[Rule]) -> Explored:
         pairs = zip(sides, moment.answers, strict=True)
         pauses = [side.after(answers) for side, answers in pairs]
         found.num_moments += 1
-        found.violation = "".join(rule(moment, pauses) for rule in rules)
+        under_way = [access for accesses in moment.under_way for access in accesses]
+        if not any(access.kind == "load" for access in under_way):  # all answers were right
+            found.violation = "".join(rule(moment, pauses) for rule in rules)
         if found.violation:
             found.schedule = way_to(moment, came_from)
             return found
-        if all(pause.access is None for pause in pauses):
+        if not under_way and all(pause.access is None for pause in pauses):
             found.lengths.add(len(moment.answers[READER]))
-        for what, following in ways_on(moment, pauses):
+        for what, following in processor.ways_on(moment, pauses):
             if following not in came_from:
                 came_from[following] = (what, moment)
                 waiting.append(following)
@@ -5388,16 +5671,131 @@ def test_no_step_of_a_lease_can_be_left_out(
 
 
 @pytest.mark.parametrize("rule", [torn_in, written_in])
-def test_the_writer_needs_its_fence_as_well(rule: Rule) -> None:
+def test_the_writer_needs_its_fence_as_well(tmp_path: pathlib.Path, rule: Rule) -> None:
     """Without it the commit may still be in its buffer when it looks at the leases.
 
     Then the reader finds the old version when it looks again, and reads a slot that the writer has
     found free.
     """
-    sides = model_of(m)
-    replace_method(sides[WRITER].arena, "fence", lambda: None)
-    found = explore(sides, [rule])
+    name = "fence behind a word"
+    found = explore(model_of(m, changed_module(tmp_path, {name: MISSING[name]})), [rule])
     show_schedule("without the fence of the writer", found)
+    assert found.violation
+
+
+@pytest.mark.usefixtures("few_events")
+def test_no_order_of_events_breaks_a_lease_on_arm() -> None:
+    found = explore(model_of(m), [torn_in], Arm())
+    show_schedule("the protocol on Arm", found)
+    assert found.violation == ""
+    assert len(found.lengths) == NUM_VERSIONS + 1
+
+
+@pytest.mark.usefixtures("few_events")
+@pytest.mark.parametrize("side", [READER, WRITER])
+@pytest.mark.parametrize("name", ["fence behind a word", *MISSING_ON_ARM])
+def test_on_arm_no_side_can_leave_out_a_fence_or_half_of_one(
+    tmp_path: pathlib.Path,
+    name: str,
+    side: int,
+) -> None:
+    """A fence before the word, one behind it, and the lock taken twice: each alone, on one side."""
+    changed = changed_module(tmp_path, {name: {**MISSING, **MISSING_ON_ARM}[name]})
+    modules = [changed, m] if side == READER else [m, changed]
+    found = explore(model_of(*modules), [torn_in], Arm())
+    show_schedule(f"without {name!r} of the {NAMES[side]}", found)
+    assert found.violation
+
+
+@pytest.mark.usefixtures("few_events")
+@pytest.mark.parametrize("name", ["announce", "look again"])
+def test_on_arm_no_step_of_a_lease_can_be_left_out(tmp_path: pathlib.Path, name: str) -> None:
+    sides = model_of(changed_module(tmp_path, {name: MISSING[name]}))
+    found = explore(sides, [torn_in], Arm())
+    show_schedule(f"without {name!r}", found)
+    assert found.violation
+
+
+@pytest.mark.usefixtures("few_events")
+def test_what_is_enough_on_x86_64_is_not_on_arm(tmp_path: pathlib.Path) -> None:
+    """A word is changed, and then the lock is taken and given back once: no more."""
+    changed = changed_module(tmp_path, MISSING_ON_ARM)
+    assert explore(model_of(changed), [torn_in, written_in]).violation == ""
+    found = explore(model_of(changed), [torn_in], Arm())
+    show_schedule("the lock once, behind the word", found)
+    assert found.violation
+
+
+@pytest.mark.usefixtures("few_events")
+def test_the_writer_relies_on_what_decides_into_which_slot_it_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between its look at the leases and its stores to the slot there is no fence.
+
+    They would be torn if a store could be seen before a load that decides whether it is made.
+    """
+    holds = Access.holds
+
+    def without_decisions(earlier: Access, later: Access) -> bool:
+        kinds = (earlier.kind, later.kind)
+        return holds(earlier, later) and (
+            kinds != ("load", "store") or earlier.place == later.place
+        )
+
+    monkeypatch.setattr(Access, "holds", without_decisions)
+    found = explore(model_of(m), [torn_in], Arm())
+    show_schedule("if decisions held nothing", found)
+    assert found.violation
+
+
+# -- the words of a sharded trainer, in the same model ---------------------------------------------
+
+
+def model_of_ranks(module: Any) -> list[ModelSide]:
+    """A reader that takes one lease, and two ranks that publish. Each rank writes a cell."""
+    first = module.ShardWriter(two_tensors(), 1, 0, 2)
+    handle = first.arena.handle
+    second = module.ShardWriter(two_tensors(), 1, 1, 2, handle)
+    sides = [model_reader(module.Arena(handle, handle.descriptor), num_leases=1)]
+    for writer in (first, second):
+        sides.append(model_rank(module, writer))
+    return sides
+
+
+def model_rank(module: Any, writer: Any) -> ModelSide:
+    """One rank, which publishes two versions."""
+
+    def program(replay: Replay) -> None:
+        def write(slot: int) -> None:
+            replay[cells_of(slot)[writer.rank]] = version
+
+        writer._write = write
+        with mock.patch.object(module, "wait_until", replay.wait_until):
+            for version in (1, 2):
+                writer._copy(version)
+
+    return ModelSide(writer.arena, program)
+
+
+@pytest.mark.parametrize("processor", [X86, Arm])
+def test_no_order_of_events_tears_what_two_ranks_write(processor: Callable[[], X86 | Arm]) -> None:
+    found = explore(model_of_ranks(m), [torn_in], processor())
+    show_schedule(f"two ranks on {processor.__name__}", found)
+    assert found.violation == ""
+    assert len(found.lengths) == 3  # without a version in between, with one, and with two
+
+
+@pytest.mark.parametrize("name", MISSING_ON_ARM)
+def test_on_arm_no_fence_of_the_words_of_ranks_can_be_left_out(
+    tmp_path: pathlib.Path,
+    name: str,
+) -> None:
+    """The second rank would say that it has written before its bytes can be seen."""
+    changed = changed_module(tmp_path, {name: MISSING_ON_ARM[name]})
+    sides = model_of_ranks(m)
+    sides[-1] = model_of_ranks(changed)[-1]
+    found = explore(sides, [torn_in], Arm())
+    show_schedule(f"without {name!r} of the second rank", found)
     assert found.violation
 
 
@@ -5413,20 +5811,28 @@ PID_OF_TRAINER = 1
 class ModelWord:
     """An RDMABuffer of one word of the trainer's arena, for the relay in the model.
 
-    A one-sided read returns what is in memory. A one-sided write returns when the word is in
-    memory, so it is a store and a fence in one.
+    A one-sided read or write is a message there and one back, and the relay waits for the answer.
+    So it is a fence, the access, and a fence.
     """
 
     replay: Replay
     place: int
 
     async def read_into(self, room: torch.Tensor) -> None:
+        fence_by(self.replay)
         room.fill_(self.replay[self.place])
+        fence_by(self.replay)
 
     async def write_from(self, word: torch.Tensor) -> None:
         assert int(word) // m.Arena.MAX_SLOTS == PID_OF_TRAINER
+        fence_by(self.replay)
         self.replay[self.place] = int(word)
-        with self.replay:
+        fence_by(self.replay)
+
+
+def fence_by(replay: Replay) -> None:
+    for _ in range(2):
+        with replay:
             pass
 
 
@@ -5481,6 +5887,7 @@ class RelayDouble:
         self.replay.holds = slot
         for cell in cells_of(slot):
             self.replay.is_torn |= self.replay[cell] != version
+        fence_by(self.replay)
         self.replay.holds = None
 
 
@@ -5496,9 +5903,14 @@ def model_relay(module: Any, looks_again: bool) -> ModelSide:
     return ModelSide(types.SimpleNamespace(), program)
 
 
-def explore_relay(module: Any, looks_again: bool = True) -> Explored:
+def explore_relay(
+    module: Any,
+    looks_again: bool = True,
+    processor: X86 | Arm | None = None,
+) -> Explored:
     _, writer = model_of(module)
-    return explore([model_relay(module, looks_again), writer], [torn_in, written_in])
+    rules = [torn_in] if isinstance(processor, Arm) else [torn_in, written_in]
+    return explore([model_relay(module, looks_again), writer], rules, processor)
 
 
 def test_no_order_of_events_breaks_the_lease_of_a_relay() -> None:
@@ -5507,6 +5919,17 @@ def test_no_order_of_events_breaks_the_lease_of_a_relay() -> None:
     show_schedule("the relay", found)
     assert found.violation == ""
     assert len(found.lengths) > 1
+
+
+@pytest.mark.usefixtures("few_events")
+def test_no_order_of_events_breaks_the_lease_of_a_relay_on_arm(tmp_path: pathlib.Path) -> None:
+    """A message there and back orders as much as a fence. The trainer's fences are needed."""
+    found = explore_relay(m, processor=Arm())
+    show_schedule("the relay on Arm", found)
+    assert found.violation == ""
+    found = explore_relay(changed_module(tmp_path, MISSING_ON_ARM), processor=Arm())
+    show_schedule("a trainer that takes the lock once, behind the word", found)
+    assert found.violation
 
 
 def test_no_step_of_the_lease_of_a_relay_can_be_left_out(tmp_path: pathlib.Path) -> None:
@@ -5547,7 +5970,7 @@ def byte_values(tensors: dict[str, torch.Tensor]) -> set[int]:
 def resident_bytes() -> int:
     """How much memory this process has, as the system counts it."""
     _, pages, *_ = pathlib.Path("/proc/self/statm").read_text().split()
-    return int(pages) * 4096
+    return int(pages) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -5559,12 +5982,13 @@ class Weakness:
     matter how wide it is.
     """
 
-    lease_file: str = ""  # a changed file, whose Arena.lease is used; "": the real one
+    # A changed file, whose Arena.lease and Arena.put are used; "": the real ones.
+    changed_file: str = ""
     gives_back: bool = False  # the reader gives back the slot that it goes on reading
     # Between looking at `latest` and announcing, every second time.
     pauses: bool = False
     # An announcement stays in a buffer, as in a processor that is slow to empty it. It becomes
-    # visible a while later, or at the fence.
+    # visible a while later, or at a fence.
     stores_late: bool = False
 
 
@@ -5591,27 +6015,39 @@ def pausing() -> Iterator[None]:
         yield
 
 
+class LateWords:
+    """Stands in the place of the words of an arena. What is stored stays in a buffer at first."""
+
+    def __init__(self, words: Any, buffer: list[Callable[[], None]]) -> None:
+        self.words = words
+        self.buffer = buffer
+
+    def __setitem__(self, place: int, value: int) -> None:
+        self.buffer.append(functools.partial(self.words.__setitem__, place, value))
+
+
 @contextlib.contextmanager
 def storing_late() -> Iterator[None]:
-    """Announcements of this process stay in a buffer until the fence, or for a while."""
+    """Announcements of this process stay in a buffer until a fence, or for a while."""
     announce = m.Arena.announce
     fence = m.Arena.fence
-    lock = threading.Lock()
+    lock = threading.RLock()
     buffer: list[Callable[[], None]] = []
 
     def drain() -> None:
         with lock:
-            while buffer:
-                buffer.pop()()
+            for store in buffer:  # the oldest first
+                store()
+            buffer.clear()
 
     def announce_late(
         arena: m.Arena,
         reader: int,
         slot: int,
     ) -> None:
-        drain()  # the announcement before this one comes first
-        with lock:
-            buffer.append(functools.partial(announce, arena, reader, slot))
+        words = arena.words
+        with lock, mock.patch.object(arena, "words", LateWords(words, buffer)):
+            announce(arena, reader, slot)
         threading.Timer(WINDOW_S, drain).start()
 
     def fence_and_drain(arena: m.Arena) -> None:
@@ -5622,23 +6058,24 @@ def storing_late() -> Iterator[None]:
         yield
 
 
-def lease_of(file: str) -> Callable[..., Any]:
-    """The method Arena.lease of a changed file."""
+def arena_of(file: str) -> Any:
+    """The class Arena of a changed file."""
     spec = importlib.util.spec_from_file_location("changed_rl", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with mock.patch.dict(sys.modules, changed_rl=module):
         spec.loader.exec_module(module)
-    return module.Arena.lease
+    return module.Arena
 
 
 @contextlib.contextmanager
 def weakened(weakness: Weakness) -> Iterator[None]:
     """Meanwhile all readers of this process are so weak."""
     with contextlib.ExitStack() as stack:
-        if weakness.lease_file:
-            lease = lease_of(weakness.lease_file)
-            stack.enter_context(mock.patch.object(m.Arena, "lease", lease))
+        if weakness.changed_file:
+            changed = arena_of(weakness.changed_file)
+            methods = mock.patch.multiple(m.Arena, lease=changed.lease, put=changed.put)
+            stack.enter_context(methods)
         if weakness.stores_late:
             stack.enter_context(storing_late())
         if weakness.pauses:
@@ -5958,7 +6395,7 @@ def test_the_attack_tears_reads_whose_leases_are_given_back(three_readers: Three
 # fence, by a buffer that is slow to empty itself. A missing announcement needs no window.
 WINDOWS = {
     "announce": Weakness(),
-    "fence of the reader": Weakness(stores_late=True),
+    "fence behind a word": Weakness(stores_late=True),
     "look again": Weakness(pauses=True),
 }
 
@@ -5976,7 +6413,9 @@ def test_the_attack_tears_reads_without_each_step_of_a_lease(
     window = WINDOWS[name]
     module = changed_module(tmp_path, {name: MISSING[name]})  # compiled once for all readers
     assert module.__file__
-    found = three_readers.attack_until_torn(dataclasses.replace(window, lease_file=module.__file__))
+    found = three_readers.attack_until_torn(
+        dataclasses.replace(window, changed_file=module.__file__)
+    )
     found.show(f"without {name!r}")
     assert found.num_torn >= 5
     found = three_readers.attack(window, 100)
