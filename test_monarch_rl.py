@@ -4395,9 +4395,11 @@ def test_a_reward_model_needs_memory() -> None:
     assert with_reward["processes"] - plain["processes"] == 3 * m.PROCESS_BYTES
 
 
-def test_what_a_checkpoint_was_made_with_is_as_before_without_a_reward_model() -> None:
-    assert "reward" not in m.about(m.Config())
-    assert m.about(m.Config(reward="model", preferences="a.jsonl"))["preferences"] == "a.jsonl"
+def test_a_checkpoint_that_is_older_than_a_flag_was_made_with_its_default() -> None:
+    found = {"format": m.CHECKPOINT_FORMAT, "task": "count", "model": "tiny", "seed": 0}
+    assert m.other_flags(found, m.Config(task="count")) == ""
+    flags = m.other_flags(found, m.Config(task="count", reward="model", preferences="a.jsonl"))
+    assert flags == "--reward task --preferences ''"
 
 
 # -- weight slots, in one process ------------------------------------------------------------------
@@ -10555,7 +10557,7 @@ def test_a_run_does_not_go_on_with_another_reward(tmp_path: pathlib.Path, refuse
     found = {"about": m.about(m.Config()), "state": "", "weights": {}, "moments": {}}
     torch.save(found, folder / "step-00000010.pt")
     line = refused("--only", "sync_rl", "--checkpoint", tmp_path / "saved", "--reward", "model")
-    assert "no checkpoint for this run" in line
+    assert "was made with --reward task: give that, or another --checkpoint" in line
 
 
 def test_a_reward_model_that_does_not_pull_is_found_out(tmp_path: pathlib.Path) -> None:
@@ -10573,6 +10575,20 @@ def test_a_reward_model_that_does_not_pull_is_found_out(tmp_path: pathlib.Path) 
 
 def newest_checkpoint(folder: pathlib.Path) -> dict[str, Any]:
     return torch.load(max(folder.glob("step-*")), weights_only=True)
+
+
+def prompts_astray(state: str) -> tuple[int, int]:
+    """How many prompts the history in a checkpoint has skipped, and how many it has twice.
+
+    Those that are on their way, or are to be drawn again, are to be trained on once from here on.
+    """
+    found = json.loads(state)
+    trained = list(itertools.chain(*found["trained_by_step"]))
+    waiting = [*found["in_flight"], *found["draw_again"]]
+    sampler = m.Sampler("repeat", 0)
+    drawn = {number for number in range(found["next_number"]) if sampler.prompt(number)}
+    every = trained + waiting
+    return len(drawn - set(every)), len(every) - len(set(every))
 
 
 # Of a row of a run: what depends on what was sampled and trained on, and not on times.
@@ -10704,11 +10720,12 @@ def test_a_power_cut_at_any_moment_changes_nothing(
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def save_checkpoint_of_nobody(path: pathlib.Path, **about: Any) -> None:
+def save_checkpoint_of_nobody(path: pathlib.Path, num_steps: int = 0, **about: Any) -> None:
     """A small file that has the form of a checkpoint. about: differs from what a run has."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"about": {**m.about(m.Config()), **about}, "weights": torch.arange(1000.0)}
-    torch.save(found, path)
+    state = json.dumps({"rows": [{}] * num_steps})
+    found = {"about": {**m.about(m.Config()), **about}, "state": state}
+    torch.save({**found, "weights": torch.arange(1000.0)}, path)
 
 
 class Bomb:
@@ -10723,48 +10740,226 @@ def spoil(path: pathlib.Path, how: str) -> None:
     content = bytearray(path.read_bytes())
     if how == "truncated":
         path.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "zeros":
+        path.write_bytes(bytes(len(content)))
     elif how == "damaged":
         content[content.index(torch.tensor([500.0]).numpy().tobytes())] ^= 1
         path.write_bytes(content)
-    elif how == "newer":
-        save_checkpoint_of_nobody(path, format=99)
-    elif how == "another task":
-        save_checkpoint_of_nobody(path, task="count")
+    elif how == "unreadable":
+        path.unlink()
+        path.mkdir()
     elif how == "foreign":
         torch.save([1], path)
     else:
         torch.save(Bomb(), path)
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("truncated", "not a zip"),
-        ("damaged", "damaged in"),
-        ("newer", "'format': 99"),
-        ("another task", "'task': 'count'"),
-        ("foreign", "no checkpoint"),
-        ("code", "Weights only"),
-    ],
-)
-def test_a_bad_checkpoint_gets_one_line_and_the_older_one_is_used(
-    tmp_path: pathlib.Path,
-    refused: Refused,
-    how: str,
-    told: str,
+SPOILT = {
+    "truncated": "not a zip",
+    "empty": "not a zip",
+    "zeros": "not a zip",
+    "damaged": "damaged in",
+    "unreadable": "Is a directory",
+    "foreign": "no checkpoint",
+    "code": "Weights only",
+}
+
+
+@pytest.mark.parametrize(("how", "told"), SPOILT.items())
+def test_a_damaged_checkpoint_is_moved_aside_and_the_older_one_is_used(
+    tmp_path: pathlib.Path, refused: Refused, how: str, told: str
 ) -> None:
+    """If there is no older one the command does not begin again by itself, and changes nothing."""
     folder = tmp_path / "saved" / "sync_rl"
-    save_checkpoint_of_nobody(folder / "step-00000002.pt")
-    spoil(folder / "step-00000002.pt", how)
-    assert told in refused("--only", "sync_rl", "--checkpoint", "saved")
+    bad = folder / "step-00000002.pt"
+    save_checkpoint_of_nobody(bad)
+    spoil(bad, how)
+    line = refused("--only", "sync_rl", "--checkpoint", "saved")
+    assert told in line
+    assert "None is left: move them away to begin again" in line
+    assert os.listdir(folder) == [bad.name]
+
     save_checkpoint_of_nobody(folder / "step-00000001.pt")
-    said: list[str] = []
-    newest = m.Checkpoints(str(folder)).newest(m.Config(), said.append)
-    assert newest.endswith("step-00000001.pt")
-    assert len(said) == 1
-    assert told in said[0]
+    aside = ["step-00000002.pt.damaged-1", "step-00000002.pt.damaged-2"]
+    for number, name in enumerate(aside, 1):  # the same accident twice costs neither file
+        said: list[str] = []
+        checkpoints = m.Checkpoints(str(folder))
+        assert checkpoints.look(m.Config())[0].endswith("step-00000001.pt")
+        assert sorted(os.listdir(folder)) == ["step-00000001.pt", bad.name, *aside[: number - 1]]
+        assert checkpoints.newest(m.Config(), said.append).endswith("step-00000001.pt")
+        [line] = said
+        assert told in line
+        assert f"now called {folder / name}; used instead: {checkpoints.paths[0]}" in line
+        assert sorted(os.listdir(folder)) == ["step-00000001.pt", *aside[:number]]
+        assert m.Checkpoints(str(folder)).paths == checkpoints.paths
+        shutil.copytree(folder / name, bad) if how == "unreadable" else shutil.copy(
+            folder / name, bad
+        )
     assert not (tmp_path / "exploded").exists()
     assert not os.path.exists("exploded")
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [({"format": 99}, "has format 99, and this file reads"), ({"task": "count"}, "--task count")],
+)
+def test_what_is_whole_is_never_passed_over(
+    tmp_path: pathlib.Path, refused: Refused, about: dict[str, Any], told: str
+) -> None:
+    folder = tmp_path / "saved" / "sync_rl"
+    save_checkpoint_of_nobody(folder / "step-00000001.pt")
+    save_checkpoint_of_nobody(folder / "step-00000002.pt", **about)
+    assert told in refused("--only", "sync_rl", "--checkpoint", "saved")
+    with pytest.raises(m.OtherRun, match="another --checkpoint"):
+        m.Checkpoints(str(folder)).newest(m.Config(), pytest.fail)
+    assert len(os.listdir(folder)) == 2
+
+
+def test_a_file_that_one_may_not_read_is_not_damaged(
+    tmp_path: pathlib.Path, refused: Refused
+) -> None:
+    for step in (1, 2):
+        save_checkpoint_of_nobody(tmp_path / f"saved/sync_rl/step-0000000{step}.pt")
+    for error in (PermissionError("not yours"), MemoryError("too large")):
+        with mock.patch.object(m.zipfile, "ZipFile", side_effect=error):
+            assert str(error) in refused("--only", "sync_rl", "--checkpoint", "saved")
+
+
+def test_an_evaluation_uses_the_older_one_too_and_moves_nothing(tmp_path: pathlib.Path) -> None:
+    """Another command may be training into that folder."""
+    folder = tmp_path / "saved" / "sync_rl"
+    for step in (1, 2):
+        save_checkpoint_of_nobody(folder / f"step-0000000{step}.pt")
+    spoil(folder / "step-00000002.pt", "truncated")
+    command = m.parse(["--evaluate", "2", "--checkpoint", str(tmp_path / "saved")])
+    assert command.sides["checkpoint"].endswith("step-00000001.pt")
+    [line] = command.passed_over
+    assert "step-00000002.pt is no checkpoint, or damaged: " in line
+    assert len(os.listdir(folder)) == 2
+
+
+def test_flags_that_are_wrong_leave_no_folder_behind(
+    tmp_path: pathlib.Path, refused: Refused
+) -> None:
+    refused("--only", "sync_rl", "--checkpoint", "saved", "--json", "no such folder/out.json")
+    assert os.listdir(tmp_path) == []
+
+
+# -- flags of a run that goes on -------------------------------------------------------------------
+
+
+def another_value(setting: dataclasses.Field[Any]) -> Any:
+    """One that is not the default, for any field of Config."""
+    if setting.metadata["choices"]:
+        [*_, last] = setting.metadata["choices"]
+        return last if last != setting.default else setting.metadata["choices"][0]
+    if setting.metadata["kind"] is bool:
+        return True
+    if setting.metadata["kind"] is str:
+        return "another"
+    return setting.metadata["kind"]((setting.default or 0.5) * 2 + 1)
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """All that it has been told, as rates."""
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({name: value for name, value in group.items() if name != "params"})
+        groups[-1]["betas"] = tuple(group["betas"])  # a checkpoint has a list of them
+    return groups
+
+
+def told(state: m.TrainState) -> dict[str, Any]:
+    """All that a trainer has of its flags."""
+    schedule = state.schedule.state_dict()
+    counted = {name: schedule[name] for name in ("last_epoch", "base_lrs")}
+    bonus = state.entropy_bonus
+    return {"cfg": state.cfg, "bonus": bonus, **counted, "groups": of_optimizer(state.optimizer)}
+
+
+@pytest.fixture(scope="module")
+def saved_after_three_steps() -> tuple[LocalTrainer, dict[str, Any]]:
+    """A trainer, and a checkpoint of it; with the default flags, but for few steps."""
+    trainer = trainer_of(steps=8, batch_groups=2)
+    for _ in range(3):
+        trainer.state.step(batch_of(trainer), no_copy)
+    trainer.state.reference = copy.deepcopy(trainer.state.model)  # for --kl
+    return trainer, copied_checkpoint(trainer.state, with_optimizer=True)
+
+
+def goes_on_as_told(
+    trainer: LocalTrainer, saved: dict[str, Any], changes: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a trainer with these flags has of them: after it went on; and if it had them always."""
+    state = trainer.state
+    cfg = m.Config(**{"steps": 8, "batch_groups": 2, **changes})
+    # (Several ranks would have to meet.)
+    alone = functools.partial(m.loading, m.Config())
+    with mock.patch.object(m, "loading", lambda _: alone()):
+        m.become(state, saved, saved, cfg)
+    after = told(state)
+    state.prepare_optimizer(cfg)
+    for _ in range(3):
+        state.schedule.step()
+    return after, told(state)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("setting", dataclasses.fields(m.Config), ids=lambda found: found.name)
+def test_every_flag_of_a_run_that_goes_on_counts_or_is_refused(
+    setting: dataclasses.Field[Any],
+    saved_after_three_steps: tuple[LocalTrainer, dict[str, Any]],
+) -> None:
+    """All fields of Config, so a new one is among them. The line names the flag and what it was."""
+    mine = another_value(setting)
+    assert mine != setting.default
+    changed = m.Config(**{setting.name: mine})
+    if setting.metadata["is_kept"]:
+        with pytest.raises(m.OtherRun) as refused:
+            m.require_same_run("FILE", m.about(m.Config()), changed)
+        its = f"{setting.default}" or "''"
+        told_line = f"FILE was made with {m.flag_of(setting.name)} {its}: give that, or another"
+        assert told_line in str(refused.value)
+        return
+    m.require_same_run("FILE", m.about(m.Config()), changed)
+    found, expected = goes_on_as_told(*saved_after_three_steps, {setting.name: mine})
+    assert found == expected
+    assert getattr(found["cfg"], setting.name) == mine or setting.name == "device"
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("changes", [{"lr": 0.5}, {"steps": 3}, {"baseline": "critic"}], ids=str)
+def test_a_rate_out_of_a_checkpoint_would_be_found_out(
+    saved_after_three_steps: tuple[LocalTrainer, dict[str, Any]], changes: dict[str, Any]
+) -> None:
+    with mock.patch.object(m, "follow_flags"):
+        found, expected = goes_on_as_told(*saved_after_three_steps, changes)
+    assert found != expected
+
+
+def test_a_critic_that_goes_on_has_the_rate_of_its_present_flags() -> None:
+    critic = critic_of()
+    critic.advise(users_batch())
+    critic.learn()
+    other = critic_of(critic_lr=0.25)
+    other.become(critic.part_of_checkpoint())
+    assert [group["lr"] for group in of_optimizer(other.optimizer)] == [0.25]
+
+
+def test_steps_that_were_made_cannot_be_taken_back_by_a_flag(
+    tmp_path: pathlib.Path, refused: Refused
+) -> None:
+    """The same number, as when a command is given again, and more are welcome."""
+    save_checkpoint_of_nobody(tmp_path / "saved/sync_rl/step-00000010.pt", num_steps=10)
+    flags = ("--checkpoint", "saved", "--steps")
+    line = refused("--only", "sync_rl", *flags, "18")
+    assert "step-00000010.pt is of step 10, with --steps 18 sync_rl has 9: give more" in line
+    for steps in ("19", "20", "400"):
+        command = m.parse(["--only", "sync_rl", "--checkpoint", f"saved-{steps}", "--steps", steps])
+        m.try_checkpoints(dataclasses.replace(command.cfg, checkpoint="saved"), command.stages)
+    m.try_checkpoints(m.Config(checkpoint="saved", steps=2), [m.STAGES["async_rl"]])
 
 
 def keep_step(checkpoints: m.Checkpoints, step: int) -> None:
