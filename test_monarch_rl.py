@@ -8890,6 +8890,139 @@ def test_a_synchronous_loop_leaves_no_prompt_out(lost_at: list[int]) -> None:
     asyncio.run(scene())
 
 
+class SlowDisk(StubCluster):
+    """A checkpoint is half written for a while, and has all of its content a while later."""
+
+    async def save(self, path: str, state: str) -> None:
+        await super().save(path, state)
+        content = pathlib.Path(path).read_bytes()
+        pathlib.Path(path).write_bytes(content[: len(content) // 2])
+        await asyncio.sleep(0.01)
+        pathlib.Path(path).write_bytes(content)
+        await asyncio.sleep(0.005)
+
+
+class RunInPieces:
+    """A run that is cut off at random moments, and goes on with other flags each time.
+
+    Of each piece only what lies in the folder is left, as of a main process that was killed.
+    """
+
+    def __init__(self, folder: pathlib.Path, seed: int, is_asynchronous: bool) -> None:
+        self.folder = folder
+        self.is_asynchronous = is_asynchronous
+        self.rng = random.Random(seed)
+        self.num_cuts = 0
+        self.num_inside = 0  # of these, while a checkpoint was written
+        self.sizes: list[int] = []  # --batch-groups of each step that was made
+
+    async def piece(self) -> bool:
+        """Begins or goes on, until it is cut off or has ended. Has it ended?"""
+        cluster = SlowDisk(generate_s=0.002, step_s=0.001)
+        changes = {"max_lag": self.rng.randrange(3), "batch_groups": self.rng.choice((4, 16))}
+        # In a window no group becomes too old, so there is no reason to leave a prompt out.
+        cluster.cfg = dataclasses.replace(cluster.cfg, order="window", **changes)
+        checkpoints = m.Checkpoints(str(self.folder))
+        training = RecordedTraining(cluster, run_of(24), QuietReport(), "", checkpoints, 3)
+        if self.is_asynchronous:
+            running = asyncio.ensure_future(async_loops(training, cluster.cfg.max_lag).run_to_end())
+        else:
+            running = asyncio.ensure_future(m.train_sync(training))
+        is_ended, _ = await asyncio.wait([running], timeout=self.rng.random() * 0.15)
+        if is_ended:
+            running.result()
+        else:
+            self.num_cuts += 1
+            self.num_inside += (self.folder / "unfinished").exists()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        self.note_sizes(cluster.cfg.batch_groups)
+        return bool(is_ended)
+
+    def note_sizes(self, batch_groups: int) -> None:
+        """Each step that is in the newest checkpoint, and was not before, had this size."""
+        path = m.Checkpoints(str(self.folder)).look(None)[0]
+        if path:
+            trained = json.loads(torch.load(path, weights_only=True)["state"])["trained_by_step"]
+            self.sizes += [batch_groups] * (len(trained) - len(self.sizes))
+            assert [len(groups) for groups in trained] == self.sizes
+
+    async def to_end(self) -> str:
+        """Returns the run's part of the last checkpoint."""
+        while not await asyncio.wait_for(self.piece(), 60):
+            pass
+        path = m.Checkpoints(str(self.folder)).look(None)[0]
+        return torch.load(path, weights_only=True)["state"]
+
+
+def ends_of_runs_in_pieces(
+    folder: pathlib.Path, is_asynchronous: bool, num_cuts: int = 50
+) -> list[str]:
+    """The last checkpoints of runs that were cut off so often together, 10 times in a write."""
+    ends = []
+    cuts = 0
+    inside = 0
+    while cuts < num_cuts or inside < num_cuts // 5:
+        pieces = RunInPieces(folder / f"{len(ends)}", len(ends), is_asynchronous)
+        ends.append(asyncio.run(pieces.to_end()))
+        cuts += pieces.num_cuts
+        inside += pieces.num_inside
+    print(f"{cuts} cuts, {inside} of them in a write, {len(ends)} runs")
+    return ends
+
+
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_no_prompt_is_skipped_or_trained_on_twice_whenever_a_run_is_cut_off(
+    tmp_path: pathlib.Path, is_asynchronous: bool
+) -> None:
+    """And --batch-groups and --max-lag may be others each time."""
+    for state in ends_of_runs_in_pieces(tmp_path, is_asynchronous):
+        assert prompts_astray(state) == (0, 0)
+        found = json.loads(state)
+        assert len(found["rows"]) == 24
+        assert found["counts"]["dropped"] == 0
+
+
+@pytest.mark.parametrize("mechanism", ["was in flight", "next number"])
+def test_prompts_of_a_run_that_goes_on_otherwise_are_counted(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, mechanism: str
+) -> None:
+    """Without what was under way some are skipped, and from the first number some come twice."""
+    go_on = m.Run.go_on
+
+    def otherwise(run: m.Run, saved: str) -> None:
+        go_on(run, saved)
+        if mechanism == "next number":
+            run.next_number = 0
+        else:
+            run.ledger.draw_again = []
+
+    monkeypatch.setattr(m.Run, "go_on", otherwise)
+    ends = ends_of_runs_in_pieces(tmp_path, is_asynchronous=True, num_cuts=10)
+    skipped = sum(prompts_astray(state)[0] for state in ends)
+    twice = sum(prompts_astray(state)[1] for state in ends)
+    assert (twice if mechanism == "next number" else skipped) > 0
+
+
+def test_a_run_goes_on_past_a_damaged_checkpoint_with_more_steps(tmp_path: pathlib.Path) -> None:
+    """From the one before it, with the same prompts, and to more steps than were planned."""
+
+    def run_to(num_steps: int) -> m.Run:
+        run = run_of(num_steps)
+        checkpoints = m.Checkpoints(str(tmp_path / "run"))
+        training = m.SafeTraining(StubCluster(0.0, 0.0), run, m.Report(), "", checkpoints, 3)
+        asyncio.run(m.train_sync(training))
+        return run
+
+    run_to(9)
+    spoil(tmp_path / "run" / "step-00000009.pt", "truncated")
+    run = run_to(14)
+    assert run.num_before == 6
+    assert prompts_astray(run.as_json()) == (0, 0)
+    names = ["step-00000009.pt.damaged-1", "step-00000012.pt", "step-00000014.pt"]
+    assert sorted(os.listdir(tmp_path / "run")) == names
+
+
 class BrokenCluster(StubCluster):
     """After a moment something raises, while everything else hangs."""
 
