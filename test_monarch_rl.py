@@ -44,6 +44,7 @@ import time
 import tokenize
 import types
 import uuid
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -9004,6 +9005,33 @@ def test_prompts_of_a_run_that_goes_on_otherwise_are_counted(
     assert (twice if mechanism == "next number" else skipped) > 0
 
 
+@pytest.mark.parametrize("batch_groups", [4, 32])
+def test_a_run_that_goes_on_with_other_batches_ends_and_its_checks_hold(
+    tmp_path: pathlib.Path, batch_groups: int
+) -> None:
+    """What they say is of the steps that were made with these flags: batches, lag, undone steps."""
+
+    async def to_step(num_steps: int, max_lag: int, **changes: int) -> m.Report:
+        cluster = StubCluster(lost_at=[5] if max_lag else [])
+        cluster.cfg = dataclasses.replace(cluster.cfg, max_lag=max_lag, **changes)
+        report = QuietReport()
+        checkpoints = m.Checkpoints(str(tmp_path / "run"))
+        training = m.SafeTraining(cluster, run_of(num_steps), report, "", checkpoints)
+        training.save_every = cluster.cfg.save_every
+        loops = async_loops(training, max_lag)
+        await asyncio.wait_for(loops.run_to_end(), 60)
+        report.check("largest lag", training.largest_lag(), "<=", max_lag)
+        m.tell_books(report, loops)
+        return report
+
+    first = asyncio.run(to_step(12, max_lag=3, save_every=6))
+    assert first.stages[-1]["figures"]["undone"] == 5 * m.Config.batch_groups
+    report = asyncio.run(to_step(20, max_lag=0, save_every=1, batch_groups=batch_groups))
+    checks = report.stages[-1]["checks"]
+    assert len(checks) == 5
+    assert [check for check in checks if not check["ok"]] == []
+
+
 def test_a_run_goes_on_past_a_damaged_checkpoint_with_more_steps(tmp_path: pathlib.Path) -> None:
     """From the one before it, with the same prompts, and to more steps than were planned."""
 
@@ -10395,6 +10423,19 @@ async def sync_scene(num_steps: int = 30) -> dict[str, Any]:
     return {"steps": len(training.run.rows)}
 
 
+async def async_scene(num_steps: int = 40) -> dict[str, Any]:
+    """An asynchronous run with checkpoints in this folder, or the rest of it.
+
+    In a window no group becomes too old, so there is no reason to leave a prompt out.
+    """
+    cfg = m.Config(steps=2 * num_steps, save_every=5, checkpoint=".", order="window", judges=1)
+    async with WatchedCluster(cfg, is_warm=False) as cluster:
+        print("begun", flush=True)
+        training = recorded(cluster, "saved", num_steps, "saved")
+        await async_loops(training, cfg.max_lag).run_to_end()
+    return {"steps": len(training.run.rows)}
+
+
 async def end_of_reward_run(
     cluster: m.RewardCluster, services: Sequence[m.Service], step: int
 ) -> dict[str, Any]:
@@ -10468,6 +10509,7 @@ SCENES: dict[str, Callable[..., Any]] = {
     "throughput": throughput_scene,
     "memory": memory_scene,
     "sync": sync_scene,
+    "async": async_scene,
     "critic": critic_scene,
     "critic_ranks": critic_ranks_scene,
     "reward": reward_scene,
@@ -10758,9 +10800,11 @@ def difference(folder: pathlib.Path, other_folder: pathlib.Path) -> float:
 
 
 class PowerCuts:
-    """Kills all processes of a synchronous run at random moments, and starts it again.
+    """Kills all processes of a run at random moments, and starts it again.
 
-    Some of these moments are in the middle of the write of a checkpoint.
+    Some of these moments are in the middle of the write of a checkpoint. At the end of each run all
+    prompts of its history are counted; and a synchronous one is compared with one that nobody
+    killed.
     """
 
     def __init__(
@@ -10768,19 +10812,27 @@ class PowerCuts:
         folder: pathlib.Path,
         num_outside: int,
         num_inside: int,
+        scene: str = "sync",
         seed: int = 0,
     ) -> None:
-        """num_outside, num_inside: how many kills there are to be, outside of a write and in it."""
+        """num_outside, num_inside: how many kills there are to be, outside of a write and in it.
+
+        scene: "sync" or "async".
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.num_outside = num_outside
         self.num_inside = num_inside
+        self.scene = scene
         self.rng = random.Random(seed)
         self.saved = folder / "saved"
         self.unfinished = self.saved / "unfinished"
         self.outside = 0  # kills
         self.inside = 0
+        self.half_written = 0  # of these, after which what was being written was not whole
         self.ends = 0  # of runs
+        self.skipped = 0  # prompts, of all runs
+        self.twice = 0
         self.difference = 0.0  # the largest of a run that was killed from one that was not
 
     def run(self) -> None:
@@ -10795,7 +10847,7 @@ class PowerCuts:
         """Starts a run, or goes on with it, until it ends or is killed."""
         mark = uuid.uuid4().hex
         process = subprocess.Popen(
-            scene_command("sync"),
+            scene_command(self.scene),
             cwd=self.folder,
             text=True,
             stdout=subprocess.PIPE,
@@ -10807,19 +10859,29 @@ class PowerCuts:
         assert process.stdout.readline() == "begun\n"
         self.unfinished.unlink(missing_ok=True)
         is_cut_off = not self.is_enough() and self.cut_off(process)
+        kill_all(processes_of(mark) if is_cut_off else [])  # those of other process groups
         process.wait()
         assert wait_until(lambda: not processes_of(mark), 90)
         if process.returncode == 0:
-            self.ends += 1
-            found = difference(self.folder / "straight", self.saved)
-            self.difference = max(self.difference, found)
+            self.note_end()
             shutil.rmtree(self.saved)
         elif is_cut_off:
             is_inside = self.unfinished.exists()
             self.inside += is_inside
+            self.half_written += is_inside and not zipfile.is_zipfile(self.unfinished)
             self.outside += not is_inside
         else:
             raise AssertionError(f"a run has ended with status {process.returncode}")
+
+    def note_end(self) -> None:
+        """Counts what the run that has ended did to its prompts."""
+        self.ends += 1
+        skipped, twice = prompts_astray(newest_checkpoint(self.saved)["state"])
+        self.skipped += skipped
+        self.twice += twice
+        if self.scene == "sync":
+            found = difference(self.folder / "straight", self.saved)
+            self.difference = max(self.difference, found)
 
     def cut_off(self, process: subprocess.Popen[str]) -> bool:
         """Waits for a moment, and kills all at once. False: the run had ended before that."""
@@ -10836,17 +10898,32 @@ class PowerCuts:
             os.killpg(process.pid, signal.SIGKILL)
         return is_running
 
+    def __str__(self) -> str:
+        return (
+            f"{self.scene}: {self.outside} outside, {self.inside} inside a checkpoint, of which "
+            f"{self.half_written} left half of it; {self.ends} runs ended; prompts skipped "
+            f"{self.skipped}, twice {self.twice}; largest difference {self.difference}"
+        )
 
-@pytest.mark.parametrize(("num_outside", "num_inside"), [(0, 1), pytest.param(2, 2, marks=long)])
+
+@pytest.mark.parametrize(
+    ("scene", "num_outside", "num_inside"),
+    [
+        ("sync", 0, 1),
+        pytest.param("sync", 2, 2, marks=long),
+        pytest.param("async", 2, 2, marks=long),
+    ],
+)
 def test_a_power_cut_at_any_moment_changes_nothing(
-    tmp_path: pathlib.Path, num_outside: int, num_inside: int
+    tmp_path: pathlib.Path, scene: str, num_outside: int, num_inside: int
 ) -> None:
-    cuts = PowerCuts(tmp_path, num_outside, num_inside)
+    cuts = PowerCuts(tmp_path, num_outside, num_inside, scene)
     cuts.run()
-    print(f"{cuts.outside} outside, {cuts.inside} inside, {cuts.ends} ends")
+    print(cuts)
     assert cuts.outside >= num_outside
     assert cuts.inside >= num_inside
     assert cuts.ends >= 1
+    assert (cuts.skipped, cuts.twice) == (0, 0)
     assert cuts.difference == 0.0
 
 
@@ -12953,12 +13030,10 @@ def run_at_length(folder: pathlib.Path) -> None:
         print(json.dumps(answers[-1]), flush=True)
     num_right = sum(not answer["wrong"] for answer in answers)
     print(f"runs with three faults, as they should be: {num_right} of 20")
-    cuts = PowerCuts(folder / "cuts", num_outside=40, num_inside=10)
-    cuts.run()
-    print(
-        f"power cuts: {cuts.outside} outside, {cuts.inside} inside a checkpoint; runs that ended: "
-        f"{cuts.ends}; largest difference: {cuts.difference}"
-    )
+    for scene, num_outside, num_inside in (("sync", 40, 10), ("async", 8, 2)):
+        cuts = PowerCuts(folder / f"cuts {scene}", num_outside, num_inside, scene)
+        cuts.run()
+        print(cuts, flush=True)
 
 
 if __name__ == "__main__":
