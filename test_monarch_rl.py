@@ -10408,13 +10408,39 @@ async def memory_scene(num_steps: int = 2000) -> dict[str, Any]:
     return {"mib_after_200": early, "mib_at_the_end": late, "ratio": late / early}
 
 
+def save_in_halves(found: dict[str, Any], file: Any) -> None:
+    """As torch.save, onto a slow disk: for a while half of it is there, and then all of it."""
+    content = io.BytesIO()
+    REAL_SAVE(found, content)
+    whole = content.getvalue()
+    for half in (whole[: len(whole) // 2], whole[len(whole) // 2 :]):
+        file.write(half)
+        file.flush()
+        time.sleep(0.03)
+
+
+REAL_SAVE = torch.save
+
+
+class SlowDiskTrainer(m.Trainer):
+    """So a moment in the middle of a write can be met, also on a fast machine."""
+
+    async def prepare(self) -> str:
+        torch.save = save_in_halves  # of this process, which saves nothing else
+        return await super().prepare()
+
+
+class SlowDiskCluster(WatchedCluster):
+    trainer_class = SlowDiskTrainer
+
+
 async def sync_scene(num_steps: int = 30) -> dict[str, Any]:
     """Two synchronous runs alike, with checkpoints in this folder.
 
     The second one goes on from what there is; the first one is only made if it is not there.
     """
     cfg = m.Config(steps=2 * num_steps, save_every=5, checkpoint=".", generators=1, judges=1)
-    async with WatchedCluster(cfg, is_warm=False) as cluster:
+    async with SlowDiskCluster(cfg, is_warm=False) as cluster:
         if not list(pathlib.Path("straight").glob(f"*{num_steps}.pt")):
             await m.train_sync(recorded(cluster, "straight", num_steps, "straight"))
         print("begun", flush=True)
@@ -10429,7 +10455,7 @@ async def async_scene(num_steps: int = 40) -> dict[str, Any]:
     In a window no group becomes too old, so there is no reason to leave a prompt out.
     """
     cfg = m.Config(steps=2 * num_steps, save_every=5, checkpoint=".", order="window", judges=1)
-    async with WatchedCluster(cfg, is_warm=False) as cluster:
+    async with SlowDiskCluster(cfg, is_warm=False) as cluster:
         print("begun", flush=True)
         training = recorded(cluster, "saved", num_steps, "saved")
         await async_loops(training, cfg.max_lag).run_to_end()
@@ -10890,7 +10916,8 @@ class PowerCuts:
             is_within = is_within and self.rng.random() < 0.5
         end = time.monotonic() + (20 if is_within else self.rng.random() * 3.5)
         while time.monotonic() < end and process.poll() is None:
-            if is_within and self.unfinished.exists() and self.rng.random() < 0.5:
+            if is_within and self.unfinished.exists():
+                time.sleep(self.rng.random() * 0.06)  # so long takes the write
                 break
             time.sleep(0.0002 if is_within else 0.002)
         is_running = process.poll() is None
