@@ -31,6 +31,7 @@ import os
 import pathlib
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -11084,6 +11085,224 @@ def test_flags_that_are_wrong_leave_no_folder_behind(
     assert os.listdir(tmp_path) == []
 
 
+# -- disks that are full, and folders that go away -------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """No file may become larger, as on a disk that has so much left."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write_a_page(path: str) -> None:
+    m.write_page(path, [{"max_lag": 0, "rows": []}])
+
+
+def write_a_trace(path: str) -> None:
+    m.write_trace(path, [m.Event(actor="a", what="b" * 10**4, start_s=0.0, end_s=1.0)])
+
+
+@pytest.mark.parametrize(
+    "write", [write_a_page, write_a_trace, lambda path: m.write_file(path, "x" * 10**4)]
+)
+def test_a_file_is_written_whole_or_not_at_all(
+    tmp_path: pathlib.Path, write: Callable[[str], None]
+) -> None:
+    file = tmp_path / "file"
+    link = tmp_path / "link"
+    link.symlink_to("file")
+    for before in (None, "whole"):
+        if before:
+            file.write_text(before)
+        with files_of_at_most(4096), pytest.raises(m.NotWritten) as error:
+            write(str(link))
+        assert str(error.value) == f"cannot write {link}: File too large"
+        assert (file.read_text() if before else file.exists()) == (before or False)
+        assert sorted(os.listdir(tmp_path)) == ["file", "link"] if before else ["link"]
+    write(str(link))
+    assert link.is_symlink()
+    assert file.stat().st_size > 4096
+    with pytest.raises(m.NotWritten, match="cannot write /dev/full: No space left on device"):
+        write("/dev/full")
+    shutil.rmtree(tmp_path)
+    with pytest.raises(m.NotWritten, match=f"cannot write {file}: No such file or directory"):
+        write(str(file))
+
+
+def test_what_cannot_be_renamed_is_written_in_place(tmp_path: pathlib.Path) -> None:
+    """A pipe, a device, and a file in memory, as the tour has for a stage of its own."""
+    in_memory = m.unnamed_file("test")
+    m.write_file(in_memory, "said")
+    assert pathlib.Path(in_memory).read_text() == "said"
+    m.close_unnamed_file(in_memory)
+    m.write_file("/dev/null", "said")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    m.write_file(str(pipe), "said")
+    assert os.read(reader, 100) == b"said"
+    os.close(reader)
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_line_is_added_whole_or_not_at_all(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "log.jsonl"
+    m.append_line(str(log), "a" * 99)
+    with files_of_at_most(150), pytest.raises(m.NotWritten, match="File too large"):
+        m.append_line(str(log), "b" * 99)
+    assert log.read_text() == "a" * 99 + "\n"
+    m.append_line(str(log), "c" * 99)
+    assert log.read_text().split() == ["a" * 99, "c" * 99]
+    with pytest.raises(m.NotWritten, match="No space left on device"):
+        m.append_line("/dev/full", "a")
+
+
+def test_an_export_onto_a_full_disk_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    """Nor does one into a folder that has gone away make that again."""
+    write_checkpoint(tmp_path / "saved", "sync_rl", 3)
+    flags = ["--checkpoint", str(tmp_path / "saved"), "--export", str(tmp_path / "new" / "model")]
+    (tmp_path / "new").mkdir()
+    command = m.parse(flags)
+    with files_of_at_most(4096), pytest.raises(m.NotWritten, match=r"model: File too large"):
+        exported(command)
+    assert os.listdir(tmp_path / "new") == []
+    (tmp_path / "new").rmdir()
+    with pytest.raises(m.NotWritten, match=r"new/model: No such file or directory"):
+        exported(command)
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_where_nothing_can_be_written_is_found_out_before_anything_starts(
+    refused: Refused,
+) -> None:
+    for flag in ("--json", "--log", "--trace", "--report"):
+        assert "/proc/out" in refused(flag, "/proc/out")
+    assert "--export /proc/self/new" in refused("--only", "sync_rl", "--export", "/proc/self/new")
+    for folder in ("/proc/self", "/proc/new"):
+        assert "--checkpoint: " in refused("--only", "sync_rl", "--checkpoint", folder)
+
+
+def test_a_mistake_of_this_file_is_not_the_disks_fault() -> None:
+    with pytest.raises(ValueError, match="a mistake"), m.writing("path"):
+        raise ValueError("a mistake")
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_in_the_exit_status(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = m.Report()
+    for _ in range(3):
+        with report.excusing("--log"):
+            m.append_line("/dev/full", "a")
+    assert (
+        capsys.readouterr()
+        .out.split("\n", 1)[0]
+        .endswith("--log: cannot write /dev/full: No space left on device")
+    )
+    assert capsys.readouterr().out == ""
+    with mock.patch.object(m, "leave", side_effect=SystemExit) as leave:
+        with pytest.raises(SystemExit):
+            m.finish(report, m.Config(json="/dev/full"), io.StringIO())
+        leave.assert_called_once_with(1, "failed: --log, --json")
+
+
+# What such a test runs in: a small disk of its own, which goes when the last of its processes ends.
+SMALL_DISK = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=$0 tmpfs disk && exec "$@"')
+
+
+def on_small_disk(folder: pathlib.Path, size: str, script: str, file: pathlib.Path) -> list[str]:
+    """Runs a script for a shell, with a disk of this size mounted at `disk`. Returns its lines.
+
+    In it $RL is the command of the file, with flags that make a short run.
+    """
+    (folder / "disk").mkdir()
+    may = subprocess.run([*SMALL_DISK, "64k", "true"], cwd=folder, capture_output=True, text=True)
+    if may.returncode != 0:
+        pytest.skip(f"no disk may be mounted here: {may.stderr}")
+    mark = uuid.uuid4().hex
+    short = f"{sys.executable} {file} --only sync_rl --generators 1 --judges 1 --batch-groups 4"
+    found = subprocess.run(
+        [*SMALL_DISK, size, "sh", "-c", script],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, MARK: mark, "RL": short},
+        timeout=200,
+    )
+    print(found.stdout)
+    assert "Traceback" not in found.stdout
+    assert wait_until(lambda: processes_of(mark) == [])
+    return found.stdout.splitlines()
+
+
+def test_a_full_disk_costs_the_files_and_not_the_run(
+    tmp_path: pathlib.Path, quick_file: pathlib.Path
+) -> None:
+    """What stood there stays, and of what is new there is nothing."""
+    flags = "--log disk/log --trace disk/trace --json disk/json --export disk/new --steps 4"
+    script = f"""echo whole > disk/json; echo whole > disk/trace; echo whole > disk/log
+        dd if=/dev/zero of=disk/filler bs=4096 2> /dev/null; truncate -s 4090 disk/log
+        $RL {flags}; echo status $?; ls disk; cat disk/json disk/trace; stat -c %s disk/log"""
+    lines = on_small_disk(tmp_path, "256k", script, quick_file)
+    for flag, name in (("log", "log"), ("export", "new"), ("trace", "trace"), ("json", "json")):
+        told = f"       --{flag}: cannot write disk/{name}: No space left on device"
+        assert lines.count(told) == 1, flag
+    assert any(line.startswith("       sync     2") for line in lines)  # it went on
+    [failed] = [line for line in lines if line.startswith("monarch_rl: ")]
+    assert "--log, --export, --trace, --json" in failed
+    ends = lines.index("status 1")
+    assert lines[ends + 1 :] == ["filler", "json", "log", "trace", "whole", "whole", "4090"]
+
+
+@long
+def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(
+    tmp_path: pathlib.Path, quick_file: pathlib.Path
+) -> None:
+    """Two checkpoints fit, and the third does not; they stay whole, and no half one is left."""
+    train = "$RL --checkpoint disk/saved --steps 12 --save-every 1"
+    script = f"""{train}; echo status $?; ls disk/saved/sync_rl
+        mount -o remount,size=64m disk; {train}; echo status $?; ls disk/saved/sync_rl"""
+    lines = on_small_disk(tmp_path, "1m", script, quick_file)
+    ends = [i for i, line in enumerate(lines) if line.startswith("status")]
+    told = "cannot write disk/saved/sync_rl/unfinished: No space left on device"
+    assert sum(told in line for line in lines[: ends[0]]) == 1
+    assert "monarch_rl: failed: sync_rl" in lines[: ends[0]]
+    assert lines[ends[0]] == "status 1"
+    assert lines[ends[0] + 1 : ends[0] + 3] == ["step-00000001.pt", "step-00000002.pt"]
+    assert lines[ends[0] + 3].startswith("[")  # and no other file
+    assert "       sync: goes on after step 2" in lines
+    assert lines[ends[1] + 1 :] == ["step-00000005.pt", "step-00000006.pt"]
+
+
+def test_a_folder_that_goes_away_while_a_run_writes_there_gets_one_line(
+    tmp_path: pathlib.Path, quick_file: pathlib.Path
+) -> None:
+    """And is not made again: somebody may have had a reason, or a disk was unmounted."""
+    (tmp_path / "gone").mkdir()
+    flags = ["--checkpoint", "gone/saved", "--save-every", "10", "--steps", "40"]
+    for flag in ("--log", "--json", "--trace", "--export"):
+        flags += [flag, f"gone/{flag}"]
+    started = start_file(tmp_path, "--only", "sync_rl", *flags, *FEW, file=quick_file)
+    until_line(started, "sync ")
+    shutil.rmtree(tmp_path / "gone")
+    out, err = started.process.communicate(timeout=60)
+    print(out)
+    assert started.process.returncode == 1
+    assert err == "monarch_rl: failed: sync_rl, --log, --trace, --json\n"
+    why = "No such file or directory"
+    assert f"cannot write gone/saved/sync_rl: {why}" in out
+    for flag in ("--log", "--json", "--trace"):
+        assert out.count(f"{flag}: cannot write gone/{flag}: {why}") == 1
+    assert os.listdir(tmp_path) == []
+    assert wait_until(lambda: processes_of(started.mark) == [])
+
+
 # -- flags of a run that goes on -------------------------------------------------------------------
 
 
@@ -12592,6 +12811,62 @@ def test_help_has_a_line_for_each_flag_with_its_default() -> None:
         [line] = [line for line in lines if line.startswith(flag)]
         assert line.endswith(f"[{setting.default}]")
         assert len(line.split()) > 5
+
+
+# What every process of a command runs first: it notes what is imported.
+NOTES_IMPORTS = """
+import os, sys
+
+class Notes:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers"):
+            with open(os.environ["NOTES"], "a") as file:
+                file.write(f"{name} {os.getpid()}\\n")
+
+sys.meta_path.insert(0, Notes())
+"""
+
+
+def processes_that_import(folder: pathlib.Path, *command: str) -> dict[str, int]:
+    """In how many processes of a command torch is imported, and in how many transformers."""
+    (folder / "sitecustomize.py").write_text(NOTES_IMPORTS)
+    notes = folder / "notes"
+    notes.touch()
+    environment = {**os.environ, "PYTHONPATH": str(folder), "NOTES": str(notes)}
+    found = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, timeout=200
+    )
+    assert found.returncode == 0, found.stdout
+    lines = set(notes.read_text().splitlines())
+    return dict(collections.Counter(line.split()[0] for line in lines))
+
+
+def test_imports_are_noted(tmp_path: pathlib.Path) -> None:
+    program = "import transformers.models.qwen2.modeling_qwen2"
+    assert processes_that_import(tmp_path, "-c", program) == {"torch": 1, "transformers": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "imported"),
+    [
+        ("--list", {}),
+        ("--help", {}),
+        ("--only hello_actor", {}),
+        pytest.param("--only service", {}, marks=long),
+        ("--only losses", {"torch": 1}),
+        ("--only rdma_transfer", {"torch": 2}),
+        pytest.param("--only actor_mesh", {}, marks=long),
+        pytest.param("--only controllers", {}, marks=long),
+        pytest.param("--only supervision", {}, marks=long),
+        pytest.param("--only weight_sync", {"torch": 6}, marks=long),
+        pytest.param("--only reshard", {"torch": 2}, marks=long),
+    ],
+)
+def test_what_needs_no_model_loads_none(
+    tmp_path: pathlib.Path, flags: str, imported: dict[str, int]
+) -> None:
+    """Stages that need tensors import torch, in as few processes as can be."""
+    assert processes_that_import(tmp_path, str(FILE), *flags.split()) == imported
 
 
 def test_importing_the_module_changes_nothing(tmp_path: pathlib.Path) -> None:
