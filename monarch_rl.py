@@ -788,18 +788,11 @@ class Report:
         if errors:
             raise errors[0]
 
-    @contextlib.contextmanager
-    def excusing(self, flag: str) -> Iterator[None]:
-        """If the file of this flag cannot be written, says so, once, and lets the run go on.
-
-        `finish` says it again, with an exit status that is not 0.
-        """
-        try:
-            yield
-        except NotWritten as error:
-            if flag not in self.unwritten:
-                self.unwritten.append(flag)
-                self.say(f"{flag}: {error}")
+    def note_unwritten(self, flag: str, error: NotWritten) -> None:
+        """Says, once, that the file of this flag cannot be written. `finish` says it again."""
+        if flag not in self.unwritten:
+            self.unwritten.append(flag)
+            self.say(f"{flag}: {error}")
 
     def say(self, *lines: str, indent: str = INDENT, end: str = "\n") -> None:
         """Prints lines, in the place of the live line if there is one."""
@@ -904,6 +897,15 @@ class Report:
         self.say(*textwrap.wrap(hint, 89), f"{len(checks)} checks, {seconds:.1f} s", "")
         ok = all(check["ok"] for check in checks)
         self.stages[-1].update(ok=ok, seconds=round(seconds, 2))
+
+
+@contextlib.contextmanager
+def excusing(report: Report, flag: str) -> Iterator[None]:
+    """If the body cannot write the file of this flag, the run goes on without it."""
+    try:
+        yield
+    except NotWritten as error:
+        report.note_unwritten(flag, error)
 
 
 def as_json(found: Any, indent: int | None = None) -> str:
@@ -10003,6 +10005,11 @@ def as_shown(said: list[str], is_truncated: list[bool]) -> str:
     return " ".join(shown)[:100]
 
 
+def rows_since(run: Run) -> list[StepRow]:
+    """Steps made since it began, or went on: those before may have had other flags."""
+    return run.rows[run.num_before :]
+
+
 def mean_reward(rows: list[StepRow]) -> float:
     """Of the batches of these steps."""
     return statistics.fmean(row.stats.reward for row in rows)
@@ -10118,7 +10125,7 @@ class Training:
         if self.cfg.log:
             line = dataclasses.asdict(row)
             line.update(line.pop("stats"))
-            with self.report.excusing("--log"):
+            with excusing(self.report, "--log"):
                 append_line(self.cfg.log, as_json(line))
         for meaning in alarms(self.run.rows):
             if meaning not in self.alarms_told:  # once per run
@@ -10168,18 +10175,14 @@ class Training:
         else:
             self.report.say_live(line)
 
-    def rows_since(self) -> list[StepRow]:
-        """Steps made since the run began or went on; those before may have had other flags."""
-        return self.run.rows[self.run.num_before :]
-
     def largest_lag(self) -> int:
         """Of all tokens that were trained on since then; 0: none were."""
-        return max((row.stats.lag_max for row in self.rows_since()), default=0)
+        return max((row.stats.lag_max for row in rows_since(self.run)), default=0)
 
     def largest_k3(self) -> float | None:
         """The same of the mean k3 of a step, over its tokens of lag 0. None: there were none."""
         found = []
-        for row in self.rows_since():
+        for row in rows_since(self.run):
             if row.stats.mismatch_k3 is not None:
                 found.append(row.stats.mismatch_k3)
         return max(found, default=None)
@@ -10385,7 +10388,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     stale = await with_retries(cluster, lambda: cluster.examine(first))
     after = await with_retries(cluster, lambda: evaluate(cluster, sampler.heldout))
     # After a run that was over before there is no step to tell it; the first batch does.
-    largest_k3 = training.largest_k3() if training.rows_since() else found.mean_k3
+    largest_k3 = training.largest_k3() if rows_since(training.run) else found.mean_k3
     gained = training.tell_learning(before, after, largest_k3)
     late = f"k3 of the first batch, {training.run.num_steps} steps too late"
     expect(training, late, stale.mean_k3, ">", 1e-4)
@@ -10432,6 +10435,19 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #     step-50, step-100, unfinished         100    150 is being written, or lies there half written
 #     step-50, step-100, step-150           150    it was flushed, and has got its name
 #     step-100, step-150                    150    the third newest was removed
+#     step-100, step-150 (cannot be read)   100    the other is called step-150.pt.damaged-1 then
+#     both cannot be read                          nothing begins again over a run that was there:
+#                                                  one line says so, and the command ends
+#
+# Besides the checkpoint there are the flags of the command that goes on. Each counts from the next
+# step on, for nothing else in a checkpoint is a flag; or it is refused, in a line that names it:
+#
+#     --task, --model, --seed, --reward,    refused, for the steps before would not be steps of this
+#     --preferences, --sft-steps and -lr    run: `is_kept` in Config
+#     --steps                               the rate of each further step is what it would have been
+#                                           with so many from the start (share_of_rate); fewer than
+#                                           were made are refused
+#     all others                            count
 
 
 class Checkpoints:
@@ -14668,7 +14684,7 @@ async def after_training(report: Report, lab: Lab) -> None:
         await tell_evaluations(report, cluster, sides)
     if cluster.cfg.export:
         # In a thread, for it may take a minute, and the actors want to be looked after meanwhile.
-        with report.excusing("--export"):
+        with excusing(report, "--export"):
             report.say(await asyncio.to_thread(export_model, cluster.cfg, training.newest()))
 
 
@@ -14684,7 +14700,7 @@ async def run_without_training(report: Report, command: Command) -> None:
         if command.cfg.evaluate:
             await evaluate_alone(report, command)
         if command.cfg.export:
-            with report.excusing("--export"):
+            with excusing(report, "--export"):
                 report.say(export_model(command.cfg, command.sides["checkpoint"]))
     except Exception as error:
         tell_end(report, error, "command")
@@ -15375,7 +15391,7 @@ def finish(report: Report, cfg: Config, noise: Any) -> None:
             "machine": machine,
             "stages": report.stages,
         }
-        with report.excusing("--json"):
+        with excusing(report, "--json"):
             write_file(cfg.json, as_json(whole, indent=1))
     failed = [found["name"] for found in report.stages if not found["ok"]] + report.unwritten
     unexplained = [found for found in report.stages if not found["ok"] and not is_explained(found)]
@@ -15425,7 +15441,7 @@ def write_trace(path: str, events: list[Event]) -> None:
 async def tell_trace(report: Report, cfg: Config) -> None:
     """Writes --trace, if it is asked for, at the end of a command."""
     if cfg.trace:
-        with report.excusing("--trace"):
+        with excusing(report, "--trace"):
             write_trace(cfg.trace, await read_events())
 
 
@@ -15470,7 +15486,7 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
     report.table(rows)
     num_above = sum(row["lag"] > row["bound"] for row in rows)
     report.check("runs of 5 with a lag above the bound", num_above, "==", 0)
-    with report.excusing("--report"):
+    with excusing(report, "--report"):
         write_page(cfg.report, runs)
 
 

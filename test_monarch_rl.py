@@ -11197,7 +11197,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_in_the_exit_status(
 ) -> None:
     report = m.Report()
     for _ in range(3):
-        with report.excusing("--log"):
+        with m.excusing(report, "--log"):
             m.append_line("/dev/full", "a")
     assert (
         capsys.readouterr()
