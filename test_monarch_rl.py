@@ -17,6 +17,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import errno
 import fcntl
 import functools
 import gc
@@ -9050,6 +9051,40 @@ def test_a_run_goes_on_past_a_damaged_checkpoint_with_more_steps(tmp_path: pathl
     assert prompts_astray(run.as_json()) == (0, 0)
     names = ["step-00000009.pt.damaged-1", "step-00000012.pt", "step-00000014.pt"]
     assert sorted(os.listdir(tmp_path / "run")) == names
+
+
+class FullDisk(StubCluster):
+    """The second checkpoint does not fit."""
+
+    async def save(self, path: str, state: str) -> None:
+        with m.writing(path, unfinished=path):
+            await super().save(path, state)
+            if self.num_made > 3:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last_one(
+    tmp_path: pathlib.Path, is_interrupted: bool
+) -> None:
+    """After Ctrl-C it ends the command, and not the stage alone."""
+    folder = tmp_path / "run"
+    training = m.SafeTraining(
+        FullDisk(0.0, 0.0), run_of(9), m.Report(), "", m.Checkpoints(str(folder)), 3
+    )
+    why = "cannot write .*unfinished: No space left on device"
+    with pytest.raises(m.Interrupted if is_interrupted else m.NotWritten, match=why):
+        asyncio.run(train_until_full(training, is_interrupted))
+    assert os.listdir(folder) == ["step-00000003.pt"]
+
+
+async def train_until_full(training: m.SafeTraining, is_interrupted: bool) -> None:
+    """is_interrupted: Ctrl-C comes after step 4."""
+    running = asyncio.ensure_future(m.train_sync(training))
+    while is_interrupted and len(training.run.rows) < 4 and not running.done():
+        await asyncio.sleep(0)
+    training.is_interrupted = is_interrupted
+    await running
 
 
 class BrokenCluster(StubCluster):
