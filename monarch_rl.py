@@ -9834,7 +9834,7 @@ class Run:
         # Steps that it was told to make: while it works one more than it has made, in section 13 up
         # to two.
         self.num_sent = 0
-        self.num_before = 0  # of these steps, those made by earlier processes
+        self.num_before = 0  # steps that were made when this process took it over
         self.version = 0  # of the trainer, when it has made the steps of `rows`
         self.next_number = 0  # of the prompt to draw next
         self.busy_s = 0.0  # of generators
@@ -9978,7 +9978,6 @@ class Run:
         self.ledger.undo(len(self.rows) - num_steps)
         self.rows = self.rows[:num_steps]
         self.num_sent = num_steps
-        self.num_before = min(self.num_before, num_steps)  # a damaged checkpoint cost some of them
 
 
 def speed_of(run: Run, num_steps: int) -> SpeedRow:
@@ -10656,9 +10655,9 @@ class SafeTraining(Training):
         """
         if not self.is_save_due():
             return
-        room = self.checkpoints.room()
         step = len(self.run.rows)
         try:
+            room = self.checkpoints.room()
             await self.cluster.save(room, self.run.as_json())
             self.checkpoints.keep(room, step)
         except NotWritten as error:
