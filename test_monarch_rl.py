@@ -10920,8 +10920,7 @@ class PowerCuts:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         self.unfinished.unlink(missing_ok=True)
-        is_cut_off = not self.is_enough() and self.cut_off(process)
-        kill_all(processes_of(mark) if is_cut_off else [])  # those of other process groups
+        is_cut_off = not self.is_enough() and self.cut_off(process, processes_of(mark))
         process.wait()
         assert wait_until(lambda: not processes_of(mark), 90)
         if process.returncode == 0:
@@ -10945,8 +10944,11 @@ class PowerCuts:
             found = difference(self.folder / "straight", self.saved)
             self.difference = max(self.difference, found)
 
-    def cut_off(self, process: subprocess.Popen[str]) -> bool:
-        """Waits for a moment, and kills all at once. False: the run had ended before that."""
+    def cut_off(self, process: subprocess.Popen[str], pids: list[int]) -> bool:
+        """Waits for a moment, and kills all at once. False: the run had ended before that.
+
+        pids: of the workers too, which are in other process groups than the main process.
+        """
         is_within = self.inside < self.num_inside
         if self.outside < self.num_outside:
             is_within = is_within and self.rng.random() < 0.5
@@ -10959,6 +10961,7 @@ class PowerCuts:
         is_running = process.poll() is None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        kill_all(pids)
         return is_running
 
     def __str__(self) -> str:
