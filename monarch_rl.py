@@ -159,6 +159,7 @@ import random
 import re
 import runpy
 import selectors
+import shlex
 import shutil
 import socket
 import statistics
@@ -443,16 +444,26 @@ def setting(
     least: float | None = None,
     choices: str = "",
     kind: type | None = None,
+    is_kept: bool = False,
 ) -> Any:
     """A field of Config, with what --help says of it.
 
     default: False makes a flag without a value. meaning: its line of --help. least: the smallest
     value that is allowed, if there is one. choices: the only values that are allowed, separated by
     spaces; "": any. kind: of the value; None: that of the default.
+
+    is_kept: what becomes of the flag when a run goes on from a checkpoint (section 12), and it is
+    another one than before. True: with another one it would be another run, so that is refused, in
+    a line. False: it counts, from the next step on, and nothing of the old one is left.
     """
     kind = kind or type(default)
     metadata = {"meaning": meaning, "least": least, "choices": choices.split(), "kind": kind}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={**metadata, "is_kept": is_kept})
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field of Config."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -464,8 +475,12 @@ class Config:
     """
 
     # What is trained, and how long.
-    task: str = setting("repeat", "repeat, echo, count, pattern, users, FILE.py:CLASS, FILE.jsonl")
-    model: str = setting("tiny", "folder or hub id of a causal LM, or the built-in tiny one")
+    task: str = setting(
+        "repeat", "repeat, echo, count, pattern, users, FILE.py:CLASS, FILE.jsonl", is_kept=True
+    )
+    model: str = setting(
+        "tiny", "folder or hub id of a causal LM, or the built-in tiny one", is_kept=True
+    )
     steps: int = setting(200, "training steps in async_rl, half as many in sync_rl", least=1)
     batch_groups: int = setting(16, "prompts per training step, each with a group", least=1)
     group_size: int = setting(8, "episodes per prompt: the mean of few is a poor baseline", least=1)
@@ -522,8 +537,10 @@ class Config:
         0.0, "reward that a turn loses per token beyond --free-tokens", least=0
     )
     free_tokens: int = setting(0, "tokens of a turn that cost nothing", least=0)
-    reward: str = setting("task", "who judges: the task, or a reward model", choices="task model")
-    preferences: str = setting("", "FILE.jsonl, from which the reward model learns")
+    reward: str = setting(
+        "task", "who judges: the task, or a reward model", choices="task model", is_kept=True
+    )
+    preferences: str = setting("", "FILE.jsonl, from which the reward model learns", is_kept=True)
     ask_every: int = setting(0, "steps until it learns again, from the task; 0: never", least=0)
     passes: int = setting(1, "updates per batch", least=1)
     lr: float | None = setting(
@@ -534,9 +551,13 @@ class Config:
         None, "weight of an entropy bonus; None: 0.01 for tiny, else 0", least=0, kind=float
     )
     pull: str = setting("rollout", "new weights come before each of these", choices="rollout token")
-    sft_steps: int = setting(0, "supervised steps on right answers, before RL", least=0)
-    sft_lr: float = setting(1e-5, "their learning rate; about 1e-3 for fresh weights", least=0)
-    seed: int = setting(0, "of sampling, initial weights and prompts", least=0)
+    sft_steps: int = setting(
+        0, "supervised steps on right answers, before RL", least=0, is_kept=True
+    )
+    sft_lr: float = setting(
+        1e-5, "their learning rate; about 1e-3 for fresh weights", least=0, is_kept=True
+    )
+    seed: int = setting(0, "of sampling, initial weights and prompts", least=0, is_kept=True)
     device: str = setting("cpu", "where policies compute", choices="cpu cuda")
     no_graphs: bool = setting(False, "on a GPU, have no CUDA graphs of the token step (section 9)")
     dtype: str | None = setting(
@@ -573,6 +594,107 @@ class Config:
         kind=str,
     )
     evaluate: int = setting(0, "samples per held-out prompt to evaluate; 0: not at all", least=0)
+
+
+# -- plumbing: files that are written --------------------------------------------------------------
+# A disk may be full, a folder may be read-only, or go away while a run is under way. Then whoever
+# asked for the file gets one line, and not a traceback through this program, in which nothing is
+# wrong. And what was whole before stays so:
+#
+#     --log                             a line is added, or nothing
+#     --json, --trace, --report         written into PATH.unfinished, which then gets the name PATH
+#     --checkpoint, --export            the same (sections 12 and after 16)
+#
+# Without a checkpoint a run cannot go on after a power cut, so one that cannot be written ends the
+# stage. Without one of the other files the run is worth as much as before: it goes on, and only the
+# exit status is 1.
+
+CANNOT_WRITE = "cannot write "  # how the text of a NotWritten begins
+
+
+class NotWritten(OSError):
+    """The system refused to write something; the text, all that it has, says what, and why."""
+
+
+@contextlib.contextmanager
+def writing(path: str, unfinished: str = "") -> Iterator[None]:
+    """If the body cannot write because of the system, this raises NotWritten.
+
+    path: what is to be written. unfinished: a file or a folder that is removed then: what has been
+    written of it may be what fills the disk.
+    """
+    try:
+        yield
+    except Exception as error:
+        if os.path.isdir(unfinished):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.remove(unfinished)
+        reason = reason_of_system(error)
+        if not reason:
+            raise
+        raise NotWritten(f"{CANNOT_WRITE}{path}: {reason}") from error
+
+
+def reason_of_system(error: BaseException) -> str:
+    """Why the system refused, as "No space left on device"; "": the error is not of the system.
+
+    torch raises an exception of its own while it handles that of the system. safetensors, which is
+    not written in Python, has it only in its text.
+    """
+    in_text = re.search(r"\(os error (\d+)\)", str(error))
+    if in_text:
+        return os.strerror(int(in_text.group(1)))
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return (found.strerror or str(found)) if found else ""
+
+
+def flush_to_disk(path: str) -> None:
+    """Returns when the disk has it: of a file its content, of a folder its names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def written_first(path: str) -> str:
+    """Where the content of this file is written, before that gets its name.
+
+    It is the path itself for what cannot be renamed: a device, a pipe, or an unnamed_file.
+    """
+    real = os.path.realpath(path)  # if it is a link to a file, it shall stay one
+    is_special = os.path.exists(path) and not os.path.isfile(real)
+    return path if is_special else f"{real}.unfinished"
+
+
+def write_file(path: str, text: str) -> None:
+    """Writes a file, all of it or nothing: else what stood there before stays."""
+    place = written_first(path)
+    if place == path:
+        with writing(path):
+            pathlib.Path(path).write_text(text, encoding="utf-8")
+        return
+    real = place.removesuffix(".unfinished")
+    with writing(path, unfinished=place):
+        pathlib.Path(place).write_text(text, encoding="utf-8")
+        flush_to_disk(place)
+        os.replace(place, real)
+        flush_to_disk(os.path.dirname(real))
+
+
+def append_line(path: str, line: str) -> None:
+    """Adds a line to a file, or nothing: to half a line the next one would be joined."""
+    with writing(path), open(path, "ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        left = f"{line}\n".encode()
+        try:
+            while left:  # what does not fit is written again, and then the system says why
+                left = left[file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # a pipe has no size
+                file.truncate(size)
+            raise
 
 
 # -- plumbing: the report --------------------------------------------------------------------------
@@ -684,6 +806,7 @@ class Report:
     def __init__(self) -> None:
         self.stages: list[dict[str, Any]] = []  # what --json has of each, the present one last
         self.ends: list[Callable[[], Awaitable[object]]] = []  # of what this stage has started
+        self.unwritten: list[str] = []  # flags whose files could not be written
         self.is_terminal = sys.stdout.isatty()
         self.last_print_s = time.monotonic()
 
@@ -708,6 +831,12 @@ class Report:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def note_unwritten(self, flag: str, error: NotWritten) -> None:
+        """Says, once, that the file of this flag cannot be written. `finish` says it again."""
+        if flag not in self.unwritten:
+            self.unwritten.append(flag)
+            self.say(f"{flag}: {error}")
 
     def say(self, *lines: str, indent: str = INDENT, end: str = "\n") -> None:
         """Prints lines, in the place of the live line if there is one."""
@@ -812,6 +941,15 @@ class Report:
         self.say(*textwrap.wrap(hint, 89), f"{len(checks)} checks, {seconds:.1f} s", "")
         ok = all(check["ok"] for check in checks)
         self.stages[-1].update(ok=ok, seconds=round(seconds, 2))
+
+
+@contextlib.contextmanager
+def excusing(report: Report, flag: str) -> Iterator[None]:
+    """If the body cannot write the file of this flag, the run goes on without it."""
+    try:
+        yield
+    except NotWritten as error:
+        report.note_unwritten(flag, error)
 
 
 def as_json(found: Any, indent: int | None = None) -> str:
@@ -8539,6 +8677,11 @@ def entropy_bonus(cfg: Config) -> float:
     return 0.01 if cfg.model == "tiny" else 0.0
 
 
+def num_steps_of(cfg: Config, run: str) -> int:
+    """How many steps the run of a stage, sync_rl or async_rl, has."""
+    return cfg.steps if run == "async_rl" else math.ceil(cfg.steps / 2)
+
+
 CRITIC_ALONE = 7  # steps in which only a critic learns (section 14): what it says first is noise
 
 
@@ -8689,25 +8832,49 @@ def become(
     state.count_on(found["version"])
 
 
+CHECKPOINT_FORMAT = 4
+
+
+class OtherRun(ValueError):
+    """A checkpoint is whole, but of another run."""
+
+
 def about(cfg: Config) -> dict[str, Any]:
     """What a checkpoint must have been made with for this run to go on from it."""
-    of_reward = {"reward": cfg.reward, "preferences": cfg.preferences}
-    return {
-        "format": 4,
-        "task": cfg.task,
-        "model": cfg.model,
-        "seed": cfg.seed,
-        "sft_steps": cfg.sft_steps,
-        "sft_lr": cfg.sft_lr,
-        **(of_reward if cfg.reward == "model" else {}),
-    }
+    kept = [setting.name for setting in dataclasses.fields(Config) if setting.metadata["is_kept"]]
+    return {"format": CHECKPOINT_FORMAT, **{name: getattr(cfg, name) for name in kept}}
+
+
+def other_flags(found: dict[str, Any], cfg: Config) -> str:
+    """The flags without which a run cannot go on from a checkpoint; "": it can, with these.
+
+    found: the checkpoint's "about". If that is older than a flag, it was made with its default.
+    """
+    flags = []
+    for name, mine in about(cfg).items():
+        its = found.get(name, getattr(Config, name, None))
+        if its != mine:
+            flags.append(f"{flag_of(name)} {shlex.quote(str(its))}")
+    return " ".join(flags)
+
+
+def require_same_run(source: str | bytes, found: dict[str, Any], cfg: Config) -> None:
+    """Raises OtherRun if a run with this Config cannot go on from there. found: as above."""
+    name = f"{source!s:.200}"
+    its_format = found.get("format")
+    if its_format != CHECKPOINT_FORMAT:
+        formats = f"has format {its_format}, and this file reads {CHECKPOINT_FORMAT}"
+        raise OtherRun(f"{name} {formats}: take the file that wrote it, or another --checkpoint")
+    flags = other_flags(found, cfg)
+    if flags:
+        raise OtherRun(f"{name} was made with {flags}: give that, or another --checkpoint")
 
 
 def read_checkpoint(source: str | bytes, cfg: Config | None) -> dict[str, Any]:
     """What Trainer.save has written. source: the path of a file, or its content.
 
     cfg: of the run that is to go on from it; None: of any run. Nothing in it is executed. Raises
-    ValueError, which says what is wrong with it.
+    OtherRun if it is whole, and another ValueError, which says why, if it cannot be read.
     """
     try:
         with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
@@ -8717,11 +8884,14 @@ def read_checkpoint(source: str | bytes, cfg: Config | None) -> dict[str, Any]:
                 raise ValueError(f"damaged in {damaged}")
             file.seek(0)
             found = torch.load(file, weights_only=True)
-        if cfg is not None and found["about"] != about(cfg):
-            raise ValueError(f"made with {found['about']}, this run has {about(cfg)}")
+        made_with = dict(found["about"])
+    except (MemoryError, PermissionError):
+        raise  # the file may be as good as ever
     except Exception as error:  # whatever a strange file does to these libraries
-        why = " ".join(str(error).split())[:300]
-        raise ValueError(f"{source!s:.200}: no checkpoint for this run: {why}") from error
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"{source!s:.200} is no checkpoint, or damaged: {why}") from error
+    if cfg is not None:
+        require_same_run(source, made_with, cfg)
     return found
 
 
@@ -8922,9 +9092,14 @@ class Trainer(RankedWorker):
         for part in request.parts:
             found.update(read_part(part))
         found.update(about=about(self.cfg), state=request.state)
-        content = io.BytesIO()
-        torch.save(found, request.path or content)
-        return content.getvalue()
+        if not request.path:
+            content = io.BytesIO()
+            torch.save(found, content)
+            return content.getvalue()
+        # Into an open file: given a path, torch would not tell why it cannot write there.
+        with writing(request.path, request.path), open(request.path, "wb") as file:
+            torch.save(found, file)
+        return b""
 
     @endpoint
     async def load(self, request: LoadRequest) -> str:
@@ -9679,7 +9854,7 @@ class Ledger:
             "lost": 0,  # no answer, too little of it judged, or lost with the trainer or the run
         }
         self.in_flight: set[int] = set()  # ids: in a generator, at a judge, in the buffer, ...
-        self.num_lost_before = 0  # of "lost", those of earlier processes
+        self.counts_before = dict(self.counts)  # those of them that earlier processes have counted
         self.trained_by_step: list[list[int]] = []  # ids, of each step
         self.draw_again: list[int] = []  # prompts whose groups were lost with a trainer or a run
 
@@ -9709,8 +9884,11 @@ class Ledger:
 
     def is_fruitless(self) -> bool:
         """Were so many groups lost that the run does not get on?"""
-        num_lost = self.counts["lost"] - self.num_lost_before
-        return num_lost - self.counts["trained"] > self.MAX_FRUITLESS
+        return self.num_since("lost") - self.counts["trained"] > self.MAX_FRUITLESS
+
+    def num_since(self, fate: str) -> int:
+        """How many groups have had this fate in this process."""
+        return self.counts[fate] - self.counts_before[fate]
 
     def num_missing(self) -> int:
         """Groups that were started and are nowhere. If it is not 0, somebody did not tell."""
@@ -9733,7 +9911,7 @@ class Ledger:
         """Becomes what a checkpoint says. What was in flight then is lost, and drawn again."""
         self.counts = counts
         self.counts["lost"] += len(was_in_flight)
-        self.num_lost_before = self.counts["lost"]
+        self.counts_before = dict(counts)
         self.trained_by_step = trained_by_step
         self.draw_again = was_in_flight + draw_again
 
@@ -9807,6 +9985,7 @@ class Run:
         # Steps that it was told to make: while it works one more than it has made, in section 13 up
         # to two.
         self.num_sent = 0
+        self.num_before = 0  # steps that were made when this process took it over
         self.version = 0  # of the trainer, when it has made the steps of `rows`
         self.next_number = 0  # of the prompt to draw next
         self.busy_s = 0.0  # of generators
@@ -9927,6 +10106,7 @@ class Run:
             stats = StepStats(**row.pop("stats"))
             self.rows.append(StepRow(**row, stats=stats))
         self.num_sent = len(self.rows)
+        self.num_before = len(self.rows)
         self.next_number = found["next_number"]  # mechanism: prompts go on
         self.busy_s = found["busy_s"]
         self.generator_s = found["generator_s"]
@@ -9973,6 +10153,11 @@ def as_shown(said: list[str], is_truncated: list[bool]) -> str:
     for text, is_stopped in zip(said, is_truncated, strict=False):
         shown.append(f"{text}..." if is_stopped else text)
     return " ".join(shown)[:100]
+
+
+def rows_since(run: Run) -> list[StepRow]:
+    """Steps made since it began, or went on: those before may have had other flags."""
+    return run.rows[run.num_before :]
 
 
 def mean_reward(rows: list[StepRow]) -> float:
@@ -10090,8 +10275,8 @@ class Training:
         if self.cfg.log:
             line = dataclasses.asdict(row)
             line.update(line.pop("stats"))
-            with open(self.cfg.log, "a", encoding="utf-8") as file:
-                file.write(as_json(line) + "\n")
+            with excusing(self.report, "--log"):
+                append_line(self.cfg.log, as_json(line))
         for meaning in alarms(self.run.rows):
             if meaning not in self.alarms_told:  # once per run
                 self.alarms_told.add(meaning)
@@ -10141,13 +10326,13 @@ class Training:
             self.report.say_live(line)
 
     def largest_lag(self) -> int:
-        """Of all tokens that were trained on."""
-        return max(row.stats.lag_max for row in self.run.rows)
+        """Of all tokens that were trained on since then; 0: none were."""
+        return max((row.stats.lag_max for row in rows_since(self.run)), default=0)
 
     def largest_k3(self) -> float | None:
-        """The largest mean k3 of a step, over its tokens of lag 0. None: there were none."""
+        """The same of the mean k3 of a step, over its tokens of lag 0. None: there were none."""
         found = []
-        for row in self.run.rows:
+        for row in rows_since(self.run):
             if row.stats.mismatch_k3 is not None:
                 found.append(row.stats.mismatch_k3)
         return max(found, default=None)
@@ -10330,7 +10515,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     await with_retries(cluster, lambda: cluster.load(""))
     # Before anything is trained: one batch of lag 0, scored by both programs. If one of these
     # checks fails, no training will learn what it should.
-    training = lab.training("sync", math.ceil(cfg.steps / 2), "sync_rl")
+    training = lab.training("sync", num_steps_of(cfg, "sync_rl"), "sync_rl")
     sampler = training.run.sampler
     prompts = sampler.first(cfg.batch_groups)
     parts = await with_retries(cluster, lambda: sample(cluster, prompts, cluster.first_version))
@@ -10352,7 +10537,9 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     # The same batch, scored by what the trainer has become: now it is far from lag 0.
     stale = await with_retries(cluster, lambda: cluster.examine(first))
     after = await with_retries(cluster, lambda: evaluate(cluster, sampler.heldout))
-    gained = training.tell_learning(before, after, training.largest_k3())
+    # After a run that was over before there is no step to tell it; the first batch does.
+    largest_k3 = training.largest_k3() if rows_since(training.run) else found.mean_k3
+    gained = training.tell_learning(before, after, largest_k3)
     late = f"k3 of the first batch, {training.run.num_steps} steps too late"
     expect(training, late, stale.mean_k3, ">", 1e-4)
     report.check("lag, largest of all steps", training.largest_lag(), "==", 0)
@@ -10398,6 +10585,19 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #     step-50, step-100, unfinished         100    150 is being written, or lies there half written
 #     step-50, step-100, step-150           150    it was flushed, and has got its name
 #     step-100, step-150                    150    the third newest was removed
+#     step-100, step-150 (cannot be read)   100    the other is called step-150.pt.damaged-1 then
+#     both cannot be read                          nothing begins again over a run that was there:
+#                                                  one line says so, and the command ends
+#
+# Besides the checkpoint there are the flags of the command that goes on. Each counts from the next
+# step on, for nothing else in a checkpoint is a flag; or it is refused, in a line that names it:
+#
+#     --task, --model, --seed, --reward,    refused, for the steps before would not be steps of this
+#     --preferences, --sft-steps and -lr    run: `is_kept` in Config
+#     --steps                               the rate of each further step is what it would have been
+#                                           with so many from the start (share_of_rate); fewer than
+#                                           were made are refused
+#     all others                            count
 
 
 class Checkpoints:
@@ -10409,7 +10609,6 @@ class Checkpoints:
         self.paths = list(paths)  # newest first
         self.in_memory = set(paths)  # the files to close: these, and one that was only begun
         if folder:
-            os.makedirs(folder, exist_ok=True)
             found = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True)
             self.paths = [str(path) for path in found]
 
@@ -10418,25 +10617,60 @@ class Checkpoints:
         for path in self.in_memory:
             close_unnamed_file(path)
 
-    def newest(self, cfg: Config | None, say: Callable[[str], None]) -> str:
-        """The path of the newest checkpoint that can be read. "": there are none.
+    def look(self, cfg: Config | None) -> tuple[str, dict[str, str]]:
+        """The newest that can be read, and why newer ones cannot, by path. "": there are none.
 
-        cfg: as in read_checkpoint. say: is told of those that cannot be read. ValueError: none can.
+        cfg: as in read_checkpoint. Raises OtherRun, because what is whole is not passed over. Other
+        ValueError: there are some, and none can be read. To begin again is for people to decide.
         """
+        damaged: dict[str, str] = {}
         for path in self.paths:
             try:
                 read_checkpoint(path, cfg)
+            except OtherRun:
+                raise
             except ValueError as error:
-                if path == self.paths[-1]:
-                    raise
-                say(f"not used: {error}")
+                damaged[path] = str(error)
             else:
-                return path
-        return ""
+                return path, damaged
+        if damaged:
+            whys = "; ".join(damaged.values())
+            raise ValueError(f"{whys}. None is left: move them away to begin again")
+        return "", damaged
+
+    def newest(self, cfg: Config | None, say: Callable[[str], None]) -> str:
+        """As `look`, for a run, to which the folder belongs: damaged ones are moved aside.
+
+        say: is told of each. Under its old name it would be the newest again at the next start, and
+        a step that is made again would overwrite what somebody may still be able to mend.
+        """
+        path, damaged = self.look(cfg)
+        for bad, why in damaged.items():
+            self.paths.remove(bad)
+            say(f"{why}; {self._move_aside(bad)}used instead: {path}")
+        return path
+
+    def _move_aside(self, path: str) -> str:
+        """Gives it another name, which no other file has. Returns a few words that say so."""
+        if not self.folder:
+            return ""  # in memory it is nobody's work
+        number = 1
+        while os.path.exists(f"{path}.damaged-{number}"):
+            number += 1
+        aside = f"{path}.damaged-{number}"
+        with writing(aside):
+            os.replace(path, aside)
+        return f"now called {aside}; "
 
     def room(self) -> str:
-        """Where to write the next one: in a folder over one that was cut off, if there is one."""
+        """Where to write the next one: in a folder over one that was cut off, if there is one.
+
+        Only the folder itself is made. If the one above it has gone away, so has its lock, and what
+        this run would write into another one of that name might not be alone there.
+        """
         if self.folder:
+            with writing(self.folder), contextlib.suppress(FileExistsError):
+                os.mkdir(self.folder)
             return f"{self.folder}/unfinished"
         path = unnamed_file("checkpoint")
         self.in_memory.add(path)
@@ -10451,24 +10685,19 @@ class Checkpoints:
         path = room
         if self.folder:
             path = f"{self.folder}/step-{step:08d}.pt"
-            flush_to_disk(room)
-            os.replace(room, path)
-            flush_to_disk(self.folder)
+            with writing(path, unfinished=room):
+                flush_to_disk(room)
+                os.replace(room, path)
+                flush_to_disk(self.folder)
         others = [other for other in self.paths if other != path]
         self.paths = [path, *others[:1]]
         for old in others[1:]:
             if self.folder:
-                os.remove(old)
+                with contextlib.suppress(OSError):  # it has gone, or the disk is read-only now
+                    os.remove(old)
             else:
                 self.in_memory.remove(old)
                 close_unnamed_file(old)
-
-
-def flush_to_disk(path: str) -> None:
-    """Returns when the disk has it: of a file its content, of a folder its names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 class Interrupted(BaseException):
@@ -10577,10 +10806,15 @@ class SafeTraining(Training):
         """
         if not self.is_save_due():
             return
-        room = self.checkpoints.room()
         step = len(self.run.rows)
-        await self.cluster.save(room, self.run.as_json())
-        self.checkpoints.keep(room, step)
+        try:
+            room = self.checkpoints.room()
+            await self.cluster.save(room, self.run.as_json())
+            self.checkpoints.keep(room, step)
+        except NotWritten as error:
+            if self.is_interrupted:  # whoever wants to end it does not want the next stage
+                raise Interrupted(f"interrupted; {error}") from error
+            raise
         self.cluster.remember(self.checkpoints.paths[0], self.checkpoints)
         self.num_losses = 0
         if self.is_interrupted:
@@ -11123,8 +11357,10 @@ class RolloutLoop:
 
     def _num_wanted(self) -> int:
         """How many groups the run still needs, as far as there are tickets for them."""
-        num_needed = self.run.num_steps * self.flow.batch_groups
-        num_not_started = num_needed - self.ledger.counts["trained"] - len(self.ledger.in_flight)
+        # By steps, not by groups that were trained on: those before it went on from a checkpoint
+        # may have had another --batch-groups.
+        num_needed = (self.run.num_steps - len(self.run.rows)) * self.flow.batch_groups
+        num_not_started = num_needed - len(self.ledger.in_flight)
         return min(self.gate.num_free(), num_not_started)
 
     def request_groups(self) -> int:
@@ -11868,10 +12104,12 @@ def tell_books(report: Report, loops: AsyncLoops) -> None:
     num_nowhere = num_in_flight - found
     report.check("groups in flight, but in no loop nor the buffer", num_nowhere, "==", 0)
     batch_groups = loops.flow.batch_groups
-    num_groups = run.num_steps * batch_groups
-    report.check("groups trained on", counts["trained"], "==", num_groups)
+    # In this process: what was counted before it went on may have been under other flags.
+    num_groups = (run.num_steps - run.num_before) * batch_groups
+    report.check("groups trained on", run.ledger.num_since("trained"), "==", num_groups)
     most = loops.training.cfg.save_every * batch_groups
-    report.check("groups undone by the loss of the trainer", counts["undone"], "<=", most)
+    num_undone = run.ledger.num_since("undone")
+    report.check("groups undone by the loss of the trainer", num_undone, "<=", most)
 
 
 @stage(
@@ -11896,7 +12134,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     await AsyncLoops(loose, Flow.without_bound(cfg)).run_to_end()
 
     # 2. With it, and with faults.
-    training = lab.training("async", cfg.steps, "async_rl")
+    training = lab.training("async", num_steps_of(cfg, "async_rl"), "async_rl")
     loops = AsyncLoops(training, Flow.of(cfg, cfg.max_lag))
     faults = Faults(cluster)
     fast = await faults.run_to_end(loops, num_compared)
@@ -13371,7 +13609,8 @@ async def teach(cluster: RewardCluster, report: Report) -> None:
     else:
         await with_retries(cluster, lambda: first_lesson(cluster, report))
         room = kept.room()
-        shutil.copyfile(cluster.saved_rewards.paths[0], room)
+        with writing(room, unfinished=room):
+            shutil.copyfile(cluster.saved_rewards.paths[0], room)
         kept.keep(room, 0)
     cluster.begin_runs_with(kept)
     await with_retries(cluster, lambda: cluster.load(""))
@@ -14136,7 +14375,8 @@ class HostsCluster(CriticCluster):
         """Its content travels from the trainer as an answer."""
         request = await self._save_request("", state)
         content = await self._ask_trainer(Trainer.save, request)
-        pathlib.Path(path).write_bytes(content)
+        with writing(path, unfinished=path):
+            pathlib.Path(path).write_bytes(content)
 
     async def arena_changed(self, handle: ArenaHandle) -> None:
         """Starts all relays, or replaces them: each reads the arena of one trainer."""
@@ -14378,17 +14618,15 @@ def folder_of_run(checkpoint: str) -> str:
 def config_of(path: str, cfg: Config) -> Config:
     """A Config that also says what a checkpoint was made with: its model, its task, and so on.
 
-    So these flags need not be given again. ValueError: --model or --task is given, and is another.
-    --seed, and the flags of supervised steps, are taken from the checkpoint.
+    So these flags need not be given again. OtherRun: one of them is given, and is another.
     """
     found = torch.load(path, weights_only=True, mmap=True)["about"]
-    if found.pop("format") != about(cfg)["format"]:
-        raise ValueError(f"{path} has another format")
-    for name in ("model", "task"):
-        given = getattr(cfg, name)
-        if given not in (found[name], getattr(Config, name)):
-            raise ValueError(f"{path} was made with --{name} {found[name]}")
-    return dataclasses.replace(cfg, **found)
+    given = {name: getattr(cfg, name) for name in about(cfg) if name != "format"}
+    left_open = {name for name, value in given.items() if value == getattr(Config, name)}
+    of_run = {name: value for name, value in found.items() if name in left_open}
+    cfg = dataclasses.replace(cfg, **of_run)
+    require_same_run(path, found, cfg)
+    return cfg
 
 
 def export_model(cfg: Config, path: str) -> str:
@@ -14430,12 +14668,14 @@ def write_whole(folder: str, model: Any, tokenizer: Any) -> None:
     unfinished = path.with_name(f"{path.name}.unfinished")
     if unfinished.exists():  # left by somebody who was cut off
         shutil.rmtree(unfinished)
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    for written in [*unfinished.rglob("*"), unfinished]:
-        flush_to_disk(str(written))
-    os.replace(unfinished, path)  # an empty folder may have been there
-    flush_to_disk(str(path.parent))
+    with writing(folder, unfinished=str(unfinished)):
+        unfinished.mkdir()  # transformers would make those above it, too, if they have gone away
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        for written in [*unfinished.rglob("*"), unfinished]:
+            flush_to_disk(str(written))
+        os.replace(unfinished, path)  # an empty folder may have been there
+        flush_to_disk(str(path.parent))
 
 
 # An evaluation asks each held-out prompt once for its likeliest answer, and --evaluate N times for
@@ -14598,7 +14838,8 @@ async def after_training(report: Report, lab: Lab) -> None:
         await tell_evaluations(report, cluster, sides)
     if cluster.cfg.export:
         # In a thread, for it may take a minute, and the actors want to be looked after meanwhile.
-        report.say(await asyncio.to_thread(export_model, cluster.cfg, training.newest()))
+        with excusing(report, "--export"):
+            report.say(await asyncio.to_thread(export_model, cluster.cfg, training.newest()))
 
 
 async def run_without_training(report: Report, command: Command) -> None:
@@ -14606,17 +14847,18 @@ async def run_without_training(report: Report, command: Command) -> None:
     start = time.monotonic()
     clock = asyncio.ensure_future(report.keep_clock())
     report.begin_command("evaluate" if command.cfg.evaluate else "export")
+    report.say(*command.passed_over)
     for side, path in command.sides.items():
         report.say(f"{side}: {path or command.cfg.model}")
     try:
         if command.cfg.evaluate:
             await evaluate_alone(report, command)
         if command.cfg.export:
-            report.say(export_model(command.cfg, command.sides["checkpoint"]))
+            with excusing(report, "--export"):
+                report.say(export_model(command.cfg, command.sides["checkpoint"]))
     except Exception as error:
         tell_end(report, error, "command")
-    if command.cfg.trace:
-        write_trace(command.cfg.trace, await read_events())
+    await tell_trace(report, command.cfg)
     clock.cancel()
     report.end_command(since(start))
 
@@ -14788,6 +15030,7 @@ class Command:
     # What --evaluate is to show without training, and --export to write: by name, the path of a
     # checkpoint, or "" for --model as it is. Empty: stages are run.
     sides: dict[str, str]
+    passed_over: list[str]  # why newer checkpoints than that one cannot be read
 
     def has_tcp(self) -> bool:
         """Does this process use TCP for Monarch's messages, and not Unix sockets?
@@ -14841,7 +15084,7 @@ def make_parser() -> Parser:
 def add_settings(parser: Parser) -> None:
     """A flag for each field of Config."""
     for setting in dataclasses.fields(Config):
-        flag = "--" + setting.name.replace("_", "-")
+        flag = flag_of(setting.name)
         meaning = f"{setting.metadata['meaning']} [{setting.default}]"
         if setting.default is False:
             parser.add_argument(flag, action="store_true", help=meaning)
@@ -14866,18 +15109,19 @@ def parse(argv: list[str] | None) -> Command:
         least = setting.metadata["least"]
         # Not `value < least`, for a value of nan must fail too.
         if least is not None and value is not None and not value >= least:
-            parser.error(f"--{setting.name.replace('_', '-')} must be at least {least}")
+            parser.error(f"{flag_of(setting.name)} must be at least {least}")
     names = [setting.name for setting in dataclasses.fields(Config)]
     cfg = Config(**{name: getattr(found, name) for name in names})
     last = STAGES[found.stage].number if found.stage else len(STAGES)
     stages = list(STAGES.values())[:last]
     if found.only:
         stages = [STAGES[found.only]]
-    sides = {}
+    sides: dict[str, str] = {}
+    passed_over: list[str] = []
     is_about_a_model = bool(cfg.evaluate or (cfg.export and cfg.checkpoint))
     if is_about_a_model and not found.stage and not found.only:
         with blaming(parser, "--checkpoint"):
-            cfg, sides = what_to_evaluate(cfg)
+            cfg, sides, passed_over = what_to_evaluate(cfg)
         stages = []
     check_together(parser, cfg, stages, sides)
     try_all(parser, cfg, stages, found.worker)
@@ -14891,18 +15135,19 @@ def parse(argv: list[str] | None) -> Command:
         lists=found.list,
         worker=found.worker,
         sides=sides,
+        passed_over=passed_over,
     )
 
 
-def what_to_evaluate(cfg: Config) -> tuple[Config, dict[str, str]]:
-    """For a command without training: its Config, and Command.sides."""
+def what_to_evaluate(cfg: Config) -> tuple[Config, dict[str, str], list[str]]:
+    """For a command without training: its Config, Command.sides and Command.passed_over."""
     if not cfg.checkpoint:
-        return cfg, {"model": ""}
-    path = Checkpoints(folder_of_run(cfg.checkpoint)).newest(None, lambda _: None)
+        return cfg, {"model": ""}, []
+    path, damaged = Checkpoints(folder_of_run(cfg.checkpoint)).look(None)
     sides = {"checkpoint": path}
     if cfg.model != "tiny":  # it was named, so it is to be seen beside what became of it
         sides = {"model": "", **sides}
-    return config_of(path, cfg), sides
+    return config_of(path, cfg), sides, list(damaged.values())
 
 
 def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict[str, str]) -> None:
@@ -14942,7 +15187,7 @@ def check_reward(parser: Parser, cfg: Config, stages: list[Stage]) -> None:
             try_preferences(cfg)
     with blaming(parser, "--checkpoint"):
         if cfg.checkpoint:
-            Checkpoints(f"{cfg.checkpoint}/reward").newest(cfg, lambda _: None)
+            Checkpoints(f"{cfg.checkpoint}/reward").look(cfg)
 
 
 def last_training(stages: list[Stage]) -> Stage | None:
@@ -14982,10 +15227,8 @@ def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None
         if cfg.export:
             try_export(cfg)
     with blaming(parser, "--checkpoint"):
-        names = ["sync_rl", "async_rl", *(["sft"] if cfg.sft_steps else [])]
-        for name in names:
-            if cfg.checkpoint:
-                Checkpoints(f"{cfg.checkpoint}/{name}").newest(cfg, lambda _: None)
+        if cfg.checkpoint:
+            try_checkpoints(cfg, stages)
     for address in cfg.hosts.split(",") if cfg.hosts else ():
         with blaming(parser, f"--hosts {address}"):
             connect(address)
@@ -14993,13 +15236,32 @@ def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None
         if worker:
             name_and_port(worker)
     with blaming(parser, "--json, --log, --trace, --report"):
-        try_files([path for path in (cfg.json, cfg.log, cfg.trace, cfg.report) if path])
+        files = [path for path in (cfg.json, cfg.trace, cfg.report) if path]
+        try_files(
+            [*files, *[written_first(path) for path in files], *([cfg.log] if cfg.log else [])]
+        )
+
+
+def try_checkpoints(cfg: Config, stages: list[Stage]) -> None:
+    """Can runs go on from what lies in the folder of --checkpoint? Raises ValueError if not."""
+    for name in ("sync_rl", "async_rl", *(["sft"] if cfg.sft_steps else [])):
+        path, _ = Checkpoints(f"{cfg.checkpoint}/{name}").look(cfg)
+        if not path or STAGES.get(name) not in stages:
+            continue
+        state = torch.load(path, weights_only=True, mmap=True)["state"]
+        num_made = len(json.loads(state)["rows"])
+        if num_made > num_steps_of(cfg, name):
+            planned = f"with --steps {cfg.steps} {name} has {num_steps_of(cfg, name)}"
+            raise ValueError(
+                f"{path} is of step {num_made}, {planned}: give more, or another folder"
+            )
 
 
 def lock_folder(folder: str) -> None:
     """Keeps other commands from training into this folder, until this process ends.
 
     Two of them would take each other's checkpoints for their own. ValueError: another one has it.
+    OSError: nothing can be written there.
     """
     os.makedirs(folder, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)  # it stays open; the system gives the lock back
@@ -15008,6 +15270,8 @@ def lock_folder(folder: str) -> None:
     except BlockingIOError:
         os.close(descriptor)
         raise ValueError(f"another command trains into {folder}") from None
+    for place in [folder, *[found.path for found in os.scandir(folder) if found.is_dir()]]:
+        tempfile.TemporaryFile(dir=place).close()
 
 
 def try_model(parser: Parser, cfg: Config) -> None:
@@ -15124,8 +15388,7 @@ async def run_stages(report: Report, command: Command) -> None:
         except Exception as error:
             tell_end(report, error)
         report.end_stage(stage, since(start))
-    if cfg.trace:
-        write_trace(cfg.trace, await read_events())
+    await tell_trace(report, cfg)
     clock.cancel()
 
 
@@ -15142,14 +15405,17 @@ def tell_end(report: Report, error: Exception, of_what: str = "stage") -> None:
         first, *_ = str(why).splitlines()
         report.check(what, IN_THE_TASK + first, "==", "none")
         sys.stderr.write(f"{why}\n")
+    elif isinstance(why, NotWritten):
+        report.check(what, str(why), "==", "none")
     else:
         report.check(what, repr(why)[:300], "==", "none")
         sys.excepthook(type(error), error, error.__traceback__)
 
 
 def is_explained(found: dict[str, Any]) -> bool:
-    """Has a stage, as --json has it, ended with an error in the task?"""
-    return any(check["got"].startswith(IN_THE_TASK) for check in found["checks"])
+    """Has a stage, as --json has it, ended with an error in the task, or for want of a disk?"""
+    told_whole = (IN_THE_TASK, CANNOT_WRITE)
+    return any(check["got"].startswith(told_whole) for check in found["checks"])
 
 
 async def run_stage(
@@ -15270,8 +15536,9 @@ def finish(report: Report, cfg: Config, noise: Any) -> None:
             "machine": machine,
             "stages": report.stages,
         }
-        pathlib.Path(cfg.json).write_text(as_json(whole, indent=1), encoding="utf-8")
-    failed = [found["name"] for found in report.stages if not found["ok"]]
+        with excusing(report, "--json"):
+            write_file(cfg.json, as_json(whole, indent=1))
+    failed = [found["name"] for found in report.stages if not found["ok"]] + report.unwritten
     unexplained = [found for found in report.stages if not found["ok"] and not is_explained(found)]
     if failed and not unexplained:  # the workers said the same, at length
         leave(1, f"failed: {', '.join(failed)}")
@@ -15313,7 +15580,14 @@ def write_trace(path: str, events: list[Event]) -> None:
                 "dur": (event.end_s - event.start_s) * 1e6,
             }
         )
-    pathlib.Path(path).write_text(as_json({"traceEvents": entries}), encoding="utf-8")
+    write_file(path, as_json({"traceEvents": entries}))
+
+
+async def tell_trace(report: Report, cfg: Config) -> None:
+    """Writes --trace, if it is asked for, at the end of a command."""
+    if cfg.trace:
+        with excusing(report, "--trace"):
+            write_trace(cfg.trace, await read_events())
 
 
 async def read_events(from_s: float = 0.0) -> list[Event]:
@@ -15357,7 +15631,8 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
     report.table(rows)
     num_above = sum(row["lag"] > row["bound"] for row in rows)
     report.check("runs of 5 with a lag above the bound", num_above, "==", 0)
-    write_page(cfg.report, runs)
+    with excusing(report, "--report"):
+        write_page(cfg.report, runs)
 
 
 def run_for_page(
@@ -15388,7 +15663,7 @@ def write_page(path: str, runs: list[dict[str, Any]]) -> None:
     text as text, never as HTML.
     """
     as_text = as_json(runs).replace("<", "\\u003c")
-    pathlib.Path(path).write_text(PAGE.replace("= RUNS;", f"= {as_text};"), encoding="utf-8")
+    write_file(path, PAGE.replace("= RUNS;", f"= {as_text};"))
 
 
 PAGE = r"""<!doctype html>

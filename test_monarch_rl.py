@@ -17,6 +17,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import errno
 import fcntl
 import functools
 import gc
@@ -32,6 +33,7 @@ import os
 import pathlib
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -45,6 +47,7 @@ import time
 import tokenize
 import types
 import uuid
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -4396,9 +4399,11 @@ def test_a_reward_model_needs_memory() -> None:
     assert with_reward["processes"] - plain["processes"] == 3 * m.PROCESS_BYTES
 
 
-def test_what_a_checkpoint_was_made_with_is_as_before_without_a_reward_model() -> None:
-    assert "reward" not in m.about(m.Config())
-    assert m.about(m.Config(reward="model", preferences="a.jsonl"))["preferences"] == "a.jsonl"
+def test_a_checkpoint_that_is_older_than_a_flag_was_made_with_its_default() -> None:
+    found = {"format": m.CHECKPOINT_FORMAT, "task": "count", "model": "tiny", "seed": 0}
+    assert m.other_flags(found, m.Config(task="count")) == ""
+    flags = m.other_flags(found, m.Config(task="count", reward="model", preferences="a.jsonl"))
+    assert flags == "--reward task --preferences ''"
 
 
 # -- weight slots, in one process ------------------------------------------------------------------
@@ -9327,6 +9332,200 @@ def test_a_synchronous_loop_leaves_no_prompt_out(lost_at: list[int]) -> None:
     asyncio.run(scene())
 
 
+class SlowDisk(StubCluster):
+    """A checkpoint is half written for a while, and has all of its content a while later."""
+
+    async def save(self, path: str, state: str) -> None:
+        await super().save(path, state)
+        content = pathlib.Path(path).read_bytes()
+        pathlib.Path(path).write_bytes(content[: len(content) // 2])
+        await asyncio.sleep(0.01)
+        pathlib.Path(path).write_bytes(content)
+        await asyncio.sleep(0.005)
+
+
+class RunInPieces:
+    """A run that is cut off at random moments, and goes on with other flags each time.
+
+    Of each piece only what lies in the folder is left, as of a main process that was killed.
+    """
+
+    def __init__(self, folder: pathlib.Path, seed: int, is_asynchronous: bool) -> None:
+        self.folder = folder
+        self.is_asynchronous = is_asynchronous
+        self.rng = random.Random(seed)
+        self.num_cuts = 0
+        self.num_inside = 0  # of these, while a checkpoint was written
+        self.sizes: list[int] = []  # --batch-groups of each step that was made
+
+    async def piece(self) -> bool:
+        """Begins or goes on, until it is cut off or has ended. Has it ended?"""
+        cluster = SlowDisk(generate_s=0.002, step_s=0.001)
+        changes = {"max_lag": self.rng.randrange(3), "batch_groups": self.rng.choice((4, 16))}
+        # In a window no group becomes too old, so there is no reason to leave a prompt out.
+        cluster.cfg = dataclasses.replace(cluster.cfg, order="window", **changes)
+        checkpoints = m.Checkpoints(str(self.folder))
+        training = RecordedTraining(cluster, run_of(24), QuietReport(), "", checkpoints, 3)
+        if self.is_asynchronous:
+            running = asyncio.ensure_future(async_loops(training, cluster.cfg.max_lag).run_to_end())
+        else:
+            running = asyncio.ensure_future(m.train_sync(training))
+        is_ended, _ = await asyncio.wait([running], timeout=self.rng.random() * 0.15)
+        if is_ended:
+            running.result()
+        else:
+            self.num_cuts += 1
+            self.num_inside += (self.folder / "unfinished").exists()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        self.note_sizes(cluster.cfg.batch_groups)
+        return bool(is_ended)
+
+    def note_sizes(self, batch_groups: int) -> None:
+        """Each step that is in the newest checkpoint, and was not before, had this size."""
+        path = m.Checkpoints(str(self.folder)).look(None)[0]
+        if path:
+            trained = json.loads(torch.load(path, weights_only=True)["state"])["trained_by_step"]
+            self.sizes += [batch_groups] * (len(trained) - len(self.sizes))
+            assert [len(groups) for groups in trained] == self.sizes
+
+    async def to_end(self) -> str:
+        """Returns the run's part of the last checkpoint."""
+        while not await asyncio.wait_for(self.piece(), 60):
+            pass
+        path = m.Checkpoints(str(self.folder)).look(None)[0]
+        return torch.load(path, weights_only=True)["state"]
+
+
+def ends_of_runs_in_pieces(
+    folder: pathlib.Path, is_asynchronous: bool, num_cuts: int = 50
+) -> list[str]:
+    """The last checkpoints of runs that were cut off so often together, 10 times in a write."""
+    ends = []
+    cuts = 0
+    inside = 0
+    while cuts < num_cuts or inside < num_cuts // 5:
+        pieces = RunInPieces(folder / f"{len(ends)}", len(ends), is_asynchronous)
+        ends.append(asyncio.run(pieces.to_end()))
+        cuts += pieces.num_cuts
+        inside += pieces.num_inside
+    print(f"{cuts} cuts, {inside} of them in a write, {len(ends)} runs")
+    return ends
+
+
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_no_prompt_is_skipped_or_trained_on_twice_whenever_a_run_is_cut_off(
+    tmp_path: pathlib.Path, is_asynchronous: bool
+) -> None:
+    """And --batch-groups and --max-lag may be others each time."""
+    for state in ends_of_runs_in_pieces(tmp_path, is_asynchronous):
+        assert prompts_astray(state) == (0, 0)
+        found = json.loads(state)
+        assert len(found["rows"]) == 24
+        assert found["counts"]["dropped"] == 0
+
+
+@pytest.mark.parametrize("mechanism", ["was in flight", "next number"])
+def test_prompts_of_a_run_that_goes_on_otherwise_are_counted(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, mechanism: str
+) -> None:
+    """Without what was under way some are skipped, and from the first number some come twice."""
+    go_on = m.Run.go_on
+
+    def otherwise(run: m.Run, saved: str) -> None:
+        go_on(run, saved)
+        if mechanism == "next number":
+            run.next_number = 0
+        else:
+            run.ledger.draw_again = []
+
+    monkeypatch.setattr(m.Run, "go_on", otherwise)
+    ends = ends_of_runs_in_pieces(tmp_path, is_asynchronous=True, num_cuts=10)
+    skipped = sum(prompts_astray(state)[0] for state in ends)
+    twice = sum(prompts_astray(state)[1] for state in ends)
+    assert (twice if mechanism == "next number" else skipped) > 0
+
+
+@pytest.mark.parametrize("batch_groups", [4, 32])
+def test_a_run_that_goes_on_with_other_batches_ends_and_its_checks_hold(
+    tmp_path: pathlib.Path, batch_groups: int
+) -> None:
+    """What they say is of the steps that were made with these flags: batches, lag, undone steps."""
+
+    async def to_step(num_steps: int, max_lag: int, **changes: int) -> m.Report:
+        cluster = StubCluster(lost_at=[5] if max_lag else [])
+        cluster.cfg = dataclasses.replace(cluster.cfg, max_lag=max_lag, **changes)
+        report = QuietReport()
+        checkpoints = m.Checkpoints(str(tmp_path / "run"))
+        training = m.SafeTraining(cluster, run_of(num_steps), report, "", checkpoints)
+        training.save_every = cluster.cfg.save_every
+        loops = async_loops(training, max_lag)
+        await asyncio.wait_for(loops.run_to_end(), 60)
+        report.check("largest lag", training.largest_lag(), "<=", max_lag)
+        m.tell_books(report, loops)
+        return report
+
+    first = asyncio.run(to_step(12, max_lag=3, save_every=6))
+    assert first.stages[-1]["figures"]["undone"] == 5 * m.Config.batch_groups
+    report = asyncio.run(to_step(20, max_lag=0, save_every=1, batch_groups=batch_groups))
+    checks = report.stages[-1]["checks"]
+    assert len(checks) == 5
+    assert [check for check in checks if not check["ok"]] == []
+
+
+def test_a_run_goes_on_past_a_damaged_checkpoint_with_more_steps(tmp_path: pathlib.Path) -> None:
+    """From the one before it, with the same prompts, and to more steps than were planned."""
+
+    def run_to(num_steps: int) -> m.Run:
+        run = run_of(num_steps)
+        checkpoints = m.Checkpoints(str(tmp_path / "run"))
+        training = m.SafeTraining(StubCluster(0.0, 0.0), run, m.Report(), "", checkpoints, 3)
+        asyncio.run(m.train_sync(training))
+        return run
+
+    run_to(9)
+    spoil(tmp_path / "run" / "step-00000009.pt", "truncated")
+    run = run_to(14)
+    assert run.num_before == 6
+    assert prompts_astray(run.as_json()) == (0, 0)
+    names = ["step-00000009.pt.damaged-1", "step-00000012.pt", "step-00000014.pt"]
+    assert sorted(os.listdir(tmp_path / "run")) == names
+
+
+class FullDisk(StubCluster):
+    """The second checkpoint does not fit."""
+
+    async def save(self, path: str, state: str) -> None:
+        with m.writing(path, unfinished=path):
+            await super().save(path, state)
+            if self.num_made > 3:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last_one(
+    tmp_path: pathlib.Path, is_interrupted: bool
+) -> None:
+    """After Ctrl-C it ends the command, and not the stage alone."""
+    folder = tmp_path / "run"
+    training = m.SafeTraining(
+        FullDisk(0.0, 0.0), run_of(9), m.Report(), "", m.Checkpoints(str(folder)), 3
+    )
+    why = "cannot write .*unfinished: No space left on device"
+    with pytest.raises(m.Interrupted if is_interrupted else m.NotWritten, match=why):
+        asyncio.run(train_until_full(training, is_interrupted))
+    assert os.listdir(folder) == ["step-00000003.pt"]
+
+
+async def train_until_full(training: m.SafeTraining, is_interrupted: bool) -> None:
+    """is_interrupted: Ctrl-C comes after step 4."""
+    running = asyncio.ensure_future(m.train_sync(training))
+    while is_interrupted and len(training.run.rows) < 4 and not running.done():
+        await asyncio.sleep(0)
+    training.is_interrupted = is_interrupted
+    await running
+
+
 class BrokenCluster(StubCluster):
     """After a moment something raises, while everything else hangs."""
 
@@ -10782,18 +10981,57 @@ async def memory_scene(num_steps: int = 2000) -> dict[str, Any]:
     return {"mib_after_200": early, "mib_at_the_end": late, "ratio": late / early}
 
 
+def save_in_halves(found: dict[str, Any], file: Any) -> None:
+    """As torch.save, onto a slow disk: for a while half of it is there, and then all of it."""
+    content = io.BytesIO()
+    REAL_SAVE(found, content)
+    whole = content.getvalue()
+    for half in (whole[: len(whole) // 2], whole[len(whole) // 2 :]):
+        file.write(half)
+        file.flush()
+        time.sleep(0.03)
+
+
+REAL_SAVE = torch.save
+
+
+class SlowDiskTrainer(m.Trainer):
+    """So a moment in the middle of a write can be met, also on a fast machine."""
+
+    async def prepare(self) -> str:
+        torch.save = save_in_halves  # of this process, which saves nothing else
+        return await super().prepare()
+
+
+class SlowDiskCluster(WatchedCluster):
+    trainer_class = SlowDiskTrainer
+
+
 async def sync_scene(num_steps: int = 30) -> dict[str, Any]:
     """Two synchronous runs alike, with checkpoints in this folder.
 
     The second one goes on from what there is; the first one is only made if it is not there.
     """
     cfg = m.Config(steps=2 * num_steps, save_every=5, checkpoint=".", generators=1, judges=1)
-    async with WatchedCluster(cfg, is_warm=False) as cluster:
+    async with SlowDiskCluster(cfg, is_warm=False) as cluster:
         if not list(pathlib.Path("straight").glob(f"*{num_steps}.pt")):
             await m.train_sync(recorded(cluster, "straight", num_steps, "straight"))
         print("begun", flush=True)
         training = recorded(cluster, "saved", num_steps, "saved")
         await m.train_sync(training)
+    return {"steps": len(training.run.rows)}
+
+
+async def async_scene(num_steps: int = 40) -> dict[str, Any]:
+    """An asynchronous run with checkpoints in this folder, or the rest of it.
+
+    In a window no group becomes too old, so there is no reason to leave a prompt out.
+    """
+    cfg = m.Config(steps=2 * num_steps, save_every=5, checkpoint=".", order="window", judges=1)
+    async with SlowDiskCluster(cfg, is_warm=False) as cluster:
+        print("begun", flush=True)
+        training = recorded(cluster, "saved", num_steps, "saved")
+        await async_loops(training, cfg.max_lag).run_to_end()
     return {"steps": len(training.run.rows)}
 
 
@@ -10871,6 +11109,7 @@ SCENES: dict[str, Callable[..., Any]] = {
     "throughput": throughput_scene,
     "memory": memory_scene,
     "sync": sync_scene,
+    "async": async_scene,
     "critic": critic_scene,
     "critic_ranks": critic_ranks_scene,
     "reward": reward_scene,
@@ -11093,7 +11332,7 @@ def test_a_run_does_not_go_on_with_another_reward(tmp_path: pathlib.Path, refuse
     found = {"about": m.about(m.Config()), "state": "", "weights": {}, "moments": {}}
     torch.save(found, folder / "step-00000010.pt")
     line = refused("--only", "sync_rl", "--checkpoint", tmp_path / "saved", "--reward", "model")
-    assert "no checkpoint for this run" in line
+    assert "was made with --reward task: give that, or another --checkpoint" in line
 
 
 def test_a_reward_model_that_does_not_pull_is_found_out(tmp_path: pathlib.Path) -> None:
@@ -11111,6 +11350,20 @@ def test_a_reward_model_that_does_not_pull_is_found_out(tmp_path: pathlib.Path) 
 
 def newest_checkpoint(folder: pathlib.Path) -> dict[str, Any]:
     return torch.load(max(folder.glob("step-*")), weights_only=True)
+
+
+def prompts_astray(state: str) -> tuple[int, int]:
+    """How many prompts the history in a checkpoint has skipped, and how many it has twice.
+
+    Those that are on their way, or are to be drawn again, are to be trained on once from here on.
+    """
+    found = json.loads(state)
+    trained = list(itertools.chain(*found["trained_by_step"]))
+    waiting = [*found["in_flight"], *found["draw_again"]]
+    sampler = m.Sampler("repeat", 0)
+    drawn = {number for number in range(found["next_number"]) if sampler.prompt(number)}
+    every = trained + waiting
+    return len(drawn - set(every)), len(every) - len(set(every))
 
 
 # Of a row of a run: what depends on what was sampled and trained on, and not on times.
@@ -11147,9 +11400,11 @@ def difference(folder: pathlib.Path, other_folder: pathlib.Path) -> float:
 
 
 class PowerCuts:
-    """Kills all processes of a synchronous run at random moments, and starts it again.
+    """Kills all processes of a run at random moments, and starts it again.
 
-    Some of these moments are in the middle of the write of a checkpoint.
+    Some of these moments are in the middle of the write of a checkpoint. At the end of each run all
+    prompts of its history are counted; and a synchronous one is compared with one that nobody
+    killed.
     """
 
     def __init__(
@@ -11157,19 +11412,27 @@ class PowerCuts:
         folder: pathlib.Path,
         num_outside: int,
         num_inside: int,
+        scene: str = "sync",
         seed: int = 0,
     ) -> None:
-        """num_outside, num_inside: how many kills there are to be, outside of a write and in it."""
+        """num_outside, num_inside: how many kills there are to be, outside of a write and in it.
+
+        scene: "sync" or "async".
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.num_outside = num_outside
         self.num_inside = num_inside
+        self.scene = scene
         self.rng = random.Random(seed)
         self.saved = folder / "saved"
         self.unfinished = self.saved / "unfinished"
         self.outside = 0  # kills
         self.inside = 0
+        self.half_written = 0  # of these, after which what was being written was not whole
         self.ends = 0  # of runs
+        self.skipped = 0  # prompts, of all runs
+        self.twice = 0
         self.difference = 0.0  # the largest of a run that was killed from one that was not
 
     def run(self) -> None:
@@ -11184,7 +11447,7 @@ class PowerCuts:
         """Starts a run, or goes on with it, until it ends or is killed."""
         mark = uuid.uuid4().hex
         process = subprocess.Popen(
-            scene_command("sync"),
+            scene_command(self.scene),
             cwd=self.folder,
             text=True,
             stdout=subprocess.PIPE,
@@ -11195,58 +11458,88 @@ class PowerCuts:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         self.unfinished.unlink(missing_ok=True)
-        is_cut_off = not self.is_enough() and self.cut_off(process)
+        is_cut_off = not self.is_enough() and self.cut_off(process, processes_of(mark))
         process.wait()
         assert wait_until(lambda: not processes_of(mark), 90)
         if process.returncode == 0:
-            self.ends += 1
-            found = difference(self.folder / "straight", self.saved)
-            self.difference = max(self.difference, found)
+            self.note_end()
             shutil.rmtree(self.saved)
         elif is_cut_off:
             is_inside = self.unfinished.exists()
             self.inside += is_inside
+            self.half_written += is_inside and not zipfile.is_zipfile(self.unfinished)
             self.outside += not is_inside
         else:
             raise AssertionError(f"a run has ended with status {process.returncode}")
 
-    def cut_off(self, process: subprocess.Popen[str]) -> bool:
-        """Waits for a moment, and kills all at once. False: the run had ended before that."""
+    def note_end(self) -> None:
+        """Counts what the run that has ended did to its prompts."""
+        self.ends += 1
+        skipped, twice = prompts_astray(newest_checkpoint(self.saved)["state"])
+        self.skipped += skipped
+        self.twice += twice
+        if self.scene == "sync":
+            found = difference(self.folder / "straight", self.saved)
+            self.difference = max(self.difference, found)
+
+    def cut_off(self, process: subprocess.Popen[str], pids: list[int]) -> bool:
+        """Waits for a moment, and kills all at once. False: the run had ended before that.
+
+        pids: of the workers too, which are in other process groups than the main process.
+        """
         is_within = self.inside < self.num_inside
         if self.outside < self.num_outside:
             is_within = is_within and self.rng.random() < 0.5
         end = time.monotonic() + (20 if is_within else self.rng.random() * 3.5)
         while time.monotonic() < end and process.poll() is None:
-            if is_within and self.unfinished.exists() and self.rng.random() < 0.5:
+            if is_within and self.unfinished.exists():
+                time.sleep(self.rng.random() * 0.06)  # so long takes the write
                 break
             time.sleep(0.0002 if is_within else 0.002)
         is_running = process.poll() is None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        kill_all(pids)
         return is_running
 
+    def __str__(self) -> str:
+        return (
+            f"{self.scene}: {self.outside} outside, {self.inside} inside a checkpoint, of which "
+            f"{self.half_written} left half of it; {self.ends} runs ended; prompts skipped "
+            f"{self.skipped}, twice {self.twice}; largest difference {self.difference}"
+        )
 
-@pytest.mark.parametrize(("num_outside", "num_inside"), [(0, 1), pytest.param(2, 2, marks=long)])
+
+@pytest.mark.parametrize(
+    ("scene", "num_outside", "num_inside"),
+    [
+        ("sync", 0, 1),
+        pytest.param("sync", 2, 2, marks=long),
+        pytest.param("async", 2, 2, marks=long),
+    ],
+)
 def test_a_power_cut_at_any_moment_changes_nothing(
-    tmp_path: pathlib.Path, num_outside: int, num_inside: int
+    tmp_path: pathlib.Path, scene: str, num_outside: int, num_inside: int
 ) -> None:
-    cuts = PowerCuts(tmp_path, num_outside, num_inside)
+    cuts = PowerCuts(tmp_path, num_outside, num_inside, scene)
     cuts.run()
-    print(f"{cuts.outside} outside, {cuts.inside} inside, {cuts.ends} ends")
+    print(cuts)
     assert cuts.outside >= num_outside
     assert cuts.inside >= num_inside
     assert cuts.ends >= 1
+    assert (cuts.skipped, cuts.twice) == (0, 0)
     assert cuts.difference == 0.0
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def save_checkpoint_of_nobody(path: pathlib.Path, **about: Any) -> None:
+def save_checkpoint_of_nobody(path: pathlib.Path, num_steps: int = 0, **about: Any) -> None:
     """A small file that has the form of a checkpoint. about: differs from what a run has."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"about": {**m.about(m.Config()), **about}, "weights": torch.arange(1000.0)}
-    torch.save(found, path)
+    state = json.dumps({"rows": [{}] * num_steps})
+    found = {"about": {**m.about(m.Config()), **about}, "state": state}
+    torch.save({**found, "weights": torch.arange(1000.0)}, path)
 
 
 class Bomb:
@@ -11261,48 +11554,444 @@ def spoil(path: pathlib.Path, how: str) -> None:
     content = bytearray(path.read_bytes())
     if how == "truncated":
         path.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "zeros":
+        path.write_bytes(bytes(len(content)))
     elif how == "damaged":
         content[content.index(torch.tensor([500.0]).numpy().tobytes())] ^= 1
         path.write_bytes(content)
-    elif how == "newer":
-        save_checkpoint_of_nobody(path, format=99)
-    elif how == "another task":
-        save_checkpoint_of_nobody(path, task="count")
+    elif how == "unreadable":
+        path.unlink()
+        path.mkdir()
     elif how == "foreign":
         torch.save([1], path)
     else:
         torch.save(Bomb(), path)
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("truncated", "not a zip"),
-        ("damaged", "damaged in"),
-        ("newer", "'format': 99"),
-        ("another task", "'task': 'count'"),
-        ("foreign", "no checkpoint"),
-        ("code", "Weights only"),
-    ],
-)
-def test_a_bad_checkpoint_gets_one_line_and_the_older_one_is_used(
-    tmp_path: pathlib.Path,
-    refused: Refused,
-    how: str,
-    told: str,
+SPOILT = {
+    "truncated": "not a zip",
+    "empty": "not a zip",
+    "zeros": "not a zip",
+    "damaged": "damaged in",
+    "unreadable": "Is a directory",
+    "foreign": "no checkpoint",
+    "code": "Weights only",
+}
+
+
+@pytest.mark.parametrize(("how", "told"), SPOILT.items())
+def test_a_damaged_checkpoint_is_moved_aside_and_the_older_one_is_used(
+    tmp_path: pathlib.Path, refused: Refused, how: str, told: str
 ) -> None:
+    """If there is no older one the command does not begin again by itself, and changes nothing."""
     folder = tmp_path / "saved" / "sync_rl"
-    save_checkpoint_of_nobody(folder / "step-00000002.pt")
-    spoil(folder / "step-00000002.pt", how)
-    assert told in refused("--only", "sync_rl", "--checkpoint", "saved")
+    bad = folder / "step-00000002.pt"
+    save_checkpoint_of_nobody(bad)
+    spoil(bad, how)
+    line = refused("--only", "sync_rl", "--checkpoint", "saved")
+    assert told in line
+    assert "None is left: move them away to begin again" in line
+    assert os.listdir(folder) == [bad.name]
+
     save_checkpoint_of_nobody(folder / "step-00000001.pt")
-    said: list[str] = []
-    newest = m.Checkpoints(str(folder)).newest(m.Config(), said.append)
-    assert newest.endswith("step-00000001.pt")
-    assert len(said) == 1
-    assert told in said[0]
+    aside = ["step-00000002.pt.damaged-1", "step-00000002.pt.damaged-2"]
+    for number, name in enumerate(aside, 1):  # the same accident twice costs neither file
+        said: list[str] = []
+        checkpoints = m.Checkpoints(str(folder))
+        assert checkpoints.look(m.Config())[0].endswith("step-00000001.pt")
+        assert sorted(os.listdir(folder)) == ["step-00000001.pt", bad.name, *aside[: number - 1]]
+        assert checkpoints.newest(m.Config(), said.append).endswith("step-00000001.pt")
+        [line] = said
+        assert told in line
+        assert f"now called {folder / name}; used instead: {checkpoints.paths[0]}" in line
+        assert sorted(os.listdir(folder)) == ["step-00000001.pt", *aside[:number]]
+        assert m.Checkpoints(str(folder)).paths == checkpoints.paths
+        shutil.copytree(folder / name, bad) if how == "unreadable" else shutil.copy(
+            folder / name, bad
+        )
     assert not (tmp_path / "exploded").exists()
     assert not os.path.exists("exploded")
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [({"format": 99}, "has format 99, and this file reads"), ({"task": "count"}, "--task count")],
+)
+def test_what_is_whole_is_never_passed_over(
+    tmp_path: pathlib.Path, refused: Refused, about: dict[str, Any], told: str
+) -> None:
+    folder = tmp_path / "saved" / "sync_rl"
+    save_checkpoint_of_nobody(folder / "step-00000001.pt")
+    save_checkpoint_of_nobody(folder / "step-00000002.pt", **about)
+    assert told in refused("--only", "sync_rl", "--checkpoint", "saved")
+    with pytest.raises(m.OtherRun, match="another --checkpoint"):
+        m.Checkpoints(str(folder)).newest(m.Config(), pytest.fail)
+    assert len(os.listdir(folder)) == 2
+
+
+def test_a_file_that_one_may_not_read_is_not_damaged(
+    tmp_path: pathlib.Path, refused: Refused
+) -> None:
+    for step in (1, 2):
+        save_checkpoint_of_nobody(tmp_path / f"saved/sync_rl/step-0000000{step}.pt")
+    for error in (PermissionError("not yours"), MemoryError("too large")):
+        with mock.patch.object(m.zipfile, "ZipFile", side_effect=error):
+            assert str(error) in refused("--only", "sync_rl", "--checkpoint", "saved")
+
+
+def test_an_evaluation_uses_the_older_one_too_and_moves_nothing(tmp_path: pathlib.Path) -> None:
+    """Another command may be training into that folder."""
+    folder = tmp_path / "saved" / "sync_rl"
+    for step in (1, 2):
+        save_checkpoint_of_nobody(folder / f"step-0000000{step}.pt")
+    spoil(folder / "step-00000002.pt", "truncated")
+    command = m.parse(["--evaluate", "2", "--checkpoint", str(tmp_path / "saved")])
+    assert command.sides["checkpoint"].endswith("step-00000001.pt")
+    [line] = command.passed_over
+    assert "step-00000002.pt is no checkpoint, or damaged: " in line
+    assert len(os.listdir(folder)) == 2
+
+
+def test_flags_that_are_wrong_leave_no_folder_behind(
+    tmp_path: pathlib.Path, refused: Refused
+) -> None:
+    refused("--only", "sync_rl", "--checkpoint", "saved", "--json", "no such folder/out.json")
+    assert os.listdir(tmp_path) == []
+
+
+# -- disks that are full, and folders that go away -------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """No file may become larger, as on a disk that has so much left."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write_a_page(path: str) -> None:
+    m.write_page(path, [{"max_lag": 0, "rows": []}])
+
+
+def write_a_trace(path: str) -> None:
+    m.write_trace(path, [m.Event(actor="a", what="b" * 10**4, start_s=0.0, end_s=1.0)])
+
+
+@pytest.mark.parametrize(
+    "write", [write_a_page, write_a_trace, lambda path: m.write_file(path, "x" * 10**4)]
+)
+def test_a_file_is_written_whole_or_not_at_all(
+    tmp_path: pathlib.Path, write: Callable[[str], None]
+) -> None:
+    file = tmp_path / "file"
+    link = tmp_path / "link"
+    link.symlink_to("file")
+    for before in (None, "whole"):
+        if before:
+            file.write_text(before)
+        with files_of_at_most(4096), pytest.raises(m.NotWritten) as error:
+            write(str(link))
+        assert str(error.value) == f"cannot write {link}: File too large"
+        assert (file.read_text() if before else file.exists()) == (before or False)
+        assert sorted(os.listdir(tmp_path)) == ["file", "link"] if before else ["link"]
+    write(str(link))
+    assert link.is_symlink()
+    assert file.stat().st_size > 4096
+    with pytest.raises(m.NotWritten, match="cannot write /dev/full: No space left on device"):
+        write("/dev/full")
+    shutil.rmtree(tmp_path)
+    with pytest.raises(m.NotWritten, match=f"cannot write {file}: No such file or directory"):
+        write(str(file))
+
+
+def test_what_cannot_be_renamed_is_written_in_place(tmp_path: pathlib.Path) -> None:
+    """A pipe, a device, and a file in memory, as the tour has for a stage of its own."""
+    in_memory = m.unnamed_file("test")
+    m.write_file(in_memory, "said")
+    assert pathlib.Path(in_memory).read_text() == "said"
+    m.close_unnamed_file(in_memory)
+    m.write_file("/dev/null", "said")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    m.write_file(str(pipe), "said")
+    assert os.read(reader, 100) == b"said"
+    os.close(reader)
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_line_is_added_whole_or_not_at_all(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "log.jsonl"
+    m.append_line(str(log), "a" * 99)
+    with files_of_at_most(150), pytest.raises(m.NotWritten, match="File too large"):
+        m.append_line(str(log), "b" * 99)
+    assert log.read_text() == "a" * 99 + "\n"
+    m.append_line(str(log), "c" * 99)
+    assert log.read_text().split() == ["a" * 99, "c" * 99]
+    with pytest.raises(m.NotWritten, match="No space left on device"):
+        m.append_line("/dev/full", "a")
+
+
+def test_an_export_onto_a_full_disk_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    """Nor does one into a folder that has gone away make that again."""
+    write_checkpoint(tmp_path / "saved", "sync_rl", 3)
+    flags = ["--checkpoint", str(tmp_path / "saved"), "--export", str(tmp_path / "new" / "model")]
+    (tmp_path / "new").mkdir()
+    command = m.parse(flags)
+    with files_of_at_most(4096), pytest.raises(m.NotWritten, match=r"model: File too large"):
+        exported(command)
+    assert os.listdir(tmp_path / "new") == []
+    (tmp_path / "new").rmdir()
+    with pytest.raises(m.NotWritten, match=r"new/model: No such file or directory"):
+        exported(command)
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_where_nothing_can_be_written_is_found_out_before_anything_starts(
+    refused: Refused,
+) -> None:
+    for flag in ("--json", "--log", "--trace", "--report"):
+        assert "/proc/out" in refused(flag, "/proc/out")
+    assert "--export /proc/self/new" in refused("--only", "sync_rl", "--export", "/proc/self/new")
+    for folder in ("/proc/self", "/proc/new"):
+        assert "--checkpoint: " in refused("--only", "sync_rl", "--checkpoint", folder)
+
+
+def test_a_mistake_of_this_file_is_not_the_disks_fault() -> None:
+    with pytest.raises(ValueError, match="a mistake"), m.writing("path"):
+        raise ValueError("a mistake")
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_in_the_exit_status(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = m.Report()
+    for _ in range(3):
+        with m.excusing(report, "--log"):
+            m.append_line("/dev/full", "a")
+    assert (
+        capsys.readouterr()
+        .out.split("\n", 1)[0]
+        .endswith("--log: cannot write /dev/full: No space left on device")
+    )
+    assert capsys.readouterr().out == ""
+    with mock.patch.object(m, "leave", side_effect=SystemExit) as leave:
+        with pytest.raises(SystemExit):
+            m.finish(report, m.Config(json="/dev/full"), io.StringIO())
+        leave.assert_called_once_with(1, "failed: --log, --json")
+
+
+# What such a test runs in: a small disk of its own, which goes when the last of its processes ends.
+SMALL_DISK = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=$0 tmpfs disk && exec "$@"')
+
+
+def on_small_disk(folder: pathlib.Path, size: str, script: str, file: pathlib.Path) -> list[str]:
+    """Runs a script for a shell, with a disk of this size mounted at `disk`. Returns its lines.
+
+    In it $RL is the command of the file, with flags that make a short run.
+    """
+    (folder / "disk").mkdir()
+    may = subprocess.run([*SMALL_DISK, "64k", "true"], cwd=folder, capture_output=True, text=True)
+    if may.returncode != 0:
+        pytest.skip(f"no disk may be mounted here: {may.stderr}")
+    mark = uuid.uuid4().hex
+    short = f"{sys.executable} {file} --only sync_rl --generators 1 --judges 1 --batch-groups 4"
+    found = subprocess.run(
+        [*SMALL_DISK, size, "sh", "-c", script],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, MARK: mark, "RL": short},
+        timeout=200,
+    )
+    print(found.stdout)
+    assert "Traceback" not in found.stdout
+    assert wait_until(lambda: processes_of(mark) == [])
+    return found.stdout.splitlines()
+
+
+def test_a_full_disk_costs_the_files_and_not_the_run(
+    tmp_path: pathlib.Path, quick_file: pathlib.Path
+) -> None:
+    """What stood there stays, and of what is new there is nothing."""
+    flags = "--log disk/log --trace disk/trace --json disk/json --export disk/new --steps 4"
+    script = f"""echo whole > disk/json; echo whole > disk/trace; echo whole > disk/log
+        dd if=/dev/zero of=disk/filler bs=4096 2> /dev/null; truncate -s 4090 disk/log
+        $RL {flags}; echo status $?; ls disk; cat disk/json disk/trace; stat -c %s disk/log"""
+    lines = on_small_disk(tmp_path, "256k", script, quick_file)
+    for flag, name in (("log", "log"), ("export", "new"), ("trace", "trace"), ("json", "json")):
+        told = f"       --{flag}: cannot write disk/{name}: No space left on device"
+        assert lines.count(told) == 1, flag
+    assert any(line.startswith("       sync     2") for line in lines)  # it went on
+    [failed] = [line for line in lines if line.startswith("monarch_rl: ")]
+    assert "--log, --export, --trace, --json" in failed
+    ends = lines.index("status 1")
+    assert lines[ends + 1 :] == ["filler", "json", "log", "trace", "whole", "whole", "4090"]
+
+
+@long
+def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(
+    tmp_path: pathlib.Path, quick_file: pathlib.Path
+) -> None:
+    """Two checkpoints fit, and the third does not; they stay whole, and no half one is left."""
+    train = "$RL --checkpoint disk/saved --steps 12 --save-every 1"
+    script = f"""{train}; echo status $?; ls disk/saved/sync_rl
+        mount -o remount,size=64m disk; {train}; echo status $?; ls disk/saved/sync_rl"""
+    lines = on_small_disk(tmp_path, "1m", script, quick_file)
+    ends = [i for i, line in enumerate(lines) if line.startswith("status")]
+    told = "cannot write disk/saved/sync_rl/unfinished: No space left on device"
+    assert sum(told in line for line in lines[: ends[0]]) == 1
+    assert "monarch_rl: failed: sync_rl" in lines[: ends[0]]
+    assert lines[ends[0]] == "status 1"
+    assert lines[ends[0] + 1 : ends[0] + 3] == ["step-00000001.pt", "step-00000002.pt"]
+    assert lines[ends[0] + 3].startswith("[")  # and no other file
+    assert "       sync: goes on after step 2" in lines
+    assert lines[ends[1] + 1 :] == ["step-00000005.pt", "step-00000006.pt"]
+
+
+def test_a_folder_that_goes_away_while_a_run_writes_there_gets_one_line(
+    tmp_path: pathlib.Path, quick_file: pathlib.Path
+) -> None:
+    """And is not made again: somebody may have had a reason, or a disk was unmounted."""
+    (tmp_path / "gone").mkdir()
+    flags = ["--checkpoint", "gone/saved", "--save-every", "10", "--steps", "40"]
+    for flag in ("--log", "--json", "--trace", "--export"):
+        flags += [flag, f"gone/{flag}"]
+    started = start_file(tmp_path, "--only", "sync_rl", *flags, *FEW, file=quick_file)
+    until_line(started, "sync ")
+    shutil.rmtree(tmp_path / "gone")
+    out, err = started.process.communicate(timeout=60)
+    print(out)
+    assert started.process.returncode == 1
+    assert err == "monarch_rl: failed: sync_rl, --log, --trace, --json\n"
+    why = "No such file or directory"
+    assert f"cannot write gone/saved/sync_rl: {why}" in out
+    for flag in ("--log", "--json", "--trace"):
+        assert out.count(f"{flag}: cannot write gone/{flag}: {why}") == 1
+    assert os.listdir(tmp_path) == []
+    assert wait_until(lambda: processes_of(started.mark) == [])
+
+
+# -- flags of a run that goes on -------------------------------------------------------------------
+
+
+def another_value(setting: dataclasses.Field[Any]) -> Any:
+    """One that is not the default, for any field of Config."""
+    if setting.metadata["choices"]:
+        [*_, last] = setting.metadata["choices"]
+        return last if last != setting.default else setting.metadata["choices"][0]
+    if setting.metadata["kind"] is bool:
+        return True
+    if setting.metadata["kind"] is str:
+        return "another"
+    return setting.metadata["kind"]((setting.default or 0.5) * 2 + 1)
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """All that it has been told, as rates."""
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({name: value for name, value in group.items() if name != "params"})
+        groups[-1]["betas"] = tuple(group["betas"])  # a checkpoint has a list of them
+    return groups
+
+
+def told(state: m.TrainState) -> dict[str, Any]:
+    """All that a trainer has of its flags."""
+    schedule = state.schedule.state_dict()
+    counted = {name: schedule[name] for name in ("last_epoch", "base_lrs")}
+    bonus = state.entropy_bonus
+    return {"cfg": state.cfg, "bonus": bonus, **counted, "groups": of_optimizer(state.optimizer)}
+
+
+@pytest.fixture(scope="module")
+def saved_after_three_steps() -> tuple[LocalTrainer, dict[str, Any]]:
+    """A trainer, and a checkpoint of it; with the default flags, but for few steps."""
+    trainer = trainer_of(steps=8, batch_groups=2)
+    for _ in range(3):
+        trainer.state.step(batch_of(trainer), no_copy)
+    trainer.state.reference = copy.deepcopy(trainer.state.model)  # for --kl
+    return trainer, copied_checkpoint(trainer.state, with_optimizer=True)
+
+
+def goes_on_as_told(
+    trainer: LocalTrainer, saved: dict[str, Any], changes: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a trainer with these flags has of them: after it went on; and if it had them always."""
+    state = trainer.state
+    cfg = m.Config(**{"steps": 8, "batch_groups": 2, **changes})
+    # (Several ranks would have to meet.)
+    alone = functools.partial(m.loading, m.Config())
+    with mock.patch.object(m, "loading", lambda _: alone()):
+        m.become(state, saved, saved, cfg)
+    after = told(state)
+    state.prepare_optimizer(cfg)
+    for _ in range(3):
+        state.schedule.step()
+    return after, told(state)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("setting", dataclasses.fields(m.Config), ids=lambda found: found.name)
+def test_every_flag_of_a_run_that_goes_on_counts_or_is_refused(
+    setting: dataclasses.Field[Any],
+    saved_after_three_steps: tuple[LocalTrainer, dict[str, Any]],
+) -> None:
+    """All fields of Config, so a new one is among them. The line names the flag and what it was."""
+    mine = another_value(setting)
+    assert mine != setting.default
+    changed = m.Config(**{setting.name: mine})
+    if setting.metadata["is_kept"]:
+        with pytest.raises(m.OtherRun) as refused:
+            m.require_same_run("FILE", m.about(m.Config()), changed)
+        its = f"{setting.default}" or "''"
+        told_line = f"FILE was made with {m.flag_of(setting.name)} {its}: give that, or another"
+        assert told_line in str(refused.value)
+        return
+    m.require_same_run("FILE", m.about(m.Config()), changed)
+    found, expected = goes_on_as_told(*saved_after_three_steps, {setting.name: mine})
+    assert found == expected
+    assert getattr(found["cfg"], setting.name) == mine or setting.name == "device"
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("changes", [{"lr": 0.5}, {"steps": 3}, {"baseline": "critic"}], ids=str)
+def test_a_rate_out_of_a_checkpoint_would_be_found_out(
+    saved_after_three_steps: tuple[LocalTrainer, dict[str, Any]], changes: dict[str, Any]
+) -> None:
+    with mock.patch.object(m, "follow_flags"):
+        found, expected = goes_on_as_told(*saved_after_three_steps, changes)
+    assert found != expected
+
+
+def test_a_critic_that_goes_on_has_the_rate_of_its_present_flags() -> None:
+    critic = critic_of()
+    critic.advise(users_batch())
+    critic.learn()
+    other = critic_of(critic_lr=0.25)
+    other.become(critic.part_of_checkpoint())
+    assert [group["lr"] for group in of_optimizer(other.optimizer)] == [0.25]
+
+
+def test_steps_that_were_made_cannot_be_taken_back_by_a_flag(
+    tmp_path: pathlib.Path, refused: Refused
+) -> None:
+    """The same number, as when a command is given again, and more are welcome."""
+    save_checkpoint_of_nobody(tmp_path / "saved/sync_rl/step-00000010.pt", num_steps=10)
+    flags = ("--checkpoint", "saved", "--steps")
+    line = refused("--only", "sync_rl", *flags, "18")
+    assert "step-00000010.pt is of step 10, with --steps 18 sync_rl has 9: give more" in line
+    for steps in ("19", "20", "400"):
+        command = m.parse(["--only", "sync_rl", "--checkpoint", f"saved-{steps}", "--steps", steps])
+        m.try_checkpoints(dataclasses.replace(command.cfg, checkpoint="saved"), command.stages)
+    m.try_checkpoints(m.Config(checkpoint="saved", steps=2), [m.STAGES["async_rl"]])
 
 
 def keep_step(checkpoints: m.Checkpoints, step: int) -> None:
@@ -12700,6 +13389,62 @@ def test_help_has_a_line_for_each_flag_with_its_default() -> None:
         assert len(line.split()) > 5
 
 
+# What every process of a command runs first: it notes what is imported.
+NOTES_IMPORTS = """
+import os, sys
+
+class Notes:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers"):
+            with open(os.environ["NOTES"], "a") as file:
+                file.write(f"{name} {os.getpid()}\\n")
+
+sys.meta_path.insert(0, Notes())
+"""
+
+
+def processes_that_import(folder: pathlib.Path, *command: str) -> dict[str, int]:
+    """In how many processes of a command torch is imported, and in how many transformers."""
+    (folder / "sitecustomize.py").write_text(NOTES_IMPORTS)
+    notes = folder / "notes"
+    notes.touch()
+    environment = {**os.environ, "PYTHONPATH": str(folder), "NOTES": str(notes)}
+    found = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, timeout=200
+    )
+    assert found.returncode == 0, found.stdout
+    lines = set(notes.read_text().splitlines())
+    return dict(collections.Counter(line.split()[0] for line in lines))
+
+
+def test_imports_are_noted(tmp_path: pathlib.Path) -> None:
+    program = "import transformers.models.qwen2.modeling_qwen2"
+    assert processes_that_import(tmp_path, "-c", program) == {"torch": 1, "transformers": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "imported"),
+    [
+        ("--list", {}),
+        ("--help", {}),
+        ("--only hello_actor", {}),
+        pytest.param("--only service", {}, marks=long),
+        ("--only losses", {"torch": 1}),
+        ("--only rdma_transfer", {"torch": 2}),
+        pytest.param("--only actor_mesh", {}, marks=long),
+        pytest.param("--only controllers", {}, marks=long),
+        pytest.param("--only supervision", {}, marks=long),
+        pytest.param("--only weight_sync", {"torch": 6}, marks=long),
+        pytest.param("--only reshard", {"torch": 2}, marks=long),
+    ],
+)
+def test_what_needs_no_model_loads_none(
+    tmp_path: pathlib.Path, flags: str, imported: dict[str, int]
+) -> None:
+    """Stages that need tensors import torch, in as few processes as can be."""
+    assert processes_that_import(tmp_path, str(FILE), *flags.split()) == imported
+
+
 def test_importing_the_module_changes_nothing(tmp_path: pathlib.Path) -> None:
     """But for the one variable that importing Monarch itself sets."""
     program = """
@@ -13163,12 +13908,10 @@ def run_at_length(folder: pathlib.Path) -> None:
         print(json.dumps(answers[-1]), flush=True)
     num_right = sum(not answer["wrong"] for answer in answers)
     print(f"runs with three faults, as they should be: {num_right} of 20")
-    cuts = PowerCuts(folder / "cuts", num_outside=40, num_inside=10)
-    cuts.run()
-    print(
-        f"power cuts: {cuts.outside} outside, {cuts.inside} inside a checkpoint; runs that ended: "
-        f"{cuts.ends}; largest difference: {cuts.difference}"
-    )
+    for scene, num_outside, num_inside in (("sync", 40, 10), ("async", 8, 2)):
+        cuts = PowerCuts(folder / f"cuts {scene}", num_outside, num_inside, scene)
+        cuts.run()
+        print(cuts, flush=True)
 
 
 if __name__ == "__main__":
