@@ -9784,11 +9784,12 @@ def test_who_is_stopped_while_it_starts_stands_still_too() -> None:
 
 def test_notes_of_those_who_start_are_told_apart() -> None:
     """Names of services may have spaces, and a note may be half-written still."""
-    notes = [f"hanging judge_0_1 {os.getpid()}", f"judge_0_1 {os.getppid()}", "hanging judge_0_1 99"]
+    first, second = os.getpid(), os.getppid()
+    notes = [f"hanging judge_0_1 {first}", f"judge_0_1 {second}", "hanging judge_0_1 99"]
     with open(m.starts_file(), "a", encoding="ascii") as file:
         file.write("\n".join(notes))
-    assert m.Starts("hanging judge_0_1", is_fork=False).pids() == [os.getpid()]
-    assert m.Starts("judge_0_1", is_fork=False).pids() == [os.getppid()]
+    assert m.Starts("hanging judge_0_1", is_fork=False).pids() == [first]
+    assert m.Starts("judge_0_1", is_fork=False).pids() == [second]
     with open(m.starts_file(), "a", encoding="ascii") as file:
         file.write("\n")  # it is one file for all tests of this process
 
