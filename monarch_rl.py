@@ -14006,6 +14006,9 @@ class Relay(Worker):
     WORD_DEADLINE_S = 15
     # After a failure. Mostly the trainer is lost then, and another relay is on its way.
     RETRY_S = 0.5
+    # In a row, until it gives up. When Monarch has not delivered a message for 30 s, it delivers no
+    # other one between these two processes. Another relay is another process.
+    MAX_FAILURES = 3
 
     def __init__(
         self,
@@ -14049,15 +14052,21 @@ class Relay(Worker):
     async def _follow(self) -> None:
         """The relay's loop: looks every few ms / produces versions / ends with its process.
 
-        Or with an error of its own, which is a mistake in this file. `traffic` raises that.
+        Or when it gives up, or with an error of its own, which is a mistake in this file. Either is
+        raised by `traffic`, and then another relay takes the place of this one.
         """
+        num_in_row = 0
         while True:
             await asyncio.sleep(self.LOOK_EVERY_S)
             try:
                 await self._fetch_if_new()
+                num_in_row = 0
             except Unreachable as error:  # mechanism: failures are told apart
+                num_in_row += 1
                 self.num_failures += 1
                 self.last_failure = str(error)
+                if num_in_row == self.MAX_FAILURES:
+                    raise
                 await asyncio.sleep(self.RETRY_S)
 
     async def _fetch_if_new(self) -> None:
@@ -14101,7 +14110,7 @@ class Relay(Worker):
             if latest % Arena.MAX_SLOTS == slot:
                 return slot
             self.num_second_leases += len(leased) == 1
-        return leased[0]
+        return leased[0]  # mechanism: never begins again
 
     async def _look(self) -> int:
         """The word of the trainer's arena that names the latest version and its slot."""
@@ -14121,7 +14130,7 @@ class Relay(Worker):
 
     @endpoint
     async def traffic(self) -> Traffic:
-        """What it has carried so far, and how it fares. Raises the mistake that has ended it."""
+        """What it has carried so far, and how it fares. Raises what has ended `_follow`."""
         if self.following.done():
             self.following.result()
         stored = self.arena.handle.manifest.stored_specs()
@@ -14144,11 +14153,18 @@ class Relay(Worker):
 # host would sample from older and older weights. The main process therefore asks each relay every
 # second how it fares:
 #
-#     what happens                         what is told, below 10 s      and then
-#     the trainer is lost                  that the trainer is lost      other relays, of the next
-#     the way to it is gone, or too slow   "no answer ...", failures     the relay tries on
-#     a version takes long                 how much is here, once        it arrives
-#     a mistake in the relay               "a mistake ...", and which    it is replaced
+#     what happens                      what is told, within 10 s     and then
+#     the trainer is lost               that it is; after 5 s also    other relays, of the next
+#                                         "no answer ..."               trainer
+#     the way to it is gone             "no answer ...", failures     it tries on, three times;
+#                                                                       then another one tries
+#     a version takes long              how much is here, once        it arrives
+#     a mistake in the relay            "a mistake ...", and which    another one
+
+
+def short(what: object) -> str:
+    """The end of a text, in one line. What Monarch says of an error has its cause there."""
+    return " ".join(str(what).split())[-60:]
 
 
 class RelayNews:
@@ -14188,7 +14204,7 @@ class RelayNews:
         found = {}
         failures = f"{now.num_failures} failures"
         if now.last_failure:
-            failures += f", the last: {' '.join(now.last_failure.split())[-60:]}"
+            failures += f", the last: {short(now.last_failure)}"
         if now.silent_s > self.TELL_AFTER_S:
             found["silent"] = f"no answer from the trainer's memory for 5 s; {failures}"
         elif now.behind_s > self.TELL_AFTER_S:
@@ -14199,12 +14215,14 @@ class RelayNews:
         return found
 
     def has_failed(self, error: Exception) -> list[str]:
-        """A relay has ended with an error of its own. Returns the lines to be told."""
-        self.num_mistakes += 1
+        """A relay has ended by itself. Returns the lines to be told."""
+        has_given_up = isinstance(error, Unreachable)
+        self.num_mistakes += not has_given_up
         if repr(error) in self.told:  # the next one had the same
             return []
         self.told.add(repr(error))
-        return [f"relay of {self.address}: a mistake in it, so it is replaced: {error!r}"]
+        why = "it has given up" if has_given_up else "a mistake in it"
+        return [f"relay of {self.address}: {why}, so it is replaced: {short(repr(error))}"]
 
 
 class HostsCluster(CriticCluster):
@@ -14277,8 +14295,8 @@ class HostsCluster(CriticCluster):
     async def _watch(self, relay: int) -> None:
         """Asks a relay how it fares, and tells what is to be told.
 
-        waits for the clock / produces lines / ends with `close`. A relay that raises has ended with
-        an error of its own, and its service replaces it.
+        waits for the clock / produces lines / ends with `close`. A relay that raises has ended by
+        itself, and its service replaces it.
         """
         news = self.news[relay]
         while True:
@@ -14287,7 +14305,7 @@ class HostsCluster(CriticCluster):
                 lines = news.hear(await self.relays.ask(relay, Relay.traffic))
             except (ReplicaLost, NoReplica):
                 continue  # there is none now: its host is lost, or its keeper makes another
-            except Exception as error:  # whatever has ended it
+            except Exception as error:  # whatever has ended that relay
                 lines = news.has_failed(error)
             self.tell(*lines)
 
