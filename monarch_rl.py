@@ -14293,24 +14293,30 @@ class HostsCluster(CriticCluster):
             self.watches = [asyncio.ensure_future(self._watch(i)) for i in range(len(self.news))]
 
     async def _watch(self, relay: int) -> None:
-        """Asks a relay how it fares, and tells what is to be told.
-
-        waits for the clock / produces lines / ends with `close`. A relay that raises has ended by
-        itself, and its service replaces it.
-        """
-        news = self.news[relay]
+        """Looks after one relay: waits for the clock / produces lines / ends with `close`."""
         while True:
             await asyncio.sleep(self.WATCH_EVERY_S)
-            try:
-                lines = news.hear(await self.relays.ask(relay, Relay.traffic))
-            except (ReplicaLost, NoReplica):
-                continue  # there is none now: its host is lost, or its keeper makes another
-            except Exception as error:  # whatever has ended that relay
-                lines = news.has_failed(error)
-            self.tell(*lines)
+            await self._ask_relay(relay)
 
-    def relay_figures(self) -> dict[str, int]:
+    async def _ask_relay(self, relay: int) -> None:
+        """Asks a relay how it fares, and tells what is to be told.
+
+        A relay that raises has ended by itself, and its service replaces it. If there is none, its
+        host is lost, or its keeper makes another: there is nothing to say about it.
+        """
+        news = self.news[relay]
+        try:
+            lines = news.hear(await self.relays.ask(relay, Relay.traffic))
+        except ReplicaLost:
+            lines = []
+        except Exception as error:  # whatever has ended that relay
+            lines = news.has_failed(error)
+        self.tell(*lines)
+
+    async def relay_figures(self) -> dict[str, int]:
         """What all relays so far have carried and suffered, for --json."""
+        for relay in range(len(self.news)):
+            await self._ask_relay(relay)
         lives = [traffic for news in self.news for traffic in news.relays.values()]
         return {
             "relay_versions": sum(traffic.num_versions for traffic in lives),
@@ -14461,7 +14467,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     limit = MAX_K3[dtype_name(own)]
     report.check("largest k3, of samples of both hosts", training.largest_k3(), "<=", limit)
     report.check("k3 of samples of both, when it is back", found.mean_k3, "<=", limit)
-    report.figure(bytes_per_version_over_model=copies, **cluster.relay_figures())
+    report.figure(bytes_per_version_over_model=copies, **await cluster.relay_figures())
     # You can now add hosts, and lose them.
 
 
@@ -15351,7 +15357,7 @@ async def run_stage(
         await teach(lab.cluster, report)
     await stage.demo(report, cfg, lab)
     if isinstance(lab.cluster, HostsCluster):
-        report.figure(**lab.cluster.relay_figures())
+        report.figure(**await lab.cluster.relay_figures())
     if cfg.report and stage.name == "async_rl":
         await sweep(report, cfg, lab)
 
