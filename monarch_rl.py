@@ -1751,8 +1751,8 @@ class Loss:
     """That a replica was lost."""
 
     replica_id: int
-    # "died", "stood still", "made no progress", "kept raising", "own error" (it raised when it was
-    # asked about itself), "host lost", "setup too slow", "setup failed: ...", or "taken away"
+    # "died", "stood still", "made no progress", "kept raising", "ended itself" (it raised when it
+    # was asked about itself), "host lost", "setup too slow", "setup failed: ...", or "taken away"
     # (section 6: on purpose, so it counts as no loss)
     why: str
     noticed_s: float  # seconds since 1970, by the clock of this host
@@ -2684,7 +2684,7 @@ class ServiceActor(ResizableKeeper):
         try:
             return await self._attempt(replica, method, ())
         except ActorError as error:
-            replica.lose("own error")
+            replica.lose("ended itself")
             raise cause(error) from error
 
     def _can_ask_another(self) -> bool:
@@ -14162,9 +14162,10 @@ class Relay(Worker):
 #     a mistake in the relay            "a mistake ...", and which    another one
 
 
-def short(what: object) -> str:
-    """The end of a text, in one line. What Monarch says of an error has its cause there."""
-    return " ".join(str(what).split())[-60:]
+def last_line(text: str) -> str:
+    """Of what Monarch says of an error: the cause stands there."""
+    _, _, line = text.rpartition("\n")
+    return line[:100]
 
 
 class RelayNews:
@@ -14204,7 +14205,7 @@ class RelayNews:
         found = {}
         failures = f"{now.num_failures} failures"
         if now.last_failure:
-            failures += f", the last: {short(now.last_failure)}"
+            failures += f", the last: {last_line(now.last_failure)}"
         if now.silent_s > self.TELL_AFTER_S:
             found["silent"] = f"no answer from the trainer's memory for 5 s; {failures}"
         elif now.behind_s > self.TELL_AFTER_S:
@@ -14216,13 +14217,15 @@ class RelayNews:
 
     def has_failed(self, error: Exception) -> list[str]:
         """A relay has ended by itself. Returns the lines to be told."""
-        has_given_up = isinstance(error, Unreachable)
-        self.num_mistakes += not has_given_up
-        if repr(error) in self.told:  # the next one had the same
+        if isinstance(error, Unreachable):
+            why = f"it has given up, {last_line(str(error))}"
+        else:
+            self.num_mistakes += 1
+            why = f"a mistake in it, {last_line(repr(error))}"
+        if why in self.told:  # the next one had the same
             return []
-        self.told.add(repr(error))
-        why = "it has given up" if has_given_up else "a mistake in it"
-        return [f"relay of {self.address}: {why}, so it is replaced: {short(repr(error))}"]
+        self.told.add(why)
+        return [f"relay of {self.address}: {why}; another one takes its place"]
 
 
 class HostsCluster(CriticCluster):

@@ -6662,19 +6662,18 @@ def test_each_trouble_of_a_relay_is_told_once_and_so_is_its_end() -> None:
     assert news.hear(traffic_of(behind_s=7.0, arrived_bytes=30)) == []
     assert news.hear(traffic_of(num_versions=1)) == []  # it was only slow
     assert news.hear(traffic_of(num_versions=1, behind_s=9.0)) == []  # and is again
-    failed = {"num_versions": 1, "num_failures": 2, "last_failure": "x " * 99 + "timed out"}
+    failed = {"num_versions": 1, "num_failures": 2, "last_failure": "it failed:\ntimed out"}
     [line] = news.hear(traffic_of(silent_s=6.0, **failed))
     assert "no answer" in line
     assert line.endswith("timed out")
-    assert len(line) < 170
     assert news.hear(traffic_of(silent_s=7.0, **failed)) == []
     [line] = news.hear(traffic_of(num_versions=2, num_failures=2))
     assert line.endswith("goes on, a version has arrived")
     [line] = news.has_failed(KeyError(7))
-    assert line.endswith("a mistake in it, so it is replaced: KeyError(7)")
+    assert "a mistake in it, KeyError(7)" in line
     assert news.has_failed(KeyError(7)) == []  # the next one, at the same
-    [line] = news.has_failed(m.Unreachable("gone"))
-    assert "given up" in line
+    [line] = news.has_failed(m.Unreachable("it failed:\ngone"))
+    assert "it has given up, gone;" in line
     assert news.num_mistakes == 2
     assert news.hear(traffic_of(run_id=2, num_versions=1))  # another one, which goes on
     assert len(news.relays) == 2
@@ -6758,7 +6757,7 @@ def test_the_main_process_tells_what_becomes_of_a_relay(tmp_path: pathlib.Path) 
     assert "KeyError('a mistake')" in broken
     assert "goes on" in goes_on
     assert "no answer from the trainer's memory" in silent
-    assert said["whys"] == ["own error"]
+    assert said["whys"] == ["ended itself"]
     assert said["num_lost"] == 1
     assert said["before"]["relay_mistakes"] == 1
     assert said["before"]["relay_failures"] == 0
