@@ -13600,9 +13600,10 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #   stores, and publishes in an arena of its own host. Generators read there as at home. A version
 #   crosses once per host, and the trainer's Python takes no part. A lost host is a Host whose life
 #   has ended: its replicas are lost, and come back with it. Meanwhile requests go elsewhere.
-# Cost. A worker process on every host. Its port runs any code for whoever reaches it: a private
-#   network, or the loopback, and nothing else. (Monarch can ask for certificates, of a certificate
-#   authority, ca; here it is told to trust everybody.)
+# Cost. Two more slots at the trainer for each relay, and a worker process on every host. Its port
+#   runs any code for whoever reaches it: a private network, or the loopback, and nothing else.
+#   (Monarch can ask for certificates, of a certificate authority, ca; here it is told to trust
+#   everybody.)
 # Not here. Trainer ranks on several hosts; sending only what changed; encryption.
 # Source. attach_to_workers of Monarch.
 #
