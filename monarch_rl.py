@@ -154,7 +154,6 @@ import mmap
 import operator
 import pathlib
 import pickle
-import queue
 import random
 import re
 import runpy
@@ -1983,9 +1982,9 @@ class Loss:
     """That a replica was lost."""
 
     replica_id: int
-    # "died", "stood still", "made no progress", "kept raising", "host lost", "did not start",
-    # "setup too slow", "setup failed: ...", or "taken away" (section 6: on purpose, so it counts as
-    # no loss)
+    # "died", "stood still", "made no progress", "kept raising", "ended itself" (it raised when it
+    # was asked about itself), "host lost", "did not start", "setup too slow", "setup failed: ...",
+    # or "taken away" (section 6: on purpose, so it counts as no loss)
     why: str
     noticed_s: float  # seconds since 1970, by the clock of this host
     replaced_s: float | None = None  # when the next one was ready; None: not yet
@@ -2925,6 +2924,22 @@ class ServiceActor(ResizableKeeper):
             self.changed.notify()  # there is room at it for another request
         return answers[0]
 
+    @concurrent_endpoint
+    async def ask(self, replica_id: int, method: str) -> Any:
+        """Asks one certain replica about itself. Returns the answer of rank 0.
+
+        Raises ReplicaLost, also if it is not ready; and what the endpoint raised. Then it is
+        replaced, too: about itself no other one can tell better.
+        """
+        replica = self.replicas.get(replica_id)
+        if replica is None or not replica.is_ready():
+            raise ReplicaLost(f"{self.spec.name} {replica_id} is not ready")
+        try:
+            return await self._attempt(replica, method, ())
+        except ActorError as error:
+            replica.lose("ended itself")
+            raise cause(error) from error
+
     def _can_ask_another(self) -> bool:
         """Is there to be a second replica, on a host that is here?"""
         is_here = [self._host_of(number).is_here() for number in range(self.num_replicas)]
@@ -3030,6 +3045,10 @@ class Service:
             raise TypeError("a request has no keywords")
         method = name_of(endpoint)
         return await self._ask(self.actor.route.call_one(method, request))
+
+    async def ask(self, replica_id: int, endpoint: Endpoint[[], Reply]) -> Reply:
+        """Asks one certain replica about itself. What it raises is that of ServiceActor.ask."""
+        return await self._ask(self.actor.ask.call_one(replica_id, name_of(endpoint)))
 
     async def start(self) -> None:
         """Returns when all replicas that can be are ready: those whose host is here."""
@@ -3251,7 +3270,7 @@ def require(holds: Any, otherwise: str) -> None:
 #     embed.weight     (19, 40)   embed.weight          0        1520
 #     lm_head.weight   (19, 40)   embed.weight          0        1520     not stored a second time
 #     norm.weight      (40,)      norm.weight        1536          80     1536 = 24 cache lines
-#     checksums of the three, 8 bytes each, at the end of the slot
+#     checksums of the three, 8 bytes each, then the version, at the end of the slot
 
 CACHE_LINE_BYTES = 64  # what a processor reads and writes at once
 
@@ -3274,7 +3293,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a slot holds: tensors, then a checksum of each."""
+    """What a slot holds: tensors, then a checksum of each, then which version it is."""
 
     specs: tuple[TensorSpec, ...]
     slot_bytes: int  # a multiple of a memory page
@@ -3335,8 +3354,9 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
         if first is None:
             stored[memory] = spec
             end += round_up(spec.num_bytes, CACHE_LINE_BYTES)
-    # A checksum takes 8 bytes, for CRC-32 is kept as an int64: torch can compare those.
-    slot_bytes = round_up(end + 8 * len(specs), mmap.PAGESIZE)
+    # A checksum takes 8 bytes, for CRC-32 is kept as an int64: torch can compare those. So does the
+    # version behind them.
+    slot_bytes = round_up(end + 8 * len(specs) + 8, mmap.PAGESIZE)
     return Manifest(specs=tuple(specs), slot_bytes=slot_bytes)
 
 
@@ -3468,14 +3488,12 @@ class Arena:
     def stored_checksums(self, slot: int) -> torch.Tensor:
         """[tensors] int64: a view of what the writer left at the end of the slot."""
         num_bytes = 8 * len(self.handle.manifest.specs)
-        return self.slots[slot, -num_bytes:].view(torch.int64)
+        return self.slots[slot, -num_bytes - 8 : -8].view(torch.int64)
 
     def computed_checksums(self, slot: int) -> torch.Tensor:
         """[tensors] int64: of what the slot holds now."""
-        found = []
-        for view in self.tensors(slot).values():
-            found.append(checksum(view.flatten().view(torch.uint8)))
-        return torch.tensor(found)
+        views = self.tensors(slot).values()
+        return torch.tensor([checksum(view.flatten().view(torch.uint8)) for view in views])
 
     def put(self, word: int, value: int) -> None:
         """Changes a word that other processes read: nobody changes one in another way.
@@ -3504,6 +3522,7 @@ class Arena:
 
     def commit(self, version: int, slot: int) -> None:
         """For the writer, when the slot is complete: makes it the latest, for all readers."""
+        stamps_of(self)[slot] = version
         tell(self, self.LATEST, version * self.MAX_SLOTS + slot)
 
     def announce(self, reader: int, slot: int) -> None:
@@ -3576,6 +3595,14 @@ class Arena:
             self.announce(reader, slot)  # mechanism: announce
             if self.latest() == (version, slot):  # 3. look again  # mechanism: look again
                 return version, slot
+
+
+def stamps_of(arena: Arena) -> torch.Tensor:
+    """[num_slots] int64: which version each slot holds, a view of its last 8 bytes.
+
+    A relay (section 16) does not always know which version it has leased. This crosses with it.
+    """
+    return arena.slots[:, -8:].view(torch.int64)[:, 0]
 
 
 # A generator waits for no version: it looks at `latest` between two rollouts. But ranks of a
@@ -4776,8 +4803,8 @@ class ShardReader(WeightReader):
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
 # You can skip this part: the system does not use it, for to another host section 16 sends whole
-# slots. (Only `pieces_of` and `read_pieces` come back there.) It is what one needs if slots would
-# be too large for one host.
+# slots. (Only `pieces_of`, `read_pieces` and `answered` come back there.) It is what one needs if
+# slots would be too large for one host.
 #
 #     rank of the source                                rank of the target
 #     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
@@ -4906,9 +4933,35 @@ def moves_into(
         )
 
 
-# One RDMABuffer over everything is read by one thread of Monarch's. Many buffers of this size that
-# are read at the same time cross faster (DOCS 8 has the numbers).
+# One RDMABuffer over everything is read by one thread of Monarch's. Several buffers of this size
+# that are read at the same time cross faster (DOCS 8 has the numbers).
 PIECE_BYTES = 4 * MIB
+# How many are read at the same time. Eight cross as fast as all of them do. More would only wait
+# for each other: the owner makes a copy of each piece that it is asked for, and keeps it until the
+# cable has taken it. Of a whole slot that is a second slot of memory; and what is asked for last
+# arrives last, so how long it takes would grow with the model.
+PIECES_UNDER_WAY = 8
+# A read of a piece fails after so long. It waits behind seven others at most, however large the
+# model is. Monarch gives each message 30 s to arrive: one for the request, and one with the piece.
+# So eight pieces must cross in 30 s, which takes a cable of 1.1 MB/s.
+PIECE_DEADLINE_S = 60
+
+
+class Unreachable(RuntimeError):
+    """A one-sided read or write failed, or took too long: its owner has gone, or the way there."""
+
+
+async def answered(transfer: Awaitable[None]) -> None:
+    """Awaits a one-sided read or write. Raises Unreachable if it fails.
+
+    Whatever goes wrong on the way Monarch raises as a plain Exception, so nothing but this wait
+    stands in the `try`. A mistake of ours, such as a room that is too small, is raised where the
+    transfer is made, before it is awaited here; and so the two cannot be taken for each other.
+    """
+    try:
+        await transfer
+    except Exception as error:
+        raise Unreachable(str(error)) from error
 
 
 def pieces_of(memory: torch.Tensor) -> list[RDMABuffer]:
@@ -4916,16 +4969,32 @@ def pieces_of(memory: torch.Tensor) -> list[RDMABuffer]:
     return [RDMABuffer(piece) for piece in memory.split(PIECE_BYTES)]
 
 
-async def read_pieces(pieces: list[RDMABuffer], room: torch.Tensor) -> None:
-    """Reads memory of which `pieces_of` made the handles. room: as long, to read it into.
+async def read_pieces(
+    pieces: list[RDMABuffer],
+    room: torch.Tensor,
+    arrived: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Reads memory of which `pieces_of` made the handles, PIECES_UNDER_WAY of them at a time.
 
-    When this returns or raises, no read is under way any more: all are awaited first.
+    room: as long, to read it into. arrived: is told of each piece, how many bytes it has. If a read
+    fails, no other one is begun. When this returns or raises, none is under way any more: nothing
+    writes into the room behind the caller's back.
     """
     places = room.split(PIECE_BYTES)
-    reads = []
-    for there, here in zip(pieces, places, strict=True):
-        reads.append(there.read_into(here))
-    for result in await asyncio.gather(*reads, return_exceptions=True):
+    left = collections.deque(zip(pieces, places, strict=True))
+
+    async def read_what_is_left() -> None:
+        while left:
+            there, here = left.popleft()
+            try:
+                await answered(there.read_into(here, timeout=PIECE_DEADLINE_S))
+            except Exception:
+                left.clear()
+                raise
+            arrived(here.nbytes)
+
+    readers = [read_what_is_left() for _ in range(PIECES_UNDER_WAY)]  # mechanism: pieces under way
+    for result in await asyncio.gather(*readers, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
 
@@ -8607,6 +8676,17 @@ def generators_per_host(cfg: Config) -> int:
     return math.ceil(max_generators(cfg) / len(cfg.hosts.split(",")))
 
 
+# Each relay, the reader of another host (section 16), may lease so many slots of the trainer's
+# arena at a time: the one that it reads, and the one that it has tried last.
+LEASES_PER_RELAY = 2
+
+
+def num_readers_of_trainer(cfg: Config) -> int:
+    """How many leases the trainer's arena has: of the generators of its host, and of relays."""
+    num_relays = len(cfg.hosts.split(",")) - 1
+    return generators_per_host(cfg) + LEASES_PER_RELAY * num_relays
+
+
 def has_critic(cfg: Config) -> bool:
     """Is there a critic beside the trainer (section 14)?"""
     return cfg.baseline == "critic"
@@ -9231,7 +9311,8 @@ class Generator(Worker):
         """
         start = time.monotonic()
         while not self._try_to_enter(request):
-            self.pulse.advance()  # to wait here is no illness
+            # To wait here is no illness. The limit of section 5 is for work, so the word moves.
+            self.pulse.advance()  # mechanism: waiting is no illness
             if self.decoder.episodes():
                 start = time.monotonic()  # it waits for these
             elif since(start) > PATIENCE_S:
@@ -9673,7 +9754,7 @@ class Cluster(SamplingCalls):
         begin = BeginRequest(
             meeting_place=await self._ask_trainer(Trainer.meeting_place),
             is_warm=self.is_warm and not self.base,  # later ones get the weights of the first
-            num_readers=generators_per_host(self.cfg) + len(self.hosts) - 1,  # and the relays
+            num_readers=num_readers_of_trainer(self.cfg),
         )
         handle = await self._ask_trainer(Trainer.begin, begin)
         # 2. The weights of the very first one are version 0 for all runs and all later trainers.
@@ -13908,9 +13989,10 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #   stores, and publishes in an arena of its own host. Generators read there as at home. A version
 #   crosses once per host, and the trainer's Python takes no part. A lost host is a Host whose life
 #   has ended: its replicas are lost, and come back with it. Meanwhile requests go elsewhere.
-# Cost. A worker process on every host. Its port runs any code for whoever reaches it: a private
-#   network, or the loopback, and nothing else. (Monarch can ask for certificates, of a certificate
-#   authority, ca; here it is told to trust everybody.)
+# Cost. Two more slots at the trainer for each relay, and a worker process on every host. Its port
+#   runs any code for whoever reaches it: a private network, or the loopback, and nothing else.
+#   (Monarch can ask for certificates, of a certificate authority, ca; here it is told to trust
+#   everybody.)
 # Not here. Trainer ranks on several hosts; sending only what changed; encryption.
 # Source. attach_to_workers of Monarch.
 #
@@ -13992,19 +14074,26 @@ def connect(address: str) -> Connection:
 class Link(threading.Thread):
     """The connection to a worker, made again whenever it is lost.
 
-    It is a thread, so that a beat is answered in time also while the event loop is busy.
+    It is a thread, so that a beat is answered in time also while the event loop is busy. What the
+    two have in common changes in whole steps, each of them under a lock that is held for
+    microseconds. And it belongs to one life of the host: all of it goes in the same step in which
+    that life ends. So nothing that was meant for a process of one life, neither a signal nor what
+    was seen of it, can reach one of the next life that happens to have the same process id.
     """
 
     def __init__(self, address: str, say: Callable[[str], None]) -> None:
         super().__init__(daemon=True)
         self.address = address
         self.say = say
-        self.monarch_address = ""  # of the Monarch host there; "" while it is lost
-        self.was_here = False
+        self.was_here = False  # the thread's own
         self.is_closed = False
-        self.signals: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # to send there
-        # By process id: whom the worker is to look at, and what it saw, until somebody takes it.
+        self.lock = threading.Lock()  # for all that follows
+        self.monarch_address = ""  # of the Monarch host there; "" while it is lost
+        self.signals: list[tuple[int, int]] = []  # to send there
+        # By process id: whom the worker is to look at; whom it was asked about last; and what it
+        # saw, until somebody takes it.
         self.pulses: dict[int, PulseHandle] = {}
+        self.asked: dict[int, PulseHandle] = {}
         self.signs: dict[int, Signs] = {}
         self.start()
 
@@ -14015,41 +14104,75 @@ class Link(threading.Thread):
                 self._listen(connect(self.address).lines)
             if self.monarch_address and not self.is_closed:
                 self.say(f"{self.address}: lost")
-            self.monarch_address = ""
+            self._end_life()
             time.sleep(RECONNECT_S)
 
     def close(self) -> None:
         """Ends the connection, and with it the Monarch host there."""
         self.is_closed = True
 
+    def watch(self, pulses: list[PulseHandle]) -> None:
+        """For the event loop: has the worker look at these processes, if their host still lives."""
+        with self.lock:
+            for pulse in pulses if self.monarch_address else []:
+                self.signs.pop(pulse.pid, None)  # of an earlier process with this id
+                self.pulses[pulse.pid] = pulse
+
+    def take_signs(self, pulse: PulseHandle) -> Signs | None:
+        """For the event loop: what the worker saw last of this process; None: nothing since."""
+        with self.lock:
+            return self.signs.pop(pulse.pid, None)
+
+    def send(self, pids: list[int], number: int) -> None:
+        """For the event loop: has the worker send a signal. While it is lost there is nobody."""
+        with self.lock:
+            if self.monarch_address:  # mechanism: signals of one life
+                self.signals += [(pid, number) for pid in pids]
+
     def _listen(self, lines: Any) -> None:
         """Listens to the worker until the connection ends. A silence of SILENCE_S ends it, too."""
         with lines:
-            self.pulses.clear()  # of a host that was lost
-            self.signs.clear()
             print("begin", file=lines, flush=True)
             for line in lines:
                 if self.is_closed:
                     return
                 if self.was_here and not self.monarch_address:
                     self.say(f"{self.address}: back")
-                told = json.loads(line)
-                self.monarch_address = told["host"]
                 self.was_here = True
-                self._keep_signs(told["signs"])
-                signals = [self.signals.get() for _ in range(self.signals.qsize())]
-                pulses = [[pulse.pid, pulse.path] for pulse in list(self.pulses.values())]
-                answer = {"signals": signals, "pulses": pulses}
+                answer = self._take_turn(json.loads(line))
                 print(json.dumps(answer), file=lines, flush=True)
 
-    def _keep_signs(self, told: dict[str, dict[str, Any]]) -> None:
-        """Keeps what the worker saw of each process. One that has ended is looked at no more."""
-        for name, fields in told.items():
-            pid = int(name)
-            seen = Signs(**fields)  # the event loop may take it out of the dict at any moment
-            self.signs[pid] = seen
-            if seen.state in ENDED:
-                self.pulses.pop(pid, None)
+    def _take_turn(self, told: dict[str, Any]) -> dict[str, Any]:
+        """Keeps what the worker has told. Returns what it is told in turn."""
+        with self.lock:
+            self.monarch_address = told["host"]
+            for name, fields in told["signs"].items():
+                self._keep_signs(int(name), Signs(**fields))
+            self.asked = dict(self.pulses)
+            signals = self.signals
+            self.signals = []
+            pulses = [[pulse.pid, pulse.path] for pulse in self.asked.values()]
+            return {"signals": signals, "pulses": pulses}
+
+    def _keep_signs(self, pid: int, seen: Signs) -> None:
+        """Keeps what was seen of a process. One that has ended is looked at no more.
+
+        Since the worker was asked, another process may have got this id: then it is not that one.
+        """
+        if self.pulses.get(pid) is not self.asked.get(pid):  # mechanism: signs of whom was asked
+            return
+        self.signs[pid] = seen
+        if seen.state in ENDED:
+            self.pulses.pop(pid, None)
+
+    def _end_life(self) -> None:
+        """The host is lost: forgets whatever was about its processes."""
+        with self.lock:
+            self.monarch_address = ""
+            self.signals = []
+            self.pulses = {}
+            self.asked = {}
+            self.signs = {}
 
 
 @functools.cache
@@ -14088,22 +14211,18 @@ class RemoteHost(Host):
         Pidfds do not reach another host. Of the end of a process there its signs tell, or Monarch's
         own detector; of the loss of the host its life does (Replica.look).
         """
-        link = link_to(self.address)
-        for pulse in pulses:
-            link.signs.pop(pulse.pid, None)  # of an earlier process with this id
-            link.pulses[pulse.pid] = pulse
+        link_to(self.address).watch(pulses)
 
     def signs(self, pulse: PulseHandle) -> Signs | None:
         """What the worker there saw last; None: no line has come since the last look.
 
         So a network that is cut for a moment makes nobody seem to stand still.
         """
-        return link_to(self.address).signs.pop(pulse.pid, None)
+        return link_to(self.address).take_signs(pulse)
 
     def signal(self, pids: list[int], number: int) -> None:
         """The worker there sends it, at its next line."""
-        for pid in pids:
-            link_to(self.address).signals.put((pid, number))
+        link_to(self.address).send(pids, number)
 
 
 def serve(address: str) -> None:
@@ -14196,10 +14315,27 @@ def descendants(root: int) -> list[int]:
 # trainer's arena, copies it into a slot of its own, and makes that one the latest of its host.
 #
 #     1. read the word `latest`: version 7, slot 2     a one-sided read of 8 bytes
-#     2. write its lease: slot 2                       a one-sided write of 8 bytes
-#     3. read `latest` again: still version 7          if not, it begins again at the next look
-#     4. read slot 2 into a free slot of its own       all pieces at the same time
-#     5. commit: now the generators of this host can pull version 7, as if it was made here
+#     2. write the first lease: slot 2                 a one-sided write of 8 bytes
+#     3. read `latest` again: does it name slot 2?     if so, go on with 5
+#     4. it names slot 0 by now: write the second lease, slot 0, and read `latest` once more
+#     5. read the slot that is leased into a free one of its own: eight pieces at a time
+#     6. commit: now the generators of this host can pull that version, as if it was made here
+#
+# A reader of section 7 begins again if `latest` has moved in step 3. To a relay that could happen
+# every time, for its looks cross a cable, and a trainer of small steps publishes meanwhile: it
+# would never read anything. So it has two leases, never begins again, and whatever the trainer
+# does, one of the two holds after step 4. Which one it is, the last look tells:
+#
+#     It names the slot that I have leased last: that one is mine. The trainer writes into no slot
+#     that is the latest. Before it can, it makes another one the latest, which comes after my look;
+#     and then it looks for a free slot, and sees my lease.
+#
+#     It does not: then it has moved since step 3, and the slot of my first lease is mine. Each
+#     version that the trainer writes from now on, it has begun after that move, so when my first
+#     lease could be seen. Each that it began earlier is complete, for it makes one after the other.
+#
+# In the second case the slot may hold a newer version than it had in step 1, so that is no longer
+# known. But each slot says itself which version it holds (stamps_of), and that crosses with it.
 
 
 @dataclass(frozen=True)
@@ -14208,18 +14344,22 @@ class RemoteHandle:
 
     handle: ArenaHandle
     latest: RDMABuffer
-    lease: RDMABuffer  # its own word
+    leases: list[RDMABuffer]  # its own words, LEASES_PER_RELAY of them
     slots: list[list[RDMABuffer]]  # the pieces of each slot
 
 
 def remote_handle(arena: Arena, reader: int) -> RemoteHandle:
-    """The process that owns the arena makes this. It is of use as long as that process lives."""
+    """The process that owns the arena makes this. It is of use as long as that process lives.
+
+    reader: the number of its first lease; the second is the next one.
+    """
     every_8_bytes = arena.whole[: Arena.HEADER_BYTES].view(torch.int64)
     words = every_8_bytes.view(-1, CACHE_LINE_BYTES // 8)[:, :1]  # [words, 1]
+    first = Arena.LEASES + reader
     return RemoteHandle(
         handle=arena.handle,
         latest=RDMABuffer(words[Arena.LATEST]),
-        lease=RDMABuffer(words[Arena.LEASES + reader]),
+        leases=[RDMABuffer(word) for word in words[first : first + LEASES_PER_RELAY]],
         slots=[pieces_of(slot) for slot in arena.slots],
     )
 
@@ -14229,24 +14369,40 @@ class RelayedTrainer(Trainer):
 
     @endpoint
     async def remote(self, reader: int) -> RemoteHandle:
-        """For the relay that is this reader of the arena."""
+        """For the relay that has this lease of the arena, and the next."""
         _, writer = self._begun()
         return remote_handle(writer.arena, reader)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a relay has carried."""
+    """What a relay has carried, and how it fares."""
 
+    run_id: int  # of its arena: another one for each relay
     num_versions: int
     read_bytes: int  # of slots
     model_bytes: int  # of one version
+    num_second_leases: int  # how often `latest` had moved in step 3
+    num_failures: int  # versions, or looks, that were given up, because a read or write failed
+    last_failure: str  # what was said of the last of these; "": there was none
+    # Since the trainer's memory has answered: mostly milliseconds.
+    silent_s: float
+    # Since it saw that there is a version that it has not; 0.0: there is none.
+    behind_s: float
+    arrived_bytes: int  # of that version, so far
 
 
 class Relay(Worker):
     """One per other host. It reads the trainer's arena and writes one for the generators there."""
 
     LOOK_EVERY_S = 0.005  # a look is a one-sided read; over TCP it is work for both hosts
+    # For a word to cross and the answer to come back: what TCP needs on a bad line, many times.
+    WORD_DEADLINE_S = 15
+    # After a failure. Mostly the trainer is lost then, and another relay is on its way.
+    RETRY_S = 0.5
+    # In a row, until it gives up. When Monarch has not delivered a message for 30 s, it delivers no
+    # other one between these two processes. Another relay is another process.
+    MAX_FAILURES = 3
 
     def __init__(
         self,
@@ -14256,75 +14412,214 @@ class Relay(Worker):
         num_readers: int,
         num_copying: int,
     ) -> None:
-        """first_reader: the number that relay 0 has among the readers of the trainer's arena.
+        """first_reader: the number of the first lease that relay 0 has in the trainer's arena.
 
         num_readers: of the relay's own arena, which are the generators of its host. num_copying: of
         these, as in create_arena.
         """
         super().__init__(place)
         self.trainer = trainer
-        self.reader = first_reader + place.replica_id
+        self.reader = first_reader + LEASES_PER_RELAY * place.replica_id
         self.num_readers = num_readers
         self.num_copying = num_copying
-        self.num_versions = 0
-        self.read_bytes = 0
         self.latest_word = torch.zeros(1, dtype=torch.int64)
         self.lease_word = torch.zeros(1, dtype=torch.int64)
+        # What `traffic` tells.
+        self.num_versions = 0
+        self.read_bytes = 0
+        self.num_second_leases = 0
+        self.num_failures = 0
+        self.last_failure = ""
+        self.heard_s = time.monotonic()  # when the trainer's memory has answered last
+        self.seen_s: float | None = None  # when it first saw a version that it has not
+        self.arrived_bytes = 0
 
     async def prepare(self) -> ArenaHandle:
         """Makes an arena for this host. Answers with its handle."""
         self.remote = await self.trainer.route(RelayedTrainer.remote, self.reader)
         manifest = self.remote.handle.manifest
         self.arena = create_arena(manifest, self.num_readers, self.num_copying)
+        self.heard_s = time.monotonic()
         self.following = asyncio.ensure_future(self._follow())
         return self.arena.handle
 
     async def _follow(self) -> None:
-        """The relay's loop: looks every few ms / produces versions / ends with its process."""
+        """The relay's loop: looks every few ms / produces versions / ends with its process.
+
+        Or when it gives up, or with an error of its own, which is a mistake in this file. Either is
+        raised by `traffic`, and then another relay takes the place of this one.
+        """
+        num_in_row = 0
         while True:
             await asyncio.sleep(self.LOOK_EVERY_S)
-            with contextlib.suppress(Exception):  # a trainer that is gone; another relay will come
+            try:
                 await self._fetch_if_new()
+                num_in_row = 0
+            except Unreachable as error:  # mechanism: failures are told apart
+                num_in_row += 1
+                self.num_failures += 1
+                self.last_failure = str(error)
+                if num_in_row == self.MAX_FAILURES:
+                    raise
+                await asyncio.sleep(self.RETRY_S)
 
     async def _fetch_if_new(self) -> None:
-        """The steps of Arena.lease, with one-sided reads and writes.
-
-        In place of the fence: `write_from` returns when the word is written. Over TCP the other
-        side answers when it has written it; a test races a trainer against a relay. With a card the
-        second look is a read on the same connection, which is carried out after the write. (This
-        was written without such a card to try it on.)
-        """
+        """The steps above: brings one version, if there is one that it has not."""
         latest = await self._look()
-        version, slot = divmod(latest, Arena.MAX_SLOTS)
-        if version == self.arena.newest_version():
+        if latest // Arena.MAX_SLOTS == self.arena.newest_version():
             return
-        # 1. Announce the slot, 2. so that the writer sees it. The trainer cannot ask whether a
-        # process of another host lives, so this lease is in the trainer's own name. If this relay
-        # dies, its successor has the same word.
-        self.lease_word.fill_(self.remote.handle.pid * Arena.MAX_SLOTS + slot)
-        await self.remote.lease.write_from(self.lease_word)  # mechanism: lease of the relay
-        if await self._look() != latest:  # 3. look again
-            return
+        self.seen_s = self.seen_s or time.monotonic()
+        self.arrived_bytes = 0
+        slot = await self._lease(latest)
         free = self.arena.free_slot()
-        await read_pieces(self.remote.slots[slot], self.arena.slots[free])
+        await read_pieces(self.remote.slots[slot], self.arena.slots[free], self._has_arrived)
+        version = int(stamps_of(self.arena)[free])
         self.arena.commit(version, free)
+        self.seen_s = None
         self.num_versions += 1
         self.read_bytes += self.arena.slots[free].nbytes
 
+    async def _lease(self, latest: int) -> int:
+        """Steps 2 to 4: a slot into which nobody writes until the relay leases another one.
+
+        latest: as it was read in step 1.
+
+        In place of the fence of section 7: `write_from` returns when the word is written. Over TCP
+        the other side answers when it has written it; a test races a trainer against a relay. One
+        that has failed may still land, but before the next, for messages of one sender keep their
+        order. With a card the next look is a read on the same connection, which is carried out
+        after the write. (This was written without such a card to try it on.)
+
+        The trainer cannot ask whether a process of another host lives, so these leases are in the
+        trainer's own name. They stay until the next ones take their place: for each of them the
+        arena has a slot. If this relay dies, its successor has the same words.
+        """
+        leased = []
+        for lease in self.remote.leases:  # mechanism: second lease
+            slot = latest % Arena.MAX_SLOTS
+            leased.append(slot)
+            self.lease_word.fill_(self.remote.handle.pid * Arena.MAX_SLOTS + slot)
+            await self._cross(lease.write_from, self.lease_word)  # mechanism: lease of the relay
+            latest = await self._look()
+            if latest % Arena.MAX_SLOTS == slot:
+                return slot
+            self.num_second_leases += len(leased) == 1
+        return leased[0]  # mechanism: never begins again
+
     async def _look(self) -> int:
         """The word of the trainer's arena that names the latest version and its slot."""
-        await self.remote.latest.read_into(self.latest_word)
+        await self._cross(self.remote.latest.read_into, self.latest_word)
         return int(self.latest_word)
+
+    async def _cross(self, transfer: Callable[..., Awaitable[None]], word: torch.Tensor) -> None:
+        """Reads a word, or writes one."""
+        await answered(transfer(word, timeout=self.WORD_DEADLINE_S))
+        self.heard_s = time.monotonic()
+
+    def _has_arrived(self, num_bytes: int) -> None:
+        """A piece is here."""
+        self.heard_s = time.monotonic()
+        self.arrived_bytes += num_bytes
+        self.pulse.advance()
 
     @endpoint
     async def traffic(self) -> Traffic:
-        """What it has carried so far."""
+        """What it has carried so far, and how it fares. Raises what has ended `_follow`."""
+        if self.following.done():
+            self.following.result()
         stored = self.arena.handle.manifest.stored_specs()
         return Traffic(
+            run_id=self.arena.handle.run_id,
             num_versions=self.num_versions,
             read_bytes=self.read_bytes,
             model_bytes=sum(spec.num_bytes for spec in stored),
+            num_second_leases=self.num_second_leases,
+            num_failures=self.num_failures,
+            last_failure=self.last_failure,
+            silent_s=since(self.heard_s),
+            behind_s=since(self.seen_s) if self.seen_s else 0.0,
+            arrived_bytes=self.arrived_bytes,
         )
+
+
+# -- 16c. The cluster ------------------------------------------------------------------------------
+# Nobody asks a relay for what it brings. So its troubles would be seen by nobody: generators of its
+# host would sample from older and older weights. The main process therefore asks each relay every
+# second how it fares:
+#
+#     what happens                      what is told, within 10 s     and then
+#     the trainer is lost               that it is; after 5 s also    other relays, of the next
+#                                         "no answer ..."               trainer
+#     the way to it is gone             "no answer ...", failures     it tries on, three times;
+#                                                                       then another one tries
+#     a version takes long              how much is here, once        it arrives
+#     a mistake in the relay            "a mistake ...", and which    another one
+
+
+def last_line(text: str) -> str:
+    """Of what Monarch says of an error: the cause stands there."""
+    _, _, line = text.rpartition("\n")
+    return line[:100]
+
+
+class RelayNews:
+    """What the main process has heard of the relays of one host, and tells of it.
+
+    Each kind of trouble is told in a line, once, until a version arrives; that versions take long,
+    which will be so with each, once in all.
+    """
+
+    # With the looks of every second this is below 10 s. A trainer that is lost has mostly another
+    # one by then, and the relay with it: that is told elsewhere, and is no trouble of the relay.
+    TELL_AFTER_S = 5.0
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.relays: dict[int, Traffic] = {}  # what each said last, by run id; the newest last
+        self.num_mistakes = 0  # errors of their own
+        self.told: set[str] = set()  # kinds of trouble
+
+    def hear(self, now: Traffic) -> list[str]:
+        """Takes in what the relay says of itself. Returns the lines to be told, mostly none."""
+        before = self.relays.get(now.run_id)
+        self.relays[now.run_id] = now
+        lines = []
+        has_carried = now.num_versions > (before.num_versions if before else 0)
+        if has_carried and self.told - {"slow"}:
+            lines.append("goes on, a version has arrived")
+            self.told &= {"slow"}
+        for kind, line in self._troubles(now).items():
+            if kind not in self.told:
+                self.told.add(kind)
+                lines.append(line)
+        return [f"relay of {self.address}: {line}" for line in lines]
+
+    def _troubles(self, now: Traffic) -> dict[str, str]:
+        """A line for each kind of trouble that it is in."""
+        found = {}
+        failures = f"{now.num_failures} failures"
+        if now.last_failure:
+            failures += f", the last: {last_line(now.last_failure)}"
+        if now.silent_s > self.TELL_AFTER_S:
+            found["silent"] = f"no answer from the trainer's memory for 5 s; {failures}"
+        elif now.behind_s > self.TELL_AFTER_S:
+            share = now.arrived_bytes / now.model_bytes
+            found["slow"] = f"a version takes long, {share:.0%} of it in {now.behind_s:.0f} s"
+            if now.num_failures:
+                found["failed"] = f"begins a version again; {failures}"
+        return found
+
+    def has_failed(self, error: Exception) -> list[str]:
+        """A relay has ended by itself. Returns the lines to be told."""
+        if isinstance(error, Unreachable):
+            why = f"it has given up, {last_line(str(error))}"
+        else:
+            self.num_mistakes += 1
+            why = f"a mistake in it, {last_line(repr(error))}"
+        if why in self.told:  # the next one had the same
+            return []
+        self.told.add(why)
+        return [f"relay of {self.address}: {why}; another one takes its place"]
 
 
 class HostsCluster(CriticCluster):
@@ -14335,11 +14630,15 @@ class HostsCluster(CriticCluster):
     """
 
     trainer_class = RelayedTrainer
+    WATCH_EVERY_S = 1.0  # a message to each relay, and back
 
     def __init__(self, cfg: Config, is_warm: bool = True, tell: Tell = tell_nobody) -> None:
         super().__init__(cfg, is_warm, tell)
         for host in self.hosts:
             host.life()  # connects
+        self.tell = tell
+        self.news = [RelayNews(host.address) for host in self.hosts[1:]]  # by relay
+        self.watches: list[asyncio.Task[None]] = []  # of each relay, once they have been started
         # Readers of an arena have numbers: at that of the trainer generators first, then relays.
         num_generators = generators_per_host(cfg)
         relays = ServiceSpec(
@@ -14360,8 +14659,10 @@ class HostsCluster(CriticCluster):
     async def close(self) -> None:
         """Ends all processes, and the links, with which the Monarch hosts end.
 
-        Relays come first: they ask the trainer.
+        Who asks ends before who answers: watches ask the relays, and these ask the trainer.
         """
+        for watch in self.watches:
+            await end_task(watch)
         await self.relays.close()
         await super().close()
         for host in self.hosts:
@@ -14386,6 +14687,41 @@ class HostsCluster(CriticCluster):
             await self.relays.start()
         except RequestLost as error:
             raise TrainerLost("the trainer was lost before the relays had begun") from error
+        if not self.watches:
+            self.watches = [asyncio.ensure_future(self._watch(i)) for i in range(len(self.news))]
+
+    async def _watch(self, relay: int) -> None:
+        """Looks after one relay: waits for the clock / produces lines / ends with `close`."""
+        while True:
+            await asyncio.sleep(self.WATCH_EVERY_S)
+            await self._ask_relay(relay)
+
+    async def _ask_relay(self, relay: int) -> None:
+        """Asks a relay how it fares, and tells what is to be told.
+
+        A relay that raises has ended by itself, and its service replaces it. If there is none, its
+        host is lost, or its keeper makes another: there is nothing to say about it.
+        """
+        news = self.news[relay]
+        try:
+            lines = news.hear(await self.relays.ask(relay, Relay.traffic))
+        except ReplicaLost:
+            lines = []
+        except Exception as error:  # whatever has ended that relay
+            lines = news.has_failed(error)
+        self.tell(*lines)
+
+    async def relay_figures(self) -> dict[str, int]:
+        """What all relays so far have carried and suffered, for --json."""
+        for relay in range(len(self.news)):
+            await self._ask_relay(relay)
+        lives = [traffic for news in self.news for traffic in news.relays.values()]
+        return {
+            "relay_versions": sum(traffic.num_versions for traffic in lives),
+            "relay_second_leases": sum(traffic.num_second_leases for traffic in lives),
+            "relay_failures": sum(traffic.num_failures for traffic in lives),
+            "relay_mistakes": sum(news.num_mistakes for news in self.news),
+        }
 
     async def rollout(
         self,
@@ -14494,7 +14830,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
         hosts=f"{first},{second}",
         steps=num_steps,
     )
-    cluster = HostsCluster(own, is_warm=False)  # it need not learn
+    cluster = HostsCluster(own, is_warm=False, tell=report.say)  # it need not learn
     report.at_end(cluster.close)
     _, away = cluster.hosts  # the second is the one that will be lost
     run = Run("hosts", num_steps, Sampler(own.task, own.seed))
@@ -14529,7 +14865,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     limit = MAX_K3[dtype_name(own)]
     report.check("largest k3, of samples of both hosts", training.largest_k3(), "<=", limit)
     report.check("k3 of samples of both, when it is back", found.mean_k3, "<=", limit)
-    report.figure(bytes_per_version_over_model=copies)
+    report.figure(bytes_per_version_over_model=copies, **await cluster.relay_figures())
     # You can now add hosts, and lose them.
 
 
@@ -14905,7 +15241,8 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
     """
     number_bytes = dtype_of(cfg).itemsize
     is_on_gpu = cfg.device != "cpu"
-    num_slots = 2 if is_on_gpu else max_generators(cfg) + 2
+    # Of the trainer's arena. Readers that copy, on GPUs, need no slots of their own.
+    num_slots = num_readers_of_trainer(cfg) - num_copying_per_host(cfg) + 2
     arena = number_bytes * num_slots
     reference = 4 if cfg.kl else 0
     num_critics = 1 if has_critic(cfg) else 0
@@ -15434,6 +15771,8 @@ async def run_stage(
     if isinstance(lab.cluster, RewardCluster) and lab.cluster.base_reward is None:
         await teach(lab.cluster, report)
     await stage.demo(report, cfg, lab)
+    if isinstance(lab.cluster, HostsCluster):
+        report.figure(**await lab.cluster.relay_figures())
     if cfg.report and stage.name == "async_rl":
         await sweep(report, cfg, lab)
 

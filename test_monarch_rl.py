@@ -389,7 +389,8 @@ FIGURES = {
     "critic": "critic_over_batch critic_explained critic_cpu_over_batch",
     "reward_model": "reward_accuracy preferences learned_nothing learned_kl learned_fresh "
     "true_nothing true_kl true_fresh kl_nothing_nats kl_kl_nats kl_fresh_nats",
-    "hosts": "bytes_per_version_over_model",
+    "hosts": "bytes_per_version_over_model relay_versions relay_second_leases relay_failures "
+    "relay_mistakes",
 }
 
 
@@ -5180,11 +5181,13 @@ def test_tied_weights_and_buffers_arrive_as_such() -> None:
 # given the answers that it had, and stopped at the first access that has none. `explore` follows
 # all ways from all moments, and each moment once.
 
-NUM_CELLS = 2  # of a slot: enough to be half written
+# Of a slot: enough to be half written. The last one is its stamp.
+NUM_CELLS = 2
 NUM_LEASES = 2  # that the reader takes, one after the other
 NUM_VERSIONS = 3  # that the writer publishes, after version 0, which is in slot 0
-# The words of an arena with one reader, then those of two ranks; behind them lie the cells.
-FIRST_RANK_WORD = m.Arena.LEASES + 1
+# The words of an arena with one reader, or one relay, then those of two ranks; behind them lie the
+# cells.
+FIRST_RANK_WORD = m.Arena.LEASES + 2
 FIRST_CELL = FIRST_RANK_WORD + 2
 READER = 0
 WRITER = 1
@@ -5354,17 +5357,30 @@ def model_reader(arena: Any, num_leases: int = NUM_LEASES) -> ModelSide:
     return ModelSide(arena, program)
 
 
-def model_writer(writer: Any) -> ModelSide:
+@dataclass(frozen=True)
+class ModelStamps:
+    """The stamps of the slots in the model, for `commit`."""
+
+    replay: Replay
+
+    def __setitem__(self, slot: int, version: int) -> None:
+        *_, stamp = cells_of(slot)
+        self.replay[stamp] = version
+
+
+def model_writer(module: Any, num_readers: int) -> ModelSide:
     """Publishes versions. Each cell of a slot gets the number of the version."""
+    writer = module.WeightWriter(two_tensors(), num_readers)
 
     def program(replay: Replay) -> None:
         def write(slot: int) -> None:
-            for cell in cells_of(slot):
+            for cell in cells_of(slot)[:-1]:
                 replay[cell] = version
 
         writer._write = write
-        for version in range(1, NUM_VERSIONS + 1):
-            writer._copy(version)
+        with mock.patch.object(module, "stamps_of", lambda arena: ModelStamps(replay)):
+            for version in range(1, NUM_VERSIONS + 1):
+                writer._copy(version)
 
     return ModelSide(writer.arena, program)
 
@@ -5374,10 +5390,10 @@ def model_of(module: Any, module_of_writer: Any = None) -> list[ModelSide]:
 
     module_of_writer: if the writer is to have the code of another one.
     """
-    writer = (module_of_writer or module).WeightWriter(two_tensors(), num_readers=1)
+    writer = model_writer(module_of_writer or module, num_readers=1)
     handle = writer.arena.handle
     reader_arena = module.Arena(handle, handle.descriptor)
-    return [model_reader(reader_arena), model_writer(writer)]
+    return [model_reader(reader_arena), writer]
 
 
 @dataclass(frozen=True)
@@ -5390,8 +5406,8 @@ class Moment:
 
 
 def first_moment(num_sides: int) -> Moment:
-    """Version 0 is in slot 0, of three slots, and the reader has leased nothing."""
-    memory = [m.Arena.NOTHING] * cells_of(3).start
+    """Version 0 is in slot 0, of three slots or four, and the reader has leased nothing."""
+    memory = [m.Arena.NOTHING] * cells_of(4).start
     for cell in cells_of(0):
         memory[cell] = 0
     memory[m.Arena.LATEST] = 0
@@ -5775,7 +5791,8 @@ def model_rank(module: Any, writer: Any) -> ModelSide:
             replay[cells_of(slot)[writer.rank]] = version
 
         writer._write = write
-        with mock.patch.object(module, "wait_until", replay.wait_until):
+        no_stamps = mock.patch.object(module, "stamps_of", lambda arena: {})
+        with no_stamps, mock.patch.object(module, "wait_until", replay.wait_until):
             for version in (1, 2):
                 writer._copy(version)
 
@@ -5804,7 +5821,7 @@ def test_on_arm_no_fence_of_the_words_of_ranks_can_be_left_out(
     assert found.violation
 
 
-# -- the lease of a relay, in the same model -------------------------------------------------------
+# -- the leases of a relay, in the same model ------------------------------------------------------
 
 
 # A process that is not this one, and lives: the trainer cannot ask whether a relay lives, so a
@@ -5822,17 +5839,19 @@ class ModelWord:
 
     replay: Replay
     place: int
+    is_written: bool = True  # False: writes come to nothing
 
-    async def read_into(self, room: torch.Tensor) -> None:
+    async def read_into(self, room: torch.Tensor, timeout: int) -> None:
         fence_by(self.replay)
         room.fill_(self.replay[self.place])
         fence_by(self.replay)
 
-    async def write_from(self, word: torch.Tensor) -> None:
+    async def write_from(self, word: torch.Tensor, timeout: int) -> None:
         assert int(word) // m.Arena.MAX_SLOTS == PID_OF_TRAINER
         fence_by(self.replay)
-        self.replay[self.place] = int(word)
-        fence_by(self.replay)
+        if self.is_written:
+            self.replay[self.place] = int(word)
+            fence_by(self.replay)
 
 
 def fence_by(replay: Replay) -> None:
@@ -5851,84 +5870,138 @@ def run_at_once(work: Any) -> None:
 class RelayDouble:
     """What the loop of a relay uses of a Relay, without an actor around it.
 
-    Only the trainer's arena is in the model. The relay's own is real, and empty at the beginning
-    of each replay.
+    Its own arena is real, and empty at the beginning of each replay.
     """
 
-    def __init__(self, module: Any, looks_again: bool) -> None:
+    WORD_DEADLINE_S = 1
+
+    def __init__(self, module: Any) -> None:
         self.module = module
-        self.looks_again = looks_again
         self.arena = module.create_arena(module.manifest_of(two_tensors()), 1)
         self.latest_word = torch.zeros(1, dtype=torch.int64)
         self.lease_word = torch.zeros(1, dtype=torch.int64)
 
-    def begin(self, replay: Replay) -> None:
-        self.replay = replay
+    def begin(self, remote: Any) -> None:
+        """From now on the trainer's arena is this one, in place of a RemoteHandle."""
+        self.remote = remote
         self.arena.words[m.Arena.LATEST] = m.Arena.NOTHING
         self.num_versions = 0
         self.read_bytes = 0
-        self.remote = types.SimpleNamespace(
-            handle=dataclasses.replace(self.arena.handle, pid=PID_OF_TRAINER),
-            latest=ModelWord(replay=replay, place=m.Arena.LATEST),
-            lease=ModelWord(replay=replay, place=m.Arena.LEASES),
-            slots=range(3),  # the "pieces" of a slot are its number
-        )
+        self.num_second_leases = 0
+        self.seen_s = None
+        self.arrived_bytes = 0
 
-    def fetch_if_new(self) -> None:
-        """The real code, up to where it reads the pieces of a slot."""
-        self.num_looks = 0
+    def fetch_if_new(self) -> int:
+        """The real code, with another reading of pieces. Returns the newest version."""
         with mock.patch.object(self.module, "read_pieces", self.read):
             run_at_once(self.module.Relay._fetch_if_new(self))
+        return self.arena.newest_version()
+
+    async def read(self, slot: Any, room: torch.Tensor, arrived: Any) -> None:
+        """Brings what `slot` stands for into the room."""
 
     async def _look(self) -> int:
-        """The real method; or one that gives the answer of the first look to the second as well."""
-        self.num_looks += 1
-        if self.looks_again or self.num_looks == 1:
-            return await self.module.Relay._look(self)
-        return int(self.latest_word)
+        return await self.module.Relay._look(self)
 
-    async def read(self, slot: int, room: torch.Tensor) -> None:
-        version = int(self.latest_word) // m.Arena.MAX_SLOTS
+    async def _lease(self, latest: int) -> int:
+        return await self.module.Relay._lease(self, latest)
+
+    async def _cross(self, transfer: Any, word: torch.Tensor) -> None:
+        await self.module.Relay._cross(self, transfer, word)
+
+    def _has_arrived(self, num_bytes: int) -> None:
+        """Nobody asks for it."""
+
+
+class ModelRelay(RelayDouble):
+    """In the model: only the trainer's arena is there, and a slot is known by its number."""
+
+    def __init__(self, module: Any, looks: Sequence[int], leases: Sequence[int]) -> None:
+        """looks: of one fetch, those that are made; the others have the answer of the one before.
+
+        leases: those that are really written.
+        """
+        super().__init__(module)
+        self.looks = looks
+        self.leases = leases
+
+    def begin_replay(self, replay: Replay) -> None:
+        self.replay = replay
+        words = []
+        for number in (0, 1):
+            place = m.Arena.LEASES + number
+            is_written = number in self.leases
+            words.append(ModelWord(replay=replay, place=place, is_written=is_written))
+        remote = types.SimpleNamespace(
+            handle=dataclasses.replace(self.arena.handle, pid=PID_OF_TRAINER),
+            latest=ModelWord(replay=replay, place=m.Arena.LATEST),
+            leases=words,
+            slots=range(4),  # the "pieces" of a slot are its number
+        )
+        self.begin(remote)
+
+    def fetch_if_new(self) -> int:
+        """Whatever the trainer does: if there was a version that it had not, it has one then."""
+        before = self.arena.newest_version()
+        self.num_looks = 0
+        found = super().fetch_if_new()
+        assert found > before or self.first_look == before, "it was starved"
+        return found
+
+    async def _look(self) -> int:
+        if self.num_looks in self.looks:
+            await super()._look()
+        latest = int(self.latest_word)
+        if self.num_looks == 0:
+            self.first_look = latest // m.Arena.MAX_SLOTS
+        self.num_looks += 1
+        return latest
+
+    async def read(self, slot: int, room: torch.Tensor, arrived: Any) -> None:
         self.replay.holds = slot
-        for cell in cells_of(slot):
-            self.replay.is_torn |= self.replay[cell] != version
+        cells = [self.replay[cell] for cell in cells_of(slot)]
+        self.replay.is_torn |= len(set(cells)) > 1
         fence_by(self.replay)
         self.replay.holds = None
-
-
-def model_relay(module: Any, looks_again: bool) -> ModelSide:
-    """A relay that looks for new versions twice. It takes the place of the reader."""
-    relay = RelayDouble(module, looks_again)
-
-    def program(replay: Replay) -> None:
-        relay.begin(replay)
-        for _ in range(NUM_LEASES):
-            relay.fetch_if_new()
-
-    return ModelSide(types.SimpleNamespace(), program)
+        room[-8:].view(torch.int64).fill_(cells[-1])
 
 
 def explore_relay(
     module: Any,
-    looks_again: bool = True,
+    looks: Sequence[int] = (0, 1, 2),
+    leases: Sequence[int] = (0, 1),
     processor: X86 | Arm | None = None,
 ) -> Explored:
-    _, writer = model_of(module)
+    """A relay, which looks for a new version twice, takes the place of the reader."""
+    relay = ModelRelay(module, looks, leases)
+
+    def program(replay: Replay) -> None:
+        relay.begin_replay(replay)
+        for _ in range(NUM_LEASES):
+            relay.fetch_if_new()
+
+    side = ModelSide(types.SimpleNamespace(), program)
+    writer = model_writer(module, num_readers=m.LEASES_PER_RELAY)
     rules = [torn_in] if isinstance(processor, Arm) else [torn_in, written_in]
-    return explore([model_relay(module, looks_again), writer], rules, processor)
+    return explore([side, writer], rules, processor)
 
 
-def test_no_order_of_events_breaks_the_lease_of_a_relay() -> None:
-    """And neither step of it can be left out. The trainer's side is the one above."""
+def test_no_order_of_events_breaks_the_leases_of_a_relay() -> None:
+    """Nor starves it: each fetch that sees a new version brings one, the first time it tries."""
     found = explore_relay(m)
     show_schedule("the relay", found)
     assert found.violation == ""
-    assert len(found.lengths) > 1
+    # Twice nothing new, once or twice a first lease that held, or a second one that was needed.
+    assert len(found.lengths) > 4
 
 
 @pytest.mark.usefixtures("few_events")
-def test_no_order_of_events_breaks_the_lease_of_a_relay_on_arm(tmp_path: pathlib.Path) -> None:
+def test_no_order_of_events_breaks_the_leases_of_a_relay_on_arm(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A message there and back orders as much as a fence. The trainer's fences are needed."""
+    monkeypatch.setattr(sys.modules[__name__], "NUM_CELLS", 2)  # the stamp is one of them
     found = explore_relay(m, processor=Arm())
     show_schedule("the relay on Arm", found)
     assert found.violation == ""
@@ -5937,13 +6010,26 @@ def test_no_order_of_events_breaks_the_lease_of_a_relay_on_arm(tmp_path: pathlib
     assert found.violation
 
 
-def test_no_step_of_the_lease_of_a_relay_can_be_left_out(tmp_path: pathlib.Path) -> None:
-    changed = changed_module(tmp_path, {"lease of the relay": "pass"})
-    found = explore_relay(changed)
-    show_schedule("a relay without its lease", found)
+LEASES_WITHOUT_A_STEP = {
+    "no look behind the first lease": {"looks": (0, 2)},
+    "no look behind the second lease": {"looks": (0, 1)},
+    "no first lease": {"leases": (1,)},
+    "no second lease": {"leases": (0,)},
+}
+
+
+@pytest.mark.parametrize("step", LEASES_WITHOUT_A_STEP)
+def test_no_step_of_the_leases_of_a_relay_can_be_left_out(step: str) -> None:
+    found = explore_relay(m, **LEASES_WITHOUT_A_STEP[step])
+    show_schedule(step, found)
     assert found.violation
-    found = explore_relay(m, looks_again=False)
-    show_schedule("a relay that does not look again", found)
+
+
+def test_a_relay_with_one_lease_reads_what_nobody_keeps_for_it(tmp_path: pathlib.Path) -> None:
+    """If it goes on with its first slot, though `latest` has moved only once since."""
+    one = {"second lease": "for lease in self.remote.leases[:1]:"}
+    found = explore_relay(changed_module(tmp_path, one))
+    show_schedule("one lease", found)
     assert found.violation
 
 
@@ -6769,6 +6855,362 @@ def test_a_relay_is_never_torn_and_the_test_can_tell(
     assert slot_bytes >= 16 * m.MIB
 
 
+# -- a relay that is starved, slow, or broken ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WordUnderAttack:
+    """A word of an arena, as an RDMABuffer. Before each crossing the trainer publishes."""
+
+    arena: m.Arena
+    word: int
+    strike: Callable[[], None]
+
+    async def read_into(self, room: torch.Tensor, timeout: int) -> None:
+        self.strike()
+        room.fill_(self.arena.words[self.word])
+
+    async def write_from(self, word: torch.Tensor, timeout: int) -> None:
+        self.strike()
+        self.arena.words[self.word] = int(word)
+
+
+class RelayUnderAttack(RelayDouble):
+    """A relay whose trainer publishes between any two things that it does."""
+
+    def __init__(self, module: Any, pace: Callable[[], int]) -> None:
+        """pace: how many versions are published before the next crossing."""
+        super().__init__(module)
+        self.pace = pace
+        self.writer = m.WeightWriter(two_tensors(), num_readers=m.LEASES_PER_RELAY)
+        arena = self.writer.arena
+        leases = []
+        for number in range(m.LEASES_PER_RELAY):
+            leases.append(WordUnderAttack(arena, m.Arena.LEASES + number, self.strike))
+        remote = types.SimpleNamespace(
+            handle=arena.handle,
+            latest=WordUnderAttack(arena, m.Arena.LATEST, self.strike),
+            leases=leases,
+            slots=arena.slots,
+        )
+        publish(self.writer, 0)
+        self.begin(remote)
+
+    def strike(self) -> None:
+        for _ in range(self.pace()):
+            publish(self.writer, self.writer.version + 1)
+
+    async def read(self, slot: torch.Tensor, room: torch.Tensor, arrived: Any) -> None:
+        """In two pieces."""
+        for there, here in zip(slot.chunk(2), room.chunk(2), strict=True):
+            self.strike()
+            here.copy_(there)
+
+    def is_torn(self) -> bool:
+        """Does its own arena hold something else than the version that it says?"""
+        version, slot = self.arena.latest()
+        return any((tensor != version).any() for tensor in self.arena.tensors(slot).values())
+
+
+@pytest.mark.parametrize("pace", [0, 1, 2, 3, 7, "random"])
+def test_nobody_who_publishes_without_a_pause_starves_a_relay(pace: int | str) -> None:
+    """Every fetch brings a version. Of those published at most so many pass it by."""
+    rng = random.Random(0)
+    relay = RelayUnderAttack(m, lambda: rng.randrange(4) if pace == "random" else int(pace))
+    for number in range(1, 101):
+        published = relay.writer.version
+        if pace == 0:
+            publish(relay.writer, published + 1)
+        before = relay.arena.newest_version()
+        assert relay.fetch_if_new() >= max(before + 1, published)
+        assert relay.num_versions == number
+        assert not relay.is_torn()
+        # Three looks, two leases, two pieces.
+        most = 3 if pace == "random" else max(1, int(pace))
+        assert relay.writer.version - published <= 7 * most
+    assert (relay.num_second_leases > 0) is (pace != 0)
+
+
+def test_a_relay_that_begins_again_is_starved(tmp_path: pathlib.Path) -> None:
+    """As a reader does that is near: if `latest` has moved, it begins again at its next look."""
+    changes = {
+        "second lease": "for lease in self.remote.leases[:1]:",
+        "never begins again": "raise Unreachable('it has moved')",
+    }
+    changed = changed_module(tmp_path, changes)
+    relay = RelayUnderAttack(changed, lambda: 1)
+    for _ in range(100):
+        with pytest.raises(changed.Unreachable, match="it has moved"):
+            relay.fetch_if_new()
+    assert relay.num_versions == 0
+    assert relay.writer.version == 300  # were published meanwhile
+
+
+class SlowCable:
+    """Carries one piece after the other, each in so many seconds, by a clock of its own.
+
+    As with Monarch, what was not carried in the time that its reader gives it is an error.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.now_s = 0.0
+        self.queue: collections.deque[asyncio.Future[None]] = collections.deque()
+        self.most = 0  # pieces that waited at the same time
+
+    async def carry(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            if self.queue:
+                self.now_s += self.seconds
+                self.queue.popleft().set_result(None)
+
+    async def read_into(self, room: torch.Tensor, timeout: int) -> None:
+        asked_s = self.now_s
+        arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.queue.append(arrival)
+        self.most = max(self.most, len(self.queue))
+        await arrival
+        if self.now_s - asked_s > timeout:
+            raise Exception("tcp read chunk timed out")  # Monarch's own are no others
+        room.fill_(1)
+
+
+def read_over(module: Any, cable: SlowCable, num_pieces: int) -> int:
+    """Reads so many pieces over this cable. Returns how many have arrived."""
+    room = torch.zeros(num_pieces, dtype=torch.uint8)
+    sizes = []
+
+    async def scene() -> None:
+        carrying = asyncio.ensure_future(cable.carry())
+        try:
+            await module.read_pieces([cable] * num_pieces, room, sizes.append)
+        finally:
+            await m.end_task(carrying)
+
+    with mock.patch.object(module, "PIECE_BYTES", 1):
+        asyncio.run(scene())
+    assert int(room.sum()) == num_pieces
+    return sum(sizes)
+
+
+def test_a_large_model_arrives_over_a_slow_cable(tmp_path: pathlib.Path) -> None:
+    """As many pieces as 1 GiB has, of which each takes 7 s: half an hour, where 60 s were given."""
+    cable = SlowCable(7.0)
+    assert read_over(m, cable, 256) == 256
+    assert cable.most == m.PIECES_UNDER_WAY
+    assert cable.now_s > 20 * m.PIECE_DEADLINE_S
+    # All at the same time: the ninth is too late.
+    changes = {"pieces under way": "readers = [read_what_is_left() for _ in pieces]"}
+    changed = changed_module(tmp_path, changes)
+    with pytest.raises(changed.Unreachable, match="timed out"):
+        read_over(changed, SlowCable(7.0), 256)
+
+
+def test_a_cable_that_is_too_slow_is_an_error() -> None:
+    """And the pieces that were not begun are not begun any more."""
+    cable = SlowCable(8.0)
+    with pytest.raises(m.Unreachable, match="timed out"):
+        read_over(m, cable, 256)
+    assert cable.now_s < 256 * 8.0 / 4
+
+
+def test_a_room_that_is_too_small_is_no_fault_of_the_way() -> None:
+    """What is raised before anything crosses is a mistake of ours."""
+
+    class Refusing:
+        def read_into(self, room: torch.Tensor, timeout: int) -> Any:
+            raise ValueError("too small")
+
+    refusing: Any = Refusing()
+    with pytest.raises(ValueError, match="too small"):
+        asyncio.run(m.read_pieces([refusing], torch.zeros(4, dtype=torch.uint8)))
+
+
+class FollowingDouble:
+    """The loop of a relay, whose fetches end as they are told to."""
+
+    LOOK_EVERY_S = 0.0
+    RETRY_S = 0.0
+    MAX_FAILURES = m.Relay.MAX_FAILURES
+
+    def __init__(self, module: Any, ends: Sequence[Exception | None]) -> None:
+        """ends: of each fetch, what it raises; the one behind the last never ends."""
+        self.module = module
+        self.ends = iter(ends)
+        self.is_done = asyncio.Event()
+        self.num_failures = 0
+        self.last_failure = ""
+
+    async def _fetch_if_new(self) -> None:
+        for end in self.ends:
+            if end is not None:
+                raise end
+            return
+        self.is_done.set()
+        await asyncio.sleep(1000)
+
+    async def outcome(self) -> BaseException | None:
+        """What has ended the loop; None: nothing has."""
+        following = asyncio.ensure_future(self.module.Relay._follow(self))
+        done = asyncio.ensure_future(self.is_done.wait())
+        await asyncio.wait({following, done}, return_when="FIRST_COMPLETED")
+        if following.done():
+            done.cancel()
+            return following.exception()
+        await m.end_task(following)
+        return None
+
+
+def followed(module: Any, ends: Sequence[Exception | None]) -> tuple[BaseException | None, int]:
+    """What has ended the loop of a relay, and how many failures it has counted."""
+
+    async def scene() -> tuple[BaseException | None, int]:
+        double = FollowingDouble(module, ends)
+        return await double.outcome(), double.num_failures
+
+    return asyncio.run(scene())
+
+
+def test_a_mistake_in_a_relay_is_no_lost_trainer(tmp_path: pathlib.Path) -> None:
+    """The one ends it, and is raised. After the other it tries again; three in a row end it."""
+    gone = m.Unreachable("gone")
+    mistake = KeyError(7)
+    assert followed(m, [None, gone, gone, None, gone, None]) == (None, 3)
+    assert followed(m, [gone, None, mistake, None]) == (mistake, 1)
+    assert followed(m, [None, gone, gone, gone, None]) == (gone, 3)
+    # If all errors are taken for the same: nobody hears of the mistake.
+    changes = {"failures are told apart": "except Exception as error:"}
+    assert followed(changed_module(tmp_path, changes), [mistake, None]) == (None, 1)
+
+
+def traffic_of(**changes: Any) -> m.Traffic:
+    """What a relay may say of itself: all is well, unless it is said otherwise."""
+    well = m.Traffic(
+        run_id=1,
+        num_versions=0,
+        read_bytes=0,
+        model_bytes=100,
+        num_second_leases=0,
+        num_failures=0,
+        last_failure="",
+        silent_s=0.01,
+        behind_s=0.0,
+        arrived_bytes=0,
+    )
+    return dataclasses.replace(well, **changes)
+
+
+def test_each_trouble_of_a_relay_is_told_once_and_so_is_its_end() -> None:
+    news = m.RelayNews("tcp://b:1")
+    assert news.hear(traffic_of(silent_s=4.0, behind_s=4.0)) == []
+    [line] = news.hear(traffic_of(behind_s=6.0, arrived_bytes=25))
+    assert line == "relay of tcp://b:1: a version takes long, 25% of it in 6 s"
+    assert news.hear(traffic_of(behind_s=7.0, arrived_bytes=30)) == []
+    assert news.hear(traffic_of(num_versions=1)) == []  # it was only slow
+    assert news.hear(traffic_of(num_versions=1, behind_s=9.0)) == []  # and is again
+    failed = {"num_versions": 1, "num_failures": 2, "last_failure": "it failed:\ntimed out"}
+    [line] = news.hear(traffic_of(silent_s=6.0, **failed))
+    assert "no answer" in line
+    assert line.endswith("timed out")
+    assert news.hear(traffic_of(silent_s=7.0, **failed)) == []
+    [line] = news.hear(traffic_of(num_versions=2, num_failures=2))
+    assert line.endswith("goes on, a version has arrived")
+    [line] = news.has_failed(KeyError(7))
+    assert "a mistake in it, KeyError(7)" in line
+    assert news.has_failed(KeyError(7)) == []  # the next one, at the same
+    [line] = news.has_failed(m.Unreachable("it failed:\ngone"))
+    assert "it has given up, gone;" in line
+    assert news.num_mistakes == 2
+    assert news.hear(traffic_of(run_id=2, num_versions=1))  # another one, which goes on
+    assert len(news.relays) == 2
+
+
+class Publisher(m.Worker):
+    """A trainer that publishes when it is told to, and does nothing else."""
+
+    async def prepare(self) -> int:
+        """Answers with its process id."""
+        self.writer = m.WeightWriter(two_tensors(), num_readers=m.LEASES_PER_RELAY)
+        return os.getpid()
+
+    @m.endpoint
+    async def remote(self, reader: int) -> m.RemoteHandle:
+        return m.remote_handle(self.writer.arena, reader)
+
+    @m.endpoint
+    async def publish_next(self) -> None:
+        publish(self.writer, self.writer.version + 1)
+
+
+class BrokenRelay(m.Relay):
+    """The first one has a mistake, which shows at its third version."""
+
+    async def _fetch_if_new(self) -> None:
+        flag = pathlib.Path("was_broken")
+        if self.num_versions == 2 and not flag.exists():
+            flag.touch()
+            raise KeyError("a mistake")
+        await super()._fetch_if_new()
+
+
+async def lose_and_break() -> None:
+    """A relay that breaks, its successor, and then the loss of what they read."""
+    procs = m.this_host().spawn_procs(per_host={"rank": 1})
+    publisher = procs.spawn("publisher", Publisher, m.Place(service="publisher", replica_id=0))
+    pid = await publisher.setup.call_one()
+    args = (BenchAsTrainer(publisher), 0, 1, 0)
+    spec = m.ServiceSpec(name="relay", replica_class=BrokenRelay, args=args, num_replicas=1)
+    lines: list[str] = []
+    relays = m.Service(spec)
+    cluster: Any = m.HostsCluster.__new__(m.HostsCluster)
+    cluster.relays = relays
+    cluster.tell = lambda *told: lines.extend(told)
+    cluster.news = [m.RelayNews("tcp://b:1")]
+    replace_method(cluster.news[0], "TELL_AFTER_S", 0.5)
+    replace_method(cluster, "WATCH_EVERY_S", 0.05)
+    await relays.start()
+    watch = asyncio.ensure_future(cluster._watch(0))
+    # 1. It breaks at the third version. The next one has all that come.
+    while not any("goes on" in line for line in lines):
+        await publisher.publish_next.call_one()
+        await asyncio.sleep(0.05)
+    whys = [loss.why for loss in (await relays.status(30.0)).lost_replicas]
+    before = await cluster.relay_figures()
+    num_lines = len(lines)
+    # 2. What it reads stands still, so nothing answers. It is told, and nobody is to blame.
+    os.kill(pid, signal.SIGSTOP)
+    while len(lines) == num_lines:
+        await asyncio.sleep(0.05)
+    os.kill(pid, signal.SIGCONT)
+    after = await relays.status(30.0)
+    await m.end_task(watch)
+    await relays.close()
+    found = {"lines": lines, "whys": whys, "before": before, "num_lost": len(after.lost_replicas)}
+    print(json.dumps(found), flush=True)
+
+
+def run_lose_and_break() -> None:
+    run_actors(lose_and_break())
+
+
+def test_the_main_process_tells_what_becomes_of_a_relay(tmp_path: pathlib.Path) -> None:
+    """A mistake in it, and that it is replaced; that it gets no answer, which replaces nobody."""
+    found = run_of_this_module("run_lose_and_break()", tmp_path)
+    assert found.returncode == 0, found.stderr
+    said = json.loads(found.stdout.splitlines()[-1])
+    broken, goes_on, silent = said["lines"]
+    assert "a mistake in it" in broken
+    assert "KeyError('a mistake')" in broken
+    assert "goes on" in goes_on
+    assert "no answer from the trainer's memory" in silent
+    assert said["whys"] == ["ended itself"]
+    assert said["num_lost"] == 1
+    assert said["before"]["relay_mistakes"] == 1
+    assert said["before"]["relay_failures"] == 0
+    assert said["before"]["relay_versions"] >= 1
+
+
 # -- resharding ------------------------------------------------------------------------------------
 # DTensors of ranks that do not exist: the "fake" process group never talks to anybody.
 
@@ -7107,7 +7549,7 @@ class SlowHandle:
         self.has_begun = has_begun
         self.log = log
 
-    async def read_into(self, room: torch.Tensor) -> None:
+    async def read_into(self, room: torch.Tensor, timeout: int) -> None:
         self.has_begun.set()
         await asyncio.sleep(0.001)
         first = 2.0 * self.number
@@ -7157,7 +7599,7 @@ def test_a_read_that_fails_is_raised_when_all_have_ended() -> None:
     log: list[str] = []
 
     class Failing:
-        async def read_into(self, room: torch.Tensor) -> None:
+        async def read_into(self, room: torch.Tensor, timeout: int) -> None:
             raise OSError("the other host is gone")
 
     slow: Any = SlowHandle(0, threading.Event(), log)
@@ -7169,7 +7611,7 @@ def test_a_read_that_fails_is_raised_when_all_have_ended() -> None:
             "PIECE_BYTES",
             8,
         ),
-        pytest.raises(OSError, match="is gone"),
+        pytest.raises(m.Unreachable, match="is gone"),
     ):
         asyncio.run(m.read_pieces([failing, slow], room))
     assert log == ["read 0"]
@@ -12493,6 +12935,111 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
     net.close()
 
 
+# -- several hosts: what a link shares with the event loop -----------------------------------------
+
+
+def quiet_link(module: Any = m) -> Any:
+    """A link whose thread does not run: the test takes its turns."""
+    with mock.patch.object(module.Link, "start"):
+        return module.Link("tcp://b:1", lambda *lines: None)
+
+
+def sign_of(beats: int, state: str = "S") -> dict[str, Any]:
+    """What a worker tells of a process."""
+    return dataclasses.asdict(m.Signs(state=state, cpu_ticks=0, beats=beats, progress=0))
+
+
+def told_by(host: str, **signs: dict[str, Any]) -> dict[str, Any]:
+    """A line of a worker. The names of signs are p and a process id."""
+    return {"host": host, "signs": {name[1:]: sign for name, sign in signs.items()}}
+
+
+def test_what_was_meant_for_one_life_of_a_host_never_reaches_the_next(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Of a process of the new life that has the id of an old one."""
+
+    def sent_to_the_next_life(link: Any) -> Any:
+        link._take_turn(told_by("tcp://b:2"))
+        link.send([7], 9)
+        link.watch([m.PulseHandle(pid=7, path="old")])
+        link._end_life()
+        assert link.monarch_address == ""
+        link.send([7], 9)  # somebody has not heard yet that the host is lost
+        link.watch([m.PulseHandle(pid=7, path="old")])
+        return link._take_turn(told_by("tcp://b:3"))
+
+    assert sent_to_the_next_life(quiet_link()) == {"signals": [], "pulses": []}
+    changed = changed_module(tmp_path, {"signals of one life": "if True:"})
+    assert sent_to_the_next_life(quiet_link(changed))["signals"] == [(7, 9)]
+
+
+def test_the_end_of_a_process_is_not_taken_for_that_of_its_successor(
+    tmp_path: pathlib.Path,
+) -> None:
+    """The worker was asked about the one, and its answer comes when the other has the same id."""
+
+    def seen_of_the_new_one(link: Any) -> Any:
+        link._take_turn(told_by("tcp://b:2"))
+        link.watch([m.PulseHandle(pid=7, path="pulse")])
+        assert link._take_turn(told_by("tcp://b:2"))["pulses"] == [[7, "pulse"]]
+        new = m.PulseHandle(pid=7, path="pulse")
+        link.watch([new])
+        link._take_turn(told_by("tcp://b:2", p7=sign_of(5, state="X")))
+        return link.take_signs(new)
+
+    link = quiet_link()
+    assert seen_of_the_new_one(link) is None
+    link._take_turn(told_by("tcp://b:2", p7=sign_of(6)))
+    assert link.take_signs(m.PulseHandle(pid=7, path="pulse")).beats == 6
+    assert link.take_signs(m.PulseHandle(pid=7, path="pulse")) is None  # taken once
+    changed = changed_module(tmp_path, {"signs of whom was asked": "if False:"})
+    assert seen_of_the_new_one(quiet_link(changed)).state == "X"
+
+
+def signals_that_arrive(lock: Any) -> list[int]:
+    """Of 5000 that the event loop sends, while the thread of the link takes its turns."""
+    link = quiet_link()
+    link.lock = lock
+    link._take_turn(told_by("tcp://b:2"))
+    arrived: list[int] = []
+    is_over = threading.Event()
+
+    def take_turns() -> None:
+        while not is_over.is_set() or link.signals:
+            signs = {f"p{pid}": sign_of(beats=1) for pid in link.asked}
+            answer = link._take_turn(told_by("tcp://b:2", **signs))
+            arrived.extend(pid for pid, _ in answer["signals"])
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        turns = thread.submit(take_turns)
+        for number in range(5000):
+            pulse = m.PulseHandle(pid=number % 50, path=str(number))
+            link.watch([pulse])
+            link.take_signs(pulse)
+            link.send([number], 9)
+        is_over.set()
+        turns.result()
+    return arrived
+
+
+@pytest.fixture
+def threads_that_switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("threads_that_switch_often")
+def test_nothing_is_lost_between_a_link_and_the_event_loop() -> None:
+    """Both work at the same time. Without the lock it shows in about every second round."""
+    for _ in range(5):
+        assert signals_that_arrive(threading.Lock()) == list(range(5000))
+    rounds = (signals_that_arrive(contextlib.nullcontext()) for _ in range(200))
+    assert any(arrived != list(range(5000)) for arrived in rounds)
+
+
 # -- several hosts: runs ---------------------------------------------------------------------------
 
 
@@ -12513,6 +13060,31 @@ def test_a_run_on_two_hosts_pulls_what_was_published(
     [first, second] = rows_of_hosts(run.out)
     assert first == [network.url(0), "cpu", "cpu", "cpu"]
     assert second == [network.url(1), "-", "cpu", "cpu"]
+
+
+def waits_for_a_version(module: Any) -> int:
+    """How often the progress word moves while a generator waits for what does not come."""
+    writer = m.WeightWriter(two_tensors(), num_readers=1)
+    reader: Any = types.SimpleNamespace(arena=writer.arena, version=-1)
+    generator: Any = types.SimpleNamespace(
+        place=m.Place(service="generator", replica_id=0),
+        pulse=mock.Mock(),
+        reader=reader,
+        decoder=types.SimpleNamespace(episodes=list),
+        _reader_of=lambda handle: reader,
+    )
+    generator._try_to_enter = functools.partial(module.Generator._try_to_enter, generator)
+    request: Any = types.SimpleNamespace(arenas=(writer.arena.handle,), min_version=1)
+    with mock.patch.object(module, "PATIENCE_S", 0.2), pytest.raises(module.NotNow):
+        asyncio.run(module.Generator._enter(generator, request))
+    return generator.pulse.advance.call_count
+
+
+def test_a_generator_that_waits_for_its_relay_is_not_stuck(tmp_path: pathlib.Path) -> None:
+    """A version may be on its way for longer than the limit for a piece of work."""
+    assert waits_for_a_version(m) > 3
+    changed = changed_module(tmp_path, {"waiting is no illness": "pass"})
+    assert waits_for_a_version(changed) == 0
 
 
 def test_a_request_waits_for_a_relay_that_is_being_replaced(
