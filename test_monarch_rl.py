@@ -10072,7 +10072,7 @@ async def remote_illness_scene() -> dict[str, Any]:
     for number in (signal.SIGKILL, signal.SIGSTOP, None):
         name = f"ill_{number}"
         found[str(number)] = await told_of(m.Service(dataclasses.replace(spec, name=name)), number)
-    m.link_to(address).close()
+    m.link_to(m.RemoteHost(address)).close()
     workers.close()
     return found
 
@@ -11170,6 +11170,14 @@ def ip(command: str) -> bool:
     return False
 
 
+def secret_in(folder: pathlib.Path, text: str = "of these tests, 16 bytes or more") -> pathlib.Path:
+    """A file for --secret."""
+    file = folder / f"secret {zlib.crc32(text.encode()):08x}"
+    file.write_text(text, encoding="utf-8")
+    file.chmod(0o600)
+    return file
+
+
 class Network:
     """Hosts that are one machine.
 
@@ -11186,6 +11194,8 @@ class Network:
         self.names = [f"{self.tag}h{i}" for i in range(num_hosts)]  # of the hosts' namespaces
         self.addresses = [f"10.77.0.{i + 1}" for i in range(num_hosts)]
         self.hub = Hub(self.names if loss else [], loss)
+        self.folder = tempfile.TemporaryDirectory()
+        self.secret = ("--secret", str(secret_in(pathlib.Path(self.folder.name))))
         self.is_real = all(ip(command) for command in self.commands())
         if self.is_real:
             self.hub.start()
@@ -11228,7 +11238,14 @@ class Network:
         """Starts a worker there, and waits until it is open."""
         mark = uuid.uuid4().hex
         process = subprocess.Popen(
-            [*self.inside(i, True), sys.executable, str(file), "--worker", self.url(i)],
+            [
+                *self.inside(i, True),
+                sys.executable,
+                str(file),
+                "--worker",
+                self.url(i),
+                *self.secret,
+            ],
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -11276,7 +11293,7 @@ def test_a_run_on_two_hosts_pulls_what_was_published(
         network.work(i, quick_file)
     run = run_file(
         tmp_path,
-        *("--only", "sync_rl", "--hosts", network.hosts(), "--steps", "20"),
+        *("--only", "sync_rl", "--hosts", network.hosts(), *network.secret, "--steps", "20"),
         file=quick_file,
         prefix=network.inside(0),
     )
@@ -11316,7 +11333,7 @@ def test_training_learns_on_two_hosts_as_on_one(network: Network, tmp_path: path
     for i in (0, 1):
         network.work(i)
     before = [network.num_processes(i) for i in (0, 1)]
-    command = ("--only", "async_rl", "--hosts", network.hosts())
+    command = ("--only", "async_rl", "--hosts", network.hosts(), *network.secret)
     run = run_file(tmp_path, *command, prefix=network.inside(0))
     assert run.status == 0, run.out + run.err
     found = run.figures("async_rl")
@@ -11363,7 +11380,15 @@ def test_a_run_goes_on_without_a_host_that_is_lost(
     before = [network.num_processes(i) for i in range(3)]
     run = start_file(
         tmp_path,
-        *("--only", "async_rl", "--hosts", network.hosts(), "--steps", str(num_steps)),
+        *(
+            "--only",
+            "async_rl",
+            "--hosts",
+            network.hosts(),
+            *network.secret,
+            "--steps",
+            str(num_steps),
+        ),
         *("--generators", "3", "--log", str(log), "--json", "out.json"),
         prefix=network.inside(0),
     )
@@ -11534,7 +11559,7 @@ def test_another_version_of_the_file_is_named(network: Network, tmp_path: pathli
     other.write_text(SOURCE + "\n# another version\n", encoding="utf-8")
     network.work(0, other)
     found = subprocess.run(
-        [*network.inside(0), sys.executable, str(FILE), "--hosts", network.url(0)],
+        [*network.inside(0), sys.executable, str(FILE), "--hosts", network.url(0), *network.secret],
         cwd=tmp_path,
         text=True,
         capture_output=True,
@@ -11599,7 +11624,7 @@ def test_a_worker_that_ends_leaves_nothing_behind(
     network: Network, tmp_path: pathlib.Path, number: int
 ) -> None:
     worker = network.work(0)
-    command = ("--only", "sync_rl", "--hosts", network.url(0))
+    command = ("--only", "sync_rl", "--hosts", network.url(0), *network.secret)
     run = start_file(tmp_path, *command, prefix=network.inside(0))
     assert wait_until(lambda: network.num_processes(0) > 5, 60)
     os.kill(pid_of_worker(worker), number)
@@ -11613,7 +11638,7 @@ def test_a_main_process_that_ends_leaves_nothing_on_other_hosts(
 ) -> None:
     worker = network.work(0)
     before = processes_of(worker.mark)
-    command = ("--only", "sync_rl", "--hosts", network.url(0))
+    command = ("--only", "sync_rl", "--hosts", network.url(0), *network.secret)
     run = start_file(tmp_path, *command, prefix=network.inside(0))
     assert wait_until(lambda: network.num_processes(0) > len(before) + 3, 60)
     kill_all(processes_of(run.mark))
