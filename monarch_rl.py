@@ -13544,68 +13544,15 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #       Link B  <-- lines -------------------------------------->  Monarch host: Generator 1, Relay
 #                                Arena of the trainer  <-- reads --  Relay -> Arena of host B
 
-# -- 16a. Links ------------------------------------------------------------------------------------
-# A worker (--worker) waits for connections. For each that begins a run it starts a Monarch host, a
-# process that starts others for whoever asks, at a new port, and ends it with the connection. (At
-# an old port Monarch would deliver messages that were meant for actors of the run before.) Over the
-# connection both sides speak in lines of JSON:
-#
-#     worker: {"torch": "2.13.0", ...,          once: what it has, to be compared, and a nonce, a
-#              "nonce": "5f0c..."}              number that is used once
-#     run:    {"nonce": "a1b7...",              each proves that it knows the secret, without saying
-#              "proof": "90d2..."}              it: the proof is an HMAC, a hash of the secret and
-#     worker: {"proof": "c43e..."}              of both nonces. Without --secret this is left out
-#     run:    begin
-#     worker: {"host": "tcp://10.0.0.2:40123",  ten times a second: I am here, and so is this host;
-#              "signs": {"4711": {...}}}        and what can be seen of the processes asked about
-#     run:    {"signals": [[4711, 9], ...],     each time: signals to send, as (process id, number);
-#              "pulses": [[4711, PATH], ...]}   and where the processes to look at have their pulse
-#
-# Whoever hears nothing for SILENCE_S takes the other side for lost. What follows then:
-#
-#     the link        its Monarch address becomes "", and it tries to connect twice a second
-#     RemoteHost      life() is "" now; whoever watched its processes is called back: "host lost"
-#     keepers         their replicas on that host are lost; each waits until the host is here
-#     route           requests that were under way there go to replicas on other hosts
-#     the worker      is back, with another Monarch host: life() is another address
-#     keepers         make their replicas again, there
+# -- plumbing: a secret that two hosts share -------------------------------------------------------
+# Both sides have a file with the same secret, and neither sends it. Each makes a nonce, a random
+# number that is used once, and proves what it knows by an HMAC: a hash of the secret, of its side
+# and of both nonces, which nobody can make without the secret, and which fits nowhere else. It says
+# who has begun to speak. It neither hides nor signs what is said afterwards.
 
-SILENCE_S = 8.0  # within this time a stranger must have proved that it knows the secret, too
-STRANGER_CHARS = 4096  # of a line, before that is proved
-LINE_CHARS = 1 << 22  # of a line, afterwards: the signs of ten thousand processes
+STRANGER_CHARS = 4096  # of a line of somebody who has not proved anything
+LINE_CHARS = 1 << 22  # of a line of somebody who has: the signs of ten thousand processes
 LEAST_SECRET_BYTES = 16  # who has seen a proof can try secrets at home, so it must not be a word
-BEAT_S = 0.1
-RECONNECT_S = 0.5
-PACKAGES = ("torch", "transformers", "torchmonarch")
-
-
-def versions() -> dict[str, str]:
-    """What two hosts must have in common."""
-    found = {name: importlib.metadata.version(name) for name in PACKAGES}
-    found["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
-    found["monarch_rl.py"] = f"{zlib.crc32(pathlib.Path(__file__).read_bytes()):08x}"
-    return found
-
-
-def name_and_port(address: str) -> tuple[str, int]:
-    """Of tcp://NAME:PORT. ValueError: it is not of that form."""
-    where = urllib.parse.urlsplit(address)
-    if where.scheme == "tcp" and where.hostname and where.port:
-        return where.hostname, where.port
-    raise ValueError("not of the form tcp://ADDRESS:PORT; 0.0.0.0 is every network")
-
-
-def url(name: str, port: int) -> str:
-    """The other way round. An address of IPv6 stands in brackets."""
-    return f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
-
-
-@dataclass(frozen=True)
-class Connection:
-    """To a worker of the same versions."""
-
-    lines: Any  # a file, to read lines from and to write lines to
-    my_name: str  # the address of this host, as that one sees it
 
 
 def read_secret(path: str) -> bytes:
@@ -13662,8 +13609,8 @@ def hear_stranger(lines: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def patience(connection: socket.socket) -> Iterator[None]:
-    """Hangs up if the body takes longer than SILENCE_S.
+def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
+    """Hangs up if the body takes longer than that.
 
     The time-out of a socket begins anew with each byte, and one may send them slowly.
     """
@@ -13672,13 +13619,74 @@ def patience(connection: socket.socket) -> Iterator[None]:
         with contextlib.suppress(OSError):  # the other side has done so
             connection.shutdown(socket.SHUT_RDWR)
 
-    timer = threading.Timer(SILENCE_S, hang_up)
+    timer = threading.Timer(longest_s, hang_up)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+# -- 16a. Links ------------------------------------------------------------------------------------
+# A worker (--worker) waits for connections. For each that begins a run it starts a Monarch host, a
+# process that starts others for whoever asks, at a new port, and ends it with the connection. (At
+# an old port Monarch would deliver messages that were meant for actors of the run before.) Over the
+# connection both sides speak in lines of JSON:
+#
+#     worker: {"torch": "2.13.0", ...,          once: what it has, to be compared, and a nonce, a
+#              "nonce": "5f0c..."}              number that is used once
+#     run:    {"nonce": "a1b7...",              each proves that it knows the secret, without saying
+#              "proof": "90d2..."}              it: the proof is an HMAC, a hash of the secret and
+#     worker: {"proof": "c43e..."}              of both nonces. Without --secret this is left out
+#     run:    begin
+#     worker: {"host": "tcp://10.0.0.2:40123",  ten times a second: I am here, and so is this host;
+#              "signs": {"4711": {...}}}        and what can be seen of the processes asked about
+#     run:    {"signals": [[4711, 9], ...],     each time: signals to send, as (process id, number);
+#              "pulses": [[4711, PATH], ...]}   and where the processes to look at have their pulse
+#
+# Whoever hears nothing for SILENCE_S takes the other side for lost. What follows then:
+#
+#     the link        its Monarch address becomes "", and it tries to connect twice a second
+#     RemoteHost      life() is "" now; whoever watched its processes is called back: "host lost"
+#     keepers         their replicas on that host are lost; each waits until the host is here
+#     route           requests that were under way there go to replicas on other hosts
+#     the worker      is back, with another Monarch host: life() is another address
+#     keepers         make their replicas again, there
+
+SILENCE_S = 8.0  # within this time a stranger must have proved that it knows the secret, too
+BEAT_S = 0.1
+RECONNECT_S = 0.5
+PACKAGES = ("torch", "transformers", "torchmonarch")
+
+
+def versions() -> dict[str, str]:
+    """What two hosts must have in common."""
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    found["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
+    found["monarch_rl.py"] = f"{zlib.crc32(pathlib.Path(__file__).read_bytes()):08x}"
+    return found
+
+
+def name_and_port(address: str) -> tuple[str, int]:
+    """Of tcp://NAME:PORT. ValueError: it is not of that form."""
+    where = urllib.parse.urlsplit(address)
+    if where.scheme == "tcp" and where.hostname and where.port:
+        return where.hostname, where.port
+    raise ValueError("not of the form tcp://ADDRESS:PORT; 0.0.0.0 is every network")
+
+
+def url(name: str, port: int) -> str:
+    """The other way round. An address of IPv6 stands in brackets."""
+    return f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
+
+
+@dataclass(frozen=True)
+class Connection:
+    """To a worker of the same versions."""
+
+    lines: Any  # a file, to read lines from and to write lines to
+    my_name: str  # the address of this host, as that one sees it
 
 
 def connect(address: str, secret_file: str = "") -> Connection:
@@ -13689,7 +13697,7 @@ def connect(address: str, secret_file: str = "") -> Connection:
     secret = read_secret(secret_file)
     with socket.create_connection(name_and_port(address), 4.0) as connection:
         lines = connection.makefile("rw")  # which keeps it open
-        with patience(connection):
+        with patience(connection, SILENCE_S):
             greet(lines, secret)
         connection.settimeout(SILENCE_S)
         my_name, *_ = connection.getsockname()
@@ -13707,9 +13715,10 @@ def greet(lines: Any, secret: bytes) -> None:
     if not theirs["nonce"] and secret:  # anybody could have taken its place
         raise ValueError("it was started without --secret, so it cannot prove that it knows it")
     if secret:
-        nonces = [str(theirs["nonce"]), secrets.token_hex(32)]
+        nonce = secrets.token_hex(32)
+        nonces = [str(theirs["nonce"]), nonce]
         proof = proof_of(secret, "run", nonces)
-        print(json.dumps({"nonce": nonces[1], "proof": proof}), file=lines, flush=True)
+        print(json.dumps({"nonce": nonce, "proof": proof}), file=lines, flush=True)
         if not is_proved(hear_stranger(lines), secret, "worker", nonces):
             raise ValueError("it does not have the same secret")
 
@@ -13867,7 +13876,7 @@ def attend(client: socket.socket, secret: bytes) -> None:
     # KeyError: a line lacks what it should have. All of these end the connection, and no more.
     wrong = (OSError, ValueError, KeyError, TypeError)
     with client, client.makefile("rw") as lines, contextlib.suppress(*wrong):
-        with patience(client):
+        with patience(client, SILENCE_S):
             if not admit(lines, secret) or next_line(lines, STRANGER_CHARS) != "begin\n":
                 return  # a stranger, or it was only asked who it is
         address = free_address(client)
