@@ -11434,7 +11434,8 @@ def figures_of_wire(
     (folder / "wire.py").write_text(recipe_of_docs("What a relay costs", smaller))
     for i in (0, 1):
         network.work(i, file)
-    ends = [network.url(0), "eth", network.url(1), "eth"]
+    _, secret_file = network.secret
+    ends = [network.url(0), "eth", network.url(1), "eth", secret_file]
     found = subprocess.run(
         [*network.inside(0), sys.executable, "wire.py", *ends],
         cwd=folder,
@@ -11746,6 +11747,7 @@ def test_the_secret_is_never_said(door: Door, tmp_path: pathlib.Path) -> None:
             while words := source.recv(4096):
                 said.append(words)
                 target.sendall(words)
+            target.shutdown(socket.SHUT_WR)  # hangs up on behalf of the other
 
     def stand_between() -> None:
         client, _ = between.accept()
