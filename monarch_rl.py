@@ -143,10 +143,12 @@ import fcntl
 import functools
 import gc
 import hashlib
+import hmac
 import importlib
 import importlib.metadata
 import importlib.util
 import io
+import ipaddress
 import itertools
 import json
 import math
@@ -157,10 +159,12 @@ import pickle
 import random
 import re
 import runpy
+import secrets
 import selectors
 import shlex
 import shutil
 import socket
+import stat
 import statistics
 import subprocess
 import sysconfig
@@ -578,6 +582,7 @@ class Config:
     judge_stuck_after: float = setting(5.0, "seconds that a reward may take", least=0.5)
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
     hosts: str = setting("", "tcp://ADDRESS:PORT,... of other hosts, on which --worker runs")
+    secret: str = setting("", "file with what --worker and --hosts must both know")
     # What is written. Nothing is, unless you ask for it.
     json: str = setting("", "file for everything that was measured")
     log: str = setting("", "file for a JSON line per training step")
@@ -783,6 +788,15 @@ def line_of_section(stage: Stage) -> int:
     return line_with(title.ljust(100, "="))
 
 
+def visible(text: str) -> str:
+    r"""Text with its control characters written out, such as \x1b; ends of lines remain.
+
+    A policy can say anything, and a task, a worker or another host can quote it. A terminal obeys
+    some characters: they move the cursor, rename the window, turn the order of letters round.
+    """
+    return "".join(ch if ch.isprintable() or ch == "\n" else repr(ch)[1:-1] for ch in text)
+
+
 class Report:
     """Prints what the stages have to say, and keeps what they measured.
 
@@ -841,7 +855,7 @@ class Report:
         """Prints lines, in the place of the live line if there is one."""
         clear = self.CLEAR_LINE if self.is_terminal else ""
         for line in lines:
-            print(f"{clear}{indent}{line}".rstrip(" "), end=end, flush=True)
+            print(f"{clear}{indent}{visible(line)}".rstrip(" "), end=end, flush=True)
         self.last_print_s = time.monotonic()
 
     def say_live(self, line: str) -> None:
@@ -10146,7 +10160,7 @@ class Run:
             lags=lags.bincount().tolist(),
             truncated=int(batch.is_truncated.sum()) / max(1, num_answers),
             unjudged=self.num_unjudged / max(1, self.num_unjudged + self.num_judged),
-            heard=" ".join(turn.user for turn in batch.prompts[0].turns)[:100],
+            heard=" ".join(" ".join(turn.user.split()) for turn in batch.prompts[0].turns)[:100],
             said=as_shown(batch.said[0], batch.is_truncated[0].tolist()),
             stats=stats,
         )
@@ -10232,7 +10246,8 @@ def as_shown(said: list[str], is_truncated: list[bool]) -> str:
     """The answers of an episode as a line for people."""
     shown = []
     for text, is_stopped in zip(said, is_truncated, strict=False):
-        shown.append(f"{text}..." if is_stopped else text)
+        line = " ".join(text.split())  # it may have several, and none may pass for one of ours
+        shown.append(f"{line}..." if is_stopped else line)
     return " ".join(shown)[:100]
 
 
@@ -13990,9 +14005,9 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #   crosses once per host, and the trainer's Python takes no part. A lost host is a Host whose life
 #   has ended: its replicas are lost, and come back with it. Meanwhile requests go elsewhere.
 # Cost. Two more slots at the trainer for each relay, and a worker process on every host. Its port
-#   runs any code for whoever reaches it: a private network, or the loopback, and nothing else.
-#   (Monarch can ask for certificates, of a certificate authority, ca; here it is told to trust
-#   everybody.)
+#   asks for a secret that both sides know, and without one it is on the loopback only. The ports of
+#   Monarch itself, open as long as a run, ask for nothing: who reaches them can run any code. So a
+#   private network is needed all the same.
 # Not here. Trainer ranks on several hosts; sending only what changed; encryption.
 # Source. attach_to_workers of Monarch.
 #
@@ -14001,13 +14016,101 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #       Link B  <-- lines -------------------------------------->  Monarch host: Generator 1, Relay
 #                                Arena of the trainer  <-- reads --  Relay -> Arena of host B
 
+# -- plumbing: a secret that two hosts share -------------------------------------------------------
+# Both sides have a file with the same secret, and neither sends it. Each makes a nonce, a random
+# number that is used once, and proves what it knows by an HMAC: a hash of the secret, of its side
+# and of both nonces, which nobody can make without the secret, and which fits nowhere else. It says
+# who has begun to speak. It neither hides nor signs what is said afterwards.
+
+STRANGER_CHARS = 4096  # of a line of somebody who has not proved anything
+LINE_CHARS = 1 << 22  # of a line of somebody who has: the signs of ten thousand processes
+LEAST_SECRET_BYTES = 16  # who has seen a proof can try secrets at home, so it must not be a word
+
+
+def read_secret(path: str) -> bytes:
+    """The secret in this file, without spaces around it; empty if there is no file, "".
+
+    ValueError: it is not one, or not one that only its owner knows.
+    """
+    if not path:
+        return b""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise ValueError("it is no file")
+    if mode & 0o077:  # what a group or all others may do with it
+        raise ValueError("others than its owner have access to it: chmod 600 it")
+    secret = pathlib.Path(path).read_bytes().strip()
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ValueError(f"it has {len(secret)} bytes; at least {LEAST_SECRET_BYTES} at random")
+    return secret
+
+
+def proof_of(secret: bytes, side: str, nonces: list[str]) -> str:
+    """That this side knows the secret. nonces: of the worker, of the run.
+
+    Each side makes one nonce, so that no proof of another connection fits. The side is in it, so
+    that nobody can answer with what it was just told (RFC 2104 has HMAC).
+    """
+    words = json.dumps([side, *nonces]).encode()
+    return hmac.new(secret, words, "sha256").hexdigest()
+
+
+def is_proved(told: dict[str, Any], secret: bytes, side: str, nonces: list[str]) -> bool:
+    """Does this line prove it? Time tells nothing of how much of a wrong proof is right."""
+    right = proof_of(secret, side, nonces)
+    return hmac.compare_digest(str(told["proof"]).encode(), right.encode())
+
+
+def next_line(lines: Any, most: int = LINE_CHARS) -> str:
+    """The next line, "" at the end. ValueError: it is longer than that many characters."""
+    line = lines.readline(most)
+    if len(line) == most:
+        raise ValueError(f"a line of {most} characters or more")
+    return line
+
+
+def hear_stranger(lines: Any) -> dict[str, Any]:
+    """A line of one who has not proved anything yet. ValueError: no dict in JSON, or too long."""
+    try:
+        told = json.loads(next_line(lines, STRANGER_CHARS))
+    except RecursionError:  # thousands of brackets, one in the other
+        told = None
+    if not isinstance(told, dict):
+        raise ValueError("it says what no worker and no run would say")
+    return told
+
+
+@contextlib.contextmanager
+def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
+    """Hangs up if the body takes longer than that.
+
+    The time-out of a socket begins anew with each byte, and one may send them slowly.
+    """
+
+    def hang_up() -> None:
+        with contextlib.suppress(OSError):  # the other side has done so
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(longest_s, hang_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 # -- 16a. Links ------------------------------------------------------------------------------------
 # A worker (--worker) waits for connections. For each that begins a run it starts a Monarch host, a
 # process that starts others for whoever asks, at a new port, and ends it with the connection. (At
 # an old port Monarch would deliver messages that were meant for actors of the run before.) Over the
 # connection both sides speak in lines of JSON:
 #
-#     worker: {"torch": "2.13.0", ...}          once: what it has, to be compared
+#     worker: {"torch": "2.13.0", ...,          once: what it has, to be compared, and a nonce, a
+#              "nonce": "5f0c..."}              number that is used once
+#     run:    {"nonce": "a1b7...",              each proves that it knows the secret, without saying
+#              "proof": "90d2..."}              it: the proof is an HMAC, a hash of the secret and
+#     worker: {"proof": "c43e..."}              of both nonces. Without --secret this is left out
 #     run:    begin
 #     worker: {"host": "tcp://10.0.0.2:40123",  ten times a second: I am here, and so is this host;
 #              "signs": {"4711": {...}}}        and what can be seen of the processes asked about
@@ -14023,7 +14126,7 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #     the worker      is back, with another Monarch host: life() is another address
 #     keepers         make their replicas again, there
 
-SILENCE_S = 8.0
+SILENCE_S = 8.0  # within this time a stranger must have proved that it knows the secret, too
 BEAT_S = 0.1
 RECONNECT_S = 0.5
 PACKAGES = ("torch", "transformers", "torchmonarch")
@@ -14058,17 +14161,38 @@ class Connection:
     my_name: str  # the address of this host, as that one sees it
 
 
-def connect(address: str) -> Connection:
-    """Connects to a worker. OSError: nobody answers. ValueError: it has other versions."""
+def connect(address: str, secret_file: str = "") -> Connection:
+    """Connects to a worker.
+
+    OSError: nobody answers. ValueError: it has other versions, or does not know the secret.
+    """
+    secret = read_secret(secret_file)
     with socket.create_connection(name_and_port(address), 4.0) as connection:
         lines = connection.makefile("rw")  # which keeps it open
-        theirs = json.loads(lines.readline())
-        for name, mine in versions().items():
-            if theirs[name] != mine:
-                raise ValueError(f"it has {name} {theirs[name]}, this host has {mine}")
+        with patience(connection, SILENCE_S):
+            greet(lines, secret)
         connection.settimeout(SILENCE_S)
         my_name, *_ = connection.getsockname()
         return Connection(lines=lines, my_name=my_name)
+
+
+def greet(lines: Any, secret: bytes) -> None:
+    """The run's side of what comes before `begin`. ValueError: this is not our worker."""
+    theirs = hear_stranger(lines)
+    for name, mine in versions().items():
+        if theirs[name] != mine:
+            raise ValueError(f"it has {name} {theirs[name]}, this host has {mine}")
+    if theirs["nonce"] and not secret:
+        raise ValueError("it asks for a secret: give --secret FILE")
+    if not theirs["nonce"] and secret:  # anybody could have taken its place
+        raise ValueError("it was started without --secret, so it cannot prove that it knows it")
+    if secret:
+        nonce = secrets.token_hex(32)
+        nonces = [str(theirs["nonce"]), nonce]
+        proof = proof_of(secret, "run", nonces)
+        print(json.dumps({"nonce": nonce, "proof": proof}), file=lines, flush=True)
+        if not is_proved(hear_stranger(lines), secret, "worker", nonces):
+            raise ValueError("it does not have the same secret")
 
 
 class Link(threading.Thread):
@@ -14081,9 +14205,10 @@ class Link(threading.Thread):
     was seen of it, can reach one of the next life that happens to have the same process id.
     """
 
-    def __init__(self, address: str, say: Callable[[str], None]) -> None:
+    def __init__(self, address: str, say: Callable[[str], None], secret_file: str) -> None:
         super().__init__(daemon=True)
         self.address = address
+        self.secret_file = secret_file
         self.say = say
         self.was_here = False  # the thread's own
         self.is_closed = False
@@ -14101,7 +14226,7 @@ class Link(threading.Thread):
         """What the thread does."""
         while not self.is_closed:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                self._listen(connect(self.address).lines)
+                self._listen(connect(self.address, self.secret_file).lines)
             if self.monarch_address and not self.is_closed:
                 self.say(f"{self.address}: lost")
             self._end_life()
@@ -14133,7 +14258,7 @@ class Link(threading.Thread):
         """Listens to the worker until the connection ends. A silence of SILENCE_S ends it, too."""
         with lines:
             print("begin", file=lines, flush=True)
-            for line in lines:
+            for line in iter(functools.partial(next_line, lines), ""):
                 if self.is_closed:
                     return
                 if self.was_here and not self.monarch_address:
@@ -14176,20 +14301,21 @@ class Link(threading.Thread):
 
 
 @functools.cache
-def link_to(address: str) -> Link:
-    """The link to this address: the same one for whoever asks in this process."""
-    return Link(address, Report().say)
+def link_to(host: RemoteHost) -> Link:
+    """The link to this host: the same one for whoever asks in this process."""
+    return Link(host.address, Report().say, host.secret_file)
 
 
+@dataclass(frozen=True)
 class RemoteHost(Host):
     """A machine on which a worker runs."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    address: str
+    secret_file: str = ""  # its path and not the secret: this object travels in messages
 
     def life(self) -> str:
         """The address of the Monarch host there, which is another one after a loss."""
-        return link_to(self.address).monarch_address
+        return link_to(self).monarch_address
 
     def expect_models(self) -> None:
         """There is no template: workers there import for themselves."""
@@ -14211,48 +14337,85 @@ class RemoteHost(Host):
         Pidfds do not reach another host. Of the end of a process there its signs tell, or Monarch's
         own detector; of the loss of the host its life does (Replica.look).
         """
-        link_to(self.address).watch(pulses)
+        link_to(self).watch(pulses)
 
     def signs(self, pulse: PulseHandle) -> Signs | None:
         """What the worker there saw last; None: no line has come since the last look.
 
         So a network that is cut for a moment makes nobody seem to stand still.
         """
-        return link_to(self.address).take_signs(pulse)
+        return link_to(self).take_signs(pulse)
 
     def signal(self, pids: list[int], number: int) -> None:
         """The worker there sends it, at its next line."""
-        link_to(self.address).send(pids, number)
+        link_to(self).send(pids, number)
 
 
-def serve(address: str) -> None:
+def is_loopback(name: str) -> bool:
+    """Can only this machine reach it? A name that has to be looked up may mean another one."""
+    with contextlib.suppress(ValueError):  # a name, and no address
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost"
+
+
+def check_door(address: str, secret_file: str) -> None:
+    """May a worker listen there? ValueError: not without a secret."""
+    name, _ = name_and_port(address)
+    if not secret_file and not is_loopback(name):
+        raise ValueError("others than this machine can reach it: give --secret FILE")
+
+
+def serve(address: str, secret_file: str) -> None:
     """What --worker does, until somebody ends this process."""
+    check_door(address, secret_file)
+    secret = read_secret(secret_file)
     name, port = name_and_port(address)
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
     server = socket.create_server((name, port), family=family)
-    print(f"{address} is open: whoever reaches it can run any code here, as this user", flush=True)
+    who = "knows the secret, or reaches a run's ports," if secret else "reaches it"
+    print(f"{address} is open: whoever {who} can run any code here, as this user", flush=True)
     while True:
         client, _ = server.accept()
         threading.Thread(
             target=attend,
-            args=(client,),
+            args=(client, secret),
             daemon=True,
         ).start()
 
 
-def attend(client: socket.socket) -> None:
+def attend(client: socket.socket, secret: bytes) -> None:
     """Serves one connection to this worker, in a thread."""
     client.settimeout(SILENCE_S)
-    with client.makefile("rw") as lines, contextlib.suppress(OSError, ValueError):
-        print(json.dumps(versions()), file=lines, flush=True)
-        if not lines.readline():
-            return  # it was only asked who it is
+    # KeyError: a line lacks what it should have. All of these end the connection, and no more.
+    wrong = (OSError, ValueError, KeyError, TypeError)
+    with client, client.makefile("rw") as lines, contextlib.suppress(*wrong):
+        with patience(client, SILENCE_S):
+            if not admit(lines, secret) or next_line(lines, STRANGER_CHARS) != "begin\n":
+                return  # a stranger, or it was only asked who it is
         address = free_address(client)
         host = start_monarch_host(address)
         try:
             beat(host, address, lines)
         finally:
             kill([*descendants(host.pid), host.pid])
+
+
+def admit(lines: Any, secret: bytes) -> bool:
+    """The worker's side of what comes before `begin`: does the run know the secret?
+
+    The worker proves that it does only after the run has: a stranger gets no proof to try secrets
+    on. A run without it is told so by an empty proof.
+    """
+    nonce = secrets.token_hex(32) if secret else ""
+    print(json.dumps({**versions(), "nonce": nonce}), file=lines, flush=True)
+    if not secret:
+        return True
+    told = hear_stranger(lines)
+    nonces = [nonce, str(told["nonce"])]
+    is_known = is_proved(told, secret, "run", nonces)
+    proof = proof_of(secret, "worker", nonces) if is_known else ""
+    print(json.dumps({"proof": proof}), file=lines, flush=True)
+    return is_known
 
 
 def free_address(client: socket.socket) -> str:
@@ -14285,7 +14448,7 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
     signs: dict[int, dict[str, Any]] = {}  # by process id
     while host.poll() is None:
         print(json.dumps({"host": address, "signs": signs}), file=lines, flush=True)
-        asked = json.loads(lines.readline())
+        asked = json.loads(next_line(lines))
         for pid, number in asked["signals"]:
             if pid in descendants(host.pid):  # nobody but those that this worker has started
                 kill([pid], number)
@@ -14654,7 +14817,7 @@ class HostsCluster(CriticCluster):
 
     def hosts_of(self, cfg: Config) -> tuple[Host, ...]:
         """Those of --hosts."""
-        return tuple(RemoteHost(address) for address in cfg.hosts.split(","))
+        return tuple(RemoteHost(address, cfg.secret) for address in cfg.hosts.split(","))
 
     async def close(self) -> None:
         """Ends all processes, and the links, with which the Monarch hosts end.
@@ -14666,7 +14829,7 @@ class HostsCluster(CriticCluster):
         await self.relays.close()
         await super().close()
         for host in self.hosts:
-            link_to(host.address).close()
+            link_to(host).close()
 
     def for_trainer(self, path: str) -> bytes:
         """The trainer may be on another host, so the content of the file travels, as a message."""
@@ -15383,7 +15546,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """What argparse calls then. It does not return."""
-        self.exit(2, f"monarch_rl: {message}\n")
+        self.exit(2, f"monarch_rl: {visible(message)}\n")
 
 
 def make_parser() -> Parser:
@@ -15566,12 +15729,7 @@ def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None
     with blaming(parser, "--checkpoint"):
         if cfg.checkpoint:
             try_checkpoints(cfg, stages)
-    for address in cfg.hosts.split(",") if cfg.hosts else ():
-        with blaming(parser, f"--hosts {address}"):
-            connect(address)
-    with blaming(parser, f"--worker {worker}"):
-        if worker:
-            name_and_port(worker)
+    try_hosts(parser, cfg, worker)
     with blaming(parser, "--json, --log, --trace, --report"):
         files = [path for path in (cfg.json, cfg.trace, cfg.report) if path]
         try_files(
@@ -15592,6 +15750,20 @@ def try_checkpoints(cfg: Config, stages: list[Stage]) -> None:
             raise ValueError(
                 f"{path} is of step {num_made}, {planned}: give more, or another folder"
             )
+
+
+def try_hosts(parser: Parser, cfg: Config, worker: str | None) -> None:
+    """Is the secret one, do the workers of --hosts know it, and does --worker need it?"""
+    if cfg.secret and not cfg.hosts and not worker:
+        parser.error("--secret goes with --worker or --hosts")
+    with blaming(parser, f"--secret {cfg.secret}"):
+        read_secret(cfg.secret)
+    for address in cfg.hosts.split(",") if cfg.hosts else ():
+        with blaming(parser, f"--hosts {address}"):
+            connect(address, cfg.secret)
+    with blaming(parser, f"--worker {worker}"):
+        if worker:
+            check_door(worker, cfg.secret)
 
 
 def lock_folder(folder: str) -> None:
@@ -15819,7 +15991,7 @@ def leave(status: int, line: str = "") -> None:
         kill(found)
         time.sleep(0.02)
     if line:
-        sys.stderr.write(f"monarch_rl: {line}\n")
+        sys.stderr.write(f"monarch_rl: {visible(line)}\n")
     os._exit(status)
 
 
@@ -15836,13 +16008,13 @@ def main(argv: list[str] | None = None) -> None:
     if command.worker:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: leave(0))
-        serve(command.worker)
+        serve(command.worker, command.cfg.secret)
     # How messages travel. Other hosts must be able to answer, so this one needs an address that
     # they can reach: the one from which it reaches them.
     cfg = command.cfg
     if cfg.hosts:
         first, *_ = cfg.hosts.split(",")
-        enable_transport(url(connect(first).my_name, 0))
+        enable_transport(url(connect(first, cfg.secret).my_name, 0))
     elif command.has_tcp():
         enable_transport("tcp://127.0.0.1:0")
     # Descriptor 2, which our processes inherit, becomes an unnamed file: Monarch reports there what

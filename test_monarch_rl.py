@@ -11251,7 +11251,7 @@ async def remote_illness_scene() -> dict[str, Any]:
     for number in (signal.SIGKILL, signal.SIGSTOP, None):
         name = f"ill_{number}"
         found[str(number)] = await told_of(m.Service(dataclasses.replace(spec, name=name)), number)
-    m.link_to(address).close()
+    m.link_to(m.RemoteHost(address)).close()
     workers.close()
     return found
 
@@ -12840,6 +12840,14 @@ def ip(command: str) -> bool:
     return False
 
 
+def secret_in(folder: pathlib.Path, text: str = "of these tests, 16 bytes or more") -> pathlib.Path:
+    """A file for --secret."""
+    file = folder / f"secret of {len(text)}"
+    file.write_text(text, encoding="utf-8")
+    file.chmod(0o600)
+    return file
+
+
 class Network:
     """Hosts that are one machine.
 
@@ -12856,6 +12864,8 @@ class Network:
         self.names = [f"{self.tag}h{i}" for i in range(num_hosts)]  # of the hosts' namespaces
         self.addresses = [f"10.77.0.{i + 1}" for i in range(num_hosts)]
         self.hub = Hub(self.names if loss else [], loss)
+        self.folder = tempfile.TemporaryDirectory()
+        self.secret = ("--secret", str(secret_in(pathlib.Path(self.folder.name))))
         self.is_real = all(ip(command) for command in self.commands())
         if self.is_real:
             self.hub.start()
@@ -12898,7 +12908,14 @@ class Network:
         """Starts a worker there, and waits until it is open."""
         mark = uuid.uuid4().hex
         process = subprocess.Popen(
-            [*self.inside(i, True), sys.executable, str(file), "--worker", self.url(i)],
+            [
+                *self.inside(i, True),
+                sys.executable,
+                str(file),
+                "--worker",
+                self.url(i),
+                *self.secret,
+            ],
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -12941,7 +12958,7 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
 def quiet_link(module: Any = m) -> Any:
     """A link whose thread does not run: the test takes its turns."""
     with mock.patch.object(module.Link, "start"):
-        return module.Link("tcp://b:1", lambda *lines: None)
+        return module.Link("tcp://b:1", lambda *lines: None, "")
 
 
 def sign_of(beats: int, state: str = "S") -> dict[str, Any]:
@@ -13051,7 +13068,7 @@ def test_a_run_on_two_hosts_pulls_what_was_published(
         network.work(i, quick_file)
     run = run_file(
         tmp_path,
-        *("--only", "sync_rl", "--hosts", network.hosts(), "--steps", "20"),
+        *("--only", "sync_rl", "--hosts", network.hosts(), *network.secret, "--steps", "20"),
         file=quick_file,
         prefix=network.inside(0),
     )
@@ -13116,7 +13133,7 @@ def test_training_learns_on_two_hosts_as_on_one(network: Network, tmp_path: path
     for i in (0, 1):
         network.work(i)
     before = [network.num_processes(i) for i in (0, 1)]
-    command = ("--only", "async_rl", "--hosts", network.hosts())
+    command = ("--only", "async_rl", "--hosts", network.hosts(), *network.secret)
     run = run_file(tmp_path, *command, prefix=network.inside(0))
     assert run.status == 0, run.out + run.err
     found = run.figures("async_rl")
@@ -13163,7 +13180,15 @@ def test_a_run_goes_on_without_a_host_that_is_lost(
     before = [network.num_processes(i) for i in range(3)]
     run = start_file(
         tmp_path,
-        *("--only", "async_rl", "--hosts", network.hosts(), "--steps", str(num_steps)),
+        *(
+            "--only",
+            "async_rl",
+            "--hosts",
+            network.hosts(),
+            *network.secret,
+            "--steps",
+            str(num_steps),
+        ),
         *("--generators", "3", "--log", str(log), "--json", "out.json"),
         prefix=network.inside(0),
     )
@@ -13209,7 +13234,8 @@ def figures_of_wire(
     (folder / "wire.py").write_text(recipe_of_docs("What a relay costs", smaller))
     for i in (0, 1):
         network.work(i, file)
-    ends = [network.url(0), "eth", network.url(1), "eth"]
+    _, secret_file = network.secret
+    ends = [network.url(0), "eth", network.url(1), "eth", secret_file]
     found = subprocess.run(
         [*network.inside(0), sys.executable, "wire.py", *ends],
         cwd=folder,
@@ -13334,7 +13360,7 @@ def test_another_version_of_the_file_is_named(network: Network, tmp_path: pathli
     other.write_text(SOURCE + "\n# another version\n", encoding="utf-8")
     network.work(0, other)
     found = subprocess.run(
-        [*network.inside(0), sys.executable, str(FILE), "--hosts", network.url(0)],
+        [*network.inside(0), sys.executable, str(FILE), "--hosts", network.url(0), *network.secret],
         cwd=tmp_path,
         text=True,
         capture_output=True,
@@ -13384,6 +13410,203 @@ def test_a_run_on_one_host_opens_no_port(tmp_path: pathlib.Path, stage: str, las
     assert heard == set()
 
 
+# -- several hosts: who may come in ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Door:
+    """One of our workers, in a thread: where it is, and how many Monarch hosts it has started."""
+
+    address: str
+    started: list[str]
+
+    def speak(self, *words: bytes) -> bytes:
+        """What it answers to a stranger until it hangs up."""
+        name, port = m.name_and_port(self.address)
+        with socket.create_connection((name, port), 10) as client:
+            client.recv(4096)
+            for some in words:
+                with contextlib.suppress(OSError):  # it has hung up
+                    client.sendall(some)
+            with contextlib.suppress(ConnectionResetError):
+                return client.recv(4096)
+        return b""
+
+
+@pytest.fixture
+def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    """Its secret is that of the test. It starts no Monarch host, but notes that it would have."""
+    started: list[str] = []
+
+    def note(address: str) -> None:
+        started.append(address)
+        raise ConnectionError("this test starts none")
+
+    monkeypatch.setattr(m, "start_monarch_host", note)
+    monkeypatch.setattr(m, "SILENCE_S", 1.0)
+    secret = getattr(request, "param", b"a secret of 24 characters")
+
+    def serve_all() -> None:
+        with contextlib.suppress(OSError):  # the test is over
+            while True:
+                client, _ = server.accept()
+                threading.Thread(target=m.attend, args=(client, secret), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve_all, daemon=True).start()
+        yield Door(m.url(*server.getsockname()), started)
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def begin(door: Door, secret: pathlib.Path | str) -> None:
+    """What a run does, as far as `begin`."""
+    lines = m.connect(door.address, str(secret)).lines
+    print("begin", file=lines, flush=True)
+    lines.readline()  # it hangs up
+
+
+def test_only_who_knows_the_secret_is_served(door: Door, tmp_path: pathlib.Path) -> None:
+    wrong = secret_in(tmp_path, "another secret, also long")
+    with pytest.raises(ValueError, match="not have the same secret"):
+        begin(door, wrong)
+    with pytest.raises(ValueError, match="asks for a secret"):
+        begin(door, "")
+    assert door.started == []
+    begin(door, secret_in(tmp_path, "a secret of 24 characters"))
+    assert len(door.started) == 1
+
+
+def test_without_the_comparison_anybody_is_served(
+    door: Door, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(m, "is_proved", lambda *_: True)
+    begin(door, secret_in(tmp_path, "another secret, also long"))
+    assert len(door.started) == 1
+
+
+@pytest.mark.parametrize("door", [b""], indirect=True)
+def test_a_run_with_a_secret_trusts_no_worker_without(door: Door, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match="without --secret"):
+        begin(door, secret_in(tmp_path))
+    assert door.started == []
+    begin(door, "")
+    assert len(door.started) == 1
+
+
+ANSWER = json.dumps({"nonce": "00", "proof": "00"}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [b"begin\n"],
+        [ANSWER, b"begin\n"],
+        [b"[" * 4000 + b"\n", b"begin\n"],
+        [b"7\n", b"begin\n"],
+        [b"\xff\n", b"begin\n"],
+        [b"x" * 1_000_000],
+        [b"GET / HTTP/1.1\r\n\r\n"],
+        [],
+    ],
+    ids=["begin", "guess", "deep", "number", "bytes", "endless", "browser", "silent"],
+)
+def test_a_stranger_gets_nothing_and_is_cut_off(door: Door, words: list[bytes]) -> None:
+    assert door.speak(*words) in (b"", b'{"proof": ""}\n')
+    assert door.started == []
+
+
+def test_a_stranger_who_speaks_slowly_is_cut_off(door: Door) -> None:
+    """A byte each quarter of the time-out, which begins anew each time."""
+    name, port = m.name_and_port(door.address)
+    with socket.create_connection((name, port), 10) as client:
+        client.recv(4096)
+        num_sent = 0
+        with contextlib.suppress(OSError):
+            while num_sent < 100:
+                client.sendall(b"[")
+                num_sent += 1
+                time.sleep(0.25)
+    assert num_sent < 100
+    assert door.started == []
+
+
+@pytest.mark.parametrize("door", [b""], indirect=True)
+def test_a_web_page_cannot_begin_at_a_worker_of_this_machine(door: Door) -> None:
+    """A browser here reaches the loopback; what it says first is never `begin`."""
+    door.speak(b"POST / HTTP/1.1\r\n\r\nbegin\n")
+    assert door.started == []
+
+
+def test_the_secret_is_never_said(door: Door, tmp_path: pathlib.Path) -> None:
+    """All that a run and a worker say to each other, as somebody between them sees it."""
+    name, port = m.name_and_port(door.address)
+    said = []
+
+    def carry(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while words := source.recv(4096):
+                said.append(words)
+                target.sendall(words)
+            target.shutdown(socket.SHUT_WR)  # hangs up on behalf of the other
+
+    def stand_between() -> None:
+        client, _ = between.accept()
+        with client, socket.create_connection((name, port)) as worker:
+            threading.Thread(target=carry, args=(worker, client), daemon=True).start()
+            carry(client, worker)
+
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        threading.Thread(target=stand_between, daemon=True).start()
+        seen = Door(m.url(*between.getsockname()), door.started)
+        begin(seen, secret_in(tmp_path, "a secret of 24 characters"))
+    assert len(door.started) == 1
+    assert b"proof" in b"".join(said)
+    assert b"a secret" not in b"".join(said)
+
+
+@pytest.mark.parametrize("name", ["0.0.0.0", "[::]", "10.0.0.1", "example.org", "[fe80::1]"])
+def test_beyond_the_loopback_a_worker_needs_a_secret(
+    refused: Refused, tmp_path: pathlib.Path, name: str
+) -> None:
+    address = f"tcp://{name}:26600"
+    assert "give --secret FILE" in refused("--worker", address)
+    assert m.parse(["--worker", address, "--secret", str(secret_in(tmp_path))]).worker == address
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "127.0.0.2", "localhost", "[::1]"])
+def test_on_the_loopback_it_needs_none(name: str) -> None:
+    assert m.parse(["--worker", f"tcp://{name}:26600"]).worker
+
+
+def test_a_secret_is_a_file_of_its_owner(refused: Refused, tmp_path: pathlib.Path) -> None:
+    file = secret_in(tmp_path)
+    command = ("--worker", "tcp://127.0.0.1:26600", "--secret")
+    for mode in (0o640, 0o604, 0o620):
+        file.chmod(mode)
+        assert "chmod 600" in refused(*command, file)
+    assert "no file" in refused(*command, tmp_path)
+    assert "FileNotFoundError" in refused(*command, tmp_path / "none")
+    assert "it has 0 bytes" in refused(*command, secret_in(tmp_path, " \n"))
+    assert "it has 5 bytes" in refused(*command, secret_in(tmp_path, "short"))
+    assert "goes with --worker or --hosts" in refused("--secret", secret_in(tmp_path))
+
+
+STEERING = "a\x1b]0;name\x07\x1b[2Jb\r\x9b1mc\u202ed\x00e\x7f"
+
+
+def test_no_answer_steers_the_terminal(
+    capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    """Escapes, a carriage return, an override of direction, and a line like one of ours."""
+    m.Report().say(STEERING)
+    out, _ = capsys.readouterr()
+    assert out.endswith("\n")
+    assert out.rstrip("\n").isprintable()
+    assert r"a\x1b]0;name\x07\x1b[2Jb\r\x9b1mc\u202ed\x00e\x7f" in out
+    assert refused("--task", STEERING.replace("\x00", "")).rstrip("\n").isprintable()
+    assert m.as_shown(["a\n    ok steps made: 16"], [False]) == "a ok steps made: 16"
+
+
 def pid_of_worker(worker: StartedRun) -> int:
     """Of the command itself, and not of the programs in front of it."""
     found = []
@@ -13399,7 +13622,7 @@ def test_a_worker_that_ends_leaves_nothing_behind(
     network: Network, tmp_path: pathlib.Path, number: int
 ) -> None:
     worker = network.work(0)
-    command = ("--only", "sync_rl", "--hosts", network.url(0))
+    command = ("--only", "sync_rl", "--hosts", network.url(0), *network.secret)
     run = start_file(tmp_path, *command, prefix=network.inside(0))
     assert wait_until(lambda: network.num_processes(0) > 5, 60)
     os.kill(pid_of_worker(worker), number)
@@ -13413,7 +13636,7 @@ def test_a_main_process_that_ends_leaves_nothing_on_other_hosts(
 ) -> None:
     worker = network.work(0)
     before = processes_of(worker.mark)
-    command = ("--only", "sync_rl", "--hosts", network.url(0))
+    command = ("--only", "sync_rl", "--hosts", network.url(0), *network.secret)
     run = start_file(tmp_path, *command, prefix=network.inside(0))
     assert wait_until(lambda: network.num_processes(0) > len(before) + 3, 60)
     kill_all(processes_of(run.mark))
