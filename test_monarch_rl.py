@@ -4090,7 +4090,7 @@ def test_preferences_from_which_nothing_can_be_learned_are_refused(
 def test_a_reward_model_is_of_one_host(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = m.url(*server.getsockname())
-        with mock.patch.object(m, "connect", lambda _: None):
+        with mock.patch.object(m, "connect", lambda *_: None):
             line = refused("--only", "sync_rl", "--reward", "model", "--hosts", address)
     assert "does not go with --hosts" in line
 
