@@ -1790,20 +1790,45 @@ class Host:
             on_end("died")
 
         for pulse in pulses:
-            descriptor = os.pidfd_open(pulse.pid)
+            descriptor = open_process(pulse)
             loop.add_reader(descriptor, has_ended, descriptor)
 
     def signs(self, pulse: PulseHandle) -> Signs | None:
         """What can be seen of this process now; None: nothing new since the last look."""
         return read_signs(pulse)
 
-    def signal(self, pids: list[int], number: int) -> None:
+    def signal(self, pulses: list[PulseHandle], number: int) -> None:
         """Sends a signal to processes. SIGKILL also ends those that stand still."""
-        kill(pids, number)
+        for pulse in pulses:
+            with contextlib.suppress(ProcessLookupError):
+                descriptor = open_process(pulse)
+                try:
+                    signal.pidfd_send_signal(descriptor, number)
+                finally:
+                    os.close(descriptor)
+
+
+def open_process(pulse: PulseHandle) -> int:
+    """A pidfd of this process. ProcessLookupError: it has ended.
+
+    The system gives the id of a process that has ended to another one. What is killed by its id
+    alone may be somebody else; a pidfd stays that of the process for which it was opened.
+    """
+    descriptor = os.pidfd_open(pulse.pid)
+    if start_of(pulse.pid) != pulse.started:  # mechanism: nobody else
+        os.close(descriptor)
+        raise ProcessLookupError(f"process {pulse.pid} is another one by now")
+    return descriptor
+
+
+def start_of(pid: int) -> int:
+    """When this process of this host started, as the system counts it; -1: it has ended."""
+    # The twentieth entry: proc_pid_stat(5) has it as the 22nd, for the id and the name come first.
+    return max((int(entry) for entry in status_of(pid)[19:20]), default=-1)
 
 
 def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
-    """Sends a signal to those of these processes that still run."""
+    """Sends a signal to those of these processes that still run: the caller knows them by now."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(pid, number)
@@ -1830,12 +1855,28 @@ def is_alive(pid: int) -> bool:
     return state not in ENDED
 
 
+def descendants(root: int) -> list[int]:
+    """Process ids of the children of a process, of theirs, and so on, as far as they run."""
+    children = collections.defaultdict(list)
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        _, *parent = status_of(pid)[:2]  # without a parent: it has ended meanwhile
+        if parent:
+            children[int(parent[0])].append(pid)
+    found = [root]
+    for pid in found:  # which grows meanwhile
+        found += children[pid]
+    return [pid for pid in found[1:] if is_alive(pid)]
+
+
 @dataclass(frozen=True)
 class PulseHandle:
     """Where a process shows that it lives: the first thing that its owner asks it for."""
 
     pid: int
     path: str  # of its file in memory, for processes of the same host
+    # When it started, as the system counts it: a process that gets its id later has another number.
+    started: int = 0
 
 
 class Pulse:
@@ -1849,7 +1890,11 @@ class Pulse:
     BEAT_EVERY_S = 0.1
 
     def __init__(self) -> None:
-        self.handle = PulseHandle(pid=os.getpid(), path=unnamed_file("pulse"))
+        self.handle = PulseHandle(
+            pid=os.getpid(),
+            path=unnamed_file("pulse"),
+            started=start_of(os.getpid()),
+        )
         with open(self.handle.path, "r+b") as file:
             file.truncate(mmap.PAGESIZE)
             self.memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
@@ -2157,7 +2202,7 @@ class Replica:
 
     def send_signal(self, number: int) -> None:
         """To the processes of all its ranks."""
-        self.host.signal(self.pids, number)
+        self.host.signal([watch.pulse for watch in self.watches], number)
 
     async def end(self) -> None:
         """Ends its processes, which takes milliseconds. TimeoutError: it took END_WITHIN_S.
@@ -2168,10 +2213,9 @@ class Replica:
         """
         if self.host.life() != self.host_life:
             return  # its processes ended with that life of their host
-        if not self.watches:
-            kill(self.starts.pids())
+        if not self.watches:  # then their ids are all that is known: of those that are ours still
+            kill(set(self.starts.pids()) & set(descendants(os.getpid())))
         self.send_signal(signal.SIGKILL)
-        # The system may soon give these numbers to other processes, which nobody must kill.
         self.pids = []
         self.watches = []
         with contextlib.suppress(ValueError):  # they could not be made, so there are none
@@ -14346,9 +14390,9 @@ class RemoteHost(Host):
         """
         return link_to(self).take_signs(pulse)
 
-    def signal(self, pids: list[int], number: int) -> None:
+    def signal(self, pulses: list[PulseHandle], number: int) -> None:
         """The worker there sends it, at its next line."""
-        link_to(self).send(pids, number)
+        link_to(self).send([pulse.pid for pulse in pulses], number)
 
 
 def is_loopback(name: str) -> bool:
@@ -14457,20 +14501,6 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
         for pid, path in asked["pulses"]:
             seen = read_signs(PulseHandle(pid=pid, path=path))
             signs[pid] = dataclasses.asdict(seen)
-
-
-def descendants(root: int) -> list[int]:
-    """Process ids of the children of a process, of theirs, and so on, as far as they run."""
-    children = collections.defaultdict(list)
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        pid = int(folder.name)
-        _, *parent = status_of(pid)[:2]  # without a parent: it has ended meanwhile
-        if parent:
-            children[int(parent[0])].append(pid)
-    found = [root]
-    for pid in found:  # which grows meanwhile
-        found += children[pid]
-    return [pid for pid in found[1:] if is_alive(pid)]
 
 
 # -- 16b. The relay --------------------------------------------------------------------------------
@@ -15991,7 +16021,12 @@ def leave(status: int, line: str = "") -> None:
         kill(found)
         time.sleep(0.02)
     if line:
-        sys.stderr.write(f"monarch_rl: {visible(line)}\n")
+        # In a thread, for a write may wait: for a terminal that was stopped with Ctrl-S, or for the
+        # end of another write, in which a signal has found this very thread.
+        words = f"monarch_rl: {visible(line)}\n"
+        telling = threading.Thread(target=sys.stderr.write, args=(words,), daemon=True)
+        telling.start()
+        telling.join(2.0)  # mechanism: nobody may read it
     os._exit(status)
 
 

@@ -10290,6 +10290,31 @@ def test_signs_of_a_process_that_was_stopped_and_has_ended() -> None:
     assert m.read_signs(handle) == seen(state="X", cpu_ticks=0, beats=0, progress=0)
 
 
+def survives(module: Any, started_before: int) -> bool:
+    """Does a process live on, when one with its id is signalled that started so much earlier?"""
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        started = m.start_of(child.pid) - started_before
+        handle = module.PulseHandle(pid=child.pid, path="", started=started)
+        module.Host().signal([handle], signal.SIGKILL)
+        return not wait_until(lambda: child.poll() is not None, 1 if started_before else 10)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_signal_is_never_for_the_next_process_that_has_an_id(tmp_path: pathlib.Path) -> None:
+    assert not survives(m, started_before=0)
+    assert survives(m, started_before=1)
+    changed = changed_module(tmp_path, {"nobody else": "if False:"})
+    assert not survives(changed, started_before=1)
+    # Who has ended gets none, and nobody is told.
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    m.Host().signal([m.PulseHandle(pid=gone.pid, path="", started=1)], signal.SIGKILL)
+    assert m.start_of(gone.pid) == -1
+
+
 # -- judges ----------------------------------------------------------------------------------------
 
 
@@ -10420,12 +10445,12 @@ class LateHost(m.Host):
 
     diary: str  # nobody is killed before something was done by this one
 
-    def signal(self, pids: list[int], number: int) -> None:
+    def signal(self, pulses: list[m.PulseHandle], number: int) -> None:
         if number == signal.SIGKILL:
-            m.kill(pids, signal.SIGCONT)
+            super().signal(pulses, signal.SIGCONT)
             wait_until(lambda: done_in(self.diary))
             time.sleep(0.2)  # the answer is on its way
-        m.kill(pids, number)
+        super().signal(pulses, number)
 
 
 class FullHost(m.Host):
@@ -11786,6 +11811,89 @@ def test_a_reward_model_that_does_not_pull_is_found_out(tmp_path: pathlib.Path) 
     assert run.failed_checks("reward_model") == {"errors that ended the stage"}
     assert "has judged, and" in run.out
     assert run.left == []
+
+
+# -- struck anywhere -------------------------------------------------------------------------------
+# The scenes above strike where somebody has thought of it. This one strikes a run of the file at
+# random moments, from its first process on: while it starts, evaluates, trains, saves, compares and
+# closes. Any of its processes may be hit: workers, those that are just starting, the shells in
+# their places, the template, and Monarch's own.
+
+
+class StruckRun:
+    """Runs async_rl, and strikes six of its processes on the way; a seed draws which and when."""
+
+    NUM_STRIKES = 6
+    LIMIT_S = 900  # of a run, which takes 60 to 120 s
+
+    def __init__(self, folder: pathlib.Path, seed: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.seed = seed
+        self.rng = random.Random(f"struck anywhere {seed}")
+        self.strikes: list[str] = []  # in words
+        self.stopped: list[tuple[float, int]] = []  # when it is to go on, and who
+
+    def run(self) -> list[str]:
+        """What was wrong with it, in words; empty: nothing."""
+        flags = ["--only", "async_rl", "--steps", "120", "--seed", str(self.seed)]
+        started = start_file(self.folder, *flags, "--json", "out.json")
+        process = started.process
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            said = threads.submit(process.communicate)
+            end = time.monotonic() + self.LIMIT_S
+            while process.poll() is None and time.monotonic() < end:
+                self.wait(process, self.rng.uniform(1.5, 6.5))
+                if len(self.strikes) < self.NUM_STRIKES and process.poll() is None:
+                    self.strike(started)
+            is_hung = process.poll() is None
+            process.kill()
+            out, err = said.result()
+        is_left = not wait_until(lambda: not processes_of(started.mark))
+        kill_all(processes_of(started.mark))
+        wrong = {
+            f"status {process.returncode}": process.returncode != 0,
+            "it did not end": is_hung,
+            "processes are left": is_left,
+            err[-2000:]: bool(err),
+            out[-6000:]: process.returncode != 0,
+        }
+        return [what for what, is_so in wrong.items() if is_so]
+
+    def wait(self, process: subprocess.Popen[str], seconds: float) -> None:
+        """For so long, or until it ends. Meanwhile those whose time has come go on."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and process.poll() is None:
+            time.sleep(0.02)
+            due = [item for item in self.stopped if item[0] < time.monotonic()]
+            for item in due:
+                self.stopped.remove(item)
+                m.kill([item[1]], signal.SIGCONT)
+
+    def strike(self, started: StartedRun) -> None:
+        """Kills somebody, or stops him: for good, or until his place is long taken."""
+        candidates = sorted(set(processes_of(started.mark)) - {started.process.pid})
+        if not candidates:
+            return
+        pid = self.rng.choice(candidates)
+        how = self.rng.choice(["killed", "stopped", "stopped for a while"])
+        m.kill([pid], signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        self.strikes.append(f"{pid} {how}")
+        if how == "stopped for a while":
+            self.stopped.append((time.monotonic() + self.rng.uniform(3, 9), pid))
+
+
+@long
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_that_is_struck_anywhere_ends_as_if_it_was_not(
+    tmp_path: pathlib.Path, seed: int
+) -> None:
+    """Its own checks say so: all steps, books that balance, what was learned, what was undone."""
+    run = StruckRun(tmp_path, seed)
+    wrong = run.run()
+    print(run.strikes, *wrong, sep="\n")
+    assert wrong == []
+    assert len(run.strikes) == run.NUM_STRIKES
 
 
 # -- power cuts ------------------------------------------------------------------------------------
@@ -14089,6 +14197,39 @@ def test_ctrl_c_leaves_nothing_behind(
     assert os.listdir(tmp_path) == []
 
 
+def ends_on_a_stopped_terminal(folder: pathlib.Path, file: pathlib.Path) -> bool:
+    """Does Ctrl-C end a run whose output nobody reads, so that its first line waits for ever?"""
+    reader, writer = os.pipe()
+    os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)))  # it is full
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, str(file), "--only", "hello_actor"],
+        cwd=folder,
+        stdout=writer,
+        stderr=writer,
+        env={**os.environ, MARK: mark},
+    )
+    try:
+        where = pathlib.Path(f"/proc/{process.pid}/wchan")
+        assert wait_until(lambda: where.read_text().endswith("pipe_write"), 60)
+        process.send_signal(signal.SIGINT)
+        has_ended = bool(wait_until(lambda: process.poll() is not None, 8))
+        assert not has_ended or process.returncode == 130
+        return has_ended
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
+        assert wait_until(lambda: not processes_of(mark), 30)
+
+
+def test_ctrl_c_ends_a_run_whose_terminal_stands_still(tmp_path: pathlib.Path) -> None:
+    assert ends_on_a_stopped_terminal(tmp_path, FILE)
+    changed = changed_file(tmp_path, {"nobody may read it": "telling.join()"})
+    assert not ends_on_a_stopped_terminal(tmp_path, changed)
+
+
 @pytest.mark.parametrize(("stage", "moment_s"), [("weight_sync", 6.0), ("sync_rl", 3.0)])
 def test_killing_the_main_process_ends_its_processes(
     tmp_path: pathlib.Path, stage: str, moment_s: float
@@ -14704,6 +14845,13 @@ def run_at_length(folder: pathlib.Path) -> None:
         print(json.dumps(answers[-1]), flush=True)
     num_right = sum(not answer["wrong"] for answer in answers)
     print(f"runs with three faults, as they should be: {num_right} of 20")
+    num_right = 0
+    for seed in range(40):
+        run = StruckRun(folder / f"struck {seed}", seed)
+        wrong = run.run()
+        num_right += not wrong
+        print(seed, run.strikes, *wrong, flush=True)
+    print(f"runs struck anywhere, as they should be: {num_right} of 40")
     for scene, num_outside, num_inside in (("sync", 40, 10), ("async", 8, 2)):
         cuts = PowerCuts(folder / f"cuts {scene}", num_outside, num_inside, scene)
         cuts.run()
