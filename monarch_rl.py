@@ -14847,7 +14847,8 @@ class HostsCluster(CriticCluster):
 
     def hosts_of(self, cfg: Config) -> tuple[Host, ...]:
         """Those of --hosts."""
-        return tuple(RemoteHost(address, cfg.secret) for address in cfg.hosts.split(","))
+        addresses = cfg.hosts.split(",")
+        return tuple(RemoteHost(address=one, secret_file=cfg.secret) for one in addresses)
 
     async def close(self) -> None:
         """Ends all processes, and the links, with which the Monarch hosts end.

@@ -7600,6 +7600,7 @@ def test_a_read_that_fails_is_raised_when_all_have_ended() -> None:
 
     class Failing:
         async def read_into(self, room: torch.Tensor, timeout: int) -> None:
+            await asyncio.sleep(0)  # the other one begins meanwhile
             raise OSError("the other host is gone")
 
     slow: Any = SlowHandle(0, threading.Event(), log)
@@ -10226,7 +10227,8 @@ def test_who_is_stopped_while_it_starts_stands_still_too() -> None:
 
 def test_notes_of_those_who_start_are_told_apart() -> None:
     """Names of services may have spaces, and a note may be half-written still."""
-    first, second = os.getpid(), os.getppid()
+    first = os.getpid()
+    second = os.getppid()
     notes = [f"hanging judge_0_1 {first}", f"judge_0_1 {second}", "hanging judge_0_1 99"]
     with open(m.starts_file(), "a", encoding="ascii") as file:
         file.write("\n".join(notes))
@@ -13374,9 +13376,9 @@ def test_what_crosses_the_network(network: Network, tmp_path: pathlib.Path) -> N
         pytest.skip(NO_NAMESPACES)
     found = figures_of_wire(network, tmp_path)
     # With a loss more crosses: no frame is larger there, and the lost ones are sent again.
-    most = 1.1 if network.hub.loss else 1.05
+    most, apart = (1.1, 0.05) if network.hub.loss else (1.05, 0.02)
     assert 1 <= found["bytes_1"] <= most
-    assert abs(found["bytes_4"] / found["bytes_1"] - 1) <= 0.02
+    assert abs(found["bytes_4"] / found["bytes_1"] - 1) <= apart
     assert found["torn_reads"] == 0
     assert found["reads"] > 3
     for carried, dropped in zip(network.hub.carried, network.hub.dropped, strict=True):
@@ -14573,6 +14575,7 @@ def test_records_are_frozen_and_made_with_keywords() -> None:
 # Whose attributes are assigned from outside: of libraries that ask for it, and in `main`.
 OUTSIDE = {
     "match.mine.data",
+    "timer.daemon",  # of a threading.Timer, which has no argument for it
     "parameter.data",  # of a model of transformers, when its dtype is set
     "buffer.data",
     "layer.forward",  # of a layer that is computed again
@@ -14614,7 +14617,7 @@ def test_every_except_names_its_type_and_nothing_is_put_off() -> None:
 def test_only_the_report_and_the_plumbing_print() -> None:
     allowed: set[int] = set()
     for node in TREE.body:
-        names = ("Report", "Link", "serve", "attend", "beat", "main")
+        names = ("Report", "Link", "greet", "serve", "attend", "admit", "beat", "main")
         if isinstance(node, DEFINITIONS) and node.name in names:
             allowed.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     for node in ast.walk(TREE):
@@ -14809,7 +14812,7 @@ def test_the_map_in_readme_has_the_lines_of_the_file() -> None:
 ELSEWHERE = {
     *("_bytes", "_ms", "_per_s", "_us", "_s", "_nats"),  # ends of names
     *("ablate.py", "wire.py", "calculator.py"),  # the recipes' own
-    *("memfd", "pidfd", "ibverbs", "srun", "rollout_func"),  # of Linux, Monarch, Slurm, TRL
+    *("memfd", "pidfd", "tc", "ibverbs", "srun", "rollout_func"),  # of Linux, Monarch, Slurm, TRL
 }
 
 
