@@ -2218,7 +2218,9 @@ class Replica:
         self.send_signal(signal.SIGKILL)
         self.pids = []
         self.watches = []
-        with contextlib.suppress(ValueError):  # they could not be made, so there are none
+        # ValueError: they could not be made, so there are none. RuntimeError: they were killed
+        # while Monarch was making them, which it learns half a minute later.
+        with contextlib.suppress(ValueError, RuntimeError):  # mechanism: killed in the making
             await asyncio.wait_for(self.procs.stop(), self.END_WITHIN_S)
 
 
