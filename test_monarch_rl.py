@@ -10206,6 +10206,20 @@ def test_who_has_no_request_need_not_get_on() -> None:
     assert asyncio.run(diagnosis([seen() for _ in MOVING], num_in_flight=0)) == "stood still 4"
 
 
+def test_who_replaces_a_replica_that_raised_is_not_asked_the_same() -> None:
+    """It is in the same place; but if nobody else is to be there, it is asked."""
+    places = [m.Place(service="root", replica_id=number) for number in (0, 1, 1)]
+    first, raised, its_next = [types.SimpleNamespace(place=place) for place in places]
+    for has_others in (True, False):
+        service: Any = types.SimpleNamespace(
+            _ready=lambda: [first, its_next],
+            _can_ask_another=lambda: has_others,  # noqa: B023
+        )
+        found = m.ServiceActor._may_try(service, raised)  # type: ignore[arg-type]
+        assert found == ([first] if has_others else [first, its_next])
+        assert m.ServiceActor._may_try(service, None) == [first, its_next]
+
+
 async def end_of_killed_in_the_making(module: Any, says: Exception) -> BaseException | None:
     """What comes of ending a replica, when Monarch says so of its processes, which are dead."""
     procs = mock.Mock()
