@@ -139,6 +139,7 @@ import copy
 import ctypes
 import dataclasses
 import decimal
+import errno
 import fcntl
 import functools
 import gc
@@ -267,9 +268,15 @@ def fork_for(stand_in_id: int, selector: selectors.BaseSelector, lifeline: int) 
     template_id = os.getpid()
     try:
         stand_in = os.pidfd_open(stand_in_id)  # becomes readable when that ends
+    except ProcessLookupError:
+        return  # it has ended meanwhile
+    try:
         variables = variables_of(stand_in_id)
     except (ProcessLookupError, FileNotFoundError):
-        return  # it has ended meanwhile
+        variables = {}
+    if STARTS_FILE not in variables:  # it has ended since, and its environment is gone
+        os.close(stand_in)
+        return
     worker_id = os.fork()
     if worker_id == 0:
         selector.close()
@@ -455,9 +462,9 @@ def setting(
     value that is allowed, if there is one. choices: the only values that are allowed, separated by
     spaces; "": any. kind: of the value; None: that of the default.
 
-    is_kept: what becomes of the flag when a run goes on from a checkpoint (section 12), and it is
-    another one than before. True: with another one it would be another run, so that is refused, in
-    a line. False: it counts, from the next step on, and nothing of the old one is left.
+    is_kept: must a run that goes on from a checkpoint (section 12) keep the value? True: with
+    another one it would be another run, so that is refused, in a line. False: another value counts
+    from the next step on.
     """
     kind = kind or type(default)
     metadata = {"meaning": meaning, "least": least, "choices": choices.split(), "kind": kind}
@@ -582,7 +589,7 @@ class Config:
     judge_stuck_after: float = setting(5.0, "seconds that a reward may take", least=0.5)
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
     hosts: str = setting("", "tcp://ADDRESS:PORT,... of other hosts, on which --worker runs")
-    secret: str = setting("", "file with what --worker and --hosts must both know")
+    secret: str = setting("", "file with a secret, the same for --worker and for --hosts")
     # What is written. Nothing is, unless you ask for it.
     json: str = setting("", "file for everything that was measured")
     log: str = setting("", "file for a JSON line per training step")
@@ -658,8 +665,10 @@ def reason_of_system(error: BaseException) -> str:
 def flush_to_disk(path: str) -> None:
     """Returns when the disk has it: of a file its content, of a folder its names."""
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    finally:  # or a file that is removed because the disk is full would still fill it
+        os.close(descriptor)
 
 
 def written_first(path: str) -> str:
@@ -688,12 +697,12 @@ def write_file(path: str, text: str) -> None:
 
 
 def append_line(path: str, line: str) -> None:
-    """Adds a line to a file, or nothing: to half a line the next one would be joined."""
+    """Adds a line to a file, all of it or nothing: the next line would be joined to half a line."""
     with writing(path), open(path, "ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         left = f"{line}\n".encode()
         try:
-            while left:  # what does not fit is written again, and then the system says why
+            while left:  # a write may take only a part; to write the rest fails then, and says why
                 left = left[file.write(left) :]
         except OSError:
             with contextlib.suppress(OSError):  # a pipe has no size
@@ -1828,7 +1837,10 @@ def start_of(pid: int) -> int:
 
 
 def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
-    """Sends a signal to those of these processes that still run: the caller knows them by now."""
+    """Sends a signal to those of these processes that still run.
+
+    Ids are used again, so the caller has to know whose they are now.
+    """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(pid, number)
@@ -1876,7 +1888,8 @@ class PulseHandle:
     pid: int
     path: str  # of its file in memory, for processes of the same host
     # When it started, as the system counts it: a process that gets its id later has another number.
-    started: int = 0
+    # None: nobody has noted it, so this process can be looked at, and gets no signal.
+    started: int | None = None
 
 
 class Pulse:
@@ -2064,10 +2077,10 @@ class NotNow(NobodyToBlame):
 # The life of a replica, and who moves it on:
 #
 #     spawned --- its pid is known ---> runs --- setup has answered ---> ready --- lose ---> lost
-#             Supervisor._set_up             Supervisor._set_up     a pidfd, Monarch, its signs,
-#                                                                   three marks (section 6), the
-#                                                                   loss of its host (16), its
-#                                                                   deadline, or `resize` (6)
+#             Supervisor._find               Supervisor._set_up     a pidfd, Monarch, its signs,
+#                                                                   three marks or `ask` (section
+#                                                                   6), the loss of its host (16),
+#                                                                   its deadline, or `resize` (6)
 #
 # From each of the states before it can be lost, too. Nothing leads back from there: the process is
 # killed, if it still runs, and another Replica takes the place.
@@ -2201,11 +2214,12 @@ class Replica:
             self.lose("kept raising")
 
     def send_signal(self, number: int) -> None:
-        """To the processes of all its ranks."""
-        self.host.signal([watch.pulse for watch in self.watches], number)
+        """To the processes of all its ranks, if their host has not been lost since."""
+        if self.host.life() == self.host_life:
+            self.host.signal([watch.pulse for watch in self.watches], number)
 
     async def end(self) -> None:
-        """Ends its processes, which takes milliseconds. TimeoutError: it took END_WITHIN_S.
+        """Ends its processes, mostly within milliseconds. TimeoutError: it took END_WITHIN_S.
 
         By SIGKILL: a polite end takes Python a second or two, and what stands still would never end
         politely. On another host, before its process ids are known, only Monarch's own, polite end
@@ -2213,13 +2227,15 @@ class Replica:
         """
         if self.host.life() != self.host_life:
             return  # its processes ended with that life of their host
-        if not self.watches:  # then their ids are all that is known: of those that are ours still
+        # Without a pulse only the ids are known that they have noted. By now such an id may be that
+        # of somebody else, so of these only what descends from this process is killed.
+        if not self.watches:
             kill(set(self.starts.pids()) & set(descendants(os.getpid())))
         self.send_signal(signal.SIGKILL)
         self.pids = []
         self.watches = []
         # ValueError: they could not be made, so there are none. RuntimeError: they were killed
-        # while Monarch was making them, which it learns half a minute later.
+        # while Monarch was making them. It waits for them for half a minute before it raises that.
         with contextlib.suppress(ValueError, RuntimeError):  # mechanism: killed in the making
             await asyncio.wait_for(self.procs.stop(), self.END_WITHIN_S)
 
@@ -2608,9 +2624,9 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #                                              | root(4) ---> replica 0    answers
 #            <------- 2.0 ---------------------+
 #
-# What runs in it, beside the looks of section 5: a `route` per request; a keeper per replica, which
-# sleeps until that is lost, makes another one, and sleeps again; and calls of start, resize and
-# status, which wait until all are ready. A loss wakes whoever waits for that replica
+# What runs in it, beside the looks of section 5: a `route` or `ask` per request; a keeper per
+# replica, which sleeps until that is lost, makes another one, and sleeps again; and calls of start,
+# resize and status, which wait until all are ready. A loss wakes whoever waits for that replica
 # (Replica.lost). All other changes are told by the ChangeNotice below. By example, of two replicas
 # the first dies in the middle of a request:
 #
@@ -3030,10 +3046,10 @@ class ServiceActor(ResizableKeeper):
         raise NoReplica(f"{self.spec.name} is closed")
 
     def _may_try(self, other_than: Replica | None) -> list[Replica]:
-        """The ready replicas without the one that raised on this request, and without its next.
+        """The ready replicas, but neither the one that raised on this request nor its replacement.
 
-        Whoever replaces it is in the same place, and may suffer from the same. But with them, if
-        nobody else is to be there by now (`resize`, or a lost host).
+        A replacement is in the same place, and may suffer from what made the first one raise. If
+        that place is the only one by now (after `resize`, or a lost host), all are asked.
         """
         if other_than is None or not self._can_ask_another():
             return self._ready()
@@ -3335,7 +3351,8 @@ def require(holds: Any, otherwise: str) -> None:
 #     norm.weight      (40,)      norm.weight        1536          80     1536 = 24 cache lines
 #     checksums of the three, 8 bytes each, then the version, at the end of the slot
 
-CACHE_LINE_BYTES = 64  # what a processor reads and writes at once
+# What most processors read and write at once. Apple's take 128: two words in a line cost them time.
+CACHE_LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -3462,8 +3479,9 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #     load, store      no       yes   a reader's last bytes of a slot, the lease of its next one
 #     load, load       no       yes   the word `latest`, the bytes of the slot that it names
 #
-# On neither is a store seen before a load that decides whether it is made at all, for nobody could
-# take it back. So the writer needs nothing between its look at the leases and the slot it chooses.
+# On both, a store that depends on what a load finds is seen only after that load, because nobody
+# could take it back. So the writer needs nothing between its look at the leases and its stores into
+# the slot that it chooses.
 #
 # Where an order matters there must be a fence: what stands before it takes effect before what
 # stands behind it, whatever it is. That is full order, and there are two halves of it. An acquire
@@ -3559,9 +3577,10 @@ class Arena:
         return torch.tensor([checksum(view.flatten().view(torch.uint8)) for view in views])
 
     def put(self, word: int, value: int) -> None:
-        """Changes a word that other processes read: nobody changes one in another way.
+        """Changes a word that other processes read: on this host nobody does it in another way.
 
-        Who finds the new value finds all that I did before. And when this returns, all find it.
+        Who finds the new value, and has a fence behind that look, finds all that was done before
+        it. And when this returns, all find it.
         """
         self.fence()  # mechanism: fence before a word
         self.words[word] = value
@@ -5001,8 +5020,9 @@ def moves_into(
 PIECE_BYTES = 4 * MIB
 # How many are read at the same time. Eight cross as fast as all of them do. More would only wait
 # for each other: the owner makes a copy of each piece that it is asked for, and keeps it until the
-# cable has taken it. Of a whole slot that is a second slot of memory; and what is asked for last
-# arrives last, so how long it takes would grow with the model.
+# cable has taken it. If all pieces of a slot were asked for at once, these copies would be as large
+# as the slot; and the last piece would wait for all others, so its deadline would have to grow with
+# the model.
 PIECES_UNDER_WAY = 8
 # A read of a piece fails after so long. It waits behind seven others at most, however large the
 # model is. Monarch gives each message 30 s to arrive: one for the request, and one with the piece.
@@ -5040,8 +5060,9 @@ async def read_pieces(
     """Reads memory of which `pieces_of` made the handles, PIECES_UNDER_WAY of them at a time.
 
     room: as long, to read it into. arrived: is told of each piece, how many bytes it has. If a read
-    fails, no other one is begun. When this returns or raises, none is under way any more: nothing
-    writes into the room behind the caller's back.
+    fails, no other one is begun. When this returns, or raises Unreachable, none is under way any
+    more: nothing writes into the room behind the caller's back. (If it is cancelled, reads that are
+    under way go on, and the room must not be used again.)
     """
     places = room.split(PIECE_BYTES)
     left = collections.deque(zip(pieces, places, strict=True))
@@ -9013,11 +9034,25 @@ def require_same_run(source: str | bytes, found: dict[str, Any], cfg: Config) ->
         raise OtherRun(f"{name} was made with {flags}: give that, or another --checkpoint")
 
 
+# Errors of the system that say nothing about a file: it may not be read, there is too little
+# memory, there are too many open files, or the disk of another machine does not answer.
+PASSING_ERRORS = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+)
+
+
 def read_checkpoint(source: str | bytes, cfg: Config | None) -> dict[str, Any]:
     """What Trainer.save has written. source: the path of a file, or its content.
 
     cfg: of the run that is to go on from it; None: of any run. Nothing in it is executed. Raises
-    OtherRun if it is whole, and another ValueError, which says why, if it cannot be read.
+    OtherRun if it is whole, and another ValueError, which says why, if what is there is no
+    checkpoint. MemoryError, or an OSError of PASSING_ERRORS: it may be as good as ever.
     """
     try:
         with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
@@ -9028,9 +9063,11 @@ def read_checkpoint(source: str | bytes, cfg: Config | None) -> dict[str, Any]:
             file.seek(0)
             found = torch.load(file, weights_only=True)
         made_with = dict(found["about"])
-    except (MemoryError, PermissionError):
+    except MemoryError:
         raise  # the file may be as good as ever
     except Exception as error:  # whatever a strange file does to these libraries
+        if isinstance(error, OSError) and error.errno in PASSING_ERRORS:
+            raise
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"{source!s:.200} is no checkpoint, or damaged: {why}") from error
     if cfg is not None:
@@ -9050,7 +9087,7 @@ def without_tensors(found: dict[str, Any]) -> dict[str, Any]:
 def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]:
     """What read_checkpoint returns, for all ranks of a trainer, which call it at once.
 
-    Only rank 0 gets the tensors. If it raises ValueError, all ranks do.
+    Only rank 0 gets the tensors. If it raises there, all ranks raise the same.
     """
     if cfg.trainers == 1:
         return read_checkpoint(source, cfg)
@@ -9060,10 +9097,10 @@ def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]
         try:
             found = read_checkpoint(source, cfg)
             told = [without_tensors(found)]
-        except ValueError as error:
+        except (ValueError, MemoryError, OSError) as error:
             told = [error]
     torch.distributed.broadcast_object_list(told, 0)
-    if isinstance(told[0], ValueError):
+    if isinstance(told[0], Exception):
         raise told[0]
     return found or told[0]
 
@@ -9374,7 +9411,8 @@ class Generator(Worker):
         """
         start = time.monotonic()
         while not self._try_to_enter(request):
-            # To wait here is no illness. The limit of section 5 is for work, so the word moves.
+            # Who waits here gets nothing done, and would be taken for ill (section 5): so its word
+            # of progress is moved.
             self.pulse.advance()  # mechanism: waiting is no illness
             if self.decoder.episodes():
                 start = time.monotonic()  # it waits for these
@@ -10028,7 +10066,7 @@ class Ledger:
 
     def is_fruitless(self) -> bool:
         """Were so many groups lost that the run does not get on?"""
-        return self.num_since("lost") - self.counts["trained"] > self.MAX_FRUITLESS
+        return self.num_since("lost") - self.num_since("trained") > self.MAX_FRUITLESS
 
     def num_since(self, fate: str) -> int:
         """How many groups have had this fate in this process."""
@@ -10471,11 +10509,14 @@ class Training:
             self.report.say_live(line)
 
     def largest_lag(self) -> int:
-        """Of all tokens that were trained on since then; 0: none were."""
+        """The largest lag of a token in the steps that this command has made; 0: it made none."""
         return max((row.stats.lag_max for row in rows_since(self.run)), default=0)
 
     def largest_k3(self) -> float | None:
-        """The same of the mean k3 of a step, over its tokens of lag 0. None: there were none."""
+        """The largest mean k3, over its tokens of lag 0, of a step that this command has made.
+
+        None: there were no such tokens.
+        """
         found = []
         for row in rows_since(self.run):
             if row.stats.mismatch_k3 is not None:
@@ -10687,7 +10728,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     gained = training.tell_learning(before, after, largest_k3)
     late = f"k3 of the first batch, {training.run.num_steps} steps too late"
     expect(training, late, stale.mean_k3, ">", 1e-4)
-    report.check("lag, largest of all steps", training.largest_lag(), "==", 0)
+    report.check("lag, largest of the steps of this command", training.largest_lag(), "==", 0)
     expect(training, "reward gained, last tenth over first", gained, ">", 0.1)
     # You can now train a policy, and know for each number whether it means that things go well.
 
@@ -10735,10 +10776,10 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #                                                  one line says so, and the command ends
 #
 # Besides the checkpoint there are the flags of the command that goes on. Each counts from the next
-# step on, for nothing else in a checkpoint is a flag; or it is refused, in a line that names it:
+# step on; or it is refused, in a line that names it:
 #
 #     --task, --model, --seed, --reward,    refused, for the steps before would not be steps of this
-#     --preferences, --sft-steps and -lr    run: `is_kept` in Config
+#     --preferences, --sft-steps, --sft-lr  run: `is_kept` in Config
 #     --steps                               the rate of each further step is what it would have been
 #                                           with so many from the start (share_of_rate); fewer than
 #                                           were made are refused
@@ -10797,8 +10838,8 @@ class Checkpoints:
 
     def _move_aside(self, path: str) -> str:
         """Gives it another name, which no other file has. Returns a few words that say so."""
-        if not self.folder:
-            return ""  # in memory it is nobody's work
+        if not self.folder or not os.path.exists(path):
+            return ""  # in memory it is nobody's work; or somebody has removed it
         number = 1
         while os.path.exists(f"{path}.damaged-{number}"):
             number += 1
@@ -12133,10 +12174,14 @@ async def resized(cluster: Cluster, run: Run, number: int) -> ResizeRow:
 
 
 async def num_lost(cluster: Cluster) -> int:
-    """How many replicas were lost so far, of all its services."""
+    """How many replicas its services have lost so far.
+
+    Without those that were taken away: they are to be no losses, which `tell_who_came` checks.
+    """
     found = 0
     for service in cluster.services:
-        found += len((await service.status(60.0)).lost_replicas)
+        losses = (await service.status(60.0)).lost_replicas
+        found += sum(loss.why != "taken away" for loss in losses)
     return found
 
 
@@ -12154,7 +12199,7 @@ class ResizedRun:
 async def come_and_go(lab: Lab) -> None:
     """Checks that it costs a run nothing when generators come and go.
 
-    If somebody is lost meanwhile, the run shows what that costs, and is made again: twice at most.
+    If a replica is lost meanwhile, the run does not show that, and is made again: twice at most.
     """
     report = lab.report
     num_runs = 0
@@ -12164,7 +12209,7 @@ async def come_and_go(lab: Lab) -> None:
         num_runs += 1
         if num_runs == 3 or await num_lost(lab.cluster) == before:
             break
-        report.say("somebody was lost in that run, which was to be about others: once more")
+        report.say("a replica was lost in the run in which generators come and go: made again")
     report.table(found.rows)
     tell_who_came(report, found)
     cfg = lab.cluster.cfg
@@ -12258,7 +12303,8 @@ def tell_lag(report: Report, loose: Training, training: Training) -> None:
     rows = []
     by_rule = {"no tickets, no drop": loose, f"tickets and drop, K = {bound}": training}
     for rule, found in by_rule.items():
-        mean = statistics.fmean(row.stats.lag_mean for row in found.run.rows)
+        lags = [row.stats.lag_mean for row in rows_since(found.run)]
+        mean = statistics.fmean(lags) if lags else None
         rows.append({"lag, in versions": rule, "mean": mean, "max": found.largest_lag()})
     report.table(rows)
     # Without the rule generators run ahead, and lag grows. These steps are too few to exceed a
@@ -14111,12 +14157,13 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 # -- plumbing: a secret that two hosts share -------------------------------------------------------
 # Both sides have a file with the same secret, and neither sends it. Each makes a nonce, a random
 # number that is used once, and proves what it knows by an HMAC: a hash of the secret, of its side
-# and of both nonces, which nobody can make without the secret, and which fits nowhere else. It says
-# who has begun to speak. It neither hides nor signs what is said afterwards.
+# and of both nonces, which nobody can make without the secret, and which fits nowhere else. It
+# proves who is at the other end when they begin. What is said afterwards is neither encrypted nor
+# signed.
 
 STRANGER_CHARS = 4096  # of a line of somebody who has not proved anything
 LINE_CHARS = 1 << 22  # of a line of somebody who has: the signs of ten thousand processes
-LEAST_SECRET_BYTES = 16  # who has seen a proof can try secrets at home, so it must not be a word
+LEAST_SECRET_BYTES = 16  # whoever has seen a proof can try words on it, so it must be no word
 
 
 def read_secret(path: str) -> bytes:
@@ -14138,7 +14185,7 @@ def read_secret(path: str) -> bytes:
 
 
 def proof_of(secret: bytes, side: str, nonces: list[str]) -> str:
-    """That this side knows the secret. nonces: of the worker, of the run.
+    """The proof that this side knows the secret. nonces: of the worker, of the run.
 
     Each side makes one nonce, so that no proof of another connection fits. The side is in it, so
     that nobody can answer with what it was just told (RFC 2104 has HMAC).
@@ -14148,7 +14195,7 @@ def proof_of(secret: bytes, side: str, nonces: list[str]) -> str:
 
 
 def is_proved(told: dict[str, Any], secret: bytes, side: str, nonces: list[str]) -> bool:
-    """Does this line prove it? Time tells nothing of how much of a wrong proof is right."""
+    """Does this line prove it? To find out takes as long for any wrong proof."""
     right = proof_of(secret, side, nonces)
     return hmac.compare_digest(str(told["proof"]).encode(), right.encode())
 
@@ -14163,12 +14210,15 @@ def next_line(lines: Any, most: int = LINE_CHARS) -> str:
 
 def hear_stranger(lines: Any) -> dict[str, Any]:
     """A line of one who has not proved anything yet. ValueError: no dict in JSON, or too long."""
+    line = next_line(lines, STRANGER_CHARS)
+    if not line:
+        raise ValueError("it has hung up")
     try:
-        told = json.loads(next_line(lines, STRANGER_CHARS))
+        told = json.loads(line)
     except RecursionError:  # thousands of brackets, one in the other
         told = None
     if not isinstance(told, dict):
-        raise ValueError("it says what no worker and no run would say")
+        raise ValueError("it does not speak this protocol")
     return told
 
 
@@ -14206,8 +14256,9 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 #     run:    begin
 #     worker: {"host": "tcp://10.0.0.2:40123",  ten times a second: I am here, and so is this host;
 #              "signs": {"4711": {...}}}        and what can be seen of the processes asked about
-#     run:    {"signals": [[4711, 9], ...],     each time: signals to send, as (process id, number);
-#              "pulses": [[4711, PATH], ...]}   and where the processes to look at have their pulse
+#     run:    {"signals": [[4711, 860, 9]],     each time: signals to send, as (process id, when it
+#              "pulses": [[4711, PATH], ...]}   started, number); and where the processes to look at
+#                                               have their pulse
 #
 # Whoever hears nothing for SILENCE_S takes the other side for lost. What follows then:
 #
@@ -14302,11 +14353,12 @@ class Link(threading.Thread):
         self.address = address
         self.secret_file = secret_file
         self.say = say
-        self.was_here = False  # the thread's own
+        self.was_here = False  # this and the next: the thread's own
+        self.refusal = ""  # why no connection was made, as it was said last
         self.is_closed = False
         self.lock = threading.Lock()  # for all that follows
         self.monarch_address = ""  # of the Monarch host there; "" while it is lost
-        self.signals: list[tuple[int, int]] = []  # to send there
+        self.signals: list[tuple[int, int | None, int]] = []  # to send there
         # By process id: whom the worker is to look at; whom it was asked about last; and what it
         # saw, until somebody takes it.
         self.pulses: dict[int, PulseHandle] = {}
@@ -14318,11 +14370,21 @@ class Link(threading.Thread):
         """What the thread does."""
         while not self.is_closed:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                self._listen(connect(self.address, self.secret_file).lines)
+                self._listen(self._connect())
             if self.monarch_address and not self.is_closed:
                 self.say(f"{self.address}: lost")
             self._end_life()
             time.sleep(RECONNECT_S)
+
+    def _connect(self) -> Any:
+        """The lines of a new connection. ValueError: there is none; why is printed, once."""
+        try:
+            return connect(self.address, self.secret_file).lines
+        except ValueError as error:  # such as: a worker with another secret has come back
+            if str(error) != self.refusal:
+                self.refusal = str(error)
+                self.say(f"{self.address}: {error}")
+            raise
 
     def close(self) -> None:
         """Ends the connection, and with it the Monarch host there."""
@@ -14331,7 +14393,9 @@ class Link(threading.Thread):
     def watch(self, pulses: list[PulseHandle]) -> None:
         """For the event loop: has the worker look at these processes, if their host still lives."""
         with self.lock:
-            for pulse in pulses if self.monarch_address else []:
+            if not self.monarch_address:
+                return
+            for pulse in pulses:
                 self.signs.pop(pulse.pid, None)  # of an earlier process with this id
                 self.pulses[pulse.pid] = pulse
 
@@ -14340,17 +14404,17 @@ class Link(threading.Thread):
         with self.lock:
             return self.signs.pop(pulse.pid, None)
 
-    def send(self, pids: list[int], number: int) -> None:
+    def send(self, pulses: list[PulseHandle], number: int) -> None:
         """For the event loop: has the worker send a signal. While it is lost there is nobody."""
         with self.lock:
             if self.monarch_address:  # mechanism: signals of one life
-                self.signals += [(pid, number) for pid in pids]
+                self.signals += [(pulse.pid, pulse.started, number) for pulse in pulses]
 
     def _listen(self, lines: Any) -> None:
         """Listens to the worker until the connection ends. A silence of SILENCE_S ends it, too."""
         with lines:
             print("begin", file=lines, flush=True)
-            for line in iter(functools.partial(next_line, lines), ""):
+            while line := next_line(lines):
                 if self.is_closed:
                     return
                 if self.was_here and not self.monarch_address:
@@ -14440,7 +14504,7 @@ class RemoteHost(Host):
 
     def signal(self, pulses: list[PulseHandle], number: int) -> None:
         """The worker there sends it, at its next line."""
-        link_to(self).send([pulse.pid for pulse in pulses], number)
+        link_to(self).send(pulses, number)
 
 
 def is_loopback(name: str) -> bool:
@@ -14480,7 +14544,7 @@ def attend(client: socket.socket, secret: bytes) -> None:
     client.settimeout(SILENCE_S)
     # KeyError: a line lacks what it should have. All of these end the connection, and no more.
     wrong = (OSError, ValueError, KeyError, TypeError)
-    with client, client.makefile("rw") as lines, contextlib.suppress(*wrong):
+    with contextlib.suppress(*wrong), client, client.makefile("rw") as lines:
         with patience(client, SILENCE_S):
             if not admit(lines, secret) or next_line(lines, STRANGER_CHARS) != "begin\n":
                 return  # a stranger, or it was only asked who it is
@@ -14489,7 +14553,9 @@ def attend(client: socket.socket, secret: bytes) -> None:
         try:
             beat(host, address, lines)
         finally:
-            kill([*descendants(host.pid), host.pid])
+            if host.poll() is None:  # else its id may be that of somebody else by now
+                kill([*descendants(host.pid), host.pid])
+                host.wait()
 
 
 def admit(lines: Any, secret: bytes) -> bool:
@@ -14541,9 +14607,9 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
     while host.poll() is None:
         print(json.dumps({"host": address, "signs": signs}), file=lines, flush=True)
         asked = json.loads(next_line(lines))
-        for pid, number in asked["signals"]:
+        for pid, started, number in asked["signals"]:
             if pid in descendants(host.pid):  # nobody but those that this worker has started
-                kill([pid], number)
+                Host().signal([PulseHandle(pid=pid, path="", started=started)], number)
         time.sleep(BEAT_S)
         signs = {}
         for pid, path in asked["pulses"]:
@@ -14625,11 +14691,10 @@ class Traffic:
     model_bytes: int  # of one version
     num_second_leases: int  # how often `latest` had moved in step 3
     num_failures: int  # versions, or looks, that were given up, because a read or write failed
+    num_in_row: int  # of these, since it last did what it wanted
     last_failure: str  # what was said of the last of these; "": there was none
-    # Since the trainer's memory has answered: mostly milliseconds.
-    silent_s: float
-    # Since it saw that there is a version that it has not; 0.0: there is none.
-    behind_s: float
+    silent_s: float  # since the trainer's memory answered last: mostly milliseconds
+    behind_s: float | None  # since it saw a version that it does not have; None: it has the newest
     arrived_bytes: int  # of that version, so far
 
 
@@ -14639,7 +14704,7 @@ class Relay(Worker):
     LOOK_EVERY_S = 0.005  # a look is a one-sided read; over TCP it is work for both hosts
     # For a word to cross and the answer to come back: what TCP needs on a bad line, many times.
     WORD_DEADLINE_S = 15
-    # After a failure. Mostly the trainer is lost then, and another relay is on its way.
+    # The pause after a failure. Mostly the trainer was lost, and another relay is about to begin.
     RETRY_S = 0.5
     # In a row, until it gives up. When Monarch has not delivered a message for 30 s, it delivers no
     # other one between these two processes. Another relay is another process.
@@ -14670,6 +14735,7 @@ class Relay(Worker):
         self.read_bytes = 0
         self.num_second_leases = 0
         self.num_failures = 0
+        self.num_in_row = 0
         self.last_failure = ""
         self.heard_s = time.monotonic()  # when the trainer's memory has answered last
         self.seen_s: float | None = None  # when it first saw a version that it has not
@@ -14690,17 +14756,16 @@ class Relay(Worker):
         Or when it gives up, or with an error of its own, which is a mistake in this file. Either is
         raised by `traffic`, and then another relay takes the place of this one.
         """
-        num_in_row = 0
         while True:
             await asyncio.sleep(self.LOOK_EVERY_S)
             try:
                 await self._fetch_if_new()
-                num_in_row = 0
+                self.num_in_row = 0
             except Unreachable as error:  # mechanism: failures are told apart
-                num_in_row += 1
+                self.num_in_row += 1
                 self.num_failures += 1
                 self.last_failure = str(error)
-                if num_in_row == self.MAX_FAILURES:
+                if self.num_in_row == self.MAX_FAILURES:
                     raise
                 await asyncio.sleep(self.RETRY_S)
 
@@ -14709,7 +14774,8 @@ class Relay(Worker):
         latest = await self._look()
         if latest // Arena.MAX_SLOTS == self.arena.newest_version():
             return
-        self.seen_s = self.seen_s or time.monotonic()
+        if self.seen_s is None:
+            self.seen_s = time.monotonic()
         self.arrived_bytes = 0
         slot = await self._lease(latest)
         free = self.arena.free_slot()
@@ -14726,10 +14792,10 @@ class Relay(Worker):
         latest: as it was read in step 1.
 
         In place of the fence of section 7: `write_from` returns when the word is written. Over TCP
-        the other side answers when it has written it; a test races a trainer against a relay. One
-        that has failed may still land, but before the next, for messages of one sender keep their
-        order. With a card the next look is a read on the same connection, which is carried out
-        after the write. (This was written without such a card to try it on.)
+        the other side answers when it has written it; a test races a trainer against a relay. A
+        write that has failed may still arrive later, but never after the next one, for messages of
+        one sender keep their order. With a card the next look is a read on the same connection,
+        which is carried out after the write. (This was written without such a card to try it on.)
 
         The trainer cannot ask whether a process of another host lives, so these leases are in the
         trainer's own name. They stay until the next ones take their place: for each of them the
@@ -14744,7 +14810,8 @@ class Relay(Worker):
             latest = await self._look()
             if latest % Arena.MAX_SLOTS == slot:
                 return slot
-            self.num_second_leases += len(leased) == 1
+            if len(leased) == 1:  # `latest` has moved, so the second lease is needed
+                self.num_second_leases += 1
         return leased[0]  # mechanism: never begins again
 
     async def _look(self) -> int:
@@ -14776,17 +14843,18 @@ class Relay(Worker):
             model_bytes=sum(spec.num_bytes for spec in stored),
             num_second_leases=self.num_second_leases,
             num_failures=self.num_failures,
+            num_in_row=self.num_in_row,
             last_failure=self.last_failure,
             silent_s=since(self.heard_s),
-            behind_s=since(self.seen_s) if self.seen_s else 0.0,
+            behind_s=None if self.seen_s is None else since(self.seen_s),
             arrived_bytes=self.arrived_bytes,
         )
 
 
 # -- 16c. The cluster ------------------------------------------------------------------------------
-# Nobody asks a relay for what it brings. So its troubles would be seen by nobody: generators of its
-# host would sample from older and older weights. The main process therefore asks each relay every
-# second how it fares:
+# No request waits for an answer of a relay. So nobody would notice that one is in trouble, and the
+# generators of its host would sample from older and older weights. The main process therefore asks
+# each relay every second how it fares:
 #
 #     what happens                      what is told, within 10 s     and then
 #     the trainer is lost               that it is; after 5 s also    other relays, of the next
@@ -14806,12 +14874,12 @@ def last_line(text: str) -> str:
 class RelayNews:
     """What the main process has heard of the relays of one host, and tells of it.
 
-    Each kind of trouble is told in a line, once, until a version arrives; that versions take long,
-    which will be so with each, once in all.
+    Each kind of trouble is told in a line, once, until a version arrives. That versions take long
+    is told once in all, for it will be so with each of them.
     """
 
-    # With the looks of every second this is below 10 s. A trainer that is lost has mostly another
-    # one by then, and the relay with it: that is told elsewhere, and is no trouble of the relay.
+    # With the looks of every second this is below 10 s. By then a lost trainer has mostly been
+    # replaced, and its relays too: that is told elsewhere, and is no trouble of the relay.
     TELL_AFTER_S = 5.0
 
     def __init__(self, address: str) -> None:
@@ -14838,15 +14906,15 @@ class RelayNews:
     def _troubles(self, now: Traffic) -> dict[str, str]:
         """A line for each kind of trouble that it is in."""
         found = {}
-        failures = f"{now.num_failures} failures"
-        if now.last_failure:
+        failures = f"failures in a row: {now.num_in_row}"
+        if now.num_in_row:
             failures += f", the last: {last_line(now.last_failure)}"
         if now.silent_s > self.TELL_AFTER_S:
             found["silent"] = f"no answer from the trainer's memory for 5 s; {failures}"
-        elif now.behind_s > self.TELL_AFTER_S:
+        elif now.behind_s is not None and now.behind_s > self.TELL_AFTER_S:
             share = now.arrived_bytes / now.model_bytes
             found["slow"] = f"a version takes long, {share:.0%} of it in {now.behind_s:.0f} s"
-            if now.num_failures:
+            if now.num_in_row:
                 found["failed"] = f"begins a version again; {failures}"
         return found
 
@@ -14856,7 +14924,7 @@ class RelayNews:
             why = f"it has given up, {last_line(str(error))}"
         else:
             self.num_mistakes += 1
-            why = f"a mistake in it, {last_line(repr(error))}"
+            why = f"a mistake in it, {repr(error)[:100]}"
         if why in self.told:  # the next one had the same
             return []
         self.told.add(why)
@@ -14923,7 +14991,7 @@ class HostsCluster(CriticCluster):
 
     async def arena_changed(self, handle: ArenaHandle) -> None:
         """Starts all relays, or replaces them: each reads the arena of one trainer."""
-        if handle == self.handle:
+        if handle == self.handle or not self.news:  # without another host there is no relay
             return
         try:
             await self.relays.start()
@@ -14946,12 +15014,15 @@ class HostsCluster(CriticCluster):
         """
         news = self.news[relay]
         try:
-            lines = news.hear(await self.relays.ask(relay, Relay.traffic))
+            traffic = await self.relays.ask(relay, Relay.traffic)
         except ReplicaLost:
-            lines = []
+            return
         except Exception as error:  # whatever has ended that relay
             lines = news.has_failed(error)
-        self.tell(*lines)
+        else:
+            lines = news.hear(traffic)
+        if lines:  # to print nothing would count as a line, and hide the clock
+            self.tell(*lines)
 
     async def relay_figures(self) -> dict[str, int]:
         """What all relays so far have carried and suffered, for --json."""
@@ -15196,7 +15267,8 @@ def folder_of_run(checkpoint: str) -> str:
 def config_of(path: str, cfg: Config) -> Config:
     """A Config that also says what a checkpoint was made with: its model, its task, and so on.
 
-    So these flags need not be given again. OtherRun: one of them is given, and is another.
+    So these flags need not be given again; one that is given with its default counts as not given.
+    OtherRun: one of them is given, and is another.
     """
     found = torch.load(path, weights_only=True, mmap=True)["about"]
     given = {name: getattr(cfg, name) for name in about(cfg) if name != "format"}
@@ -15244,9 +15316,9 @@ def write_whole(folder: str, model: Any, tokenizer: Any) -> None:
     """
     path = pathlib.Path(folder)
     unfinished = path.with_name(f"{path.name}.unfinished")
-    if unfinished.exists():  # left by somebody who was cut off
-        shutil.rmtree(unfinished)
     with writing(folder, unfinished=str(unfinished)):
+        if unfinished.exists():  # left by somebody who was cut off
+            shutil.rmtree(unfinished)
         unfinished.mkdir()  # transformers would make those above it, too, if they have gone away
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
@@ -15849,7 +15921,8 @@ def lock_folder(folder: str) -> None:
     """Keeps other commands from training into this folder, until this process ends.
 
     Two of them would take each other's checkpoints for their own. ValueError: another one has it.
-    OSError: nothing can be written there.
+    OSError: nothing can be written there, or in a folder of a run in it. (What else it holds is not
+    ours: a disk has a folder lost+found, into which nobody may write.)
     """
     os.makedirs(folder, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)  # it stays open; the system gives the lock back
@@ -15858,7 +15931,8 @@ def lock_folder(folder: str) -> None:
     except BlockingIOError:
         os.close(descriptor)
         raise ValueError(f"another command trains into {folder}") from None
-    for place in [folder, *[found.path for found in os.scandir(folder) if found.is_dir()]]:
+    runs = [f"{folder}/{name}" for name in ("sync_rl", "async_rl", "sft", "reward")]
+    for place in [folder, *filter(os.path.isdir, runs)]:
         tempfile.TemporaryFile(dir=place).close()
 
 
@@ -15992,12 +16066,12 @@ def tell_end(report: Report, error: Exception, of_what: str = "stage") -> None:
     if isinstance(why, TaskError):
         first, *_ = str(why).splitlines()
         report.check(what, IN_THE_TASK + first, "==", "none")
-        sys.stderr.write(f"{why}\n")
+        sys.stderr.write(visible(f"{why}\n"))
     elif isinstance(why, NotWritten):
         report.check(what, str(why), "==", "none")
     else:
         report.check(what, repr(why)[:300], "==", "none")
-        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.write(visible("".join(traceback.format_exception(error))))
 
 
 def is_explained(found: dict[str, Any]) -> bool:

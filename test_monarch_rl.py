@@ -34,6 +34,7 @@ import pathlib
 import random
 import re
 import resource
+import selectors
 import shutil
 import signal
 import socket
@@ -6239,8 +6240,9 @@ def reading_side(
             start = time.perf_counter()
             reader = m.WeightReader(order.handle, reader_id, weights)
             reader.pull()
-            pipe.send(time.perf_counter() - start)
+            took = time.perf_counter() - start
             reader.arena.whole.sum()  # maps all pages, also of slots that are free for long
+            pipe.send(took)  # only now, or a fast writer is done before these are mapped
         with weakened(order.weakness):
             pipe.send(read_versions(reader, order))
 
@@ -7040,6 +7042,7 @@ class FollowingDouble:
         self.ends = iter(ends)
         self.is_done = asyncio.Event()
         self.num_failures = 0
+        self.num_in_row = 0
         self.last_failure = ""
 
     async def _fetch_if_new(self) -> None:
@@ -7093,9 +7096,10 @@ def traffic_of(**changes: Any) -> m.Traffic:
         model_bytes=100,
         num_second_leases=0,
         num_failures=0,
+        num_in_row=0,
         last_failure="",
         silent_s=0.01,
-        behind_s=0.0,
+        behind_s=None,
         arrived_bytes=0,
     )
     return dataclasses.replace(well, **changes)
@@ -7109,7 +7113,9 @@ def test_each_trouble_of_a_relay_is_told_once_and_so_is_its_end() -> None:
     assert news.hear(traffic_of(behind_s=7.0, arrived_bytes=30)) == []
     assert news.hear(traffic_of(num_versions=1)) == []  # it was only slow
     assert news.hear(traffic_of(num_versions=1, behind_s=9.0)) == []  # and is again
-    failed = {"num_versions": 1, "num_failures": 2, "last_failure": "it failed:\ntimed out"}
+    old = {"num_versions": 1, "num_failures": 2, "last_failure": "it failed:\ntimed out"}
+    assert news.hear(traffic_of(behind_s=10.0, **old)) == []  # it has been made good since
+    failed = {**old, "num_in_row": 2}
     [line] = news.hear(traffic_of(silent_s=6.0, **failed))
     assert "no answer" in line
     assert line.endswith("timed out")
@@ -8851,7 +8857,6 @@ def test_what_a_stage_has_started_is_ended_before_the_next_one_starts(
     with (
         mock.patch.multiple(m, CriticCluster=mock.Mock(), Lab=mock.Mock()),
         mock.patch.object(m.Report, "END_WITHIN_S", 0.1),
-        mock.patch.object(sys, "excepthook"),
     ):
         asyncio.run(m.run_stages(report, command))
     names = ("cluster", "stopped", "bad", "processes")
@@ -10328,6 +10333,40 @@ def test_signs_of_a_process_that_was_stopped_and_has_ended() -> None:
     assert wait_until(lambda: m.read_signs(handle).state == "Z")
     child.wait()
     assert m.read_signs(handle) == seen(state="X", cpu_ticks=0, beats=0, progress=0)
+
+
+def test_a_stand_in_that_has_ended_gets_no_worker() -> None:
+    """Its id may be one for a while yet, until its parent has noticed."""
+    selector = selectors.DefaultSelector()
+    before = num_descriptors()
+    child = subprocess.Popen(["true"])
+    assert wait_until(lambda: m.status_of(child.pid)[0] == "Z")
+    m.fork_for(child.pid, selector, 0)
+    child.wait()
+    m.fork_for(child.pid, selector, 0)
+    assert len(selector.get_map()) == 0
+    assert num_descriptors() == before
+    selector.close()
+
+
+def test_a_worker_signals_nobody_else_either(tmp_path: pathlib.Path) -> None:
+    """A process that it has started, of which the run knows when it started; then another one."""
+    monarch_host = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60 & wait"])
+    assert wait_until(lambda: len(m.descendants(monarch_host.pid)) == 2)
+    first, second = m.descendants(monarch_host.pid)
+    signals = [
+        [first, m.start_of(first), 9],
+        [second, m.start_of(second) - 1, 9],
+        [os.getpid(), 0, 9],
+    ]
+    lines = io.StringIO(json.dumps({"signals": signals, "pulses": []}) + "\n")
+    told = io.StringIO()
+    with pytest.raises(ValueError):  # behind that line the run says nothing more
+        m.beat(monarch_host, "tcp://b:2", mock.Mock(readline=lines.readline, write=told.write))
+    assert wait_until(lambda: not m.is_alive(first))
+    assert m.is_alive(second)
+    m.kill([second, monarch_host.pid])
+    monarch_host.wait()
 
 
 def survives(module: Any, started_before: int) -> bool:
@@ -12270,9 +12309,37 @@ def test_a_file_that_one_may_not_read_is_not_damaged(
 ) -> None:
     for step in (1, 2):
         save_checkpoint_of_nobody(tmp_path / f"saved/sync_rl/step-0000000{step}.pt")
-    for error in (PermissionError("not yours"), MemoryError("too large")):
+    errors = [OSError(number, "not now") for number in m.PASSING_ERRORS]
+    for error in (*errors, MemoryError("too large")):
         with mock.patch.object(m.zipfile, "ZipFile", side_effect=error):
             assert str(error) in refused("--only", "sync_rl", "--checkpoint", "saved")
+    assert len(os.listdir(tmp_path / "saved/sync_rl")) == 2  # under the names that they had
+
+
+def test_a_checkpoint_that_has_gone_is_no_reason_to_end_a_run(tmp_path: pathlib.Path) -> None:
+    """Somebody removes the newest one while the run goes on."""
+    folder = tmp_path / "saved"
+    for step in (1, 2):
+        save_checkpoint_of_nobody(folder / f"step-0000000{step}.pt")
+    kept = m.Checkpoints(str(folder))
+    (folder / "step-00000002.pt").unlink()
+    said: list[str] = []
+    assert kept.newest(m.Config(), said.append).endswith("step-00000001.pt")
+    [line] = said
+    assert "step-00000002.pt is no checkpoint" in line
+    assert os.listdir(folder) == ["step-00000001.pt"]
+
+
+def test_what_else_lies_in_the_folder_of_a_checkpoint_is_left_alone(
+    tmp_path: pathlib.Path,
+) -> None:
+    """A disk has one into which nobody but root may write: so what is tried is looked at."""
+    for name in ("lost+found", "async_rl"):
+        (tmp_path / name).mkdir()
+    with mock.patch.object(m.tempfile, "TemporaryFile") as tried:
+        m.lock_folder(str(tmp_path))
+    folders = [call.kwargs["dir"] for call in tried.call_args_list]
+    assert folders == [str(tmp_path), str(tmp_path / "async_rl")]
 
 
 def test_an_evaluation_uses_the_older_one_too_and_moves_nothing(tmp_path: pathlib.Path) -> None:
@@ -12641,6 +12708,14 @@ def kept_steps(checkpoints: m.Checkpoints) -> list[int]:
 
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_that_does_not_get_to_the_disk_is_not_kept_open(tmp_path: pathlib.Path) -> None:
+    """Or the disk stays full when it has been removed."""
+    before = num_descriptors()
+    with mock.patch.object(os, "fsync", side_effect=OSError), pytest.raises(OSError):
+        m.flush_to_disk(str(tmp_path))
+    assert num_descriptors() == before
 
 
 @pytest.mark.parametrize("is_in_memory", [True, False])
@@ -13169,17 +13244,18 @@ def test_what_was_meant_for_one_life_of_a_host_never_reaches_the_next(
 
     def sent_to_the_next_life(link: Any) -> Any:
         link._take_turn(told_by("tcp://b:2"))
-        link.send([7], 9)
-        link.watch([m.PulseHandle(pid=7, path="old")])
+        old = m.PulseHandle(pid=7, path="old", started=860)
+        link.send([old], 9)
+        link.watch([old])
         link._end_life()
         assert link.monarch_address == ""
-        link.send([7], 9)  # somebody has not heard yet that the host is lost
-        link.watch([m.PulseHandle(pid=7, path="old")])
+        link.send([old], 9)  # somebody has not heard yet that the host is lost
+        link.watch([old])
         return link._take_turn(told_by("tcp://b:3"))
 
     assert sent_to_the_next_life(quiet_link()) == {"signals": [], "pulses": []}
     changed = changed_module(tmp_path, {"signals of one life": "if True:"})
-    assert sent_to_the_next_life(quiet_link(changed))["signals"] == [(7, 9)]
+    assert sent_to_the_next_life(quiet_link(changed))["signals"] == [(7, 860, 9)]
 
 
 def test_the_end_of_a_process_is_not_taken_for_that_of_its_successor(
@@ -13217,15 +13293,15 @@ def signals_that_arrive(lock: Any) -> list[int]:
         while not is_over.is_set() or link.signals:
             signs = {f"p{pid}": sign_of(beats=1) for pid in link.asked}
             answer = link._take_turn(told_by("tcp://b:2", **signs))
-            arrived.extend(pid for pid, _ in answer["signals"])
+            arrived.extend(started for _, started, _ in answer["signals"])
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         turns = thread.submit(take_turns)
         for number in range(5000):
-            pulse = m.PulseHandle(pid=number % 50, path=str(number))
+            pulse = m.PulseHandle(pid=number % 50, path="", started=number)
             link.watch([pulse])
             link.take_signs(pulse)
-            link.send([number], 9)
+            link.send([pulse], 9)
         is_over.set()
         turns.result()
     return arrived
@@ -13684,6 +13760,31 @@ def test_a_run_with_a_secret_trusts_no_worker_without(door: Door, tmp_path: path
     assert len(door.started) == 1
 
 
+def test_a_link_says_once_why_it_refuses_a_worker(tmp_path: pathlib.Path, door: Door) -> None:
+    """One that has come back with another secret: without a line one would wait for ever."""
+    said: list[str] = []
+    with mock.patch.object(m.Link, "start"):
+        link = m.Link(door.address, said.append, str(secret_in(tmp_path, "one that it has not")))
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            link._connect()
+    assert said == [f"{door.address}: it does not have the same secret"]
+
+
+def test_a_run_that_breaks_off_ends_no_thread_of_a_worker_with_an_error(door: Door) -> None:
+    """It hangs up while there is a line that it has not read: that resets the connection."""
+    name, port = m.name_and_port(door.address)
+    raised: list[Any] = []
+    with mock.patch.object(threading, "excepthook", raised.append):
+        for _ in range(5):
+            client = socket.create_connection((name, port), 10)
+            client.recv(1)
+            client.sendall(ANSWER)
+            client.close()
+        assert wait_until(lambda: not any("attend" in one.name for one in threading.enumerate()))
+    assert raised == []
+
+
 ANSWER = json.dumps({"nonce": "00", "proof": "00"}).encode() + b"\n"
 
 
@@ -13796,6 +13897,13 @@ def test_no_answer_steers_the_terminal(
     assert r"a\x1b]0;name\x07\x1b[2Jb\r\x9b1mc\u202ed\x00e\x7f" in out
     assert refused("--task", STEERING.replace("\x00", "")).rstrip("\n").isprintable()
     assert m.as_shown(["a\n    ok steps made: 16"], [False]) == "a ok steps made: 16"
+    report = m.Report()
+    report.begin_stage(m.STAGES["losses"])
+    for error in (m.TaskError(STEERING), ValueError(STEERING)):
+        m.tell_end(report, error)
+        for said in capsys.readouterr():
+            assert said
+            assert said.replace("\n", "").isprintable()
 
 
 def pid_of_worker(worker: StartedRun) -> int:
@@ -13806,6 +13914,17 @@ def pid_of_worker(worker: StartedRun) -> int:
         if b"--worker" in command:
             found.append(pid)
     return max(found)
+
+
+@pytest.mark.parametrize("network", [(1,)], indirect=True)
+def test_one_other_host_is_enough(network: Network, tmp_path: pathlib.Path) -> None:
+    """The trainer is there, with all readers of its arena: so there is no relay."""
+    network.work(0)
+    command = ("--only", "sync_rl", "--steps", "3", "--hosts", network.url(0), *network.secret)
+    run = start_file(tmp_path, *command, prefix=network.inside(0))
+    out, _ = run.process.communicate(timeout=120)
+    assert "ok lag, largest of the steps of this command: 0" in out
+    assert "errors that ended" not in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
