@@ -10513,10 +10513,7 @@ class Training:
         return max((row.stats.lag_max for row in rows_since(self.run)), default=0)
 
     def largest_k3(self) -> float | None:
-        """The largest mean k3, over its tokens of lag 0, of a step that this command has made.
-
-        None: there were no such tokens.
-        """
+        """The same of the mean k3 of a step over its tokens of lag 0; None: there were none."""
         found = []
         for row in rows_since(self.run):
             if row.stats.mismatch_k3 is not None:
@@ -15932,7 +15929,7 @@ def lock_folder(folder: str) -> None:
         os.close(descriptor)
         raise ValueError(f"another command trains into {folder}") from None
     runs = [f"{folder}/{name}" for name in ("sync_rl", "async_rl", "sft", "reward")]
-    for place in [folder, *filter(os.path.isdir, runs)]:
+    for place in [folder, *[run for run in runs if os.path.isdir(run)]]:
         tempfile.TemporaryFile(dir=place).close()
 
 

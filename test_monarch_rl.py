@@ -11946,7 +11946,8 @@ class StruckRun:
     """Runs async_rl, and strikes six of its processes on the way; a seed draws which and when."""
 
     NUM_STRIKES = 6
-    LIMIT_S = 900  # of a run, which takes 60 to 120 s
+    NUM_STEPS = 240  # so many that a run on a fast machine is long enough for six
+    LIMIT_S = 900  # of a run, which takes 40 to 200 s
 
     def __init__(self, folder: pathlib.Path, seed: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -11958,7 +11959,7 @@ class StruckRun:
 
     def run(self) -> list[str]:
         """What was wrong with it, in words; empty: nothing."""
-        flags = ["--only", "async_rl", "--steps", "120", "--seed", str(self.seed)]
+        flags = ["--only", "async_rl", "--steps", str(self.NUM_STEPS), "--seed", str(self.seed)]
         started = start_file(self.folder, *flags, "--json", "out.json")
         process = started.process
         with concurrent.futures.ThreadPoolExecutor() as threads:
