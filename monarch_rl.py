@@ -11071,8 +11071,8 @@ async def judge_that_hangs(report: Report) -> None:
     num_alone = sum(math.isnan(of_first_turn) for of_first_turn, _ in reply.rewards)
     report.say(f"a reward function hangs on 1 of 16 episodes; the request for all: {found}")
     report.check("episodes not judged, each asked for alone, of 16", num_alone, "==", 1)
-    num_lost = len(status.lost_replicas)
-    report.check("judges killed for it, in 3 attempts", num_lost, "==", 3)
+    num_losses = len(status.lost_replicas)
+    report.check("judges killed for it, in 3 attempts", num_losses, "==", 3)
 
 
 Checkpoint = dict[str, Any]  # as checkpoint_of makes it
@@ -12170,13 +12170,13 @@ async def resized(cluster: Cluster, run: Run, number: int) -> ResizeRow:
     )
 
 
-async def num_lost(cluster: Cluster) -> int:
-    """How many replicas its services have lost so far.
+async def num_lost(services: Iterable[Service]) -> int:
+    """How many replicas these have lost so far.
 
     Without those that were taken away: they are to be no losses, which `tell_who_came` checks.
     """
     found = 0
-    for service in cluster.services:
+    for service in services:
         losses = (await service.status(60.0)).lost_replicas
         found += sum(loss.why != "taken away" for loss in losses)
     return found
@@ -12201,10 +12201,10 @@ async def come_and_go(lab: Lab) -> None:
     report = lab.report
     num_runs = 0
     while True:
-        before = await num_lost(lab.cluster)
+        before = await num_lost(lab.cluster.services)
         found = await resized_run(lab)
         num_runs += 1
-        if num_runs == 3 or await num_lost(lab.cluster) == before:
+        if num_runs == 3 or await num_lost(lab.cluster.services) == before:
             break
         report.say("a replica was lost in the run in which generators come and go: made again")
     report.table(found.rows)
@@ -14106,9 +14106,7 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
     nothing = await held_run(cluster, report, "nothing", free, before)
     price = await held_run(cluster, report, f"--kl {REWARD_PRICE}", priced, before)
     fresh = await held_run(cluster, report, f"--ask-every {REWARD_ASK_EVERY}", asking, before)
-    num_lost = 0
-    for service in (cluster.reward_models, cluster.reward_trainer):
-        num_lost += len((await service.status()).lost_replicas)
+    num_losses = await num_lost([cluster.reward_models, cluster.reward_trainer])
     report.table([nothing, price, fresh])
     for name, row in {"nothing": nothing, "kl": price, "fresh": fresh}.items():
         report.figure(
@@ -14127,7 +14125,7 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
     num_models = 1 + (REWARD_STEPS - 1) // REWARD_ASK_EVERY
     what = "versions of the reward model that judged in that run"
     report.check(what, fresh.models, "==", num_models)
-    report.check("reward models and trainers of them that were lost", num_lost, "==", 0)
+    report.check("reward models and trainers of them that were lost", num_losses, "==", 0)
     # You can now train on what people say, and know what to watch while you do.
 
 
