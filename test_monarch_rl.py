@@ -15044,7 +15044,7 @@ def test_names_in_docs_exist() -> None:
 
 
 def run_at_length(folder: pathlib.Path) -> None:
-    """All tests, and then the figures of DOCS 10, which take an hour."""
+    """All tests, and then the figures of DOCS 6 and 10, which take two hours."""
     everything = {**os.environ, "MONARCH_RL_ALL": "1"}
     subprocess.run([sys.executable, "-m", "pytest", "-q", __file__], env=everything)
     for number, what in enumerate(["failover:15", "throughput", "memory", "endurance"]):
