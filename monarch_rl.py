@@ -10168,6 +10168,7 @@ class Run:
         # to two.
         self.num_sent = 0
         self.num_before = 0  # steps that were made when this process took it over
+        self.num_returns = 0  # to a checkpoint, because the trainer was lost
         self.version = 0  # of the trainer, when it has made the steps of `rows`
         self.next_number = 0  # of the prompt to draw next
         self.busy_s = 0.0  # of generators
@@ -10306,6 +10307,7 @@ class Run:
 
         version: at which it is there.
         """
+        self.num_returns += 1
         self.version = version
         self.ledger.settle("lost", group_ids, with_trainer=True)
         self.ledger.undo(len(self.rows) - num_steps)
@@ -11376,6 +11378,7 @@ class ReplayBuffer:
         self.num_started = 0
         self.awaited: dict[int, int] = {}  # id -> serial, of the groups that generators work on
         self.groups: list[Group] = []  # that are ready
+        self.lost_run_id: int | None = None  # of a trainer that a generator has found to have ended
 
     def expect(self, group_ids: list[int]) -> None:
         """These have been started now."""
@@ -11388,6 +11391,17 @@ class ReplayBuffer:
         for group_id in group_ids:
             del self.awaited[group_id]
         self.ledger.settle("lost", group_ids)
+
+    def give_up(self, group_ids: list[int]) -> None:
+        """These never come, because the trainer is lost under which they were asked for."""
+        for group_id in group_ids:
+            del self.awaited[group_id]
+        self.ledger.settle("dropped", group_ids, with_trainer=True)
+
+    def has_ended(self, run_id: int) -> None:
+        """The trainer of this run id has. Wakes `take`, which raises that."""
+        self.lost_run_id = run_id
+        self.ledger.changed.notify()
 
     def put(self, rollout: Rollout, asked_for: list[int], run_id: int) -> None:
         """Takes the groups of a rollout that can be trained on; the others count as lost.
@@ -11449,10 +11463,12 @@ class ReplayBuffer:
         """A batch for a trainer of this run id, when it is at this version.
 
         first_version: where it was after it last began, or went back: what was sampled under older
-        ones is of steps that are undone.
-        waits for enough groups that may be taken / woken by `put` and `lose`
+        ones is of steps that are undone. TrainerLost: a generator has found that it has ended.
+        waits for enough groups that may be taken / woken by `put`, `lose` and `has_ended`
         """
         while True:
+            if run_id == self.lost_run_id:  # mechanism: told by generators
+                raise TrainerLost("the trainer was lost while nobody waited for its answer")
             self._drop(run_id, version, first_version)
             taken = self._in_order()[: self.flow.batch_groups]
             if len(taken) == self.flow.batch_groups:
@@ -11568,6 +11584,9 @@ class RolloutLoop:
         run_id = self.cluster.handle.run_id
         try:
             found = await self.cluster.rollout(prompts, min_version=self.run.version)
+        except TrainerLost:
+            await self._next_trainer(run_id)
+            self.buffer.give_up(group_ids)
         except Exception as error:  # no replica, no judge, or what the request raised
             self.errors.say(f"{len(prompts)} groups lost: ", error)
             # Whatever is the matter needs a moment. With its tickets the loop would ask again at
@@ -11580,6 +11599,17 @@ class RolloutLoop:
             self.buffer.put(self.run.count(found), group_ids, run_id)
             if self.ledger.is_fruitless():
                 raise RuntimeError("most groups are lost: too few of their episodes are judged")
+
+    async def _next_trainer(self, run_id: int) -> None:
+        """A generator has found that this trainer has ended. Waits until there is another one.
+
+        That is a generator which was replaced, too: the others have the arena still. The training
+        loop learns of a loss by the answer to a step. If it has sent none, for it waits for groups,
+        and no generator is left that can make some, it has to be told.
+        """
+        self.buffer.has_ended(run_id)
+        while self.cluster.handle is None or self.cluster.handle.run_id == run_id:
+            await asyncio.sleep(0.1)
 
 
 @dataclass(frozen=True)
@@ -11677,8 +11707,9 @@ class AsyncLoops:
     async def _send_batches(self) -> None:
         """Sends the trainer as many batches as it may have; fewer if a step ends meanwhile.
 
-        While it waits for a batch b, one of three things happens: there are enough groups, and b is
-        sent; a step a ends, and its tickets admit new groups; or that step raises TrainerLost.
+        While it waits for a batch b, one of four things happens: there are enough groups, and b is
+        sent; a step a ends, and its tickets admit new groups; that step raises TrainerLost; or the
+        buffer does, because a generator has told it so.
         """
         while self._may_send():
             version = self.run.version_of_next_batch()
@@ -12093,6 +12124,7 @@ class Faults:
     def __init__(self, cluster: Cluster) -> None:
         self.services = {service.spec.name: service for service in cluster.services}
         self.struck_s: dict[str, float] = {}  # seconds since 1970, by service
+        self.num_others = 0  # replicas that were lost before any was struck
 
     async def run_to_end(self, loops: AsyncLoops, first_step: int) -> SpeedRow:
         """Runs the loops, and strikes after 10, 40 and 70 % of the steps that follow first_step.
@@ -12100,10 +12132,12 @@ class Faults:
         Returns the speed of the run until first_step, when nobody had been struck yet.
         """
         run = loops.run
+        before = await num_lost(self.services.values())
         running = asyncio.ensure_future(loops.run_to_end())
         try:
             await until_step(first_step, run, running)
             speed = speed_of(run, first_step)
+            self.num_others = await num_lost(self.services.values()) - before
             # A generator dies, a judge stands still, the trainer dies; one after the other.
             for name, percent in zip(FAULTS, (10, 40, 70), strict=True):
                 step = first_step + (run.num_steps - first_step) * percent // 100
@@ -12269,8 +12303,12 @@ def tell_speed(
     sync: SpeedRow,
     fast: SpeedRow,
     training: Training,
+    num_others: int,
 ) -> None:
-    """Reports how fast the asynchronous run was until the faults, beside the synchronous one."""
+    """Reports how fast the asynchronous run was until the faults, beside the synchronous one.
+
+    num_others: replicas that it has lost until then. To replace them takes time, too.
+    """
     report.table([sync, fast])
     # In the synchronous run both sides work in turn: of each second generators need g, the trainer
     # t. If they worked at the same time all the time, max(g, t) would do. So the ideal speedup is
@@ -12288,7 +12326,9 @@ def tell_speed(
         trainer_stall_share=stall,
         seconds_to_95=good[0] if good else None,
     )
-    if training.cfg.max_lag > 0:  # with K = 0 nothing is sent ahead, and both sides take turns
+    if num_others > 0:
+        report.say(f"before any fault was made {num_others} replicas were lost: no comparison")
+    elif training.cfg.max_lag > 0:  # with K = 0 nothing is sent ahead, and both sides take turns
         more = fast.trainer_busy / sync.trainer_busy
         report.check("trainer busy, asynchronous / synchronous", more, ">", 1)
     report.check("share of its steps that the trainer waited for copies", stall, "<", 0.1)
@@ -12338,7 +12378,7 @@ def tell_books(report: Report, loops: AsyncLoops) -> None:
     # In this process: what was counted before it went on may have been under other flags.
     num_groups = (run.num_steps - run.num_before) * batch_groups
     report.check("groups trained on", run.ledger.num_since("trained"), "==", num_groups)
-    most = loops.training.cfg.save_every * batch_groups
+    most = run.num_returns * loops.training.cfg.save_every * batch_groups
     num_undone = run.ledger.num_since("undone")
     report.check("groups undone by the loss of the trainer", num_undone, "<=", most)
 
@@ -12379,7 +12419,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     peer = lab.training("sync", num_compared)
     await train_sync(peer)
 
-    tell_speed(report, speed_of(peer.run, num_compared), fast, training)
+    tell_speed(report, speed_of(peer.run, num_compared), fast, training, faults.num_others)
     tell_lag(report, loose, training)
     tell_books(report, loops)
     tell_faults(report, noticed, len(faults.struck_s))

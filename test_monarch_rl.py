@@ -9761,6 +9761,42 @@ def test_two_loops_end_with_every_bound(
     asyncio.run(scene())
 
 
+class AllReplaced(StubCluster):
+    """When its trainer is lost its generators are, too, and the next ones find no arena."""
+
+    async def rollout(self, prompts: list[m.Prompt], *_: Any, **__: Any) -> m.RolloutReply:
+        if self.is_lost():
+            raise m.TrainerLost("the trainer of this arena has ended")
+        return await super().rollout(prompts)
+
+
+async def all_replaced(module: Any, max_lag: int) -> RecordedTraining:
+    """A run of 40 steps in which that happens three times."""
+    with mock.patch.object(m, "ReplayBuffer", module.ReplayBuffer):
+        training = stub_training(AllReplaced(0.002, 0.002, [7, 23, 25]))
+        await asyncio.wait_for(async_loops(training, max_lag).run_to_end(), 20)
+    return training
+
+
+@pytest.mark.parametrize("max_lag", [0, 3])
+def test_who_finds_no_arena_tells_that_the_trainer_is_lost(
+    tmp_path: pathlib.Path, max_lag: int
+) -> None:
+    """With K = 0 nothing is at the trainer then, so nobody else can: it would wait for ever."""
+    training = asyncio.run(all_replaced(m, max_lag))
+    run = training.run
+    assert [row.step for row in run.rows] == list(range(1, 41))
+    assert training.num_twice() == 0
+    assert run.ledger.num_missing() == 0
+    if max_lag == 0:
+        # Nothing is left out: what was lost with a trainer is drawn again.
+        assert run.ledger.counts["dropped"] > 0
+        assert prompts_astray(run.as_json()) == (0, 0)
+        changed = changed_module(tmp_path, {"told by generators": "if False:"})
+        with pytest.raises(asyncio.TimeoutError):
+            asyncio.run(all_replaced(changed, max_lag))
+
+
 @pytest.mark.parametrize("lost_at", [[], [7, 23, 25]])
 def test_a_synchronous_loop_leaves_no_prompt_out(lost_at: list[int]) -> None:
     """Each prompt is trained on once, in order, whatever becomes of the trainer."""
