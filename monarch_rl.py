@@ -9406,8 +9406,8 @@ class Generator(Worker):
         """Waits until its episodes may join those that are here.
 
         It may wait for a version that is being copied, or is on its way to this host. If the
-        trainer is lost meanwhile, that never comes. On the trainer's host this is seen, and it
-        waits no more. Elsewhere NotNow is raised after a while, and the request is made again.
+        trainer is lost meanwhile, that never comes. On the trainer's host this is seen, and raises
+        TrainerLost. Elsewhere NotNow is raised after a while, and the request is made again.
         """
         start = time.monotonic()
         while not self._try_to_enter(request):
@@ -9438,8 +9438,9 @@ class Generator(Worker):
         arena = self.reader.arena
         newest = arena.newest_version()
         # Whoever asks knows that the trainer has made this version. It may still be being copied.
-        # If the trainer has ended, what is sampled now is never trained on.
-        if newest < request.min_version and is_alive(arena.handle.pid):
+        if newest < request.min_version:
+            if not is_alive(arena.handle.pid):  # mechanism: it never comes
+                raise self._no_arena()
             return False
         if is_empty:
             self.takes_newest = request.is_in_flight
@@ -9481,11 +9482,15 @@ class Generator(Worker):
             except WeightMismatch as error:
                 if is_alive(handle.pid):
                     raise
-                if self.place.host > 0:
-                    raise NotNow("the relay of this arena has ended") from error
                 # Both of us were replaced, and the request is of the time before.
-                raise TrainerLost("the trainer of this arena has ended") from error
+                raise self._no_arena() from error
         return self.reader
+
+    def _no_arena(self) -> NobodyToBlame:
+        """What to raise when the process has ended whose arena this host reads."""
+        if self.place.host > 0:
+            return NotNow("the relay of this arena has ended")
+        return TrainerLost("the trainer of this arena has ended")
 
     def _pull(self, reader: WeightReader) -> int:
         """Pulls, and notes it for the trace if there was something new."""
@@ -11603,9 +11608,9 @@ class RolloutLoop:
     async def _next_trainer(self, run_id: int) -> None:
         """A generator has found that this trainer has ended. Waits until there is another one.
 
-        That is a generator which was replaced, too: the others have the arena still. The training
-        loop learns of a loss by the answer to a step. If it has sent none, for it waits for groups,
-        and no generator is left that can make some, it has to be told.
+        It was replaced, too, and cannot read the arena; or it waits for a version that was still
+        being copied. The training loop learns of a loss by the answer to a step. If it has sent
+        none, for it waits for groups, and no generator can make some, it has to be told.
         """
         self.buffer.has_ended(run_id)
         while self.cluster.handle is None or self.cluster.handle.run_id == run_id:

@@ -13408,6 +13408,47 @@ def test_a_generator_that_waits_for_its_relay_is_not_stuck(tmp_path: pathlib.Pat
     assert waits_for_a_version(changed) == 0
 
 
+def raised_without_a_trainer(module: Any, host: int) -> type[Exception]:
+    """What a generator raises that waits for a version of a process that has ended."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    place = m.Place(service="generator", replica_id=0, host=host)
+    handle = types.SimpleNamespace(pid=gone.pid, run_id=1)
+    arena = types.SimpleNamespace(handle=handle, newest_version=lambda: 0)
+    reader = types.SimpleNamespace(arena=arena, version=0)
+    generator: Any = types.SimpleNamespace(
+        place=place,
+        pulse=mock.Mock(),
+        reader=reader,
+        decoder=types.SimpleNamespace(episodes=list),
+        _reader_of=lambda _: reader,
+    )
+    for name in ("_try_to_enter", "_no_arena"):
+        method = functools.partial(getattr(module.Generator, name), generator)
+        setattr(generator, name, method)
+    request: Any = types.SimpleNamespace(arenas=(handle, handle), min_version=1)
+    with (
+        mock.patch.object(module, "PATIENCE_S", 0.2),
+        pytest.raises(module.NobodyToBlame) as raised,
+    ):
+        asyncio.run(module.Generator._enter(generator, request))
+    return raised.type
+
+
+def test_a_version_that_never_comes_is_told_at_once(tmp_path: pathlib.Path) -> None:
+    """Of a trainer that has ended in the middle of a copy; elsewhere of a relay.
+
+    With K = 0 what is sampled under the version before is dropped, and asked for again, without an
+    end: no step is under way whose answer would tell of the loss.
+    """
+    assert raised_without_a_trainer(m, host=0) is m.TrainerLost
+    assert raised_without_a_trainer(m, host=1) is m.NotNow
+    changed = changed_module(tmp_path, {"it never comes": "if False:"})
+    assert (
+        raised_without_a_trainer(changed, host=0) is changed.NotNow
+    )  # only when it is patient no more
+
+
 def test_a_request_waits_for_a_relay_that_is_being_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
