@@ -11610,10 +11610,14 @@ class RolloutLoop:
 
         It was replaced, too, and cannot read the arena; or it waits for a version that was still
         being copied. The training loop learns of a loss by the answer to a step. If it has sent
-        none, for it waits for groups, and no generator can make some, it has to be told.
+        none, for it waits for groups, and no generator can make some, it has to be told. When all
+        steps are made nobody needs another trainer.
         """
         self.buffer.has_ended(run_id)
-        while self.cluster.handle is None or self.cluster.handle.run_id == run_id:
+        while not self.run.is_over():
+            handle = self.cluster.handle
+            if handle is not None and handle.run_id != run_id:
+                return
             await asyncio.sleep(0.1)
 
 

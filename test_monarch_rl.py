@@ -9797,6 +9797,19 @@ def test_who_finds_no_arena_tells_that_the_trainer_is_lost(
             asyncio.run(all_replaced(changed, max_lag))
 
 
+def test_when_all_steps_are_made_nobody_waits_for_another_trainer() -> None:
+    """Else the end of a run would wait for a request that waits for what does not come."""
+
+    async def scene(num_steps: int) -> None:
+        training = stub_training(StubCluster(), num_steps)
+        loops = async_loops(training, 3)
+        await asyncio.wait_for(loops.rollouts._next_trainer(run_id=1), 0.5)
+
+    asyncio.run(scene(num_steps=0))
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(scene(num_steps=1))
+
+
 @pytest.mark.parametrize("lost_at", [[], [7, 23, 25]])
 def test_a_synchronous_loop_leaves_no_prompt_out(lost_at: list[int]) -> None:
     """Each prompt is trained on once, in order, whatever becomes of the trainer."""
