@@ -10169,8 +10169,7 @@ class Run:
         self.sampler = sampler
         self.ledger = Ledger()
         self.rows: list[StepRow] = []  # of the steps that the trainer has made
-        # Steps that it was told to make: while it works one more than it has made, in section 13 up
-        # to two.
+        # Steps that it was told to make: while it works up to two more than those of `rows`.
         self.num_sent = 0
         self.num_before = 0  # steps that were made when this process took it over
         self.num_returns = 0  # to a checkpoint, because the trainer was lost
