@@ -1780,7 +1780,12 @@ class Host:
         TEMPLATE.start()
 
     async def spawn(self, starts: Starts, num_ranks: int) -> ProcMesh:
-        """Starts processes, one for each rank, in a mesh of that name."""
+        """Starts processes, one for each rank, in a mesh of that name.
+
+        OSError: all processes are being ended. One that began now might be left behind.
+        """
+        if LEAVING.is_set():  # mechanism: nobody begins any more
+            raise OSError("this command is being ended")
         shape = {"rank": num_ranks}
         command = starts.command()
         return this_host().spawn_procs(per_host=shape, name=starts.name, bootstrap_command=command)

@@ -10418,6 +10418,29 @@ def test_a_worker_signals_nobody_else_either(tmp_path: pathlib.Path) -> None:
     monarch_host.wait()
 
 
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_nobody_is_started_while_all_are_being_ended(
+    tmp_path: pathlib.Path, is_changed: bool
+) -> None:
+    """A keeper that tries again would leave somebody behind, for its event loop goes on."""
+    module: Any = m
+    if is_changed:
+        module = changed_module(tmp_path, {"nobody begins any more": "if False:"})
+    module.LEAVING.set()
+    try:
+        with mock.patch.object(module, "this_host") as this_host:
+            starting = module.Host().spawn(mock.Mock(), 1)
+            if is_changed:
+                asyncio.run(starting)
+                this_host().spawn_procs.assert_called_once()
+            else:
+                with pytest.raises(OSError, match="being ended"):
+                    asyncio.run(starting)
+                this_host.assert_not_called()
+    finally:
+        module.LEAVING.clear()
+
+
 def survives(module: Any, started_before: int) -> bool:
     """Does a process live on, when one with its id is signalled that started so much earlier?"""
     child = subprocess.Popen(["sleep", "60"])
