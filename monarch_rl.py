@@ -11378,7 +11378,7 @@ class ReplayBuffer:
 
     expect ---> awaited ---put---> groups ---take---> a batch. Those that `put` has no use for, and
     those that `lose` is told of, are lost. `take` drops those that are too old, or were sampled
-    with the weights of a trainer that is lost.
+    with the weights of a trainer that is lost; and `give_up` those that were asked for under it.
     """
 
     def __init__(self, ledger: Ledger, flow: Flow) -> None:
@@ -11397,18 +11397,19 @@ class ReplayBuffer:
 
     def lose(self, group_ids: list[int]) -> None:
         """These never come. Wakes `take`, also when there are none of them."""
-        for group_id in group_ids:
-            del self.awaited[group_id]
-        self.ledger.settle("lost", group_ids)
+        self._never_come("lost", group_ids)
 
     def give_up(self, group_ids: list[int]) -> None:
         """These never come, because the trainer is lost under which they were asked for."""
+        self._never_come("dropped", group_ids, with_trainer=True)
+
+    def _never_come(self, fate: str, group_ids: list[int], with_trainer: bool = False) -> None:
         for group_id in group_ids:
             del self.awaited[group_id]
-        self.ledger.settle("dropped", group_ids, with_trainer=True)
+        self.ledger.settle(fate, group_ids, with_trainer)
 
     def has_ended(self, run_id: int) -> None:
-        """The trainer of this run id has. Wakes `take`, which raises that."""
+        """Is told that the trainer of this run id has ended. Wakes `take`, which raises that."""
         self.lost_run_id = run_id
         self.ledger.changed.notify()
 
@@ -11612,10 +11613,10 @@ class RolloutLoop:
     async def _next_trainer(self, run_id: int) -> None:
         """A generator has found that this trainer has ended. Waits until there is another one.
 
-        It was replaced, too, and cannot read the arena; or it waits for a version that was still
-        being copied. The training loop learns of a loss by the answer to a step. If it has sent
-        none, for it waits for groups, and no generator can make some, it has to be told. When all
-        steps are made nobody needs another trainer.
+        That generator was replaced, too, and cannot read the arena; or it waits for a version that
+        was still being copied. The training loop learns of a loss by the answer to a step. It may
+        have sent none, because it waits for groups; and if no generator can make any, it has to be
+        told. When all steps are made nobody needs another trainer.
         """
         self.buffer.has_ended(run_id)
         while not self.run.is_over():
