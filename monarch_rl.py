@@ -14819,9 +14819,7 @@ class RelayedWriter(ShardWriter):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.deltas: list[Delta] = []  # by slot; none before a relay has asked for them
-        self.before: tuple[int, torch.Tensor] | None = (
-            None  # the last version of which one was made
-        )
+        self.newest: tuple[int, torch.Tensor] | None = None  # version and slot of the newest delta
         self.making: concurrent.futures.Future[None] | None = None
 
     def start(self, version: int) -> None:
@@ -14841,14 +14839,12 @@ class RelayedWriter(ShardWriter):
         """What differs between the two newest versions, if the newer one was not skipped."""
         copying.result()  # raises if there is no new version
         start_s = time.time()
-        version, slot = self.arena.latest()
-        before = None
-        if self.before and self.before[0] == version - 1:
-            before = self.before[1]
-        now = self.arena.slots[slot]
-        delta = self.deltas[slot]
-        delta.write(now, before)
-        self.before = (version, now)
+        version, number = self.arena.latest()
+        slot = self.arena.slots[number]
+        before_version, before = self.newest or (-1, None)
+        delta = self.deltas[number]
+        delta.write(slot, before if before_version == version - 1 else None)
+        self.newest = (version, slot)
         self.arena.fence()  # what was written is there when the version is
         delta.version.fill_(version)
         self.arena.fence()
@@ -15463,12 +15459,14 @@ class Stepper(Worker):
     elements of bf16 change depends on that, and on the rate.
     """
 
-    NUM_ELEMENTS = 16 * 1000 * 1000
+    def __init__(self, place: Place, num_elements: int) -> None:
+        super().__init__(place)
+        self.num_elements = num_elements
 
     async def prepare(self) -> None:
         """Publishes version 0."""
         torch.manual_seed(0)
-        self.weight = torch.nn.Parameter(torch.randn(self.NUM_ELEMENTS) * 0.02)
+        self.weight = torch.nn.Parameter(torch.randn(self.num_elements) * 0.02)
         self.optimizer = torch.optim.AdamW([self.weight], weight_decay=0.0)
         self.writer = RelayedWriter(
             {"weight": self.weight},
@@ -15489,7 +15487,7 @@ class Stepper(Worker):
         """Steps, and publishes: the share of elements that changed, and a CRC of the new slot."""
         _, slot = self.writer.arena.latest()
         before = self.writer.arena.slots[slot]
-        self.weight.grad = torch.randn(self.NUM_ELEMENTS)
+        self.weight.grad = torch.randn(self.num_elements)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -15497,7 +15495,7 @@ class Stepper(Worker):
         _, slot = self.writer.arena.latest()
         now = self.writer.arena.slots[slot]
         differs = before.view(torch.int16) != now.view(torch.int16)
-        return int(differs.sum()) / self.NUM_ELEMENTS, checksum(now)
+        return int(differs.sum()) / self.num_elements, checksum(now)
 
 
 class CheckedRelay(Relay):
@@ -15523,12 +15521,12 @@ class DeltaRow:
 
 
 class ChangeBench:
-    """A Stepper on one host, and on another one a relay, which has its version 0."""
+    """A Stepper on one host, and on another one a relay that reads its arena."""
 
     NUM_VERSIONS = 5  # of a row
 
-    def __init__(self, here: Host, away: Host) -> None:
-        self.stepper = Service(self.spec("stepper", Stepper, here))
+    def __init__(self, here: Host, away: Host, num_elements: int = 16_000_000) -> None:
+        self.stepper = Service(self.spec("stepper", Stepper, here, num_elements))
         self.relay = Service(self.spec("its relay", CheckedRelay, away, self.stepper, 0, 1, 0))
 
     def spec(self, name: str, replica_class: type[Worker], host: Host, *args: Any) -> ServiceSpec:

@@ -5875,6 +5875,7 @@ class RelayDouble:
     """
 
     WORD_DEADLINE_S = 1
+    LOOK_EVERY_S = 0.001
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -5886,8 +5887,10 @@ class RelayDouble:
         """From now on the trainer's arena is this one, in place of a RemoteHandle."""
         self.remote = remote
         self.arena.words[m.Arena.LATEST] = m.Arena.NOTHING
+        self.delta = self.module.Delta(self.arena.slots.shape[1])
         self.num_versions = 0
-        self.read_bytes = 0
+        self.num_deltas = 0
+        self.num_refused = 0
         self.num_second_leases = 0
         self.seen_s = None
         self.arrived_bytes = 0
@@ -5898,8 +5901,8 @@ class RelayDouble:
             run_at_once(self.module.Relay._fetch_if_new(self))
         return self.arena.newest_version()
 
-    async def read(self, slot: Any, room: torch.Tensor, arrived: Any) -> None:
-        """Brings what `slot` stands for into the room."""
+    async def read(self, pieces: Any, rooms: Any, arrived: Any) -> None:
+        """Brings what the pieces stand for into the rooms."""
 
     async def _look(self) -> int:
         return await self.module.Relay._look(self)
@@ -5910,8 +5913,11 @@ class RelayDouble:
     async def _cross(self, transfer: Any, word: torch.Tensor) -> None:
         await self.module.Relay._cross(self, transfer, word)
 
+    async def _read_delta(self, slot: int, version: int, free: int) -> list[int]:
+        return await self.module.Relay._read_delta(self, slot, version, free)
+
     def _has_arrived(self, num_bytes: int) -> None:
-        """Nobody asks for it."""
+        self.arrived_bytes += num_bytes
 
 
 class ModelRelay(RelayDouble):
@@ -5937,7 +5943,8 @@ class ModelRelay(RelayDouble):
             handle=dataclasses.replace(self.arena.handle, pid=PID_OF_TRAINER),
             latest=ModelWord(replay=replay, place=m.Arena.LATEST),
             leases=words,
-            slots=range(4),  # the "pieces" of a slot are its number
+            slots=[[number] for number in range(4)],  # the only piece of a slot is its number
+            deltas=[],
         )
         self.begin(remote)
 
@@ -5958,7 +5965,9 @@ class ModelRelay(RelayDouble):
         self.num_looks += 1
         return latest
 
-    async def read(self, slot: int, room: torch.Tensor, arrived: Any) -> None:
+    async def read(self, pieces: Any, rooms: Any, arrived: Any) -> None:
+        [slot] = pieces
+        [room] = rooms
         self.replay.holds = slot
         cells = [self.replay[cell] for cell in cells_of(slot)]
         self.replay.is_torn |= len(set(cells)) > 1
@@ -6893,7 +6902,8 @@ class RelayUnderAttack(RelayDouble):
             handle=arena.handle,
             latest=WordUnderAttack(arena, m.Arena.LATEST, self.strike),
             leases=leases,
-            slots=arena.slots,
+            slots=[[slot] for slot in arena.slots],
+            deltas=[],
         )
         publish(self.writer, 0)
         self.begin(remote)
@@ -6902,8 +6912,10 @@ class RelayUnderAttack(RelayDouble):
         for _ in range(self.pace()):
             publish(self.writer, self.writer.version + 1)
 
-    async def read(self, slot: torch.Tensor, room: torch.Tensor, arrived: Any) -> None:
-        """In two pieces."""
+    async def read(self, pieces: Any, rooms: Any, arrived: Any) -> None:
+        """In two parts."""
+        [slot] = pieces
+        [room] = rooms
         for there, here in zip(slot.chunk(2), room.chunk(2), strict=True):
             self.strike()
             here.copy_(there)
@@ -6986,12 +6998,11 @@ def read_over(module: Any, cable: SlowCable, num_pieces: int) -> int:
     async def scene() -> None:
         carrying = asyncio.ensure_future(cable.carry())
         try:
-            await module.read_pieces([cable] * num_pieces, room, sizes.append)
+            await module.read_pieces([cable] * num_pieces, room.split(1), sizes.append)
         finally:
             await m.end_task(carrying)
 
-    with mock.patch.object(module, "PIECE_BYTES", 1):
-        asyncio.run(scene())
+    asyncio.run(scene())
     assert int(room.sum()) == num_pieces
     return sum(sizes)
 
@@ -7026,7 +7037,7 @@ def test_a_room_that_is_too_small_is_no_fault_of_the_way() -> None:
 
     refusing: Any = Refusing()
     with pytest.raises(ValueError, match="too small"):
-        asyncio.run(m.read_pieces([refusing], torch.zeros(4, dtype=torch.uint8)))
+        asyncio.run(m.read_pieces([refusing], [torch.zeros(4, dtype=torch.uint8)]))
 
 
 class FollowingDouble:
@@ -7101,6 +7112,10 @@ def traffic_of(**changes: Any) -> m.Traffic:
         silent_s=0.01,
         behind_s=None,
         arrived_bytes=0,
+        due_bytes=100,
+        num_deltas=0,
+        num_refused=0,
+        took_s=0.0,
     )
     return dataclasses.replace(well, **changes)
 
@@ -7215,6 +7230,322 @@ def test_the_main_process_tells_what_becomes_of_a_relay(tmp_path: pathlib.Path) 
     assert said["before"]["relay_mistakes"] == 1
     assert said["before"]["relay_failures"] == 0
     assert said["before"]["relay_versions"] >= 1
+
+
+# -- only what changed -----------------------------------------------------------------------------
+
+
+def bytes_of_words(words: Any) -> torch.Tensor:
+    """[num_bytes] uint8, of numbers below 65536."""
+    return torch.tensor(words, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+
+
+def changed_in_places(before: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """A copy in which these words of 16 bits are others."""
+    now = before.clone()
+    now.view(torch.int16)[list(places)] ^= 0x0101
+    return now
+
+
+@pytest.mark.parametrize("num_words", [32, 255 * 32, 256, 257 * 32, 4096])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.2, 0.32])
+def test_changes_make_the_old_piece_the_new_one(num_words: int, share: float) -> None:
+    """And take 2 bytes for each block and 3 for each change."""
+    rng = random.Random(num_words)
+    before = bytes_of_words([rng.randrange(65536) for _ in range(num_words)])
+    places = rng.sample(range(num_words), int(share * num_words))
+    now = changed_in_places(before, places)
+    changes = m.changes_of(before, now)
+    assert changes is not None
+    assert len(changes) == (2 * math.ceil(num_words / 256) + 3 * len(places) if places else 0)
+    found = before.clone()
+    m.change(found, changes)
+    assert torch.equal(found, now)
+
+
+@pytest.mark.parametrize("places", [[0], [255], [256], [1023], [0, 255, 256, 1023]])
+def test_changes_at_the_edges_of_blocks(places: list[int]) -> None:
+    before = torch.zeros(2048, dtype=torch.uint8)
+    now = changed_in_places(before, places)
+    changes = m.changes_of(before, now)
+    assert changes is not None
+    m.change(before, changes)
+    assert torch.equal(before, now)
+
+
+def test_a_block_of_which_every_word_has_changed() -> None:
+    """256 does not fit into a byte."""
+    before = torch.zeros(8192, dtype=torch.uint8)
+    now = changed_in_places(before, range(256, 512))
+    changes = m.changes_of(before, now)
+    assert changes is not None
+    m.change(before, changes)
+    assert torch.equal(before, now)
+
+
+def test_what_has_changed_too_much_has_no_delta() -> None:
+    """More than half of the bytes: from 33 % of the words on."""
+    before = torch.zeros(8192, dtype=torch.uint8)
+    most = (4096 - 2 * 16) // 3
+    assert m.changes_of(before, changed_in_places(before, range(most))) is not None
+    assert m.changes_of(before, changed_in_places(before, range(most + 1))) is None
+
+
+def test_the_longest_delta_finds_room() -> None:
+    """All pieces at the limit, and the last one shorter than the others."""
+    slot_bytes = 3 * 4096 + 64
+    with mock.patch.object(m, "PIECE_BYTES", 4096):
+        delta = m.Delta(slot_bytes)
+        before = torch.zeros(slot_bytes, dtype=torch.uint8)
+        places = []
+        for start in range(0, slot_bytes // 2, 2048):
+            words = min(2048, slot_bytes // 2 - start)
+            most = (words - 2 * math.ceil(words / 256)) // 3
+            places += range(start, start + most)
+        now = changed_in_places(before, places)
+        delta.write(now, before)
+        assert m.WHOLE not in delta.sizes.tolist()
+        assert delta.num_bytes() <= len(delta.changes)
+        room = torch.empty_like(now)
+        assert delta.unpack(room, before) == []
+        assert torch.equal(room, now)
+
+
+@dataclass(frozen=True)
+class MemoryUnderAttack:
+    """Some memory, as an RDMABuffer. Before each crossing something happens."""
+
+    memory: torch.Tensor
+    strike: Callable[[], None]
+
+    async def read_into(self, room: torch.Tensor, timeout: int) -> None:
+        self.strike()
+        room.copy_(self.memory)
+
+
+class Changing:
+    """A trainer whose versions differ in more or in less, and a relay that may miss some of them.
+
+    Before any crossing the trainer may publish, and one crossing in a hundred fails.
+    """
+
+    NUM_ELEMENTS = 20_000  # of bf16: five pieces, of which the last is shorter
+    is_calm = False  # nothing happens before a crossing
+
+    def __init__(self, module: Any, seed: int) -> None:
+        """To be made, and used, with small pieces: `small_pieces`."""
+        self.rng = random.Random(seed)
+        self.random = torch.Generator().manual_seed(seed)
+        self.weight = torch.zeros(self.NUM_ELEMENTS, dtype=torch.bfloat16)
+        num_leases = m.LEASES_PER_RELAY
+        self.writer = module.RelayedWriter({"w": self.weight}, num_leases, 0, 1)
+        self.published: dict[int, int] = {}  # by version, a CRC of its slot
+        self.publish()
+        arena = self.writer.arena
+        self.writer.deltas = [module.Delta(arena.slots.shape[1]) for _ in arena.slots]
+        self.relay = RelayDouble(module)
+        self.relay.arena = module.create_arena(arena.handle.manifest, 1)
+        leases = []
+        for number in range(num_leases):
+            leases.append(WordUnderAttack(arena, m.Arena.LEASES + number, self.strike))
+        remote = types.SimpleNamespace(
+            handle=arena.handle,
+            latest=WordUnderAttack(arena, m.Arena.LATEST, self.strike),
+            leases=leases,
+            slots=[self.pieces(slot, module.PIECE_BYTES) for slot in arena.slots],
+            deltas=[self.remote_delta(delta) for delta in self.writer.deltas],
+        )
+        self.relay.begin(remote)
+        self.num_failed = 0
+        self.num_differ = 0
+
+    def pieces(self, memory: torch.Tensor, size: int) -> list[MemoryUnderAttack]:
+        return [MemoryUnderAttack(piece, self.strike) for piece in memory.split(size)]
+
+    def remote_delta(self, delta: m.Delta) -> Any:
+        return types.SimpleNamespace(
+            version=MemoryUnderAttack(delta.version, self.strike),
+            numbers=MemoryUnderAttack(delta.numbers, self.strike),
+            changes=self.pieces(delta.changes, delta.part_bytes),
+        )
+
+    def publish(self) -> None:
+        """A version in which so many elements are others. Its delta may still be under way then."""
+        share = self.rng.choice([0.0, 0.0001, 0.01, 0.03, 0.2, 0.5, 1.0])
+        begin = self.rng.randrange(self.NUM_ELEMENTS)
+        end = self.rng.choice([begin + 100, self.NUM_ELEMENTS])  # elsewhere nothing changes
+        chosen = torch.rand(self.NUM_ELEMENTS, generator=self.random) < share
+        chosen[:begin] = False
+        chosen[end:] = False
+        self.weight += chosen * torch.randn(self.NUM_ELEMENTS, generator=self.random)
+        self.writer.publish(self.writer.version + 1)
+        _, slot = self.writer.arena.latest()
+        self.published[self.writer.version] = m.checksum(self.writer.arena.slots[slot])
+        if self.writer.making and self.rng.random() < 0.5:
+            self.writer.making.result()
+
+    def strike(self) -> None:
+        if self.is_calm:
+            return
+        if self.rng.random() < 0.05:
+            self.publish()
+        if self.rng.random() < 0.01:
+            self.num_failed += 1
+            raise Exception("tcp read chunk timed out")
+
+    async def run(self, num_versions: int) -> None:
+        """Until so many have been published. Each that the relay has is compared."""
+        relay = self.relay
+        while self.writer.version < num_versions:
+            if self.rng.random() < 0.9:
+                self.publish()
+            before = relay.arena.newest_version()
+            with contextlib.suppress(relay.module.Unreachable):
+                await self.fetch()
+            version, slot = relay.arena.latest()
+            if version > before:
+                found = m.checksum(relay.arena.slots[slot])
+                self.num_differ += found != self.published[version]
+
+    async def fetch(self) -> None:
+        await self.relay.module.Relay._fetch_if_new(self.relay)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(m, "PIECE_BYTES", 8192)
+
+
+def changing(module: Any, num_versions: int, seed: int = 0) -> Changing:
+    """A race of a trainer and a relay, with what was found."""
+    race = Changing(module, seed)
+    asyncio.run(race.run(num_versions))
+    relay = race.relay
+    print(
+        f"{num_versions} versions published, {relay.num_versions} carried, {relay.num_deltas} with "
+        f"a delta, {race.num_failed} crossings failed; {relay.num_refused} pieces refused, "
+        f"{race.num_differ} versions differ"
+    )
+    return race
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("num_versions", [1000, pytest.param(10_000, marks=long)])
+def test_what_changed_makes_exactly_the_version(num_versions: int) -> None:
+    """Whatever was missed, overwritten meanwhile, or has failed on the way."""
+    race = changing(m, num_versions)
+    relay = race.relay
+    assert race.num_differ == 0
+    assert relay.num_refused == 0
+    assert num_versions / 3 < relay.num_deltas < relay.num_versions < num_versions
+    assert race.num_failed > num_versions / 100
+
+
+DELTA_OF_ANOTHER = {"delta of the next version": "if mine >= 0 and named == slot:"}
+UNCHECKED = {"checksum of a piece": "if False:"}
+
+
+def test_a_delta_that_does_not_fit_is_noticed(tmp_path: pathlib.Path) -> None:
+    """By its checksum: then the piece crosses whole. Without the checksum weights are wrong."""
+    changed = changed_module(tmp_path, DELTA_OF_ANOTHER)
+    changed.PIECE_BYTES = 8192
+    race = changing(changed, 300)
+    assert race.relay.num_refused > 0
+    assert race.num_differ == 0
+    (tmp_path / "unchecked").mkdir()
+    changed = changed_module(tmp_path / "unchecked", {**DELTA_OF_ANOTHER, **UNCHECKED})
+    changed.PIECE_BYTES = 8192
+    assert changing(changed, 300).num_differ > 0
+
+
+async def is_brought_early(module: Any) -> bool:
+    """Has a relay brought a version of which the delta is still being made?"""
+    race = Changing(module, 0)
+    race.is_calm = True
+    await race.fetch()
+    race.publish()
+    await race.fetch()
+    may_go_on = threading.Event()
+
+    def slow(before: torch.Tensor, now: torch.Tensor) -> None:
+        may_go_on.wait(30)
+
+    with mock.patch.object(module, "changes_of", slow):
+        race.writer.publish(2)
+        fetching = asyncio.ensure_future(race.fetch())
+        await asyncio.sleep(0.2)
+        is_early = fetching.done()
+        may_go_on.set()
+        await fetching
+    assert race.relay.num_deltas == 2
+    assert race.relay.arena.newest_version() == 2
+    return is_early
+
+
+def test_a_relay_waits_for_the_delta_of_a_version(tmp_path: pathlib.Path) -> None:
+    assert not asyncio.run(is_brought_early(m))
+    changed = changed_module(tmp_path, {"the delta is there": "while False:"})
+    assert asyncio.run(is_brought_early(changed))
+
+
+def relayed_writer() -> m.RelayedWriter:
+    """One whose relay has been there since before the first version."""
+    writer = m.RelayedWriter(two_tensors(), m.LEASES_PER_RELAY, 0, 1)
+    writer.deltas = [m.Delta(writer.arena.slots.shape[1]) for _ in writer.arena.slots]
+    publish(writer, 0)
+    assert writer.making is not None
+    writer.making.result()
+    return writer
+
+
+def test_nobody_waits_for_a_delta() -> None:
+    """Neither who changes the weights next, nor readers on the trainer's host."""
+    writer = relayed_writer()
+    may_go_on = threading.Event()
+
+    def slow(before: torch.Tensor, now: torch.Tensor) -> None:
+        may_go_on.wait(30)
+
+    with mock.patch.object(m, "changes_of", slow):
+        publish(writer, 1)  # returns
+        version, slot = writer.arena.latest()
+        assert version == 1
+        assert int(writer.deltas[slot].version) == -1
+        may_go_on.set()
+        assert writer.making is not None
+        writer.making.result()
+    assert int(writer.deltas[slot].version) == 1
+
+
+def test_what_ends_a_delta_is_raised_to_the_trainer() -> None:
+    """Else relays would wait for it for ever, and nobody would be told."""
+    writer = relayed_writer()
+    with mock.patch.object(m, "changes_of", side_effect=MemoryError("no room")):
+        publish(writer, 1)
+        concurrent.futures.wait([writer.making])
+    with pytest.raises(MemoryError, match="no room"):
+        publish(writer, 2)
+
+
+@pytest.mark.parametrize("is_copying", [False, True])
+def test_a_delta_is_made_of_what_is_there_when_a_relay_comes(
+    is_copying: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says: all of it whole. Without it a relay would wait for the delta of this version."""
+    monkeypatch.setattr(m, "remote_handle", lambda *args: args)
+    writer = m.RelayedWriter(two_tensors(), m.LEASES_PER_RELAY, 0, 1)
+    publish(writer, 0)
+    if is_copying:
+        writer.start(1)
+    _, _, deltas = writer.for_relay(0)
+    assert writer.making is not None
+    writer.making.result()
+    version, slot = writer.arena.latest()
+    assert version == int(is_copying)
+    assert int(deltas[slot].version) == version
+    assert deltas[slot].sizes.tolist() == [m.WHOLE]
+    _, _, again = writer.for_relay(2)
+    assert again is deltas
 
 
 # -- resharding ------------------------------------------------------------------------------------
@@ -7611,16 +7942,9 @@ def test_a_read_that_fails_is_raised_when_all_have_ended() -> None:
 
     slow: Any = SlowHandle(0, threading.Event(), log)
     failing: Any = Failing()
-    room = torch.zeros(16, dtype=torch.uint8)
-    with (
-        mock.patch.object(
-            m,
-            "PIECE_BYTES",
-            8,
-        ),
-        pytest.raises(m.Unreachable, match="is gone"),
-    ):
-        asyncio.run(m.read_pieces([failing, slow], room))
+    rooms = torch.zeros(16, dtype=torch.uint8).split(8)
+    with pytest.raises(m.Unreachable, match="is gone"):
+        asyncio.run(m.read_pieces([failing, slow], rooms))
     assert log == ["read 0"]
 
 
