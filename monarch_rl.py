@@ -3313,7 +3313,8 @@ async def demo_service(report: Report, cfg: Config) -> None:
 #   `latest` once more, and only then reads. The trainer leaves announced slots alone.
 # Cost. One copy of the weights per version, and memory for two slots more than there are readers.
 #   (Readers on GPUs need no slots, but the trainer's copy may have to wait for theirs: 7b.)
-# Not here. From GPU to GPU without host memory; sending only what changed (DOCS 2).
+# Not here. From GPU to GPU without host memory. (Only what changed is sent between hosts, section
+#   16: on one host, to find out what that is takes longer than a copy.)
 # Source. Hazard pointers, Michael 2004.
 #
 # The usual way is a broadcast in a process group: processes that all call the same operation, which
@@ -14192,13 +14193,14 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 # Rule. On each other host runs a relay, which is one more reader of the trainer's arena. It leases
 #   a slot by the protocol of section 7, with one-sided reads and writes in place of loads and
 #   stores, and publishes in an arena of its own host. Generators read there as at home. A version
-#   crosses once per host, and the trainer's Python takes no part. A lost host is a Host whose life
-#   has ended: its replicas are lost, and come back with it. Meanwhile requests go elsewhere.
-# Cost. Two more slots at the trainer for each relay, and a worker process on every host. Its port
-#   asks for a secret that both sides know, and without one it is on the loopback only. The ports of
-#   Monarch itself, open as long as a run, ask for nothing: who reaches them can run any code. So a
-#   private network is needed all the same.
-# Not here. Trainer ranks on several hosts; sending only what changed; encryption.
+#   crosses once per host, or what has changed in it. A lost host is a Host whose life has ended:
+#   its replicas are lost, and come back with it. Meanwhile requests go elsewhere.
+# Cost. Two more slots at the trainer for each relay, after each copy three to four times as long to
+#   find out what has changed, and a worker process on every host. Its port asks for a secret that
+#   both sides know, and without one it is on the loopback only. The ports of Monarch itself, open
+#   as long as a run, ask for nothing: who reaches them can run any code. So a private network is
+#   needed all the same.
+# Not here. Trainer ranks on several hosts; encryption.
 # Source. attach_to_workers of Monarch.
 #
 #     this command             host A: --worker                  host B: --worker
@@ -14729,12 +14731,14 @@ def changes_of(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor | None:
     before, now: [num_bytes] uint8, a piece of one version and of the next.
     """
     words = half_words(now)
-    [changed] = numpy.nonzero(words != half_words(before))
-    if not len(changed):
+    differs = words != half_words(before)
+    num_changed = numpy.count_nonzero(differs)
+    if not num_changed:
         return now[:0]
     num_blocks = math.ceil(len(words) / WORDS_PER_BLOCK)
-    if 2 * num_blocks + 3 * len(changed) > now.nbytes // 2:
+    if 2 * num_blocks + 3 * num_changed > now.nbytes // 2:
         return None
+    [changed] = numpy.nonzero(differs)
     counts = numpy.bincount(changed // WORDS_PER_BLOCK, minlength=num_blocks)
     places = changed % WORDS_PER_BLOCK
     parts = [counts.astype("uint16"), words[changed], places.astype("uint8")]
@@ -14779,33 +14783,35 @@ class Delta:
 
         Without the one before, all pieces are to be read whole.
         """
+        self.sizes.fill_(WHOLE)
+        if before is None:
+            return
         end = 0
-        olds = slot.split(PIECE_BYTES) if before is None else before.split(PIECE_BYTES)
-        for i, piece in enumerate(slot.split(PIECE_BYTES)):
-            changes = None if before is None else changes_of(olds[i], piece)
-            if changes is None:
-                self.sizes[i] = WHOLE
-                continue
-            self.sizes[i] = len(changes)
-            self.sums[i] = sum_of(piece)
-            self.changes[end : end + len(changes)] = changes
-            end += round_up(len(changes), 8)
+        pieces = zip(before.split(PIECE_BYTES), slot.split(PIECE_BYTES), strict=True)
+        for i, (old, new) in enumerate(pieces):
+            changes = changes_of(old, new)
+            if changes is not None:
+                self.sums[i] = sum_of(new)
+                self.sizes[i] = len(changes)
+                self.changes[end : end + len(changes)] = changes
+                end += round_up(len(changes), 8)
 
     def num_bytes(self) -> int:
         """Of all changes."""
         return sum(round_up(max(size, 0), 8) for size in self.sizes.tolist())
 
-    def unpack(self, slot: torch.Tensor, before: torch.Tensor) -> list[int]:
-        """Fills a slot. Returns the numbers of the pieces that are to be read whole."""
+    def unpack(self, slot: torch.Tensor) -> list[int]:
+        """Makes the new version of the old. Returns the numbers of pieces to be read whole.
+
+        slot: [slot_bytes] uint8, which holds the version before.
+        """
         missing = []
         start = 0
-        olds = before.split(PIECE_BYTES)
         for i, piece in enumerate(slot.split(PIECE_BYTES)):
             size = int(self.sizes[i])
             if size == WHOLE:
                 missing.append(i)
                 continue
-            piece.copy_(olds[i])
             change(piece, self.changes[start : start + size])
             start += round_up(size, 8)
             if sum_of(piece) != int(self.sums[i]):  # mechanism: checksum of a piece
@@ -14976,114 +14982,87 @@ class Traffic:
     took_s: float  # from when it saw its newest version until it had it
 
 
-class Relay(Worker):
-    """One per other host. It reads the trainer's arena and writes one for the generators there."""
+class RemoteReader:
+    """What a relay reads with: brings versions of the trainer's arena into the relay's own."""
 
     LOOK_EVERY_S = 0.005  # a look is a one-sided read; over TCP it is work for both hosts
     # For a word to cross and the answer to come back: what TCP needs on a bad line, many times.
     WORD_DEADLINE_S = 15
-    # The pause after a failure. Mostly the trainer was lost, and another relay is about to begin.
-    RETRY_S = 0.5
-    # In a row, until it gives up. When Monarch has not delivered a message for 30 s, it delivers no
-    # other one between these two processes. Another relay is another process.
-    MAX_FAILURES = 3
 
-    def __init__(
-        self,
-        place: Place,
-        trainer: Service,
-        first_reader: int,
-        num_readers: int,
-        num_copying: int,
-    ) -> None:
-        """first_reader: the number of the first lease that relay 0 has in the trainer's arena.
-
-        num_readers: of the relay's own arena, which are the generators of its host. num_copying: of
-        these, as in create_arena.
-        """
-        super().__init__(place)
-        self.trainer = trainer
-        self.reader = first_reader + LEASES_PER_RELAY * place.replica_id
-        self.num_readers = num_readers
-        self.num_copying = num_copying
+    def __init__(self, remote: RemoteHandle, arena: Arena, advance: Callable[[], None]) -> None:
+        """remote: of the trainer's arena. advance: is called when something has arrived."""
+        self.remote = remote
+        self.arena = arena
+        self.advance = advance
         self.latest_word = torch.zeros(1, dtype=torch.int64)
         self.lease_word = torch.zeros(1, dtype=torch.int64)
-        # What `traffic` tells.
+        self.delta = Delta(arena.handle.manifest.slot_bytes)
+        # What `Relay.traffic` tells.
         self.num_versions = 0
         self.read_bytes = 0
         self.num_deltas = 0
         self.num_refused = 0
         self.num_second_leases = 0
-        self.num_failures = 0
-        self.num_in_row = 0
-        self.last_failure = ""
         self.heard_s = time.monotonic()  # when the trainer's memory has answered last
         self.seen_s: float | None = None  # when it first saw a version that it has not
         self.took_s = 0.0
         self.arrived_bytes = 0
         self.due_bytes = 0
 
-    async def prepare(self) -> ArenaHandle:
-        """Makes an arena for this host. Answers with its handle."""
-        self.remote = await self.trainer.route(RelayedTrainer.remote, self.reader)
-        manifest = self.remote.handle.manifest
-        self.delta = Delta(manifest.slot_bytes)
-        self.arena = create_arena(manifest, self.num_readers, self.num_copying)
-        self.heard_s = time.monotonic()
-        self.following = asyncio.ensure_future(self._follow())
-        return self.arena.handle
-
-    async def _follow(self) -> None:
-        """The relay's loop: looks every few ms / produces versions / ends with its process.
-
-        Or when it gives up, or with an error of its own, which is a mistake in this file. Either is
-        raised by `traffic`, and then another relay takes the place of this one.
-        """
-        while True:
-            await asyncio.sleep(self.LOOK_EVERY_S)
-            try:
-                await self._fetch_if_new()
-                self.num_in_row = 0
-            except Unreachable as error:  # mechanism: failures are told apart
-                self.num_in_row += 1
-                self.num_failures += 1
-                self.last_failure = str(error)
-                if self.num_in_row == self.MAX_FAILURES:
-                    raise
-                await asyncio.sleep(self.RETRY_S)
-
-    async def _fetch_if_new(self) -> None:
+    async def fetch_if_new(self) -> None:
         """The steps above: brings one version, if there is one that it has not."""
         latest = await self._look()
-        if latest // Arena.MAX_SLOTS == self.arena.newest_version():
+        mine = self.arena.newest_version()
+        if latest // Arena.MAX_SLOTS == mine:
             return
         if self.seen_s is None:
             self.seen_s = time.monotonic()
         self.arrived_bytes = 0
         slot = await self._lease(latest)
         free = self.arena.free_slot()
-        pieces = self.arena.slots[free].split(PIECE_BYTES)
-        missing = list(range(len(pieces)))
-        version, named = divmod(int(self.latest_word), Arena.MAX_SLOTS)  # of the last look
-        mine = self.arena.newest_version()
+        # The last look tells which version the slot holds, if it named this slot.
+        version, named = divmod(int(self.latest_word), Arena.MAX_SLOTS)
         is_next = mine >= 0 and version == mine + 1 and named == slot
         if is_next and self.remote.deltas:  # mechanism: delta of the next version
             missing = await self._read_delta(slot, version, free)
-        whole = [self.remote.slots[slot][i] for i in missing]
-        rooms = [pieces[i] for i in missing]
-        self.due_bytes = self.arrived_bytes + sum(room.nbytes for room in rooms)
-        await read_pieces(whole, rooms, self._has_arrived)
+        else:
+            missing = list(range(len(self.remote.slots[slot])))
+        await self._read_whole(slot, free, missing)
         self.arena.commit(int(stamps_of(self.arena)[free]), free)
         self.took_s = since(self.seen_s)
         self.seen_s = None
         self.num_versions += 1
+
+    async def _read_whole(self, slot: int, free: int, numbers: list[int]) -> None:
+        """Reads the pieces of these numbers, from the slot that is leased into a free one."""
+        pieces = [self.remote.slots[slot][i] for i in numbers]
+        rooms = self.arena.slots[free].split(PIECE_BYTES)
+        wanted = [rooms[i] for i in numbers]
+        self.due_bytes = self.arrived_bytes + sum(room.nbytes for room in wanted)
+        await read_pieces(pieces, wanted, self._has_arrived)
 
     async def _read_delta(self, slot: int, version: int, free: int) -> list[int]:
         """Makes of my newest version the next. Returns the numbers of pieces to be read whole.
 
         slot: which one is leased, and holds that version. free: of my own.
         """
-        remote = self.remote.deltas[slot]
+        _, newest = self.arena.latest()
+        room = self.arena.slots[free]
+        # In threads, for with some GB it takes a second, and others ask this process how it fares.
+        # The copy has time while the trainer makes the delta.
+        copying = asyncio.to_thread(room.copy_, self.arena.slots[newest])
+        copied = asyncio.ensure_future(copying)
+        try:
+            await self._read_changes(self.remote.deltas[slot], version)
+        finally:
+            await copied  # nothing writes into a slot behind the back of who comes next
+        missing = await asyncio.to_thread(self.delta.unpack, room)
+        self.num_deltas += 1
+        self.num_refused += len(missing) - self.delta.sizes.tolist().count(WHOLE)
+        return missing
+
+    async def _read_changes(self, remote: RemoteDelta, version: int) -> None:
+        """Waits until the trainer has made the delta that leads to this version, and reads it."""
         await self._cross(remote.version.read_into, self.delta.version)
         while int(self.delta.version) != version:  # mechanism: the delta is there
             await asyncio.sleep(self.LOOK_EVERY_S)
@@ -15095,13 +15074,6 @@ class Relay(Worker):
         rooms = self.delta.changes.split(self.delta.part_bytes)
         num_parts = math.ceil(num_bytes / self.delta.part_bytes)
         await read_pieces(remote.changes[:num_parts], rooms[:num_parts], self._has_arrived)
-        _, newest = self.arena.latest()
-        slots = self.arena.slots
-        # In a thread, for it takes a second for some GB, and others ask this process how it fares.
-        missing = await asyncio.to_thread(self.delta.unpack, slots[free], slots[newest])
-        self.num_deltas += 1
-        self.num_refused += len(missing) - self.delta.sizes.tolist().count(WHOLE)
-        return missing
 
     async def _lease(self, latest: int) -> int:
         """Steps 2 to 4: a slot into which nobody writes until the relay leases another one.
@@ -15146,30 +15118,90 @@ class Relay(Worker):
         self.heard_s = time.monotonic()
         self.arrived_bytes += num_bytes
         self.read_bytes += num_bytes
-        self.pulse.advance()
+        self.advance()
+
+
+class Relay(Worker):
+    """One per other host. It reads the trainer's arena and writes one for the generators there."""
+
+    # The pause after a failure. Mostly the trainer was lost, and another relay is about to begin.
+    RETRY_S = 0.5
+    # In a row, until it gives up. When Monarch has not delivered a message for 30 s, it delivers no
+    # other one between these two processes. Another relay is another process.
+    MAX_FAILURES = 3
+
+    def __init__(
+        self,
+        place: Place,
+        trainer: Service,
+        first_reader: int,
+        num_readers: int,
+        num_copying: int,
+    ) -> None:
+        """first_reader: the number of the first lease that relay 0 has in the trainer's arena.
+
+        num_readers: of the relay's own arena, which are the generators of its host. num_copying: of
+        these, as in create_arena.
+        """
+        super().__init__(place)
+        self.trainer = trainer
+        self.first_lease = first_reader + LEASES_PER_RELAY * place.replica_id
+        self.num_readers = num_readers
+        self.num_copying = num_copying
+        self.num_failures = 0
+        self.num_in_row = 0
+        self.last_failure = ""
+
+    async def prepare(self) -> ArenaHandle:
+        """Makes an arena for this host. Answers with its handle."""
+        remote = await self.trainer.route(RelayedTrainer.remote, self.first_lease)
+        arena = create_arena(remote.handle.manifest, self.num_readers, self.num_copying)
+        self.reader = RemoteReader(remote, arena, self.pulse.advance)
+        self.following = asyncio.ensure_future(self._follow())
+        return arena.handle
+
+    async def _follow(self) -> None:
+        """The relay's loop: looks every few ms / produces versions / ends with its process.
+
+        Or when it gives up, or with an error of its own, which is a mistake in this file. Either is
+        raised by `traffic`, and then another relay takes the place of this one.
+        """
+        while True:
+            await asyncio.sleep(self.reader.LOOK_EVERY_S)
+            try:
+                await self.reader.fetch_if_new()
+                self.num_in_row = 0
+            except Unreachable as error:  # mechanism: failures are told apart
+                self.num_in_row += 1
+                self.num_failures += 1
+                self.last_failure = str(error)
+                if self.num_in_row == self.MAX_FAILURES:
+                    raise
+                await asyncio.sleep(self.RETRY_S)
 
     @endpoint
     async def traffic(self) -> Traffic:
         """What it has carried so far, and how it fares. Raises what has ended `_follow`."""
         if self.following.done():
             self.following.result()
-        stored = self.arena.handle.manifest.stored_specs()
+        reader = self.reader
+        handle = reader.arena.handle
         return Traffic(
-            run_id=self.arena.handle.run_id,
-            num_versions=self.num_versions,
-            read_bytes=self.read_bytes,
-            model_bytes=sum(spec.num_bytes for spec in stored),
-            num_second_leases=self.num_second_leases,
+            run_id=handle.run_id,
+            num_versions=reader.num_versions,
+            read_bytes=reader.read_bytes,
+            model_bytes=sum(spec.num_bytes for spec in handle.manifest.stored_specs()),
+            num_second_leases=reader.num_second_leases,
             num_failures=self.num_failures,
             num_in_row=self.num_in_row,
             last_failure=self.last_failure,
-            silent_s=since(self.heard_s),
-            behind_s=None if self.seen_s is None else since(self.seen_s),
-            arrived_bytes=self.arrived_bytes,
-            due_bytes=self.due_bytes,
-            num_deltas=self.num_deltas,
-            num_refused=self.num_refused,
-            took_s=self.took_s,
+            silent_s=since(reader.heard_s),
+            behind_s=None if reader.seen_s is None else since(reader.seen_s),
+            arrived_bytes=reader.arrived_bytes,
+            due_bytes=reader.due_bytes,
+            num_deltas=reader.num_deltas,
+            num_refused=reader.num_refused,
+            took_s=reader.took_s,
         )
 
 
@@ -15200,6 +15232,7 @@ class RelayNews:
     is told once in all, for it will be so with each of them.
     """
 
+    ONCE = frozenset({"slow", "refused"})  # what will be so again, and is told once in all
     # With the looks of every second this is below 10 s. By then a lost trainer has mostly been
     # replaced, and its relays too: that is told elsewhere, and is no trouble of the relay.
     TELL_AFTER_S = 5.0
@@ -15216,9 +15249,9 @@ class RelayNews:
         self.relays[now.run_id] = now
         lines = []
         has_carried = now.num_versions > (before.num_versions if before else 0)
-        if has_carried and self.told - {"slow"}:
+        if has_carried and self.told - self.ONCE:
             lines.append("goes on, a version has arrived")
-            self.told &= {"slow"}
+            self.told &= self.ONCE
         for kind, line in self._troubles(now).items():
             if kind not in self.told:
                 self.told.add(kind)
@@ -15238,6 +15271,8 @@ class RelayNews:
             found["slow"] = f"a version takes long, {share:.0%} of it in {now.behind_s:.0f} s"
             if now.num_in_row:
                 found["failed"] = f"begins a version again; {failures}"
+        if now.num_refused:
+            found["refused"] = "a delta led to another checksum, and what it should tell came whole"
         return found
 
     def has_failed(self, error: Exception) -> list[str]:
@@ -15483,19 +15518,23 @@ class Stepper(Worker):
         return self.writer.for_relay(reader)
 
     @endpoint
-    async def step(self, rate: float) -> tuple[float, int]:
-        """Steps, and publishes: the share of elements that changed, and a CRC of the new slot."""
-        _, slot = self.writer.arena.latest()
-        before = self.writer.arena.slots[slot]
+    async def step(self, rate: float) -> None:
+        """Steps, and publishes."""
+        _, self.slot_before = self.writer.arena.latest()
         self.weight.grad = torch.randn(self.num_elements)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.writer.publish(self.writer.version + 1)
+
+    @endpoint
+    async def compare(self) -> tuple[float, int]:
+        """The share of elements that the last step has changed, and a CRC of the newest slot."""
         _, slot = self.writer.arena.latest()
-        now = self.writer.arena.slots[slot]
-        differs = before.view(torch.int16) != now.view(torch.int16)
-        return int(differs.sum()) / self.num_elements, checksum(now)
+        before, now = self.writer.arena.slots[[self.slot_before, slot]].view(torch.int16)
+        return int((before != now).sum()) / self.num_elements, checksum(
+            self.writer.arena.slots[slot]
+        )
 
 
 class CheckedRelay(Relay):
@@ -15504,8 +15543,9 @@ class CheckedRelay(Relay):
     @endpoint
     async def crc(self) -> int:
         """Of its newest slot."""
-        _, slot = self.arena.latest()
-        return checksum(self.arena.slots[slot])
+        arena = self.reader.arena
+        _, slot = arena.latest()
+        return checksum(arena.slots[slot])
 
 
 @dataclass(frozen=True)
@@ -15566,8 +15606,9 @@ class ChangeBench:
         num_differ = 0
         first = before = await self.relay.route(Relay.traffic)
         for _ in range(self.NUM_VERSIONS):
-            share, published = await self.stepper.route(Stepper.step, rate)
+            await self.stepper.route(Stepper.step, rate)
             now = await self.arrival(before.num_versions + 1)
+            share, published = await self.stepper.route(Stepper.compare)
             num_differ += published != await self.relay.route(CheckedRelay.crc)
             changed.append(share)
             crossed.append((now.read_bytes - before.read_bytes) / now.model_bytes)
@@ -15584,7 +15625,7 @@ class ChangeBench:
 
 
 @stage(
-    "another host costs one copy per version, of what changed; a lost host its work in progress",
+    "another host costs one copy of what changed; a lost host costs its work in progress",
     hint="do nothing, `pass`: its replicas are never replaced",
     mechanism="host lost",
     needs_tcp=True,

@@ -390,8 +390,8 @@ FIGURES = {
     "critic": "critic_over_batch critic_explained critic_cpu_over_batch",
     "reward_model": "reward_accuracy preferences learned_nothing learned_kl learned_fresh "
     "true_nothing true_kl true_fresh kl_nothing_nats kl_kl_nats kl_fresh_nats",
-    "hosts": "bytes_per_version_over_model relay_versions relay_second_leases relay_failures "
-    "relay_mistakes",
+    "hosts": "bytes_per_version_over_model relay_versions relay_deltas relay_refused "
+    "relay_second_leases relay_failures relay_mistakes delta_bytes_over_model delta_ms_over_whole",
 }
 
 
@@ -5869,55 +5869,28 @@ def run_at_once(work: Any) -> None:
 
 
 class RelayDouble:
-    """What the loop of a relay uses of a Relay, without an actor around it.
+    """The RemoteReader of a relay, without an actor around it.
 
-    Its own arena is real, and empty at the beginning of each replay.
+    The relay's own arena is real, and empty at the beginning of each replay.
     """
-
-    WORD_DEADLINE_S = 1
-    LOOK_EVERY_S = 0.001
 
     def __init__(self, module: Any) -> None:
         self.module = module
         self.arena = module.create_arena(module.manifest_of(two_tensors()), 1)
-        self.latest_word = torch.zeros(1, dtype=torch.int64)
-        self.lease_word = torch.zeros(1, dtype=torch.int64)
 
     def begin(self, remote: Any) -> None:
         """From now on the trainer's arena is this one, in place of a RemoteHandle."""
-        self.remote = remote
         self.arena.words[m.Arena.LATEST] = m.Arena.NOTHING
-        self.delta = self.module.Delta(self.arena.slots.shape[1])
-        self.num_versions = 0
-        self.num_deltas = 0
-        self.num_refused = 0
-        self.num_second_leases = 0
-        self.seen_s = None
-        self.arrived_bytes = 0
+        self.reader = self.module.RemoteReader(remote, self.arena, lambda: None)
 
     def fetch_if_new(self) -> int:
         """The real code, with another reading of pieces. Returns the newest version."""
         with mock.patch.object(self.module, "read_pieces", self.read):
-            run_at_once(self.module.Relay._fetch_if_new(self))
+            run_at_once(self.reader.fetch_if_new())
         return self.arena.newest_version()
 
     async def read(self, pieces: Any, rooms: Any, arrived: Any) -> None:
         """Brings what the pieces stand for into the rooms."""
-
-    async def _look(self) -> int:
-        return await self.module.Relay._look(self)
-
-    async def _lease(self, latest: int) -> int:
-        return await self.module.Relay._lease(self, latest)
-
-    async def _cross(self, transfer: Any, word: torch.Tensor) -> None:
-        await self.module.Relay._cross(self, transfer, word)
-
-    async def _read_delta(self, slot: int, version: int, free: int) -> list[int]:
-        return await self.module.Relay._read_delta(self, slot, version, free)
-
-    def _has_arrived(self, num_bytes: int) -> None:
-        self.arrived_bytes += num_bytes
 
 
 class ModelRelay(RelayDouble):
@@ -5947,6 +5920,8 @@ class ModelRelay(RelayDouble):
             deltas=[],
         )
         self.begin(remote)
+        self.really_look = self.reader._look
+        replace_method(self.reader, "_look", self.look)
 
     def fetch_if_new(self) -> int:
         """Whatever the trainer does: if there was a version that it had not, it has one then."""
@@ -5956,10 +5931,10 @@ class ModelRelay(RelayDouble):
         assert found > before or self.first_look == before, "it was starved"
         return found
 
-    async def _look(self) -> int:
+    async def look(self) -> int:
         if self.num_looks in self.looks:
-            await super()._look()
-        latest = int(self.latest_word)
+            await self.really_look()
+        latest = int(self.reader.latest_word)
         if self.num_looks == 0:
             self.first_look = latest // m.Arena.MAX_SLOTS
         self.num_looks += 1
@@ -6937,12 +6912,12 @@ def test_nobody_who_publishes_without_a_pause_starves_a_relay(pace: int | str) -
             publish(relay.writer, published + 1)
         before = relay.arena.newest_version()
         assert relay.fetch_if_new() >= max(before + 1, published)
-        assert relay.num_versions == number
+        assert relay.reader.num_versions == number
         assert not relay.is_torn()
         # Three looks, two leases, two pieces.
         most = 3 if pace == "random" else max(1, int(pace))
         assert relay.writer.version - published <= 7 * most
-    assert (relay.num_second_leases > 0) is (pace != 0)
+    assert (relay.reader.num_second_leases > 0) is (pace != 0)
 
 
 def test_a_relay_that_begins_again_is_starved(tmp_path: pathlib.Path) -> None:
@@ -6956,7 +6931,7 @@ def test_a_relay_that_begins_again_is_starved(tmp_path: pathlib.Path) -> None:
     for _ in range(100):
         with pytest.raises(changed.Unreachable, match="it has moved"):
             relay.fetch_if_new()
-    assert relay.num_versions == 0
+    assert relay.reader.num_versions == 0
     assert relay.writer.version == 300  # were published meanwhile
 
 
@@ -7043,7 +7018,7 @@ def test_a_room_that_is_too_small_is_no_fault_of_the_way() -> None:
 class FollowingDouble:
     """The loop of a relay, whose fetches end as they are told to."""
 
-    LOOK_EVERY_S = 0.0
+    LOOK_EVERY_S = 0.0  # of its reader, which it is itself
     RETRY_S = 0.0
     MAX_FAILURES = m.Relay.MAX_FAILURES
 
@@ -7055,8 +7030,9 @@ class FollowingDouble:
         self.num_failures = 0
         self.num_in_row = 0
         self.last_failure = ""
+        self.reader = self
 
-    async def _fetch_if_new(self) -> None:
+    async def fetch_if_new(self) -> None:
         for end in self.ends:
             if end is not None:
                 raise end
@@ -7128,6 +7104,9 @@ def test_each_trouble_of_a_relay_is_told_once_and_so_is_its_end() -> None:
     assert news.hear(traffic_of(behind_s=7.0, arrived_bytes=30)) == []
     assert news.hear(traffic_of(num_versions=1)) == []  # it was only slow
     assert news.hear(traffic_of(num_versions=1, behind_s=9.0)) == []  # and is again
+    [line] = news.hear(traffic_of(num_versions=1, num_refused=1))
+    assert "another checksum" in line
+    assert news.hear(traffic_of(num_versions=1, num_refused=2)) == []
     old = {"num_versions": 1, "num_failures": 2, "last_failure": "it failed:\ntimed out"}
     assert news.hear(traffic_of(behind_s=10.0, **old)) == []  # it has been made good since
     failed = {**old, "num_in_row": 2}
@@ -7164,15 +7143,24 @@ class Publisher(m.Worker):
         publish(self.writer, self.writer.version + 1)
 
 
-class BrokenRelay(m.Relay):
+class BrokenReader(m.RemoteReader):
     """The first one has a mistake, which shows at its third version."""
 
-    async def _fetch_if_new(self) -> None:
+    async def fetch_if_new(self) -> None:
         flag = pathlib.Path("was_broken")
         if self.num_versions == 2 and not flag.exists():
             flag.touch()
             raise KeyError("a mistake")
-        await super()._fetch_if_new()
+        await super().fetch_if_new()
+
+
+class BrokenRelay(m.Relay):
+    """A relay with a BrokenReader."""
+
+    async def prepare(self) -> m.ArenaHandle:
+        handle = await super().prepare()
+        self.reader = BrokenReader(self.reader.remote, self.reader.arena, self.pulse.advance)
+        return handle
 
 
 async def lose_and_break() -> None:
@@ -7306,8 +7294,8 @@ def test_the_longest_delta_finds_room() -> None:
         delta.write(now, before)
         assert m.WHOLE not in delta.sizes.tolist()
         assert delta.num_bytes() <= len(delta.changes)
-        room = torch.empty_like(now)
-        assert delta.unpack(room, before) == []
+        room = before.clone()
+        assert delta.unpack(room) == []
         assert torch.equal(room, now)
 
 
@@ -7334,6 +7322,7 @@ class Changing:
 
     def __init__(self, module: Any, seed: int) -> None:
         """To be made, and used, with small pieces: `small_pieces`."""
+        self.module = module
         self.rng = random.Random(seed)
         self.random = torch.Generator().manual_seed(seed)
         self.weight = torch.zeros(self.NUM_ELEMENTS, dtype=torch.bfloat16)
@@ -7343,8 +7332,6 @@ class Changing:
         self.publish()
         arena = self.writer.arena
         self.writer.deltas = [module.Delta(arena.slots.shape[1]) for _ in arena.slots]
-        self.relay = RelayDouble(module)
-        self.relay.arena = module.create_arena(arena.handle.manifest, 1)
         leases = []
         for number in range(num_leases):
             leases.append(WordUnderAttack(arena, m.Arena.LEASES + number, self.strike))
@@ -7355,7 +7342,8 @@ class Changing:
             slots=[self.pieces(slot, module.PIECE_BYTES) for slot in arena.slots],
             deltas=[self.remote_delta(delta) for delta in self.writer.deltas],
         )
-        self.relay.begin(remote)
+        own = module.create_arena(arena.handle.manifest, 1)
+        self.reader = module.RemoteReader(remote, own, lambda: None)
         self.num_failed = 0
         self.num_differ = 0
 
@@ -7395,20 +7383,17 @@ class Changing:
 
     async def run(self, num_versions: int) -> None:
         """Until so many have been published. Each that the relay has is compared."""
-        relay = self.relay
+        arena = self.reader.arena
         while self.writer.version < num_versions:
             if self.rng.random() < 0.9:
                 self.publish()
-            before = relay.arena.newest_version()
-            with contextlib.suppress(relay.module.Unreachable):
-                await self.fetch()
-            version, slot = relay.arena.latest()
+            before = arena.newest_version()
+            with contextlib.suppress(self.module.Unreachable):
+                await self.reader.fetch_if_new()
+            version, slot = arena.latest()
             if version > before:
-                found = m.checksum(relay.arena.slots[slot])
+                found = m.checksum(arena.slots[slot])
                 self.num_differ += found != self.published[version]
-
-    async def fetch(self) -> None:
-        await self.relay.module.Relay._fetch_if_new(self.relay)
 
 
 @pytest.fixture
@@ -7420,10 +7405,10 @@ def changing(module: Any, num_versions: int, seed: int = 0) -> Changing:
     """A race of a trainer and a relay, with what was found."""
     race = Changing(module, seed)
     asyncio.run(race.run(num_versions))
-    relay = race.relay
+    reader = race.reader
     print(
-        f"{num_versions} versions published, {relay.num_versions} carried, {relay.num_deltas} with "
-        f"a delta, {race.num_failed} crossings failed; {relay.num_refused} pieces refused, "
+        f"{num_versions} versions published, {reader.num_versions} carried, {reader.num_deltas} "
+        f"with a delta, {race.num_failed} crossings failed; {reader.num_refused} pieces refused, "
         f"{race.num_differ} versions differ"
     )
     return race
@@ -7434,10 +7419,10 @@ def changing(module: Any, num_versions: int, seed: int = 0) -> Changing:
 def test_what_changed_makes_exactly_the_version(num_versions: int) -> None:
     """Whatever was missed, overwritten meanwhile, or has failed on the way."""
     race = changing(m, num_versions)
-    relay = race.relay
+    reader = race.reader
     assert race.num_differ == 0
-    assert relay.num_refused == 0
-    assert num_versions / 3 < relay.num_deltas < relay.num_versions < num_versions
+    assert reader.num_refused == 0
+    assert num_versions / 3 < reader.num_deltas < reader.num_versions < num_versions
     assert race.num_failed > num_versions / 100
 
 
@@ -7450,7 +7435,7 @@ def test_a_delta_that_does_not_fit_is_noticed(tmp_path: pathlib.Path) -> None:
     changed = changed_module(tmp_path, DELTA_OF_ANOTHER)
     changed.PIECE_BYTES = 8192
     race = changing(changed, 300)
-    assert race.relay.num_refused > 0
+    assert race.reader.num_refused > 0
     assert race.num_differ == 0
     (tmp_path / "unchecked").mkdir()
     changed = changed_module(tmp_path / "unchecked", {**DELTA_OF_ANOTHER, **UNCHECKED})
@@ -7462,9 +7447,9 @@ async def is_brought_early(module: Any) -> bool:
     """Has a relay brought a version of which the delta is still being made?"""
     race = Changing(module, 0)
     race.is_calm = True
-    await race.fetch()
+    await race.reader.fetch_if_new()
     race.publish()
-    await race.fetch()
+    await race.reader.fetch_if_new()
     may_go_on = threading.Event()
 
     def slow(before: torch.Tensor, now: torch.Tensor) -> None:
@@ -7472,13 +7457,13 @@ async def is_brought_early(module: Any) -> bool:
 
     with mock.patch.object(module, "changes_of", slow):
         race.writer.publish(2)
-        fetching = asyncio.ensure_future(race.fetch())
+        fetching = asyncio.ensure_future(race.reader.fetch_if_new())
         await asyncio.sleep(0.2)
         is_early = fetching.done()
         may_go_on.set()
         await fetching
-    assert race.relay.num_deltas == 2
-    assert race.relay.arena.newest_version() == 2
+    assert race.reader.num_deltas == 2
+    assert race.reader.arena.newest_version() == 2
     return is_early
 
 
@@ -7520,11 +7505,14 @@ def test_nobody_waits_for_a_delta() -> None:
 def test_what_ends_a_delta_is_raised_to_the_trainer() -> None:
     """Else relays would wait for it for ever, and nobody would be told."""
     writer = relayed_writer()
-    with mock.patch.object(m, "changes_of", side_effect=MemoryError("no room")):
-        publish(writer, 1)
-        concurrent.futures.wait([writer.making])
-    with pytest.raises(MemoryError, match="no room"):
-        publish(writer, 2)
+    with (
+        mock.patch.object(m, "changes_of", side_effect=MemoryError("no room")),
+        pytest.raises(MemoryError, match="no room"),
+    ):
+        for version in (1, 2):
+            publish(writer, version)
+            assert writer.making is not None
+            concurrent.futures.wait([writer.making])
 
 
 @pytest.mark.parametrize("is_copying", [False, True])
@@ -10250,15 +10238,14 @@ def test_no_prompt_is_skipped_or_trained_on_twice_whenever_a_run_is_cut_off(
 def test_prompts_of_a_run_that_goes_on_otherwise_are_counted(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, mechanism: str
 ) -> None:
-    """Without what was under way some are skipped, and from the first number some come twice."""
+    """Without what was under way some are skipped, and from the first number all come twice."""
     go_on = m.Run.go_on
 
     def otherwise(run: m.Run, saved: str) -> None:
         go_on(run, saved)
+        run.ledger.draw_again = []
         if mechanism == "next number":
             run.next_number = 0
-        else:
-            run.ledger.draw_again = []
 
     monkeypatch.setattr(m.Run, "go_on", otherwise)
     ends = ends_of_runs_in_pieces(tmp_path, is_asynchronous=True, num_cuts=10)
