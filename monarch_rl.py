@@ -15624,6 +15624,27 @@ class ChangeBench:
         )
 
 
+async def tell_deltas(report: Report, here: Host, away: Host) -> None:
+    """What crosses if one element in a hundred changes, and if all do."""
+    bench = ChangeBench(here, away)
+    report.at_end(bench.close)
+    await bench.start()
+    few = await bench.row(1e-6)
+    all_of_them = await bench.row(1e-2)
+    report.table([few, all_of_them])
+    report.check("bytes that cross / bytes of the model, at a rate of 1e-6", few.crossed, "<", 0.05)
+    crossed = all_of_them.crossed
+    report.check("the same, when nearly all elements change", crossed, "<=", 1.02)
+    differ = few.differ + all_of_them.differ
+    report.check("versions that are not what was published", differ, "==", 0)
+    refused = few.refused + all_of_them.refused
+    report.check("pieces whose delta led to another checksum", refused, "==", 0)
+    report.figure(
+        delta_bytes_over_model=few.crossed,
+        delta_ms_over_whole=few.ms / all_of_them.ms,
+    )
+
+
 @stage(
     "another host costs one copy of what changed; a lost host costs its work in progress",
     hint="do nothing, `pass`: its replicas are never replaced",
@@ -15680,27 +15701,6 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     report.figure(bytes_per_version_over_model=copies, **await cluster.relay_figures())
     await tell_deltas(report, first_host, away)
     # You can now add hosts, and lose them.
-
-
-async def tell_deltas(report: Report, here: Host, away: Host) -> None:
-    """What crosses if one element in a hundred changes, and if all do."""
-    bench = ChangeBench(here, away)
-    report.at_end(bench.close)
-    await bench.start()
-    few = await bench.row(1e-6)
-    all_of_them = await bench.row(1e-2)
-    report.table([few, all_of_them])
-    report.check("bytes that cross / bytes of the model, at a rate of 1e-6", few.crossed, "<", 0.05)
-    crossed = all_of_them.crossed
-    report.check("the same, when nearly all elements change", crossed, "<=", 1.02)
-    differ = few.differ + all_of_them.differ
-    report.check("versions that are not what was published", differ, "==", 0)
-    refused = few.refused + all_of_them.refused
-    report.check("pieces whose delta led to another checksum", refused, "==", 0)
-    report.figure(
-        delta_bytes_over_model=few.crossed,
-        delta_ms_over_whole=few.ms / all_of_them.ms,
-    )
 
 
 # -- plumbing: a model of your own, before and after RL --------------------------------------------
