@@ -7503,7 +7503,28 @@ def test_nobody_waits_for_a_delta() -> None:
 
 
 def test_what_ends_a_delta_is_raised_to_the_trainer() -> None:
-    """Else relays would wait for it for ever, and nobody would be told."""
+    """Else relays would wait for it for ever, and nobody would be told.
+
+    Also if the next version was begun before that.
+    """
+    writer = relayed_writer()
+    may_go_on = threading.Event()
+
+    def fails(before: torch.Tensor, now: torch.Tensor) -> None:
+        may_go_on.wait(30)
+        raise MemoryError("no room")
+
+    with mock.patch.object(m, "changes_of", fails):
+        publish(writer, 1)
+        writer.start(2)
+        may_go_on.set()
+        assert writer.making is not None
+        concurrent.futures.wait([writer.making])
+    with pytest.raises(MemoryError, match="no room"):
+        writer.wait()
+
+
+def test_what_has_ended_a_delta_is_raised_at_the_next_version() -> None:
     writer = relayed_writer()
     with (
         mock.patch.object(m, "changes_of", side_effect=MemoryError("no room")),
