@@ -15531,7 +15531,8 @@ class Stepper(Worker):
     async def step(self, rate: float) -> None:
         """Steps, and publishes."""
         _, self.slot_before = self.writer.arena.latest()
-        self.weight.grad = torch.randn(self.num_elements)
+        self.optimizer.zero_grad()
+        (self.weight * torch.randn(self.num_elements)).sum().backward()  # a random gradient
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
