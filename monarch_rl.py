@@ -592,6 +592,7 @@ class Config:
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
     hosts: str = setting("", "tcp://ADDRESS:PORT,... of other hosts, on which --worker runs")
     secret: str = setting("", "file with a secret, the same for --worker and for --hosts")
+    relay_fanout: int = setting(0, "hosts that read from one; 0: all read from the first", least=0)
     # What is written. Nothing is, unless you ask for it.
     json: str = setting("", "file for everything that was measured")
     log: str = setting("", "file for a JSON line per training step")
@@ -3008,7 +3009,7 @@ class ServiceActor(ResizableKeeper):
         return answers[0]
 
     @concurrent_endpoint
-    async def ask(self, replica_id: int, method: str) -> Any:
+    async def ask(self, replica_id: int, method: str, request: tuple[Any, ...]) -> Any:
         """Asks one certain replica about itself. Returns the answer of rank 0.
 
         Raises ReplicaLost, also if it is not ready; and what the endpoint raised. Then it is
@@ -3018,7 +3019,7 @@ class ServiceActor(ResizableKeeper):
         if replica is None or not replica.is_ready():
             raise ReplicaLost(f"{self.spec.name} {replica_id} is not ready")
         try:
-            return await self._attempt(replica, method, ())
+            return await self._attempt(replica, method, request)
         except ActorError as error:
             replica.lose("ended itself")
             raise cause(error) from error
@@ -3132,9 +3133,20 @@ class Service:
         method = name_of(endpoint)
         return await self._ask(self.actor.route.call_one(method, request))
 
-    async def ask(self, replica_id: int, endpoint: Endpoint[[], Reply]) -> Reply:
-        """Asks one certain replica about itself. What it raises is that of ServiceActor.ask."""
-        return await self._ask(self.actor.ask.call_one(replica_id, name_of(endpoint)))
+    async def ask(
+        self,
+        replica_id: int,
+        endpoint: Endpoint[Arguments, Reply],
+        *request: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Reply:
+        """Asks one certain replica about itself. What it raises is that of ServiceActor.ask.
+
+        The other parameters are those of `route`.
+        """
+        if keywords:
+            raise TypeError("a request has no keywords")
+        return await self._ask(self.actor.ask.call_one(replica_id, name_of(endpoint), request))
 
     async def start(self) -> None:
         """Returns when all replicas that can be are ready: those whose host is here."""
@@ -8775,7 +8787,8 @@ LEASES_PER_RELAY = 2
 def num_readers_of_trainer(cfg: Config) -> int:
     """How many leases the trainer's arena has: of the generators of its host, and of relays."""
     num_relays = len(cfg.hosts.split(",")) - 1
-    return generators_per_host(cfg) + LEASES_PER_RELAY * num_relays
+    num_here = min(num_relays, cfg.relay_fanout or num_relays)  # the others read from relays
+    return generators_per_host(cfg) + LEASES_PER_RELAY * num_here
 
 
 def has_critic(cfg: Config) -> bool:
@@ -14193,13 +14206,15 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 # Rule. On each other host runs a relay, which is one more reader of the trainer's arena. It leases
 #   a slot by the protocol of section 7, with one-sided reads and writes in place of loads and
 #   stores, and publishes in an arena of its own host. Generators read there as at home. A version
-#   crosses once per host, or what has changed in it. A lost host is a Host whose life has ended:
-#   its replicas are lost, and come back with it. Meanwhile requests go elsewhere.
-# Cost. Two more slots at the trainer for each relay, after each copy three to four times as long to
-#   find out what has changed, and a worker process on every host. Its port asks for a secret that
-#   both sides know, and without one it is on the loopback only. The ports of Monarch itself, open
-#   as long as a run, ask for nothing: who reaches them can run any code. So a private network is
-#   needed all the same.
+#   crosses once per host: all of it, or what has changed in it where that takes less time. A lost
+#   host is a Host whose life has ended: its replicas are lost, and come back with it. Meanwhile
+#   requests go elsewhere.
+# Cost. A worker process on every host. For each relay two more slots where it reads. And at the
+#   trainer, for what has changed, half as much memory as its slots at the most, and after each copy
+#   a thread that is busy three to four times as long as the copy took. The worker's port asks for a
+#   secret that both sides know, and without one it is on the loopback only. The ports of Monarch
+#   itself, open as long as a run, ask for nothing: who reaches them can run any code. So a private
+#   network is needed all the same.
 # Not here. Trainer ranks on several hosts; encryption.
 # Source. attach_to_workers of Monarch.
 #
@@ -14676,7 +14691,8 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 # less than bf16 can say, and stay what they were. On one host that is of no use, for to find out
 # what has changed takes longer than a copy. But between hosts the cable is what costs. So the
 # trainer keeps beside each slot its delta: what differs from the version before. A relay that has
-# the version before reads the delta in place of the slot.
+# the version before reads the delta in place of the slot, unless the cable is so fast that the
+# slot arrives earlier.
 #
 # A slot is cut into the pieces of section 8, and each piece is taken as a row of words of 16 bits,
 # whatever it holds. Of each piece the delta has
@@ -14691,7 +14707,9 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 #
 # If one word in a hundred has changed, that is 1.9 % of the bytes. If it would be more than half of
 # the bytes the piece has no delta, and crosses whole: to unpack costs time, too. So does a piece
-# that has another checksum than it should have, once its delta is unpacked.
+# that has another checksum than it should have, once its delta is unpacked. In fp32 no piece has a
+# delta, for the lower half of every number is another one after each step. After a search in vain
+# the trainer does not search in the next REST versions, of which all pieces are to be read whole.
 #
 # When it is made:
 #
@@ -14706,6 +14724,7 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 
 WORDS_PER_BLOCK = 256  # so a place in a block is one byte
 WHOLE = -1  # in place of the number of bytes: this piece has no delta
+REST = 15  # versions: so what is searched in vain is one in sixteen
 
 
 def half_words(memory: torch.Tensor) -> Any:
@@ -14762,7 +14781,8 @@ def change(piece: torch.Tensor, changes: torch.Tensor) -> None:
 class Delta:
     """What makes of the version before the one that a slot holds now.
 
-    One side fills it, in memory of its own; the other reads it over the cable, and unpacks it.
+    One side fills it, in memory of its own; the other reads it over the cable, and unpacks it. A
+    relay that other relays read from (16c) has both sides: what it has read it passes on.
     """
 
     def __init__(self, slot_bytes: int) -> None:
@@ -14778,23 +14798,35 @@ class Delta:
         # So a part is small, but not so small that there are very many.
         self.part_bytes = min(PIECE_BYTES, max(MIB // 16, round_up(slot_bytes // 512, 8)))
 
-    def write(self, slot: torch.Tensor, before: torch.Tensor | None) -> None:
+    def clear(self) -> None:
+        """All pieces are to be read whole."""
+        self.sizes.fill_(WHOLE)
+
+    def write(self, slot: torch.Tensor, before: torch.Tensor) -> None:
         """Fills it, but for the version. slot, before: [slot_bytes] uint8, this one and the last.
 
-        Without the one before, all pieces are to be read whole.
+        If it raises, what was written until then is right, and the other pieces are read whole.
         """
-        self.sizes.fill_(WHOLE)
-        if before is None:
-            return
+        self.clear()
         end = 0
         pieces = zip(before.split(PIECE_BYTES), slot.split(PIECE_BYTES), strict=True)
         for i, (old, new) in enumerate(pieces):
             changes = changes_of(old, new)
             if changes is not None:
+                self.changes[end : end + len(changes)] = changes
                 self.sums[i] = sum_of(new)
                 self.sizes[i] = len(changes)
-                self.changes[end : end + len(changes)] = changes
                 end += round_up(len(changes), 8)
+
+    def tell(self, version: int, arena: Arena) -> None:
+        """Whoever reads that this is its version finds it complete. arena: that of the slot."""
+        arena.fence()
+        self.version.fill_(version)
+        arena.fence()
+
+    def num_whole(self) -> int:
+        """How many pieces are to be read whole."""
+        return self.sizes.tolist().count(WHOLE)
 
     def num_bytes(self) -> int:
         """Of all changes."""
@@ -14826,6 +14858,7 @@ class RelayedWriter(ShardWriter):
         super().__init__(*args, **options)
         self.deltas: list[Delta] = []  # by slot; none before a relay has asked for them
         self.newest: tuple[int, torch.Tensor] | None = None  # version and slot of the newest delta
+        self.num_resting = 0  # versions that come before it searches again
         self.making: concurrent.futures.Future[None] | None = None
 
     def start(self, version: int) -> None:
@@ -14843,27 +14876,45 @@ class RelayedWriter(ShardWriter):
 
     def _submit(self) -> None:
         """Has the thread make a delta of the version that is there, or is being copied."""
-        self.making = self.thread.submit(self._make_delta, [self.copying, self.making])
+        self.making = self.thread.submit(self._make_delta, self.copying, self.making)
 
-    def _make_delta(self, earlier: list[concurrent.futures.Future[None] | None]) -> None:
+    def _make_delta(
+        self,
+        copying: concurrent.futures.Future[None] | None,
+        making: concurrent.futures.Future[None] | None,
+    ) -> None:
         """What differs between the two newest versions, if the newer one was not skipped.
 
-        earlier: what the thread did before. If it failed there is no new version, or a relay that
-        waits for the delta before this one. That is raised again, so that the trainer hears of it.
+        copying, making: what the thread did before. If the copy has failed there is no new version.
+        If the last delta has, that is raised again here, so that the trainer hears of it even if it
+        had begun this version before.
         """
-        for work in earlier:
-            if work:
-                work.result()
-        start_s = time.time()
+        if copying:
+            copying.result()
         version, number = self.arena.latest()
-        slot = self.arena.slots[number]
-        before_version, before = self.newest or (-1, None)
         delta = self.deltas[number]
-        delta.write(slot, before if before_version == version - 1 else None)
+        try:
+            self._search(version, number, delta)
+        finally:
+            delta.tell(version, self.arena)  # also if that has failed: relays wait for it
+        if making:
+            making.result()
+
+    def _search(self, version: int, number: int, delta: Delta) -> None:
+        """Fills the delta of this slot. Nobody reads it yet."""
+        start_s = time.time()
+        delta.clear()
+        slot = self.arena.slots[number]
+        before_version, before = self.newest or (-1, slot)
         self.newest = (version, slot)
-        self.arena.fence()  # what was written is there when the version is
-        delta.version.fill_(version)
-        self.arena.fence()
+        if before_version != version - 1:
+            return
+        if self.num_resting:
+            self.num_resting -= 1
+            return
+        delta.write(slot, before)
+        if delta.num_whole() == len(delta.sizes):
+            self.num_resting = REST
         if self.note:
             self.note("delta", start_s)
 
@@ -14889,8 +14940,9 @@ class RelayedWriter(ShardWriter):
 #     2. write the first lease: slot 2                 a one-sided write of 8 bytes
 #     3. read `latest` again: does it name slot 2?     if so, go on with 5
 #     4. it names slot 0 by now: write the second lease, slot 0, and read `latest` once more
-#     5. if I have version 6: read the delta of the slot that is leased, and make of my slot with
-#        version 6 a free one with version 7; then read what the delta does not tell
+#     5. if I have version 6, and this way is the quicker one: read the delta of the slot that is
+#        leased, and make of my slot with version 6 a free one with version 7; then read the pieces
+#        that the delta does not tell
 #        else read the slot that is leased into a free one of my own: eight pieces at a time
 #     6. commit: now the generators of this host can pull that version, as if it was made here
 #
@@ -14907,9 +14959,9 @@ class RelayedWriter(ShardWriter):
 #     version that the trainer writes from now on, it has begun after that move, so when my first
 #     lease could be seen. Each that it began earlier is complete, for it makes one after the other.
 #
-# In the second case the slot may hold a newer version than it had in step 1, so that is no longer
-# known. Then it is read whole. Each slot says itself which version it holds (stamps_of), and that
-# crosses with it.
+# In the second case the slot may hold a newer version than it had in step 1, so nobody knows which
+# delta leads there, and it is read whole. Each slot says itself which version it holds (stamps_of),
+# and that crosses with it.
 
 
 @dataclass(frozen=True)
@@ -14992,6 +15044,38 @@ class Traffic:
     took_s: float  # from when it saw its newest version until it had it
 
 
+class QuickerWay:
+    """Which way a relay takes to the next version: by what has changed, or by all of it.
+
+    That depends on the cable, on the cores of both hosts and on how much changes. So it takes the
+    way that took less time when it was last taken. The other one is tried again when that would
+    add no more than a part in TRY_AFTER to the time spent since.
+    """
+
+    TRY_AFTER = 30
+
+    def __init__(self) -> None:
+        self.took_s: dict[bool, float] = {}  # by whether it was the way by changes
+        self.was_by_changes = False
+        self.spent_s = 0.0  # on this way, one version after the other
+
+    def is_by_changes(self) -> bool:
+        """The way to be taken."""
+        if len(self.took_s) < 2:
+            return True not in self.took_s
+        is_quicker = self.took_s[True] <= self.took_s[False]
+        is_due = self.spent_s > self.TRY_AFTER * self.took_s[not is_quicker]
+        return is_quicker != is_due
+
+    def took(self, is_by_changes: bool, seconds: float) -> None:
+        """That way has brought a version."""
+        self.took_s[is_by_changes] = seconds
+        if is_by_changes != self.was_by_changes:
+            self.was_by_changes = is_by_changes
+            self.spent_s = 0.0
+        self.spent_s += seconds
+
+
 class RemoteReader:
     """What a relay reads with: brings versions of the trainer's arena into the relay's own."""
 
@@ -14999,21 +15083,31 @@ class RemoteReader:
     # For a word to cross and the answer to come back: what TCP needs on a bad line, many times.
     WORD_DEADLINE_S = 15
 
-    def __init__(self, remote: RemoteHandle, arena: Arena, advance: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        remote: RemoteHandle,
+        arena: Arena,
+        advance: Callable[[], None],
+        way: QuickerWay,
+    ) -> None:
         """remote: of the trainer's arena. advance: is called when something has arrived."""
         self.remote = remote
         self.arena = arena
         self.advance = advance
+        self.way = way
         self.latest_word = torch.zeros(1, dtype=torch.int64)
         self.lease_word = torch.zeros(1, dtype=torch.int64)
-        self.delta = Delta(arena.handle.manifest.slot_bytes)
+        self.version_word = torch.zeros(1, dtype=torch.int64)
+        slot_bytes = arena.handle.manifest.slot_bytes
+        self.deltas = [Delta(slot_bytes) for _ in arena.slots]  # those that were read, by slot
         # What `Relay.traffic` tells.
         self.num_versions = 0
         self.read_bytes = 0
         self.num_deltas = 0
         self.num_refused = 0
         self.num_second_leases = 0
-        self.heard_s = time.monotonic()  # when the trainer's memory has answered last
+        # When the trainer's memory has answered last; None while it is not asked.
+        self.heard_s: float | None = time.monotonic()
         self.seen_s: float | None = None  # when it first saw a version that it has not
         self.took_s = 0.0
         self.arrived_bytes = 0
@@ -15025,20 +15119,35 @@ class RemoteReader:
         mine = self.arena.newest_version()
         if latest // Arena.MAX_SLOTS == mine:
             return
+        start = time.monotonic()
         if self.seen_s is None:
-            self.seen_s = time.monotonic()
+            self.seen_s = start
         self.arrived_bytes = 0
+        self.due_bytes = 0
         slot = await self._lease(latest)
         free = self.arena.free_slot()
+        self.deltas[free].clear()
         # The last look tells which version the slot holds, if it named this slot.
         version, named = divmod(int(self.latest_word), Arena.MAX_SLOTS)
         is_next = mine >= 0 and version == mine + 1 and named == slot
-        if is_next and self.remote.deltas:  # mechanism: delta of the next version
+        has_delta = is_next and bool(self.remote.deltas)  # mechanism: delta of the next version
+        is_by_changes = has_delta and self.way.is_by_changes()
+        if is_by_changes:
             missing = await self._read_delta(slot, version, free)
         else:
             missing = list(range(len(self.remote.slots[slot])))
         await self._read_whole(slot, free, missing)
-        self.arena.commit(int(stamps_of(self.arena)[free]), free)
+        self._commit(free)
+        self.way.took(is_by_changes, since(start))
+        if len(missing) < len(self.remote.slots[slot]):
+            self.num_deltas += 1
+
+    def _commit(self, free: int) -> None:
+        """Tells whoever reads here that this slot and its delta are complete."""
+        assert self.seen_s is not None
+        version = int(stamps_of(self.arena)[free])
+        self.deltas[free].tell(version, self.arena)
+        self.arena.commit(version, free)
         self.took_s = since(self.seen_s)
         self.seen_s = None
         self.num_versions += 1
@@ -15058,32 +15167,33 @@ class RemoteReader:
         """
         _, newest = self.arena.latest()
         room = self.arena.slots[free]
+        delta = self.deltas[free]
         # In threads, for with some GB it takes a second, and others ask this process how it fares.
         # The copy has time while the trainer makes the delta.
         copying = asyncio.to_thread(room.copy_, self.arena.slots[newest])
         copied = asyncio.ensure_future(copying)
         try:
-            await self._read_changes(self.remote.deltas[slot], version)
+            await self._read_changes(self.remote.deltas[slot], delta, version)
         finally:
+            self.heard_s = None
             await copied  # nothing writes into a slot behind the back of who comes next
-        missing = await asyncio.to_thread(self.delta.unpack, room)
-        self.num_deltas += 1
-        self.num_refused += len(missing) - self.delta.sizes.tolist().count(WHOLE)
+        missing = await asyncio.to_thread(delta.unpack, room)
+        self.heard_s = time.monotonic()
+        self.num_refused += len(missing) - delta.num_whole()
         return missing
 
-    async def _read_changes(self, remote: RemoteDelta, version: int) -> None:
+    async def _read_changes(self, remote: RemoteDelta, delta: Delta, version: int) -> None:
         """Waits until the trainer has made the delta that leads to this version, and reads it."""
-        await self._cross(remote.version.read_into, self.delta.version)
-        while int(self.delta.version) != version:  # mechanism: the delta is there
+        await self._cross(remote.version.read_into, self.version_word)
+        while int(self.version_word) != version:  # mechanism: the delta is there
             await asyncio.sleep(self.LOOK_EVERY_S)
-            await self._cross(remote.version.read_into, self.delta.version)
-        await self._cross(remote.numbers.read_into, self.delta.numbers)
-        self._has_arrived(self.delta.numbers.nbytes)
-        num_bytes = self.delta.num_bytes()
-        self.due_bytes = self.arrived_bytes + num_bytes
-        rooms = self.delta.changes.split(self.delta.part_bytes)
-        num_parts = math.ceil(num_bytes / self.delta.part_bytes)
-        await read_pieces(remote.changes[:num_parts], rooms[:num_parts], self._has_arrived)
+            await self._cross(remote.version.read_into, self.version_word)
+        await self._cross(remote.numbers.read_into, delta.numbers)
+        self._has_arrived(delta.numbers.nbytes)
+        num_parts = math.ceil(delta.num_bytes() / delta.part_bytes)
+        rooms = delta.changes.split(delta.part_bytes)[:num_parts]
+        self.due_bytes = self.arrived_bytes + sum(room.nbytes for room in rooms)
+        await read_pieces(remote.changes[:num_parts], rooms, self._has_arrived)
 
     async def _lease(self, latest: int) -> int:
         """Steps 2 to 4: a slot into which nobody writes until the relay leases another one.
@@ -15131,6 +15241,17 @@ class RemoteReader:
         self.advance()
 
 
+@dataclass(frozen=True)
+class RelayPlan:
+    """What relays are to know, the same for all that read from the same arenas."""
+
+    source: Service  # whose arena they read: the trainer, or relays (16d)
+    first_reader: int  # the number of the first lease that relays have in such an arena
+    num_siblings: int  # relays that read from the same arena, at the most
+    num_readers: int  # of a relay's own arena: generators of its host, and leases of relays
+    num_copying: int  # of these, as in create_arena
+
+
 class Relay(Worker):
     """One per other host. It reads the trainer's arena and writes one for the generators there."""
 
@@ -15140,35 +15261,37 @@ class Relay(Worker):
     # other one between these two processes. Another relay is another process.
     MAX_FAILURES = 3
 
-    def __init__(
-        self,
-        place: Place,
-        trainer: Service,
-        first_reader: int,
-        num_readers: int,
-        num_copying: int,
-    ) -> None:
-        """first_reader: the number of the first lease that relay 0 has in the trainer's arena.
-
-        num_readers: of the relay's own arena, which are the generators of its host. num_copying: of
-        these, as in create_arena.
-        """
+    def __init__(self, place: Place, plan: RelayPlan) -> None:
         super().__init__(place)
-        self.trainer = trainer
-        self.first_lease = first_reader + LEASES_PER_RELAY * place.replica_id
-        self.num_readers = num_readers
-        self.num_copying = num_copying
+        self.plan = plan
+        # Of those that read from the same arena, this is that number.
+        self.parent, number = divmod(place.replica_id, plan.num_siblings)
+        self.first_lease = plan.first_reader + LEASES_PER_RELAY * number
         self.num_failures = 0
         self.num_in_row = 0
         self.last_failure = ""
 
     async def prepare(self) -> ArenaHandle:
         """Makes an arena for this host. Answers with its handle."""
-        remote = await self.trainer.route(RelayedTrainer.remote, self.first_lease)
-        arena = create_arena(remote.handle.manifest, self.num_readers, self.num_copying)
-        self.reader = RemoteReader(remote, arena, self.pulse.advance)
+        remote = await self.find_source()
+        manifest = remote.handle.manifest
+        arena = create_arena(manifest, self.plan.num_readers, self.plan.num_copying)
+        self.reader = RemoteReader(remote, arena, self.pulse.advance, self.make_way())
         self.following = asyncio.ensure_future(self._follow())
         return arena.handle
+
+    async def find_source(self) -> RemoteHandle:
+        """What this relay reads."""
+        return await self.plan.source.route(RelayedTrainer.remote, self.first_lease)
+
+    def make_way(self) -> QuickerWay:
+        """What chooses its way from one version to the next."""
+        return QuickerWay()
+
+    @endpoint
+    async def remote(self, reader: int) -> RemoteHandle:
+        """For a relay that reads from this one, as in RelayedTrainer."""
+        return remote_handle(self.reader.arena, reader, self.reader.deltas)
 
     async def _follow(self) -> None:
         """The relay's loop: looks every few ms / produces versions / ends with its process.
@@ -15205,7 +15328,7 @@ class Relay(Worker):
             num_failures=self.num_failures,
             num_in_row=self.num_in_row,
             last_failure=self.last_failure,
-            silent_s=since(reader.heard_s),
+            silent_s=0.0 if reader.heard_s is None else since(reader.heard_s),
             behind_s=None if reader.seen_s is None else since(reader.seen_s),
             arrived_bytes=reader.arrived_bytes,
             due_bytes=reader.due_bytes,
@@ -15215,7 +15338,101 @@ class Relay(Worker):
         )
 
 
-# -- 16d. The cluster ------------------------------------------------------------------------------
+# -- 16d. A tree of relays -------------------------------------------------------------------------
+# With many hosts the trainer's own cable becomes what costs: it carries each version once for each
+# relay, and each relay has two slots in its arena. With --relay-fanout 2 only two relays read from
+# the trainer, two others from each of these, and so on. Then a version crosses every cable twice at
+# the most, and comes to the hosts of each level a transfer later than to those above them:
+#
+#     trainer --> relay 0 --> relay 2         level 0: relays 0 and 1
+#            |           +--> relay 3         level 1: relays 2 to 5
+#            +--> relay 1 --> relay 4         level 2: relays 6 to 13
+#                        +--> relay 5
+#
+# A relay has everything that others read of a trainer: an arena, and beside each slot the delta
+# that was read with it. What has changed is searched once, at the trainer.
+
+
+class FarRelay(Relay):
+    """A relay that reads from another relay."""
+
+    async def find_source(self) -> RemoteHandle:
+        """The relay above it. While that one is lost or not ready, its keeper makes another."""
+        while True:
+            try:
+                return await self.plan.source.ask(self.parent, Relay.remote, self.first_lease)
+            except ReplicaLost:
+                await asyncio.sleep(BEAT_S)
+                self.pulse.advance()  # to wait is no standstill
+
+
+class RelayTree:
+    """All relays of a run, in levels. Without other hosts there is no level."""
+
+    def __init__(self, cfg: Config, trainer: Service, hosts: tuple[Host, ...]) -> None:
+        """hosts: all but the trainer's, a relay for each, in this order."""
+        self.hosts = hosts
+        self.fanout = cfg.relay_fanout or max(1, len(hosts))
+        self.levels: list[Service] = []
+        num_placed = 0
+        while num_placed < len(hosts):
+            level = self._level(cfg, trainer, num_placed)
+            self.levels.append(level)
+            num_placed += level.num_replicas
+
+    def _level(self, cfg: Config, trainer: Service, num_placed: int) -> Service:
+        """The next level. num_placed: relays that are in levels above it."""
+        depth = len(self.levels)
+        hosts = self.hosts[num_placed : num_placed + self.fanout ** (depth + 1)]
+        is_last = num_placed + len(hosts) == len(self.hosts)
+        num_generators = generators_per_host(cfg)
+        plan = RelayPlan(
+            source=self.levels[-1] if self.levels else trainer,
+            first_reader=num_generators,  # an arena has these first
+            num_siblings=self.fanout,
+            num_readers=num_generators + (0 if is_last else LEASES_PER_RELAY * self.fanout),
+            num_copying=num_copying_per_host(cfg),
+        )
+        spec = ServiceSpec(
+            name=f"relay_{depth}" if depth else "relay",
+            replica_class=FarRelay if depth else Relay,
+            args=(plan,),
+            num_replicas=len(hosts),
+            hosts=hosts,
+            stuck_after_s=cfg.stuck_after,
+            setup_deadline_s=3600.0,  # it asks the trainer, behind steps that may take long
+        )
+        return Service(spec)
+
+    async def start(self) -> None:
+        """Starts all of them, or replaces them: from the first level on."""
+        for level in self.levels:
+            await level.start()
+
+    async def close(self) -> None:
+        """Ends all of them. Who asks ends before who answers."""
+        for level in reversed(self.levels):
+            await level.close()
+
+    async def ask(self, relay: int, endpoint: Endpoint[[], Reply]) -> Reply:
+        """Asks one certain relay. Raises what Service.ask does."""
+        for level in self.levels:
+            if relay < level.num_replicas:
+                return await level.ask(relay, endpoint)
+            relay -= level.num_replicas
+        raise IndexError("there is no such relay")
+
+    async def arenas(self) -> list[ArenaHandle | None]:
+        """That of each relay; None: it is being replaced."""
+        found: list[ArenaHandle | None] = []
+        for level in self.levels:
+            status = await level.status()
+            by_relay = {place.replica_id: answers[0] for place, answers in status.answers.items()}
+            found += [by_relay.get(relay) for relay in range(level.num_replicas)]
+        return found
+
+
+# -- 16e. The cluster ------------------------------------------------------------------------------
 # No request waits for an answer of a relay. So nobody would notice that one is in trouble, and the
 # generators of its host would sample from older and older weights. The main process therefore asks
 # each relay every second how it fares:
@@ -15225,6 +15442,7 @@ class Relay(Worker):
 #                                         "no answer ..."               trainer
 #     the way to it is gone             "no answer ...", failures     it tries on, three times;
 #                                                                       then another one tries
+#     a delta is not made               "waits to be told ..."        it is, or the trainer is lost
 #     a version takes long              how much is here, once        it arrives
 #     a mistake in the relay            "a mistake ...", and which    another one
 
@@ -15277,12 +15495,15 @@ class RelayNews:
         if now.silent_s > self.TELL_AFTER_S:
             found["silent"] = f"no answer from the trainer's memory for 5 s; {failures}"
         elif now.behind_s is not None and now.behind_s > self.TELL_AFTER_S:
-            share = now.arrived_bytes / max(1, now.due_bytes)
-            found["slow"] = f"a version takes long, {share:.0%} of it in {now.behind_s:.0f} s"
             if now.num_in_row:
                 found["failed"] = f"begins a version again; {failures}"
+            if now.due_bytes:
+                share = now.arrived_bytes / now.due_bytes
+                found["slow"] = f"a version takes long, {share:.0%} of it in {now.behind_s:.0f} s"
+            elif not now.num_in_row:
+                found["waits"] = f"waits to be told what has changed, for {now.behind_s:.0f} s"
         if now.num_refused:
-            found["refused"] = "a delta led to another checksum, and what it should tell came whole"
+            found["refused"] = "a delta did not lead to what was published: it was read whole"
         return found
 
     def has_failed(self, error: Exception) -> list[str]:
@@ -15315,18 +15536,7 @@ class HostsCluster(CriticCluster):
         self.tell = tell
         self.news = [RelayNews(host.address) for host in self.hosts[1:]]  # by relay
         self.watches: list[asyncio.Task[None]] = []  # of each relay, once they have been started
-        # Readers of an arena have numbers: at that of the trainer generators first, then relays.
-        num_generators = generators_per_host(cfg)
-        relays = ServiceSpec(
-            name="relay",
-            replica_class=Relay,
-            args=(self.trainer, num_generators, num_generators, num_copying_per_host(cfg)),
-            num_replicas=len(self.hosts) - 1,
-            hosts=self.hosts[1:] or self.hosts,
-            stuck_after_s=cfg.stuck_after,
-            setup_deadline_s=3600.0,  # it asks the trainer, behind steps that may take long
-        )
-        self.relays = Service(relays)
+        self.relays = RelayTree(cfg, self.trainer, self.hosts[1:])
 
     def hosts_of(self, cfg: Config) -> tuple[Host, ...]:
         """Those of --hosts."""
@@ -15433,12 +15643,7 @@ class HostsCluster(CriticCluster):
         generators are back, because they import more. If not, a generator raises NotNow, and the
         service gives the request to another one.
         """
-        status = await self.relays.status()
-        by_relay = {place.replica_id: answers[0] for place, answers in status.answers.items()}
-        arenas = [self.handle]
-        for relay in range(len(self.hosts) - 1):
-            arenas.append(by_relay.get(relay))
-        return tuple(arenas)
+        return (self.handle, *await self.relays.arenas())
 
 
 # -- measurement -----------------------------------------------------------------------------------
@@ -15548,8 +15753,34 @@ class Stepper(Worker):
         return num_changed / self.num_elements, checksum(arena.slots[slot])
 
 
+class GivenWay(QuickerWay):
+    """The way that is told, to compare both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = True
+
+    def give(self, is_by_changes: bool) -> None:
+        """To be taken from now on."""
+        self.given = is_by_changes
+
+    def is_by_changes(self) -> bool:
+        """What was told."""
+        return self.given
+
+
 class CheckedRelay(Relay):
-    """A relay that tells what has arrived."""
+    """A relay that takes the way that it is told, and tells what has arrived."""
+
+    def make_way(self) -> QuickerWay:
+        """One that is told."""
+        self.way = GivenWay()
+        return self.way
+
+    @endpoint
+    async def take(self, is_by_changes: bool) -> None:
+        """From now on this way."""
+        self.way.give(is_by_changes)
 
     @endpoint
     async def crc(self) -> int:
@@ -15564,6 +15795,7 @@ class DeltaRow:
     """What versions after steps of this size cost between two hosts. Medians of a version."""
 
     rate: float  # the learning rate
+    way: str  # "changes" or "whole"
     changed: float  # elements of bf16, over all
     crossed: float  # bytes read by the relay, over the bytes of the model
     ms: float  # from when the relay saw the version until its host had it
@@ -15578,7 +15810,14 @@ class ChangeBench:
 
     def __init__(self, here: Host, away: Host, num_elements: int = 16_000_000) -> None:
         self.stepper = Service(self.spec("stepper", Stepper, here, num_elements))
-        self.relay = Service(self.spec("its relay", CheckedRelay, away, self.stepper, 0, 1, 0))
+        plan = RelayPlan(
+            source=self.stepper,
+            first_reader=0,
+            num_siblings=1,
+            num_readers=1,
+            num_copying=0,
+        )
+        self.relay = Service(self.spec("its relay", CheckedRelay, away, plan))
 
     def spec(self, name: str, replica_class: type[Worker], host: Host, *args: Any) -> ServiceSpec:
         """One replica, on that host."""
@@ -15609,8 +15848,9 @@ class ChangeBench:
                 return traffic
             await asyncio.sleep(0.05)
 
-    async def row(self, rate: float) -> DeltaRow:
+    async def row(self, rate: float, is_by_changes: bool) -> DeltaRow:
         """Publishes some versions, each when the one before has arrived."""
+        await self.relay.route(CheckedRelay.take, is_by_changes)
         changed = []
         crossed = []
         took_ms = []
@@ -15627,6 +15867,7 @@ class ChangeBench:
             before = now
         return DeltaRow(
             rate=rate,
+            way="changes" if is_by_changes else "whole",
             changed=statistics.median(changed),
             crossed=statistics.median(crossed),
             ms=statistics.median(took_ms),
@@ -15640,19 +15881,21 @@ async def tell_deltas(report: Report, here: Host, away: Host) -> None:
     bench = ChangeBench(here, away)
     report.at_end(bench.close)
     await bench.start()
-    few = await bench.row(1e-6)
-    nearly_all = await bench.row(1e-2)
-    report.table([few, nearly_all])
+    few = await bench.row(1e-6, is_by_changes=True)
+    whole = await bench.row(1e-6, is_by_changes=False)
+    nearly_all = await bench.row(1e-2, is_by_changes=True)
+    rows = [few, whole, nearly_all]
+    report.table(rows)
     report.check("bytes that cross / bytes of the model, at a rate of 1e-6", few.crossed, "<", 0.05)
     crossed = nearly_all.crossed
     report.check("the same, when nearly all elements change", crossed, "<=", 1.02)
-    differ = few.differ + nearly_all.differ
+    differ = sum(row.differ for row in rows)
     report.check("versions that are not what was published", differ, "==", 0)
-    refused = few.refused + nearly_all.refused
+    refused = sum(row.refused for row in rows)
     report.check("pieces whose delta led to another checksum", refused, "==", 0)
     report.figure(
         delta_bytes_over_model=few.crossed,
-        delta_ms_over_whole=few.ms / nearly_all.ms,
+        delta_ms_over_whole=few.ms / whole.ms,
     )
 
 
@@ -15684,14 +15927,14 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     running = asyncio.ensure_future(train_sync(training))
     # 1. Half of the steps, with both hosts.
     await until_step(num_steps // 2, run, running)
-    traffic = await cluster.relays.route(Relay.traffic)
+    traffic = await cluster.relays.ask(0, Relay.traffic)
     # 2. Two steps without the second host. 3. The others; meanwhile it comes back.
     workers.lose(second)
     await until_step(num_steps // 2 + 2, run, running)
     workers.start(second)
     await running
     # 4. Does it sample again, from the weights of the trainer?
-    lost = await until_replaced(cluster.relays, away)
+    lost = await until_replaced(cluster.relays.levels[0], away)
     lost += await until_replaced(cluster.generators, away)
     version = await cluster.published()
     again = await sample(cluster, run.sampler.first(own.batch_groups), version)
@@ -16872,11 +17115,11 @@ PAGE = r"""<!doctype html>
 <title>monarch_rl: from synchronous to asynchronous</title>
 <style>
 :root { color-scheme: light dark; --ink: #1c2330; --pale: #5c6675; --paper: #fff; --line: #d5dae2;
-  --rollout: #1f77b4; --judge: #9467bd; --step: #e07b00; --publish: #12805c; --pull: #7fc4f5;
-  --other: #9aa3ad; --lost: #d62728; }
+  --rollout: #1f77b4; --judge: #9467bd; --step: #e07b00; --publish: #12805c; --delta: #8a6d3b;
+  --pull: #7fc4f5; --other: #9aa3ad; --lost: #d62728; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --pale: #a2acba; --paper: #14181f;
   --line: #343c48; --rollout: #4aa3e0; --judge: #b796dc; --step: #ff9f3d; --publish: #3cc795;
-  --pull: #a9d8fa; --other: #6d7682; --lost: #ff6b6b; } }
+  --delta: #c9a55c; --pull: #a9d8fa; --other: #6d7682; --lost: #ff6b6b; } }
 body { margin: 0 auto; padding: 1rem; max-width: 68rem; font: 1rem/1.45 system-ui, sans-serif;
   color: var(--ink); background: var(--paper); }
 h1 { font-size: 1.4rem; margin: 0 } h2 { font-size: 1rem; margin: 1.4rem 0 .3rem }
@@ -16923,7 +17166,8 @@ const $ = id => document.getElementById(id), sum = some => some.reduce((a, b) =>
 // What came from elsewhere (names, reasons of losses) goes into markup as text.
 const safe = words => String(words).replace(/[&<>"']/g, c => `&#${c.charCodeAt(0)};`);
 const names = {rollout: "generate", judge: "judge", step: "train", publish: "publish",
-  pull: "pull (thin: well under 1 ms)", other: "other", lost: "lost, until replaced"};
+  delta: "find what changed", pull: "pull (thin: well under 1 ms)", other: "other",
+  lost: "lost, until replaced"};
 const kind = e => e.actor.endsWith(" lost") ? "lost"
   : Object.hasOwn(names, e.what) ? e.what : "other";
 const runs = RUNS_OF_PAGE.map(run => {
@@ -16984,7 +17228,7 @@ function drawTimeline(run, from, to) {
   seen.sort((a, b) => (a.kind == "pull") - (b.kind == "pull"));  // thin ones on top
   const bars = seen.map(e => {
     const a = Math.max(x(e.start), left), b = Math.min(x(e.end), wide);
-    const low = e.kind == "publish" || e.kind == "lost";
+    const low = ["publish", "delta", "lost"].includes(e.kind);
     const what = e.kind == "other" ? e.what
       : e.kind == "lost" ? e.what + ", replaced" : names[e.kind];
     return `<rect class="${e.kind}" x="${a.toFixed(1)}" width="${Math.max(b - a, 1).toFixed(1)}"
@@ -17030,7 +17274,8 @@ function draw() {
 }
 $("bound").max = runs.length - 1;
 $("last").textContent = `K = ${runs.at(-1).max_lag}`;
-$("key").innerHTML = Object.keys(names).map(kind =>
+const has = kind => runs.some(run => run.events.some(e => e.kind == kind));
+$("key").innerHTML = Object.keys(names).filter(has).map(kind =>
   `<span><i style="background:var(--${kind})"></i>${names[kind]}</span>`).join("");
 for (const id of ["bound", "from", "width"]) $(id).addEventListener("input", draw);
 addEventListener("resize", draw);

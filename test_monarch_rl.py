@@ -5881,7 +5881,8 @@ class RelayDouble:
     def begin(self, remote: Any) -> None:
         """From now on the trainer's arena is this one, in place of a RemoteHandle."""
         self.arena.words[m.Arena.LATEST] = m.Arena.NOTHING
-        self.reader = self.module.RemoteReader(remote, self.arena, lambda: None)
+        way = self.module.QuickerWay()
+        self.reader = self.module.RemoteReader(remote, self.arena, lambda: None, way)
 
     def fetch_if_new(self) -> int:
         """The real code, with another reading of pieces. Returns the newest version."""
@@ -6781,6 +6782,17 @@ class RelayRace:
     versions: list[int]  # three looks at the newest one of the relay's arena, in the end
 
 
+def relay_plan(source: Any, num_readers: int) -> m.RelayPlan:
+    """Of the only relay of something that answers as a RelayedTrainer."""
+    return m.RelayPlan(
+        source=source,
+        first_reader=0,
+        num_siblings=1,
+        num_readers=num_readers,
+        num_copying=0,
+    )
+
+
 async def race_behind_a_relay() -> None:
     """A trainer publishes without a pause. Generators read the arena of a relay meanwhile."""
     procs = m.this_host().spawn_procs(per_host={"rank": 5})
@@ -6791,7 +6803,7 @@ async def race_behind_a_relay() -> None:
     bench = m.SyncBench(ranks, 16)
     place_of_relay = m.Place(service="relay", replica_id=0)
     asked = BenchAsTrainer(bench.trainer)
-    relay = relay_procs.spawn("relay", m.Relay, place_of_relay, asked, 0, 4, 0)
+    relay = relay_procs.spawn("relay", m.Relay, place_of_relay, relay_plan(asked, 4))
     handle = await relay.setup.call_one()
     live = await bench.trainer.live_weights.call_one()
     for generator in bench.generators:
@@ -7105,7 +7117,9 @@ def test_each_trouble_of_a_relay_is_told_once_and_so_is_its_end() -> None:
     assert news.hear(traffic_of(num_versions=1)) == []  # it was only slow
     assert news.hear(traffic_of(num_versions=1, behind_s=9.0)) == []  # and is again
     [line] = news.hear(traffic_of(num_versions=1, num_refused=1))
-    assert "another checksum" in line
+    assert "did not lead to what was published" in line
+    [line] = news.hear(traffic_of(num_versions=1, behind_s=6.0, due_bytes=0))
+    assert line.endswith("waits to be told what has changed, for 6 s")
     assert news.hear(traffic_of(num_versions=1, num_refused=2)) == []
     old = {"num_versions": 1, "num_failures": 2, "last_failure": "it failed:\ntimed out"}
     assert news.hear(traffic_of(behind_s=10.0, **old)) == []  # it has been made good since
@@ -7159,7 +7173,8 @@ class BrokenRelay(m.Relay):
 
     async def prepare(self) -> m.ArenaHandle:
         handle = await super().prepare()
-        self.reader = BrokenReader(self.reader.remote, self.reader.arena, self.pulse.advance)
+        remote = self.reader.remote
+        self.reader = BrokenReader(remote, self.reader.arena, self.pulse.advance, m.QuickerWay())
         return handle
 
 
@@ -7168,7 +7183,7 @@ async def lose_and_break() -> None:
     procs = m.this_host().spawn_procs(per_host={"rank": 1})
     publisher = procs.spawn("publisher", Publisher, m.Place(service="publisher", replica_id=0))
     pid = await publisher.setup.call_one()
-    args = (BenchAsTrainer(publisher), 0, 1, 0)
+    args = (relay_plan(BenchAsTrainer(publisher), 1),)
     spec = m.ServiceSpec(name="relay", replica_class=BrokenRelay, args=args, num_replicas=1)
     lines: list[str] = []
     relays = m.Service(spec)
@@ -7343,7 +7358,7 @@ class Changing:
             deltas=[self.remote_delta(delta) for delta in self.writer.deltas],
         )
         own = module.create_arena(arena.handle.manifest, 1)
-        self.reader = module.RemoteReader(remote, own, lambda: None)
+        self.reader = module.RemoteReader(remote, own, lambda: None, module.GivenWay())
         self.num_failed = 0
         self.num_differ = 0
 
@@ -7422,7 +7437,7 @@ def test_what_changed_makes_exactly_the_version(num_versions: int) -> None:
     reader = race.reader
     assert race.num_differ == 0
     assert reader.num_refused == 0
-    assert num_versions / 3 < reader.num_deltas < reader.num_versions < num_versions
+    assert num_versions / 4 < reader.num_deltas < reader.num_versions < num_versions
     assert race.num_failed > num_versions / 100
 
 
@@ -7502,11 +7517,82 @@ def test_nobody_waits_for_a_delta() -> None:
     assert int(writer.deltas[slot].version) == 1
 
 
-def test_what_ends_a_delta_is_raised_to_the_trainer() -> None:
-    """Else relays would wait for it for ever, and nobody would be told.
+def test_after_a_search_in_vain_some_versions_are_not_searched() -> None:
+    """In fp32 it is always in vain. So the trainer's thread searches one version in sixteen."""
+    writer = relayed_writer()
+    num_searches = 0
 
-    Also if the next version was begun before that.
-    """
+    def count(before: torch.Tensor, now: torch.Tensor) -> None:
+        nonlocal num_searches
+        num_searches += 1
+
+    with mock.patch.object(m, "changes_of", count):
+        for version in range(1, 2 * (m.REST + 1) + 1):
+            publish(writer, version)
+            assert writer.making is not None
+            writer.making.result()
+            _, slot = writer.arena.latest()
+            delta = writer.deltas[slot]
+            assert int(delta.version) == version  # nobody waits for it
+            assert delta.num_whole() == len(delta.sizes)
+    assert num_searches == 2 * len(delta.sizes)
+
+
+def ways_taken(seconds: dict[bool, float], num_versions: int) -> str:
+    """The ways of so many versions, which take so long: "c" by changes, "w" whole."""
+    way = m.QuickerWay()
+    way.took(False, seconds[False])  # the first version comes whole
+    taken = ""
+    for _ in range(num_versions):
+        is_by_changes = way.is_by_changes()
+        way.took(is_by_changes, seconds[is_by_changes])
+        taken += "c" if is_by_changes else "w"
+    return taken
+
+
+def test_a_relay_takes_the_quicker_way() -> None:
+    """And tries the other one for a thirtieth of the time, whichever it is."""
+    assert ways_taken({True: 1.0, False: 10.0}, 302) == "c" * 301 + "w"
+    assert ways_taken({True: 10.0, False: 1.0}, 302) == "c" + "w" * 301
+    for seconds in ({True: 1.0, False: 7.0}, {True: 3.0, False: 2.0}):
+        taken = ways_taken(seconds, 10_000)
+        slower = "w" if seconds[True] < seconds[False] else "c"
+        tried_s = taken.count(slower) * max(seconds.values())
+        spent_s = (len(taken) - taken.count(slower)) * min(seconds.values())
+        assert tried_s < spent_s / (m.QuickerWay.TRY_AFTER - 1)
+
+
+def test_a_way_that_has_become_quicker_is_taken() -> None:
+    way = m.QuickerWay()
+    seconds = {True: 1.0, False: 2.0}
+    taken = []
+    for version in range(200):
+        if version == 100:
+            seconds[False] = 0.5
+        taken.append(way.is_by_changes())
+        way.took(taken[-1], seconds[taken[-1]])
+    assert all(taken[2:60])
+    assert sum(taken[150:]) <= 2  # it tries the other one now and then
+
+
+def test_a_relay_that_is_slower_by_changes_reads_the_whole(tmp_path: pathlib.Path) -> None:
+    """What it reads is right either way, and the delta of what it has read is told as none."""
+    with mock.patch.object(m, "PIECE_BYTES", 8192):
+        race = Changing(m, 0)
+        race.is_calm = True
+        race.reader.way.give(False)
+        for _ in range(3):
+            race.publish()
+            asyncio.run(race.reader.fetch_if_new())
+            version, slot = race.reader.arena.latest()
+            assert m.checksum(race.reader.arena.slots[slot]) == race.published[version]
+            assert race.reader.deltas[slot].num_whole() == 5
+            assert int(race.reader.deltas[slot].version) == version
+    assert race.reader.num_deltas == 0
+
+
+def test_what_ends_a_delta_is_raised_to_the_trainer() -> None:
+    """Else nobody would be told. Also if the next version was begun before that."""
     writer = relayed_writer()
     may_go_on = threading.Event()
 
@@ -7522,6 +7608,10 @@ def test_what_ends_a_delta_is_raised_to_the_trainer() -> None:
         concurrent.futures.wait([writer.making])
     with pytest.raises(MemoryError, match="no room"):
         writer.wait()
+    # A relay that looks for what has changed is told, too: nothing of it is known.
+    version, slot = writer.arena.latest()
+    assert int(writer.deltas[slot].version) == version == 2
+    assert writer.deltas[slot].num_whole() == len(writer.deltas[slot].sizes)
 
 
 def test_what_has_ended_a_delta_is_raised_at_the_next_version() -> None:
@@ -7552,9 +7642,113 @@ def test_a_delta_is_made_of_what_is_there_when_a_relay_comes(
     version, slot = writer.arena.latest()
     assert version == int(is_copying)
     assert int(deltas[slot].version) == version
-    assert deltas[slot].sizes.tolist() == [m.WHOLE]
+    assert deltas[slot].num_whole() == len(deltas[slot].sizes) == 1
     _, _, again = writer.for_relay(2)
     assert again is deltas
+
+
+async def arrive(stepper: m.Service, readers: list[m.WeightReader]) -> None:
+    """Publishes a version, and waits until all of them have exactly that."""
+    await stepper.route(m.Stepper.step, 1e-6)
+    _, published = await stepper.route(m.Stepper.compare)
+    version = max(reader.version for reader in readers) + 1
+    for reader in readers:
+        while reader.pull() < version:
+            await asyncio.sleep(0.01)
+        _, slot = reader.arena.latest()
+        assert m.checksum(reader.arena.slots[slot]) == published
+
+
+async def climb() -> None:
+    """Three relays, of which the last reads from the first, on "hosts" that are this machine."""
+    num_elements = 3_000_000
+    stepper = m.Service(
+        m.ServiceSpec(
+            name="stepper",
+            replica_class=m.Stepper,
+            args=(num_elements,),
+            num_replicas=1,
+        )
+    )
+    await stepper.start()
+    tree = m.RelayTree(m.Config(relay_fanout=2), stepper, (m.Host(),) * 3)
+    await tree.start()
+    weight = torch.zeros(num_elements, dtype=torch.bfloat16)
+
+    async def attach() -> list[m.WeightReader]:
+        readers = []
+        for handle in await tree.arenas():
+            assert handle is not None
+            readers.append(m.WeightReader(handle, 0, {"weight": weight.clone()}))
+        for reader in readers:
+            while reader.pull() < 0:
+                await asyncio.sleep(0.01)
+        return readers
+
+    readers = await attach()
+    for _ in range(4):
+        await arrive(stepper, readers)
+    first, _, last = [await tree.ask(relay, m.Relay.traffic) for relay in range(3)]
+    # The first one dies, and with it what the last one reads.
+    await tree.levels[0].strike(signal.SIGKILL, 0)
+    while not (await tree.levels[1].status()).lost_replicas:
+        await asyncio.sleep(0.1)
+    for level in tree.levels:
+        await level.status(60.0)
+    readers = await attach()
+    await arrive(stepper, readers)
+    again = await tree.ask(2, m.Relay.traffic)
+    await tree.close()
+    await stepper.close()
+    traffics = [dataclasses.asdict(traffic) for traffic in (first, last, again)]
+    print(json.dumps(traffics))
+
+
+def run_climb() -> None:
+    run_actors(climb())
+
+
+def test_relays_read_from_relays(tmp_path: pathlib.Path) -> None:
+    """What has changed goes down the tree; and the loss of a relay is made good below it."""
+    found = run_of_this_module("run_climb()", tmp_path)
+    assert found.returncode == 0, found.stderr
+    first, last, again = json.loads(found.stdout.splitlines()[-1])
+    for traffic in (first, last):
+        assert traffic["num_versions"] == 5
+        assert 1 <= traffic["num_deltas"] <= 4
+        assert traffic["num_refused"] == 0
+    assert again["run_id"] != last["run_id"]
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "fanout", "sizes"),
+    [(0, 0, []), (0, 2, []), (1, 0, [1]), (7, 0, [7]), (7, 2, [2, 4, 1]), (3, 1, [1, 1, 1])],
+)
+def test_the_levels_of_a_tree(num_hosts: int, fanout: int, sizes: list[int]) -> None:
+    """Each relay has a parent that is there, and its own leases in that one's arena."""
+
+    class NamedService:
+        def __init__(self, spec: m.ServiceSpec) -> None:
+            self.spec = spec
+            self.num_replicas = spec.num_replicas
+
+    hosts = tuple(m.RemoteHost(f"tcp://h{i}:1") for i in range(num_hosts))
+    with mock.patch.object(m, "Service", NamedService):
+        tree = m.RelayTree(m.Config(relay_fanout=fanout), None, hosts)  # type: ignore[arg-type]
+    assert [level.num_replicas for level in tree.levels] == sizes
+    assert [host for level in tree.levels for host in level.spec.hosts] == list(hosts)
+    leased: set[tuple[int, int, int]] = set()
+    for depth, level in enumerate(tree.levels):
+        [plan] = level.spec.args
+        num_above = tree.levels[depth - 1].num_replicas if depth else 1
+        for number in range(level.num_replicas):
+            relay = level.spec.replica_class(level.spec.place(number), plan)
+            assert relay.parent < num_above
+            leased.add((depth, relay.parent, relay.first_lease))
+            if depth:
+                [above] = tree.levels[depth - 1].spec.args
+                assert relay.first_lease + m.LEASES_PER_RELAY <= above.num_readers
+    assert len(leased) == num_hosts
 
 
 # -- resharding ------------------------------------------------------------------------------------
