@@ -14932,6 +14932,40 @@ class RelayedWriter(ShardWriter):
         return remote_handle(self.arena, reader, self.deltas)
 
 
+class QuickerWay:
+    """Which way a relay takes to the next version: by "changes", or "whole".
+
+    Which one is quicker depends on the cable, on the cores of both hosts and on how much changes.
+    So it takes the one that took less time when it was last taken, and tries the other again when
+    that would add no more than a part in TRY_AFTER to the time spent since.
+    """
+
+    WAYS = ("changes", "whole")
+    TRY_AFTER = 30
+
+    def __init__(self) -> None:
+        self.took_s: dict[str, float] = {}  # by way
+        self.last = ""
+        self.spent_s = 0.0  # on that way, one version after the other
+
+    def choose(self) -> str:
+        """The way to be taken."""
+        untried = [way for way in self.WAYS if way not in self.took_s]
+        if untried:
+            return untried[0]
+        quicker, slower = sorted(self.WAYS, key=lambda way: self.took_s[way])
+        is_due = self.spent_s > self.TRY_AFTER * self.took_s[slower]
+        return slower if is_due else quicker
+
+    def took(self, way: str, seconds: float) -> None:
+        """That way has brought a version."""
+        self.took_s[way] = seconds
+        if way != self.last:
+            self.last = way
+            self.spent_s = 0.0
+        self.spent_s += seconds
+
+
 # -- 16c. The relay --------------------------------------------------------------------------------
 # It does what WeightReader and WeightWriter do, one after the other: it leases a slot of the
 # trainer's arena, copies it into a slot of its own, and makes that one the latest of its host.
@@ -15044,38 +15078,6 @@ class Traffic:
     took_s: float  # from when it saw its newest version until it had it
 
 
-class QuickerWay:
-    """Which way a relay takes to the next version: by what has changed, or by all of it.
-
-    That depends on the cable, on the cores of both hosts and on how much changes. So it takes the
-    way that took less time when it was last taken. The other one is tried again when that would
-    add no more than a part in TRY_AFTER to the time spent since.
-    """
-
-    TRY_AFTER = 30
-
-    def __init__(self) -> None:
-        self.took_s: dict[bool, float] = {}  # by whether it was the way by changes
-        self.was_by_changes = False
-        self.spent_s = 0.0  # on this way, one version after the other
-
-    def is_by_changes(self) -> bool:
-        """The way to be taken."""
-        if len(self.took_s) < 2:
-            return True not in self.took_s
-        is_quicker = self.took_s[True] <= self.took_s[False]
-        is_due = self.spent_s > self.TRY_AFTER * self.took_s[not is_quicker]
-        return is_quicker != is_due
-
-    def took(self, is_by_changes: bool, seconds: float) -> None:
-        """That way has brought a version."""
-        self.took_s[is_by_changes] = seconds
-        if is_by_changes != self.was_by_changes:
-            self.was_by_changes = is_by_changes
-            self.spent_s = 0.0
-        self.spent_s += seconds
-
-
 class RemoteReader:
     """What a relay reads with: brings versions of the trainer's arena into the relay's own."""
 
@@ -15084,11 +15086,7 @@ class RemoteReader:
     WORD_DEADLINE_S = 15
 
     def __init__(
-        self,
-        remote: RemoteHandle,
-        arena: Arena,
-        advance: Callable[[], None],
-        way: QuickerWay,
+        self, remote: RemoteHandle, arena: Arena, advance: Callable[[], None], way: QuickerWay
     ) -> None:
         """remote: of the trainer's arena. advance: is called when something has arrived."""
         self.remote = remote
@@ -15106,8 +15104,7 @@ class RemoteReader:
         self.num_deltas = 0
         self.num_refused = 0
         self.num_second_leases = 0
-        # When the trainer's memory has answered last; None while it is not asked.
-        self.heard_s: float | None = time.monotonic()
+        self.heard_s: float | None = time.monotonic()  # of the last answer; None: nothing is asked
         self.seen_s: float | None = None  # when it first saw a version that it has not
         self.took_s = 0.0
         self.arrived_bytes = 0
@@ -15130,20 +15127,20 @@ class RemoteReader:
         # The last look tells which version the slot holds, if it named this slot.
         version, named = divmod(int(self.latest_word), Arena.MAX_SLOTS)
         is_next = mine >= 0 and version == mine + 1 and named == slot
-        has_delta = is_next and bool(self.remote.deltas)  # mechanism: delta of the next version
-        is_by_changes = has_delta and self.way.is_by_changes()
-        if is_by_changes:
+        way = "whole"
+        missing = list(range(len(self.remote.slots[slot])))
+        if is_next and self.remote.deltas:  # mechanism: delta of the next version
+            way = self.way.choose()
+        if way == "changes":
             missing = await self._read_delta(slot, version, free)
-        else:
-            missing = list(range(len(self.remote.slots[slot])))
         await self._read_whole(slot, free, missing)
         self._commit(free)
-        self.way.took(is_by_changes, since(start))
+        self.way.took(way, since(start))
         if len(missing) < len(self.remote.slots[slot]):
             self.num_deltas += 1
 
     def _commit(self, free: int) -> None:
-        """Tells whoever reads here that this slot and its delta are complete."""
+        """Now this slot and its delta are complete."""
         assert self.seen_s is not None
         version = int(stamps_of(self.arena)[free])
         self.deltas[free].tell(version, self.arena)
@@ -15758,13 +15755,13 @@ class GivenWay(QuickerWay):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given = True
+        self.given = "changes"
 
-    def give(self, is_by_changes: bool) -> None:
+    def give(self, way: str) -> None:
         """To be taken from now on."""
-        self.given = is_by_changes
+        self.given = way
 
-    def is_by_changes(self) -> bool:
+    def choose(self) -> str:
         """What was told."""
         return self.given
 
@@ -15778,9 +15775,9 @@ class CheckedRelay(Relay):
         return self.way
 
     @endpoint
-    async def take(self, is_by_changes: bool) -> None:
+    async def take(self, way: str) -> None:
         """From now on this way."""
-        self.way.give(is_by_changes)
+        self.way.give(way)
 
     @endpoint
     async def crc(self) -> int:
@@ -15795,7 +15792,7 @@ class DeltaRow:
     """What versions after steps of this size cost between two hosts. Medians of a version."""
 
     rate: float  # the learning rate
-    way: str  # "changes" or "whole"
+    way: str  # one of QuickerWay.WAYS
     changed: float  # elements of bf16, over all
     crossed: float  # bytes read by the relay, over the bytes of the model
     ms: float  # from when the relay saw the version until its host had it
@@ -15848,9 +15845,9 @@ class ChangeBench:
                 return traffic
             await asyncio.sleep(0.05)
 
-    async def row(self, rate: float, is_by_changes: bool) -> DeltaRow:
+    async def row(self, rate: float, way: str) -> DeltaRow:
         """Publishes some versions, each when the one before has arrived."""
-        await self.relay.route(CheckedRelay.take, is_by_changes)
+        await self.relay.route(CheckedRelay.take, way)
         changed = []
         crossed = []
         took_ms = []
@@ -15867,7 +15864,7 @@ class ChangeBench:
             before = now
         return DeltaRow(
             rate=rate,
-            way="changes" if is_by_changes else "whole",
+            way=way,
             changed=statistics.median(changed),
             crossed=statistics.median(crossed),
             ms=statistics.median(took_ms),
@@ -15881,9 +15878,9 @@ async def tell_deltas(report: Report, here: Host, away: Host) -> None:
     bench = ChangeBench(here, away)
     report.at_end(bench.close)
     await bench.start()
-    few = await bench.row(1e-6, is_by_changes=True)
-    whole = await bench.row(1e-6, is_by_changes=False)
-    nearly_all = await bench.row(1e-2, is_by_changes=True)
+    few = await bench.row(1e-6, "changes")
+    whole = await bench.row(1e-6, "whole")
+    nearly_all = await bench.row(1e-2, "changes")
     rows = [few, whole, nearly_all]
     report.table(rows)
     report.check("bytes that cross / bytes of the model, at a rate of 1e-6", few.crossed, "<", 0.05)
