@@ -14708,8 +14708,9 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 # If one word in a hundred has changed, that is 1.9 % of the bytes. If it would be more than half of
 # the bytes the piece has no delta, and crosses whole: to unpack costs time, too. So does a piece
 # that has another checksum than it should have, once its delta is unpacked. In fp32 no piece has a
-# delta, for the lower half of every number is another one after each step. After a search in vain
-# the trainer does not search in the next REST versions, of which all pieces are to be read whole.
+# delta, for the lower half of every number is another one after each step. After a search in vain,
+# or one that was not done when the next version was to be copied, the trainer does not search in
+# the next REST versions: all their pieces are to be read whole.
 #
 # When it is made:
 #
@@ -14724,7 +14725,7 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 
 WORDS_PER_BLOCK = 256  # so a place in a block is one byte
 WHOLE = -1  # in place of the number of bytes: this piece has no delta
-REST = 15  # versions: so what is searched in vain is one in sixteen
+REST = 15  # versions: so of what is searched in vain, or takes too long, it is one in sixteen
 
 
 def half_words(memory: torch.Tensor) -> Any:
@@ -14913,7 +14914,9 @@ class RelayedWriter(ShardWriter):
             self.num_resting -= 1
             return
         delta.write(slot, before)
-        if delta.num_whole() == len(delta.sizes):
+        is_in_vain = delta.num_whole() == len(delta.sizes)
+        has_held_up = self.version > version  # the next one has been begun, and waits for this
+        if is_in_vain or has_held_up:
             self.num_resting = REST
         if self.note:
             self.note("delta", start_s)

@@ -7413,7 +7413,9 @@ class Changing:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every version is searched, however short the time."""
     monkeypatch.setattr(m, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(m, "REST", 0)
 
 
 def changing(module: Any, num_versions: int, seed: int = 0) -> Changing:
@@ -7449,12 +7451,14 @@ def test_a_delta_that_does_not_fit_is_noticed(tmp_path: pathlib.Path) -> None:
     """By its checksum: then the piece crosses whole. Without the checksum weights are wrong."""
     changed = changed_module(tmp_path, DELTA_OF_ANOTHER)
     changed.PIECE_BYTES = 8192
+    changed.REST = 0
     race = changing(changed, 300)
     assert race.reader.num_refused > 0
     assert race.num_differ == 0
     (tmp_path / "unchecked").mkdir()
     changed = changed_module(tmp_path / "unchecked", {**DELTA_OF_ANOTHER, **UNCHECKED})
     changed.PIECE_BYTES = 8192
+    changed.REST = 0
     assert changing(changed, 300).num_differ > 0
 
 
@@ -7536,6 +7540,29 @@ def test_after_a_search_in_vain_some_versions_are_not_searched() -> None:
             assert int(delta.version) == version  # nobody waits for it
             assert delta.num_whole() == len(delta.sizes)
     assert num_searches == 2 * len(delta.sizes)
+
+
+def test_a_search_that_holds_up_the_next_copy_is_followed_by_a_rest() -> None:
+    """Else a trainer of short steps would wait for it in each of them."""
+    writer = relayed_writer()
+    may_go_on = threading.Event()
+    searched = []
+
+    def slow(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        searched.append(writer.version)
+        may_go_on.wait(30)
+        return now[:0]
+
+    with mock.patch.object(m, "changes_of", slow):
+        publish(writer, 1)
+        writer.start(2)  # which the thread will copy when it is done with the search
+        may_go_on.set()
+        for version in range(3, m.REST + 3):
+            publish(writer, version)
+            assert writer.making is not None
+            writer.making.result()
+    assert len(searched) == 2
+    assert searched[-1] == m.REST + 2
 
 
 def ways_taken(changes_s: float, whole_s: float, num_versions: int) -> str:
@@ -14186,9 +14213,12 @@ def test_what_crosses_the_network(network: Network, tmp_path: pathlib.Path) -> N
     assert found["torn_reads"] == 0
     assert found["reads"] > 3
     # Only what changed; of a model this small, the looks of every 5 ms count too.
-    assert found["differ_at_1e-06"] == found["differ_at_0.01"] == 0
-    assert found["bytes_at_1e-06"] < 0.1
-    assert 0.98 < found["bytes_at_0.01"] < 1.2
+    for rate in ("1e-06", "0.01"):
+        for way in m.QuickerWay.WAYS:
+            assert found[f"{way}_at_{rate}_differ"] == 0
+        assert 0.98 < found[f"whole_at_{rate}_bytes"] < 1.2
+    assert found["changes_at_1e-06_bytes"] < 0.1
+    assert 0.98 < found["changes_at_0.01_bytes"] < 1.2
     for carried, dropped in zip(network.hub.carried, network.hub.dropped, strict=True):
         assert dropped > carried / 200
 
@@ -15668,9 +15698,27 @@ def test_the_map_in_readme_has_the_lines_of_the_file() -> None:
 # What DOCS names in code font and neither the file, nor these tests, nor a recipe has.
 ELSEWHERE = {
     *("_bytes", "_ms", "_per_s", "_us", "_s", "_nats"),  # ends of names
-    *("ablate.py", "wire.py", "calculator.py"),  # the recipes' own
+    *("ablate.py", "wire.py", "calculator.py", "sync_plan.py"),  # the recipes' own
     *("memfd", "pidfd", "tc", "ibverbs", "srun", "rollout_func"),  # of Linux, Monarch, Slurm, TRL
 }
+
+
+def test_the_plan_past_these_machines_is_what_its_recipe_prints(tmp_path: pathlib.Path) -> None:
+    """And its first rows are what one finds by hand."""
+    printed = run_recipe(tmp_path, "sync_plan.py", recipe('"""What a version costs'), 30)
+    assert printed in DOCS
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines()]
+    assert len(rows) == 3 * 4 * 2
+    by_case = {
+        tuple(cells[:3]): [float(cell.replace(",", "")) for cell in cells[3:]] for cells in rows
+    }
+    # 14 GB to 8 hosts over 50 GB/s, all from one; and by three levels of 2, 4 and 2 hosts.
+    whole, changes, tree, _, arena, small_arena = by_case["7B", "64", "400"]
+    assert whole == pytest.approx(8 * 14 / 50, rel=0.01)
+    assert changes == pytest.approx(14 / 2.5 + 8 * 0.03 * 14 / 50 + 14 / 6, rel=0.01)
+    assert tree == pytest.approx(3 * 2 * 14 / 50, rel=0.01)
+    assert arena == 14 * (2 + 2 * 8)
+    assert small_arena == 14 * (2 + 2 * 2)
 
 
 def test_names_in_docs_exist() -> None:
