@@ -42,7 +42,7 @@ and each names the line that you can change to see that for yourself.
    13 async_rl        two loops and a buffer: both sides work, and lag is bounded
    14 critic          with one answer per prompt, a learned value is the baseline
    15 reward_model    a policy exploits a learned reward, and what holds it
-   16 hosts           another host costs one copy per version; a lost one its work in progress
+   16 hosts           another host costs a copy of what changed; a lost one its work in progress
 
 How to read it. Each section begins with a lead, the comment under its banner. In an hour: this
 page, then the leads, pictures and demos of sections 1 to 3, 5 to 7, 11 and 13. In an afternoon: all
@@ -4904,9 +4904,9 @@ class ShardReader(WeightReader):
 
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
-# You can skip this part: the system does not use it, for to another host section 16 sends whole
-# slots. (Only `pieces_of`, `read_pieces` and `answered` come back there.) It is what one needs if
-# slots would be too large for one host.
+# You can skip this part: the system does not use it, for to another host section 16 sends slots, or
+# what has changed in them. (Only `pieces_of`, `read_pieces` and `answered` come back there.) It is
+# what one needs if slots would be too large for one host.
 #
 #     rank of the source                                rank of the target
 #     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
@@ -16682,6 +16682,8 @@ def try_hosts(parser: Parser, cfg: Config, worker: str | None) -> None:
     """Is the secret one, do the workers of --hosts know it, and does --worker need it?"""
     if cfg.secret and not cfg.hosts and not worker:
         parser.error("--secret goes with --worker or --hosts")
+    if cfg.relay_fanout and not cfg.hosts:
+        parser.error("--relay-fanout goes with --hosts")
     with blaming(parser, f"--secret {cfg.secret}"):
         read_secret(cfg.secret)
     for address in cfg.hosts.split(",") if cfg.hosts else ():

@@ -14568,6 +14568,7 @@ def test_a_secret_is_a_file_of_its_owner(refused: Refused, tmp_path: pathlib.Pat
     assert "it has 0 bytes" in refused(*command, secret_in(tmp_path, " \n"))
     assert "it has 5 bytes" in refused(*command, secret_in(tmp_path, "short"))
     assert "goes with --worker or --hosts" in refused("--secret", secret_in(tmp_path))
+    assert "--relay-fanout goes with --hosts" in refused("--relay-fanout", "2")
 
 
 STEERING = "a\x1b]0;name\x07\x1b[2Jb\r\x9b1mc\u202ed\x00e\x7f"
