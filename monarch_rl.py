@@ -54,7 +54,7 @@ as it is.
 
 Left out, and what to use instead: paged attention (vLLM, SGLang); tensor, pipeline and expert
 parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; launchers for Slurm and
-Kubernetes (Monarch's job API). Each would hide the part that is taught here.
+Kubernetes (recipes in DOCS 8). Each would hide the part that is taught here.
 
 The words:
 

@@ -56,6 +56,7 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 
 import monarch_rl as m
 
@@ -14234,6 +14235,253 @@ def test_a_relay_without_its_lease_reads_torn_weights(
     assert figures_of_wire(network, tmp_path, file)["torn_reads"] > 0
 
 
+# -- several hosts: Slurm and Kubernetes -----------------------------------------------------------
+
+
+class Slurm:
+    """Slurm on this machine alone: a controller, and two nodes with loopback addresses.
+
+    Its configuration, its key and what it says are in a folder. It does only what is signed with
+    that key. Each daemon is a child of this process, which ends it by its id.
+    """
+
+    PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+    NODES: ClassVar[dict[str, str]] = {"node1": "127.0.0.2", "node2": "127.0.0.3"}
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.daemons: list[subprocess.Popen[bytes]] = []
+        folder.mkdir()
+        (folder / "state").mkdir()
+        (folder / "slurm.conf").write_text(self.conf(), encoding="utf-8")
+        self.env = {
+            **os.environ,
+            "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PORT": str(free_port()),  # of the workers
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            MARK: self.mark,
+        }
+
+    def conf(self) -> str:
+        """A requeued job waits until its credential has expired, so that is short here."""
+        here = socket.gethostname().partition(".")[0]
+        plain = {
+            "ClusterName": "loopback",
+            "SlurmctldHost": f"{here}(127.0.0.1)",
+            "SlurmctldPort": free_port(),
+            "SlurmUser": "root",
+            "AuthInfo": f"socket={self.folder}/munge,cred_expire=20",
+            "ProctrackType": "proctrack/linuxproc",
+            "TaskPlugin": "task/none",
+            "MpiDefault": "none",
+            "SlurmdParameters": "config_overrides",  # each node has what is said of it here
+            "StateSaveLocation": f"{self.folder}/state",
+            "SlurmdSpoolDir": f"{self.folder}/%n",
+            "SlurmctldPidFile": f"{self.folder}/slurmctld.pid",
+            "SlurmdPidFile": f"{self.folder}/%n.pid",
+            "KillWait": 10,
+        }
+        lines = [f"{name}={value}" for name, value in plain.items()]
+        for node, address in self.NODES.items():
+            where = f"NodeHostname={here} NodeAddr={address} Port={free_port()}"
+            lines.append(f"NodeName={node} {where} CPUs=2")
+        nodes = ",".join(self.NODES)
+        return "\n".join([*lines, f"PartitionName=all Nodes={nodes} Default=YES State=UP", ""])
+
+    def start(self) -> bool:
+        """Starts all of it. False: it does not work on this machine."""
+        key = self.folder / "key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        files = {"key": "key", "socket": "munge", "pid": "munged.pid", "seed": "seed"}
+        kinds = {"key": "--key-file", "socket": "--socket", "pid": "--pid-file"}
+        kinds["seed"] = "--seed-file"
+        where = [f"{kinds[what]}={self.folder}/{name}" for what, name in files.items()]
+        # By force, because others may not enter a folder of these tests, which is what it wants.
+        self.daemon("munged", "--foreground", "--force", *where)
+        if not wait_until((self.folder / "munge").exists):
+            return False
+        self.daemon("slurmctld", "-D", "-c")
+        for node in self.NODES:
+            self.daemon("slurmd", "-D", "-N", node)
+        return wait_until(self.is_ready, 60)
+
+    def daemon(self, *command: str) -> None:
+        with (self.folder / f"{len(self.daemons)}.out").open("wb") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=self.env)
+        self.daemons.append(process)
+
+    def is_ready(self) -> bool:
+        """Do both nodes wait for a job?"""
+        return self.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * len(self.NODES)
+
+    def call(self, *command: str) -> str:
+        """What a command of Slurm prints."""
+        found = subprocess.run(command, text=True, capture_output=True, timeout=60, env=self.env)
+        return found.stdout
+
+    def sbatch(self, folder: pathlib.Path, *args: str) -> str:
+        """Submits the recipe of DOCS 8 in this folder. Returns the number of the job."""
+        [script] = re.findall(r"^```bash\n(.*?)^```", DOCS, re.M | re.S)
+        (folder / "rl.sbatch").write_text(script, encoding="utf-8")
+        shutil.copy(FILE, folder)
+        where = [f"--chdir={folder}", f"--output={folder}/out.txt", f"{folder}/rl.sbatch"]
+        return self.call("sbatch", "--parsable", *where, *args).strip()
+
+    def job(self, number: str, what: str) -> str:
+        """What Slurm says of a job, such as its JobState."""
+        said = self.call("scontrol", "show", "job", "--oneliner", number)
+        return between(said, f" {what}=", " ")
+
+    def exit_status(self, number: str, seconds: float) -> int:
+        """Waits until the job has ended, which `sbatch --wait` sees up to minutes later."""
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        assert wait_until(lambda: self.job(number, "JobState") in ends, seconds), self.said()
+        status, _, _ = self.job(number, "ExitCode").partition(":")
+        return int(status)
+
+    def said(self) -> str:
+        """The last words of each daemon."""
+        return "\n".join(file.read_text()[-1000:] for file in self.folder.glob("*.out"))
+
+    def close(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # there may be no controller
+            self.call("scancel", "--user=root")
+            wait_until(lambda: not self.call("squeue", "-h"), 30)
+        for process in reversed(self.daemons):
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()  # one that looks for its controller hears nothing else
+            process.wait()
+
+
+def free_port() -> int:
+    """One that nobody uses on this machine at this moment."""
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def slurm(tmp_path: pathlib.Path) -> Iterator[Slurm]:
+    absent = [program for program in Slurm.PROGRAMS if not shutil.which(program)]
+    if absent or os.geteuid() != 0:
+        pytest.skip(
+            f"Slurm needs root here, and these programs: {', '.join(absent) or 'all there'}"
+        )
+    slurm = Slurm(tmp_path / "slurm")
+    try:
+        if not slurm.start():
+            pytest.skip(f"Slurm does not start on this machine: {slurm.said()}")
+        yield slurm
+    finally:
+        slurm.close()
+    assert wait_until(lambda: processes_of(slurm.mark) == [])
+
+
+def test_one_sbatch_runs_async_rl_on_the_nodes_of_a_job(
+    slurm: Slurm, tmp_path: pathlib.Path
+) -> None:
+    """With a model of its own, because that needs no warm start. Nothing of it is left."""
+    before = set(tmp_path.iterdir())
+    daemons = set(processes_of(slurm.mark))
+    model = save_model(tmp_path / "model", "llama")
+    run = ["--only", "async_rl", "--steps", "20", "--model", model, "--json", "out.json"]
+    job = slurm.sbatch(tmp_path, *run)
+    [secret] = wait_until(lambda: list(tmp_path.glob(".rl.*/secret")), 60)
+    assert secret.stat().st_mode & 0o077 == secret.parent.stat().st_mode & 0o077 == 0
+    status = slurm.exit_status(job, 600)
+    out = (tmp_path / "out.txt").read_text()
+    assert status == 0, out
+    table = between(out, "trainer  generator  judge", "seed 0")
+    port = slurm.env["PORT"]
+    assert rows_of_hosts(table) == [
+        [f"tcp://127.0.0.2:{port}", "cpu", "cpu", "cpu"],
+        [f"tcp://127.0.0.3:{port}", "-", "cpu", "cpu"],
+    ]
+    [stage] = json.loads((tmp_path / "out.json").read_text())["stages"]
+    assert stage["ok"]
+    assert stage["figures"]["started"] == num_accounted_for(stage["figures"])
+    made = {file.name for file in set(tmp_path.iterdir()) - before}
+    assert made == {"model", "out.txt", "out.json", "rl.sbatch", FILE.name}
+    assert wait_until(lambda: set(processes_of(slurm.mark)) <= daemons)
+
+
+def test_the_exit_status_of_a_run_is_that_of_its_job(slurm: Slurm, tmp_path: pathlib.Path) -> None:
+    daemons = set(processes_of(slurm.mark))
+    job = slurm.sbatch(tmp_path, "--only", "async_rl", "--steps", "many")
+    status = slurm.exit_status(job, 120)
+    out = (tmp_path / "out.txt").read_text()
+    assert status == 2, out
+    assert "--steps" in out
+    assert list(tmp_path.glob(".rl.*")) == []
+    assert wait_until(lambda: set(processes_of(slurm.mark)) <= daemons)
+
+
+@long
+def test_a_requeued_job_goes_on_from_its_checkpoint(slurm: Slurm, tmp_path: pathlib.Path) -> None:
+    """So does one from which Slurm takes the nodes."""
+    model = save_model(tmp_path / "model", "llama")
+    often = ["--checkpoint", "runs", "--save-every", "5", "--log", "log.jsonl"]
+    run = ["--only", "async_rl", "--steps", "200", "--model", model, *often]
+    job = slurm.sbatch(tmp_path, *run)
+    log = tmp_path / "log.jsonl"
+    assert wait_until(lambda: num_logged(log) >= 20, 300)
+    slurm.call("scontrol", "requeue", job)
+    assert wait_until(lambda: slurm.job(job, "JobState") == "PENDING", 60)
+    num_before = num_logged(log)
+    status = slurm.exit_status(job, 900)
+    out = (tmp_path / "out.txt").read_text()
+    assert status == 0, out
+    # The first of these lines is about what was cut off; others, about trainers that were struck.
+    step, *_ = (int(step) for step in re.findall(r"async: goes on after step (\d+)", out))
+    assert num_before - 10 < step <= num_before
+    assert list(tmp_path.glob(".rl.*")) == []
+
+
+def test_the_manifest_fits_together() -> None:
+    """The names in --hosts are those of the workers, and only its own pods may reach a port."""
+    objects = manifest()
+    service, network, workers, job = (objects[kind] for kind in objects)
+    [worker] = workers["spec"]["template"]["spec"]["containers"]
+    [run] = job["spec"]["template"]["spec"]["containers"]
+    command = m.make_parser().parse_args(run["args"])
+    name = workers["metadata"]["name"]
+    [port] = [entry["port"] for entry in service["spec"]["ports"]]
+    assert service["metadata"]["name"] == workers["spec"]["serviceName"]
+    assert command.hosts.split(",") == [
+        f"tcp://{name}-{i}.{service['metadata']['name']}:{port}"
+        for i in range(workers["spec"]["replicas"])
+    ]
+    assert f"tcp://0.0.0.0:{port}" in worker["command"]
+    assert worker["command"][-1] == command.secret
+    [rule] = network["spec"]["ingress"]
+    assert rule["from"] == [{"podSelector": network["spec"]["podSelector"]}]
+    for pods in (workers["spec"]["template"], job["spec"]["template"]):
+        labels = network["spec"]["podSelector"]["matchLabels"].items()
+        assert labels <= pods["metadata"]["labels"].items()
+        secret, *_ = pods["spec"]["volumes"]
+        assert secret["secret"]["defaultMode"] & 0o077 == 0
+
+
+def manifest() -> dict[str, Any]:
+    """What the recipe for Kubernetes asks for, by kind, in its order."""
+    [text] = re.findall(r"^```yaml\n(.*?)^```", DOCS, re.M | re.S)
+    return {found["kind"]: found for found in yaml.safe_load_all(text)}
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.33", "1.37"])
+def test_the_manifest_has_the_form_of_kubernetes(version: str) -> None:
+    checker = pytest.importorskip("kubernetes_validate", reason="it has the schemas, offline")
+    for found in manifest().values():
+        checker.validate(found, version, strict=True)
+    wrong = manifest()["StatefulSet"]
+    wrong["spec"]["replica"] = 2
+    with pytest.raises(checker.ValidationError):
+        checker.validate(wrong, version, strict=True)
+
+
 # -- several hosts: workers ------------------------------------------------------------------------
 
 
@@ -15700,7 +15948,9 @@ def test_the_map_in_readme_has_the_lines_of_the_file() -> None:
 ELSEWHERE = {
     *("_bytes", "_ms", "_per_s", "_us", "_s", "_nats"),  # ends of names
     *("ablate.py", "wire.py", "calculator.py", "sync_plan.py"),  # the recipes' own
-    *("memfd", "pidfd", "tc", "ibverbs", "srun", "rollout_func"),  # of Linux, Monarch, Slurm, TRL
+    *("memfd", "pidfd", "tc", "ibverbs", "rollout_func"),  # of Linux, Monarch, TRL
+    *("HostMesh", "LocalJob", "SlurmJob", "KubernetesJob", "MonarchMesh"),  # of Monarch's jobs
+    *("monarch.job", "KillWait", "NodeAddr", "emptyDir", "fsGroup"),  # and of Slurm, Kubernetes
 }
 
 
