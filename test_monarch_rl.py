@@ -14373,7 +14373,8 @@ def slurm(tmp_path: pathlib.Path) -> Iterator[Slurm]:
     slurm = Slurm(tmp_path / "slurm")
     try:
         if not slurm.start():
-            pytest.skip(f"Slurm does not start on this machine: {slurm.said()}")
+            said = m.last_line(slurm.said().strip())
+            pytest.skip(f"Slurm does not start on this machine: {said}")
         yield slurm
     finally:
         slurm.close()
