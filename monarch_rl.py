@@ -10872,16 +10872,17 @@ class Checkpoints:
         return f"now called {aside}; "
 
     def room(self) -> str:
-        """Where to write the next one: in a folder over one that was cut off, if there is one.
+        """Where to write the next one: over one that was cut off, if there is one.
 
-        Only the folder itself is made. If the one above it has gone away, so has its lock, and what
-        this run would write into another one of that name might not be alone there.
+        Of a folder only the folder itself is made. If the one above it has gone away, so has its
+        lock, and what this run would write into another one of that name might not be alone there.
         """
         if self.folder:
             with writing(self.folder), contextlib.suppress(FileExistsError):
                 os.mkdir(self.folder)
             return f"{self.folder}/unfinished"
-        path = unnamed_file("checkpoint")
+        cut_off = self.in_memory.difference(self.paths)
+        path = cut_off.pop() if cut_off else unnamed_file("checkpoint")
         self.in_memory.add(path)
         return path
 
@@ -15315,9 +15316,10 @@ class HostsTrainer(RelayedTrainer):
         if self.rank > 0:
             return
         with self._moving(part) as file:
-            num_pieces = math.ceil(part.num_bytes / PIECE_BYTES)
-            rooms = self.room.split(PIECE_BYTES)
-            await read_pieces(part.window[:num_pieces], rooms[:num_pieces], self._has_moved)
+            num_pieces = math.ceil(part.num_bytes / PIECE_BYTES)  # the last one is read whole
+            pieces = part.window[:num_pieces]
+            rooms = self.room.split(PIECE_BYTES)[:num_pieces]
+            await read_pieces(pieces, rooms, self._has_moved)  # mechanism: one-sided reads
             file.write(self.room.numpy().data[: part.num_bytes])
 
     @endpoint
@@ -15385,18 +15387,19 @@ class SendingCluster(CriticCluster):
         start = 0
         with open(path, "rb") as file:
             while num_bytes := file.readinto(window.bytes):
-                part = FilePart(path=there, start=start, num_bytes=num_bytes, window=window.pieces)
+                handles = window.pieces  # mechanism: messages have handles
+                part = FilePart(path=there, start=start, num_bytes=num_bytes, window=handles)
                 await self._ask_trainer(HostsTrainer.take, part)
                 start += num_bytes
         return there
 
     async def _fetch(self, there: str, file: io.BufferedWriter, window: Window) -> None:
         """Writes what the trainer has under that path into a file."""
-        num_bytes = len(window.bytes)
-        while num_bytes == len(window.bytes):  # the last part is shorter, or empty
-            part = FilePart(
-                path=there, start=file.tell(), num_bytes=num_bytes, window=window.pieces
-            )
+        most = len(window.bytes)
+        num_bytes = most
+        while num_bytes == most:  # the last part is shorter, or empty
+            start = file.tell()
+            part = FilePart(path=there, start=start, num_bytes=most, window=window.pieces)
             num_bytes = await self._ask_trainer(HostsTrainer.give, part)
             file.write(window.bytes[:num_bytes])
 
