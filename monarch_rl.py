@@ -177,7 +177,15 @@ import types
 import urllib.parse
 import zipfile
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 
@@ -9042,16 +9050,15 @@ def other_flags(found: dict[str, Any], cfg: Config) -> str:
     return " ".join(flags)
 
 
-def require_same_run(source: str | bytes, found: dict[str, Any], cfg: Config) -> None:
+def require_same_run(path: str, found: dict[str, Any], cfg: Config) -> None:
     """Raises OtherRun if a run with this Config cannot go on from there. found: as above."""
-    name = f"{source!s:.200}"
     its_format = found.get("format")
     if its_format != CHECKPOINT_FORMAT:
         formats = f"has format {its_format}, and this file reads {CHECKPOINT_FORMAT}"
-        raise OtherRun(f"{name} {formats}: take the file that wrote it, or another --checkpoint")
+        raise OtherRun(f"{path} {formats}: take the file that wrote it, or another --checkpoint")
     flags = other_flags(found, cfg)
     if flags:
-        raise OtherRun(f"{name} was made with {flags}: give that, or another --checkpoint")
+        raise OtherRun(f"{path} was made with {flags}: give that, or another --checkpoint")
 
 
 # Errors of the system that say nothing about a file: it may not be read, there is too little
@@ -9067,15 +9074,15 @@ PASSING_ERRORS = (
 )
 
 
-def read_checkpoint(source: str | bytes, cfg: Config | None) -> dict[str, Any]:
-    """What Trainer.save has written. source: the path of a file, or its content.
+def read_checkpoint(path: str, cfg: Config | None) -> dict[str, Any]:
+    """What Trainer.save has written into this file.
 
     cfg: of the run that is to go on from it; None: of any run. Nothing in it is executed. Raises
     OtherRun if it is whole, and another ValueError, which says why, if what is there is no
     checkpoint. MemoryError, or an OSError of PASSING_ERRORS: it may be as good as ever.
     """
     try:
-        with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
+        with open(path, "rb") as file:
             # torch.load compares no checksums; the zip file that it reads has them.
             damaged = zipfile.ZipFile(file).testzip()
             if damaged:
@@ -9089,9 +9096,9 @@ def read_checkpoint(source: str | bytes, cfg: Config | None) -> dict[str, Any]:
         if isinstance(error, OSError) and error.errno in PASSING_ERRORS:
             raise
         why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"{source!s:.200} is no checkpoint, or damaged: {why}") from error
+        raise ValueError(f"{path} is no checkpoint, or damaged: {why}") from error
     if cfg is not None:
-        require_same_run(source, made_with, cfg)
+        require_same_run(path, made_with, cfg)
     return found
 
 
@@ -9104,18 +9111,18 @@ def without_tensors(found: dict[str, Any]) -> dict[str, Any]:
     return less
 
 
-def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]:
+def read_together(path: str, cfg: Config, rank: int) -> dict[str, Any]:
     """What read_checkpoint returns, for all ranks of a trainer, which call it at once.
 
     Only rank 0 gets the tensors. If it raises there, all ranks raise the same.
     """
     if cfg.trainers == 1:
-        return read_checkpoint(source, cfg)
+        return read_checkpoint(path, cfg)
     found: dict[str, Any] = {}
     told: list[Any] = [None]
     if rank == 0:
         try:
-            found = read_checkpoint(source, cfg)
+            found = read_checkpoint(path, cfg)
             told = [without_tensors(found)]
         except (ValueError, MemoryError, OSError) as error:
             told = [error]
@@ -9134,7 +9141,7 @@ def read_together(source: str | bytes, cfg: Config, rank: int) -> dict[str, Any]
 #                 begin        BeginRequest    -> ArenaHandle     makes optimizer and arena, once
 #                 load         LoadRequest     -> str             becomes what a checkpoint says
 #                 supervise    SuperviseRequest -> float          a supervised step; its loss
-#                 save         SaveRequest     -> bytes           writes a checkpoint
+#                 save         SaveRequest     -> None            writes a checkpoint
 #                 step         Packed Rollout  -> StepStats       trains on a batch, and publishes
 #                 published                    -> int             when the newest can be pulled
 #                 readers                      -> list[int]       who leases a slot, as process ids
@@ -9171,7 +9178,7 @@ class SuperviseRequest:
 class SaveRequest:
     """To write a checkpoint."""
 
-    path: str  # a file that the trainer can write; "": the reply has the content
+    path: str  # of a file that the trainer can write
     state: str  # of the run, saved beside; "" for the weights alone
     parts: tuple[str, ...] = ()  # files with what others have to be saved beside (14, 15)
 
@@ -9180,8 +9187,8 @@ class SaveRequest:
 class LoadRequest:
     """To begin a run, or to go on with it."""
 
-    checkpoint: str | bytes  # its path, or the content of the file
-    base: str | bytes  # the same of version 0
+    checkpoint: str  # its path
+    base: str  # that of version 0; "": it is the same one, or there is no reference
     cfg: Config  # of the run
 
 
@@ -9285,23 +9292,18 @@ class Trainer(RankedWorker):
         return state.step(answers, writer.wait).loss
 
     @endpoint
-    async def save(self, request: SaveRequest) -> bytes:
-        """Writes a checkpoint, or without a path returns it."""
+    async def save(self, request: SaveRequest) -> None:
+        """Writes a checkpoint."""
         state, _ = self._begun()
         found = checkpoint_of(state, with_optimizer=bool(request.state))
         if self.rank > 0:
-            return b""
+            return
         for part in request.parts:
             found.update(read_part(part))
         found.update(about=about(self.cfg), state=request.state)
-        if not request.path:
-            content = io.BytesIO()
-            torch.save(found, content)
-            return content.getvalue()
         # Into an open file: given a path, torch would not tell why it cannot write there.
         with writing(request.path, request.path), open(request.path, "wb") as file:
             torch.save(found, file)
-        return b""
 
     @endpoint
     async def load(self, request: LoadRequest) -> str:
@@ -9309,7 +9311,7 @@ class Trainer(RankedWorker):
         state, writer = self._begun()
         writer.wait()
         found = read_together(request.checkpoint, request.cfg, self.rank)
-        base = read_together(request.base, request.cfg, self.rank) if request.cfg.kl else found
+        base = read_together(request.base, request.cfg, self.rank) if request.base else found
         become(state, found, base, request.cfg)
         writer.start(state.version)
         return found["state"]
@@ -9891,9 +9893,10 @@ class Cluster(SamplingCalls):
             await self.save(path_of_base, "")
             self.base = path_of_base
         # 3. It becomes what the checkpoint says, and publishes that.
-        of_run = self.for_trainer(path or self.base)
-        load = LoadRequest(checkpoint=of_run, base=self.for_trainer(self.base), cfg=self.cfg)
-        state = await self._ask_trainer(Trainer.load, load)
+        base = self.base if path and self.cfg.kl else ""  # mechanism: only what is needed
+        async with self.at_trainer(path or self.base, base) as (of_run, of_base):
+            load = LoadRequest(checkpoint=of_run, base=of_base, cfg=self.cfg)
+            state = await self._become(load, is_fresh=not path)
         await self.arena_changed(handle)
         # 4. From here on generators use the arena of this trainer, and no older version.
         self.first_version = await self.published()
@@ -9901,21 +9904,29 @@ class Cluster(SamplingCalls):
         self.newest = path
         return state
 
-    def for_trainer(self, path: str) -> str | bytes:
-        """A checkpoint as the trainer can read it: it is on this host, so by its path."""
-        return path
+    @contextlib.asynccontextmanager
+    async def at_trainer(self, *paths: str) -> AsyncIterator[list[str]]:
+        """The paths of these files on the trainer's host, while the body runs: here the same ones.
+
+        One that is "" stays so.
+        """
+        yield list(paths)
+
+    async def _become(self, load: LoadRequest, is_fresh: bool) -> str:
+        """Whoever is trained becomes what a checkpoint says. Returns the run's part of it.
+
+        is_fresh: it is the policy before RL, which has nothing of others than the trainer.
+        """
+        return await self._ask_trainer(Trainer.load, load)
 
     async def arena_changed(self, handle: ArenaHandle) -> None:
         """A trainer publishes there now. Here nobody needs to do anything about that."""
 
     async def save(self, path: str, state: str) -> None:
         """Writes a checkpoint into this file. state: the run's part of it; "": weights alone."""
-        await self._ask_trainer(Trainer.save, await self._save_request(path, state))
-
-    async def _save_request(self, path: str, state: str) -> SaveRequest:
-        """What the trainer is to save. With a run's state, the parts of others belong to it."""
-        parts = await self.other_parts() if state else ()
-        return SaveRequest(path=path, state=state, parts=parts)
+        parts = await self.other_parts() if state else ()  # of a run, those of others belong to it
+        request = SaveRequest(path=path, state=state, parts=parts)
+        await self._ask_trainer(Trainer.save, request)
 
     async def other_parts(self) -> tuple[str, ...]:
         """Files with what others than the trainer have to save: here nobody has."""
@@ -10874,16 +10885,17 @@ class Checkpoints:
         return f"now called {aside}; "
 
     def room(self) -> str:
-        """Where to write the next one: in a folder over one that was cut off, if there is one.
+        """Where to write the next one: over one that was cut off, if there is one.
 
-        Only the folder itself is made. If the one above it has gone away, so has its lock, and what
-        this run would write into another one of that name might not be alone there.
+        Of a folder only the folder itself is made. If the one above it has gone away, so has its
+        lock, and what this run would write into another one of that name might not be alone there.
         """
         if self.folder:
             with writing(self.folder), contextlib.suppress(FileExistsError):
                 os.mkdir(self.folder)
             return f"{self.folder}/unfinished"
-        path = unnamed_file("checkpoint")
+        cut_off = self.in_memory.difference(self.paths)
+        path = cut_off.pop() if cut_off else unnamed_file("checkpoint")
         self.in_memory.add(path)
         return path
 
@@ -12877,13 +12889,13 @@ class CriticCluster(Cluster):
         except RequestLost as error:
             raise TrainerLost("the critic was lost") from error
 
-    async def load(self, path: str) -> str:
+    async def _become(self, load: LoadRequest, is_fresh: bool) -> str:
         """As in Cluster. Where that begins with the policy before RL, it has a fresh critic."""
-        state = await super().load(path)
+        state = await super()._become(load, is_fresh)
         if self.critic is not None:
             await self._ask_critic(Critic.begin, await self._ask_critic(Critic.meeting_place))
-            checkpoint = self.for_trainer(path) if path else ""
-            load = LoadRequest(checkpoint=checkpoint, base="", cfg=self.cfg)
+            if is_fresh:
+                load = dataclasses.replace(load, checkpoint="")
             await self._ask_critic(Critic.load, load)  # mechanism: critic goes on
         return state
 
@@ -15432,7 +15444,184 @@ class RelayTree:
         return found
 
 
-# -- 16e. The cluster ------------------------------------------------------------------------------
+# -- 16e. Checkpoints ------------------------------------------------------------------------------
+# The main process has the checkpoints, and the trainer reads and writes files of its own host. So
+# they cross as weights do, by one-sided reads and writes, and messages have handles only. They go
+# through a window, memory of the main process, of as many pieces as are under way at the same time:
+#
+#     main process                    trainer
+#     file --> window  <==reads==     file in memory --> Trainer.load
+#     file <-- window  <==writes==    file in memory <-- Trainer.save
+#
+# It is always the trainer that moves the bytes, and the main process waits for its answer. So if
+# the trainer is lost half-way, this is noticed at once, as with any other request. However
+# large a checkpoint is, the main process registers eight pieces, and has no copy of it in memory.
+
+
+class Window:
+    """Memory of the main process through which a file crosses, so much of it at a time."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(PIECES_UNDER_WAY * PIECE_BYTES, dtype=torch.uint8)
+        self.bytes = self.memory.numpy().data  # the same
+        self.pieces = pieces_of(self.memory)
+
+    async def close(self) -> None:
+        """From here on nobody can read or write it, and Monarch keeps it no longer."""
+        for piece in self.pieces:
+            await answered(piece.drop())  # mechanism: windows are dropped
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A part of a file, to be moved through a window."""
+
+    path: str  # of the file, which the trainer has made
+    start: int  # its first byte
+    num_bytes: int  # at most: the last part of a file may be shorter
+    window: list[RDMABuffer]
+
+
+async def write_pieces(
+    pieces: Sequence[RDMABuffer],
+    parts: Sequence[torch.Tensor],
+    moved: Callable[[int], None],
+) -> None:
+    """The way back of `read_pieces`, of PIECES_UNDER_WAY pieces at most: all are written at once.
+
+    parts: for each piece, what goes into it. moved: is told of each, how many bytes it has. When
+    this returns, or raises Unreachable, none is under way any more.
+    """
+
+    async def write(there: RDMABuffer, here: torch.Tensor) -> None:
+        await answered(there.write_from(here, timeout=PIECE_DEADLINE_S))
+        moved(here.nbytes)
+
+    writers = [write(there, here) for there, here in zip(pieces, parts, strict=True)]
+    for result in await asyncio.gather(*writers, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+class HostsTrainer(RelayedTrainer):
+    """A trainer that the main process sends checkpoints, and that sends it some."""
+
+    def __init__(self, place: Place, cfg: Config) -> None:
+        super().__init__(place, cfg)
+        self.files: list[str] = []  # those on their way: paths of files in memory
+        self.room = torch.empty(0, dtype=torch.uint8)  # as large as a window, while there are some
+
+    @endpoint
+    async def make_file(self) -> str:
+        """Makes an empty file in memory, of rank 0. Answers with its path."""
+        if self.rank > 0:
+            return ""
+        self.room = torch.empty(PIECES_UNDER_WAY * PIECE_BYTES, dtype=torch.uint8)
+        self.files.append(unnamed_file("checkpoint"))
+        return self.files[-1]
+
+    @endpoint
+    async def close_files(self) -> None:
+        """They have arrived, or are needed no longer."""
+        while self.files:
+            close_unnamed_file(self.files.pop())
+        self.room = torch.empty(0, dtype=torch.uint8)
+
+    @endpoint
+    async def take(self, part: FilePart) -> None:
+        """Reads what is in the window, and writes it into the file."""
+        if self.rank > 0:
+            return
+        with self._moving(part) as file:
+            num_pieces = math.ceil(part.num_bytes / PIECE_BYTES)  # the last one is read whole
+            pieces = part.window[:num_pieces]
+            rooms = self.room.split(PIECE_BYTES)[:num_pieces]
+            await read_pieces(pieces, rooms, self._has_moved)  # mechanism: one-sided reads
+            file.write(self.room.numpy().data[: part.num_bytes])
+
+    @endpoint
+    async def give(self, part: FilePart) -> int:
+        """Writes what is in the file into the window. Answers with how many bytes that are."""
+        if self.rank > 0:
+            return 0
+        with self._moving(part) as file:
+            num_bytes = file.readinto(self.room.numpy().data[: part.num_bytes])
+            if num_bytes:
+                parts = self.room[:num_bytes].split(PIECE_BYTES)
+                await write_pieces(part.window[: len(parts)], parts, self._has_moved)
+        return num_bytes
+
+    @contextlib.contextmanager
+    def _moving(self, part: FilePart) -> Iterator[io.BufferedRandom]:
+        """The file, at the beginning of the part. TrainerLost: its maker, or the way, was lost."""
+        if part.path not in self.files:
+            raise TrainerLost("this trainer has not begun a checkpoint")
+        with open(part.path, "r+b") as file:
+            file.seek(part.start)
+            try:
+                yield file
+            except Unreachable as error:
+                raise TrainerLost(f"the trainer cannot reach the main process: {error}") from error
+
+    def _has_moved(self, num_bytes: int) -> None:
+        """A piece has crossed."""
+        self.pulse.advance()
+
+
+class SendingCluster(CriticCluster):
+    """A cluster whose trainer may be on another host, so that checkpoints have to cross."""
+
+    trainer_class = HostsTrainer
+
+    @contextlib.asynccontextmanager
+    async def at_trainer(self, *paths: str) -> AsyncIterator[list[str]]:
+        """As in Cluster. The trainer may be on another host, so they cross into its memory."""
+        async with self._crossing() as window:
+            yield [await self._send(path, window) if path else "" for path in paths]
+
+    async def save(self, path: str, state: str) -> None:
+        """As in Cluster. It is written there, and crosses."""
+        async with self._crossing() as window:
+            there = await self._ask_trainer(HostsTrainer.make_file)
+            await super().save(there, state)
+            with writing(path, unfinished=path), open(path, "wb") as file:
+                await self._fetch(there, file, window)
+
+    @contextlib.asynccontextmanager
+    async def _crossing(self) -> AsyncIterator[Window]:
+        """A window, while the body runs. What the trainer has made for it is closed behind it."""
+        await self._ask_trainer(HostsTrainer.close_files)  # of a crossing that was cut off
+        window = Window()
+        try:
+            yield window
+        finally:
+            await window.close()
+        await self._ask_trainer(HostsTrainer.close_files)
+
+    async def _send(self, path: str, window: Window) -> str:
+        """Sends a file to the trainer. Returns its path there."""
+        there = await self._ask_trainer(HostsTrainer.make_file)
+        start = 0
+        with open(path, "rb") as file:
+            while num_bytes := file.readinto(window.bytes):
+                handles = window.pieces  # mechanism: messages have handles
+                part = FilePart(path=there, start=start, num_bytes=num_bytes, window=handles)
+                await self._ask_trainer(HostsTrainer.take, part)
+                start += num_bytes
+        return there
+
+    async def _fetch(self, there: str, file: io.BufferedWriter, window: Window) -> None:
+        """Writes what the trainer has under that path into a file."""
+        most = len(window.bytes)
+        num_bytes = most
+        while num_bytes == most:  # the last part is shorter, or empty
+            start = file.tell()
+            part = FilePart(path=there, start=start, num_bytes=most, window=window.pieces)
+            num_bytes = await self._ask_trainer(HostsTrainer.give, part)
+            file.write(window.bytes[:num_bytes])
+
+
+# -- 16f. The cluster ------------------------------------------------------------------------------
 # No request waits for an answer of a relay. So nobody would notice that one is in trouble, and the
 # generators of its host would sample from older and older weights. The main process therefore asks
 # each relay every second how it fares:
@@ -15519,14 +15708,13 @@ class RelayNews:
         return [f"relay of {self.address}: {why}; another one takes its place"]
 
 
-class HostsCluster(CriticCluster):
+class HostsCluster(SendingCluster):
     """The actors of RL on several hosts.
 
     The trainer is on the first, generators and judges go round all of them, and each but the first
     has a relay.
     """
 
-    trainer_class = RelayedTrainer
     WATCH_EVERY_S = 1.0  # a message to each relay, and back
 
     def __init__(self, cfg: Config, is_warm: bool = True, tell: Tell = tell_nobody) -> None:
@@ -15554,17 +15742,6 @@ class HostsCluster(CriticCluster):
         await super().close()
         for host in self.hosts:
             link_to(host).close()
-
-    def for_trainer(self, path: str) -> bytes:
-        """The trainer may be on another host, so the content of the file travels, as a message."""
-        return pathlib.Path(path).read_bytes()
-
-    async def save(self, path: str, state: str) -> None:
-        """Its content travels from the trainer as an answer."""
-        request = await self._save_request("", state)
-        content = await self._ask_trainer(Trainer.save, request)
-        with writing(path, unfinished=path):
-            pathlib.Path(path).write_bytes(content)
 
     async def arena_changed(self, handle: ArenaHandle) -> None:
         """Starts all relays, or replaces them: each reads the arena of one trainer."""

@@ -31,6 +31,7 @@ import mmap
 import multiprocessing
 import os
 import pathlib
+import pickle
 import random
 import re
 import resource
@@ -12314,6 +12315,141 @@ async def reward_scene() -> dict[str, Any]:
 
 # -- faults: the program that plays scenes, and its tests ------------------------------------------
 
+
+class MortalTrainer(m.HostsTrainer):
+    """A trainer that dies when more than one part of a checkpoint has crossed, if that is told."""
+
+    def _moving(self, part: m.FilePart) -> Any:
+        if part.start > 0 and what_goes_wrong() == "it dies half-way":
+            m.kill([os.getpid()])
+        return super()._moving(part)
+
+
+class PaddedCluster(m.HostsCluster):
+    """Its trainer is on another host, and its checkpoints are larger than one window.
+
+    It notes how large the messages are that pass between trainer and main process.
+    """
+
+    trainer_class = MortalTrainer
+    NUM_BYTES = 64 << 20  # of each checkpoint, at least
+
+    def __init__(self, cfg: m.Config) -> None:
+        super().__init__(cfg, is_warm=False)
+        self.padding = m.unnamed_file("padding")
+        torch.save({"padding": torch.rand(self.NUM_BYTES // 4)}, self.padding)
+        self.largest_message = 0  # bytes
+        self.asked: list[str] = []
+
+    async def other_parts(self) -> tuple[str, ...]:
+        return (self.padding,)
+
+    async def _ask_trainer(self, endpoint: Any, *request: Any) -> Any:
+        answer = await super()._ask_trainer(endpoint, *request)
+        sizes = [len(pickle.dumps(what)) for what in (*request, answer)]
+        self.largest_message = max(self.largest_message, *sizes)
+        return answer
+
+    async def trainer_pid(self) -> int:
+        [pid] = (await self.trainer.status(60.0)).pids
+        return pid
+
+    async def crosses(self, folder: str, num_bytes: int) -> bool:
+        """Are so many bytes there what they are here, and the same when they are back?"""
+        content = random.Random(num_bytes).randbytes(num_bytes)
+        path = pathlib.Path(folder, "content")
+        path.write_bytes(content)
+        back = pathlib.Path(folder, "back")
+        async with self._crossing() as window:
+            there = await self._send(str(path), window)
+            arrived = pathlib.Path(there).read_bytes()  # it is a host of this machine
+            with open(back, "wb") as file:
+                await self._fetch(there, file, window)
+        return arrived == content and back.read_bytes() == content
+
+
+def resident_mib_of(pid: int) -> float:
+    text = pathlib.Path(f"/proc/{pid}/status").read_text()
+    _, _, behind = text.partition("VmRSS:")
+    return int(behind.split()[0]) / 1024
+
+
+def files_in_memory(pid: int) -> int:
+    """Checkpoints that a process has in memory."""
+    names = []
+    for descriptor in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            names.append(os.readlink(descriptor))
+    return sum("memfd:checkpoint" in name for name in names)
+
+
+@contextlib.asynccontextmanager
+async def padded_cluster() -> Any:
+    """One on a worker that has a loopback address of its own."""
+    m.enable_transport("tcp://127.0.0.1:0")
+    workers = m.LocalWorkers(1)
+    [address] = workers.processes
+    cluster = PaddedCluster(m.Config(hosts=address, generators=1, judges=1))
+    await cluster.start()
+    yield cluster
+    await cluster.close()
+    workers.close()
+
+
+async def crossing_scene(num_rounds: int = 20) -> dict[str, Any]:
+    """Contents of many sizes, and checkpoints that are saved and restored again and again."""
+    piece = m.PIECE_BYTES
+    window = piece * m.PIECES_UNDER_WAY
+    sizes = [0, 1, piece - 1, piece, 3 * piece + 5, window, window + 1, 2 * window, 70_000_001]
+    async with padded_cluster() as cluster:
+        with tempfile.TemporaryDirectory() as folder:
+            differ = [size for size in sizes if not await cluster.crosses(folder, size)]
+            path = f"{folder}/saved"
+            pids = [os.getpid(), await cluster.trainer_pid()]
+            resident = []
+            for _ in range(num_rounds):
+                await cluster.save(path, "what the run knows")
+                state = await cluster.load(path)
+                resident.append([resident_mib_of(pid) for pid in pids])
+            saved_bytes = os.path.getsize(path)
+            gc.collect()
+            found = {
+                "differ": differ,
+                "state": state,
+                "saved_bytes": saved_bytes,
+                "largest_message": cluster.largest_message,
+                "files_at_trainer": files_in_memory(pids[1]),
+                "resident_mib": {"main": [row[0] for row in resident]},
+            }
+            found["resident_mib"]["trainer"] = [row[1] for row in resident]
+    return found
+
+
+async def half_way_scene() -> dict[str, Any]:
+    """The trainer dies while a checkpoint crosses, in both directions; then it goes on."""
+    found: dict[str, Any] = {}
+    async with padded_cluster() as cluster:
+        with tempfile.TemporaryDirectory() as folder:
+            before = f"{folder}/before"
+            await cluster.save(before, "what the run knows")
+            for what in ("save", "load"):
+                FLAG.write_text("it dies half-way")
+                call = cluster.load(before) if what == "load" else cluster.save(f"{folder}/x", "-")
+                found[what] = await error_of(lambda call=call: call)
+                FLAG.unlink()
+                found[f"state after {what}"] = await cluster.load(before)
+            after = f"{folder}/after"
+            await cluster.save(after, "what the run knows")
+            found["files"] = sorted(os.listdir(folder))
+            found["files_at_trainer"] = files_in_memory(await cluster.trainer_pid())
+            contents = [m.read_checkpoint(path, cluster.cfg) for path in (before, after)]
+            one, other = [content["weights"] for content in contents]
+            found["differ"] = [name for name in one if not torch.equal(one[name], other[name])]
+            found["num_weights"] = len(one)
+            found["lost"] = [loss.why for loss in (await cluster.trainer.status()).lost_replicas]
+    return found
+
+
 SCENES: dict[str, Callable[..., Any]] = {
     "late_answer": late_answer_scene,
     "errors": errors_scene,
@@ -12336,6 +12472,8 @@ SCENES: dict[str, Callable[..., Any]] = {
     "critic": critic_scene,
     "critic_ranks": critic_ranks_scene,
     "reward": reward_scene,
+    "crossing": crossing_scene,
+    "half_way": half_way_scene,
 }
 
 
@@ -14067,6 +14205,98 @@ def rows_of_hosts(out: str) -> list[list[str]]:
         # A host without a trainer has nothing in that column.
         rows.append([address, *["-"] * (3 - len(devices)), *devices])
     return rows
+
+
+# A message has handles, of half a kilobyte each, for the pieces of a window.
+MOST_IN_A_MESSAGE = 64 << 10
+
+
+def growth_mib(resident_mib: list[float]) -> float:
+    """What a process has more at the end than after the fifth round."""
+    return resident_mib[-1] - resident_mib[4]
+
+
+def test_checkpoints_cross_as_bulk_and_leave_nothing(tmp_path: pathlib.Path) -> None:
+    """Whatever their size they arrive whole; after twenty of them no process has grown."""
+    [found] = play_scenes(tmp_path, "crossing")
+    print(found)
+    assert found["differ"] == []
+    assert found["state"] == "what the run knows"
+    assert found["saved_bytes"] > PaddedCluster.NUM_BYTES
+    assert found["largest_message"] < MOST_IN_A_MESSAGE
+    assert found["files_at_trainer"] == 0
+    for name, resident_mib in found["resident_mib"].items():
+        assert growth_mib(resident_mib) < 64, name  # 15 windows would be 480
+
+
+def test_without_one_sided_reads_a_checkpoint_is_a_message(tmp_path: pathlib.Path) -> None:
+    content = "torch.frombuffer(bytearray(part.window), dtype=torch.uint8)"
+    changes = {
+        "messages have handles": "handles: Any = bytes(window.bytes)",
+        "one-sided reads": f"self.room.copy_({content})",
+    }
+    file = changed_file(tmp_path / "other", changes)
+    [found] = play_scenes(tmp_path / "scene", "crossing:1", file=file)
+    assert found["largest_message"] > MOST_IN_A_MESSAGE
+
+
+def test_windows_that_are_not_dropped_stay_in_memory(tmp_path: pathlib.Path) -> None:
+    file = changed_file(tmp_path / "other", {"windows are dropped": "pass"})
+    [found] = play_scenes(tmp_path / "scene", "crossing", file=file)
+    print(found)
+    assert growth_mib(found["resident_mib"]["main"]) > 64
+
+
+def test_a_trainer_that_dies_while_a_checkpoint_crosses_is_lost_as_ever(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Nothing half-written is left, and the next trainer becomes what was saved before."""
+    [found] = play_scenes(tmp_path, "half_way")
+    print(found)
+    for what in ("save", "load"):
+        assert found[what]["type"] == "TrainerLost"
+        assert found[f"state after {what}"] == "what the run knows"
+    assert found["lost"] == ["died", "died"]
+    assert found["files"] == ["after", "before"]
+    assert found["files_at_trainer"] == 0
+    assert found["num_weights"] > 0
+    assert found["differ"] == []
+
+
+def loaded_with(module: Any, kl: float, path: str) -> Any:
+    """What a cluster asks of its trainer to begin a run with this checkpoint."""
+    cluster = object.__new__(module.Cluster)
+    vars(cluster).update(cfg=m.Config(kl=kl), is_warm=False, base="version 0", handle=None)
+    cluster._ask_trainer = mock.AsyncMock()
+    asyncio.run(cluster.load(path))
+    requests = [call.args[1] for call in cluster._ask_trainer.call_args_list if call.args[1:]]
+    [load] = [one for one in requests if isinstance(one, module.LoadRequest)]
+    return load
+
+
+def test_a_reference_is_sent_only_for_kl(tmp_path: pathlib.Path) -> None:
+    """And not twice, if it is what the run begins with."""
+    for kl, path, base in ((0.0, "step 9", ""), (0.1, "step 9", "version 0"), (0.1, "", "")):
+        load = loaded_with(m, kl, path)
+        assert (load.checkpoint, load.base) == (path or "version 0", base)
+    changed = changed_module(tmp_path, {"only what is needed": "base = self.base"})
+    assert loaded_with(changed, 0.0, "step 9").base == "version 0"
+
+
+def test_a_checkpoint_in_memory_is_written_over_one_that_was_cut_off() -> None:
+    """Or each trainer that is lost while it saves would leave half of one."""
+    before = num_descriptors()
+    checkpoints = m.Checkpoints()
+    rooms = {checkpoints.room() for _ in range(3)}
+    assert len(rooms) == 1
+    for step in range(5):
+        checkpoints.room()
+        keep_step(checkpoints, step)
+    assert kept_steps(checkpoints) == [4, 3]
+    checkpoints.room()
+    assert num_descriptors() == before + 3
+    del checkpoints
+    assert num_descriptors() == before
 
 
 @long
