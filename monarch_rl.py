@@ -14720,9 +14720,9 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 # If one word in a hundred has changed, that is 1.9 % of the bytes. If it would be more than half of
 # the bytes the piece has no delta, and crosses whole: to unpack costs time, too. So does a piece
 # that has another checksum than it should have, once its delta is unpacked. In fp32 no piece has a
-# delta, for the lower half of every number is another one after each step. After a search in vain,
-# or one that was not done when the next version was to be copied, the trainer does not search in
-# the next REST versions: all their pieces are to be read whole.
+# delta, for the lower half of every number is another one after each step. After a search that has
+# found next to nothing to save, or that was still running when the next version was to be copied,
+# the next REST versions are not searched. Their deltas say: read all.
 #
 # When it is made:
 #
@@ -14737,6 +14737,7 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 
 WORDS_PER_BLOCK = 256  # so a place in a block is one byte
 WHOLE = -1  # in place of the number of bytes: this piece has no delta
+IN_VAIN = 0.9  # of all pieces: if so many have no delta, what the others save is not worth a search
 REST = 15  # versions: so of what is searched in vain, or takes too long, it is one in sixteen
 
 
@@ -14751,8 +14752,8 @@ def half_words(memory: torch.Tensor) -> Any:
 def sum_of(piece: torch.Tensor) -> int:
     """A checksum: the sum of all words of 64 bits, modulo 2**64. piece: [num_bytes] uint8.
 
-    It differs if a change is missing, or went to a wrong place. A CRC would notice more, such as
-    words that have been exchanged, and takes longer than all the rest of a delta.
+    It differs if a change is missing, and mostly if one went to a wrong place. A CRC would notice
+    more, such as words that have been exchanged, and takes longer than all the rest of a delta.
     """
     return int(piece.view(torch.int64).sum())
 
@@ -14801,10 +14802,10 @@ class Delta:
     def __init__(self, slot_bytes: int) -> None:
         """An empty one, for slots of this size. A page of it takes memory when it is written."""
         num_pieces = math.ceil(slot_bytes / PIECE_BYTES)
-        self.numbers = torch.full([1 + 2 * num_pieces], -1)
-        self.version = self.numbers[:1]  # to which it leads
-        self.sizes = self.numbers[1 : 1 + num_pieces]  # bytes of each piece's changes, or WHOLE
-        self.sums = self.numbers[1 + num_pieces :]  # of each piece
+        self.version = torch.full([1], -1)  # to which it leads
+        self.numbers = torch.full([2 * num_pieces], -1)
+        self.sizes = self.numbers[:num_pieces]  # bytes of each piece's changes, or WHOLE
+        self.sums = self.numbers[num_pieces:]  # of each piece
         # The changes of one piece after the other, each from a multiple of 8 bytes on.
         self.changes = torch.empty(slot_bytes // 2 + 8 * num_pieces, dtype=torch.uint8)
         # They cross in parts of their own, of which the last is mostly read in vain beyond its end.
@@ -14926,7 +14927,7 @@ class RelayedWriter(ShardWriter):
             self.num_resting -= 1
             return
         delta.write(slot, before)
-        is_in_vain = delta.num_whole() == len(delta.sizes)
+        is_in_vain = delta.num_whole() >= IN_VAIN * len(delta.sizes)
         has_held_up = self.version > version  # the next one has been begun, and waits for this
         if is_in_vain or has_held_up:
             self.num_resting = REST
@@ -14951,30 +14952,34 @@ class QuickerWay:
     """Which way a relay takes to the next version: by "changes", or "whole".
 
     Which one is quicker depends on the cable, on the cores of both hosts and on how much changes.
-    So it takes the one that took less time when it was last taken, and tries the other again when
-    that would add no more than a part in TRY_AFTER to the time spent since.
+    What it knows of a way is the least of the last times it took, for a time that was long by
+    accident tells nothing. It tries the slower one again as soon as that would cost at most a part
+    in TRY_AFTER of the time spent since.
     """
 
     WAYS = ("changes", "whole")
     TRY_AFTER = 30
+    NUM_TIMES = 3  # so a way that has become slower is left after three versions
 
     def __init__(self) -> None:
-        self.took_s: dict[str, float] = {}  # by way
+        self.times_s: dict[str, collections.deque[float]] = {}  # by way, the last of them
+        for way in self.WAYS:
+            self.times_s[way] = collections.deque(maxlen=self.NUM_TIMES)
         self.last = ""
         self.spent_s = 0.0  # on that way, one version after the other
 
     def choose(self) -> str:
         """The way to be taken."""
-        untried = [way for way in self.WAYS if way not in self.took_s]
+        untried = [way for way in self.WAYS if not self.times_s[way]]
         if untried:
             return untried[0]
-        quicker, slower = sorted(self.WAYS, key=lambda way: self.took_s[way])
-        is_due = self.spent_s > self.TRY_AFTER * self.took_s[slower]
+        quicker, slower = sorted(self.WAYS, key=lambda way: min(self.times_s[way]))
+        is_due = self.spent_s > self.TRY_AFTER * min(self.times_s[slower])
         return slower if is_due else quicker
 
     def took(self, way: str, seconds: float) -> None:
         """That way has brought a version."""
-        self.took_s[way] = seconds
+        self.times_s[way].append(seconds)
         if way != self.last:
             self.last = way
             self.spent_s = 0.0
@@ -15004,9 +15009,11 @@ class QuickerWay:
 #     that is the latest. Before it can, it makes another one the latest, which comes after my look;
 #     and then it looks for a free slot, and sees my lease.
 #
-#     It does not: then it has moved since step 3, and the slot of my first lease is mine. Each
-#     version that the trainer writes from now on, it has begun after that move, so when my first
-#     lease could be seen. Each that it began earlier is complete, for it makes one after the other.
+#     It names another one: then `latest` has moved since step 3, and the slot of my first lease is
+#     mine. Each version that the trainer writes from now on, it has begun after that move, so when
+#     my first lease could be seen. Each that it began earlier is complete, for it makes one after
+#     the other. (A relay that other relays read from is such a trainer, and may fail in the middle
+#     of a version. So it begins the next one in the same slot: nothing stays half written.)
 #
 # In the second case the slot may hold a newer version than it had in step 1, so nobody knows which
 # delta leads there, and it is read whole. Each slot says itself which version it holds (stamps_of),
@@ -15093,33 +15100,91 @@ class Traffic:
     took_s: float  # from when it saw its newest version until it had it
 
 
-class RemoteReader:
-    """What a relay reads with: brings versions of the trainer's arena into the relay's own."""
+class RemoteWords:
+    """The words of an arena on another host: looks at the newest, and leases slots."""
 
     LOOK_EVERY_S = 0.005  # a look is a one-sided read; over TCP it is work for both hosts
     # For a word to cross and the answer to come back: what TCP needs on a bad line, many times.
     WORD_DEADLINE_S = 15
 
-    def __init__(
-        self, remote: RemoteHandle, arena: Arena, advance: Callable[[], None], way: QuickerWay
-    ) -> None:
-        """remote: of the trainer's arena. advance: is called when something has arrived."""
+    def __init__(self, remote: RemoteHandle) -> None:
         self.remote = remote
+        self.latest_word = torch.zeros(1, dtype=torch.int64)
+        self.lease_word = torch.zeros(1, dtype=torch.int64)
+        self.num_second_leases = 0
+        self.heard_s: float | None = time.monotonic()  # of the last answer; None: nothing is asked
+
+    async def _lease(self, latest: int) -> int:
+        """Steps 2 to 4: a slot into which nobody writes until the relay leases another one.
+
+        latest: as it was read in step 1.
+
+        In place of the fence of section 7: `write_from` returns when the word is written. Over TCP
+        the other side answers when it has written it; a test races a trainer against a relay. A
+        write that has failed may still arrive later, but never after the next one, for messages of
+        one sender keep their order. With a card the next look is a read on the same connection,
+        which is carried out after the write. (This was written without such a card to try it on.)
+
+        The trainer cannot ask whether a process of another host lives, so these leases are in the
+        trainer's own name. They stay until the next ones take their place: for each of them the
+        arena has a slot. If this relay dies, its successor has the same words.
+        """
+        leased = []
+        for lease in self.remote.leases:  # mechanism: second lease
+            slot = latest % Arena.MAX_SLOTS
+            leased.append(slot)
+            self.lease_word.fill_(self.remote.handle.pid * Arena.MAX_SLOTS + slot)
+            await self._cross(lease.write_from, self.lease_word)  # mechanism: lease of the relay
+            latest = await self._look()
+            if latest % Arena.MAX_SLOTS == slot:
+                return slot
+            if len(leased) == 1:  # `latest` has moved, so the second lease is needed
+                self.num_second_leases += 1
+        return leased[0]  # mechanism: never begins again
+
+    async def _look(self) -> int:
+        """The word of the trainer's arena that names the latest version and its slot."""
+        await self._cross(self.remote.latest.read_into, self.latest_word)
+        return int(self.latest_word)
+
+    async def _cross(self, transfer: Callable[..., Awaitable[None]], word: torch.Tensor) -> None:
+        """Reads a word, or writes one."""
+        await answered(transfer(word, timeout=self.WORD_DEADLINE_S))
+        self.heard_s = time.monotonic()
+
+
+class RemoteReader(RemoteWords):
+    """What a relay reads with: brings versions of the trainer's arena into the relay's own."""
+
+    def __init__(
+        self,
+        remote: RemoteHandle,
+        arena: Arena,
+        advance: Callable[[], None],
+        way: QuickerWay,
+        passes_on: bool = False,
+    ) -> None:
+        """remote: of the trainer's arena. advance: is called when something has arrived.
+
+        passes_on: do other relays read from this arena?
+        """
+        super().__init__(remote)
         self.arena = arena
         self.advance = advance
         self.way = way
-        self.latest_word = torch.zeros(1, dtype=torch.int64)
-        self.lease_word = torch.zeros(1, dtype=torch.int64)
         self.version_word = torch.zeros(1, dtype=torch.int64)
+        self.unfinished: int | None = None  # the slot of a version that was given up
+        # What was read beside each slot. If nobody reads it here, one room for all is enough.
         slot_bytes = arena.handle.manifest.slot_bytes
-        self.deltas = [Delta(slot_bytes) for _ in arena.slots]  # those that were read, by slot
+        self.passes_on = passes_on
+        self.deltas = [Delta(slot_bytes)] * len(arena.slots)
+        if passes_on:
+            self.deltas = [Delta(slot_bytes) for _ in arena.slots]
         # What `Relay.traffic` tells.
         self.num_versions = 0
         self.read_bytes = 0
         self.num_deltas = 0
         self.num_refused = 0
-        self.num_second_leases = 0
-        self.heard_s: float | None = time.monotonic()  # of the last answer; None: nothing is asked
         self.seen_s: float | None = None  # when it first saw a version that it has not
         self.took_s = 0.0
         self.arrived_bytes = 0
@@ -15137,32 +15202,52 @@ class RemoteReader:
         self.arrived_bytes = 0
         self.due_bytes = 0
         slot = await self._lease(latest)
-        free = self.arena.free_slot()
-        self.deltas[free].clear()
+        free = self.arena.free_slot() if self.unfinished is None else self.unfinished
+        self.unfinished = free  # mechanism: nothing stays half written
         # The last look tells which version the slot holds, if it named this slot.
         version, named = divmod(int(self.latest_word), Arena.MAX_SLOTS)
         is_next = mine >= 0 and version == mine + 1 and named == slot
-        way = "whole"
+        has_delta = is_next and bool(self.remote.deltas)  # mechanism: delta of the next version
+        way = self.way.choose() if has_delta else "whole"
         missing = list(range(len(self.remote.slots[slot])))
-        if is_next and self.remote.deltas:  # mechanism: delta of the next version
-            way = self.way.choose()
+        self.deltas[free].clear()
         if way == "changes":
             missing = await self._read_delta(slot, version, free)
         await self._read_whole(slot, free, missing)
         self._commit(free)
-        self.way.took(way, since(start))
-        if len(missing) < len(self.remote.slots[slot]):
+        is_partial = len(missing) < len(self.remote.slots[slot])
+        if is_partial:
             self.num_deltas += 1
+        # The very first reads are slow. And a delta may have told nothing.
+        if mine >= 0 and is_partial == (way == "changes"):
+            self.way.took(way, since(start))
+        if self.passes_on:
+            await self._pass_on(slot, free, is_unread=has_delta and way == "whole")
 
     def _commit(self, free: int) -> None:
-        """Now this slot and its delta are complete."""
+        """Now the readers of this host can have what is in this slot."""
         assert self.seen_s is not None
-        version = int(stamps_of(self.arena)[free])
-        self.deltas[free].tell(version, self.arena)
-        self.arena.commit(version, free)
+        self.arena.commit(int(stamps_of(self.arena)[free]), free)
+        self.unfinished = None
         self.took_s = since(self.seen_s)
         self.seen_s = None
         self.num_versions += 1
+
+    async def _pass_on(self, slot: int, free: int, is_unread: bool) -> None:
+        """Tells relays that read from this one what has changed, also if it went another way.
+
+        is_unread: there is a delta beside the slot that is leased, and it is still to be read.
+        """
+        version = self.arena.newest_version()
+        delta = self.deltas[free]
+        try:
+            if is_unread:
+                await self._read_changes(self.remote.deltas[slot], delta, version)
+        except Unreachable:
+            delta.clear()
+            raise
+        finally:
+            delta.tell(version, self.arena)
 
     async def _read_whole(self, slot: int, free: int, numbers: list[int]) -> None:
         """Reads the pieces of these numbers, from the slot that is leased into a free one."""
@@ -15207,44 +15292,6 @@ class RemoteReader:
         self.due_bytes = self.arrived_bytes + sum(room.nbytes for room in rooms)
         await read_pieces(remote.changes[:num_parts], rooms, self._has_arrived)
 
-    async def _lease(self, latest: int) -> int:
-        """Steps 2 to 4: a slot into which nobody writes until the relay leases another one.
-
-        latest: as it was read in step 1.
-
-        In place of the fence of section 7: `write_from` returns when the word is written. Over TCP
-        the other side answers when it has written it; a test races a trainer against a relay. A
-        write that has failed may still arrive later, but never after the next one, for messages of
-        one sender keep their order. With a card the next look is a read on the same connection,
-        which is carried out after the write. (This was written without such a card to try it on.)
-
-        The trainer cannot ask whether a process of another host lives, so these leases are in the
-        trainer's own name. They stay until the next ones take their place: for each of them the
-        arena has a slot. If this relay dies, its successor has the same words.
-        """
-        leased = []
-        for lease in self.remote.leases:  # mechanism: second lease
-            slot = latest % Arena.MAX_SLOTS
-            leased.append(slot)
-            self.lease_word.fill_(self.remote.handle.pid * Arena.MAX_SLOTS + slot)
-            await self._cross(lease.write_from, self.lease_word)  # mechanism: lease of the relay
-            latest = await self._look()
-            if latest % Arena.MAX_SLOTS == slot:
-                return slot
-            if len(leased) == 1:  # `latest` has moved, so the second lease is needed
-                self.num_second_leases += 1
-        return leased[0]  # mechanism: never begins again
-
-    async def _look(self) -> int:
-        """The word of the trainer's arena that names the latest version and its slot."""
-        await self._cross(self.remote.latest.read_into, self.latest_word)
-        return int(self.latest_word)
-
-    async def _cross(self, transfer: Callable[..., Awaitable[None]], word: torch.Tensor) -> None:
-        """Reads a word, or writes one."""
-        await answered(transfer(word, timeout=self.WORD_DEADLINE_S))
-        self.heard_s = time.monotonic()
-
     def _has_arrived(self, num_bytes: int) -> None:
         """A piece is here."""
         self.heard_s = time.monotonic()
@@ -15262,6 +15309,7 @@ class RelayPlan:
     num_siblings: int  # relays that read from the same arena, at the most
     num_readers: int  # of a relay's own arena: generators of its host, and leases of relays
     num_copying: int  # of these, as in create_arena
+    passes_on: bool = False  # do other relays read from that arena?
 
 
 class Relay(Worker):
@@ -15287,8 +15335,10 @@ class Relay(Worker):
         """Makes an arena for this host. Answers with its handle."""
         remote = await self.find_source()
         manifest = remote.handle.manifest
-        arena = create_arena(manifest, self.plan.num_readers, self.plan.num_copying)
-        self.reader = RemoteReader(remote, arena, self.pulse.advance, self.make_way())
+        plan = self.plan
+        arena = create_arena(manifest, plan.num_readers, plan.num_copying)
+        advance = self.pulse.advance
+        self.reader = RemoteReader(remote, arena, advance, self.make_way(), plan.passes_on)
         self.following = asyncio.ensure_future(self._follow())
         return arena.handle
 
@@ -15353,16 +15403,23 @@ class Relay(Worker):
 # -- 16d. A tree of relays -------------------------------------------------------------------------
 # With many hosts the trainer's own cable becomes what costs: it carries each version once for each
 # relay, and each relay has two slots in its arena. With --relay-fanout 2 only two relays read from
-# the trainer, two others from each of these, and so on. Then a version crosses every cable twice at
-# the most, and comes to the hosts of each level a transfer later than to those above them:
+# the trainer, two others from each of these, and so on. Then a version leaves each host twice at
+# the most, and comes to the hosts of each level later than to those above them:
 #
 #     trainer --> relay 0 --> relay 2         level 0: relays 0 and 1
 #            |           +--> relay 3         level 1: relays 2 to 5
 #            +--> relay 1 --> relay 4         level 2: relays 6 to 13
 #                        +--> relay 5
 #
-# A relay has everything that others read of a trainer: an arena, and beside each slot the delta
-# that was read with it. What has changed is searched once, at the trainer.
+# A relay has everything that others read of a trainer: an arena, and beside each slot its delta,
+# which is passed on as it came. What has changed is searched once, at the trainer. Each relay
+# chooses its own way, for its cable may be a slow one where that of the relay above is not.
+#
+# If a host is lost, those below it wait for it: they have no weights until it is back, and their
+# requests go to hosts that have.
+
+
+WAITS_FOR_HOST_S = 30 * 24 * 3600.0
 
 
 class FarRelay(Relay):
@@ -15386,6 +15443,7 @@ class RelayTree:
         self.hosts = hosts
         self.fanout = cfg.relay_fanout or max(1, len(hosts))
         self.levels: list[Service] = []
+        self.starting: dict[int, asyncio.Task[None]] = {}  # of a level below the first, its start
         num_placed = 0
         while num_placed < len(hosts):
             level = self._level(cfg, trainer, num_placed)
@@ -15404,6 +15462,7 @@ class RelayTree:
             num_siblings=self.fanout,
             num_readers=num_generators + (0 if is_last else LEASES_PER_RELAY * self.fanout),
             num_copying=num_copying_per_host(cfg),
+            passes_on=not is_last,
         )
         spec = ServiceSpec(
             name=f"relay_{depth}" if depth else "relay",
@@ -15412,19 +15471,27 @@ class RelayTree:
             num_replicas=len(hosts),
             hosts=hosts,
             stuck_after_s=cfg.stuck_after,
-            setup_deadline_s=3600.0,  # it asks the trainer, behind steps that may take long
+            # It asks the trainer, behind steps that may take long; or waits for a host to be back.
+            setup_deadline_s=WAITS_FOR_HOST_S if depth else 3600.0,
         )
         return Service(spec)
 
     async def start(self) -> None:
-        """Starts all of them, or replaces them: from the first level on."""
-        for level in self.levels:
-            await level.start()
+        """Starts all of them, or replaces them. Returns when those of the first level are ready.
+
+        Nobody waits for the others: the host of a relay from which they are to read may be lost.
+        """
+        for depth, level in enumerate(self.levels):
+            if depth == 0:
+                await level.start()
+            elif depth not in self.starting or self.starting[depth].done():
+                self.starting[depth] = asyncio.ensure_future(level.start())
 
     async def close(self) -> None:
         """Ends all of them. Who asks ends before who answers."""
         for level in reversed(self.levels):
             await level.close()
+        await asyncio.gather(*self.starting.values(), return_exceptions=True)  # NoReplica: closed
 
     async def ask(self, relay: int, endpoint: Endpoint[[], Reply]) -> Reply:
         """Asks one certain relay. Raises what Service.ask does."""
@@ -15435,7 +15502,10 @@ class RelayTree:
         raise IndexError("there is no such relay")
 
     async def arenas(self) -> list[ArenaHandle | None]:
-        """That of each relay; None: it is being replaced."""
+        """That of each relay; None: it is being replaced. Raises what a relay's first setup did."""
+        for start in self.starting.values():
+            if start.done():
+                start.result()
         found: list[ArenaHandle | None] = []
         for level in self.levels:
             status = await level.status()
@@ -15682,7 +15752,7 @@ class RelayNews:
         if now.num_in_row:
             failures += f", the last: {last_line(now.last_failure)}"
         if now.silent_s > self.TELL_AFTER_S:
-            found["silent"] = f"no answer from the trainer's memory for 5 s; {failures}"
+            found["silent"] = f"no answer from the memory that it reads for 5 s; {failures}"
         elif now.behind_s is not None and now.behind_s > self.TELL_AFTER_S:
             if now.num_in_row:
                 found["failed"] = f"begins a version again; {failures}"

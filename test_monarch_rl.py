@@ -7229,7 +7229,7 @@ def test_the_main_process_tells_what_becomes_of_a_relay(tmp_path: pathlib.Path) 
     assert "a mistake in it" in broken
     assert "KeyError('a mistake')" in broken
     assert "goes on" in goes_on
-    assert "no answer from the trainer's memory" in silent
+    assert "no answer from the memory that it reads" in silent
     assert said["whys"] == ["ended itself"]
     assert said["num_lost"] == 1
     assert said["before"]["relay_mistakes"] == 1
