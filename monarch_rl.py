@@ -14796,7 +14796,7 @@ class Delta:
     """What makes of the version before the one that a slot holds now.
 
     One side fills it, in memory of its own; the other reads it over the cable, and unpacks it. A
-    relay that other relays read from (16c) has both sides: what it has read it passes on.
+    relay that other relays read from (16e) has both sides: what it has read it passes on.
     """
 
     def __init__(self, slot_bytes: int) -> None:
@@ -14874,6 +14874,7 @@ class RelayedWriter(ShardWriter):
         self.newest: tuple[int, torch.Tensor] | None = None  # version and slot of the newest delta
         self.num_resting = 0  # versions that come before it searches again
         self.making: concurrent.futures.Future[None] | None = None
+        self.remote: RemoteHandle | None = None  # for the first relay that asked
 
     def start(self, version: int) -> None:
         """As in WeightWriter; then the thread makes a delta."""
@@ -14945,7 +14946,10 @@ class RelayedWriter(ShardWriter):
             self.deltas = [Delta(slot_bytes) for _ in self.arena.slots]
             if self.copying:
                 self._submit()
-        return remote_handle(self.arena, reader, self.deltas)
+        if self.remote is None:
+            self.remote = remote_handle(self.arena, reader, self.deltas)
+        # Of the slots one set of handles is enough: what Monarch has registered it keeps.
+        return dataclasses.replace(self.remote, leases=lease_handles(self.arena, reader))
 
 
 class QuickerWay:
@@ -14986,8 +14990,8 @@ class QuickerWay:
         self.spent_s += seconds
 
 
-# -- 16c. The relay --------------------------------------------------------------------------------
-# It does what WeightReader and WeightWriter do, one after the other: it leases a slot of the
+# -- 16c. Leases from another host -----------------------------------------------------------------
+# A relay does what WeightReader and WeightWriter do, one after the other: it leases a slot of the
 # trainer's arena, copies it into a slot of its own, and makes that one the latest of its host.
 #
 #     1. read the word `latest`: version 7, slot 2     a one-sided read of 8 bytes
@@ -15045,16 +15049,25 @@ def remote_handle(arena: Arena, reader: int, deltas: Sequence[Delta] = ()) -> Re
 
     reader: the number of its first lease; the second is the next one. deltas: of the writer.
     """
-    every_8_bytes = arena.whole[: Arena.HEADER_BYTES].view(torch.int64)
-    words = every_8_bytes.view(-1, CACHE_LINE_BYTES // 8)[:, :1]  # [words, 1]
-    first = Arena.LEASES + reader
     return RemoteHandle(
         handle=arena.handle,
-        latest=RDMABuffer(words[Arena.LATEST]),
-        leases=[RDMABuffer(word) for word in words[first : first + LEASES_PER_RELAY]],
+        latest=RDMABuffer(header_words(arena)[Arena.LATEST]),
+        leases=lease_handles(arena, reader),
         slots=[pieces_of(slot) for slot in arena.slots],
         deltas=[remote_delta(delta) for delta in deltas],
     )
+
+
+def header_words(arena: Arena) -> torch.Tensor:
+    """[words, 1] int64: each word of its header, as memory of its own."""
+    every_8_bytes = arena.whole[: Arena.HEADER_BYTES].view(torch.int64)
+    return every_8_bytes.view(-1, CACHE_LINE_BYTES // 8)[:, :1]
+
+
+def lease_handles(arena: Arena, reader: int) -> list[RDMABuffer]:
+    """Of the words of a relay. reader: as above."""
+    first = Arena.LEASES + reader
+    return [RDMABuffer(word) for word in header_words(arena)[first : first + LEASES_PER_RELAY]]
 
 
 def remote_delta(delta: Delta) -> RemoteDelta:
@@ -15077,27 +15090,6 @@ class RelayedTrainer(Trainer):
         _, writer = self._begun()
         assert isinstance(writer, RelayedWriter)
         return writer.for_relay(reader)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a relay has carried, and how it fares."""
-
-    run_id: int  # of its arena: another one for each relay
-    num_versions: int
-    read_bytes: int  # of slots
-    model_bytes: int  # of one version
-    num_second_leases: int  # how often `latest` had moved in step 3
-    num_failures: int  # versions, or looks, that were given up, because a read or write failed
-    num_in_row: int  # of these, since it last did what it wanted
-    last_failure: str  # what was said of the last of these; "": there was none
-    silent_s: float  # since the trainer's memory answered last: mostly milliseconds
-    behind_s: float | None  # since it saw a version that it does not have; None: it has the newest
-    arrived_bytes: int  # of that version, so far
-    due_bytes: int  # of that version, in all, as far as is known
-    num_deltas: int  # versions of which it has read a delta
-    num_refused: int  # pieces whose delta led to another checksum: they were read whole
-    took_s: float  # from when it saw its newest version until it had it
 
 
 class RemoteWords:
@@ -15151,6 +15143,33 @@ class RemoteWords:
         """Reads a word, or writes one."""
         await answered(transfer(word, timeout=self.WORD_DEADLINE_S))
         self.heard_s = time.monotonic()
+
+
+# -- 16d. The relay --------------------------------------------------------------------------------
+# An actor on another host that takes these steps whenever there is a version that it has not. Most
+# fail because the trainer was lost, or the way to it, so they are tried again; a relay that cannot
+# go on ends itself, and its service makes another.
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a relay has carried, and how it fares."""
+
+    run_id: int  # of its arena: another one for each relay
+    num_versions: int
+    read_bytes: int  # of slots
+    model_bytes: int  # of one version
+    num_second_leases: int  # how often `latest` had moved in step 3
+    num_failures: int  # versions, or looks, that were given up, because a read or write failed
+    num_in_row: int  # of these, since it last did what it wanted
+    last_failure: str  # what was said of the last of these; "": there was none
+    silent_s: float  # since the trainer's memory answered last: mostly milliseconds
+    behind_s: float | None  # since it saw a version that it does not have; None: it has the newest
+    arrived_bytes: int  # of that version, so far
+    due_bytes: int  # of that version, in all, as far as is known
+    num_deltas: int  # versions of which it has read a delta
+    num_refused: int  # pieces whose delta led to another checksum: they were read whole
+    took_s: float  # from when it saw its newest version until it had it
 
 
 class RemoteReader(RemoteWords):
@@ -15304,7 +15323,7 @@ class RemoteReader(RemoteWords):
 class RelayPlan:
     """What relays are to know, the same for all that read from the same arenas."""
 
-    source: Service  # whose arena they read: the trainer, or relays (16d)
+    source: Service  # whose arena they read: the trainer, or relays (16e)
     first_reader: int  # the number of the first lease that relays have in such an arena
     num_siblings: int  # relays that read from the same arena, at the most
     num_readers: int  # of a relay's own arena: generators of its host, and leases of relays
@@ -15330,6 +15349,7 @@ class Relay(Worker):
         self.num_failures = 0
         self.num_in_row = 0
         self.last_failure = ""
+        self.remote_to_me: RemoteHandle | None = None  # for the first relay that asked
 
     async def prepare(self) -> ArenaHandle:
         """Makes an arena for this host. Answers with its handle."""
@@ -15353,7 +15373,10 @@ class Relay(Worker):
     @endpoint
     async def remote(self, reader: int) -> RemoteHandle:
         """For a relay that reads from this one, as in RelayedTrainer."""
-        return remote_handle(self.reader.arena, reader, self.reader.deltas)
+        arena = self.reader.arena
+        if self.remote_to_me is None:
+            self.remote_to_me = remote_handle(arena, reader, self.reader.deltas)
+        return dataclasses.replace(self.remote_to_me, leases=lease_handles(arena, reader))
 
     async def _follow(self) -> None:
         """The relay's loop: looks every few ms / produces versions / ends with its process.
@@ -15400,7 +15423,7 @@ class Relay(Worker):
         )
 
 
-# -- 16d. A tree of relays -------------------------------------------------------------------------
+# -- 16e. A tree of relays -------------------------------------------------------------------------
 # With many hosts the trainer's own cable becomes what costs: it carries each version once for each
 # relay, and each relay has two slots in its arena. With --relay-fanout 2 only two relays read from
 # the trainer, two others from each of these, and so on. Then a version leaves each host twice at
@@ -15514,7 +15537,7 @@ class RelayTree:
         return found
 
 
-# -- 16e. Checkpoints ------------------------------------------------------------------------------
+# -- 16f. Checkpoints ------------------------------------------------------------------------------
 # The main process has the checkpoints, and the trainer reads and writes files of its own host. So
 # they cross as weights do, by one-sided reads and writes, and messages have handles only. They go
 # through a window, memory of the main process, of as many pieces as are under way at the same time:
@@ -15691,7 +15714,7 @@ class SendingCluster(CriticCluster):
             file.write(window.bytes[:num_bytes])
 
 
-# -- 16f. The cluster ------------------------------------------------------------------------------
+# -- 16g. The cluster ------------------------------------------------------------------------------
 # No request waits for an answer of a relay. So nobody would notice that one is in trouble, and the
 # generators of its host would sample from older and older weights. The main process therefore asks
 # each relay every second how it fares:

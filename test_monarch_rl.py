@@ -7661,20 +7661,23 @@ def test_a_delta_is_made_of_what_is_there_when_a_relay_comes(
     is_copying: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says: all of it whole. Without it a relay would wait for the delta of this version."""
-    monkeypatch.setattr(m, "remote_handle", lambda *args: args)
+    monkeypatch.setattr(m, "RDMABuffer", lambda memory: memory)
     writer = m.RelayedWriter(two_tensors(), m.LEASES_PER_RELAY, 0, 1)
     publish(writer, 0)
     if is_copying:
         writer.start(1)
-    _, _, deltas = writer.for_relay(0)
+    remote = writer.for_relay(0)
+    deltas = writer.deltas
     assert writer.making is not None
     writer.making.result()
     version, slot = writer.arena.latest()
     assert version == int(is_copying)
     assert int(deltas[slot].version) == version
     assert deltas[slot].num_whole() == len(deltas[slot].sizes) == 1
-    _, _, again = writer.for_relay(2)
-    assert again is deltas
+    again = writer.for_relay(2)
+    assert again.deltas is remote.deltas
+    assert again.slots is remote.slots
+    assert again.leases != remote.leases
 
 
 async def arrive(stepper: m.Service, readers: list[m.WeightReader]) -> None:
