@@ -14674,6 +14674,22 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(slurm: Slurm, tmp_path: path
     assert list(tmp_path.glob(".rl.*")) == []
 
 
+@long
+def test_a_job_goes_on_without_a_node_that_fails(slurm: Slurm, tmp_path: pathlib.Path) -> None:
+    """Slurm takes node2 for lost. Without --no-kill it ends the workers of the others, too."""
+    model = save_model(tmp_path / "model", "llama")
+    run = ["--only", "async_rl", "--steps", "2000", "--model", model, "--log", "log.jsonl"]
+    job = slurm.sbatch(tmp_path, *run)
+    log = tmp_path / "log.jsonl"
+    assert wait_until(lambda: num_logged(log) >= 20, 300)
+    slurm.call("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+    out = tmp_path / "out.txt"
+    assert wait_until(lambda: "Node failure on node2" in out.read_text(), 60), out.read_text()
+    num_before = num_logged(log)
+    assert wait_until(lambda: num_logged(log) >= num_before + 100, 120), out.read_text()
+    assert slurm.job(job, "JobState") == "RUNNING"
+
+
 def test_the_manifest_fits_together() -> None:
     """The names in --hosts are those of the workers, and only its own pods may reach a port."""
     objects = manifest()
