@@ -15221,8 +15221,10 @@ class RemoteReader(RemoteWords):
         self.arrived_bytes = 0
         self.due_bytes = 0
         slot = await self._lease(latest)
-        free = self.arena.free_slot() if self.unfinished is None else self.unfinished
-        self.unfinished = free  # mechanism: nothing stays half written
+        free = self.unfinished  # mechanism: nothing stays half written
+        if free is None:
+            free = self.arena.free_slot()
+        self.unfinished = free
         # The last look tells which version the slot holds, if it named this slot.
         version, named = divmod(int(self.latest_word), Arena.MAX_SLOTS)
         is_next = mine >= 0 and version == mine + 1 and named == slot
