@@ -9817,8 +9817,8 @@ class ShardedGenerator(Generator):
         self.team.cut(self.policy.model, device)
         if self.rank == 0:
             return LeadingDecoder(self.team, self.policy, self._version_now)
-        follower = Follower(self.team, self.policy, self.place.local_id)
-        threading.Thread(target=follower.follow, daemon=True).start()
+        self.follower = Follower(self.team, self.policy, self.place.local_id)
+        threading.Thread(target=self.follower.follow, daemon=True).start()
         return Decoder(self.policy, self._version_now)  # it gets no episodes
 
     def new_reader(self, handle: ArenaHandle, weights: dict[str, torch.Tensor]) -> WeightReader:
