@@ -4753,7 +4753,8 @@ def stretches_of(index: torch.Tensor) -> list[Stretch]:
 
 # -- 8b. Sharded writers and readers: one slot, many hands -----------------------------------------
 #
-# Who waits for whom, in a trainer of two ranks; time goes to the right:
+# The ranks of a trainer write so (--trainers), and those of a generator read so (--tensor-parallel;
+# both in section 11). Who waits for whom, in a trainer of two ranks; time goes to the right:
 #
 #     rank 0       update 7 | forward, backward ................................ | wait | update 8
 #       a thread            | names slot 2, writes its boxes | waits for rank 1 | latest = 7 |
@@ -4921,8 +4922,9 @@ class ShardReader(WeightReader):
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
 # You can skip this part: the system does not use it, for to another host section 16 sends whole
-# slots. (Only `pieces_of`, `read_pieces` and `answered` come back there.) It is what one needs if
-# slots would be too large for one host.
+# slots. All ranks of a generator are on one host (section 11), and together they need every box.
+# (Only `pieces_of`, `read_pieces` and `answered` come back there.) It is what one needs if slots
+# would be too large for one host.
 #
 #     rank of the source                                rank of the target
 #     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
@@ -8119,7 +8121,7 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 #   owner, the Ledger: where is every group that was started?
 # Cost. Each side waits while the other works (section 13).
 # Not here. What happens when the trainer is lost (section 12).
-# Source. GRPO (Shao 2024); FSDP2 for trainers of several ranks.
+# Source. GRPO (Shao 2024); FSDP2 for trainers of several ranks, Megatron-LM for generators of such.
 #
 # A step of the loop. On the left, who does it:
 #
@@ -9751,7 +9753,7 @@ class LeadingDecoder(Decoder):
         return parts
 
 
-@dataclass
+@dataclass(frozen=True)
 class Echo:
     """Of an episode what the other ranks have: enough for a RowCache."""
 
@@ -9800,7 +9802,7 @@ class Follower:
             else:
                 part = self.cache.part(told.rows)
             for echo, ids in zip(part.episodes, told.ids, strict=True):
-                echo.ids += ids
+                echo.ids.extend(ids)
             parts.append(part)
         for part in parts:
             part.catch_up()
@@ -10003,7 +10005,7 @@ async def judge_unknown(judges: Service, rollout: Rollout, errors: TellOnce) -> 
 #
 #     main process         Cluster, Run, Training: plain objects
 #       Service "trainer"    1 replica of --trainers ranks, which live and die together
-#       Service "generator"  --generators replicas, a process each
+#       Service "generator"  --generators replicas of --tensor-parallel ranks, mostly one
 #       Service "judge"      --judges replicas, a process each, one request at a time
 
 
