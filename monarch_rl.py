@@ -9581,7 +9581,7 @@ class Generator(Worker):
 # How the plan of a model in transformers calls these two ways to cut a matrix.
 CUT_STYLES = ("colwise", "rowwise")
 # What else a plan may say. These are left whole: an embedding and the last matrix, which are often
-# tied and need not divide evenly; and norms of each head, which are cut in training alone.
+# tied and need not divide evenly; and norms of each head, of which it says how to train them.
 WHOLE_STYLES = ("embedding_rowwise", "colwise_gather_output", "replicated_with_grad_allreduce")
 
 

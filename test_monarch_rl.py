@@ -8721,6 +8721,40 @@ def test_ranks_of_different_versions_would_be_found_out(tmp_path: pathlib.Path) 
     assert found["k3"][1] > 100 * m.MAX_K3["float32"]
 
 
+class NotedTeam:
+    """In place of the other ranks: notes what they hear, and what is leased when all meet."""
+
+    def __init__(self, arena: m.Arena) -> None:
+        self.arena = arena
+        self.noted: list[str] = []
+
+    def tell(self, order: Any) -> None:
+        self.noted.append(type(order).__name__)
+
+    def meet(self) -> None:
+        slots = [slot for _, slot in self.arena.leases()]
+        self.noted.append(f"meet, leased {slots}")
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["points", "copies"])
+def test_ranks_meet_before_a_slot_is_left_and_when_all_have_taken_the_next(copies: bool) -> None:
+    writer = m.ShardWriter(two_tensors(), 1, rank=0, num_ranks=1)
+    team: Any = NotedTeam(writer.arena)
+    reader = m.LeadingReader(team, writer.arena.handle, 0, two_tensors())
+    reader.copies = copies
+    for version in range(2):
+        writer.publish(version)
+        assert reader.pull() == version
+        assert reader.pull() == version  # there is nothing to tell
+    held = "[]" if copies else "[0]"
+    assert team.noted == [
+        "AttachOrder",
+        *("StopOrder", "meet, leased []", "TakeOrder", "meet, leased [0]"),
+        *("StopOrder", f"meet, leased {held}", "TakeOrder", "meet, leased [1]"),
+    ]
+    assert len(writer.arena.leases()) == (not copies)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "line"),
     [
