@@ -138,6 +138,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import datetime
 import decimal
 import errno
 import fcntl
@@ -394,6 +395,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     import torch.distributed.tensor as dtensor
     import torch.utils.checkpoint as checkpointing
     import transformers
+    import transformers.distributed.tensor_parallel as tensor_parallel
 else:
     numpy = Lazy("numpy")
     torch = Lazy("torch")
@@ -403,6 +405,7 @@ else:
     dtensor = Lazy("torch.distributed.tensor")
     checkpointing = Lazy("torch.utils.checkpoint")
     transformers = Lazy("transformers")
+    tensor_parallel = Lazy("transformers.distributed.tensor_parallel")
 
 MIB = 1 << 20  # bytes
 
@@ -522,6 +525,9 @@ class Config:
         1.0, "logits are divided by it, in sampling and in training", least=0.01
     )
     trainers: int = setting(1, "ranks over which the trainer is sharded with FSDP2", least=1)
+    tensor_parallel: int = setting(
+        1, "ranks of a generator, among which its layers are cut", least=1
+    )
     # How: sections 7 to 16 say what each of these does.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
     order: str = setting(
@@ -2034,6 +2040,8 @@ class Worker(Actor):
         self.rank = current_rank().rank
         self.recorder = Recorder(f"{place.service} {place.replica_id}.{self.rank}")
         self.pulse = Pulse()  # subclasses call its `advance` whenever they got something done
+        self.meeting_file = ""  # "" until somebody asks for it
+        self.meets_at = ""  # of several ranks: that of rank 0, from `setup` on
 
     @endpoint
     async def find_pulse(self) -> PulseHandle:
@@ -2045,13 +2053,26 @@ class Worker(Actor):
         return self.pulse.handle
 
     @endpoint
-    async def setup(self, store: Telemetry | None = None) -> Any:
+    async def meeting_place(self) -> str:
+        """Where the ranks can find each other: a file on the host of rank 0, always the same one.
+
+        They may look into it as long as they live, so it is closed with this process.
+        """
+        if not self.meeting_file:
+            self.meeting_file = unnamed_file("meeting place")
+        return self.meeting_file
+
+    @endpoint
+    async def setup(self, store: Telemetry | None = None, meeting_place: str = "") -> Any:
         """Makes it ready to serve. store: where its events go; None: nowhere.
+
+        meeting_place: of several ranks, where they can find each other: that of rank 0.
 
         A constructor should be cheap: Monarch runs it when the actor is spawned, and nobody waits
         for it. What takes long, or can fail, belongs into `prepare`, which is awaited here.
         """
         self.recorder.send_to(store)
+        self.meets_at = meeting_place
         return await self.prepare()
 
     async def prepare(self) -> Any:
@@ -2363,7 +2384,10 @@ class Supervisor(Actor):
     async def _set_up(self, new: Replica) -> None:
         """Waits until it is ready."""
         store = await telemetry()
-        new.has_set_up(await self._call(new, "setup", (store,)))
+        meeting_place = ""
+        if self.spec.num_ranks > 1:
+            meeting_place, *_ = await self._call(new, "meeting_place", ())
+        new.has_set_up(await self._call(new, "setup", (store, meeting_place)))
 
     async def _look(self) -> None:
         """The owner's loop: waits for the clock / produces losses / ends when there is no replica.
@@ -3417,12 +3441,12 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor: all of it, unless it is a DTensor (section 8)."""
-    to_local = getattr(tensor, "to_local", None)  # a method that only DTensors have
-    if to_local is None:
-        return tensor
-    with torch.no_grad():  # else the answer would be a view that autograd records
-        return to_local()
+    """What this process has of a tensor: all of it, unless it is a DTensor (section 8).
+
+    Of a DTensor it is the object that the DTensor computes with. `to_local` would return a view of
+    a parameter's, and to show other memory by that, as `pull` does, would change nothing.
+    """
+    return getattr(tensor, "_local_tensor", tensor)  # an attribute that only DTensors have
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -4169,7 +4193,7 @@ class WeightReader(Side):
             require(is_alive(pid), f"arena: its writer, process {pid}, has ended")
         if newest == self.version:
             return self.version
-        version, slot = self.arena.lease(self.reader)  # this gives back the slot before
+        version, slot = self.lease()  # this gives back the slot before
         try:
             self._take(slot)
         finally:
@@ -4177,6 +4201,10 @@ class WeightReader(Side):
                 self.arena.give_back(self.reader)  # mechanism: lease until copied
         self.version = version
         return version
+
+    def lease(self) -> tuple[int, int]:
+        """(version, slot) of the newest weights, which stay in that slot."""
+        return self.arena.lease(self.reader)
 
     def _take(self, slot: int) -> None:
         """Makes the tensors what a slot holds."""
@@ -4745,7 +4773,8 @@ def stretches_of(index: torch.Tensor) -> list[Stretch]:
 
 # -- 8b. Sharded writers and readers: one slot, many hands -----------------------------------------
 #
-# Who waits for whom, in a trainer of two ranks; time goes to the right:
+# The ranks of a trainer write so (--trainers), and those of a generator read so (--tensor-parallel;
+# both in section 11). Who waits for whom, in a trainer of two ranks; time goes to the right:
 #
 #     rank 0       update 7 | forward, backward ................................ | wait | update 8
 #       a thread            | names slot 2, writes its boxes | waits for rank 1 | latest = 7 |
@@ -4913,8 +4942,9 @@ class ShardReader(WeightReader):
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
 # You can skip this part: the system does not use it, for to another host section 16 sends slots, or
-# what has changed in them. (Only `pieces_of`, `read_pieces` and `answered` come back there.) It is
-# what one needs if slots would be too large for one host.
+# what has changed in them. All ranks of a generator are on one host (section 11), and together they
+# need every box. (Only `pieces_of`, `read_pieces` and `answered` come back there.) It is what one
+# needs if slots would be too large for one host.
 #
 #     rank of the source                                rank of the target
 #     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
@@ -8111,7 +8141,7 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 #   owner, the Ledger: where is every group that was started?
 # Cost. Each side waits while the other works (section 13).
 # Not here. What happens when the trainer is lost (section 12).
-# Source. GRPO (Shao 2024); FSDP2 for trainers of several ranks.
+# Source. GRPO (Shao 2024); FSDP2 for trainers of several ranks, Megatron-LM for generators of such.
 #
 # A step of the loop. On the left, who does it:
 #
@@ -8825,7 +8855,10 @@ def device_of(cfg: Config, place: Place, rank: int) -> str:
         raise ValueError("no GPU on this host")
     num_taken = cfg.trainers * (2 if has_critic(cfg) and is_apart else 1) if place.host == 0 else 0
     others = every[num_taken:] or every
-    return others[place.local_id % len(others)]
+    num_ranks = cfg.tensor_parallel if place.service == "generator" else 1
+    if num_ranks > len(others):  # NCCL wants a GPU for each member of a group
+        raise ValueError(f"{len(others)} GPUs for generators of {num_ranks} ranks")
+    return others[(place.local_id * num_ranks + rank) % len(others)]
 
 
 def num_threads(cfg: Config) -> int:
@@ -8839,7 +8872,8 @@ def num_threads(cfg: Config) -> int:
     num_cores = len(os.sched_getaffinity(0))
     num_hosts = len(cfg.hosts.split(","))
     num_training = cfg.trainers * (2 if has_critic(cfg) else 1)
-    num_here = num_training + math.ceil(cfg.generators / num_hosts)  # on one host, at most
+    num_generators = math.ceil(cfg.generators / num_hosts)  # on one host, at most
+    num_here = num_training + num_generators * cfg.tensor_parallel
     if cfg.reward == "model":
         num_here += 1 + cfg.judges  # its trainer, and those that score (section 15)
     return 1 if cfg.model == "tiny" else max(1, num_cores // num_here)
@@ -9203,7 +9237,6 @@ class RankedWorker(Worker):
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place)
         self.cfg = cfg
-        self.meeting_file = ""  # "" until somebody asks for it
 
     async def prepare(self) -> str:
         """Builds what it computes with. Answers with its device."""
@@ -9217,16 +9250,6 @@ class RankedWorker(Worker):
 
     def build(self) -> None:
         """Here subclasses make their network, with content on rank 0 only."""
-
-    @endpoint
-    async def meeting_place(self) -> str:
-        """Where the ranks can find each other: a file on the host of rank 0, always the same one.
-
-        They may look into it as long as they live, so it is closed with this process.
-        """
-        if not self.meeting_file:
-            self.meeting_file = unnamed_file("meeting place")
-        return self.meeting_file
 
 
 class Trainer(RankedWorker):
@@ -9403,11 +9426,19 @@ class Generator(Worker):
         self.policy = Policy(dataclasses.replace(self.cfg, device=device))
         if device != "cpu":
             torch.cuda.set_device(device)  # graphs are recorded on the present one
-        self.decoder = decoder_for(self.policy)(self.policy, self._version_now)
+        self.decoder = self.new_decoder()
         return device
+
+    def new_decoder(self) -> Decoder:
+        """What it has its episodes in."""
+        return decoder_for(self.policy)(self.policy, self._version_now)
 
     @concurrent_endpoint
     async def rollout(self, request: RolloutRequest) -> Packed[RolloutReply]:
+        """Has the conversations of a request."""
+        return await self.converse(request)
+
+    async def converse(self, request: RolloutRequest) -> Packed[RolloutReply]:
         """Has the conversations of a request, in one batch with those of other requests.
 
         Each request makes steps until its own episodes are over. A step samples a token for those
@@ -9502,13 +9533,17 @@ class Generator(Worker):
         if self.reader is None or self.reader.arena.handle.run_id != handle.run_id:
             weights = weights_of(self.policy.model)
             try:
-                return WeightReader(handle, self.place.local_id, weights)
+                return self.new_reader(handle, weights)
             except WeightMismatch as error:
                 if is_alive(handle.pid):
                     raise
                 # Both of us were replaced, and the request is of the time before.
                 raise self._no_arena() from error
         return self.reader
+
+    def new_reader(self, handle: ArenaHandle, weights: dict[str, torch.Tensor]) -> WeightReader:
+        """What it pulls these weights with."""
+        return WeightReader(handle, self.place.local_id, weights)
 
     def _no_arena(self) -> NobodyToBlame:
         """What to raise when the process has ended whose arena this host reads."""
@@ -9524,6 +9559,292 @@ class Generator(Worker):
         if version != before:
             self.recorder.note("pull", start_s)
         return version
+
+
+# -- plumbing: a generator of several ranks --------------------------------------------------------
+# With --tensor-parallel N a generator is N processes of one host, its ranks, and each of them has a
+# part of every decoder layer (Megatron-LM, Shoeybi 2019). By example, of two ranks:
+#
+#     matrix         rank 0 views      rank 1 views       with it a rank computes
+#     q, k, v        the upper half    the lower half     what half of the heads attend to
+#     o              the left half     the right half     what its heads add to each number
+#     gate, up       the upper half    the lower half     half of the numbers between the two
+#     down           the left half     the right half     what its numbers add to each number
+#     all else       the whole         the whole          the same as the other one
+#
+# (torch multiplies by the transposed matrix: an upper half makes half of the results, a left half
+# takes half of what comes in.) Behind o, and behind down, all ranks add up what they have, and that
+# is all that passes between them in a layer. Keys and values are those of a rank's own heads.
+#
+# The halves are boxes of section 8. Each rank views its own in the slot, whatever ranks of the
+# trainer have written there, so to pull costs as little as with one rank: nothing is copied. (On
+# GPUs, where weights are copied, a rank copies its boxes alone.)
+#
+# Rank 0 leads. It alone has episodes, hears users, and samples: were all to do so, each user would
+# be asked N times, and sums that differ in their last digit could make ranks draw two tokens. It
+# tells the others which tokens to compute with. And it alone has a lease, which holds for all:
+#
+#     rank 0     "stop" | all meet | leases slot 2 | "take slot 2" | views it | all meet | "a step"
+#     rank 1     ends its step     |                hears that     | views it | all meet | computes
+#
+# So nobody reads a slot that rank 0 has left, or computes under another version than rank 0, and an
+# arena has as many slots as with generators of one rank.
+#
+# To the service they are one replica: if one is lost, all of them are replaced. Of a rank that
+# cannot go on the others would wait for the next sum, so it ends its process.
+
+# How the plan of a model in transformers calls these two ways to cut a matrix.
+CUT_STYLES = ("colwise", "rowwise")
+# What else a plan may say. These are left whole: an embedding and the last matrix, which are often
+# tied and need not divide evenly; and norms of each head, of which it says how to train them.
+WHOLE_STYLES = ("embedding_rowwise", "colwise_gather_output", "replicated_with_grad_allreduce")
+
+
+def cuts_of(model: Any, num_ranks: int) -> dict[str, str]:
+    """Which modules of a model are cut, and how; a "*" in a name is any number.
+
+    ValueError: transformers has no plan for this kind of model, or one that asks for more than is
+    known here, such as for experts; or its heads cannot be divided evenly.
+    """
+    plan: dict[str, str] = dict(model.tp_plan or {})
+    cuts = {name: style for name, style in plan.items() if style in CUT_STYLES}
+    unknown = sorted(set(plan.values()) - {*CUT_STYLES, *WHOLE_STYLES})
+    if unknown or not cuts:
+        raise ValueError(f"this kind of model cannot be cut: {', '.join(unknown) or 'no plan'}")
+    config = model.config.get_text_config()
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if num_heads % num_ranks:
+        raise ValueError(f"{num_heads} heads of keys and values, for {num_ranks} ranks")
+    return cuts
+
+
+class Team:
+    """The ranks of a generator, for one of them. What rank 0 tells the others hear, in order."""
+
+    # A generator that has no request hears nothing for as long as training takes. So there is no
+    # limit in practice. That a rank was lost is found by its owner (section 5), which kills all.
+    PATIENCE = datetime.timedelta(days=365)
+
+    def __init__(self, meeting_place: str, rank: int, num_ranks: int) -> None:
+        """All ranks call this at once. meeting_place: as in form_group."""
+        form_group(meeting_place, rank, num_ranks)
+        self.num_ranks = num_ranks
+        # Words go through a group of their own, so that no sum can be taken for one.
+        self.words: Any = torch.distributed.new_group(backend="gloo", timeout=self.PATIENCE)
+
+    def cut(self, model: Any, device: str) -> None:
+        """Makes DTensors of the parameters of its layers, of which this rank keeps its part.
+
+        Their modules compute with that part, and where it says so add up. device: "cpu" or "cuda".
+        """
+        mesh = device_mesh.init_device_mesh(device, (self.num_ranks,))
+        tensor_parallel.apply_tensor_parallelism(model, mesh, cuts_of(model, self.num_ranks))
+
+    def tell(self, order: Any) -> None:
+        """For rank 0. It returns without waiting for the others."""
+        torch.distributed.broadcast_object_list([order], 0, group=self.words)
+
+    def hear(self) -> Any:
+        """For the others: waits for what rank 0 tells next."""
+        told: list[Any] = [None]
+        torch.distributed.broadcast_object_list(told, 0, group=self.words)
+        return told[0]
+
+    def meet(self) -> None:
+        """Returns when all ranks have come here."""
+        torch.distributed.barrier(group=self.words)
+
+
+@contextlib.contextmanager
+def ending_process() -> Iterator[None]:
+    """What the body raises ends this process: the other ranks would wait for its part of a sum."""
+    try:
+        yield
+    except Exception:
+        # If another rank was lost, that raises here, and this process is killed in a moment. Then
+        # there is nothing to tell.
+        time.sleep(1.0)
+        traceback.print_exc()
+        os._exit(1)
+
+
+# What rank 0 tells:
+
+
+@dataclass(frozen=True)
+class AttachOrder:
+    """To read from this arena."""
+
+    handle: ArenaHandle
+
+
+@dataclass(frozen=True)
+class StopOrder:
+    """To come to `meet`. Who hears it has ended the step before."""
+
+
+@dataclass(frozen=True)
+class TakeOrder:
+    """To make the weights those of a slot, and then to come to `meet`."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class PartOrder:
+    """Rows whose next tokens are computed together."""
+
+    rows: list[int] | None  # of the cache, smallest first; None: they are new
+    ids: list[list[int]]  # of each row, the tokens that were not computed yet
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """To compute these, and to keep no other rows."""
+
+    parts: list[PartOrder]
+
+
+class LeadingReader(ShardReader):
+    """The reader of rank 0: what it pulls, all ranks pull."""
+
+    def __init__(
+        self, team: Team, handle: ArenaHandle, reader: int, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        super().__init__(handle, reader, tensors)
+        self.team = team
+        team.tell(AttachOrder(handle=handle))
+
+    def lease(self) -> tuple[int, int]:
+        """As in section 7, when no rank reads the slot before any more."""
+        self.team.tell(StopOrder())
+        self.team.meet()
+        return super().lease()
+
+    def _take(self, slot: int) -> None:
+        """Makes the tensors of all ranks what a slot holds."""
+        self.team.tell(TakeOrder(slot=slot))  # mechanism: all ranks take it
+        super()._take(slot)
+        self.team.meet()  # after this the lease may be given back, as on GPUs
+
+
+class FollowingReader(ShardReader):
+    """The reader of another rank. It leases nothing.
+
+    It has the number of rank 0's reader, whose word it clears when it is made: that one has no
+    lease then, for it takes its first one when this has come to `meet`.
+    """
+
+    def take(self, slot: int) -> None:
+        """Makes the tensors what a slot holds, which rank 0 has leased."""
+        self._take(slot)
+
+
+class LeadingDecoder(Decoder):
+    """The decoder of rank 0."""
+
+    def __init__(self, team: Team, policy: Policy, pull: Callable[[], int]) -> None:
+        super().__init__(policy, pull)
+        self.team = team
+
+    def step(self) -> None:
+        """As in section 9, on all ranks."""
+        with ending_process():
+            super().step()
+
+    def _parts(self) -> list[RowCache]:
+        """The same, and the others hear of it."""
+        row_of = {id(episode): row for row, episode in enumerate(self.cache.episodes)}
+        parts = super()._parts()
+        told = []
+        for part in parts:
+            ids = []
+            for episode, num_computed in zip(part.episodes, part.num_computed, strict=True):
+                ids.append(episode.ids[num_computed:])
+            is_new = id(part.episodes[0]) not in row_of
+            rows = None if is_new else [row_of[id(episode)] for episode in part.episodes]
+            told.append(PartOrder(rows=rows, ids=ids))
+        self.team.tell(StepOrder(parts=told))
+        return parts
+
+
+@dataclass(frozen=True)
+class Echo:
+    """Of an episode what the other ranks have: enough for a RowCache."""
+
+    ids: list[int]
+
+
+class Follower:
+    """Another rank than 0: its weights, and the keys and values of its heads."""
+
+    def __init__(self, team: Team, policy: Policy, reader: int) -> None:
+        """reader: the number of rank 0's reader."""
+        self.team = team
+        self.policy = policy
+        self.reader_number = reader
+        self.reader: FollowingReader | None = None
+        self.cache = RowCache(policy.model, [])
+
+    def follow(self) -> None:
+        """The loop: waits for rank 0 / produces its parts of sums / ends with its process."""
+        with ending_process():
+            if self.policy.cfg.device != "cpu":
+                torch.cuda.set_device(self.policy.cfg.device)  # each thread has a present one
+            while True:
+                self._carry_out(self.team.hear())
+
+    def _carry_out(self, order: Any) -> None:
+        if isinstance(order, StepOrder):
+            with torch.inference_mode():
+                self._compute(order)
+        elif isinstance(order, AttachOrder):
+            weights = weights_of(self.policy.model)
+            self.reader = FollowingReader(order.handle, self.reader_number, weights)
+        else:
+            if isinstance(order, TakeOrder):
+                assert self.reader is not None, "it was told to attach before"
+                self.reader.take(order.slot)
+            self.team.meet()
+
+    def _compute(self, order: StepOrder) -> None:
+        """What `Decoder.step` does to the cache. The logits are rank 0's to sample from."""
+        parts = []
+        for told in order.parts:
+            if told.rows is None:
+                echoes: list[Any] = [Echo(ids=[]) for _ in told.ids]
+                part = RowCache(self.policy.model, echoes)
+            else:
+                part = self.cache.part(told.rows)
+            for echo, ids in zip(part.episodes, told.ids, strict=True):
+                echo.ids.extend(ids)
+            parts.append(part)
+        for part in parts:
+            part.catch_up()
+        self.cache = RowCache.joined(parts) if parts else RowCache(self.policy.model, [])
+
+
+class ShardedGenerator(Generator):
+    """One rank of a generator. Requests come to all of them, and rank 0 answers."""
+
+    def new_decoder(self) -> Decoder:
+        """The leading one; and the others begin to follow."""
+        self.team = Team(self.meets_at, self.rank, self.cfg.tensor_parallel)
+        device, _, _ = self.policy.cfg.device.partition(":")
+        self.team.cut(self.policy.model, device)
+        if self.rank == 0:
+            return LeadingDecoder(self.team, self.policy, self._version_now)
+        self.follower = Follower(self.team, self.policy, self.place.local_id)
+        threading.Thread(target=self.follower.follow, daemon=True).start()
+        return Decoder(self.policy, self._version_now)  # it gets no episodes
+
+    def new_reader(self, handle: ArenaHandle, weights: dict[str, torch.Tensor]) -> WeightReader:
+        """One that pulls for all ranks."""
+        return LeadingReader(self.team, handle, self.place.local_id, weights)
+
+    async def converse(self, request: RolloutRequest) -> Any:
+        """On rank 0 as in Generator. The others say nothing, and do what that one tells them."""
+        return await super().converse(request) if self.rank == 0 else None
 
 
 # -- 11f. Judges -----------------------------------------------------------------------------------
@@ -9699,7 +10020,7 @@ async def judge_unknown(judges: Service, rollout: Rollout, errors: TellOnce) -> 
 #
 #     main process         Cluster, Run, Training: plain objects
 #       Service "trainer"    1 replica of --trainers ranks, which live and die together
-#       Service "generator"  --generators replicas, a process each
+#       Service "generator"  --generators replicas of --tensor-parallel ranks, mostly one
 #       Service "judge"      --judges replicas, a process each, one request at a time
 
 
@@ -9722,8 +10043,9 @@ def specs_of(
     )
     generator = ServiceSpec(
         name="generator",
-        replica_class=Generator,
+        replica_class=Generator if cfg.tensor_parallel == 1 else ShardedGenerator,
         args=(cfg,),
+        num_ranks=cfg.tensor_parallel,
         num_replicas=cfg.generators,
         max_replicas=max_generators(cfg),
         hosts=hosts,
@@ -16582,7 +16904,7 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 #                   before the first pull    later
 #     arena         c for each slot          the same
 #     trainer       4                        16: weight, gradient, two moments; on GPUs neither
-#     generators    c for each               0: they read the arena in place; on GPUs neither
+#     generators    c for each rank          0: they read the arena in place; on GPUs neither
 #     checkpoints   4: version 0             4, and 12 for each that is kept in memory, which are
 #                                            the newest two and the one that is being written
 #     saving                                 12, where rank 0 first collects it from FSDP or a GPU
@@ -16612,7 +16934,7 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
         "arena": arena,
         "trainer": 0 if is_on_gpu else 4 + reference,
         "critic": 0 if is_on_gpu else 4 * num_critics,
-        "generators": 0 if is_on_gpu else number_bytes * max_generators(cfg),
+        "generators": 0 if is_on_gpu else number_bytes * max_generators(cfg) * cfg.tensor_parallel,
         "checkpoints": 4,
     }
     later = {
@@ -16627,7 +16949,7 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
         most.update(reward_needs(cfg))
     needs = {what: per_parameter * num_parameters for what, per_parameter in most.items()}
     # The main process has imported them as well; judges need less.
-    num_processes = 1 + cfg.trainers * num_networks + max_generators(cfg)
+    num_processes = 1 + cfg.trainers * num_networks + max_generators(cfg) * cfg.tensor_parallel
     if cfg.reward == "model":
         num_processes += 1 + cfg.judges
     return {**needs, "processes": num_processes * PROCESS_BYTES}
@@ -16921,6 +17243,9 @@ def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None
     if lacks:
         parser.error(lacks)
     try_model(parser, cfg)
+    with blaming(parser, f"--tensor-parallel {cfg.tensor_parallel}"):
+        if cfg.tensor_parallel > 1:
+            cuts_of(Policy(cfg, is_empty=True).model, cfg.tensor_parallel)
     with blaming(parser, f"--export {cfg.export}"):
         if cfg.export:
             try_export(cfg)

@@ -1743,8 +1743,8 @@ class LocalGenerator:
         self.writer.start(version)
         self.writer.wait()
 
-    async def ask(self, first: int, num_prompts: int = 3, **changes: Any) -> m.RolloutReply:
-        """The reply to a request for the prompts from this number on."""
+    def request(self, first: int, num_prompts: int = 3, **changes: Any) -> m.RolloutRequest:
+        """A request for the prompts from this number on."""
         request = m.RolloutRequest(
             arenas=(self.writer.arena.handle,),
             min_version=0,
@@ -1755,7 +1755,11 @@ class LocalGenerator:
             is_in_flight=False,
             is_alone=False,
         )
-        request = dataclasses.replace(request, **changes)
+        return dataclasses.replace(request, **changes)
+
+    async def ask(self, first: int, num_prompts: int = 3, **changes: Any) -> m.RolloutReply:
+        """The reply to that."""
+        request = self.request(first, num_prompts, **changes)
         packed = await m.Generator.rollout._method.__wrapped__(self.generator, request)
         return packed.unpacked()
 
@@ -8966,6 +8970,337 @@ def test_training_learns_with_two_trainers(tmp_path: pathlib.Path) -> None:
     learned(run, 0.95)
 
 
+# -- generators of several ranks -------------------------------------------------------------------
+
+
+KINDS_TO_CUT = ("tiny", "llama", "qwen3")
+
+
+def model_to_cut(folder: str, kind: str) -> str:
+    """A small model whose heads two ranks can share, in a folder. Returns what --model is given."""
+    if kind == "tiny":
+        return kind
+    m.transformers.logging.disable_progress_bar()
+    torch.manual_seed(7)
+    tokenizer, _ = m.tiny_policy(m.Task.letters)
+    config = m.transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=63,  # so the ranks have 32 and 31 of these numbers
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+    )
+    tokenizer.save_pretrained(folder)
+    m.transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a rank of a generator has of the weights."""
+
+    pid: int
+    seen_bytes: int  # of the slot: its boxes, and what is whole on each rank
+    copied_bytes: int  # in all pulls
+    num_outside: int  # of its tensors, that do not lie in the arena
+
+
+class CutGenerator(m.ShardedGenerator):
+    """Tells what its ranks have."""
+
+    @m.endpoint
+    async def cut(self) -> Cut:
+        reader = self.reader if self.rank == 0 else self.follower.reader
+        assert reader is not None
+        whole = reader.arena.whole
+        parts = {}  # by where they begin, so that tied ones count once
+        for tensor in m.weights_of(self.policy.model).values():
+            part = m.local(tensor)
+            parts[part.data_ptr()] = part
+        end = whole.data_ptr() + whole.nbytes
+        is_inside = [whole.data_ptr() <= place < end for place in parts]
+        return Cut(
+            pid=os.getpid(),
+            seen_bytes=sum(part.numel() * part.itemsize for part in parts.values()),
+            copied_bytes=reader.copied_bytes,
+            num_outside=is_inside.count(False),
+        )
+
+
+class CarelessReader(m.LeadingReader):
+    """Pulls later versions alone."""
+
+    def _take(self, slot: int) -> None:
+        if self.version < 0:
+            super()._take(slot)
+        else:
+            m.ShardReader._take(self, slot)
+
+
+class CarelessGenerator(CutGenerator):
+    """The other ranks stay at the first version."""
+
+    def new_reader(self, handle: m.ArenaHandle, weights: dict[str, torch.Tensor]) -> m.WeightReader:
+        return CarelessReader(self.team, handle, self.place.local_id, weights)
+
+
+class CutScene:
+    """A generator of one rank and one of two, and an arena from which both pull."""
+
+    async def prepare(self, model: str, kind: type[CutGenerator]) -> None:
+        cfg = m.Config(model=model, max_new_tokens=12, tensor_parallel=2)
+        self.one = LocalGenerator(cfg)
+        weights = m.weights_of(self.one.model)
+        self.writer = m.ShardWriter.join(weights, 2, 0, 1)
+        self.one.writer = self.writer
+        self.first = copy.deepcopy(self.one.model.state_dict())
+        await self.one.generator.prepare()
+        procs = m.this_host().spawn_procs(per_host={"rank": 2})
+        place = m.Place(service="generator", replica_id=1, local_id=1)
+        self.two: Any = procs.spawn("cut", kind, place, cfg)
+        meeting_places = list((await self.two.meeting_place.call()).values())
+        await self.two.setup.call(None, meeting_places[0])
+
+    def publish(self, version: int) -> None:
+        """Weights that get larger from version to version, so that each prefers other tokens."""
+        self.become(version)
+        self.writer.publish(version)
+
+    def become(self, version: int) -> None:
+        larger = {name: (1 + version) * tensor for name, tensor in self.first.items()}
+        self.one.model.load_state_dict(larger)
+
+    async def ask(self, first: int, **changes: Any) -> m.Rollout:
+        """What the one of two ranks says."""
+        packed = await self.two.rollout.call(self.one.request(first, **changes))
+        answers = list(packed.values())
+        assert answers[1] is None
+        return answers[0].unpacked().rollout
+
+    def k3(self, rollout: m.Rollout) -> float:
+        """Of what was recorded, and what the weights of that version say. The largest."""
+        tokens = rollout.tokens
+        is_sampled = rollout.sampled()
+        versions = tokens.versions[is_sampled]
+        largest = 0.0
+        for version in versions.unique().tolist():
+            self.become(version)
+            with torch.no_grad():
+                again = m.trainer_logprobs(self.one.model, tokens)
+            found = m.k3(tokens.logprobs[is_sampled], again)[versions == version]
+            largest = max(largest, float(found.max()))
+        return largest
+
+
+async def cut_scene(kind: int) -> dict[str, Any]:
+    """Of one of KINDS_TO_CUT."""
+    with tempfile.TemporaryDirectory() as folder:
+        return await rollouts_of_two_ranks(model_to_cut(folder, KINDS_TO_CUT[kind]), CutGenerator)
+
+
+async def careless_scene() -> dict[str, Any]:
+    return await rollouts_of_two_ranks("tiny", CarelessGenerator)
+
+
+async def rollouts_of_two_ranks(model: str, kind: type[CutGenerator]) -> dict[str, Any]:
+    """Rollouts under three versions; then one in the midst of which versions come."""
+    scene = CutScene()
+    await scene.prepare(model, kind)
+    found: dict[str, Any] = {"k3": [], "is_same": [], "versions": []}
+    for version in range(3):
+        scene.publish(version)
+        one, two = await asyncio.gather(scene.one.ask(version), scene.ask(version))
+        found["k3"].append(scene.k3(two))
+        found["is_same"].append(torch.equal(one.rollout.tokens.ids, two.tokens.ids))
+        found["versions"] += two.tokens.versions[two.sampled()].unique().tolist()
+    leases = scene.writer.arena.leases()
+    going = asyncio.ensure_future(scene.ask(3, num_prompts=8, is_in_flight=True))
+    for version in range(3, 60):
+        await asyncio.sleep(0.02)
+        if not going.done():
+            scene.publish(version)
+    mixed = await going
+    found["mixed_k3"] = scene.k3(mixed)
+    found["mixed_versions"] = len(mixed.tokens.versions[mixed.sampled()].unique())
+    cuts = list((await scene.two.cut.call()).values())
+    specs = scene.writer.arena.handle.manifest.stored_specs()
+    found["seen"] = [cut.seen_bytes / sum(spec.num_bytes for spec in specs) for cut in cuts]
+    found["copied_bytes"] = sum(cut.copied_bytes for cut in cuts)
+    found["num_outside"] = sum(cut.num_outside for cut in cuts)
+    # This process has the generator of one rank.
+    found["leases"] = sorted(pid for pid, _ in leases) == sorted([os.getpid(), cuts[0].pid])
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind", ["tiny", pytest.param("llama", marks=long), pytest.param("qwen3", marks=long)]
+)
+def test_two_ranks_sample_what_one_samples_and_read_their_boxes_alone(
+    tmp_path: pathlib.Path, kind: str
+) -> None:
+    """The tiny policy's kind has biases, llama's last matrix is not tied, qwen3 norms each head."""
+    [found] = play_scenes(tmp_path / "scene", f"cut:{KINDS_TO_CUT.index(kind)}")
+    print(found)
+    assert found["is_same"] == [True, True, True]
+    assert found["versions"] == [0, 1, 2]
+    assert max(*found["k3"], found["mixed_k3"]) < m.MAX_K3["float32"]
+    assert found["mixed_versions"] > 1
+    # Half of the layers, and the whole of the rest.
+    assert all(0.5 < seen < 0.6 for seen in found["seen"])
+    assert found["copied_bytes"] == 0
+    assert found["num_outside"] == 0
+    assert found["leases"]
+
+
+def test_ranks_of_different_versions_would_be_found_out(tmp_path: pathlib.Path) -> None:
+    [found] = play_scenes(tmp_path / "scene", "careless")
+    print(found)
+    assert found["k3"][0] < m.MAX_K3["float32"]
+    assert found["k3"][1] > 100 * m.MAX_K3["float32"]
+
+
+class NotedTeam:
+    """In place of the other ranks: notes what they hear, and what is leased when all meet."""
+
+    def __init__(self, arena: m.Arena) -> None:
+        self.arena = arena
+        self.noted: list[str] = []
+
+    def tell(self, order: Any) -> None:
+        self.noted.append(type(order).__name__)
+
+    def meet(self) -> None:
+        slots = [slot for _, slot in self.arena.leases()]
+        self.noted.append(f"meet, leased {slots}")
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["points", "copies"])
+def test_ranks_meet_before_a_slot_is_left_and_when_all_have_taken_the_next(copies: bool) -> None:
+    writer = m.ShardWriter(two_tensors(), 1, rank=0, num_ranks=1)
+    team: Any = NotedTeam(writer.arena)
+    reader = m.LeadingReader(team, writer.arena.handle, 0, two_tensors())
+    reader.copies = copies
+    for version in range(2):
+        writer.publish(version)
+        assert reader.pull() == version
+        assert reader.pull() == version  # there is nothing to tell
+    held = "[]" if copies else "[0]"
+    assert team.noted == [
+        "AttachOrder",
+        *("StopOrder", "meet, leased []", "TakeOrder", "meet, leased [0]"),
+        *("StopOrder", f"meet, leased {held}", "TakeOrder", "meet, leased [1]"),
+    ]
+    assert len(writer.arena.leases()) == (not copies)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "line"),
+    [
+        ("qwen2", {}, "1 heads of keys and values, for 2 ranks"),
+        ("gpt2", {}, "no plan"),
+        ("mixtral", {"num_local_experts": 2}, "cannot be cut: .*expert"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(
+    kind: str, changes: dict[str, Any], line: str
+) -> None:
+    if changes:
+        config = m.transformers.AutoConfig.for_model(kind, hidden_size=32, **changes)
+        with torch.device("meta"):
+            model = m.transformers.AutoModelForCausalLM.from_config(config)
+    else:
+        model = new_model(kind, 19)
+    with pytest.raises(ValueError, match=line):
+        m.cuts_of(model, 2)
+
+
+def test_heads_that_ranks_cannot_share_are_told_before_a_run(refused: Refused) -> None:
+    assert "2 heads of keys and values, for 3 ranks" in refused("--tensor-parallel", 3)
+    assert m.parse(["--tensor-parallel", "2"]).cfg.tensor_parallel == 2
+
+
+def test_ranks_of_a_generator_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    cfg = m.Config(device="cuda", tensor_parallel=2)
+    found = []
+    for local_id in range(3):
+        place = m.Place(service="generator", replica_id=local_id, local_id=local_id)
+        found.append([m.device_of(cfg, place, rank) for rank in (0, 1)])
+    assert found[0] == ["cuda:1", "cuda:2"]
+    assert found[1] == ["cuda:3", "cuda:4"]
+    assert found[2] == found[0]  # they share
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="1 GPUs for generators of 2 ranks"):
+        m.device_of(cfg, m.Place(service="generator", replica_id=0), 0)
+
+
+async def lost_rank_scene(number: int) -> dict[str, Any]:
+    """A rank that does not lead gets a signal, while both generators have requests."""
+    cfg = m.Config(tensor_parallel=2, judges=1, max_new_tokens=60)
+    cluster = m.Cluster(cfg, is_warm=False)
+    await cluster.start()
+    before = await pids_of(cluster.generators)
+    requests = [cluster.rollout(prompts_from(8 * i, 8)) for i in range(4)]
+    going = [asyncio.ensure_future(request) for request in requests]
+    await asyncio.sleep(0.3)
+    num_done = sum(one.done() for one in going)
+    os.kill(before[1], number)
+    replies = await asyncio.gather(*going)
+    status = await cluster.generators.status(60.0)
+    after = await cluster.rollout(prompts_from(0, 8), min_version=0)
+    [trainer] = await pids_of(cluster.trainer)
+    answer = {
+        "why": [loss.why for loss in status.lost_replicas],
+        "num_done": num_done,
+        "num_replies": len([*replies, after]),
+        "num_new": len(set(status.pids) - set(before)),
+        "num_alive": sum(m.is_alive(pid) for pid in before),
+        "leases": len(await cluster._ask_trainer(m.Trainer.readers)),
+        "trainer": trainer > 0,
+    }
+    await cluster.close()
+    return answer
+
+
+def prompts_from(first: int, number: int) -> list[m.Prompt]:
+    return m.Sampler("repeat", 0).first(first + number)[first:]
+
+
+@pytest.mark.parametrize(
+    ("number", "why"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "stood still")]
+)
+def test_a_lost_rank_is_a_lost_generator(tmp_path: pathlib.Path, number: int, why: str) -> None:
+    """All requests are answered, by the other one or the next, and no rank of it is left."""
+    [found] = play_scenes(tmp_path / "scene", f"lost_rank:{int(number)}")
+    print(found)
+    assert found["num_done"] < 4
+    assert found["why"] == [why]
+    assert found["num_replies"] == 5
+    assert found["num_new"] == found["num_alive"] == 2
+    assert found["leases"] <= 2
+
+
+@pytest.mark.parametrize(
+    "how", [["sync_rl"], pytest.param(["async_rl", "--pull", "token"], marks=long)], ids=" ".join
+)
+def test_generators_and_trainers_of_two_ranks_run_through_the_stage(
+    tmp_path: pathlib.Path, quick_file: pathlib.Path, how: list[str]
+) -> None:
+    stage, *flags = how
+    flags += ["--tensor-parallel", "2", "--trainers", "2", "--steps", "10"]
+    run = run_file(tmp_path, "--only", stage, *flags, *FEW, file=quick_file)
+    # Ten steps of an untrained policy do not teach.
+    may_fail = {TOO_FEW_STEPS, "held-out exact, gained", "largest lag without the rule"}
+    failed = run.failed_checks(stage)
+    assert failed <= may_fail, run.out + run.err
+    assert run.left == []
+    assert "Traceback" not in run.out + run.err
+
+
 # -- a critic --------------------------------------------------------------------------------------
 
 
@@ -12683,6 +13018,9 @@ SCENES: dict[str, Callable[..., Any]] = {
     "async": async_scene,
     "critic": critic_scene,
     "critic_ranks": critic_ranks_scene,
+    "cut": cut_scene,
+    "careless": careless_scene,
+    "lost_rank": lost_rank_scene,
     "reward": reward_scene,
     "crossing": crossing_scene,
     "half_way": half_way_scene,
