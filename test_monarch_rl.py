@@ -7717,7 +7717,9 @@ async def climb(is_lost: bool) -> None:
 
     async def attach() -> list[m.WeightReader]:
         readers = []
-        for handle in await tree.arenas():
+        while None in (handles := await tree.arenas()):
+            await asyncio.sleep(0.1)
+        for handle in handles:
             assert handle is not None
             readers.append(m.WeightReader(handle, 0, {"weight": weight.clone()}))
         for reader in readers:
@@ -16758,7 +16760,9 @@ def test_the_plan_past_these_machines_is_what_its_recipe_prints(tmp_path: pathli
     rows = [line.strip("| ").split(" | ") for line in printed.splitlines()]
     assert len(rows) == 3 * 4 * 2
     by_case = {
-        tuple(cells[:3]): [float(cell.replace(",", "")) for cell in cells[3:]] for cells in rows
+        tuple(cells[:3]): [float(cell.replace(",", "")) for cell in cells[3:]]
+        for cells in rows
+        if "-" not in cells
     }
     # 14 GB to 8 hosts over 50 GB/s, all from one; and by three levels of 2, 4 and 2 hosts.
     whole, changes, tree, _, arena, small_arena = by_case["7B", "64", "400"]
