@@ -14781,6 +14781,7 @@ def test_checkpoints_cross_as_bulk_and_leave_nothing(tmp_path: pathlib.Path) -> 
         assert growth_mib(resident_mib) < 64, name  # 15 windows would be 480
 
 
+@long
 def test_without_one_sided_reads_a_checkpoint_is_a_message(tmp_path: pathlib.Path) -> None:
     content = "torch.frombuffer(bytearray(part.window), dtype=torch.uint8)"
     changes = {
@@ -14792,6 +14793,7 @@ def test_without_one_sided_reads_a_checkpoint_is_a_message(tmp_path: pathlib.Pat
     assert found["largest_message"] > MOST_IN_A_MESSAGE
 
 
+@long
 def test_windows_that_are_not_dropped_stay_in_memory(tmp_path: pathlib.Path) -> None:
     file = changed_file(tmp_path / "other", {"windows are dropped": "pass"})
     [found] = play_scenes(tmp_path / "scene", "crossing", file=file)
