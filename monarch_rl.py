@@ -9572,9 +9572,9 @@ class Generator(Worker):
 #     down           the left half     the right half     what its numbers add to each number
 #     all else       the whole         the whole          the same as the other one
 #
-# (torch multiplies by the transposed matrix: an upper half makes half of the results, a left half
-# takes half of what comes in.) Behind o, and behind down, all ranks add up what they have, and that
-# is all that passes between them in a layer. Keys and values are those of a rank's own heads.
+# (A row of the weight makes one number of what comes out, a column takes one of what comes in.)
+# Behind o, and behind down, all ranks add up what they have, and that is all that passes between
+# them in a layer. Keys and values are those of a rank's own heads.
 #
 # The halves are boxes of section 8. Each rank views its own in the slot, whatever ranks of the
 # trainer have written there, so to pull costs as little as with one rank: nothing is copied. (On
@@ -9584,14 +9584,15 @@ class Generator(Worker):
 # be asked N times, and sums that differ in their last digit could make ranks draw two tokens. It
 # tells the others which tokens to compute with. And it alone has a lease, which holds for all:
 #
-#     rank 0     "stop" | all meet | leases slot 2 | "take slot 2" | views it | all meet | "a step"
-#     rank 1     ends its step     |                hears that     | views it | all meet | computes
+#     rank 0     "stop" | 1. meet | leases slot 2 | "take slot 2" | views it | 2. meet | "a step"
+#     rank 1     ends its step    |                hears that     | views it | 2. meet | computes
 #
-# So nobody reads a slot that rank 0 has left, or computes under another version than rank 0, and an
-# arena has as many slots as with generators of one rank.
+# From 1. on nobody reads the slot before, and from 2. on all view the new one. So nobody reads a
+# slot that rank 0 has left, or computes under another version than rank 0, and an arena has as many
+# slots as with generators of one rank.
 #
-# To the service they are one replica: if one is lost, all of them are replaced. Of a rank that
-# cannot go on the others would wait for the next sum, so it ends its process.
+# To the service they are one replica: if one is lost, all of them are replaced. If a rank cannot go
+# on, the others would wait for its part of the next sum for ever. So it ends its process.
 
 # How the plan of a model in transformers calls these two ways to cut a matrix.
 CUT_STYLES = ("colwise", "rowwise")
@@ -9641,7 +9642,7 @@ class Team:
         tensor_parallel.apply_tensor_parallelism(model, mesh, cuts_of(model, self.num_ranks))
 
     def tell(self, order: Any) -> None:
-        """For rank 0. It returns without waiting for the others."""
+        """For rank 0. It returns when the others have heard it."""
         torch.distributed.broadcast_object_list([order], 0, group=self.words)
 
     def hear(self) -> Any:
@@ -9713,26 +9714,29 @@ class LeadingReader(ShardReader):
     ) -> None:
         super().__init__(handle, reader, tensors)
         self.team = team
-        team.tell(AttachOrder(handle=handle))
+        with ending_process():
+            team.tell(AttachOrder(handle=handle))
 
     def lease(self) -> tuple[int, int]:
         """As in section 7, when no rank reads the slot before any more."""
-        self.team.tell(StopOrder())
-        self.team.meet()
+        with ending_process():
+            self.team.tell(StopOrder())
+            self.team.meet()
         return super().lease()
 
     def _take(self, slot: int) -> None:
         """Makes the tensors of all ranks what a slot holds."""
-        self.team.tell(TakeOrder(slot=slot))  # mechanism: all ranks take it
-        super()._take(slot)
-        self.team.meet()  # after this the lease may be given back, as on GPUs
+        with ending_process():
+            self.team.tell(TakeOrder(slot=slot))  # mechanism: all ranks take it
+            super()._take(slot)
+            self.team.meet()  # after this the lease may be given back, as on GPUs
 
 
 class FollowingReader(ShardReader):
     """The reader of another rank. It leases nothing.
 
-    It has the number of rank 0's reader, whose word it clears when it is made: that one has no
-    lease then, for it takes its first one when this has come to `meet`.
+    It has the same number as rank 0's reader. To make it clears that reader's word, which names no
+    slot yet: rank 0 takes its first lease when all ranks have met.
     """
 
     def take(self, slot: int) -> None:
@@ -10212,7 +10216,11 @@ class Cluster(SamplingCalls):
         # 2. The weights of the very first one are version 0 for all runs and all later trainers.
         if not self.base:
             path_of_base = unnamed_file("version 0")
-            await self.save(path_of_base, "")
+            try:
+                await self.save(path_of_base, "")
+            except TrainerLost:
+                close_unnamed_file(path_of_base)  # the next trainer gets another one
+                raise
             self.base = path_of_base
         # 3. It becomes what the checkpoint says, and publishes that.
         base = self.base if path and self.cfg.kl else ""  # mechanism: only what is needed
@@ -15864,7 +15872,7 @@ class RelayTree:
 # -- 16f. Checkpoints ------------------------------------------------------------------------------
 # The main process has the checkpoints, and the trainer reads and writes files of its own host. So
 # they cross as weights do, by one-sided reads and writes, and messages have handles only. They go
-# through a window, memory of the main process, of as many pieces as are under way at the same time:
+# through a window, memory of the main process, of as many pieces as cross at the same time:
 #
 #     main process                    trainer
 #     file --> window  <==reads==     file in memory --> Trainer.load
@@ -16013,7 +16021,8 @@ class SendingCluster(CriticCluster):
             yield window
         finally:
             await window.close()
-        await self._ask_trainer(HostsTrainer.close_files)
+            with contextlib.suppress(TrainerLost):  # then its files are gone, too
+                await self._ask_trainer(HostsTrainer.close_files)
 
     async def _send(self, path: str, window: Window) -> str:
         """Sends a file to the trainer. Returns its path there."""
