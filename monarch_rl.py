@@ -15471,14 +15471,16 @@ class RemoteWords:
 
     async def _cross(self, transfer: Callable[..., Awaitable[None]], word: torch.Tensor) -> None:
         """Reads a word, or writes one."""
+        if self.heard_s is None:  # from here on it waits for an answer
+            self.heard_s = time.monotonic()
         await answered(transfer(word, timeout=self.WORD_DEADLINE_S))
         self.heard_s = time.monotonic()
 
 
 # -- 16d. The relay --------------------------------------------------------------------------------
-# An actor on another host that takes these steps whenever there is a version that it has not. Most
-# fail because the trainer was lost, or the way to it, so they are tried again; a relay that cannot
-# go on ends itself, and its service makes another.
+# An actor on another host that takes these steps whenever there is a version that it has not. A
+# step mostly fails because the trainer was lost, or the way to it. So all of them are tried again;
+# a relay that cannot go on ends itself, and its service makes another.
 
 
 @dataclass(frozen=True)
@@ -15774,7 +15776,7 @@ class Relay(Worker):
 # requests go to hosts that have.
 
 
-WAITS_FOR_HOST_S = 30 * 24 * 3600.0
+WAITS_FOR_HOST_S = 30 * 24 * 3600.0  # as good as for ever: it may come back at any time
 
 
 class FarRelay(Relay):

@@ -7942,6 +7942,32 @@ def test_each_relay_of_a_tree_takes_its_own_way() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.usefixtures("small_pieces")
+def test_who_gets_no_answer_after_a_failure_is_known_to_wait() -> None:
+    """Unpacking is no waiting. But the next look is, though the reading before it has failed."""
+
+    async def scene() -> None:
+        chain = Chain(m)
+        await chain.fetch()
+        chain.publish(1, 100)
+        waits = []
+
+        def breaks(name: str) -> None:
+            waits.append(chain.first.heard_s is not None)
+            if name == "changes":
+                raise OSError("the cable")
+
+        chain.upper.strike = breaks
+        with pytest.raises(m.Unreachable):
+            await chain.first.fetch_if_new()
+        assert chain.first.heard_s is None
+        with pytest.raises(m.Unreachable):
+            await chain.first.fetch_if_new()
+        assert all(waits)
+
+    asyncio.run(scene())
+
+
 class Away(m.Host):
     """A host that is not here."""
 
