@@ -15250,9 +15250,9 @@ class RelayedWriter(ShardWriter):
         start_s = time.time()
         delta.clear()
         slot = self.arena.slots[number]
-        before_version, before = self.newest or (-1, slot)
+        before_version, before = self.newest or (None, slot)
         self.newest = (version, slot)
-        if before_version != version - 1:
+        if before_version != version - 1:  # also of the first, before which there is none
             return
         if self.num_resting:
             self.num_resting -= 1
