@@ -6421,8 +6421,12 @@ def test_ten_thousand_reads_under_attack_and_none_is_torn(peers: Peers) -> None:
 
 @dataclass
 class ThreeReaders:
-    """Of one trainer, which publishes without a pause. They serve one attack after the other."""
+    """Of one trainer, which publishes without a pause. They serve one attack after the other.
 
+    Between attacks the trainer is stopped, so that other tests have its core.
+    """
+
+    trainer: Peer
     handle: m.ArenaHandle
     readers: list[Peer]
 
@@ -6434,10 +6438,12 @@ class ThreeReaders:
             num_reads=num_reads,
             weakness=weakness,
         )
+        self.trainer.signal(signal.SIGCONT)
         for reader in self.readers:
             reader.tell(order)
         while not all(reader.has_answered() for reader in self.readers):
             stop_at_random(rng, self.readers)
+        self.trainer.signal(signal.SIGSTOP)
         found = Attack()
         for reader in self.readers:
             found.add(reader.answer())
@@ -6467,7 +6473,8 @@ def three_readers() -> Iterator[ThreeReaders]:
         attach(readers, handle, num_reads=0)
         for reader in readers:
             assert reader.answer().num_reads == 0
-        yield ThreeReaders(handle=handle, readers=readers)
+        trainer.signal(signal.SIGSTOP)
+        yield ThreeReaders(trainer=trainer, handle=handle, readers=readers)
 
 
 def test_the_attack_tears_reads_whose_leases_are_given_back(three_readers: ThreeReaders) -> None:
