@@ -15204,7 +15204,7 @@ class RelayedWriter(ShardWriter):
         self.newest: tuple[int, torch.Tensor] | None = None  # version and slot of the newest delta
         self.num_resting = 0  # versions that come before it searches again
         self.making: concurrent.futures.Future[None] | None = None
-        self.remote: RemoteHandle | None = None  # for the first relay that asked
+        self.offer: Offer | None = None  # None before a relay has asked
 
     def start(self, version: int) -> None:
         """As in WeightWriter; then the thread makes a delta."""
@@ -15276,10 +15276,9 @@ class RelayedWriter(ShardWriter):
             self.deltas = [Delta(slot_bytes) for _ in self.arena.slots]
             if self.copying:
                 self._submit()
-        if self.remote is None:
-            self.remote = remote_handle(self.arena, reader, self.deltas)
-        # Of the slots one set of handles is enough: what Monarch has registered it keeps.
-        return dataclasses.replace(self.remote, leases=lease_handles(self.arena, reader))
+        if self.offer is None:
+            self.offer = Offer(self.arena, self.deltas)
+        return self.offer.for_relay(reader)
 
 
 class QuickerWay:
@@ -15299,7 +15298,7 @@ class QuickerWay:
         self.times_s: dict[str, collections.deque[float]] = {}  # by way, the last of them
         for way in self.WAYS:
             self.times_s[way] = collections.deque(maxlen=self.NUM_TIMES)
-        self.last = ""
+        self.last = ""  # the way that was taken last
         self.spent_s = 0.0  # on that way, one version after the other
 
     def choose(self) -> str:
@@ -15398,6 +15397,21 @@ def lease_handles(arena: Arena, reader: int) -> list[RDMABuffer]:
     """Of the words of a relay. reader: as above."""
     first = Arena.LEASES + reader
     return [RDMABuffer(word) for word in header_words(arena)[first : first + LEASES_PER_RELAY]]
+
+
+class Offer:
+    """What all relays that read from one arena need. Handles of its slots are made once.
+
+    One set of them is enough, and what Monarch has registered it keeps.
+    """
+
+    def __init__(self, arena: Arena, deltas: Sequence[Delta]) -> None:
+        self.arena = arena
+        self.remote = remote_handle(arena, 0, deltas)
+
+    def for_relay(self, reader: int) -> RemoteHandle:
+        """For the relay whose first lease has this number."""
+        return dataclasses.replace(self.remote, leases=lease_handles(self.arena, reader))
 
 
 def remote_delta(delta: Delta) -> RemoteDelta:
@@ -15683,7 +15697,7 @@ class Relay(Worker):
         self.num_failures = 0
         self.num_in_row = 0
         self.last_failure = ""
-        self.remote_to_me: RemoteHandle | None = None  # for the first relay that asked
+        self.offer: Offer | None = None  # None before a relay has asked
 
     async def prepare(self) -> ArenaHandle:
         """Makes an arena for this host. Answers with its handle."""
@@ -15707,10 +15721,9 @@ class Relay(Worker):
     @endpoint
     async def remote(self, reader: int) -> RemoteHandle:
         """For a relay that reads from this one, as in RelayedTrainer."""
-        arena = self.reader.arena
-        if self.remote_to_me is None:
-            self.remote_to_me = remote_handle(arena, reader, self.reader.deltas)
-        return dataclasses.replace(self.remote_to_me, leases=lease_handles(arena, reader))
+        if self.offer is None:
+            self.offer = Offer(self.reader.arena, self.reader.deltas)
+        return self.offer.for_relay(reader)
 
     async def _follow(self) -> None:
         """The relay's loop: looks every few ms / produces versions / ends with its process.
