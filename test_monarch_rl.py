@@ -7556,6 +7556,26 @@ def test_after_a_search_in_vain_some_versions_are_not_searched() -> None:
     assert num_searches == 2 * len(delta.sizes)
 
 
+@pytest.mark.parametrize(("num_whole", "rests"), [(23, True), (22, False)])
+def test_a_search_that_saves_next_to_nothing_is_in_vain(
+    num_whole: int, rests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 25 pieces, nine in ten: the last piece, or one that is frozen, may have a delta."""
+    monkeypatch.setattr(m, "PIECE_BYTES", 4096)
+    weight = torch.zeros(25 * 2048 - 1024, dtype=torch.bfloat16)
+    writer = m.RelayedWriter({"w": weight}, m.LEASES_PER_RELAY, 0, 1)
+    writer.deltas = [m.Delta(slot.nbytes) for slot in writer.arena.slots]
+    assert len(writer.deltas[0].sizes) == 25
+    for version in (0, 1):
+        weight[: num_whole * 2048] = float(version)
+        writer.publish(version)
+        assert writer.making is not None
+        writer.making.result()
+    _, slot = writer.arena.latest()
+    assert writer.deltas[slot].num_whole() == num_whole
+    assert bool(writer.num_resting) == rests
+
+
 def test_a_search_that_holds_up_the_next_copy_is_followed_by_a_rest() -> None:
     """Else a trainer of short steps would wait for it in each of them."""
     writer = relayed_writer()
