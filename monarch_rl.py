@@ -221,6 +221,8 @@ TEMPLATE_FLAG = "--template"  # by which a process knows that it is one
 STARTS_FILE = "MONARCH_RL_STARTS_FILE"
 STARTS_NAME = "MONARCH_RL_STARTS_NAME"
 WORKER_MODULE = "monarch._src.actor.bootstrap_main"  # what Monarch runs in each process it starts
+# And of a process on another host: the life of that host (Host.life, in section 5).
+LIFE_VARIABLE = "MONARCH_RL_LIFE"
 
 # What trainers and generators of the tiny policy need, and mostly those of other models.
 SLOW_IMPORTS = (
@@ -365,6 +367,7 @@ from monarch.actor import (
     attach_to_workers,
     concurrent_endpoint,
     current_rank,
+    current_size,
     enable_transport,
     endpoint,
     get_or_spawn_controller,
@@ -525,6 +528,9 @@ class Config:
         1.0, "logits are divided by it, in sampling and in training", least=0.01
     )
     trainers: int = setting(1, "ranks over which the trainer is sharded with FSDP2", least=1)
+    trainer_hosts: int = setting(
+        1, "of --hosts, the first so many share these ranks evenly", least=1
+    )
     tensor_parallel: int = setting(
         1, "ranks of a generator, among which its layers are cut", least=1
     )
@@ -1771,6 +1777,14 @@ def starts_file() -> str:
     return unnamed_file("starts")
 
 
+THIS_MACHINE = "here"  # the name of its life
+
+
+def my_life() -> str:
+    """The life of the host on which this process runs."""
+    return os.environ.get(LIFE_VARIABLE, THIS_MACHINE)
+
+
 class Host:
     """Where processes can be started: this machine.
 
@@ -1786,11 +1800,22 @@ class Host:
         After a loss it is another name, so that whoever remembers the old one sees that all
         processes of that time are gone. This machine has one life: if it is lost, so are we.
         """
-        return "here"
+        return THIS_MACHINE
 
     def is_here(self) -> bool:
         """Can processes be started there now?"""
         return self.life() != ""
+
+    def still_has(self, life: str) -> bool:
+        """May processes that were started in this life still run there?"""
+        return self.life() == life
+
+    async def present(self) -> Host:
+        """Where a replica that belongs here is started now: here.
+
+        A host that is several machines (section 16) leaves out those that are lost.
+        """
+        return self
 
     def expect_models(self) -> None:
         """Workers with a model will be started here: what they import is imported from now on."""
@@ -1912,6 +1937,7 @@ class PulseHandle:
     # When it started, as the system counts it: a process that gets its id later has another number.
     # None: nobody has noted it, so this process can be looked at, and gets no signal.
     started: int | None = None
+    life: str = THIS_MACHINE  # of the host on which it runs
 
 
 class Pulse:
@@ -1929,6 +1955,7 @@ class Pulse:
             pid=os.getpid(),
             path=unnamed_file("pulse"),
             started=start_of(os.getpid()),
+            life=my_life(),
         )
         with open(self.handle.path, "r+b") as file:
             file.truncate(mmap.PAGESIZE)
@@ -2040,7 +2067,7 @@ class Worker(Actor):
         self.rank = current_rank().rank
         self.recorder = Recorder(f"{place.service} {place.replica_id}.{self.rank}")
         self.pulse = Pulse()  # subclasses call its `advance` whenever they got something done
-        self.meeting_file = ""  # "" until somebody asks for it
+        self.meeting_point = ""  # "" until somebody asks for it
         self.meets_at = ""  # of several ranks: that of rank 0, from `setup` on
 
     @endpoint
@@ -2054,13 +2081,14 @@ class Worker(Actor):
 
     @endpoint
     async def meeting_place(self) -> str:
-        """Where the ranks can find each other: a file on the host of rank 0, always the same one.
+        """Where the ranks can find each other, always the same place; that of rank 0 counts."""
+        if not self.meeting_point:
+            self.meeting_point = self.make_meeting_place()
+        return self.meeting_point
 
-        They may look into it as long as they live, so it is closed with this process.
-        """
-        if not self.meeting_file:
-            self.meeting_file = unnamed_file("meeting place")
-        return self.meeting_file
+    def make_meeting_place(self) -> str:
+        """A file of this host. Ranks may look into it as long as they live: it ends with us."""
+        return unnamed_file("meeting place")
 
     @endpoint
     async def setup(self, store: Telemetry | None = None, meeting_place: str = "") -> Any:
@@ -2252,7 +2280,7 @@ class Replica:
 
     def send_signal(self, number: int) -> None:
         """To the processes of all its ranks, if their host has not been lost since."""
-        if self.host.life() == self.host_life:
+        if self.host.still_has(self.host_life):
             self.host.signal([watch.pulse for watch in self.watches], number)
 
     async def end(self) -> None:
@@ -2262,7 +2290,7 @@ class Replica:
         politely. On another host, before its process ids are known, only Monarch's own, polite end
         is left.
         """
-        if self.host.life() != self.host_life:
+        if not self.host.still_has(self.host_life):
             return  # its processes ended with that life of their host
         # Without a pulse only the ids are known that they have noted. By now such an id may be that
         # of somebody else, so of these only what descends from this process is killed.
@@ -2271,6 +2299,8 @@ class Replica:
         self.send_signal(signal.SIGKILL)
         self.pids = []
         self.watches = []
+        if self.host.life() != self.host_life:  # of several machines some are lost (section 16)
+            return  # for these Monarch would wait in vain; the others have had their signal
         # ValueError: they could not be made, so there are none. RuntimeError: they were killed
         # while Monarch was making them. It waits for them for half a minute before it raises that.
         with contextlib.suppress(ValueError, RuntimeError):  # mechanism: killed in the making
@@ -2348,7 +2378,7 @@ class Supervisor(Actor):
         # 2. A process, and an actor in it. On this machine both calls return before anything has
         # happened.
         place = self.spec.place(replica_id)
-        host = self.spec.hosts[place.host]
+        host = await self.spec.hosts[place.host].present()
         name = f"{self.spec.name}_{replica_id}_{time.monotonic_ns()}"
         starts = Starts(name, self.spec.replica_class.has_model)
         procs = await host.spawn(starts, self.spec.num_ranks)
@@ -2828,7 +2858,8 @@ class ReplicaKeeper(Supervisor):
         A mistake is raised, which ends the keeper, and `_ready` tells whoever waits.
         """
         made = self.replicas.get(replica_id)
-        life = self._host_of(replica_id).life()
+        host = made.host if made else self._host_of(replica_id)
+        life = host.life()
         was_here = made is None or made.host_life == life  # not lost, and here again, meanwhile
         if life and was_here:
             is_too_slow = made is not None and made.is_lost_for("setup too slow")
@@ -3434,6 +3465,10 @@ class Manifest:
         """The specs without those that are stored under an earlier name."""
         return [spec for spec in self.specs if spec.tied_to == spec.name]
 
+    def num_bytes(self) -> int:
+        """Of all tensors, without what lies between them."""
+        return sum(spec.num_bytes for spec in self.stored_specs())
+
 
 def round_up(number: int, multiple: int) -> int:
     """The smallest multiple that is not below the number: 70 and 64 give 128."""
@@ -3842,6 +3877,11 @@ def attach_arena(
         ours = here.get(name)
         is_same = theirs and ours and theirs.same_tensor_as(ours)
         require(is_same, f"{name}: {theirs} there, {ours} here")
+    return map_arena(handle)
+
+
+def map_arena(handle: ArenaHandle) -> Arena:
+    """The same arena, for a process that has no tensors. WeightMismatch: it is gone."""
     path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
     try:
         with open(path, "r+b", buffering=0) as file:
@@ -4233,10 +4273,12 @@ class WeightReader(Side):
 def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
     """Makes this process a member of a process group: gloo for CPU tensors, NCCL for GPUs.
 
-    meeting_place: an unnamed_file, the same for all ranks, in which they find each other.
+    meeting_place: the same for all ranks, where they find each other: an unnamed_file, or, of ranks
+    on several hosts (section 16), a store of torch's, tcp://ADDRESS:PORT.
     """
+    is_file = not meeting_place.startswith("tcp://")
     torch.distributed.init_process_group(
-        init_method=f"file://{meeting_place}",
+        init_method=f"file://{meeting_place}" if is_file else meeting_place,
         rank=rank,
         world_size=num_ranks,
     )
@@ -4905,9 +4947,13 @@ class ShardWriter(WeightWriter):
         slot = self.arena.free_slot()
         self._say(version * Arena.MAX_SLOTS + slot)  # the others may begin
         self._write(slot)
-        for rank in range(1, self.num_ranks):
-            self._word_of(rank, version)  # waits until it has written  # mechanism: wait for all
+        self._await_others(version, slot)
         self.arena.commit(version, slot)
+
+    def _await_others(self, version: int, slot: int) -> None:
+        """Returns when all others have written into that slot."""
+        for rank in range(1, self.num_ranks):
+            self._word_of(rank, version)  # mechanism: wait for all
 
     def _copy_as_another(self, version: int) -> None:
         """The lower half of the drawing: writes into the slot that rank 0 has named."""
@@ -8463,8 +8509,7 @@ class TrainState:
 
     def prepare_optimizer(self, cfg: Config) -> None:
         """Makes a fresh optimizer and schedule, for a run with this Config."""
-        # All of this Config but its device: each rank has one of its own, such as cuda:1.
-        self.cfg = dataclasses.replace(cfg, device=self.cfg.device)
+        self.cfg = as_on(self.cfg, cfg)
         assert not cfg.kl or self.reference is not None, "it began without --kl: no reference"
         self.model.zero_grad()  # a step that raised may have left a part of a gradient
         self.entropy_bonus = entropy_bonus(cfg)
@@ -8812,6 +8857,11 @@ def max_generators(cfg: Config) -> int:
     return cfg.max_generators or cfg.generators + 1
 
 
+def trainers_per_host(cfg: Config) -> int:
+    """How many ranks of the trainer each host has that has some."""
+    return cfg.trainers // cfg.trainer_hosts
+
+
 def generators_per_host(cfg: Config) -> int:
     """How many of them a host has at most, for they go round the hosts."""
     return math.ceil(max_generators(cfg) / len(cfg.hosts.split(",")))
@@ -8824,7 +8874,7 @@ LEASES_PER_RELAY = 2
 
 def num_readers_of_trainer(cfg: Config) -> int:
     """How many leases the trainer's arena has: of the generators of its host, and of relays."""
-    num_relays = len(cfg.hosts.split(",")) - 1
+    num_relays = len(cfg.hosts.split(",")) - cfg.trainer_hosts
     num_here = min(num_relays, cfg.relay_fanout or num_relays)  # the others read from relays
     return generators_per_host(cfg) + LEASES_PER_RELAY * num_here
 
@@ -8837,24 +8887,26 @@ def has_critic(cfg: Config) -> bool:
 def device_of(cfg: Config, place: Place, rank: int) -> str:
     """On what device a worker computes: "cpu", or "cuda:0" and so on.
 
-    Trainer ranks have the first GPUs of the first host, one each. Those of a critic (section 14)
-    have the next ones, if then one is left, and else those of the trainer. All others, generators
-    above all, share the other GPUs of their host, or all of them if there are no others.
-    ValueError: there are too few.
+    rank: among those of this host. Trainer ranks have the first GPUs of their hosts, one each.
+    Those of a critic (section 14) have the next ones, if then one is left, and else those of the
+    trainer. All others, generators above all, share the other GPUs of their host, or all of them if
+    there are no others. ValueError: there are too few.
     """
     if cfg.device == "cpu":
         return "cpu"
     every = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    is_apart = len(every) > 2 * cfg.trainers  # a critic has GPUs of its own
+    num_trainers = trainers_per_host(cfg)
+    is_apart = len(every) > 2 * num_trainers  # a critic has GPUs of its own
     if place.service in ("trainer", "critic"):
-        number = rank + (cfg.trainers if place.service == "critic" and is_apart else 0)
+        number = rank + (num_trainers if place.service == "critic" and is_apart else 0)
         if number >= len(every):
             raise ValueError(f"{len(every)} GPUs, each trainer needs one")
         return every[number]
     if not every:
         raise ValueError("no GPU on this host")
-    num_taken = cfg.trainers * (2 if has_critic(cfg) and is_apart else 1) if place.host == 0 else 0
-    others = every[num_taken:] or every
+    num_taken = num_trainers * (2 if has_critic(cfg) and is_apart else 1)
+    others = every[num_taken:] if place.host < cfg.trainer_hosts else every
+    others = others or every
     num_ranks = cfg.tensor_parallel if place.service == "generator" else 1
     if num_ranks > len(others):  # NCCL wants a GPU for each member of a group
         raise ValueError(f"{len(others)} GPUs for generators of {num_ranks} ranks")
@@ -8871,7 +8923,7 @@ def num_threads(cfg: Config) -> int:
         return cfg.threads
     num_cores = len(os.sched_getaffinity(0))
     num_hosts = len(cfg.hosts.split(","))
-    num_training = cfg.trainers * (2 if has_critic(cfg) else 1)
+    num_training = trainers_per_host(cfg) * (2 if has_critic(cfg) else 1)
     num_generators = math.ceil(cfg.generators / num_hosts)  # on one host, at most
     num_here = num_training + num_generators * cfg.tensor_parallel
     if cfg.reward == "model":
@@ -8933,6 +8985,17 @@ def share_of_rate(cfg: Config, num_done: int) -> float:
 #
 # So one layer is whole at a time, and of what lies around the layers (embedding, last matrix) one
 # more whole. A generator's weights are the same ones, cast the same way, so both round alike.
+
+
+def as_on(here: Config, cfg: Config) -> Config:
+    """Of a run's Config what holds for a rank. here: with its own device, and how many ranks are.
+
+    Each rank has a device, such as cuda:1; and of a trainer over several hosts (section 16) there
+    are fewer ranks than were asked for while one of these hosts is lost.
+    """
+    return dataclasses.replace(
+        cfg, device=here.device, trainers=here.trainers, trainer_hosts=here.trainer_hosts
+    )
 
 
 def needs_group(cfg: Config) -> bool:
@@ -9226,6 +9289,14 @@ class LoadRequest:
     cfg: Config  # of the run
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank computes."""
+
+    device: str
+    life: str  # of its host
+
+
 class RankedWorker(Worker):
     """A worker with a network, which may be sharded over several ranks.
 
@@ -9237,16 +9308,23 @@ class RankedWorker(Worker):
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place)
         self.cfg = cfg
+        # How many ranks there are, and on how many hosts: mostly as many as the Config says.
+        shape = current_size()
+        self.num_hosts = shape.get("hosts", 1)
+        self.num_ranks = math.prod(shape.values())
 
-    async def prepare(self) -> str:
-        """Builds what it computes with. Answers with its device."""
-        device = device_of(self.cfg, self.place, self.rank)
+    async def prepare(self) -> Seat:
+        """Builds what it computes with. Answers with where that is."""
+        local_rank = self.rank % (self.num_ranks // self.num_hosts)
+        device = device_of(self.cfg, self.place, local_rank)
         torch.set_num_threads(num_threads(self.cfg))
-        self.cfg = dataclasses.replace(self.cfg, device=device)
+        self.cfg = dataclasses.replace(
+            self.cfg, device=device, trainers=self.num_ranks, trainer_hosts=self.num_hosts
+        )
         if device != "cpu":
             torch.cuda.set_device(device)  # FSDP2 and streams ask for the present one
         self.build()
-        return device
+        return Seat(device=device, life=my_life())
 
     def build(self) -> None:
         """Here subclasses make their network, with content on rank 0 only."""
@@ -9254,8 +9332,6 @@ class RankedWorker(Worker):
 
 class Trainer(RankedWorker):
     """Steps and publishes: the actor around a TrainState and a ShardWriter."""
-
-    writer_class = ShardWriter
 
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place, cfg)
@@ -9278,16 +9354,20 @@ class Trainer(RankedWorker):
             if self.cfg.device == "cpu" and not needs_group(self.cfg):
                 # (FSDP has its own memory, and memmove does not copy from a GPU.)
                 move_together(weights_of(self.policy.model))
-            self.writer = self.writer_class.join(
+            self.writer = self.new_writer(
                 weights_of(self.policy.model),
                 request.num_readers,
-                self.rank,
-                self.cfg.trainers,
                 dtype=dtype_of(self.cfg),
                 note=self._note_copy,
                 num_copying=num_copying_per_host(self.cfg),
             )
         return self.writer.arena.handle
+
+    def new_writer(
+        self, weights: dict[str, torch.Tensor], num_readers: int, **options: Any
+    ) -> ShardWriter:
+        """What it publishes these with. All ranks call it at once. options: as of ShardWriter."""
+        return ShardWriter.join(weights, num_readers, self.rank, self.num_ranks, **options)
 
     def _note_copy(self, what: str, start_s: float) -> None:
         """Copies run in a thread, beside the steps: they have a row of their own in a trace."""
@@ -9333,9 +9413,10 @@ class Trainer(RankedWorker):
         """Becomes what a checkpoint says, and publishes that. Answers with the run's part of it."""
         state, writer = self._begun()
         writer.wait()
-        found = read_together(request.checkpoint, request.cfg, self.rank)
-        base = read_together(request.base, request.cfg, self.rank) if request.base else found
-        become(state, found, base, request.cfg)
+        cfg = as_on(self.cfg, request.cfg)
+        found = read_together(request.checkpoint, cfg, self.rank)
+        base = read_together(request.base, cfg, self.rank) if request.base else found
+        become(state, found, base, cfg)
         writer.start(state.version)
         return found["state"]
 
@@ -10157,8 +10238,9 @@ class Cluster(SamplingCalls):
         self.errors = TellOnce(tell)
         self.hosts = self.hosts_of(cfg)
         specs = specs_of(cfg, self.hosts, self.trainer_class)
+        trainer = dataclasses.replace(specs["trainer"], hosts=(self.trainer_host(),))
         judge = dataclasses.replace(specs["judge"], replica_class=self.judge_class or Judge)
-        self.trainer = Service(specs["trainer"])
+        self.trainer = Service(trainer)
         self.generators = Service(specs["generator"])
         self.judges = Service(judge)
         self.services = [self.trainer, self.generators, self.judges]
@@ -10172,6 +10254,10 @@ class Cluster(SamplingCalls):
     def hosts_of(self, cfg: Config) -> tuple[Host, ...]:
         """The hosts of a run, that of the trainer first. Here: this machine alone."""
         return (Host(),)
+
+    def trainer_host(self) -> Host:
+        """Where the trainer is: on the first of them."""
+        return self.hosts[0]
 
     @property
     def num_generators(self) -> int:
@@ -10261,6 +10347,12 @@ class Cluster(SamplingCalls):
     async def other_parts(self) -> tuple[str, ...]:
         """Files with what others than the trainer have to save: here nobody has."""
         return ()
+
+    async def after_checkpoint(self) -> None:
+        """A checkpoint of a run was saved, and more steps follow: nothing would be lost now.
+
+        Section 16 has use for such a moment.
+        """
 
     def remember(self, path: str, owner: object) -> None:
         """If the trainer is lost outside of a run, the next one becomes what this checkpoint says.
@@ -10352,12 +10444,17 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
     With --kl also where the reference is.
     """
     rows = [{"host": host.address or "this host"} for host in cluster.hosts]
+    lives = [host.life() for host in cluster.hosts]
     for service in cluster.services:
-        answers = (await service.status()).answers
-        for number, row in enumerate(rows):
-            here = [answers[place] for place in answers if place.host == number]
-            devices = [str(device or "cpu") for ranks in here for device in ranks]
-            row[service.spec.name] = ", ".join(devices)
+        devices: dict[str, list[str]] = collections.defaultdict(list)  # by the life of a host
+        for place, ranks in (await service.status()).answers.items():
+            for answer in ranks:  # of a judge it is None
+                if isinstance(answer, Seat):
+                    devices[answer.life].append(answer.device)
+                else:
+                    devices[lives[place.host]].append(answer or "cpu")
+        for life, row in zip(lives, rows, strict=True):
+            row[service.spec.name] = ", ".join(devices[life])
     if cluster.cfg.kl:
         for row in rows:
             row["reference"] = "in trainer" if row["trainer"] else ""
@@ -11372,6 +11469,8 @@ class SafeTraining(Training):
         self.num_losses = 0
         if self.is_interrupted:
             raise Interrupted(f"interrupted; the same command goes on after step {step}")
+        if not self.run.is_over():
+            await self.cluster.after_checkpoint()
 
     async def trainer_lost(self, error: TrainerLost, group_ids: list[int]) -> None:
         """Goes back to the newest checkpoint: the trainer, and this process's books with it.
@@ -14918,6 +15017,70 @@ class RemoteHost(Host):
         link_to(self).send(pulses, number)
 
 
+@dataclass(frozen=True)
+class HostSpan(Host):
+    """Several machines that a trainer is on (16g), with as many ranks on each."""
+
+    members: tuple[RemoteHost, ...]
+    ranks_per_host: int
+
+    # It waits so long for members that are missing, and then goes on without them. A network that
+    # was cut for a moment has not cost a host then.
+    WAITS_FOR_ALL_S: ClassVar[float] = 10.0
+
+    def life(self) -> str:
+        """The lives of all members; "" while one of them is lost."""
+        lives = [member.life() for member in self.members]
+        return " ".join(lives) if all(lives) else ""
+
+    def is_here(self) -> bool:
+        """Is any of them?"""
+        return any(member.is_here() for member in self.members)
+
+    def still_has(self, life: str) -> bool:
+        """May processes of that life still run on one of them?"""
+        lives = life.split()
+        return any(member.life() in lives for member in self.members)
+
+    async def present(self) -> Host:
+        """Those that are here: when all are, or after WAITS_FOR_ALL_S, when any is."""
+        start = time.monotonic()
+        while not self.life():
+            if self.is_here() and since(start) > self.WAITS_FOR_ALL_S:
+                break
+            await asyncio.sleep(BEAT_S)
+        here = tuple(member for member in self.members if member.is_here())
+        return dataclasses.replace(self, members=here)  # mechanism: those that are left
+
+    async def spawn(self, starts: Starts, num_ranks: int) -> ProcMesh:
+        """Starts ranks_per_host processes on each. OSError: one of them was lost just now."""
+        lives = [member.life() for member in self.members]
+        if not all(lives):
+            raise OSError("a host was lost")
+        mesh = attach_to_workers(ca="trust_all_connections", workers=lives)
+        return mesh.spawn_procs(per_host={"rank": self.ranks_per_host}, name=starts.name)
+
+    def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
+        """Asks each for the signs of its own processes."""
+        for member in self.members:
+            member.watch(of_life(pulses, member.life()), on_end)
+
+    def signs(self, pulse: PulseHandle) -> Signs | None:
+        """What its own host saw last; None also if that is lost."""
+        seen = [member.signs(pulse) for member in self.members if member.life() == pulse.life]
+        return seen[0] if seen else None
+
+    def signal(self, pulses: list[PulseHandle], number: int) -> None:
+        """Each host sends it to its own processes."""
+        for member in self.members:
+            member.signal(of_life(pulses, member.life()), number)
+
+
+def of_life(pulses: list[PulseHandle], life: str) -> list[PulseHandle]:
+    """Those of processes that were started in this life of a host."""
+    return [pulse for pulse in pulses if pulse.life == life]
+
+
 def is_loopback(name: str) -> bool:
     """Can only this machine reach it? A name that has to be looked up may mean another one."""
     with contextlib.suppress(ValueError):  # a name, and no address
@@ -15006,7 +15169,8 @@ def start_monarch_host(address: str) -> subprocess.Popen[bytes]:
         "import ctypes; ctypes.CDLL(None).prctl(1, 9); import monarch.actor as m; "
         f"m.run_worker_loop_forever(address={address!r}, ca='trust_all_connections')"
     )
-    return subprocess.Popen([sys.executable, "-c", code])
+    variables = {**os.environ, LIFE_VARIABLE: address}  # for all that it starts
+    return subprocess.Popen([sys.executable, "-c", code], env=variables)
 
 
 def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
@@ -15426,7 +15590,11 @@ def remote_delta(delta: Delta) -> RemoteDelta:
 class RelayedTrainer(Trainer):
     """A trainer with readers on other hosts."""
 
-    writer_class = RelayedWriter
+    def new_writer(
+        self, weights: dict[str, torch.Tensor], num_readers: int, **options: Any
+    ) -> ShardWriter:
+        """One that makes deltas for them."""
+        return RelayedWriter.join(weights, num_readers, self.rank, self.num_ranks, **options)
 
     @endpoint
     async def remote(self, reader: int) -> RemoteHandle:
@@ -15436,19 +15604,68 @@ class RelayedTrainer(Trainer):
         return writer.for_relay(reader)
 
 
-class RemoteWords:
-    """The words of an arena on another host: looks at the newest, and leases slots."""
+class Crossing:
+    """What crosses to a relay: words, and how much else has come. The figures are for Traffic."""
 
     LOOK_EVERY_S = 0.005  # a look is a one-sided read; over TCP it is work for both hosts
     # For a word to cross and the answer to come back: what TCP needs on a bad line, many times.
     WORD_DEADLINE_S = 15
 
-    def __init__(self, remote: RemoteHandle) -> None:
+    def __init__(self, advance: Callable[[], None]) -> None:
+        """advance: is called when something has arrived."""
+        self.advance = advance
+        self.heard_s: float | None = None  # of the last answer; None: nothing is asked
+        self.model_bytes = 0
+        self.num_versions = 0
+        self.read_bytes = 0
+        self.num_second_leases = 0
+        self.num_deltas = 0
+        self.num_refused = 0
+        self.seen_s: float | None = None  # when it first saw a version that it has not
+        self.took_s = 0.0
+        self.arrived_bytes = 0
+        self.due_bytes = 0
+
+    async def fetch_if_new(self) -> None:
+        """Brings one version, if there is one that it has not: here there is none."""
+
+    async def _cross(self, transfer: Callable[..., Awaitable[None]], word: torch.Tensor) -> None:
+        """Reads a word, or writes one."""
+        if self.heard_s is None:  # from here on it waits for an answer
+            self.heard_s = time.monotonic()
+        await answered(transfer(word, timeout=self.WORD_DEADLINE_S))
+        self.heard_s = time.monotonic()
+
+    def _has_seen(self) -> None:
+        """There is a version that it has not."""
+        if self.seen_s is None:
+            self.seen_s = time.monotonic()
+        self.arrived_bytes = 0
+        self.due_bytes = 0
+
+    def _has_arrived(self, num_bytes: int) -> None:
+        """A piece is here."""
+        self.heard_s = time.monotonic()
+        self.arrived_bytes += num_bytes
+        self.read_bytes += num_bytes
+        self.advance()
+
+    def _has_version(self) -> None:
+        """All of the version that it has seen is here."""
+        assert self.seen_s is not None
+        self.took_s = since(self.seen_s)
+        self.seen_s = None
+        self.num_versions += 1
+
+
+class RemoteWords(Crossing):
+    """The words of an arena on another host: looks at the newest, and leases slots."""
+
+    def __init__(self, remote: RemoteHandle, advance: Callable[[], None]) -> None:
+        super().__init__(advance)
         self.remote = remote
         self.latest_word = torch.zeros(1, dtype=torch.int64)
         self.lease_word = torch.zeros(1, dtype=torch.int64)
-        self.num_second_leases = 0
-        self.heard_s: float | None = time.monotonic()  # of the last answer; None: nothing is asked
 
     async def _lease(self, latest: int) -> int:
         """Steps 2 to 4: a slot into which nobody writes until the relay leases another one.
@@ -15483,13 +15700,6 @@ class RemoteWords:
         await self._cross(self.remote.latest.read_into, self.latest_word)
         return int(self.latest_word)
 
-    async def _cross(self, transfer: Callable[..., Awaitable[None]], word: torch.Tensor) -> None:
-        """Reads a word, or writes one."""
-        if self.heard_s is None:  # from here on it waits for an answer
-            self.heard_s = time.monotonic()
-        await answered(transfer(word, timeout=self.WORD_DEADLINE_S))
-        self.heard_s = time.monotonic()
-
 
 # -- 16d. The relay --------------------------------------------------------------------------------
 # An actor on another host that takes these steps whenever there is a version that it has not. A
@@ -15501,7 +15711,7 @@ class RemoteWords:
 class Traffic:
     """What a relay has carried, and how it fares."""
 
-    run_id: int  # of its arena: another one for each relay
+    relay_id: int  # another one for each relay, also if it takes the place of another
     num_versions: int
     read_bytes: int  # of slots
     model_bytes: int  # of one version
@@ -15529,13 +15739,13 @@ class RemoteReader(RemoteWords):
         way: QuickerWay,
         passes_on: bool = False,
     ) -> None:
-        """remote: of the trainer's arena. advance: is called when something has arrived.
+        """remote: of the trainer's arena. advance: as in Crossing.
 
         passes_on: do other relays read from this arena?
         """
-        super().__init__(remote)
+        super().__init__(remote, advance)
         self.arena = arena
-        self.advance = advance
+        self.model_bytes = arena.handle.manifest.num_bytes()
         self.way = way
         self.version_word = torch.zeros(1, dtype=torch.int64)
         self.unfinished: int | None = None  # the slot of a version that was given up
@@ -15545,15 +15755,6 @@ class RemoteReader(RemoteWords):
         self.deltas = [Delta(slot_bytes)] * len(arena.slots)
         if passes_on:
             self.deltas = [Delta(slot_bytes) for _ in arena.slots]
-        # What `Relay.traffic` tells.
-        self.num_versions = 0
-        self.read_bytes = 0
-        self.num_deltas = 0
-        self.num_refused = 0
-        self.seen_s: float | None = None  # when it first saw a version that it has not
-        self.took_s = 0.0
-        self.arrived_bytes = 0
-        self.due_bytes = 0
 
     async def fetch_if_new(self) -> None:
         """The steps above: brings one version, if there is one that it has not."""
@@ -15562,10 +15763,7 @@ class RemoteReader(RemoteWords):
         if latest // Arena.MAX_SLOTS == mine:
             return
         start = time.monotonic()
-        if self.seen_s is None:
-            self.seen_s = start
-        self.arrived_bytes = 0
-        self.due_bytes = 0
+        self._has_seen()
         slot = await self._lease(latest)
         free = self.unfinished  # mechanism: nothing stays half written
         if free is None:
@@ -15593,12 +15791,9 @@ class RemoteReader(RemoteWords):
 
     def _commit(self, free: int) -> None:
         """Now the readers of this host can have what is in this slot."""
-        assert self.seen_s is not None
         self.arena.commit(int(stamps_of(self.arena)[free]), free)
         self.unfinished = None
-        self.took_s = since(self.seen_s)
-        self.seen_s = None
-        self.num_versions += 1
+        self._has_version()
 
     async def _pass_on(self, slot: int, free: int, is_unread: bool) -> None:
         """Tells relays that read from this one what has changed, also if it went another way.
@@ -15659,13 +15854,6 @@ class RemoteReader(RemoteWords):
         self.due_bytes = self.arrived_bytes + sum(room.nbytes for room in rooms)
         await read_pieces(remote.changes[:num_parts], rooms, self._has_arrived)
 
-    def _has_arrived(self, num_bytes: int) -> None:
-        """A piece is here."""
-        self.heard_s = time.monotonic()
-        self.arrived_bytes += num_bytes
-        self.read_bytes += num_bytes
-        self.advance()
-
 
 @dataclass(frozen=True)
 class RelayPlan:
@@ -15694,12 +15882,13 @@ class Relay(Worker):
         # Of those that read from the same arena, this is that number.
         self.parent, number = divmod(place.replica_id, plan.num_siblings)
         self.first_lease = plan.first_reader + LEASES_PER_RELAY * number
+        self.relay_id = time.time_ns()
         self.num_failures = 0
         self.num_in_row = 0
         self.last_failure = ""
         self.offer: Offer | None = None  # None before a relay has asked
 
-    async def prepare(self) -> ArenaHandle:
+    async def prepare(self) -> ArenaHandle | None:
         """Makes an arena for this host. Answers with its handle."""
         remote = await self.find_source()
         manifest = remote.handle.manifest
@@ -15707,8 +15896,13 @@ class Relay(Worker):
         arena = create_arena(manifest, plan.num_readers, plan.num_copying)
         advance = self.pulse.advance
         self.reader = RemoteReader(remote, arena, advance, self.make_way(), plan.passes_on)
-        self.following = asyncio.ensure_future(self._follow())
+        self.begin_to_follow(self.reader)
         return arena.handle
+
+    def begin_to_follow(self, crossing: Crossing) -> None:
+        """From now on it brings versions with this."""
+        self.crossing = crossing
+        self.following = asyncio.ensure_future(self._follow())
 
     async def find_source(self) -> RemoteHandle:
         """What this relay reads."""
@@ -15732,9 +15926,9 @@ class Relay(Worker):
         raised by `traffic`, and then another relay takes the place of this one.
         """
         while True:
-            await asyncio.sleep(self.reader.LOOK_EVERY_S)
+            await asyncio.sleep(self.crossing.LOOK_EVERY_S)
             try:
-                await self.reader.fetch_if_new()
+                await self.crossing.fetch_if_new()
                 self.num_in_row = 0
             except Unreachable as error:  # mechanism: failures are told apart
                 self.num_in_row += 1
@@ -15749,24 +15943,23 @@ class Relay(Worker):
         """What it has carried so far, and how it fares. Raises what has ended `_follow`."""
         if self.following.done():
             self.following.result()
-        reader = self.reader
-        handle = reader.arena.handle
+        now = self.crossing
         return Traffic(
-            run_id=handle.run_id,
-            num_versions=reader.num_versions,
-            read_bytes=reader.read_bytes,
-            model_bytes=sum(spec.num_bytes for spec in handle.manifest.stored_specs()),
-            num_second_leases=reader.num_second_leases,
+            relay_id=self.relay_id,
+            num_versions=now.num_versions,
+            read_bytes=now.read_bytes,
+            model_bytes=now.model_bytes,
+            num_second_leases=now.num_second_leases,
             num_failures=self.num_failures,
             num_in_row=self.num_in_row,
             last_failure=self.last_failure,
-            silent_s=0.0 if reader.heard_s is None else since(reader.heard_s),
-            behind_s=None if reader.seen_s is None else since(reader.seen_s),
-            arrived_bytes=reader.arrived_bytes,
-            due_bytes=reader.due_bytes,
-            num_deltas=reader.num_deltas,
-            num_refused=reader.num_refused,
-            took_s=reader.took_s,
+            silent_s=0.0 if now.heard_s is None else since(now.heard_s),
+            behind_s=None if now.seen_s is None else since(now.seen_s),
+            arrived_bytes=now.arrived_bytes,
+            due_bytes=now.due_bytes,
+            num_deltas=now.num_deltas,
+            num_refused=now.num_refused,
+            took_s=now.took_s,
         )
 
 
@@ -15878,10 +16071,15 @@ class RelayTree:
                 start.result()
         found: list[ArenaHandle | None] = []
         for level in self.levels:
-            status = await level.status()
-            by_relay = {place.replica_id: answers[0] for place, answers in status.answers.items()}
-            found += [by_relay.get(relay) for relay in range(level.num_replicas)]
+            found += await arenas_of(level)
         return found
+
+
+async def arenas_of(relays: Service) -> list[ArenaHandle | None]:
+    """Of each relay of a service, the arena of its host; None: it is being replaced."""
+    status = await relays.status()
+    by_relay = {place.replica_id: answers[0] for place, answers in status.answers.items()}
+    return [by_relay.get(relay) for relay in range(relays.num_replicas)]
 
 
 # -- 16f. Checkpoints ------------------------------------------------------------------------------
@@ -16062,7 +16260,346 @@ class SendingCluster(CriticCluster):
             file.write(window.bytes[:num_bytes])
 
 
-# -- 16g. The cluster ------------------------------------------------------------------------------
+# -- 16g. A trainer over hosts ---------------------------------------------------------------------
+# A model may be too large for the GPUs of one host. With --trainers 4 --trainer-hosts 2 the first
+# two hosts have two ranks each, and FSDP cuts every weight by rows among all four. So the ranks of
+# one host have half of the rows, and its generators need all of them. Each of these hosts has an
+# arena, into which its own ranks write, and a relay that completes it: it reads what the ranks of
+# the other hosts have written into theirs, and nothing else. So every byte that a host lacks
+# crosses to it once.
+#
+#     host A                                        host B
+#     rank 0   writes rows 0-2 into slot 2 of A     rank 2   writes rows 6-8 into slot 0 of B
+#     rank 1   writes rows 3-5 into slot 2 of A     rank 3   writes rows 9-11 into slot 0 of B
+#     relay A  reads rows 6-11 of slot 0 of B       relay B  reads rows 0-5 of slot 2 of A
+#              into the same place of slot 2                 into the same place of slot 0
+#
+# What a host lacks, and who has it, is a plan of section 8 in which hosts stand for ranks. Rows of
+# a tensor are one stretch of bytes, which lies at the same offset in every slot; so nothing needs
+# to be packed into parcels.
+#
+# On each host the relay is one more hand in the protocol of 8b. Words of the arena of host A, in
+# which rank 0 leads, as version 8 is made:
+#
+#     word of rank 0    "version 8, slot 2"     its hands may begin
+#     word of rank 1    "version 8, slot 2"     it has written its boxes
+#     `written`         "version 8, slot 2"     all ranks of this host have; other hosts read this
+#     `completed`       "version 8, slot 2"     relay A has read the rest
+#     `latest`          version 8, slot 2       and now rank 0 commits
+#
+# Why nobody needs a lease for what relay A reads of B. Version 8 is in slot 0 of B. B begins
+# version 9 after it has committed 8, so slot 0 is its latest one then, and 9 goes elsewhere. B
+# begins version 10 when it has committed 9. For that it needs the rows of A in 9; A begins 9 when
+# it has committed 8, and that is when relay A has read all of 8. So B is a version ahead of A at
+# the most, and version 8 is in the slot that one of two words of B names, `written` or `latest`.
+#
+# If a host of the trainer is lost, the trainer is: its ranks wait for those that are gone. It
+# begins again on the hosts that are left, with fewer ranks, and becomes what the newest checkpoint
+# says, as after any loss. Generators of a host that is back, and has no ranks, have no arena. At
+# the next checkpoint the trainer begins again on all hosts, which costs its start, and no step.
+
+
+def span_of(cfg: Config, hosts: Sequence[Host]) -> Host:
+    """Where the trainer is. hosts: of the run."""
+    members = tuple(host for host in hosts[: cfg.trainer_hosts] if isinstance(host, RemoteHost))
+    if len(members) < 2:
+        return hosts[0]
+    return HostSpan(members=members, ranks_per_host=trainers_per_host(cfg))
+
+
+def moves_between_hosts(
+    names: Iterable[str], tensors: dict[str, torch.Tensor], num_hosts: int
+) -> list[Move]:
+    """What the ranks of each host have written, and other hosts lack.
+
+    names: of the tensors that are stored. tensors: DTensors of a mesh in which the ranks of a host
+    follow each other; plain ones all hosts have. Source and target of a move are numbers of hosts,
+    and both places are those in the whole tensor, as it lies in a slot.
+    """
+    moves = []
+    sent: collections.Counter[int] = collections.Counter()
+    for name in names:
+        shape = tuple(tensors[name].shape)
+        cut = cut_of(tensors[name])
+        if not cut.placements or not math.prod(shape):
+            continue
+        by_rank = layout(shape, cut.mesh_shape, cut.placements)
+        ranks_per_host = len(by_rank) // num_hosts
+        source: Layout = []
+        for first in range(0, len(by_rank), ranks_per_host):
+            held = itertools.chain(*by_rank[first : first + ranks_per_host])
+            source.append([dataclasses.replace(box, local=box.start) for box in held])
+        origin = (0,) * len(shape)
+        whole = Box(start=origin, end=shape, local=origin)
+        for move in plan(name, source, [[whole]] * num_hosts, sent):
+            if move.source != move.target:  # mechanism: only what it lacks
+                moves.append(move)
+    return moves
+
+
+def pieces_in(slot: int, arena: Arena, moves: list[Move]) -> list[torch.Tensor]:
+    """Where the elements of these moves lie in a slot, on either side: [num_bytes] uint8 each."""
+    pieces: list[torch.Tensor] = []
+    for move in moves:
+        part = arena.tensors(slot)[move.name][region(move.offset, move.size)]
+        require(part.is_contiguous(), f"{move.name}: a trainer over hosts must be cut by rows")
+        pieces += part.flatten().view(torch.uint8).split(PIECE_BYTES)
+    return pieces
+
+
+@dataclass(frozen=True)
+class HostParts:
+    """What relays of other hosts need to know of a host with ranks of the trainer."""
+
+    life: str  # of the host
+    handle: ArenaHandle  # of its arena
+    written: RDMABuffer  # the word
+    latest: RDMABuffer  # the word
+    pieces: list[list[RDMABuffer]]  # by slot, what its ranks write, in the order of the moves
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the relay of a host with ranks has to do."""
+
+    handle: ArenaHandle  # of the arena to be completed
+    ranks_per_host: int
+    sources: list[HostParts]  # the other hosts with ranks; none: nothing is missing
+    moves: list[list[Move]]  # from each of them
+
+
+class SpanWriter(RelayedWriter):
+    """One rank of a trainer on several hosts. `rank` is its number on its host, 0 leads there."""
+
+    def _say(self, word: int) -> None:
+        """As in ShardWriter. That a copy has failed the other hosts must hear, too."""
+        super()._say(word)
+        if word == self.FAILED and self.rank == 0:
+            tell(self.arena, written_word(self.num_ranks), word)
+
+    def _await_others(self, version: int, slot: int) -> None:
+        """Returns when the ranks of this host have written, and its relay has read the rest."""
+        super()._await_others(version, slot)
+        word = version * Arena.MAX_SLOTS + slot
+        tell(self.arena, written_word(self.num_ranks), word)
+        found = wait_until(self.arena, completed_word(self.num_ranks), word)  # mechanism: complete
+        require(found != self.FAILED, "arena: the copy on another host failed")
+
+    def parts(self, moves: list[Move]) -> HostParts:
+        """For the relays of other hosts. moves: from this host to any one of them."""
+        pieces = []
+        for slot in range(self.arena.handle.num_slots):
+            pieces.append([RDMABuffer(piece) for piece in pieces_in(slot, self.arena, moves)])
+        words = header_words(self.arena)
+        return HostParts(
+            life=my_life(),
+            handle=self.arena.handle,
+            written=RDMABuffer(words[written_word(self.num_ranks)]),
+            latest=RDMABuffer(words[Arena.LATEST]),
+            pieces=pieces,
+        )
+
+
+# The words behind those of the ranks of a host, of which the first is the last word of the arena.
+def written_word(ranks_per_host: int) -> int:
+    """Which word says that the ranks of this host have written their boxes."""
+    return Arena.NUM_WORDS - 1 - ranks_per_host
+
+
+def completed_word(ranks_per_host: int) -> int:
+    """Which word says that the relay of this host has read the rest."""
+    return Arena.NUM_WORDS - 2 - ranks_per_host
+
+
+class Completer(Crossing):
+    """What the relay of a host with ranks does: it completes each version that is named there."""
+
+    def __init__(self, task: Completion, arena: Arena, advance: Callable[[], None]) -> None:
+        """arena: that of the task, mapped here."""
+        super().__init__(advance)
+        self.model_bytes = arena.handle.manifest.num_bytes()
+        self.task = task
+        self.arena = arena
+        self.mine = completed_word(task.ranks_per_host)
+
+    async def fetch_if_new(self) -> None:
+        """Completes the version that the leading rank has named, unless that is done."""
+        word = self.arena.words[Arena.NUM_WORDS - 1]
+        if word in (self.arena.words[self.mine], Arena.NOTHING, SpanWriter.FAILED):
+            return
+        self._has_seen()
+        version, slot = divmod(word, Arena.MAX_SLOTS)
+        readings = []
+        for source, moves in zip(self.task.sources, self.task.moves, strict=True):
+            readings.append(self._read(source, version, pieces_in(slot, self.arena, moves)))
+        # When this goes on nothing is under way any more, so nothing writes into the slot.
+        for result in await asyncio.gather(*readings, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+            if not result:
+                word = SpanWriter.FAILED
+        tell(self.arena, self.mine, word)
+        self._has_version()
+        self.heard_s = None  # nothing is asked until the next version
+
+    async def _read(self, source: HostParts, version: int, rooms: list[torch.Tensor]) -> bool:
+        """Reads what that host has of a version. False: its ranks could not write it."""
+        slot = await self._slot_of(source, version)
+        if slot is None:
+            return False
+        self.due_bytes += sum(room.nbytes for room in rooms)
+        await read_pieces(source.pieces[slot], rooms, self._has_arrived)
+        return True
+
+    async def _slot_of(self, source: HostParts, version: int) -> int | None:
+        """Waits until the ranks of that host have written this version: in which slot it is.
+
+        None: their copy has failed.
+        """
+        room = torch.zeros(1, dtype=torch.int64)
+        while True:
+            for word in (source.written, source.latest):  # mechanism: both words
+                await self._cross(word.read_into, room)
+                if int(room) == SpanWriter.FAILED:
+                    return None
+                found, slot = divmod(int(room), Arena.MAX_SLOTS)
+                if found == version:  # mechanism: the same version
+                    return slot
+            await asyncio.sleep(self.LOOK_EVERY_S)
+
+
+class SpanTrainer(HostsTrainer):
+    """A trainer that may be on several hosts."""
+
+    def __init__(self, place: Place, cfg: Config) -> None:
+        super().__init__(place, cfg)
+        self.ranks_per_host = self.num_ranks // self.num_hosts
+        self.parts: list[HostParts] = []  # by host, if there are several
+        self.moves: list[Move] = []
+
+    def build(self) -> None:
+        """As in Trainer. What gloo says to ranks of other hosts must not go to the loopback."""
+        if self.num_hosts > 1:
+            name, _ = name_and_port(my_life())
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(name)
+        super().build()
+
+    def make_meeting_place(self) -> str:
+        """Over hosts: a store of rank 0, which serves names and values by TCP to all ranks."""
+        if self.num_hosts == 1:
+            return super().make_meeting_place()
+        if self.rank > 0:
+            return ""
+        name, _ = name_and_port(my_life())
+        # multi_tenant: rank 0 joins at the same address, and shares this store instead of
+        # beginning another one at a port that is taken.
+        distributed: Any = torch.distributed  # type checkers do not find what it has from C++
+        self.store = distributed.TCPStore(
+            name, 0, is_master=True, wait_for_workers=False, multi_tenant=True
+        )
+        return url(name, self.store.port)
+
+    def new_writer(
+        self, weights: dict[str, torch.Tensor], num_readers: int, **options: Any
+    ) -> ShardWriter:
+        """Over hosts: the leading rank of each makes an arena, and tells the others where it is."""
+        if self.num_hosts == 1:
+            return super().new_writer(weights, num_readers, **options)
+        host, local_rank = divmod(self.rank, self.ranks_per_host)
+        args = (weights, num_readers, local_rank, self.ranks_per_host)
+        leading = SpanWriter(*args, **options) if local_rank == 0 else None
+        mine = None
+        if leading:
+            names = [spec.name for spec in leading.arena.handle.manifest.stored_specs()]
+            self.moves = moves_between_hosts(names, weights, self.num_hosts)
+            target = (host + 1) % self.num_hosts  # what others get from here is the same for all
+            mine = leading.parts(self._moves(host, target))
+        of_ranks: list[Any] = [None] * self.num_ranks
+        torch.distributed.all_gather_object(of_ranks, mine)
+        self.parts = of_ranks[:: self.ranks_per_host]
+        handle = self.parts[host].handle
+        is_same = self.parts[0].handle.manifest == handle.manifest
+        require(is_same, "arena: the hosts of the trainer have different tensors")
+        return leading or SpanWriter(*args, handle, **options)
+
+    def _moves(self, source: int, target: int) -> list[Move]:
+        """Those from one host to another."""
+        return [move for move in self.moves if (move.source, move.target) == (source, target)]
+
+    @endpoint
+    async def completion(self, life: str) -> Completion | None:
+        """For the relay of a host in this life. None: the trainer has no rank there."""
+        _, writer = self._begun()
+        if self.rank > 0:
+            return None  # the answer of rank 0 counts
+        if self.num_hosts == 1:
+            handle = writer.arena.handle if life == my_life() else None
+            return handle and Completion(handle=handle, ranks_per_host=0, sources=[], moves=[])
+        lives = [parts.life for parts in self.parts]
+        if life not in lives:
+            return None
+        host = lives.index(life)
+        others = [other for other in range(self.num_hosts) if other != host]
+        return Completion(
+            handle=self.parts[host].handle,
+            ranks_per_host=self.ranks_per_host,
+            sources=[self.parts[other] for other in others],
+            moves=[self._moves(other, host) for other in others],
+        )
+
+
+class HomeRelay(Relay):
+    """The relay of a host that has ranks of the trainer, unless it was lost, and is back."""
+
+    async def prepare(self) -> ArenaHandle | None:
+        """Begins to complete the arena of this host. Answers with that; None: it has none."""
+        task = await self.plan.source.route(SpanTrainer.completion, my_life())
+        crossing = Crossing(self.pulse.advance)
+        if task is not None and task.sources:
+            crossing = Completer(task, map_arena(task.handle), self.pulse.advance)
+        self.begin_to_follow(crossing)
+        return task and task.handle
+
+
+def home_relays(cfg: Config, trainer: Service, hosts: tuple[Host, ...]) -> Service | None:
+    """The relays of the trainer's hosts. None: one host needs none."""
+    if len(hosts) < 2:
+        return None
+    plan = RelayPlan(source=trainer, first_reader=0, num_siblings=1, num_readers=0, num_copying=0)
+    return Service(
+        ServiceSpec(
+            name="home relay",
+            replica_class=HomeRelay,
+            args=(plan,),
+            num_replicas=len(hosts),
+            hosts=hosts,
+            stuck_after_s=cfg.stuck_after,
+            setup_deadline_s=3600.0,  # it asks the trainer, behind steps that may take long
+        )
+    )
+
+
+def interface_of(name: str) -> str:
+    """The network interface that has this address, such as "eth0". OSError: there is none."""
+    if is_loopback(name):
+        return "lo"
+    if ":" in name:  # if_inet6 has lines of an address in 32 digits, four numbers, and a name
+        digits = ipaddress.ip_address(name).exploded.replace(":", "")
+        for line in pathlib.Path("/proc/net/if_inet6").read_text().splitlines():
+            if line.startswith(digits):
+                return line.split()[-1]
+    get_address = 0x8915  # SIOCGIFADDR of netdevice(7), about an address of IPv4
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, interface in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no such address
+                request = interface.encode().ljust(40, b"\0")
+                found = fcntl.ioctl(asker, get_address, request)
+                if socket.inet_ntoa(found[20:24]) == name:
+                    return interface
+    raise OSError(f"no network interface has the address {name}")
+
+
+# -- 16h. The cluster ------------------------------------------------------------------------------
 # No request waits for an answer of a relay. So nobody would notice that one is in trouble, and the
 # generators of its host would sample from older and older weights. The main process therefore asks
 # each relay every second how it fares:
@@ -16097,14 +16634,14 @@ class RelayNews:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.relays: dict[int, Traffic] = {}  # what each said last, by run id; the newest last
+        self.relays: dict[int, Traffic] = {}  # what each said last, by its id; the newest last
         self.num_mistakes = 0  # errors of their own
         self.told: set[str] = set()  # kinds of trouble
 
     def hear(self, now: Traffic) -> list[str]:
         """Takes in what the relay says of itself. Returns the lines to be told, mostly none."""
-        before = self.relays.get(now.run_id)
-        self.relays[now.run_id] = now
+        before = self.relays.get(now.relay_id)
+        self.relays[now.relay_id] = now
         lines = []
         has_carried = now.num_versions > (before.num_versions if before else 0)
         if has_carried and self.told - self.ONCE:
@@ -16152,9 +16689,11 @@ class RelayNews:
 class HostsCluster(SendingCluster):
     """The actors of RL on several hosts.
 
-    The trainer is on the first, generators and judges go round all of them, and each but the first
-    has a relay.
+    The trainer is on the first of them, or on the first few, and generators and judges go round
+    all. Each host but that of a trainer that is on one alone has a relay.
     """
+
+    trainer_class = SpanTrainer
 
     WATCH_EVERY_S = 1.0  # a message to each relay, and back
 
@@ -16163,14 +16702,22 @@ class HostsCluster(SendingCluster):
         for host in self.hosts:
             host.life()  # connects
         self.tell = tell
-        self.news = [RelayNews(host.address) for host in self.hosts[1:]]  # by relay
+        of_trainer = self.hosts[: cfg.trainer_hosts]
+        others = self.hosts[cfg.trainer_hosts :]
+        self.homes = home_relays(cfg, self.trainer, of_trainer)
+        self.relays = RelayTree(cfg, self.trainer, others)
+        with_relay = self.hosts if self.homes else others
+        self.news = [RelayNews(host.address) for host in with_relay]  # by relay, homes first
         self.watches: list[asyncio.Task[None]] = []  # of each relay, once they have been started
-        self.relays = RelayTree(cfg, self.trainer, self.hosts[1:])
 
     def hosts_of(self, cfg: Config) -> tuple[Host, ...]:
         """Those of --hosts."""
         addresses = cfg.hosts.split(",")
         return tuple(RemoteHost(address=one, secret_file=cfg.secret) for one in addresses)
+
+    def trainer_host(self) -> Host:
+        """The first, or with --trainer-hosts the first few in one."""
+        return span_of(self.cfg, self.hosts)
 
     async def close(self) -> None:
         """Ends all processes, and the links, with which the Monarch hosts end.
@@ -16180,6 +16727,8 @@ class HostsCluster(SendingCluster):
         for watch in self.watches:
             await end_task(watch)
         await self.relays.close()
+        if self.homes:
+            await self.homes.close()
         await super().close()
         for host in self.hosts:
             link_to(host).close()
@@ -16189,6 +16738,8 @@ class HostsCluster(SendingCluster):
         if handle == self.handle or not self.news:  # without another host there is no relay
             return
         try:
+            if self.homes:
+                await self.homes.start()
             await self.relays.start()
         except RequestLost as error:
             raise TrainerLost("the trainer was lost before the relays had begun") from error
@@ -16208,8 +16759,12 @@ class HostsCluster(SendingCluster):
         host is lost, or its keeper makes another: there is nothing to say about it.
         """
         news = self.news[relay]
+        num_homes = self.homes.num_replicas if self.homes else 0
         try:
-            traffic = await self.relays.ask(relay, Relay.traffic)
+            if self.homes and relay < num_homes:
+                traffic = await self.homes.ask(relay, Relay.traffic)
+            else:
+                traffic = await self.relays.ask(relay - num_homes, Relay.traffic)
         except ReplicaLost:
             return
         except Exception as error:  # whatever has ended that relay
@@ -16261,7 +16816,20 @@ class HostsCluster(SendingCluster):
         generators are back, because they import more. If not, a generator raises NotNow, and the
         service gives the request to another one.
         """
-        return (self.handle, *await self.relays.arenas())
+        of_trainer = await arenas_of(self.homes) if self.homes else [self.handle]
+        return (*of_trainer, *await self.relays.arenas())
+
+    async def after_checkpoint(self) -> None:
+        """If a host of the trainer has been lost, and is back, the trainer begins again on all.
+
+        Right after a checkpoint this costs no step: TrainerLost has it go on from there.
+        """
+        status = await self.trainer.status()
+        num_ranks = sum(len(answers) for answers in status.answers.values())
+        if num_ranks < self.cfg.trainers and self.trainer_host().life():  # mechanism: all again
+            self.tell("the trainer begins again, on all its hosts")
+            await self.trainer.start()
+            raise TrainerLost("the trainer begins again on all its hosts")
 
 
 # -- measurement -----------------------------------------------------------------------------------
@@ -17305,6 +17873,13 @@ def try_hosts(parser: Parser, cfg: Config, worker: str | None) -> None:
         parser.error("--secret goes with --worker or --hosts")
     if cfg.relay_fanout and not cfg.hosts:
         parser.error("--relay-fanout goes with --hosts")
+    if cfg.trainer_hosts > 1:
+        if cfg.trainer_hosts > len(cfg.hosts.split(",")):
+            parser.error(f"--trainer-hosts {cfg.trainer_hosts}: --hosts names fewer")
+        if cfg.trainers % cfg.trainer_hosts:
+            parser.error(f"--trainers {cfg.trainers} cannot be shared by {cfg.trainer_hosts} hosts")
+        if has_critic(cfg):
+            parser.error("--baseline critic is of one host: it does not go with --trainer-hosts")
     with blaming(parser, f"--secret {cfg.secret}"):
         read_secret(cfg.secret)
     for address in cfg.hosts.split(",") if cfg.hosts else ():
