@@ -15026,7 +15026,7 @@ class HostSpan(Host):
 
     # It waits so long for members that are missing, and then goes on without them. A network that
     # was cut for a moment has not cost a host then.
-    WAITS_FOR_ALL_S: ClassVar[float] = 10.0
+    WAITS_FOR_ALL_S: ClassVar[float] = 5.0
 
     def life(self) -> str:
         """The lives of all members; "" while one of them is lost."""
@@ -15860,10 +15860,10 @@ class RelayPlan:
     """What relays are to know, the same for all that read from the same arenas."""
 
     source: Service  # whose arena they read: the trainer, or relays (16e)
-    first_reader: int  # the number of the first lease that relays have in such an arena
-    num_siblings: int  # relays that read from the same arena, at the most
-    num_readers: int  # of a relay's own arena: generators of its host, and leases of relays
-    num_copying: int  # of these, as in create_arena
+    first_reader: int = 0  # the number of the first lease that relays have in such an arena
+    num_siblings: int = 1  # relays that read from the same arena, at the most
+    num_readers: int = 0  # of a relay's own arena: generators of its host, and leases of relays
+    num_copying: int = 0  # of these, as in create_arena
     passes_on: bool = False  # do other relays read from that arena?
 
 
@@ -16468,56 +16468,58 @@ class Completer(Crossing):
             await asyncio.sleep(self.LOOK_EVERY_S)
 
 
-class SpanTrainer(HostsTrainer):
-    """A trainer that may be on several hosts."""
+class SpanRank:
+    """One rank of a trainer that may be on several hosts: where it stands among the others."""
 
-    def __init__(self, place: Place, cfg: Config) -> None:
-        super().__init__(place, cfg)
-        self.ranks_per_host = self.num_ranks // self.num_hosts
-        self.parts: list[HostParts] = []  # by host, if there are several
+    def __init__(self, rank: int, num_ranks: int, num_hosts: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.num_hosts = num_hosts
+        self.per_host = num_ranks // num_hosts
+        self.host, self.local_rank = divmod(rank, self.per_host)
+        # The leading rank of each host knows these, if there are several hosts.
+        self.parts: list[HostParts] = []  # by host
         self.moves: list[Move] = []
 
-    def build(self) -> None:
-        """As in Trainer. What gloo says to ranks of other hosts must not go to the loopback."""
-        if self.num_hosts > 1:
-            name, _ = name_and_port(my_life())
-            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(name)
-        super().build()
-
-    def make_meeting_place(self) -> str:
-        """Over hosts: a store of rank 0, which serves names and values by TCP to all ranks."""
-        if self.num_hosts == 1:
-            return super().make_meeting_place()
-        if self.rank > 0:
-            return ""
+    def open_meeting_place(self) -> str:
+        """Over hosts: a store, which serves names and values by TCP to all ranks. For rank 0."""
         name, _ = name_and_port(my_life())
+        distributed: Any = torch.distributed  # type checkers do not find what it has from C++
         # multi_tenant: rank 0 joins at the same address, and shares this store instead of
         # beginning another one at a port that is taken.
-        distributed: Any = torch.distributed  # type checkers do not find what it has from C++
         self.store = distributed.TCPStore(
             name, 0, is_master=True, wait_for_workers=False, multi_tenant=True
         )
         return url(name, self.store.port)
 
+    def leave_loopback(self) -> None:
+        """What gloo says to ranks of other hosts must go over the network. Before it is made."""
+        if self.num_hosts > 1:
+            name, _ = name_and_port(my_life())
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(name)
+
     def new_writer(
         self, weights: dict[str, torch.Tensor], num_readers: int, **options: Any
-    ) -> ShardWriter:
-        """Over hosts: the leading rank of each makes an arena, and tells the others where it is."""
+    ) -> RelayedWriter:
+        """What it publishes these with. All ranks of the process group call it at once.
+
+        Over hosts: the leading rank of each makes an arena, and tells the others where it is.
+        options: as of ShardWriter.
+        """
         if self.num_hosts == 1:
-            return super().new_writer(weights, num_readers, **options)
-        host, local_rank = divmod(self.rank, self.ranks_per_host)
-        args = (weights, num_readers, local_rank, self.ranks_per_host)
-        leading = SpanWriter(*args, **options) if local_rank == 0 else None
+            return RelayedWriter.join(weights, num_readers, self.rank, self.num_ranks, **options)
+        args = (weights, num_readers, self.local_rank, self.per_host)
+        leading = SpanWriter(*args, **options) if self.local_rank == 0 else None
         mine = None
         if leading:
             names = [spec.name for spec in leading.arena.handle.manifest.stored_specs()]
             self.moves = moves_between_hosts(names, weights, self.num_hosts)
-            target = (host + 1) % self.num_hosts  # what others get from here is the same for all
-            mine = leading.parts(self._moves(host, target))
+            another = (self.host + 1) % self.num_hosts
+            mine = leading.parts(self._moves(self.host, another))  # the same for all others
         of_ranks: list[Any] = [None] * self.num_ranks
         torch.distributed.all_gather_object(of_ranks, mine)
-        self.parts = of_ranks[:: self.ranks_per_host]
-        handle = self.parts[host].handle
+        self.parts = of_ranks[:: self.per_host]
+        handle = self.parts[self.host].handle
         is_same = self.parts[0].handle.manifest == handle.manifest
         require(is_same, "arena: the hosts of the trainer have different tensors")
         return leading or SpanWriter(*args, handle, **options)
@@ -16526,15 +16528,11 @@ class SpanTrainer(HostsTrainer):
         """Those from one host to another."""
         return [move for move in self.moves if (move.source, move.target) == (source, target)]
 
-    @endpoint
-    async def completion(self, life: str) -> Completion | None:
-        """For the relay of a host in this life. None: the trainer has no rank there."""
-        _, writer = self._begun()
-        if self.rank > 0:
-            return None  # the answer of rank 0 counts
+    def completion(self, life: str, writer: ShardWriter) -> Completion | None:
+        """For the relay of a host in this life. None: there is no rank on it. For rank 0."""
         if self.num_hosts == 1:
-            handle = writer.arena.handle if life == my_life() else None
-            return handle and Completion(handle=handle, ranks_per_host=0, sources=[], moves=[])
+            alone = Completion(writer.arena.handle, ranks_per_host=0, sources=[], moves=[])
+            return alone if life == my_life() else None
         lives = [parts.life for parts in self.parts]
         if life not in lives:
             return None
@@ -16542,10 +16540,41 @@ class SpanTrainer(HostsTrainer):
         others = [other for other in range(self.num_hosts) if other != host]
         return Completion(
             handle=self.parts[host].handle,
-            ranks_per_host=self.ranks_per_host,
+            ranks_per_host=self.per_host,
             sources=[self.parts[other] for other in others],
             moves=[self._moves(other, host) for other in others],
         )
+
+
+class SpanTrainer(HostsTrainer):
+    """A trainer that may be on several hosts."""
+
+    def __init__(self, place: Place, cfg: Config) -> None:
+        super().__init__(place, cfg)
+        self.span = SpanRank(self.rank, self.num_ranks, self.num_hosts)
+
+    def build(self) -> None:
+        """As in Trainer."""
+        self.span.leave_loopback()
+        super().build()
+
+    def make_meeting_place(self) -> str:
+        """Over hosts: where a store of rank 0 is."""
+        if self.num_hosts == 1:
+            return super().make_meeting_place()
+        return self.span.open_meeting_place() if self.rank == 0 else ""
+
+    def new_writer(
+        self, weights: dict[str, torch.Tensor], num_readers: int, **options: Any
+    ) -> ShardWriter:
+        """Over hosts: each has an arena."""
+        return self.span.new_writer(weights, num_readers, **options)
+
+    @endpoint
+    async def completion(self, life: str) -> Completion | None:
+        """What the relay of a host in this life has to do; None: nothing, it has no rank."""
+        _, writer = self._begun()
+        return self.span.completion(life, writer) if self.rank == 0 else None
 
 
 class HomeRelay(Relay):
@@ -16565,12 +16594,11 @@ def home_relays(cfg: Config, trainer: Service, hosts: tuple[Host, ...]) -> Servi
     """The relays of the trainer's hosts. None: one host needs none."""
     if len(hosts) < 2:
         return None
-    plan = RelayPlan(source=trainer, first_reader=0, num_siblings=1, num_readers=0, num_copying=0)
     return Service(
         ServiceSpec(
             name="home relay",
             replica_class=HomeRelay,
-            args=(plan,),
+            args=(RelayPlan(source=trainer),),
             num_replicas=len(hosts),
             hosts=hosts,
             stuck_after_s=cfg.stuck_after,
@@ -17062,6 +17090,83 @@ class ChangeBench:
         )
 
 
+class RowRank(Worker):
+    """A rank of a trainer over hosts, of one weight of which each rank has some rows."""
+
+    def __init__(self, place: Place, num_rows: int) -> None:
+        super().__init__(place)
+        self.num_rows = num_rows
+        shape = current_size()
+        self.span = SpanRank(self.rank, math.prod(shape.values()), shape["hosts"])
+
+    def make_meeting_place(self) -> str:
+        """As of SpanTrainer."""
+        return self.span.open_meeting_place() if self.rank == 0 else ""
+
+    async def prepare(self) -> None:
+        """Publishes version 0. The copy waits for the relays, and this does not."""
+        self.span.leave_loopback()
+        form_group(self.meets_at, self.rank, self.span.num_ranks)
+        mesh = device_mesh.init_device_mesh("cpu", (self.span.num_ranks,))
+        whole = torch.arange(self.num_rows)[:, None].repeat(1, 1025)
+        self.rows = dtensor.distribute_tensor(whole, mesh, [dtensor.Shard(0)])
+        self.writer = self.span.new_writer({"weight": self.rows}, 0)
+        self.writer.start(0)
+
+    @endpoint
+    async def completion(self, life: str) -> Completion | None:
+        """As of SpanTrainer."""
+        return self.span.completion(life, self.writer)
+
+    @endpoint
+    async def step(self) -> int:
+        """Publishes one more version. Answers with how many arenas do not hold the whole of it."""
+        self.writer.wait()
+        local(self.rows).add_(1)
+        self.writer.publish(self.writer.version + 1)
+        # A leading rank returns from that when its arena is complete, and there is one per host.
+        _, slot = self.writer.arena.latest()
+        found = self.writer.arena.tensors(slot)["weight"]
+        is_wrong = torch.tensor([not torch.equal(found, self.rows.full_tensor())], dtype=torch.int)
+        torch.distributed.all_reduce(is_wrong)
+        return int(is_wrong)
+
+
+async def tell_span(report: Report, span: HostSpan) -> None:
+    """What crosses between hosts of which each has one rank of a trainer."""
+    spec = ServiceSpec(
+        name="rows",
+        replica_class=RowRank,
+        args=(2001,),
+        num_replicas=1,
+        num_ranks=len(span.members),
+        hosts=(span,),
+    )
+    ranks = Service(spec)
+    report.at_end(ranks.close)
+    relays = home_relays(Config(), ranks, span.members)
+    assert relays is not None, "there are several hosts"
+    report.at_end(relays.close)
+    await ranks.start()
+    await relays.start()
+    num_versions = 10
+    num_wrong = 0
+    for _ in range(num_versions):
+        num_wrong += await ranks.route(RowRank.step)
+    read_bytes = 0
+    lacked_bytes = 0
+    for relay in range(len(span.members)):
+        traffic = await relays.ask(relay, Relay.traffic)
+        read_bytes += traffic.read_bytes
+        lacked_bytes += traffic.num_versions * traffic.model_bytes
+    lacked_bytes -= (num_versions + 1) * traffic.model_bytes  # together they have written one
+    report.say(f"a trainer with a rank on each of {len(span.members)} hosts")
+    crossed = read_bytes / lacked_bytes
+    report.check("bytes that its relays read / bytes that hosts lacked", crossed, "==", 1.0)
+    report.check("arenas that do not hold the whole version", num_wrong, "==", 0)
+    report.figure(span_bytes_over_lacked=crossed)
+
+
 async def tell_deltas(report: Report, here: Host, away: Host) -> None:
     """What crosses if one element in a hundred changes, and if all do."""
     bench = ChangeBench(here, away)
@@ -17106,6 +17211,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     cluster = HostsCluster(own, is_warm=False, tell=report.say)  # it need not learn
     report.at_end(cluster.close)
     first_host, away = cluster.hosts  # the second is the one that will be lost
+    assert isinstance(first_host, RemoteHost) and isinstance(away, RemoteHost)
     run = Run("hosts", num_steps, Sampler(own.task, own.seed))
     training = SafeTraining(cluster, run, report)
     await cluster.start()
@@ -17140,7 +17246,8 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     report.check("k3 of samples of both, when it is back", found.mean_k3, "<=", limit)
     report.figure(bytes_per_version_over_model=copies, **await cluster.relay_figures())
     await tell_deltas(report, first_host, away)
-    # You can now add hosts, and lose them.
+    await tell_span(report, HostSpan(members=(first_host, away), ranks_per_host=1))
+    # You can now add hosts, lose them, and train a model that is too large for one.
 
 
 # -- plumbing: a model of your own, before and after RL --------------------------------------------

@@ -7103,7 +7103,7 @@ def test_a_mistake_in_a_relay_is_no_lost_trainer(tmp_path: pathlib.Path) -> None
 def traffic_of(**changes: Any) -> m.Traffic:
     """What a relay may say of itself: all is well, unless it is said otherwise."""
     well = m.Traffic(
-        run_id=1,
+        relay_id=1,
         num_versions=0,
         read_bytes=0,
         model_bytes=100,
@@ -7150,7 +7150,7 @@ def test_each_trouble_of_a_relay_is_told_once_and_so_is_its_end() -> None:
     [line] = news.has_failed(m.Unreachable("it failed:\ngone"))
     assert "it has given up, gone;" in line
     assert news.num_mistakes == 2
-    assert news.hear(traffic_of(run_id=2, num_versions=1))  # another one, which goes on
+    assert news.hear(traffic_of(relay_id=2, num_versions=1))  # another one, which goes on
     assert len(news.relays) == 2
 
 
@@ -7185,10 +7185,11 @@ class BrokenReader(m.RemoteReader):
 class BrokenRelay(m.Relay):
     """A relay with a BrokenReader."""
 
-    async def prepare(self) -> m.ArenaHandle:
+    async def prepare(self) -> m.ArenaHandle | None:
         handle = await super().prepare()
         remote = self.reader.remote
-        self.reader = BrokenReader(remote, self.reader.arena, self.pulse.advance, m.QuickerWay())
+        arena = self.reader.arena
+        self.crossing = BrokenReader(remote, arena, self.pulse.advance, m.QuickerWay())
         return handle
 
 
@@ -7203,6 +7204,7 @@ async def lose_and_break() -> None:
     relays = m.Service(spec)
     cluster: Any = m.HostsCluster.__new__(m.HostsCluster)
     cluster.relays = relays
+    cluster.homes = None
     cluster.tell = lambda *told: lines.extend(told)
     cluster.news = [m.RelayNews("tcp://b:1")]
     replace_method(cluster.news[0], "TELL_AFTER_S", 0.5)
@@ -8722,8 +8724,8 @@ def trainer_rank(
     torch.set_num_threads(1)
     if folder:
         changed = changed_module(pathlib.Path(folder), {"wait for all": "pass"})
-        method = changed.ShardWriter._copy_as_rank_0
-        replace_method(m.ShardWriter, "_copy_as_rank_0", method)
+        method = changed.ShardWriter._await_others
+        replace_method(m.ShardWriter, "_await_others", method)
     base = version_0(rank, is_trainer=True)
     mine = version_0(rank, is_trainer=True)
     rng = random.Random(rank)
@@ -15068,6 +15070,405 @@ def test_a_relay_without_its_lease_reads_torn_weights(
         pytest.skip(NO_NAMESPACES)
     file = changed_file(tmp_path, {"lease of the relay": "pass"})
     assert figures_of_wire(network, tmp_path, file)["torn_reads"] > 0
+
+
+# -- a trainer over hosts --------------------------------------------------------------------------
+
+
+def rows_written(weights: Weights, name: str) -> list[tuple[slice, ...]]:
+    """Where in the whole tensor lies what this rank has."""
+    tensor = weights[name]
+    boxes = m.boxes(tuple(tensor.shape), m.cut_of(tensor))
+    return [m.region(box.start, box.size()) for box in boxes]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_hosts_lack_crosses_once(seed: int) -> None:
+    """Random tensors, hosts and ranks. With what its ranks write each host has every element once.
+
+    Also of tensors with fewer rows than ranks, and of empty ones. Of plain ones nothing crosses.
+    """
+    rng = random.Random(seed)
+    for _ in range(10):
+        num_hosts = rng.randint(2, 4)
+        per_host = rng.randint(1, 3)
+        wholes = random_weights(rng, 5)
+        cuts = {name: (shard(),) for name in wholes}
+        sharding = Sharding(mesh_shape=(num_hosts * per_host,), placements=cuts)
+        ranks = sharding.of_every_rank(wholes)
+        tensors = {**ranks[0], "plain": torch.ones(7)}
+        moves = m.moves_between_hosts(tensors, tensors, num_hosts)
+        assert "plain" not in {move.name for move in moves}
+        for host, name in itertools.product(range(num_hosts), wholes):
+            times = torch.zeros(wholes[name].shape)
+            for weights in ranks[host * per_host : (host + 1) * per_host]:
+                for rows in rows_written(weights, name):
+                    times[rows] += 1
+            for move in moves:
+                if (move.name, move.target) == (name, host):
+                    times[m.region(move.offset, move.size)] += 1
+            assert (times == 1).all()
+
+
+class SpanRace:
+    """A trainer of four ranks on two hosts, relays and readers: all in this process, in threads.
+
+    Ranks do not wait for each other, as FSDP would have them. Before anything crosses a relay may
+    be held up, and one crossing in fifty fails. Relays are replaced at random.
+    """
+
+    NUM_HOSTS = 2
+    PER_HOST = 2
+
+    def __init__(self, module: Any, seed: int, num_versions: int) -> None:
+        self.module = module
+        self.rng = random.Random(seed)
+        self.num_versions = num_versions
+        self.wholes = {
+            "w": (torch.arange(33) % 100).view(11, 3),
+            "one row": torch.arange(9).view(1, 9).bfloat16(),
+            "vector": torch.arange(6.0),
+        }
+        cuts = {name: (shard(),) for name in self.wholes}
+        sharding = Sharding(mesh_shape=(self.NUM_HOSTS * self.PER_HOST,), placements=cuts)
+        self.ranks = sharding.of_every_rank(self.wholes)
+        self.base = [
+            {name: m.local(tensor).clone() for name, tensor in weights.items()}
+            for weights in self.ranks
+        ]
+        self.writers: list[Any] = []
+        for rank, weights in enumerate(self.ranks):
+            local_rank = rank % self.PER_HOST
+            handle = self.writers[rank - local_rank].arena.handle if local_rank else None
+            writer = module.SpanWriter(weights, 1, local_rank, self.PER_HOST, handle)
+            self.writers.append(writer)
+        self.arenas = [writer.arena for writer in self.writers[:: self.PER_HOST]]
+        self.moves = module.moves_between_hosts(self.wholes, self.ranks[0], self.NUM_HOSTS)
+        self.is_over = threading.Event()
+        self.num_replaced = 0
+        self.num_failed = 0
+        self.num_reads = [0, 0]
+        self.num_wrong = [0, 0]
+
+    def strike(self) -> None:
+        time.sleep(self.rng.random() * 0.0005)
+        if self.rng.random() < 0.02:
+            self.num_failed += 1
+            raise Exception("tcp read chunk timed out")
+
+    def moves_to(self, host: int) -> list[Any]:
+        return [move for move in self.moves if move.target == host]
+
+    def task(self, host: int) -> Any:
+        """What the relay of that host has to do: to read from the other one."""
+        other = self.arenas[1 - host]
+        pieces = []
+        for slot in range(other.handle.num_slots):
+            parts = self.module.pieces_in(slot, other, self.moves_to(host))
+            pieces.append([MemoryUnderAttack(part, self.strike) for part in parts])
+        written = self.module.written_word(self.PER_HOST)
+        source: Any = types.SimpleNamespace(
+            written=WordUnderAttack(other, written, self.strike),
+            latest=WordUnderAttack(other, m.Arena.LATEST, self.strike),
+            pieces=pieces,
+        )
+        return self.module.Completion(
+            handle=self.arenas[host].handle,
+            ranks_per_host=self.PER_HOST,
+            sources=[source],
+            moves=[self.moves_to(host)],
+        )
+
+    def train(self, rank: int) -> None:
+        """What a rank does."""
+        writer = self.writers[rank]
+        with contextlib.suppress(m.WeightMismatch, self.module.WeightMismatch):  # it was ended
+            for version in range(self.num_versions):
+                writer.wait()
+                for name, tensor in self.ranks[rank].items():
+                    m.local(tensor).copy_(in_version(self.base[rank][name], version))
+                writer.start(version)
+            writer.wait()
+
+    def relay(self, host: int) -> None:
+        """What the relays of a host do, one after the other."""
+        asyncio.run(self.carry(host))
+
+    async def carry(self, host: int) -> None:
+        task = self.task(host)
+        rng = random.Random(host)
+        relay = None
+        while not self.is_over.is_set():
+            if relay is None or rng.random() < 0.05:
+                self.num_replaced += relay is not None
+                arena = self.module.map_arena(task.handle)
+                relay = self.module.Completer(task, arena, lambda: None)
+            if rng.random() < 0.02:
+                await asyncio.sleep(0.02)  # long enough for the other host to be a version ahead
+            with contextlib.suppress(self.module.Unreachable, asyncio.TimeoutError):
+                await asyncio.wait_for(relay.fetch_if_new(), 2.0)
+            await asyncio.sleep(0)
+
+    def read(self, host: int) -> None:
+        """What a generator of a host does: it looks at every version that it gets."""
+        mine = {name: torch.full_like(whole, -1) for name, whole in self.wholes.items()}
+        reader = self.module.WeightReader(self.arenas[host].handle, 0, mine)
+        while not self.is_over.is_set():
+            before = reader.version
+            if reader.pull() != before:
+                self.num_reads[host] += 1
+                wrong = wrong_tensors(mine, self.wholes, reader.version)
+                self.num_wrong[host] += bool(wrong)
+            time.sleep(0.0003)
+
+    def run(self, patience_s: float) -> bool:
+        """Until all versions are there. False: that took too long."""
+        hosts = range(self.NUM_HOSTS)
+        ranks = [(self.train, rank) for rank in range(len(self.ranks))]
+        others = [(self.relay, host) for host in hosts] + [(self.read, host) for host in hosts]
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            trains = [threads.submit(*work) for work in ranks]
+            rest = [threads.submit(*work) for work in others]
+            done, _ = concurrent.futures.wait(trains, patience_s)
+            time.sleep(0.05)  # for the readers to see the last one
+            self.is_over.set()
+            for arena in self.arenas:  # whoever waits there waits no longer
+                for word in range(self.module.completed_word(self.PER_HOST), m.Arena.NUM_WORDS):
+                    self.module.tell(arena, word, m.ShardWriter.FAILED)
+            for one in [*trains, *rest]:
+                one.result()
+        return len(done) == len(trains)
+
+
+def race_over_hosts(module: Any, num_versions: int = 200, patience_s: float = 120) -> SpanRace:
+    race = SpanRace(module, 0, num_versions)
+    replace_method(module.Completer, "LOOK_EVERY_S", 0.0003)
+    race.is_done = race.run(patience_s)
+    print(
+        f"{num_versions} versions, done: {race.is_done}; failed crossings {race.num_failed}, "
+        f"relays replaced {race.num_replaced}, reads {race.num_reads}, wrong {race.num_wrong}"
+    )
+    return race
+
+
+def test_no_host_of_a_trainer_sees_half_a_version() -> None:
+    """Whoever is late, whatever fails, and whichever relay is replaced in the middle."""
+    race = race_over_hosts(m)
+    assert race.is_done
+    assert race.num_wrong == [0, 0]
+    assert min(race.num_reads) > 50
+    assert race.num_failed > 10
+    assert race.num_replaced > 10
+    for arena in race.arenas:
+        assert arena.newest_version() == race.num_versions - 1
+
+
+@pytest.mark.parametrize("missing", ["complete", "the same version"])
+def test_the_race_over_hosts_sees_half_a_version(missing: str, tmp_path: pathlib.Path) -> None:
+    """Rank 0 commits before the relay has read; the relay takes whatever version is there."""
+    instead = {"complete": "found = word", "the same version": "if found >= 0:"}
+    race = race_over_hosts(changed_module(tmp_path, {missing: instead[missing]}))
+    assert sum(race.num_wrong) > 0
+
+
+def test_a_relay_that_is_late_finds_its_version_by_the_other_word(tmp_path: pathlib.Path) -> None:
+    """By the word `latest`, where that host is a version ahead. Without it nobody goes on."""
+    one = {"both words": "for word in (source.written,):"}
+    race = race_over_hosts(changed_module(tmp_path, one), patience_s=10)
+    assert not race.is_done
+
+
+def test_each_host_reads_only_what_it_lacks(tmp_path: pathlib.Path) -> None:
+    """Else it would read what its own ranks are writing from another host, which has it later."""
+    own = {"only what it lacks": "if True:"}
+    for module, times in ((m, 1), (changed_module(tmp_path, own), 2)):
+        race = SpanRace(module, 0, 1)
+        sizes = [math.prod(move.size) for move in race.moves]
+        assert sum(sizes) == times * sum(whole.numel() for whole in race.wholes.values())
+
+
+def test_a_copy_that_fails_on_one_host_is_told_on_the_others() -> None:
+    """Else their ranks would wait for it until somebody ends them."""
+    race = SpanRace(m, 0, 1)
+    first, second = race.arenas
+    [failing, *others] = race.writers
+    replace_method(failing, "_write", mock.Mock(side_effect=RuntimeError("no memory")))
+    for writer in race.writers:
+        writer.start(0)
+    with pytest.raises(RuntimeError, match="no memory"):
+        failing.wait()
+    replace_method(race, "strike", lambda: None)
+    relays = [m.Completer(race.task(host), race.arenas[host], lambda: None) for host in (0, 1)]
+    asyncio.run(relays[1].fetch_if_new())
+    with pytest.raises(m.WeightMismatch, match="the copy on another host failed"):
+        others[1].wait()
+    assert first.newest_version() == second.newest_version() == m.Arena.NOTHING
+
+
+class Machine(m.RemoteHost):
+    """A host without a machine: the test says in which life it is."""
+
+    lives: ClassVar[dict[str, str]] = {}
+    sent: ClassVar[list[tuple[str, int, int]]] = []
+
+    def life(self) -> str:
+        return self.lives[self.address]
+
+    def signal(self, pulses: list[m.PulseHandle], number: int) -> None:
+        self.sent.extend((self.address, pulse.pid, number) for pulse in pulses)
+
+    def signs(self, pulse: m.PulseHandle) -> m.Signs | None:
+        return m.Signs(state=self.address, cpu_ticks=0, beats=0, progress=0)
+
+
+@pytest.fixture
+def span(monkeypatch: pytest.MonkeyPatch) -> m.HostSpan:
+    """Two machines, in their first lives."""
+    monkeypatch.setattr(Machine, "lives", {"a": "a:1", "b": "b:1"})
+    monkeypatch.setattr(Machine, "sent", [])
+    monkeypatch.setattr(m.HostSpan, "WAITS_FOR_ALL_S", 0.2)
+    return m.HostSpan(members=(Machine("a"), Machine("b")), ranks_per_host=1)
+
+
+def test_a_trainer_begins_on_the_hosts_that_are_left(
+    span: m.HostSpan, tmp_path: pathlib.Path
+) -> None:
+    """After a while, for a lost one may be back soon. With none it waits on."""
+    assert asyncio.run(span.present()) == span
+    Machine.lives["b"] = ""
+    start = time.monotonic()
+    assert asyncio.run(span.present()) == dataclasses.replace(span, members=span.members[:1])
+    assert time.monotonic() - start > 0.2
+    assert span.is_here()
+    Machine.lives["a"] = ""
+    assert not span.is_here()
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(span.present(), 0.5))
+
+
+def test_a_span_that_lost_a_host_still_has_the_processes_of_the_others(span: m.HostSpan) -> None:
+    """So the replica is lost, and what is left of it is killed: each process on its own host."""
+    life = span.life()
+    pulses = [m.PulseHandle(pid=7, path="", started=1, life=life) for life in ("a:1", "b:1")]
+    assert [span.signs(pulse).state for pulse in pulses] == ["a", "b"]  # type: ignore[union-attr]
+    Machine.lives["b"] = "b:2"
+    assert span.life() not in ("", life)
+    assert span.still_has(life)
+    assert span.signs(pulses[1]) is None
+    span.signal(pulses, 9)
+    assert Machine.sent == [("a", 7, 9)]
+    Machine.lives["a"] = ""
+    assert not span.still_has(life)
+    with pytest.raises(OSError, match="a host was lost"):
+        asyncio.run(span.spawn(mock.Mock(), 2))
+
+
+def test_a_lost_replica_is_not_stopped_where_a_host_is_missing(span: m.HostSpan) -> None:
+    """Monarch would wait for that host for as long as it is let."""
+
+    async def ended(life_of_b: str) -> int:
+        """How often Monarch was asked to stop it. One that has never run has no processes."""
+        Machine.lives["b"] = "b:1"
+        procs = mock.Mock(stop=mock.AsyncMock())
+        starts = mock.Mock(pids=list)
+        replica = m.Replica(m.Place("trainer", 0), span, procs, None, starts)
+        replica.runs_in([m.PulseHandle(pid=7, path="", started=1, life="a:1")])
+        Machine.lives["b"] = life_of_b
+        await replica.end()
+        return procs.stop.await_count
+
+    assert asyncio.run(ended("b:1")) == 1
+    assert asyncio.run(ended("")) == 0
+    assert Machine.sent == [("a", 7, 9)] * 2
+
+
+def begins_again(module: Any, num_ranks: int, life: str) -> bool:
+    """Does a trainer of two ranks, of which there are so many, begin again after a checkpoint?"""
+    place = m.Place(service="trainer", replica_id=0)
+    answers = {place: [m.Seat(device="cpu", life="a:1")] * num_ranks}
+    trainer = mock.AsyncMock()
+    trainer.status.return_value = types.SimpleNamespace(answers=answers)
+    cluster: Any = types.SimpleNamespace(
+        cfg=m.Config(trainers=2, trainer_hosts=2),
+        trainer=trainer,
+        trainer_host=lambda: types.SimpleNamespace(life=lambda: life),
+        tell=mock.Mock(),
+    )
+    try:
+        asyncio.run(module.HostsCluster.after_checkpoint(cluster))
+    except module.TrainerLost:
+        return trainer.start.await_count == 1
+    return False
+
+
+def test_a_host_that_is_back_has_ranks_from_the_next_checkpoint_on(tmp_path: pathlib.Path) -> None:
+    assert begins_again(m, 1, "a:1 b:2")
+    assert not begins_again(m, 1, "")  # the host is not back
+    assert not begins_again(m, 2, "a:1 b:1")  # none was lost
+    changed = changed_module(tmp_path, {"all again": "if False:"})
+    assert not begins_again(changed, 1, "a:1 b:2")
+
+
+def test_the_interface_of_an_address() -> None:
+    assert m.interface_of("127.0.0.5") == "lo"
+    assert m.interface_of("::1") == "lo"
+    with pytest.raises(OSError, match=re.escape("198.51.100.1")):
+        m.interface_of("198.51.100.1")  # of nobody (RFC 5737)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--trainers 2 --trainer-hosts 2", "--hosts names fewer"),
+        ("--trainers 3 --trainer-hosts 2 --hosts tcp://a:1,tcp://b:1", "cannot be shared"),
+        (
+            "--trainers 2 --trainer-hosts 2 --hosts tcp://a:1,tcp://b:1 --baseline critic",
+            "of one host",
+        ),
+    ],
+)
+def test_trainer_hosts_that_do_not_fit(refused: Refused, flags: str, why: str) -> None:
+    assert why in refused("--only", "sync_rl", *flags.split())
+
+
+def learned_in(log: pathlib.Path) -> list[dict[str, Any]]:
+    """What a --log has of each step, but for times."""
+    steps = []
+    for line in log.read_text().splitlines():
+        row = json.loads(line)
+        steps.append({name: row[name] for name in row if not name.endswith("_s")})
+        del steps[-1]["seconds"]
+    return steps
+
+
+def test_a_trainer_over_hosts_learns_what_one_host_does(
+    network: Network, tmp_path: pathlib.Path, quick_file: pathlib.Path
+) -> None:
+    """As many ranks on one host, without any other: every figure of every step is the same."""
+    for i in (0, 1):
+        network.work(i, quick_file)
+    learned = []
+    for name, flags, prefix in (
+        ("two", ("--trainer-hosts", "2", "--hosts", network.hosts(), *network.secret), [0]),
+        ("one", (), []),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        run = run_file(
+            folder,
+            *("--only", "sync_rl", "--trainers", "2", "--steps", "24", "--log", "log", *flags),
+            file=quick_file,
+            prefix=network.inside(*prefix) if prefix else [],
+        )
+        assert run.failed_checks("sync_rl") <= {TOO_FEW_STEPS}, run.out + run.err
+        assert run.left == []
+        learned.append(learned_in(folder / "log"))
+        if name == "two":
+            rows = [[network.url(i), "cpu", "cpu", "cpu"] for i in (0, 1)]
+            assert rows_of_hosts(run.out) == rows
+    assert len(learned[0]) == 12
+    assert len({step["grad_norm"] for step in learned[0]}) == 12
+    assert learned[0] == learned[1]
 
 
 # -- several hosts: Slurm and Kubernetes -----------------------------------------------------------
