@@ -15471,6 +15471,46 @@ def test_a_trainer_over_hosts_learns_what_one_host_does(
     assert learned[0] == learned[1]
 
 
+@long
+@pytest.mark.parametrize("network", [(3,)], indirect=True)
+@pytest.mark.parametrize(("victim", "comes_back"), [(0, True), (1, True), (1, False)])
+def test_a_trainer_over_hosts_goes_on_without_one_that_is_lost(
+    network: Network, tmp_path: pathlib.Path, victim: int, comes_back: bool
+) -> None:
+    """It becomes what the checkpoint says, on the other host. At the next one it is on both again.
+
+    The third host has generators only. Faults strike as well, as in every run of this stage.
+    """
+    log = tmp_path / "log.jsonl"
+    for i in range(3):
+        network.work(i)
+    before = [network.num_processes(i) for i in range(3)]
+    run = start_file(
+        tmp_path,
+        *("--only", "async_rl", "--hosts", network.hosts(), *network.secret, "--steps", "120"),
+        *("--trainers", "2", "--trainer-hosts", "2", "--generators", "3", "--save-every", "20"),
+        *("--log", str(log), "--json", "out.json"),
+        prefix=network.inside(2),
+    )
+    assert wait_until(lambda: num_logged(log) >= 30, 180)
+    network.lose(victim)
+    lost_at = num_logged(log)
+    if comes_back:
+        assert wait_until(lambda: num_logged(log) > lost_at + 3, 120)
+        network.work(victim)
+    out, err = run.process.communicate(timeout=300)
+    assert f"{network.url(victim)}: lost" in out, out + err
+    [stage] = json.loads((tmp_path / "out.json").read_text())["stages"]
+    assert stage["ok"], out + err
+    assert ("begins again, on all its hosts" in out) == comes_back, out
+    figures = stage["figures"]
+    assert figures["started"] == num_accounted_for(figures)
+    assert figures["trained"] == m.Config.batch_groups * 120
+    assert figures["mismatch_k3"] <= 1e-6
+    others = {0, 1, 2} - {victim}
+    assert wait_until(lambda: all(network.num_processes(i) == before[i] for i in others))
+
+
 # -- several hosts: Slurm and Kubernetes -----------------------------------------------------------
 
 
