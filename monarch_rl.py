@@ -17,12 +17,13 @@ and each names the line that you can change to see that for yourself.
 
                  prompts             episodes             groups              batch
       Sampler ------------> Generator --------> Judge ---------> ReplayBuffer ------> Trainer
-         ^        Gate      (a Service)      (a Service)              |                  |
-         |                       ^                                    |                  |
-         |                  WeightReader                              |            WeightWriter
-         |                       |                                    |                  |
-         |                       +----------- Arena: slots, leases <--|------------------+
-         +----------------- tickets come back ------------------------+
+         ^        Gate      (a Service)      (a Service)                                 |
+         |                       ^                                                       |
+         |                  WeightReader                                           WeightWriter
+         |                       |                                                       |
+         |                       +------------ Arena: slots, leases <--------------------+
+         |                                                                               |
+         +---- tickets come back to the Gate when the new version is in the Arena -------+
 
       Small things travel as messages between actors (the control plane). The weights, which are
       large, travel through shared memory or by RDMA (the data plane).
@@ -35,22 +36,27 @@ and each names the line that you can change to see that for yourself.
     6 service         every request is answered, though replicas raise, die and stand still
     7 weight_sync     weights that are never torn, at the cost of about one memory copy
     8 reshard         from one sharding to another, every needed byte once
-    9 rollout         what was recorded while sampling is what the trainer finds again
+    9 rollout         ids and log-probabilities noted while sampling are what the trainer finds
    10 losses          which estimator points where the true gradient points, and how noisily
    11 sync_rl         the RL loop, one thing at a time
    12 recovery        a run that was cut off goes on as if it had not been
    13 async_rl        two loops and a buffer: both sides work, and lag is bounded
    14 critic          with one answer per prompt, a learned value is the baseline
    15 reward_model    a policy exploits a learned reward, and what holds it
-   16 hosts           another host costs a copy of what changed; a lost one its work in progress
+   16 hosts           adding a host costs a copy of what changed; losing one, its work in progress
 
-How to read it. Each section begins with a lead, the comment under its banner. In an hour: this
-page, then the leads, pictures and demos of sections 1 to 3, 5 to 7, 11 and 13. In an afternoon: all
-leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what stands under
-`measurement`, which produces the numbers, and under `plumbing`, which any program needs. All of it
-takes two days. After section 13 you have the whole system on one host; 14 adds a second network, 15
-trains on a reward that is learned, and 16 adds other hosts. DOCS.md says at length why each part is
-as it is.
+How to read it. Each section begins with a lead, the comment under its banner. There are three ways:
+
+    two hours    this page; the leads, pictures and demos of sections 1 to 3, 5 to 7, 11 and 13; and
+                 the five functions that all of it is about: ServiceActor.route (6), Arena.lease and
+                 WeightReader.pull (7), TrainState.step (11), AsyncLoops._training_loop (13)
+    two days     all leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what
+                 stands under `measurement`, which produces the numbers, and under `plumbing`, which
+                 any program needs
+    a week       all of it, some 37 hours for a careful first reader
+
+After section 13 you have the whole system on one host; 14 adds a second network, 15 trains on a
+reward that is learned, and 16 adds other hosts. DOCS.md says at length why each part is as it is.
 
 Left out, and what to use instead: paged attention (vLLM, SGLang); tensor, pipeline and expert
 parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; launchers for Slurm and
@@ -76,13 +82,19 @@ The words:
     lease     A reader's note "I am reading slot 3", for the writer to see.
     torn      Of weights that were read: some tensors are of version 6 and some of version 7.
     ticket    The permission to generate one group. There are few, so little is under way. The
-              Gate hands them out.
+              Gate hands them out. A ticket comes back when generators can pull the version that
+              its group has helped to make, or at once if the group is dropped.
     sampler   Draws prompts, always the same one for the same number.
     replica   One of several interchangeable workers, in a process of its own.
     service   What owns replicas and gives requests to them; callers see no replica (section 6).
     judge     A replica that runs the reward function, which is somebody else's code.
-    reward    A network that has learned from examples what people prefer, and judges in place of
-     model    a function (section 15).
+    estimator A loss with a baseline. What it makes of samples is an estimate of the true gradient,
+              that of the mean reward of all possible answers (section 10).
+    baseline  What a reward is compared with: the mean of the group, or a value, which is what a
+              second network, the critic, expects at that place (sections 10 and 14).
+    reward model
+              A network that has learned from examples what people prefer, and judges in place of
+              a function (section 15).
     run id    A number for one life of the trainer. After a restart there is another version 7,
               which must not be taken for the first one.
 """
@@ -96,7 +108,7 @@ from __future__ import annotations
 # So importing this file must do nothing but define things. Whatever has an effect (environment
 # variables, signal handlers, printing) happens in `main`, which only the main process runs. There
 # are three exceptions, and all only if the file is run: the handler and the refusal below, which
-# must come before `main` can run, and the template.
+# must come before `main` can run, and the template for workers, which the next part explains.
 import os
 import signal
 import sys
@@ -197,19 +209,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 # fork of it: a copy that takes 10 ms, whose memory is shared until either side writes there, and
 # which has only Monarch and this file left to import (0.3 s).
 #
-# Monarch starts a process by a command, and watches what that has started. For a worker with a
-# model the command is another one, the stand-in: a shell that writes its process id into the
-# standard input of the template, and then waits until the template ends. The template forks. The
-# fork takes over the environment variables that Monarch gave to the stand-in, and goes on as
-# Monarch's own command would. So Monarch watches the stand-in, and everybody else the fork.
+# Monarch starts a process by a command, and watches what that has started. It cannot be told to
+# take a fork instead. So a worker with a model begins as two processes:
 #
-#     who there is                                 who ends       whom that ends      by
-#     main process                                 main process   the template        the system
-#       template   imports, reads ids, forks       template       its workers         the system
-#         worker   a fork                                         the stand-ins       themselves
-#         worker                                   worker         its stand-in        the template
-#       stand-in   waits for the template's end    stand-in       its worker          the template
-#       stand-in
+#     1. The main process starts the template, which imports torch and then waits.
+#     2. Monarch, asked for a worker, starts a shell in its place: the stand-in of that worker. It
+#        writes its process id into the standard input of the template, and then does nothing more
+#        than wait until the template ends.
+#     3. The template reads the id, and forks. The fork takes over the environment variables that
+#        Monarch gave to the stand-in, and goes on as Monarch's own command would: it is the worker.
+#
+# From then on Monarch watches the stand-in, and everybody else the worker. The one must not outlive
+# the other, and nobody the main process:
+#
+#     what ends          what ends with it      because of
+#     the main process   the template           the system (end_with_parent)
+#     the template       its workers            the system (end_with_parent)
+#     the template       all stand-ins          themselves: that is what they wait for
+#     a worker           its stand-in           the template (end_pair)
+#     a stand-in         its worker             the template (end_pair)
 #
 # Only a process with a single thread can be forked safely. The copy has no other thread, but it has
 # the locks that others held, and nobody to open them. Monarch starts threads when it is imported,
@@ -224,7 +242,7 @@ WORKER_MODULE = "monarch._src.actor.bootstrap_main"  # what Monarch runs in each
 # And of a process on another host: the life of that host (Host.life, in section 5).
 LIFE_VARIABLE = "MONARCH_RL_LIFE"
 
-# What trainers and generators of the tiny policy need, and mostly those of other models.
+# What trainers and generators of the tiny policy import. Those of other models need most of it too.
 SLOW_IMPORTS = (
     "torch",
     "torch.distributed.checkpoint.state_dict",
@@ -258,7 +276,9 @@ def serve_as_template(lifeline: int) -> None:
     gc.disable()  # to look for garbage would take a tenth of the imports' time, and find none
     for name in SLOW_IMPORTS:
         importlib.import_module(name)
-    gc.freeze()  # nor will workers look at these objects, which would copy their memory
+    # Nor will workers look for garbage among these objects. To look at one writes a mark into it,
+    # and the system would have to copy the page that it shares with the template.
+    gc.freeze()
     gc.enable()
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ)
@@ -307,8 +327,11 @@ def fork_for(stand_in_id: int, selector: selectors.BaseSelector, lifeline: int) 
 
 def end_pair(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
     """One of a worker and its stand-in has ended, so the other one must."""
-    if selector.get_map().get(key.fd) is not key:
-        return  # both have ended, and this is the second; another pair may have its number by now
+    # If both have ended since the last look, the news of the first has closed both descriptors, and
+    # this is the news of the second. Its number may be that of another pair's descriptor by now.
+    registered_now = selector.get_map().get(key.fd)
+    if registered_now is not key:
+        return
     for descriptor in (key.fd, key.data):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -415,9 +438,10 @@ MIB = 1 << 20  # bytes
 # What `main` sets for itself, and so for every process that it starts. Importing this file sets
 # nothing; whoever uses it as a library calls `prepare_environment` first.
 ENVIRONMENT = {
-    # How often Monarch looks whether a process still lives: every 10 s unless told. Each look is a
-    # message per process, of which Monarch never gives back 2 KiB. And the end of a process is told
-    # in milliseconds by a pidfd, a file descriptor for a process (section 5).
+    # How often Monarch looks whether a process still lives: every 10 s unless told. More often than
+    # this would cost memory: each look sends a message to each process, and of each message Monarch
+    # keeps 2 KiB for good (measured in DOCS 6). It would also gain little, for the end of a
+    # process is told in milliseconds by a pidfd, a file descriptor for a process (section 5).
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     # A look under way when its process dies waits so long for the reply: 30 s unless told.
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
@@ -537,7 +561,9 @@ class Config:
     # How: sections 7 to 16 say what each of these does.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
     order: str = setting(
-        "ready", "of groups: drop late ones, or wait within a window", choices="ready window"
+        "ready",
+        "ready: as groups come, late ones are dropped; window: none is, the trainer waits",
+        choices="ready window",
     )
     in_flight: float | None = setting(
         None, "batches under way at most; None: K + 1, or K + 1/2 with window", least=1, kind=float
@@ -1090,7 +1116,7 @@ def close_unnamed_file(path: str) -> None:
 #   messages. The methods that messages may call are its endpoints. They run one at a time, in the
 #   order in which a caller sent the messages, so none ever sees another one half done. Two actors
 #   share nothing, and work at the same time.
-# Cost. A message and its answer take the time of thousands of method calls; the demo shows both.
+# Cost. A message and its answer take the time of thousands of function calls; the demo shows both.
 # Not here. Endpoints that may overlap (section 6).      Source. Hewitt, Bishop, Steiger 1973.
 #
 #     main process                            process of the actor
@@ -1207,11 +1233,12 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     message_ms = await median_ms(one.take.call_one)
     start = time.monotonic()
     for _ in range(1000):
-        since(start)
-    method_us = since(start) * 1e3  # ms for 1000 calls are us for one
+        since(start)  # any function will do, such as this one
+    function_ms = since(start) * 1e3 / 1000
+    function_us = function_ms * 1e3
     report.say(
         f"a message to another process and its answer: {show(message_ms)} ms; "
-        f"a call of a function: {show(method_us)} us"
+        f"a call of a function: {show(function_us)} us"
     )
     report.figure(message_ms=message_ms)
     # You can now keep state in one place, and change it from many, without a lock.
@@ -1289,13 +1316,13 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 
     report.table([every, second, chosen, told])
     # Which member `choose` draws is Monarch's affair. That it is one of them, and that the same one
-    # runs and answers, is what the word means.
-    drawn = chosen.ranks_that_ran[:1]
+    # runs and answers, is what the word means. So whoever answered must be the only one that ran.
+    drawn = answer.rank
     num_wrong = 0
     for row, ran, answered in (
         (every, "0 1 2 3", "0 1 2 3"),
         (second, "2", "2"),
-        (chosen, drawn, drawn),
+        (chosen, str(drawn), str(drawn)),
         (told, "0 1 2 3", "-"),
     ):
         num_wrong += row.ranks_that_ran != ran or row.ranks_that_answered != answered
@@ -1320,7 +1347,8 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 # Cost. The owner must keep the memory alive, and is not told when a reader is done (section 7 is
 #   about that). An RDMABuffer wants memory in one piece. Of a tensor that is not, such as a column
 #   of a matrix, one would first have to make a copy, and bytes that are written into a copy vanish.
-# Not here. GPU memory: with an RDMA card the same handle covers it. Source. Monarch, libibverbs.
+# Not here. GPU memory, which the same handle covers where there is an RDMA card.
+# Source. Monarch, libibverbs.
 #
 # A handle says where the bytes are: which process has them, at what address, how many there are,
 # and a key with which a card, if there is one, lets others in. It holds none of the bytes.
@@ -1345,13 +1373,13 @@ def checksum(tensor: torch.Tensor) -> int:
 class Owner(Actor):
     """Owns memory and hands out handles to it."""
 
-    # Two bytes, the gate: is it open, and does this process's Python stand before it?
+    # Two bytes, the latch: is it open, and does this process's Python stand before it?
     OPEN = 0
     STUCK = 1
 
     def __init__(self) -> None:
         self.memory = torch.zeros(0, dtype=torch.uint8)
-        self.gate = torch.zeros(2, dtype=torch.uint8)
+        self.latch = torch.zeros(2, dtype=torch.uint8)
 
     @endpoint
     async def register(self, num_bytes: int) -> RDMABuffer:
@@ -1361,9 +1389,9 @@ class Owner(Actor):
         return RDMABuffer(self.memory)
 
     @endpoint
-    async def register_gate(self) -> RDMABuffer:
-        """A handle to the gate."""
-        return RDMABuffer(self.gate)
+    async def register_latch(self) -> RDMABuffer:
+        """A handle to the latch."""
+        return RDMABuffer(self.latch)
 
     @endpoint
     async def as_message(self) -> torch.Tensor:
@@ -1371,17 +1399,17 @@ class Owner(Actor):
         return self.memory
 
     @endpoint
-    async def sit_until_gate_opens(self, give_up_s: float) -> bool:
-        """Holds up this process's Python until somebody opens the gate.
+    async def sit_until_latch_opens(self, give_up_s: float) -> bool:
+        """Holds up this process's Python until somebody opens the latch.
 
         It neither awaits nor answers messages meanwhile, so only a one-sided write can open it.
         Returns False if nobody has for give_up_s seconds.
         """
         start = time.monotonic()
-        self.gate[self.STUCK] = 1
-        while self.gate[self.OPEN] == 0 and since(start) < give_up_s:
+        self.latch[self.STUCK] = 1
+        while self.latch[self.OPEN] == 0 and since(start) < give_up_s:
             time.sleep(0.001)
-        return bool(self.gate[self.OPEN] == 1)
+        return bool(self.latch[self.OPEN] == 1)
 
 
 @dataclass(frozen=True)
@@ -1447,25 +1475,27 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     report.check("largest handle, bytes", max(row.handle_bytes for row in rows), "<", 1024)
 
     # Does the owner's Python take part? Now it is stuck, until a write through a handle opens its
-    # gate. Whatever comes back before that came without it. Three things are sent, in this order: a
-    # call that gets it stuck, a message, which waits behind that call, and a one-sided read.
+    # latch. Whatever comes back before that came without it. Three things are sent, in this order:
+    # a call that gets it stuck, a message, which waits behind that call, and a one-sided read.
     handle = await owner.register.call_one(MIB)
-    gate = await owner.register_gate.call_one()
-    stuck = asyncio.ensure_future(owner.sit_until_gate_opens.call_one(20.0))
+    latch = await owner.register_latch.call_one()
+    stuck = asyncio.ensure_future(owner.sit_until_latch_opens.call_one(20.0))
     message = asyncio.ensure_future(owner.as_message.call_one())
     pulled = torch.ones(MIB, dtype=torch.uint8)
     state = torch.zeros(2, dtype=torch.uint8)
     while state[Owner.STUCK] == 0:
-        await gate.read_into(state)  # one-sided too
+        await latch.read_into(state)  # one-sided too
     await handle.read_into(pulled)  # mechanism: one-sided read
     num_answered = int(message.done())
-    # The pull is over, and the owner has been stuck since before it began. If it still is, the gate
-    # is opened in time, and the pull has ended without its Python.
-    await gate.write_from(torch.ones(2, dtype=torch.uint8))
-    num_pulled = int(await stuck)  # 0: it gave up before the gate was opened
+    # The pull is over, and the owner has been stuck since before it began. Is it still stuck? Then
+    # the pull has ended without its Python. So the latch is opened only now, and the owner answers
+    # whether that is what has freed it. If it had given up before, the latch would come too late.
+    await latch.write_from(torch.ones(2, dtype=torch.uint8))
+    was_still_stuck = await stuck
+    num_pulled = 1 if was_still_stuck else 0
     report.check("messages that the stuck owner has answered", num_answered, "==", 0)
     report.check("pulls of 1 MiB that ended while it was stuck", num_pulled, "==", 1)
-    report.check("bytes of that message, after the gate", len(await message), "==", MIB)
+    report.check("bytes of that message, after the latch", len(await message), "==", MIB)
 
     backend = get_rdma_backend()  # ibverbs with an RDMA card, tcp without
     large = rows[-1]
@@ -1483,16 +1513,19 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 # Rule. Ask by name. `get_or_spawn_controller(name, Class)` gives every caller the same actor. One
 #   process, that of the main program, creates it; it answers one request after the other, so the
 #   first request for a name creates the actor, and all later ones find it.
-# Cost. A message each time somebody asks. The actor lives in the main program's process.
+# Cost. A message each time somebody asks. The actor lives in the main program's process: its work
+#   holds that up, for Python code of one process runs in turn, and it ends with it.
 # Not here. Actors that outlive that process.      Source. Monarch's get_or_spawn_controller.
 #
 # The actor that is found so in this file is Telemetry. From here on workers tell it what they do,
 # and `--trace` and `--report` show it. Nothing else depends on it: if it is gone, a run goes on.
 #
-# Whoever asks by name waits for an answer. If a worker is stopped before it comes, the answer goes
-# back to Monarch's registry of names in the main process, and ends it, and with it the run. So in
-# runs only the main process asks, and gives what it has found to the workers that it makes: to tell
-# Telemetry something needs no answer.
+# The demo shows that any process may ask. Runs of this file make less use of it than that: there
+# only the main process asks, and gives what it has found to the workers that it makes (Worker.setup
+# in section 5). For whoever asks by name waits for an answer. If a worker is stopped before that
+# comes, the answer goes back to Monarch's registry of names in the main process, and ends it, and
+# with it the run (seen with this version of Monarch; DOCS 1). To tell Telemetry something needs no
+# answer, so nothing can come back.
 
 
 @dataclass(frozen=True)
