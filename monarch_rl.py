@@ -1455,8 +1455,8 @@ async def transfer(owner: Owner, kib: int) -> TransferRow:
 
 
 @stage(
-    "a handle of about half a kilobyte moves any number of bytes, and the owner's Python takes "
-    "no part in it",
+    "a handle of less than a kilobyte moves one KiB or 64 MiB, and the owner's Python takes no "
+    "part in it",
     hint="await `owner.as_message.call_one()`: it waits for an owner that waits for us",
     mechanism="one-sided read",
 )
@@ -1681,24 +1681,27 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #     it stands still      ReplicaLost       its pulse, silent for 3 s         killed, and replaced
 #     it works for ever    ReplicaLost       its progress, after a limit       killed, and replaced
 #     it works for long    the answer        nobody                            the actor lives on
-# Cost. A thread in every worker. A replacement takes a second or two, with a big model minutes.
+#   (A replica is one of several workers that do the same; ReplicaLost is an exception of 5b.)
+# Cost. A thread in every worker. A replacement takes a second or so (`cure ms` in the demo), with a
+#   big model minutes.
 # Not here. Who restarts the owner: here all owners live in the main process, and end with it.
 # Source. Supervisors of Erlang (Armstrong 2003); pidfd_open(2).
 #
 # 1. Death. A pidfd is a file descriptor for a process. It becomes readable when the process ends,
 # and so an event loop hears of it at once. Monarch has a detector too: it hears when an actor ends,
-# asks every 2 s whether a process still lives, and calls `__supervise__` of the owner. We need it,
-# because it also knows of an actor that died in a process that lives: an endpoint that raises
-# though nobody waits for its answer (`broadcast`) ends its actor.
+# asks every 2 s whether a process still lives, and calls `__supervise__` of the owner: a method by
+# which an actor says that it wants to hear of such things. We need it, because it also knows of an
+# actor that died in a process that lives: an endpoint that raises though nobody waits for its
+# answer (`broadcast`) ends its actor.
 #
 # 2. Standstill. A thread in each worker counts a word in shared memory up, ten times a second: the
 # pulse. The owner looks at it four times a second. A process that was stopped, or that gets no
-# memory, does not move it. (Before a worker can say where its pulse is, its owner looks whether the
-# process was stopped.) One that is busy does: Python lets other threads run every 5 ms, and
+# memory, does not move it. One that is busy does: Python lets other threads run every 5 ms, and
 # what computes in C mostly lets go of the GIL, the lock that a thread must hold to run Python.
 # Mostly: to load a file, or to match a regular expression, C code may hold it for many seconds. The
 # pulse is silent then, though the process works. So the owner looks at one more thing, the time for
 # which the system has let the process compute. As long as that grows, it does not stand still.
+# (Before a worker can say where its pulse is, there is less to look at: see Starts.)
 #
 # 3. Endless work. Another word moves with everything that a worker has got done: a token, a part of
 # a batch, an episode judged. If a worker has requests and this word does not move for a limit, the
@@ -1706,6 +1709,10 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # sees the progress of that one, and a step of an hour is well if each of its parts is short.
 
 # -- 5a. Hosts, and the signs of life of a process -------------------------------------------------
+# In this order: how processes are started (Template, Starts), where (Host), how one is named so
+# that nobody else is meant (open_process), where it shows that it lives (PulseHandle and, in the
+# process itself, Pulse), what can be seen of it at one look (Signs), and what its owner makes of
+# its looks (Watch). At a first reading begin with Pulse.
 
 # Set by the main process when it is about to end all others. From then on nothing is replaced.
 LEAVING = threading.Event()
@@ -1732,15 +1739,17 @@ class Template:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.lifeline: int | None = None  # our end of that pipe, a descriptor
+        # Our end of that pipe, a descriptor, from which all stand-ins read. The template has the
+        # other end, its lifeline.
+        self.reading_end: int | None = None
 
     def start(self) -> None:
         """Starts it, if it was not started already. It imports while others go on."""
         if self.process is None:
-            self.lifeline, its_end = os.pipe()
-            command = [sys.executable, "-m", "monarch_rl", TEMPLATE_FLAG, str(its_end)]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[its_end])
-            os.close(its_end)
+            self.reading_end, lifeline = os.pipe()
+            command = [sys.executable, "-m", "monarch_rl", TEMPLATE_FLAG, str(lifeline)]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[lifeline])
+            os.close(lifeline)
 
     def pid(self) -> int | None:
         """Its process id; None: there is none that could fork, or it has ended or was stopped."""
@@ -1752,7 +1761,9 @@ class Template:
     def arguments(self, pid: int) -> list[str]:
         """What the shell is to run in place of a worker, so that the worker is a fork of it."""
         # $0 is the standard input of the template, $1 the end of the pipe: both by way of /proc.
-        return ["-c", self.STAND_IN, f"/proc/{pid}/fd/0", f"/proc/{os.getpid()}/fd/{self.lifeline}"]
+        template_stdin = f"/proc/{pid}/fd/0"
+        pipe_end = f"/proc/{os.getpid()}/fd/{self.reading_end}"
+        return ["-c", self.STAND_IN, template_stdin, pipe_end]
 
 
 TEMPLATE = Template()  # only the main process starts it; elsewhere it stays as it is here
@@ -1763,7 +1774,8 @@ class Starts:
 
     Until then its owner could not say which they are, for it is Monarch that starts them. If one
     was stopped in these first moments, nobody would notice. So each notes its id in a file in
-    memory as the first thing that it does; a stand-in does, and the template for its fork.
+    memory as the first thing that it does; a stand-in does, and the template for its fork. With
+    the id their owner can ask the system whether the process was stopped, and no more.
     """
 
     # A shell that becomes the worker once it has noted its id, which stays the same.
@@ -1912,8 +1924,12 @@ def open_process(pulse: PulseHandle) -> int:
 
 def start_of(pid: int) -> int:
     """When this process of this host started, as the system counts it; -1: it has ended."""
+    entries = status_of(pid)
+    if len(entries) < 20:  # of a process that has ended there is only the state
+        return -1
     # The twentieth entry: proc_pid_stat(5) has it as the 22nd, for the id and the name come first.
-    return max((int(entry) for entry in status_of(pid)[19:20]), default=-1)
+    *_, started = entries[:20]
+    return int(started)
 
 
 def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
@@ -1952,9 +1968,10 @@ def descendants(root: int) -> list[int]:
     children = collections.defaultdict(list)
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
-        _, *parent = status_of(pid)[:2]  # without a parent: it has ended meanwhile
-        if parent:
-            children[int(parent[0])].append(pid)
+        entries = status_of(pid)
+        if len(entries) > 1:  # else it has ended meanwhile, and has no parent any more
+            _, parent, *_ = entries
+            children[int(parent)].append(pid)
     found = [root]
     for pid in found:  # which grows meanwhile
         found += children[pid]
@@ -2152,9 +2169,17 @@ class Loss:
     """That a replica was lost."""
 
     replica_id: int
-    # "died", "stood still", "made no progress", "kept raising", "ended itself" (it raised when it
-    # was asked about itself), "host lost", "did not start", "setup too slow", "setup failed: ...",
-    # or "taken away" (section 6: on purpose, so it counts as no loss)
+    # why                    because
+    # "died"                 a process of it has ended, or the actor in it
+    # "stood still"          its pulse was silent, and it did not compute either
+    # "made no progress"     it had requests, and got nothing done for the limit
+    # "did not start"        it did not say within its deadline where its pulse is
+    # "setup too slow"       it was not ready within its deadline
+    # "setup failed: ..."    it could not be made, and its host is away (section 6)
+    # "kept raising"         it raised on three requests in a row that others answered (section 6)
+    # "ended itself"         it raised when it was asked about itself (section 6)
+    # "host lost"            its host is away (section 16)
+    # "taken away"           on purpose (section 6), so it counts as no loss
     why: str
     noticed_s: float  # seconds since 1970, by the clock of this host
     replaced_s: float | None = None  # when the next one was ready; None: not yet
@@ -2165,23 +2190,25 @@ class ReplicaLost(RuntimeError):
 
 
 class NobodyToBlame(RuntimeError):
-    """What an endpoint raises if its replica is well: another one that answers is no better."""
+    """What an endpoint raises if its replica is well, and something else prevents an answer.
+
+    If another replica does answer, that proves nothing against this one. (Section 6 else counts
+    it against a replica if it raises where another one answers.)
+    """
 
 
 class NotNow(NobodyToBlame):
-    """It cannot serve at the moment."""
+    """It cannot serve at the moment, such as a generator whose weights have not come yet."""
 
 
 # The life of a replica, and who moves it on:
 #
-#     spawned --- its pid is known ---> runs --- setup has answered ---> ready --- lose ---> lost
-#             Supervisor._find               Supervisor._set_up     a pidfd, Monarch, its signs,
-#                                                                   three marks or `ask` (section
-#                                                                   6), the loss of its host (16),
-#                                                                   its deadline, or `resize` (6)
+#     spawned --- its pid is known ---> runs --- setup has answered ---> ready
+#             Supervisor._find               Supervisor._set_up
 #
-# From each of the states before it can be lost, too. Nothing leads back from there: the process is
-# killed, if it still runs, and another Replica takes the place.
+# From each of these three states `lose` makes it lost, for one of the reasons of a Loss. Nothing
+# leads back from there: the process is killed, if it still runs, and another Replica takes the
+# place.
 
 
 class Replica:
@@ -2264,7 +2291,7 @@ class Replica:
         has_moved = False
         for watch in self.watches:
             signs = self.host.signs(watch.pulse)
-            if signs is None:
+            if signs is None:  # another host has sent nothing since the last look (section 16)
                 continue
             is_news = True
             has_moved |= watch.look(signs)  # one rank that gets on is enough: others wait for it
@@ -2272,7 +2299,7 @@ class Replica:
                 self.lose("died")
             if watch.num_silent >= num_looks(spec.standstill_s):  # mechanism: standstill
                 self.lose("stood still")
-        if is_news:
+        if is_news:  # a look that shows nothing new says nothing about progress
             self.num_fruitless += 1
         if has_moved or self.is_idle() or not self.answers:  # a setup has a deadline
             self.num_fruitless = 0
@@ -2321,7 +2348,7 @@ class Replica:
 
         By SIGKILL: a polite end takes Python a second or two, and what stands still would never end
         politely. On another host, before its process ids are known, only Monarch's own, polite end
-        is left.
+        is left. By then Monarch has to notice that they are gone, which is what takes time.
         """
         if not self.host.still_has(self.host_life):
             return  # its processes ended with that life of their host
@@ -2402,8 +2429,12 @@ class Supervisor(Actor):
     async def _spawn(self, replica_id: int) -> Replica:
         """Makes the replica with this id, or replaces it, and returns when it is ready.
 
-        Raises ActorError, around what its setup raised; ReplicaLost; TimeoutError if the one before
-        does not end; OSError or ValueError if a process, or the host, has gone.
+        What it raises, and why:
+
+            ActorError             its setup raised; inside is what it raised
+            ReplicaLost            it was lost before it was ready
+            TimeoutError           the one before it does not end
+            OSError, ValueError    a process, or the host, has gone
         """
         # 1. What is left of the one before goes: a process that stands still could wake up.
         if replica_id in self.replicas:
@@ -2609,6 +2640,8 @@ class Trial(Supervisor):
             return "nothing"
         if trouble.startswith("SIG"):
             kill(victim.pids, signal.Signals[trouble])
+        # The root of -1 raises a ValueError in a worker that runs. So if the caller sees
+        # ReplicaLost after a signal, its owner has told it so, and no worker has answered.
         request = functools.partial(self._call, victim, "root", (-1,))
         if trouble == "works for ever":
             request = functools.partial(self._call, victim, "toil", ("Python", math.inf))
@@ -2716,9 +2749,9 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #     3. The replica raises. Is the request bad, or the replica? Another one will tell. If that one
 #        raises too, the request is to blame and the exception is its caller's. If that one answers,
 #        the first replica has a mark; three marks in a row, and it is replaced.
-# Cost. One more message, within the main process: a millisecond. A request whose replica was lost
-#   or raised runs again, so it must be harmless to repeat: two attempts may both do their work.
-#   Only one is answered.
+# Cost. One more message, within the main process (the demo's figure `route_overhead_us`: about a
+#   millisecond). A request whose replica was lost or raised runs again, so it must be harmless to
+#   repeat: two attempts may both do their work. Only one is answered.
 # Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 #
 #     caller --- route(Roots.root, 4) ---> ServiceActor
@@ -2739,6 +2772,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #     keeper of replica 0      replica 0 is ready: notify; whoever waits for a replica picks it now
 
 # -- 6a. As many replicas as there should be -------------------------------------------------------
+# At a first reading this part can wait: the three outcomes are in 6b, in `ServiceActor.route`.
 #
 # That number may change while requests go on. With n replicas the ids are 0 to n - 1: the highest
 # leave, and who is added later gets their ids again. By example, from one to three, then to two:
@@ -2859,10 +2893,11 @@ class ReplicaKeeper(Supervisor):
             try:
                 replica = await self._spawn(replica_id)
             except (ActorError, ReplicaLost, asyncio.TimeoutError, OSError, ValueError) as error:
-                # Its setup failed: it raised, or was lost. Or the one before does not end. Or its
-                # host is gone, which shows as an OSError, or as a ValueError while it goes. That
-                # may be bad luck, and it is tried again, the first of this id not always. The
-                # pause comes before that, for a lost host may be known only after the error.
+                # What each of these means, `_spawn` says. If this was to replace another replica,
+                # it is tried again, without end. If it was the first with this id, the error may be
+                # a mistake of whoever has started the service, and `_first_has_failed` decides.
+                # The pause comes before that decision: a host may be lost, and its loss be known
+                # only a moment after the error that follows from it.
                 await asyncio.sleep(self.RETRY_SETUP_S)
                 if loss is None:
                     num_failures += 1
@@ -2885,26 +2920,30 @@ class ReplicaKeeper(Supervisor):
     ) -> Loss | None:
         """What follows if the first replica of this id could not be made.
 
-        If its host is not here it counts as a loss, to be made good. If its process has ended
-        before it was ready it is tried again: None. But what its setup raised, or that this takes
-        too long, is a mistake, such as a wrong path; and so is to be lost MAX_LOST_AT_FIRST times.
-        A mistake is raised, which ends the keeper, and `_ready` tells whoever waits.
+            what has happened                   what follows
+            its host is away, or was so         it counts as a loss, which the keeper makes good
+            meanwhile                           when the host is back
+            its setup raised, or was too slow   a mistake, such as a wrong path: it is raised
+            lost otherwise, before it was       None: the keeper tries again; after
+            ready                               MAX_LOST_AT_FIRST times it is a mistake, too
+
+        What is raised ends the keeper, and `_ready` tells whoever waits.
         """
         made = self.replicas.get(replica_id)
         host = made.host if made else self._host_of(replica_id)
         life = host.life()
-        was_here = made is None or made.host_life == life  # not lost, and here again, meanwhile
-        if life and was_here:
-            is_too_slow = made is not None and made.is_lost_for("setup too slow")
-            is_mistake = isinstance(error, ActorError) or is_too_slow
-            if is_mistake or num_failures >= self.MAX_LOST_AT_FIRST:
-                raise error
-            return None
-        return Loss(
-            replica_id=replica_id,
-            why=f"setup failed: {cause(error)}",
-            noticed_s=time.time(),
-        )
+        is_same_life = made is None or made.host_life == life
+        if not life or not is_same_life:
+            return Loss(
+                replica_id=replica_id,
+                why=f"setup failed: {cause(error)}",
+                noticed_s=time.time(),
+            )
+        is_too_slow = made is not None and made.is_lost_for("setup too slow")
+        is_mistake = isinstance(error, ActorError) or is_too_slow
+        if is_mistake or num_failures >= self.MAX_LOST_AT_FIRST:
+            raise error
+        return None
 
     def _host_of(self, replica_id: int) -> Host:
         """The host on which it belongs."""
@@ -2914,8 +2953,9 @@ class ReplicaKeeper(Supervisor):
         """The replicas that are ready.
 
         Raises what ended a keeper, or the looking, if one has ended: a service does not go on as if
-        nothing was the matter when it can no longer replace anybody. (If a replica that is only
-        being added cannot be made, that is for `_add` to tell.)
+        nothing was the matter when it can no longer replace anybody. Keepers of replicas that are
+        just being added are not asked. They have ids from num_replicas on, and if one of them
+        fails, `_add` raises that to whoever has asked for more.
         """
         for replica_id, keeper in self.keepers.items():
             if keeper.done() and replica_id < self.num_replicas:
@@ -3095,7 +3135,8 @@ class ServiceActor(ResizableKeeper):
         except ActorError:
             if self.spec.num_ranks > 1:
                 # A rank that loses another one raises: a collective has failed. The death itself
-                # may be heard of a moment later, and then it is the reason.
+                # may be heard of a moment later, and then it is the reason. A pidfd tells of it in
+                # milliseconds; 0.2 s is many times that, and no caller minds it after an error.
                 await asyncio.wait({replica.lost}, timeout=0.2)
             if replica.lost.done():
                 raise ReplicaLost(f"{replica.name} is lost") from None
@@ -3128,8 +3169,9 @@ class ServiceActor(ResizableKeeper):
     async def _pick(self, other_than: Replica | None) -> Replica:
         """Chooses the replica for an attempt, and waits for one if need be.
 
-        Those that may try are busy: it waits on, for they will not be busy for ever. There is none:
-        it waits for a setup deadline, for one may be on its way. Closed: it raises at once.
+        If all that may try are busy, this waits on, for they will not be busy for ever. If there is
+        none at all, one may be on its way: this waits as long as a setup may take, and then raises
+        NoReplica. If the service is closed, it raises that at once.
         """
         while self.keepers:
             may_try = self._may_try(other_than)
@@ -3164,7 +3206,8 @@ class ServiceActor(ResizableKeeper):
         """The smallest comes first: the one with the fewest requests in flight.
 
         So a slow replica gets less work. Among equals it is the one whose turn it is, or an idle
-        service would always use the same one.
+        service would always use the same one. Turns go round: of three replicas, pick number 4 is
+        the turn of 1, for 4 % 3 = 1; then 2 comes one turn later, and 0 two turns later.
         """
         turns_until = (replica.place.replica_id - self.num_picks) % self.num_replicas
         return replica.num_in_flight, turns_until
@@ -3202,8 +3245,10 @@ def name_of(endpoint: Endpoint[..., Any]) -> str:
 class Service:
     """What users of a service have: typed calls to its actor.
 
-    An endpoint is named by itself, as in service.route(Roots.root, 4), and not by a string. So an
-    editor finds where it is used, and a type checker compares the request with its parameter.
+    Each method is one message to the endpoint of the same name of ServiceActor, where it is said
+    what it does. What this class adds are types: an endpoint is named by itself, as in
+    service.route(Roots.root, 4), and not by a string. So an editor finds where it is used, and a
+    type checker compares the request with its parameter.
     """
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -3284,6 +3329,12 @@ class Service:
 # An answer given twice would not show at the caller: whoever awaits gets one answer. So the
 # replicas write down what they do, each request when it begins and when it is done, in one file.
 # There a request that was run without need shows, and so does one that was answered without work.
+#
+# So answers are counted where they are received, where they are given, and where the work for them
+# is done. The first two show that every request is answered, once: 400 right answers came, and no
+# more were given. The last one shows that nothing was done in vain. A request that is done twice
+# though nobody has failed does not show in the numbers that were finished, for each of them counts
+# once there; it shows as an attempt that no request and no failure accounts for.
 
 
 @dataclass(frozen=True)
@@ -3384,8 +3435,6 @@ async def demo_service(report: Report, cfg: Config) -> None:
     after = await service.status(60.0)
     report.table([chosen, served])
 
-    # Answers are counted where they are received, where they are given, and where the work for them
-    # is done.
     # Lines of the diary are "begun 17" and "done 17"; those of the bad requests end with "-1".
     lines = pathlib.Path(diary).read_text(encoding="utf-8").splitlines()
     good = [line for line in lines if not line.endswith("-1")]
@@ -3394,7 +3443,8 @@ async def demo_service(report: Report, cfg: Config) -> None:
     num_answers = after.num_answers - before.num_answers
     num_failed = after.num_failed_attempts - before.num_failed_attempts
     report.say(f"at the replicas {num_begun} attempts began; {num_failed} failed")
-    # failover_ms: of the request that waited longest, mostly until #3 was known to stand still.
+    # failover_ms: of the request that waited longest, mostly until #3 was known to stand still. The
+    # overhead is of the fastest request of either kind, one of each: it tells an order of size.
     overhead_us = (served.fastest_ms - chosen.fastest_ms) * 1e3
     report.figure(failover_ms=served.slowest_ms, route_overhead_us=overhead_us)
     report.check("requests of 400 lost with choose", 400 - chosen.answered_right, ">", 0)
