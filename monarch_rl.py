@@ -3465,12 +3465,13 @@ async def demo_service(report: Report, cfg: Config) -> None:
 # == 7. WEIGHT SYNC ================================================================================
 # Problem. The trainer rewrites its weights while generators read them. A reader that looks during
 #   the write holds some tensors of version 6 and some of version 7: torn weights. There is no
-#   error, only samples that are worse than they should be.
+#   error, only samples of a policy that nobody has trained.
 # Rule. The trainer fills a slot that nobody reads, and then changes one word (8 bytes of shared
-#   memory), `latest`, that names it. A generator announces the slot that `latest` names, looks at
-#   `latest` once more, and only then reads. The trainer leaves announced slots alone.
+#   memory), `latest`, that names it. A generator takes a lease of that slot in three steps: it
+#   1. looks at `latest`, 2. announces the slot that it names, and 3. looks at `latest` again. Only
+#   if that still says the same, it reads. The trainer leaves announced slots alone.
 # Cost. One copy of the weights per version, and memory for two slots more than there are readers.
-#   (Readers on GPUs need no slots, but the trainer's copy may have to wait for theirs: 7b.)
+#   (Readers on GPUs need no slots, but the trainer's copy may have to wait for theirs: 7d.)
 # Not here. From GPU to GPU without host memory. (Only what changed is sent between hosts, section
 #   16: on one host, to find out what that is takes longer than a copy.)
 # Source. Hazard pointers, Michael 2004.
@@ -3482,9 +3483,12 @@ async def demo_service(report: Report, cfg: Config) -> None:
 # transfer. Below, X is the broadcast, a dot is waiting, P is a copy into a slot, f is `pull`:
 #
 #     trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
-#       a thread                                                     PPPP   PPPP   PPPP
-#     generator 0   rollout .......XXXX rollout .......XXXX     rollout  f rollout  f rollout
-#     generator 1   long rollout...XXXX long rollout...XXXX     long rollout  f long rollout  f
+#       a thread                                                       PPPP   PPPP   PPPP
+#     generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
+#     generator 1   long rollout...XXXX long rollout...XXXX     long rollout f long rollout f
+#
+# (So it is in a ring, such as NCCL's. Gloo serves each generator when it comes: with it the trainer
+# waits as drawn, and generator 0 does not wait for generator 1.)
 #
 # On a CPU a generator's parameters are the slot itself, so it copies nothing. The trainer's copy
 # runs in a thread beside its next forward and backward pass, which only read the weights. Before
@@ -3517,7 +3521,8 @@ def require(holds: Any, otherwise: str) -> None:
 #     norm.weight      (40,)      norm.weight        1536          80     1536 = 24 cache lines
 #     checksums of the three, 8 bytes each, then the version, at the end of the slot
 
-# What most processors read and write at once. Apple's take 128: two words in a line cost them time.
+# What most processors read and write at once. Some take 128, such as those of a Mac, on which this
+# runs in a container: there two words share a line, which costs time and breaks nothing.
 CACHE_LINE_BYTES = 64
 
 
@@ -3559,10 +3564,12 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor: all of it, unless it is a DTensor (section 8).
+    """What this process has of a tensor: all of it, unless it is a DTensor.
 
-    Of a DTensor it is the object that the DTensor computes with. `to_local` would return a view of
-    a parameter's, and to show other memory by that, as `pull` does, would change nothing.
+    A DTensor is a tensor that is cut over several processes (section 8). What this process has of
+    it is a plain tensor inside, with which it computes; that one is returned. Its public method,
+    `to_local`, gives another object, a view of the same memory. A reader (7d) lets a tensor point
+    at other memory. Done to that view, the DTensor would not notice.
     """
     return getattr(tensor, "_local_tensor", tensor)  # an attribute that only DTensors have
 
@@ -3588,9 +3595,12 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
         is_cast = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
         stored_dtype = dtype if dtype and is_cast else tensor.dtype
         # Tied tensors share their memory. An empty tensor has no address, and neither has one of
-        # which this rank has nothing: such a tensor is tied to none.
-        address = local(tensor).data_ptr() or id(tensor)
-        memory = (address, tensor.shape, tensor.stride(), tensor.dtype)
+        # which this rank has nothing: such a tensor is tied to none, so what stands for its address
+        # is a number that no other one has.
+        where = local(tensor).data_ptr()
+        if where == 0:
+            where = id(tensor)
+        memory = (where, tensor.shape, tensor.stride(), tensor.dtype)
         first = stored.get(memory)
         spec = TensorSpec(
             name=name,
@@ -3622,11 +3632,7 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #             slot 3      version 5      free
 #
 # Readers + 2 slots are enough: each reader holds one at most, one is the latest, one is written.
-#
-# Readers on GPUs copy, and then hold nothing (7d). For them no slots are counted: with such readers
-# alone an arena has two. So it can happen that all slots but the latest are just being copied. Then
-# the writer waits until one of these copies is done, which waits for nobody. If its reader stands
-# still, that is found, the reader is killed (section 5), and its lease is nobody's.
+# (Readers on GPUs need fewer: 7d.)
 #
 # By example, with one reader and so three slots, in which a slow reader comes and goes:
 #
@@ -3637,7 +3643,29 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #     the writer publishes 4    into slot 1, for 0 is leased      latest = (4, slot 1)
 #     the reader pulls          leases slot 1: it skips versions 2 and 3, and slot 0 is free
 #
-# In which order others see what I do. The proof below, in `lease`, says "after", and a processor
+# Why three steps. In `lease` a reader 1. looks at `latest`, 2. announces the slot that it names,
+# and 3. looks again. Suppose the writer takes that slot for its next version. It does so only after
+# it has made another slot the latest, and has then looked at the leases:
+#
+#     it looked after step 2     it saw the lease, and took another slot
+#     it looked before step 2    `latest` had moved even before that look, so in step 3 the reader
+#                                sees that, and starts over; it has read nothing of the slot yet
+#
+# A version never comes back, so "unchanged" means that nothing happened in between. Step 1 only
+# says what to announce. What breaks if two of what follows it are exchanged:
+#
+#     3, then 2                between them the writer may make another slot the latest, look at the
+#                              leases, and write into what the reader then reads: torn
+#     reading, then 3          the same, while it reads: it would learn of it when it is too late
+#     2 without its fence      the processor may do 3 before others can see 2: as if exchanged
+#
+# How long a lease lasts does not matter, nor how many slots there are: only a slot that no word
+# names is written. And when a reader's word changes it has read the slot before it, and when
+# `latest` names a slot its bytes are there, for `put`, which changes a word, begins with a fence.
+#
+# In which order others see what I do. (The rest of this part only says why `fence`, below, is what
+# it is. If you take it for granted that what stands before a fence comes first for everybody, go on
+# with ArenaHandle.) What was just shown says "after" and "before", and a processor
 # does not keep to the order of the program. A store waits in a buffer until its cache line has
 # come, and what follows goes ahead. A load whose line is near passes one whose line is far. The
 # process itself cannot tell, for its own loads find its own stores. Another process can. Of two
@@ -3645,9 +3673,12 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #
 #     earlier, later   x86-64   Arm   where that would tear weights
 #     store, load      yes      yes   my lease, my second look; the writer's `latest`, its look
-#     store, store     no       yes   the bytes of a slot, the word `latest` that names it
+#     store, store     no (*)   yes   the bytes of a slot, the word `latest` that names it
 #     load, store      no       yes   a reader's last bytes of a slot, the lease of its next one
 #     load, load       no       yes   the word `latest`, the bytes of the slot that it names
+#
+# (*) But for the streaming stores by which memmove copies large blocks. It puts a fence behind them
+# itself (see WeightWriter._write).
 #
 # On both, a store that depends on what a load finds is seen only after that load, because nobody
 # could take it back. So the writer needs nothing between its look at the leases and its stores into
@@ -3711,7 +3742,9 @@ class Arena:
     # In any word: nothing published, nothing leased. Divided by MAX_SLOTS it reads as version -1
     # in slot 1023, and as a lease of process -1; there is neither such a slot nor such a process.
     NOTHING = -1
-    LOOK_AGAIN_S = 0.0002  # `free_slot` looks so often: a lease that is given back wakes nobody
+    # A reader that gives its lease back wakes nobody, for that would cost each of them a system
+    # call. So a writer that waits for a slot, in `free_slot`, looks again after so long.
+    LOOK_AGAIN_S = 0.0002
 
     def __init__(self, handle: ArenaHandle, descriptor: int) -> None:
         self.handle = handle
@@ -3749,8 +3782,9 @@ class Arena:
     def put(self, word: int, value: int) -> None:
         """Changes a word that other processes read: on this host nobody does it in another way.
 
-        Who finds the new value, and has a fence behind that look, finds all that was done before
-        it. And when this returns, all find it.
+        Two promises. If another process finds the new value, and then has a fence of its own, it
+        also finds everything that this process has written before. And once this has returned, any
+        process that looks finds the new value.
         """
         self.fence()  # mechanism: fence before a word
         self.words[word] = value
@@ -3774,7 +3808,8 @@ class Arena:
 
     def commit(self, version: int, slot: int) -> None:
         """For the writer, when the slot is complete: makes it the latest, for all readers."""
-        stamps_of(self)[slot] = version
+        stamps_of(self)[slot] = version  # only a relay needs it (section 16)
+        # `tell` is `put`, and wakes those who sleep until this word changes (they stand below).
         tell(self, self.LATEST, version * self.MAX_SLOTS + slot)
 
     def announce(self, reader: int, slot: int) -> None:
@@ -3809,7 +3844,8 @@ class Arena:
             pids[slot].append(pid)
         others = [slot for slot in range(self.handle.num_slots) if slot != latest]
         # First those that nobody leases. Only if there are none it matters who lives, and to ask
-        # that takes 0.1 ms for each reader: with four of them 7 % of a copy of 64 MiB.
+        # that takes 0.1 ms for each reader. A copy of 64 MiB takes some 6 ms (DOCS 2), so with four
+        # readers to ask always would make it 7 % longer.
         for slot in sorted(others, key=lambda slot: len(pids[slot])):
             if not any(is_alive(pid) for pid in pids[slot]):  # what has ended leases nothing
                 return slot
@@ -3826,24 +3862,13 @@ class Arena:
         return found
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """(version, slot) of the newest weights.
+        """(version, slot) of the newest weights; while my word names that slot nobody writes it.
 
-        As long as my word names that slot, nobody writes into it.
-
-        Why this is enough. Suppose the writer takes my slot for its next version. It does so only
-        after it has made another slot the latest, and has then looked at the leases. If it looked
-        after my step 2, it saw mine, and took another slot. If it looked before my step 2, then
-        `latest` had already moved; so step 3 sees that, and I start over, having read nothing yet.
-        (For `put` ends with a fence on both sides: here before step 3, there before the look.) A
-        version never comes back, so "unchanged" means that nothing happened in between.
-
-        It does not matter how many slots there are, nor how long the lease lasts: only a slot that
-        no word names is written. And `put` begins with a fence: when my word changes I have read
-        the slot before it, and when `latest` names a slot its bytes are there.
+        Why its three steps are enough, and in this order, stands above.
         """
         while True:
-            version, slot = self.latest()
-            # 1. Announce it. 2. From when that returns on, the writer sees it.
+            version, slot = self.latest()  # 1. look
+            # 2. Announce that slot. When this returns, all others can see it.
             self.announce(reader, slot)  # mechanism: announce
             if self.latest() == (version, slot):  # 3. look again  # mechanism: look again
                 return version, slot
@@ -3857,6 +3882,7 @@ def stamps_of(arena: Arena) -> torch.Tensor:
     return arena.slots[:, -8:].view(torch.int64)[:, 0]
 
 
+# (At a first reading go on with `create_arena`.)
 # A generator waits for no version: it looks at `latest` between two rollouts. But ranks of a
 # sharded trainer wait for each other's words (section 8), and so do the generators of the bench
 # below. They sleep in the kernel, by a futex (from "fast user-space mutex"): a process sleeps at an
@@ -3986,12 +4012,16 @@ def map_arena(handle: ArenaHandle) -> Arena:
 # does the copy. Only the optimizer changes them, and it waits.
 #
 # A model's tensors lie wherever they were made. 290 copies of 64 MiB in all take 1.5 times as long
-# as one: Python needs 4 microseconds for each, and a short copy goes through the cache. So the
-# trainer moves its parameters together, as they lie in a slot, and one memmove copies all of them:
+# as one (measured in DOCS 2): Python needs 4 microseconds for each, and a short copy goes through
+# the cache. So the trainer moves its parameters together, as they lie in a slot, and one memmove
+# copies all of them:
 #
 #     a slot              | embed.weight |-| norm.weight |-|    - is up to the next cache line
 #     moved together      | embed.weight |-| norm.weight |-|    one block
 #     as they were made   | embed.weight | something else ... | norm.weight |    two blocks
+#
+# What follows first, up to Side, says which memory is copied where. The copy itself is
+# WeightWriter._copy: pick a free slot, fill it, commit it.
 
 
 @dataclass(frozen=True)
@@ -4013,10 +4043,12 @@ class Block:
     num_bytes: int
 
     def meets(self, following: Block) -> bool:
-        """Does the other begin less than a cache line behind my end, as far on both sides?"""
-        distance = following.target - self.target
-        gap = distance - self.num_bytes
-        return following.source - self.source == distance and 0 <= gap < CACHE_LINE_BYTES
+        """Does the other follow me on both sides, with nothing but padding between us?"""
+        distance_in_slot = following.target - self.target  # from my first byte to its first
+        distance_in_memory = following.source - self.source
+        padding = distance_in_slot - self.num_bytes
+        is_padding_only = 0 <= padding < CACHE_LINE_BYTES
+        return distance_in_memory == distance_in_slot and is_padding_only
 
     def joined(self, following: Block) -> Block:
         """Both in one, and what lies between them."""
@@ -4038,11 +4070,15 @@ class CopyPlan:
 def move_together(tensors: dict[str, torch.Tensor]) -> None:
     """Moves the parameters among these tensors into one block of memory, to lie as in a slot.
 
-    They stay the same objects, so modules, ties and optimizers notice nothing. Those of another
-    dtype than the first stay where they are: torch.save refuses memory that two dtypes share. So do
-    buffers, for to copy one (deepcopy) would copy the whole block that it lies in. Each old tensor
-    is freed when it has moved, and a page of the block takes memory only when it is written. So at
-    most one tensor's memory is needed twice.
+    They stay the same objects, so modules, ties and optimizers notice nothing. Two kinds of tensors
+    stay where they are, and are copied one by one:
+
+        parameters of another dtype than the first   torch.save refuses memory of two dtypes
+        buffers                                      whoever copies one, by deepcopy, would copy the
+                                                     whole block with it
+
+    Only one tensor's memory is needed twice: each old tensor is freed when it has moved, and a page
+    of the block takes memory only when it is written.
     """
     parameters = {}
     for name, tensor in tensors.items():
@@ -4234,8 +4270,9 @@ class WeightWriter(Side):
                 others.append(match)
                 continue
             block = Block(target=room.data_ptr(), source=mine.data_ptr(), num_bytes=room.nbytes)
-            # Between whole tensors of a slot lies padding. Beside a box, a part of a tensor as in
-            # section 8, lies what another rank writes.
+            # What lies between two blocks is copied with them. Between whole tensors of a slot that
+            # is padding. But of a sharded trainer (section 8) each rank writes only a part of a
+            # tensor, a box, and what lies beside it is another rank's: a box is never joined.
             is_box = room.nbytes < self.stored_bytes[match.name]
             if blocks and not is_box and not is_after_box and blocks[-1].meets(block):
                 block = blocks.pop().joined(block)
@@ -4262,6 +4299,11 @@ class WeightWriter(Side):
 
 
 # -- 7d. The reader --------------------------------------------------------------------------------
+# Readers on GPUs copy what a slot holds, and then hold it no longer. So no slots are counted for
+# them: with such readers alone an arena has two. Then it can happen that all slots but the latest
+# are just being copied. The writer waits until one of these copies is done, which waits for nobody.
+# If its reader stands still, that is found, the reader is killed (section 5), and its lease is
+# nobody's.
 
 
 class WeightReader(Side):
@@ -4285,8 +4327,9 @@ class WeightReader(Side):
     ) -> None:
         """Attaches to the arena. Raises WeightMismatch if these tensors do not fit it.
 
-        No stage compares, and none copies on a CPU: the one is for a writer that you do not trust,
-        the other for compiled code.
+        No stage compares, and none copies on a CPU. To compare is for those who do not trust that
+        nobody else writes into the arena, or who change this file: it finds bytes that are not what
+        the writer has left there. To copy is for compiled code.
 
         reader: a number from 0 to num_readers - 1 that no other reader has. copies: as above.
         compares: before it changes anything, `pull` asks whether the writer lives, and compares the
@@ -4381,8 +4424,8 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 # process, so that the ratio of the two means the same on every machine.
 #
 # Both kinds of waiting of a broadcast show in the column "trainer held": for how long the trainer's
-# Python stood still. (Gloo serves each generator when it comes, so a punctual one does not wait for
-# the late one. In a ring, such as NCCL's, it would, as in the picture above.)
+# Python stood still. (The broadcast here is gloo's. It serves each generator when it comes, so in
+# the row with a late one the punctual one is held no longer than in the row above it.)
 #
 #     row "gloo broadcast, 2"             the trainer waits for the transfer
 #     row "gloo broadcast, 2, one late"   it also waits for the last to come, who is 50 ms late
@@ -4577,8 +4620,9 @@ class SyncRow:
     """What a road costs: medians, in ms."""
 
     road: str  # and for how many generators
-    # From the beginning until the last generator has the version; of an RDMABuffer with two
-    # messages that lie between.
+    # From the beginning until the last generator has the version. With an RDMABuffer that includes
+    # two messages: the trainer's answer that it is ready, and the call that makes the generator
+    # read.
     ms: float
     x_memmove: float  # those ms, over the ms of a memmove of as many bytes
     # Bytes that all processes have copied, over the bytes of a version. None for a broadcast, which
@@ -4602,9 +4646,10 @@ class SyncBench:
     async def round(self, road: SyncRoad) -> tuple[Made, Sent, list[Received]]:
         """One round on this road: what the trainer says of it, and what the generators say.
 
-        Generators are asked before the trainer sends. They wait for the version, or for the trainer
-        in the broadcast. Who reads live weights waits for nothing, and so is asked when the trainer
-        is done; in a race it is asked first, as the others are.
+        Mostly generators are asked before the trainer sends: they wait for the version, or for the
+        trainer in the broadcast. A generator that reads live weights waits for nothing. So it is
+        asked only when the trainer is done, but for a race, in which it is to read while the
+        trainer writes.
         """
         made = await self.trainer.make_version.call_one()
         sent = None
@@ -4687,8 +4732,8 @@ SYNC_ROADS = [
 
 
 @stage(
-    "a generator never samples from half-updated weights, the trainer waits for no reader, and a "
-    "sync costs about one memory copy, however many generators there are",
+    "a generator never samples from half-updated weights, on a CPU the trainer waits for no "
+    "reader, and a sync copies the weights once, for 1, 2 and 4 generators",
     hint="announce nothing, `pass`: the trainer overwrites what is read",
     mechanism="announce",
 )
@@ -4720,8 +4765,9 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.say(
         f"all in ms; a memmove of {num_mb} MiB takes {show(two.ms / two.x_memmove)}. held: for how "
         "long this side's Python stood",
-        "still; late: by 50 ms. In a broadcast the trainer waits for the last to come, and for",
-        "the transfer.",
+        "still; late: by 50 ms. The trainer was held by slots for "
+        f"{show(two.trainer_held)}, by a broadcast",
+        f"for {show(group.trainer_held)}, and with one late for {show(late_group.trainer_held)}.",
         f"Joining after version 50 took a generator {max(late_ms):.1f} ms at most.",
     )
     megabytes = num_mb * MIB / 1e6
