@@ -4800,13 +4800,16 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 #   several ranks cuts it another way (tensor parallel: by columns). The usual way is to gather: all
 #   ranks first get the whole tensor, and then cut it. With N ranks that moves N - 1 wholes among
 #   them, and more to the generator. And plans that take sizes to divide evenly lose the rest.
+#   (FSDP, in torch, gives each rank of a trainer a part of every weight. A weight of which a rank
+#   has a part is a DTensor; its placement says how it is cut, as Cut below does.)
 # Rule. Say which boxes of the whole tensor each rank has. On one host a slot holds whole tensors:
 #   each trainer rank writes its boxes into it, each generator rank views its own, and nothing moves
 #   between ranks. Between hosts, where a box of one side meets a box of the other, there is one
 #   move, and all moves from one rank to another travel as one parcel.
 # Cost. A view by columns is not contiguous: writing it takes longer, as the demo shows. Parcels
 #   take the memory of what they carry.
-# Not here. Expert parallel layouts; Partial placements (a trainer reduces them first).
+# Not here. Expert parallel layouts; tensors of which each rank has a summand instead of a part
+#   (Partial placements: a trainer adds these up first).
 # Source. DTensor placements; cross-mesh resharding (Zhuang, MLSys 2023).
 #
 # By example: a matrix of 5 x 23, of a trainer of two ranks by rows, of a generator by columns.
@@ -4892,22 +4895,25 @@ def boxes(shape: Index, cut: Cut) -> list[Box]:
     """The boxes that this rank has of a tensor of this shape.
 
     This applies the rules of DTensor's Shard, _StridedShard and Replicate to the indices of each
-    dimension. (_StridedShard is what FSDP makes of a dimension that tensor parallelism has cut
-    before: it cuts each of `split_factor` parts.)
+    dimension. _StridedShard is what FSDP makes of a dimension that tensor parallelism has cut
+    before: it cuts each of `split_factor` parts by itself.
     """
     # Which indices of each dimension the rank has: at first all of them. Each dimension of the mesh
-    # then cuts one dimension of the tensor, and the rank keeps its part. By example, 23 columns on
-    # 2 ranks: 0 to 22 at first, then 0 to 11 for rank 0 and 12 to 22 for rank 1. And 12 rows with
-    # _StridedShard, split_factor 2, on 2 ranks: the parts 0-5 and 6-11, each cut in two; rank 0 has
-    # 0-2 and 6-8, which are two stretches, and rank 1 has 3-5 and 9-11.
+    # then cuts one dimension of the tensor, and the rank keeps its part. By example, on 2 ranks:
+    #
+    #     23 columns, Shard                       rank 0: 0-11           rank 1: 12-22
+    #     12 rows, _StridedShard, split_factor 2
+    #       which makes the parts                 0-5 and 6-11
+    #       and cuts each of them in two          rank 0: 0-2 and 6-8    rank 1: 3-5 and 9-11
     indices = [torch.arange(length) for length in shape]
     steps = zip(cut.placements, cut.mesh_shape, cut.coordinates, strict=True)
     for placement, num_ranks, coordinate in steps:
         if placement.is_replicate():
             continue
         dim = getattr(placement, "dim")  # noqa: B009  # Shard and _StridedShard have one
+        num_parts = getattr(placement, "split_factor", 1)  # only _StridedShard has one
         mine = []
-        for part in indices[dim].chunk(getattr(placement, "split_factor", 1)):
+        for part in indices[dim].chunk(num_parts):
             # As torch.chunk: all shards have this length but the last ones, which may be empty.
             length = math.ceil(len(part) / num_ranks)  # mechanism: uneven shards
             mine.append(part[coordinate * length : (coordinate + 1) * length])
@@ -4994,7 +5000,9 @@ class ShardWriter(WeightWriter):
     it has written.
     """
 
-    FAILED = 1 << 62  # in a word: that rank's copy has raised
+    # In a word: that rank's copy has raised. It is larger than the word of any version, so it also
+    # wakes those who wait for a later one.
+    FAILED = 1 << 62
 
     def __init__(
         self,
@@ -5116,10 +5124,12 @@ class ShardReader(WeightReader):
 
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
-# You can skip this part: the system does not use it, for to another host section 16 sends slots, or
-# what has changed in them. All ranks of a generator are on one host (section 11), and together they
+# You can skip this part: runs do not use it, for to another host section 16 sends slots, or what
+# has changed in them. All ranks of a generator are on one host (section 11), and together they
 # need every box. (Only `pieces_of`, `read_pieces` and `answered` come back there.) It is what one
-# needs if slots would be too large for one host.
+# needs if slots would be too large for one host. The demo measures it beside the slots, and a plan
+# is also what notices an element that nobody has, which is how the demo fails if you follow its
+# hint.
 #
 #     rank of the source                                rank of the target
 #     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
@@ -5251,11 +5261,11 @@ def moves_into(
 # One RDMABuffer over everything is read by one thread of Monarch's. Several buffers of this size
 # that are read at the same time cross faster (DOCS 8 has the numbers).
 PIECE_BYTES = 4 * MIB
-# How many are read at the same time. Eight cross as fast as all of them do. More would only wait
-# for each other: the owner makes a copy of each piece that it is asked for, and keeps it until the
-# cable has taken it. If all pieces of a slot were asked for at once, these copies would be as large
-# as the slot; and the last piece would wait for all others, so its deadline would have to grow with
-# the model.
+# How many are read at the same time. Eight cross as fast as all of them do (DOCS 8 has these
+# numbers, too). More would only wait for each other: the owner makes a copy of each piece that it
+# is asked for, and keeps it until the cable has taken it. If all pieces of a slot were asked for at
+# once, these copies would be as large as the slot; and the last piece would wait for all others, so
+# its deadline would have to grow with the model.
 PIECES_UNDER_WAY = 8
 # A read of a piece fails after so long. It waits behind seven others at most, however large the
 # model is. Monarch gives each message 30 s to arrive: one for the request, and one with the piece.
@@ -5467,10 +5477,11 @@ class Cutter(Worker):
         for tensors in self.trainer.values():
             for tensor in tensors.values():
                 local(tensor).add_(1)
-        # The yardstick copies the last slot into the one before it. Neither is in use: writer and
-        # readers take the lowest free ones, and there are two readers and four slots.
-        start = time.monotonic()
+        # The yardstick copies the last slot into the one before it. Of four slots these two are
+        # never in use here: the writer takes the lowest one that is free, and as both readers pull
+        # each version before the next is made, slots 0 and 1 take turns.
         *_, target, source = self.writer.arena.slots
+        start = time.monotonic()
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         memmove_s = since(start)
 
@@ -5597,7 +5608,7 @@ RESHARD_ROADS = [
 
 @stage(
     "from sharding A to sharding B every needed byte is written once",
-    hint="round down, `len(part) // num_ranks`: the plan finds a column that nobody has",
+    hint="round down, `len(part) // num_ranks`: a plan (8c) finds a column that nobody has",
     mechanism="uneven shards",
 )
 async def demo_reshard(report: Report, cfg: Config) -> None:
@@ -5652,9 +5663,9 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #   estimate of the KL divergence, which tells how far apart two distributions are (Schulman 2020).
 
 # -- 9a. Tasks and prompts -------------------------------------------------------------------------
-# A task draws conversations, plays the user, and says how good the answers were. The three that are
-# built in are small enough to be learned in a minute, and need what real ones need: several turns,
-# a reward per turn, prompts that are never trained on.
+# A task draws conversations, plays the user, and says how good the answers were. Those that are
+# built in (TASKS, below) are small enough to be learned in a minute, and need what real ones need:
+# several turns, a reward per turn, prompts that are never trained on.
 
 
 @dataclass(frozen=True)
@@ -5679,7 +5690,8 @@ class Task:
     For a task of your own, write a subclass into a file and say --task FILE.py:CLASS; or write
     prompts and answers into a file, and say --task FILE.jsonl (DOCS 7). The main process calls
     `numbered` and `set_aside`, generators `open`, judges (section 11) `rewards`; a trainer that
-    warms up the tiny policy calls all of them. What calls the rest stands in each of these.
+    warms up the tiny policy calls all of them. Each of these calls some of the other methods, and
+    its docstring says which.
     """
 
     system = ""  # a message of the system's before the conversation; "": the template's own, if any
@@ -5687,9 +5699,8 @@ class Task:
     letters = "abcdefghijklmnop"  # a token each: all that the tiny policy can hear and say
     num_turns = 2
     max_new_tokens = 4  # sampled in a turn, its end included
-    tokens_per_letter = (
-        3  # max_new_tokens counts letters; a real tokenizer may need so many for one
-    )
+    # max_new_tokens counts letters; a real tokenizer may need so many tokens for one of them.
+    tokens_per_letter = 3
 
     def conversation(self, rng: random.Random) -> tuple[Turn, ...]:
         """Draws a conversation of num_turns. With an rng in the same state it is the same one."""
@@ -5702,12 +5713,13 @@ class Task:
     def set_aside(self) -> list[tuple[Turn, ...]]:
         """Different conversations that are never trained on, 512 at most; the same for all seeds.
 
-        Here at most half of those that 2,000 draws find.
+        512 are two sets of 256, as Sampler divides them: a share of right answers among so many is
+        sure to a few hundredths. A small task has few different conversations, of which something
+        must be left to train on: at most half of those that 2,000 draws find are set aside.
         """
         rng = random.Random("held out")
         drawn = [self.conversation(rng) for _ in range(2000)]
         different = list(dict.fromkeys(drawn))  # each once, in the order of their first appearance
-        # A small task has few different conversations. At most half of them are set aside.
         return different[: min(512, len(different) // 2)]
 
     def open(self, turns: tuple[Turn, ...]) -> Session:
@@ -5824,7 +5836,12 @@ class Shift(Task):
         said: list[str],
         is_truncated: list[bool],
     ) -> list[float]:
-        """As in Task. An answer of n letters without an end earns n / (n + 1) of that."""
+        """As in Task. An answer of n letters without an end earns n / (n + 1) of that.
+
+        That is as if its end were one more letter, and wrong. Without it an answer that
+        --max-new-tokens has cut off just behind its last right letter would be all right, though
+        the policy has not learned to end it.
+        """
         rewards = self.score(turns, said)
         for number, text in enumerate(said):
             if is_truncated[number]:
@@ -6030,12 +6047,18 @@ def class_in_file(path: str, name: str) -> type[Task]:
 # on from a checkpoint needs no more than the next number to go on in the middle of an epoch.
 
 MIN_HELD_OUT = 2  # prompts, also of a small file: one of `heldout`, and one of `validation`
-# A number as people write it: -3, 1,234.50, .5, 6e23, $12. A sign behind a letter or a digit is a
-# dash; digits behind a letter are part of a name, and behind ^ an exponent.
+# A number as people write it: -3, 1,234.50, .5, 6e23, $12. (In a verbose pattern blanks mean
+# nothing, and # begins a comment.)
 NUMBER = re.compile(
     r"""
-    (?P<sign> (?<!\w)[-\u2212])?  [$€£]?
-    (?P<digits> (?<![\w^]) (?: \d{1,3}(?:,\d{3})+(?!\d) | \d+ ) (?:\.\d+)? | (?<![\w.])\.\d+ )
+    (?P<sign> (?<!\w)[-\u2212])?  [$€£]?   # behind a letter or a digit it would be a dash
+    (?P<digits>
+        (?<![\w^])                         # behind a letter: part of a name; behind ^: an exponent
+        (?: \d{1,3}(?:,\d{3})+(?!\d)       # 1,234,567
+          | \d+ )                          # 1234567
+        (?:\.\d+)?                         # and .50 behind either
+      | (?<![\w.])\.\d+                    # .5 alone
+    )
     (?P<exponent> [eE][-+]?\d{1,3}(?!\w) )?
     """,
     re.VERBOSE,
@@ -6375,8 +6398,8 @@ class Rollout:
 
 
 # How it travels. A rollout has nine tensors, and in a message each of them would be pickled as a
-# file of its own. That takes several times as long as all else about the message, and is done again
-# at every hop. Packed it is one string of bytes, which nobody on the way opens.
+# file of its own, again at every hop. Packed it is one string of bytes, which nobody on the way
+# opens. (DOCS 10 has what a tensor in a message costs.)
 
 Record = TypeVar("Record")
 
@@ -6554,6 +6577,8 @@ def tiny_policy(letters: str, has_pairs: bool = False) -> tuple[Any, Any]:
     The tokenizer has a token per letter and three special ones. The model has 30 thousand
     parameters and is of Qwen2's kind, with real attention and a real cache. has_pairs: there is
     also a token for each pair of letters, as tokenizers of real models have for frequent pairs.
+    Only the measurement of this section asks for that: with a token per letter, text would give
+    back the ids from which it was made, which real tokenizers do not promise.
     """
     tokens = ["<user>", "<assistant>", "<end>", *letters]
     merges: Any = list(itertools.product(letters, letters)) if has_pairs else []
@@ -6597,9 +6622,11 @@ def score_tokens(
     """
     # Logits are the largest tensors here. So they are computed for those columns alone in which a
     # row has a chosen place, which leaves out most of what users say.
-    columns = chosen.any(0).nonzero().flatten()
+    is_needed = chosen.any(0)  # [T - 1] bool
+    columns = is_needed.nonzero().flatten()  # [C] int64: the numbers of these columns
     out = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=columns)
-    logits = out.logits[chosen[:, columns]]  # [N, vocabulary]
+    chosen_of_them = chosen[:, columns]  # [B, C] bool, true at the same N places
+    logits = out.logits[chosen_of_them]  # of [B, C, vocabulary]: [N, vocabulary]
     return (logits.float() / temperature).log_softmax(-1)
 
 
@@ -6613,9 +6640,12 @@ def trainer_logprobs(model: Any, tokens: Tokens, temperature: float = 1.0) -> to
 def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
     """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
-    Its mean over tokens drawn from `recorded` estimates the KL divergence of that distribution from
-    the recomputed one, which is the mean of -d. It is never negative, and 0 only if they agree on
-    every token. (Schulman 2020; k1 is -d, k2 is d**2 / 2.)
+    The tokens were drawn from p, whose log-probabilities are `recorded`; q has those `recomputed`.
+    KL(p, q) is the mean of log p - log q over such tokens, that is, of -d. The mean of exp(d) - 1,
+    which is q / p - 1, is 0 over such tokens, for the sum of p * q / p is 1. So to add it changes
+    no mean; but exp(d) - 1 - d is never negative, and 0 only where d is. So even a few tokens tell.
+    By example, a token with p = 0.50 and q = 0.40 has d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
+    (Schulman 2020; there k1 is -d, and k2 is d**2 / 2.)
     """
     d = (recomputed - recorded).detach().double()
     return d.exp() - 1 - d
@@ -6878,8 +6908,10 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 #
 #     1. pull: are there new weights? If so, the cache is thrown away
 #     2. episodes that wait come in; those whose turn has ended go out, hear, and come in again
-#     3. a forward pass over the tokens that the cache lacks, mostly the last one of each row; one
-#        pass each for rows that go on, that come back, and that are new
+#     3. a forward pass over the tokens that the cache lacks, mostly the last one of each row. When
+#        rows have come in, it is up to three passes, for three kinds of rows lack different
+#        numbers of tokens: those that go on lack one, those that come back have heard some, and new
+#        ones have nothing in the cache
 #     4. log-probabilities of the next token, over the whole vocabulary
 #     5. a token is sampled for each row whose turn goes on. Its episode notes the id, the turn,
 #        the log-probability and the version
@@ -6895,9 +6927,10 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 #              Z   .   .   .   .   .   .   .   .   <u> k   <e> <a> m
 #
 # To come in and to go out copies the cache, so it is not done for every row alone: it is done when
-# a request waits, or a quarter of the rows have ended their turns. Fewer than these are computed
-# for nothing. Of 64 rows, 56 may say 8 tokens and 8 say 200: that makes 64 x 8 + 8 x 192 tokens,
-# where a batch that nobody leaves computes 64 x 200.
+# a request waits, or a quarter of the rows have ended their turns. As long as it are fewer, rows
+# that have ended their turns are computed with the others, and what comes of them is ignored. Of 64
+# rows, 56 may say 8 tokens and 8 say 200: that makes 64 x 8 + 8 x 192 tokens, where a batch that
+# nobody leaves computes 64 x 200.
 
 
 def version_0() -> int:
@@ -6924,7 +6957,8 @@ class RowCache:
         if self.mask.shape[1] > 0:
             return self._compute(ids)
         # Of a new cache rows may be alike, such as those of a group, which hear the same words.
-        # They are computed as one, whose keys and values each of them gets.
+        # They are computed as one, whose keys and values each of them gets. Later rows of a group
+        # differ, for each has sampled something of its own.
         different, which = ids.unique(dim=0, return_inverse=True)
         self.mask = self.mask[: len(different)]  # [different rows, 0]: it has no columns yet
         logits = self._compute(different)
@@ -6980,7 +7014,8 @@ class RowCache:
         rows = torch.tensor(which, device=self.mask.device)
         mask = self.mask[rows]
         # Columns on the left in which all of these rows have holes are left out.
-        first = int(mask.any(0).long().argmax())
+        has_token = mask.any(0).long()  # [columns]: 1 if one of these rows has a token there
+        first = int(has_token.argmax())  # of equal numbers argmax finds the first
         num_columns = mask.shape[1] - first
         layers = []
         for layer in self.cache.layers:
@@ -7141,19 +7176,22 @@ class Decoder:
     def _parts(self) -> list[RowCache]:
         """The rows to be computed now, as one part or, when some come in or go out, up to three.
 
-        Then their users speak.
+        Going on: their turns go on, and they lack the token that was sampled last. Returning: their
+        turns have ended, and their users have said more. New: nothing of them is computed yet.
         """
         rows = self.cache.episodes
         silent = [row for row, episode in enumerate(rows) if not episode.is_speaking]
         if not self.waiting and 4 * len(silent) < len(rows):
-            return [self.cache]
-        speaking = [row for row, episode in enumerate(rows) if episode.is_speaking]
+            return [self.cache]  # nobody comes in or goes out: silent rows are computed too
+        going_on = [row for row, episode in enumerate(rows) if episode.is_speaking]
+        # Here users speak, to all whose turn it is not. Who has heard something speaks from now on.
         self._hear([*rows, *self.waiting])
-        # Those that go on; those that have heard more; and those of which nothing is computed.
         returning = [row for row in silent if rows[row].is_speaking]
-        parts = [self.cache.part(which) for which in (speaking, returning) if which]
-        coming = [episode for episode in self.waiting if episode.is_speaking]
-        return [*parts, self.new_cache(coming)] if coming else parts
+        new = [episode for episode in self.waiting if episode.is_speaking]
+        parts = [self.cache.part(which) for which in (going_on, returning) if which]
+        if new:
+            parts.append(self.new_cache(new))
+        return parts
 
     def _hear(self, episodes: list[Episode]) -> None:
         """Those that are not over, and do not speak, hear what their users say."""
@@ -7471,9 +7509,10 @@ def decoder_for(policy: Policy) -> Callable[..., Decoder]:
 
 
 # -- measurement -----------------------------------------------------------------------------------
-# Four ways to break the rule, each of which has been seen in public code: three decoders, and text
-# in place of ids. For each decoder the trainer recomputes the log-probabilities that the generator
-# has recorded. The two are compared by their k3, which should be 0, but for rounding.
+# Four ways to break the rule, which public code has done, too (DOCS 5 describes them): three
+# decoders, and text in place of ids. For each decoder the trainer recomputes the log-probabilities
+# that the generator has recorded. The two are compared by their k3, which should be 0, but for
+# rounding.
 
 
 class KeepsOldCache(Decoder):
@@ -7608,10 +7647,11 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 # Rule. Five things are done about that, each for a reason of its own:
 #     a baseline   In place of R stands the advantage A: how much better the answer was than
 #                  expected. If what is subtracted from R does not depend on the answer, the mean
-#                  of the gradient stays right, and its noise shrinks. `leave_one_out` subtracts
-#                  the mean of the other answers to the prompt: that is so there. `group` subtracts
-#                  the mean of all of them, which only makes the gradient a little shorter, and
-#                  divides by their deviation: the demo shows by how much that tilts.
+#                  of the gradient stays right, and its noise shrinks. So it is with
+#                  `leave_one_out`, which subtracts the mean of the other answers to the prompt.
+#                  `group` subtracts the mean of all of them, the answer itself included, which only
+#                  makes the gradient a little shorter; and it divides by their deviation, which
+#                  tilts it: the demo shows by how much.
 #     a ratio      r = p now / p when it was sampled weighs each token: samples of the old policy
 #                  are counted as often as the present one would have drawn them. Nearly: a ratio
 #                  of one token does not know what came before it, and large ones are cut off.
@@ -7625,9 +7665,11 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), dual clip (Ye 2020), GRPO (Shao 2024),
 #   RLOO (Ahmadian 2024), GSPO (Zheng 2025).
 #
-# At lag 0 every ratio is 1. If the advantages of all tokens add up to 0, the value of ppo,
-# decoupled and gspo is then 0, whatever the answers were. Only its gradient means something. So a
-# loss that does not fall says nothing; watch the reward, held-out answers, the entropy and k3.
+# At lag 0 every ratio is 1, and the value of ppo, decoupled and gspo is minus the mean of the
+# advantages. Those of a group add up to 0, so if its answers are equally long, those of its tokens
+# do, and the value is 0, whatever the answers were. Only its gradient, A grad log p, means
+# something. So a loss that does not fall says nothing; watch the reward, held-out answers, the
+# entropy and k3.
 
 # Why the mean of the group is the baseline. The answers to one prompt tell how hard that prompt is,
 # and this needs no second network. A baseline that does not know the prompt praises a right answer
@@ -7731,18 +7773,30 @@ class TokenLoss:
     is_outside: torch.Tensor  # [N] bool: has moved too far already, and so has no gradient
 
 
-# The loss of a batch is the mean over those of its sampled tokens that have a signal, so a long
-# answer weighs as much as its tokens do, and answers of which nothing can be learned do not make a
-# step shorter. (So the answers decide how long the step of a batch is, not where it points: one
-# telling group makes a whole step.) In the formulas r is the ratio, A the advantage:
+# The loss of a batch is the mean over those of its sampled tokens that have a signal. So a long
+# answer weighs as much as its tokens do, and a batch with one telling group makes as long a step as
+# one with sixteen: answers of which nothing can be learned do not make it shorter.
 #
-#     reinforce   -A log p
-#     ppo         -min(A r, A clip(r, 1 - clip_low, 1 + clip_high)); if A < 0, -3 A at most
-#     decoupled   w ppo, where r is p / p near, and w = min(p near / p recorded, max_weight)
-#     gspo        ppo, where log r is the mean of log r over the answer, the same for all its tokens
-#     cispo       -A min(r, max_weight) log p, where no gradient flows through r
-#     dppo        -A min(r, 3) log p + PULL_BACK (log r)**2, where no gradient flows through r,
-#                 until p has moved by MAX_SHIFT the way A pushes it
+# In the formulas r is the ratio, p now / p recorded, and A the advantage. The gradient of each loss
+# is -A w grad log p with a weight w, until it stops:
+#
+#                 loss of a token                     weight w       stops when
+#     reinforce   -A log p                            1              never
+#     ppo         -min(A r, A clip(r)), where clip    r              A > 0 and r > 1 + clip_high;
+#                 cuts r off at 1 - clip_low and                     A < 0 and r < 1 - clip_low;
+#                 at 1 + clip_high                                   A < 0 and r > 3 (a bound)
+#     decoupled   v ppo, with r = p now / p near      v r            as ppo, with that r;
+#                 and v = p near / p recorded                        v is max_weight at most
+#     gspo        as ppo, with the geometric mean     r              as ppo, with that r
+#                 of r over the answer
+#     cispo       -A w log p                          r, at most     never
+#                                                     max_weight
+#     dppo        -A w log p + PULL_BACK (log r)**2   r, at most 3   p has moved by MAX_SHIFT the
+#                                                                    way A pushes it
+#
+# In cispo and dppo no gradient flows through w. In dppo the second summand adds a pull of its own,
+# back to the samples. There are two bounds, because there are two reasons for them: max_weight, a
+# flag, is how far a sample is trusted to stand for several; 3, of bad tokens, is explained below.
 
 # By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and the
 # loss of ppo, -r, has a gradient: the token becomes likelier still. At 0.65 r is 1.3, beyond 1.2,
@@ -7756,7 +7810,8 @@ class TokenLoss:
 # was sampled has a gradient a hundred times as long as that of the others, and as all gradients of
 # a batch are shortened together (section 11), nothing of the others is left. Lag makes such tokens,
 # and so does a generator that rounds otherwise. So a bad token has no gradient above a ratio of 3.
-# The price: it stays as likely as it is, until a newer sample has it.
+# The price: this batch does not make it less likely. That does not last. If the token is likely
+# now, newer samples have it soon, with a ratio near 1, and there its gradient is the usual one.
 
 
 @dataclass(frozen=True)
@@ -7819,7 +7874,9 @@ def ppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     is_outside = torch.where(is_good, ratio > highest, ratio < lowest) | is_too_far_back
     # The smaller of both: outside that is the clipped one, a constant, so there is no gradient.
     gain = torch.min(tokens.advantage * ratio, tokens.advantage * clipped)
-    bounded = tokens.advantage * min(limits.most_back, MAX_RATIO)  # a constant, too
+    # A constant, too. (The measurement below has a most_back of infinity, which is no number to
+    # compute with.)
+    bounded = tokens.advantage * min(limits.most_back, MAX_RATIO)
     gain = torch.where(is_too_far_back, bounded, gain)  # mechanism: bound
     return TokenLoss(loss=-gain, is_outside=is_outside)
 
@@ -7843,8 +7900,11 @@ def gspo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     hundreds of tokens that paper has 0.0003 and 0.0004.
     """
     mean = mean_over_answers(tokens.logp - tokens.recorded, tokens.answer)
-    # Its value is the mean; its gradient is that of the token's own log-probability.
+    # Its value is the mean, for the first two summands cancel each other; its gradient is that of
+    # the token's own log-probability, for only the first has one.
     log_ratio = tokens.logp - tokens.logp.detach() + mean.detach()
+    # ppo takes the difference of two log-probabilities. Here it is known: as if it had been log
+    # ratio now, and 0 when it was sampled.
     zeros = torch.zeros_like(log_ratio)
     return ppo_loss(dataclasses.replace(tokens, logp=log_ratio, recorded=zeros), limits)
 
@@ -7916,7 +7976,9 @@ class SmallWorld:
         self.answers = torch.tensor(list(every))  # [64, 3]: all of them
         # [64, 3]: for each token of each answer, the row of the table from which it is drawn. That
         # is the number of the answer's beginning so far: 0 for none, 1 to 4 for one token, 5 to 20
-        # for two. It is computed from the beginning that is a token shorter.
+        # for two. It is computed from the beginning that is a token shorter: behind beginning b, of
+        # which there are four, symbol s gives 4 b + s + 1. The answer (2, 3, 0) has 0, then
+        # 4 x 0 + 2 + 1 = 3, then 4 x 3 + 3 + 1 = 16.
         beginnings = [torch.zeros(len(self.answers), dtype=torch.int64)]
         for t in range(LENGTH - 1):
             beginnings.append(beginnings[t] * NUM_SYMBOLS + self.answers[:, t] + 1)
@@ -8223,9 +8285,29 @@ def tell_share_of_one_token(report: Report, world: SmallWorld, table: torch.Tens
         f"  ppo without a bound {show(without)}; with it:",
         f"  {', '.join(texts)}",
     )
+    # Almost all of the gradient of 1024 answers; and at most a twentieth of it.
     report.check("share of one token in the gradient, ppo without a bound", without, ">", 0.9)
     report.check("the largest share with it, of all losses", max(shares.values()), "<=", 0.05)
     report.figure(share_without_bound=without)
+
+
+def tell_tilt_at_a_lag(report: Report, rows: Mapping[tuple[str, str], EstimatorRow]) -> None:
+    """Reports which losses take away tilt that the lag has made, and which add some.
+
+    Those that clip by the recorded probabilities have no gradient of what has moved already. What
+    is left is the rest, and the mean of the rest may point elsewhere. rows: by loss and baseline.
+    """
+    without = rows["reinforce", "leave_one_out"].tilt_at_a_lag
+    less = []
+    more = []
+    for (loss, baseline), row in rows.items():
+        if loss != "reinforce" and baseline == "leave_one_out":
+            change = f"{loss} {show(row.tilt_at_a_lag / without)}"
+            (less if row.tilt_at_a_lag < without else more).append(change)
+    report.say(
+        "tilt at a lag / that of reinforce, leave_one_out:",
+        f"  less: {', '.join(less) or 'none'}; more: {', '.join(more) or 'none'}",
+    )
 
 
 def tell_length(report: Report, seed: int) -> None:
@@ -8242,9 +8324,9 @@ def tell_length(report: Report, seed: int) -> None:
 
 
 @stage(
-    "a gradient from old or badly compared samples points elsewhere; a baseline takes away noise, "
-    "a ratio takes away tilt, a clip bounds how far a batch can push, no token outweighs a batch, "
-    "and a price keeps answers short",
+    "a baseline takes away noise and no direction; of the tilt that a lag makes a ratio without a "
+    "clip takes away some; a clip bounds how far a batch can push, no token outweighs a batch, and "
+    "a price keeps answers short",
     hint="write `ratio * 0 + 1`: the lag tilts the gradient as if nothing was done about it",
     mechanism="ratio",
 )
@@ -8263,15 +8345,12 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     for loss, baseline in ESTIMATORS:
         rows.append(estimator_row(world, loss, baseline, old, now))
     report.table(rows)
-    report.say(
-        "at a lag ppo, gspo and dppo silence what has moved already: the rest points elsewhere"
-    )
+    by_name = {(row.loss, row.baseline): row for row in rows}
+    tell_tilt_at_a_lag(report, by_name)
     # What a clip is for: with the gradient of one batch alone, how far can updates go?
     pushed = {loss: world.pushed_nats(loss, old, 100) for loss in LOSSES}
     texts = [f"{loss} {show(nats)}" for loss, nats in pushed.items()]
     report.say("100 updates with one batch move it by so many nats:", f"  {', '.join(texts)}")
-
-    by_name = {(row.loss, row.baseline): row for row in rows}
     without = by_name["reinforce", "none"]
     group = by_name["reinforce", "group"]
     left_out = by_name["reinforce", "leave_one_out"]
@@ -8298,6 +8377,8 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     report.check(what, over_chance, "<", 3)  # by chance it is 1, give or take
     quieter = left_out.noise / without.noise
     report.check("lag 0: noise with a baseline / without", quieter, "<", 0.8)
+    # The seed is fixed, so each of these numbers is the same in every run on one machine. The
+    # limits leave room for other seeds.
     corrected = cispo.tilt_at_a_lag / left_out.tilt_at_a_lag
     report.check("lag 8: tilt with a ratio / without", corrected, "<", 0.9)
     bounded = pushed["ppo"] / pushed["reinforce"]
