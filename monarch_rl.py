@@ -17,12 +17,13 @@ and each names the line that you can change to see that for yourself.
 
                  prompts             episodes             groups              batch
       Sampler ------------> Generator --------> Judge ---------> ReplayBuffer ------> Trainer
-         ^        Gate      (a Service)      (a Service)              |                  |
-         |                       ^                                    |                  |
-         |                  WeightReader                              |            WeightWriter
-         |                       |                                    |                  |
-         |                       +----------- Arena: slots, leases <--|------------------+
-         +----------------- tickets come back ------------------------+
+         ^        Gate      (a Service)      (a Service)                                 |
+         |                       ^                                                       |
+         |                  WeightReader                                           WeightWriter
+         |                       |                                                       |
+         |                       +------------ Arena: slots, leases <--------------------+
+         |                                                                               |
+         +---- tickets come back to the Gate when the new version is in the Arena -------+
 
       Small things travel as messages between actors (the control plane). The weights, which are
       large, travel through shared memory or by RDMA (the data plane).
@@ -35,22 +36,27 @@ and each names the line that you can change to see that for yourself.
     6 service         every request is answered, though replicas raise, die and stand still
     7 weight_sync     weights that are never torn, at the cost of about one memory copy
     8 reshard         from one sharding to another, every needed byte once
-    9 rollout         what was recorded while sampling is what the trainer finds again
+    9 rollout         ids and log-probabilities noted while sampling are what the trainer finds
    10 losses          which estimator points where the true gradient points, and how noisily
    11 sync_rl         the RL loop, one thing at a time
    12 recovery        a run that was cut off goes on as if it had not been
    13 async_rl        two loops and a buffer: both sides work, and lag is bounded
    14 critic          with one answer per prompt, a learned value is the baseline
    15 reward_model    a policy exploits a learned reward, and what holds it
-   16 hosts           another host costs a copy of what changed; a lost one its work in progress
+   16 hosts           adding a host costs a copy of what changed; losing one, its work in progress
 
-How to read it. Each section begins with a lead, the comment under its banner. In an hour: this
-page, then the leads, pictures and demos of sections 1 to 3, 5 to 7, 11 and 13. In an afternoon: all
-leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what stands under
-`measurement`, which produces the numbers, and under `plumbing`, which any program needs. All of it
-takes two days. After section 13 you have the whole system on one host; 14 adds a second network, 15
-trains on a reward that is learned, and 16 adds other hosts. DOCS.md says at length why each part is
-as it is.
+How to read it. Each section begins with a lead, the comment under its banner. There are three ways:
+
+    two hours    this page; the leads, pictures and demos of sections 1 to 3, 5 to 7, 11 and 13; and
+                 the five functions that all of it is about: ServiceActor.route (6), Arena.lease and
+                 WeightReader.pull (7), TrainState.step (11), AsyncLoops._training_loop (13)
+    two days     all leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what
+                 stands under `measurement`, which produces the numbers, and under `plumbing`, which
+                 any program needs
+    a week       all of it, some 37 hours for a careful first reader
+
+After section 13 you have the whole system on one host; 14 adds a second network, 15 trains on a
+reward that is learned, and 16 adds other hosts. DOCS.md says at length why each part is as it is.
 
 Left out, and what to use instead: paged attention (vLLM, SGLang); tensor, pipeline and expert
 parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; launchers for Slurm and
@@ -76,13 +82,19 @@ The words:
     lease     A reader's note "I am reading slot 3", for the writer to see.
     torn      Of weights that were read: some tensors are of version 6 and some of version 7.
     ticket    The permission to generate one group. There are few, so little is under way. The
-              Gate hands them out.
+              Gate hands them out. A ticket comes back when generators can pull the version that
+              its group has helped to make, or at once if the group is dropped.
     sampler   Draws prompts, always the same one for the same number.
     replica   One of several interchangeable workers, in a process of its own.
     service   What owns replicas and gives requests to them; callers see no replica (section 6).
     judge     A replica that runs the reward function, which is somebody else's code.
-    reward    A network that has learned from examples what people prefer, and judges in place of
-     model    a function (section 15).
+    estimator A loss with a baseline. What it makes of samples is an estimate of the true gradient,
+              that of the mean reward of all possible answers (section 10).
+    baseline  What a reward is compared with: the mean of the group, or a value, which is what a
+              second network, the critic, expects at that place (sections 10 and 14).
+    reward model
+              A network that has learned from examples what people prefer, and judges in place of
+              a function (section 15).
     run id    A number for one life of the trainer. After a restart there is another version 7,
               which must not be taken for the first one.
 """
@@ -96,7 +108,7 @@ from __future__ import annotations
 # So importing this file must do nothing but define things. Whatever has an effect (environment
 # variables, signal handlers, printing) happens in `main`, which only the main process runs. There
 # are three exceptions, and all only if the file is run: the handler and the refusal below, which
-# must come before `main` can run, and the template.
+# must come before `main` can run, and the template for workers, which the next part explains.
 import os
 import signal
 import sys
@@ -197,19 +209,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 # fork of it: a copy that takes 10 ms, whose memory is shared until either side writes there, and
 # which has only Monarch and this file left to import (0.3 s).
 #
-# Monarch starts a process by a command, and watches what that has started. For a worker with a
-# model the command is another one, the stand-in: a shell that writes its process id into the
-# standard input of the template, and then waits until the template ends. The template forks. The
-# fork takes over the environment variables that Monarch gave to the stand-in, and goes on as
-# Monarch's own command would. So Monarch watches the stand-in, and everybody else the fork.
+# Monarch starts a process by a command, and watches what that has started. It cannot be told to
+# take a fork instead. So a worker with a model begins as two processes:
 #
-#     who there is                                 who ends       whom that ends      by
-#     main process                                 main process   the template        the system
-#       template   imports, reads ids, forks       template       its workers         the system
-#         worker   a fork                                         the stand-ins       themselves
-#         worker                                   worker         its stand-in        the template
-#       stand-in   waits for the template's end    stand-in       its worker          the template
-#       stand-in
+#     1. The main process starts the template, which imports torch and then waits.
+#     2. Monarch, asked for a worker, starts a shell in its place: the stand-in of that worker. It
+#        writes its process id into the standard input of the template, and then does nothing more
+#        than wait until the template ends.
+#     3. The template reads the id, and forks. The fork takes over the environment variables that
+#        Monarch gave to the stand-in, and goes on as Monarch's own command would: it is the worker.
+#
+# From then on Monarch watches the stand-in, and everybody else the worker. The one must not outlive
+# the other, and nobody the main process:
+#
+#     what ends          what ends with it      because of
+#     the main process   the template           the system (end_with_parent)
+#     the template       its workers            the system (end_with_parent)
+#     the template       all stand-ins          themselves: that is what they wait for
+#     a worker           its stand-in           the template (end_pair)
+#     a stand-in         its worker             the template (end_pair)
 #
 # Only a process with a single thread can be forked safely. The copy has no other thread, but it has
 # the locks that others held, and nobody to open them. Monarch starts threads when it is imported,
@@ -224,7 +242,7 @@ WORKER_MODULE = "monarch._src.actor.bootstrap_main"  # what Monarch runs in each
 # And of a process on another host: the life of that host (Host.life, in section 5).
 LIFE_VARIABLE = "MONARCH_RL_LIFE"
 
-# What trainers and generators of the tiny policy need, and mostly those of other models.
+# What trainers and generators of the tiny policy import. Those of other models need most of it too.
 SLOW_IMPORTS = (
     "torch",
     "torch.distributed.checkpoint.state_dict",
@@ -258,7 +276,9 @@ def serve_as_template(lifeline: int) -> None:
     gc.disable()  # to look for garbage would take a tenth of the imports' time, and find none
     for name in SLOW_IMPORTS:
         importlib.import_module(name)
-    gc.freeze()  # nor will workers look at these objects, which would copy their memory
+    # Nor will workers look for garbage among these objects. To look at one writes a mark into it,
+    # and the system would have to copy the page that it shares with the template.
+    gc.freeze()
     gc.enable()
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ)
@@ -307,8 +327,11 @@ def fork_for(stand_in_id: int, selector: selectors.BaseSelector, lifeline: int) 
 
 def end_pair(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
     """One of a worker and its stand-in has ended, so the other one must."""
-    if selector.get_map().get(key.fd) is not key:
-        return  # both have ended, and this is the second; another pair may have its number by now
+    # If both have ended since the last look, the news of the first has closed both descriptors, and
+    # this is the news of the second. Its number may be that of another pair's descriptor by now.
+    registered_now = selector.get_map().get(key.fd)
+    if registered_now is not key:
+        return
     for descriptor in (key.fd, key.data):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -415,9 +438,10 @@ MIB = 1 << 20  # bytes
 # What `main` sets for itself, and so for every process that it starts. Importing this file sets
 # nothing; whoever uses it as a library calls `prepare_environment` first.
 ENVIRONMENT = {
-    # How often Monarch looks whether a process still lives: every 10 s unless told. Each look is a
-    # message per process, of which Monarch never gives back 2 KiB. And the end of a process is told
-    # in milliseconds by a pidfd, a file descriptor for a process (section 5).
+    # How often Monarch looks whether a process still lives: every 10 s unless told. More often than
+    # this would cost memory: each look sends a message to each process, and of each message Monarch
+    # keeps 2 KiB for good (measured in DOCS 6). It would also gain little, for the end of a
+    # process is told in milliseconds by a pidfd, a file descriptor for a process (section 5).
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     # A look under way when its process dies waits so long for the reply: 30 s unless told.
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
@@ -537,7 +561,9 @@ class Config:
     # How: sections 7 to 16 say what each of these does.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
     order: str = setting(
-        "ready", "of groups: drop late ones, or wait within a window", choices="ready window"
+        "ready",
+        "ready: as groups come, late ones are dropped; window: none is, the trainer waits",
+        choices="ready window",
     )
     in_flight: float | None = setting(
         None, "batches under way at most; None: K + 1, or K + 1/2 with window", least=1, kind=float
@@ -1090,7 +1116,7 @@ def close_unnamed_file(path: str) -> None:
 #   messages. The methods that messages may call are its endpoints. They run one at a time, in the
 #   order in which a caller sent the messages, so none ever sees another one half done. Two actors
 #   share nothing, and work at the same time.
-# Cost. A message and its answer take the time of thousands of method calls; the demo shows both.
+# Cost. A message and its answer take the time of thousands of function calls; the demo shows both.
 # Not here. Endpoints that may overlap (section 6).      Source. Hewitt, Bishop, Steiger 1973.
 #
 #     main process                            process of the actor
@@ -1207,11 +1233,12 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     message_ms = await median_ms(one.take.call_one)
     start = time.monotonic()
     for _ in range(1000):
-        since(start)
-    method_us = since(start) * 1e3  # ms for 1000 calls are us for one
+        since(start)  # any function will do, such as this one
+    function_ms = since(start) * 1e3 / 1000
+    function_us = function_ms * 1e3
     report.say(
         f"a message to another process and its answer: {show(message_ms)} ms; "
-        f"a call of a function: {show(method_us)} us"
+        f"a call of a function: {show(function_us)} us"
     )
     report.figure(message_ms=message_ms)
     # You can now keep state in one place, and change it from many, without a lock.
@@ -1289,13 +1316,13 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 
     report.table([every, second, chosen, told])
     # Which member `choose` draws is Monarch's affair. That it is one of them, and that the same one
-    # runs and answers, is what the word means.
-    drawn = chosen.ranks_that_ran[:1]
+    # runs and answers, is what the word means. So whoever answered must be the only one that ran.
+    drawn = answer.rank
     num_wrong = 0
     for row, ran, answered in (
         (every, "0 1 2 3", "0 1 2 3"),
         (second, "2", "2"),
-        (chosen, drawn, drawn),
+        (chosen, str(drawn), str(drawn)),
         (told, "0 1 2 3", "-"),
     ):
         num_wrong += row.ranks_that_ran != ran or row.ranks_that_answered != answered
@@ -1320,7 +1347,8 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 # Cost. The owner must keep the memory alive, and is not told when a reader is done (section 7 is
 #   about that). An RDMABuffer wants memory in one piece. Of a tensor that is not, such as a column
 #   of a matrix, one would first have to make a copy, and bytes that are written into a copy vanish.
-# Not here. GPU memory: with an RDMA card the same handle covers it. Source. Monarch, libibverbs.
+# Not here. GPU memory, which the same handle covers where there is an RDMA card.
+# Source. Monarch, libibverbs.
 #
 # A handle says where the bytes are: which process has them, at what address, how many there are,
 # and a key with which a card, if there is one, lets others in. It holds none of the bytes.
@@ -1345,13 +1373,13 @@ def checksum(tensor: torch.Tensor) -> int:
 class Owner(Actor):
     """Owns memory and hands out handles to it."""
 
-    # Two bytes, the gate: is it open, and does this process's Python stand before it?
+    # Two bytes, the latch: is it open, and does this process's Python stand before it?
     OPEN = 0
     STUCK = 1
 
     def __init__(self) -> None:
         self.memory = torch.zeros(0, dtype=torch.uint8)
-        self.gate = torch.zeros(2, dtype=torch.uint8)
+        self.latch = torch.zeros(2, dtype=torch.uint8)
 
     @endpoint
     async def register(self, num_bytes: int) -> RDMABuffer:
@@ -1361,9 +1389,9 @@ class Owner(Actor):
         return RDMABuffer(self.memory)
 
     @endpoint
-    async def register_gate(self) -> RDMABuffer:
-        """A handle to the gate."""
-        return RDMABuffer(self.gate)
+    async def register_latch(self) -> RDMABuffer:
+        """A handle to the latch."""
+        return RDMABuffer(self.latch)
 
     @endpoint
     async def as_message(self) -> torch.Tensor:
@@ -1371,17 +1399,17 @@ class Owner(Actor):
         return self.memory
 
     @endpoint
-    async def sit_until_gate_opens(self, give_up_s: float) -> bool:
-        """Holds up this process's Python until somebody opens the gate.
+    async def sit_until_latch_opens(self, give_up_s: float) -> bool:
+        """Holds up this process's Python until somebody opens the latch.
 
         It neither awaits nor answers messages meanwhile, so only a one-sided write can open it.
         Returns False if nobody has for give_up_s seconds.
         """
         start = time.monotonic()
-        self.gate[self.STUCK] = 1
-        while self.gate[self.OPEN] == 0 and since(start) < give_up_s:
+        self.latch[self.STUCK] = 1
+        while self.latch[self.OPEN] == 0 and since(start) < give_up_s:
             time.sleep(0.001)
-        return bool(self.gate[self.OPEN] == 1)
+        return bool(self.latch[self.OPEN] == 1)
 
 
 @dataclass(frozen=True)
@@ -1427,8 +1455,8 @@ async def transfer(owner: Owner, kib: int) -> TransferRow:
 
 
 @stage(
-    "a handle of about half a kilobyte moves any number of bytes, and the owner's Python takes "
-    "no part in it",
+    "a handle of less than a kilobyte moves one KiB or 64 MiB, and the owner's Python takes no "
+    "part in it",
     hint="await `owner.as_message.call_one()`: it waits for an owner that waits for us",
     mechanism="one-sided read",
 )
@@ -1447,25 +1475,27 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     report.check("largest handle, bytes", max(row.handle_bytes for row in rows), "<", 1024)
 
     # Does the owner's Python take part? Now it is stuck, until a write through a handle opens its
-    # gate. Whatever comes back before that came without it. Three things are sent, in this order: a
-    # call that gets it stuck, a message, which waits behind that call, and a one-sided read.
+    # latch. Whatever comes back before that came without it. Three things are sent, in this order:
+    # a call that gets it stuck, a message, which waits behind that call, and a one-sided read.
     handle = await owner.register.call_one(MIB)
-    gate = await owner.register_gate.call_one()
-    stuck = asyncio.ensure_future(owner.sit_until_gate_opens.call_one(20.0))
+    latch = await owner.register_latch.call_one()
+    stuck = asyncio.ensure_future(owner.sit_until_latch_opens.call_one(20.0))
     message = asyncio.ensure_future(owner.as_message.call_one())
     pulled = torch.ones(MIB, dtype=torch.uint8)
     state = torch.zeros(2, dtype=torch.uint8)
     while state[Owner.STUCK] == 0:
-        await gate.read_into(state)  # one-sided too
+        await latch.read_into(state)  # one-sided too
     await handle.read_into(pulled)  # mechanism: one-sided read
     num_answered = int(message.done())
-    # The pull is over, and the owner has been stuck since before it began. If it still is, the gate
-    # is opened in time, and the pull has ended without its Python.
-    await gate.write_from(torch.ones(2, dtype=torch.uint8))
-    num_pulled = int(await stuck)  # 0: it gave up before the gate was opened
+    # The pull is over, and the owner has been stuck since before it began. Is it still stuck? Then
+    # the pull has ended without its Python. So the latch is opened only now, and the owner answers
+    # whether that is what has freed it. If it had given up before, the latch would come too late.
+    await latch.write_from(torch.ones(2, dtype=torch.uint8))
+    was_still_stuck = await stuck
+    num_pulled = 1 if was_still_stuck else 0
     report.check("messages that the stuck owner has answered", num_answered, "==", 0)
     report.check("pulls of 1 MiB that ended while it was stuck", num_pulled, "==", 1)
-    report.check("bytes of that message, after the gate", len(await message), "==", MIB)
+    report.check("bytes of that message, after the latch", len(await message), "==", MIB)
 
     backend = get_rdma_backend()  # ibverbs with an RDMA card, tcp without
     large = rows[-1]
@@ -1483,16 +1513,19 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 # Rule. Ask by name. `get_or_spawn_controller(name, Class)` gives every caller the same actor. One
 #   process, that of the main program, creates it; it answers one request after the other, so the
 #   first request for a name creates the actor, and all later ones find it.
-# Cost. A message each time somebody asks. The actor lives in the main program's process.
+# Cost. A message each time somebody asks. The actor lives in the main program's process: its work
+#   holds that up, for Python code of one process runs in turn, and it ends with it.
 # Not here. Actors that outlive that process.      Source. Monarch's get_or_spawn_controller.
 #
 # The actor that is found so in this file is Telemetry. From here on workers tell it what they do,
 # and `--trace` and `--report` show it. Nothing else depends on it: if it is gone, a run goes on.
 #
-# Whoever asks by name waits for an answer. If a worker is stopped before it comes, the answer goes
-# back to Monarch's registry of names in the main process, and ends it, and with it the run. So in
-# runs only the main process asks, and gives what it has found to the workers that it makes: to tell
-# Telemetry something needs no answer.
+# The demo shows that any process may ask. Runs of this file make less use of it than that: there
+# only the main process asks, and gives what it has found to the workers that it makes (Worker.setup
+# in section 5). For whoever asks by name waits for an answer. If a worker is stopped before that
+# comes, the answer goes back to Monarch's registry of names in the main process, and ends it, and
+# with it the run (seen with this version of Monarch; DOCS 1). To tell Telemetry something needs no
+# answer, so nothing can come back.
 
 
 @dataclass(frozen=True)
@@ -1648,24 +1681,27 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #     it stands still      ReplicaLost       its pulse, silent for 3 s         killed, and replaced
 #     it works for ever    ReplicaLost       its progress, after a limit       killed, and replaced
 #     it works for long    the answer        nobody                            the actor lives on
-# Cost. A thread in every worker. A replacement takes a second or two, with a big model minutes.
+#   (A replica is one of several workers that do the same; ReplicaLost is an exception of 5b.)
+# Cost. A thread in every worker. A replacement takes a second or so (`cure ms` in the demo), with a
+#   big model minutes.
 # Not here. Who restarts the owner: here all owners live in the main process, and end with it.
 # Source. Supervisors of Erlang (Armstrong 2003); pidfd_open(2).
 #
 # 1. Death. A pidfd is a file descriptor for a process. It becomes readable when the process ends,
 # and so an event loop hears of it at once. Monarch has a detector too: it hears when an actor ends,
-# asks every 2 s whether a process still lives, and calls `__supervise__` of the owner. We need it,
-# because it also knows of an actor that died in a process that lives: an endpoint that raises
-# though nobody waits for its answer (`broadcast`) ends its actor.
+# asks every 2 s whether a process still lives, and calls `__supervise__` of the owner: a method by
+# which an actor says that it wants to hear of such things. We need it, because it also knows of an
+# actor that died in a process that lives: an endpoint that raises though nobody waits for its
+# answer (`broadcast`) ends its actor.
 #
 # 2. Standstill. A thread in each worker counts a word in shared memory up, ten times a second: the
 # pulse. The owner looks at it four times a second. A process that was stopped, or that gets no
-# memory, does not move it. (Before a worker can say where its pulse is, its owner looks whether the
-# process was stopped.) One that is busy does: Python lets other threads run every 5 ms, and
+# memory, does not move it. One that is busy does: Python lets other threads run every 5 ms, and
 # what computes in C mostly lets go of the GIL, the lock that a thread must hold to run Python.
 # Mostly: to load a file, or to match a regular expression, C code may hold it for many seconds. The
 # pulse is silent then, though the process works. So the owner looks at one more thing, the time for
 # which the system has let the process compute. As long as that grows, it does not stand still.
+# (Before a worker can say where its pulse is, there is less to look at: see Starts.)
 #
 # 3. Endless work. Another word moves with everything that a worker has got done: a token, a part of
 # a batch, an episode judged. If a worker has requests and this word does not move for a limit, the
@@ -1673,6 +1709,10 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # sees the progress of that one, and a step of an hour is well if each of its parts is short.
 
 # -- 5a. Hosts, and the signs of life of a process -------------------------------------------------
+# In this order: how processes are started (Template, Starts), where (Host), how one is named so
+# that nobody else is meant (open_process), where it shows that it lives (PulseHandle and, in the
+# process itself, Pulse), what can be seen of it at one look (Signs), and what its owner makes of
+# its looks (Watch). At a first reading begin with Pulse.
 
 # Set by the main process when it is about to end all others. From then on nothing is replaced.
 LEAVING = threading.Event()
@@ -1699,15 +1739,17 @@ class Template:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.lifeline: int | None = None  # our end of that pipe, a descriptor
+        # Our end of that pipe, a descriptor, from which all stand-ins read. The template has the
+        # other end, its lifeline.
+        self.reading_end: int | None = None
 
     def start(self) -> None:
         """Starts it, if it was not started already. It imports while others go on."""
         if self.process is None:
-            self.lifeline, its_end = os.pipe()
-            command = [sys.executable, "-m", "monarch_rl", TEMPLATE_FLAG, str(its_end)]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[its_end])
-            os.close(its_end)
+            self.reading_end, lifeline = os.pipe()
+            command = [sys.executable, "-m", "monarch_rl", TEMPLATE_FLAG, str(lifeline)]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[lifeline])
+            os.close(lifeline)
 
     def pid(self) -> int | None:
         """Its process id; None: there is none that could fork, or it has ended or was stopped."""
@@ -1719,7 +1761,9 @@ class Template:
     def arguments(self, pid: int) -> list[str]:
         """What the shell is to run in place of a worker, so that the worker is a fork of it."""
         # $0 is the standard input of the template, $1 the end of the pipe: both by way of /proc.
-        return ["-c", self.STAND_IN, f"/proc/{pid}/fd/0", f"/proc/{os.getpid()}/fd/{self.lifeline}"]
+        template_stdin = f"/proc/{pid}/fd/0"
+        pipe_end = f"/proc/{os.getpid()}/fd/{self.reading_end}"
+        return ["-c", self.STAND_IN, template_stdin, pipe_end]
 
 
 TEMPLATE = Template()  # only the main process starts it; elsewhere it stays as it is here
@@ -1730,7 +1774,8 @@ class Starts:
 
     Until then its owner could not say which they are, for it is Monarch that starts them. If one
     was stopped in these first moments, nobody would notice. So each notes its id in a file in
-    memory as the first thing that it does; a stand-in does, and the template for its fork.
+    memory as the first thing that it does; a stand-in does, and the template for its fork. With
+    the id their owner can ask the system whether the process was stopped, and no more.
     """
 
     # A shell that becomes the worker once it has noted its id, which stays the same.
@@ -1879,8 +1924,12 @@ def open_process(pulse: PulseHandle) -> int:
 
 def start_of(pid: int) -> int:
     """When this process of this host started, as the system counts it; -1: it has ended."""
+    entries = status_of(pid)
+    if len(entries) < 20:  # of a process that has ended there is only the state
+        return -1
     # The twentieth entry: proc_pid_stat(5) has it as the 22nd, for the id and the name come first.
-    return max((int(entry) for entry in status_of(pid)[19:20]), default=-1)
+    *_, started = entries[:20]
+    return int(started)
 
 
 def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
@@ -1919,9 +1968,10 @@ def descendants(root: int) -> list[int]:
     children = collections.defaultdict(list)
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
-        _, *parent = status_of(pid)[:2]  # without a parent: it has ended meanwhile
-        if parent:
-            children[int(parent[0])].append(pid)
+        entries = status_of(pid)
+        if len(entries) > 1:  # else it has ended meanwhile, and has no parent any more
+            _, parent, *_ = entries
+            children[int(parent)].append(pid)
     found = [root]
     for pid in found:  # which grows meanwhile
         found += children[pid]
@@ -2119,9 +2169,17 @@ class Loss:
     """That a replica was lost."""
 
     replica_id: int
-    # "died", "stood still", "made no progress", "kept raising", "ended itself" (it raised when it
-    # was asked about itself), "host lost", "did not start", "setup too slow", "setup failed: ...",
-    # or "taken away" (section 6: on purpose, so it counts as no loss)
+    # why                    because
+    # "died"                 a process of it has ended, or the actor in it
+    # "stood still"          its pulse was silent, and it did not compute either
+    # "made no progress"     it had requests, and got nothing done for the limit
+    # "did not start"        it did not say within its deadline where its pulse is
+    # "setup too slow"       it was not ready within its deadline
+    # "setup failed: ..."    it could not be made, and its host is away (section 6)
+    # "kept raising"         it raised on three requests in a row that others answered (section 6)
+    # "ended itself"         it raised when it was asked about itself (section 6)
+    # "host lost"            its host is away (section 16)
+    # "taken away"           on purpose (section 6), so it counts as no loss
     why: str
     noticed_s: float  # seconds since 1970, by the clock of this host
     replaced_s: float | None = None  # when the next one was ready; None: not yet
@@ -2132,23 +2190,25 @@ class ReplicaLost(RuntimeError):
 
 
 class NobodyToBlame(RuntimeError):
-    """What an endpoint raises if its replica is well: another one that answers is no better."""
+    """What an endpoint raises if its replica is well, and something else prevents an answer.
+
+    If another replica does answer, that proves nothing against this one. (Section 6 else counts
+    it against a replica if it raises where another one answers.)
+    """
 
 
 class NotNow(NobodyToBlame):
-    """It cannot serve at the moment."""
+    """It cannot serve at the moment, such as a generator whose weights have not come yet."""
 
 
 # The life of a replica, and who moves it on:
 #
-#     spawned --- its pid is known ---> runs --- setup has answered ---> ready --- lose ---> lost
-#             Supervisor._find               Supervisor._set_up     a pidfd, Monarch, its signs,
-#                                                                   three marks or `ask` (section
-#                                                                   6), the loss of its host (16),
-#                                                                   its deadline, or `resize` (6)
+#     spawned --- its pid is known ---> runs --- setup has answered ---> ready
+#             Supervisor._find               Supervisor._set_up
 #
-# From each of the states before it can be lost, too. Nothing leads back from there: the process is
-# killed, if it still runs, and another Replica takes the place.
+# From each of these three states `lose` makes it lost, for one of the reasons of a Loss. Nothing
+# leads back from there: the process is killed, if it still runs, and another Replica takes the
+# place.
 
 
 class Replica:
@@ -2231,7 +2291,7 @@ class Replica:
         has_moved = False
         for watch in self.watches:
             signs = self.host.signs(watch.pulse)
-            if signs is None:
+            if signs is None:  # another host has sent nothing since the last look (section 16)
                 continue
             is_news = True
             has_moved |= watch.look(signs)  # one rank that gets on is enough: others wait for it
@@ -2239,7 +2299,7 @@ class Replica:
                 self.lose("died")
             if watch.num_silent >= num_looks(spec.standstill_s):  # mechanism: standstill
                 self.lose("stood still")
-        if is_news:
+        if is_news:  # a look that shows nothing new says nothing about progress
             self.num_fruitless += 1
         if has_moved or self.is_idle() or not self.answers:  # a setup has a deadline
             self.num_fruitless = 0
@@ -2288,7 +2348,7 @@ class Replica:
 
         By SIGKILL: a polite end takes Python a second or two, and what stands still would never end
         politely. On another host, before its process ids are known, only Monarch's own, polite end
-        is left.
+        is left. By then Monarch has to notice that they are gone, which is what takes time.
         """
         if not self.host.still_has(self.host_life):
             return  # its processes ended with that life of their host
@@ -2369,8 +2429,12 @@ class Supervisor(Actor):
     async def _spawn(self, replica_id: int) -> Replica:
         """Makes the replica with this id, or replaces it, and returns when it is ready.
 
-        Raises ActorError, around what its setup raised; ReplicaLost; TimeoutError if the one before
-        does not end; OSError or ValueError if a process, or the host, has gone.
+        What it raises, and why:
+
+            ActorError             its setup raised; inside is what it raised
+            ReplicaLost            it was lost before it was ready
+            TimeoutError           the one before it does not end
+            OSError, ValueError    a process, or the host, has gone
         """
         # 1. What is left of the one before goes: a process that stands still could wake up.
         if replica_id in self.replicas:
@@ -2576,6 +2640,8 @@ class Trial(Supervisor):
             return "nothing"
         if trouble.startswith("SIG"):
             kill(victim.pids, signal.Signals[trouble])
+        # The root of -1 raises a ValueError in a worker that runs. So if the caller sees
+        # ReplicaLost after a signal, its owner has told it so, and no worker has answered.
         request = functools.partial(self._call, victim, "root", (-1,))
         if trouble == "works for ever":
             request = functools.partial(self._call, victim, "toil", ("Python", math.inf))
@@ -2683,9 +2749,9 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #     3. The replica raises. Is the request bad, or the replica? Another one will tell. If that one
 #        raises too, the request is to blame and the exception is its caller's. If that one answers,
 #        the first replica has a mark; three marks in a row, and it is replaced.
-# Cost. One more message, within the main process: a millisecond. A request whose replica was lost
-#   or raised runs again, so it must be harmless to repeat: two attempts may both do their work.
-#   Only one is answered.
+# Cost. One more message, within the main process (the demo's figure `route_overhead_us`: about a
+#   millisecond). A request whose replica was lost or raised runs again, so it must be harmless to
+#   repeat: two attempts may both do their work. Only one is answered.
 # Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 #
 #     caller --- route(Roots.root, 4) ---> ServiceActor
@@ -2706,6 +2772,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #     keeper of replica 0      replica 0 is ready: notify; whoever waits for a replica picks it now
 
 # -- 6a. As many replicas as there should be -------------------------------------------------------
+# At a first reading this part can wait: the three outcomes are in 6b, in `ServiceActor.route`.
 #
 # That number may change while requests go on. With n replicas the ids are 0 to n - 1: the highest
 # leave, and who is added later gets their ids again. By example, from one to three, then to two:
@@ -2826,10 +2893,11 @@ class ReplicaKeeper(Supervisor):
             try:
                 replica = await self._spawn(replica_id)
             except (ActorError, ReplicaLost, asyncio.TimeoutError, OSError, ValueError) as error:
-                # Its setup failed: it raised, or was lost. Or the one before does not end. Or its
-                # host is gone, which shows as an OSError, or as a ValueError while it goes. That
-                # may be bad luck, and it is tried again, the first of this id not always. The
-                # pause comes before that, for a lost host may be known only after the error.
+                # What each of these means, `_spawn` says. If this was to replace another replica,
+                # it is tried again, without end. If it was the first with this id, the error may be
+                # a mistake of whoever has started the service, and `_first_has_failed` decides.
+                # The pause comes before that decision: a host may be lost, and its loss be known
+                # only a moment after the error that follows from it.
                 await asyncio.sleep(self.RETRY_SETUP_S)
                 if loss is None:
                     num_failures += 1
@@ -2852,26 +2920,30 @@ class ReplicaKeeper(Supervisor):
     ) -> Loss | None:
         """What follows if the first replica of this id could not be made.
 
-        If its host is not here it counts as a loss, to be made good. If its process has ended
-        before it was ready it is tried again: None. But what its setup raised, or that this takes
-        too long, is a mistake, such as a wrong path; and so is to be lost MAX_LOST_AT_FIRST times.
-        A mistake is raised, which ends the keeper, and `_ready` tells whoever waits.
+            what has happened                   what follows
+            its host is away, or was so         it counts as a loss, which the keeper makes good
+            meanwhile                           when the host is back
+            its setup raised, or was too slow   a mistake, such as a wrong path: it is raised
+            lost otherwise, before it was       None: the keeper tries again; after
+            ready                               MAX_LOST_AT_FIRST times it is a mistake, too
+
+        What is raised ends the keeper, and `_ready` tells whoever waits.
         """
         made = self.replicas.get(replica_id)
         host = made.host if made else self._host_of(replica_id)
         life = host.life()
-        was_here = made is None or made.host_life == life  # not lost, and here again, meanwhile
-        if life and was_here:
-            is_too_slow = made is not None and made.is_lost_for("setup too slow")
-            is_mistake = isinstance(error, ActorError) or is_too_slow
-            if is_mistake or num_failures >= self.MAX_LOST_AT_FIRST:
-                raise error
-            return None
-        return Loss(
-            replica_id=replica_id,
-            why=f"setup failed: {cause(error)}",
-            noticed_s=time.time(),
-        )
+        is_same_life = made is None or made.host_life == life
+        if not life or not is_same_life:
+            return Loss(
+                replica_id=replica_id,
+                why=f"setup failed: {cause(error)}",
+                noticed_s=time.time(),
+            )
+        is_too_slow = made is not None and made.is_lost_for("setup too slow")
+        is_mistake = isinstance(error, ActorError) or is_too_slow
+        if is_mistake or num_failures >= self.MAX_LOST_AT_FIRST:
+            raise error
+        return None
 
     def _host_of(self, replica_id: int) -> Host:
         """The host on which it belongs."""
@@ -2881,8 +2953,9 @@ class ReplicaKeeper(Supervisor):
         """The replicas that are ready.
 
         Raises what ended a keeper, or the looking, if one has ended: a service does not go on as if
-        nothing was the matter when it can no longer replace anybody. (If a replica that is only
-        being added cannot be made, that is for `_add` to tell.)
+        nothing was the matter when it can no longer replace anybody. Keepers of replicas that are
+        just being added are not asked. They have ids from num_replicas on, and if one of them
+        fails, `_add` raises that to whoever has asked for more.
         """
         for replica_id, keeper in self.keepers.items():
             if keeper.done() and replica_id < self.num_replicas:
@@ -3062,7 +3135,8 @@ class ServiceActor(ResizableKeeper):
         except ActorError:
             if self.spec.num_ranks > 1:
                 # A rank that loses another one raises: a collective has failed. The death itself
-                # may be heard of a moment later, and then it is the reason.
+                # may be heard of a moment later, and then it is the reason. A pidfd tells of it in
+                # milliseconds; 0.2 s is many times that, and no caller minds it after an error.
                 await asyncio.wait({replica.lost}, timeout=0.2)
             if replica.lost.done():
                 raise ReplicaLost(f"{replica.name} is lost") from None
@@ -3095,8 +3169,9 @@ class ServiceActor(ResizableKeeper):
     async def _pick(self, other_than: Replica | None) -> Replica:
         """Chooses the replica for an attempt, and waits for one if need be.
 
-        Those that may try are busy: it waits on, for they will not be busy for ever. There is none:
-        it waits for a setup deadline, for one may be on its way. Closed: it raises at once.
+        If all that may try are busy, this waits on, for they will not be busy for ever. If there is
+        none at all, one may be on its way: this waits as long as a setup may take, and then raises
+        NoReplica. If the service is closed, it raises that at once.
         """
         while self.keepers:
             may_try = self._may_try(other_than)
@@ -3131,7 +3206,8 @@ class ServiceActor(ResizableKeeper):
         """The smallest comes first: the one with the fewest requests in flight.
 
         So a slow replica gets less work. Among equals it is the one whose turn it is, or an idle
-        service would always use the same one.
+        service would always use the same one. Turns go round: of three replicas, pick number 4 is
+        the turn of 1, for 4 % 3 = 1; then 2 comes one turn later, and 0 two turns later.
         """
         turns_until = (replica.place.replica_id - self.num_picks) % self.num_replicas
         return replica.num_in_flight, turns_until
@@ -3169,8 +3245,10 @@ def name_of(endpoint: Endpoint[..., Any]) -> str:
 class Service:
     """What users of a service have: typed calls to its actor.
 
-    An endpoint is named by itself, as in service.route(Roots.root, 4), and not by a string. So an
-    editor finds where it is used, and a type checker compares the request with its parameter.
+    Each method is one message to the endpoint of the same name of ServiceActor, where it is said
+    what it does. What this class adds are types: an endpoint is named by itself, as in
+    service.route(Roots.root, 4), and not by a string. So an editor finds where it is used, and a
+    type checker compares the request with its parameter.
     """
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -3251,6 +3329,12 @@ class Service:
 # An answer given twice would not show at the caller: whoever awaits gets one answer. So the
 # replicas write down what they do, each request when it begins and when it is done, in one file.
 # There a request that was run without need shows, and so does one that was answered without work.
+#
+# So answers are counted where they are received, where they are given, and where the work for them
+# is done. The first two show that every request is answered, once: 400 right answers came, and no
+# more were given. The last one shows that nothing was done in vain. A request that is done twice
+# though nobody has failed does not show in the numbers that were finished, for each of them counts
+# once there; it shows as an attempt that no request and no failure accounts for.
 
 
 @dataclass(frozen=True)
@@ -3351,8 +3435,6 @@ async def demo_service(report: Report, cfg: Config) -> None:
     after = await service.status(60.0)
     report.table([chosen, served])
 
-    # Answers are counted where they are received, where they are given, and where the work for them
-    # is done.
     # Lines of the diary are "begun 17" and "done 17"; those of the bad requests end with "-1".
     lines = pathlib.Path(diary).read_text(encoding="utf-8").splitlines()
     good = [line for line in lines if not line.endswith("-1")]
@@ -3361,7 +3443,8 @@ async def demo_service(report: Report, cfg: Config) -> None:
     num_answers = after.num_answers - before.num_answers
     num_failed = after.num_failed_attempts - before.num_failed_attempts
     report.say(f"at the replicas {num_begun} attempts began; {num_failed} failed")
-    # failover_ms: of the request that waited longest, mostly until #3 was known to stand still.
+    # failover_ms: of the request that waited longest, mostly until #3 was known to stand still. The
+    # overhead is of the fastest request of either kind, one of each: it tells an order of size.
     overhead_us = (served.fastest_ms - chosen.fastest_ms) * 1e3
     report.figure(failover_ms=served.slowest_ms, route_overhead_us=overhead_us)
     report.check("requests of 400 lost with choose", 400 - chosen.answered_right, ">", 0)
@@ -3382,12 +3465,13 @@ async def demo_service(report: Report, cfg: Config) -> None:
 # == 7. WEIGHT SYNC ================================================================================
 # Problem. The trainer rewrites its weights while generators read them. A reader that looks during
 #   the write holds some tensors of version 6 and some of version 7: torn weights. There is no
-#   error, only samples that are worse than they should be.
+#   error, only samples of a policy that nobody has trained.
 # Rule. The trainer fills a slot that nobody reads, and then changes one word (8 bytes of shared
-#   memory), `latest`, that names it. A generator announces the slot that `latest` names, looks at
-#   `latest` once more, and only then reads. The trainer leaves announced slots alone.
+#   memory), `latest`, that names it. A generator takes a lease of that slot in three steps: it
+#   1. looks at `latest`, 2. announces the slot that it names, and 3. looks at `latest` again. Only
+#   if that still says the same, it reads. The trainer leaves announced slots alone.
 # Cost. One copy of the weights per version, and memory for two slots more than there are readers.
-#   (Readers on GPUs need no slots, but the trainer's copy may have to wait for theirs: 7b.)
+#   (Readers on GPUs need no slots, but the trainer's copy may have to wait for theirs: 7d.)
 # Not here. From GPU to GPU without host memory. (Only what changed is sent between hosts, section
 #   16: on one host, to find out what that is takes longer than a copy.)
 # Source. Hazard pointers, Michael 2004.
@@ -3399,9 +3483,12 @@ async def demo_service(report: Report, cfg: Config) -> None:
 # transfer. Below, X is the broadcast, a dot is waiting, P is a copy into a slot, f is `pull`:
 #
 #     trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
-#       a thread                                                     PPPP   PPPP   PPPP
-#     generator 0   rollout .......XXXX rollout .......XXXX     rollout  f rollout  f rollout
-#     generator 1   long rollout...XXXX long rollout...XXXX     long rollout  f long rollout  f
+#       a thread                                                       PPPP   PPPP   PPPP
+#     generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
+#     generator 1   long rollout...XXXX long rollout...XXXX     long rollout f long rollout f
+#
+# (So it is in a ring, such as NCCL's. Gloo serves each generator when it comes: with it the trainer
+# waits as drawn, and generator 0 does not wait for generator 1.)
 #
 # On a CPU a generator's parameters are the slot itself, so it copies nothing. The trainer's copy
 # runs in a thread beside its next forward and backward pass, which only read the weights. Before
@@ -3434,7 +3521,8 @@ def require(holds: Any, otherwise: str) -> None:
 #     norm.weight      (40,)      norm.weight        1536          80     1536 = 24 cache lines
 #     checksums of the three, 8 bytes each, then the version, at the end of the slot
 
-# What most processors read and write at once. Apple's take 128: two words in a line cost them time.
+# What most processors read and write at once. Some take 128, such as those of a Mac, on which this
+# runs in a container: there two words share a line, which costs time and breaks nothing.
 CACHE_LINE_BYTES = 64
 
 
@@ -3476,10 +3564,12 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor: all of it, unless it is a DTensor (section 8).
+    """What this process has of a tensor: all of it, unless it is a DTensor.
 
-    Of a DTensor it is the object that the DTensor computes with. `to_local` would return a view of
-    a parameter's, and to show other memory by that, as `pull` does, would change nothing.
+    A DTensor is a tensor that is cut over several processes (section 8). What this process has of
+    it is a plain tensor inside, with which it computes; that one is returned. Its public method,
+    `to_local`, gives another object, a view of the same memory. A reader (7d) lets a tensor point
+    at other memory. Done to that view, the DTensor would not notice.
     """
     return getattr(tensor, "_local_tensor", tensor)  # an attribute that only DTensors have
 
@@ -3505,9 +3595,12 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
         is_cast = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
         stored_dtype = dtype if dtype and is_cast else tensor.dtype
         # Tied tensors share their memory. An empty tensor has no address, and neither has one of
-        # which this rank has nothing: such a tensor is tied to none.
-        address = local(tensor).data_ptr() or id(tensor)
-        memory = (address, tensor.shape, tensor.stride(), tensor.dtype)
+        # which this rank has nothing: such a tensor is tied to none, so what stands for its address
+        # is a number that no other one has.
+        where = local(tensor).data_ptr()
+        if where == 0:
+            where = id(tensor)
+        memory = (where, tensor.shape, tensor.stride(), tensor.dtype)
         first = stored.get(memory)
         spec = TensorSpec(
             name=name,
@@ -3539,11 +3632,7 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #             slot 3      version 5      free
 #
 # Readers + 2 slots are enough: each reader holds one at most, one is the latest, one is written.
-#
-# Readers on GPUs copy, and then hold nothing (7d). For them no slots are counted: with such readers
-# alone an arena has two. So it can happen that all slots but the latest are just being copied. Then
-# the writer waits until one of these copies is done, which waits for nobody. If its reader stands
-# still, that is found, the reader is killed (section 5), and its lease is nobody's.
+# (Readers on GPUs need fewer: 7d.)
 #
 # By example, with one reader and so three slots, in which a slow reader comes and goes:
 #
@@ -3554,7 +3643,29 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #     the writer publishes 4    into slot 1, for 0 is leased      latest = (4, slot 1)
 #     the reader pulls          leases slot 1: it skips versions 2 and 3, and slot 0 is free
 #
-# In which order others see what I do. The proof below, in `lease`, says "after", and a processor
+# Why three steps. In `lease` a reader 1. looks at `latest`, 2. announces the slot that it names,
+# and 3. looks again. Suppose the writer takes that slot for its next version. It does so only after
+# it has made another slot the latest, and has then looked at the leases:
+#
+#     it looked after step 2     it saw the lease, and took another slot
+#     it looked before step 2    `latest` had moved even before that look, so in step 3 the reader
+#                                sees that, and starts over; it has read nothing of the slot yet
+#
+# A version never comes back, so "unchanged" means that nothing happened in between. Step 1 only
+# says what to announce. What breaks if two of what follows it are exchanged:
+#
+#     3, then 2                between them the writer may make another slot the latest, look at the
+#                              leases, and write into what the reader then reads: torn
+#     reading, then 3          the same, while it reads: it would learn of it when it is too late
+#     2 without its fence      the processor may do 3 before others can see 2: as if exchanged
+#
+# How long a lease lasts does not matter, nor how many slots there are: only a slot that no word
+# names is written. And when a reader's word changes it has read the slot before it, and when
+# `latest` names a slot its bytes are there, for `put`, which changes a word, begins with a fence.
+#
+# In which order others see what I do. (The rest of this part only says why `fence`, below, is what
+# it is. If you take it for granted that what stands before a fence comes first for everybody, go on
+# with ArenaHandle.) What was just shown says "after" and "before", and a processor
 # does not keep to the order of the program. A store waits in a buffer until its cache line has
 # come, and what follows goes ahead. A load whose line is near passes one whose line is far. The
 # process itself cannot tell, for its own loads find its own stores. Another process can. Of two
@@ -3562,9 +3673,12 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #
 #     earlier, later   x86-64   Arm   where that would tear weights
 #     store, load      yes      yes   my lease, my second look; the writer's `latest`, its look
-#     store, store     no       yes   the bytes of a slot, the word `latest` that names it
+#     store, store     no (*)   yes   the bytes of a slot, the word `latest` that names it
 #     load, store      no       yes   a reader's last bytes of a slot, the lease of its next one
 #     load, load       no       yes   the word `latest`, the bytes of the slot that it names
+#
+# (*) But for the streaming stores by which memmove copies large blocks. It puts a fence behind them
+# itself (see WeightWriter._write).
 #
 # On both, a store that depends on what a load finds is seen only after that load, because nobody
 # could take it back. So the writer needs nothing between its look at the leases and its stores into
@@ -3628,7 +3742,9 @@ class Arena:
     # In any word: nothing published, nothing leased. Divided by MAX_SLOTS it reads as version -1
     # in slot 1023, and as a lease of process -1; there is neither such a slot nor such a process.
     NOTHING = -1
-    LOOK_AGAIN_S = 0.0002  # `free_slot` looks so often: a lease that is given back wakes nobody
+    # A reader that gives its lease back wakes nobody, for that would cost each of them a system
+    # call. So a writer that waits for a slot, in `free_slot`, looks again after so long.
+    LOOK_AGAIN_S = 0.0002
 
     def __init__(self, handle: ArenaHandle, descriptor: int) -> None:
         self.handle = handle
@@ -3666,8 +3782,9 @@ class Arena:
     def put(self, word: int, value: int) -> None:
         """Changes a word that other processes read: on this host nobody does it in another way.
 
-        Who finds the new value, and has a fence behind that look, finds all that was done before
-        it. And when this returns, all find it.
+        Two promises. If another process finds the new value, and then has a fence of its own, it
+        also finds everything that this process has written before. And once this has returned, any
+        process that looks finds the new value.
         """
         self.fence()  # mechanism: fence before a word
         self.words[word] = value
@@ -3691,7 +3808,8 @@ class Arena:
 
     def commit(self, version: int, slot: int) -> None:
         """For the writer, when the slot is complete: makes it the latest, for all readers."""
-        stamps_of(self)[slot] = version
+        stamps_of(self)[slot] = version  # only a relay needs it (section 16)
+        # `tell` is `put`, and wakes those who sleep until this word changes (they stand below).
         tell(self, self.LATEST, version * self.MAX_SLOTS + slot)
 
     def announce(self, reader: int, slot: int) -> None:
@@ -3726,7 +3844,8 @@ class Arena:
             pids[slot].append(pid)
         others = [slot for slot in range(self.handle.num_slots) if slot != latest]
         # First those that nobody leases. Only if there are none it matters who lives, and to ask
-        # that takes 0.1 ms for each reader: with four of them 7 % of a copy of 64 MiB.
+        # that takes 0.1 ms for each reader. A copy of 64 MiB takes some 6 ms (DOCS 2), so with four
+        # readers to ask always would make it 7 % longer.
         for slot in sorted(others, key=lambda slot: len(pids[slot])):
             if not any(is_alive(pid) for pid in pids[slot]):  # what has ended leases nothing
                 return slot
@@ -3743,24 +3862,13 @@ class Arena:
         return found
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """(version, slot) of the newest weights.
+        """(version, slot) of the newest weights; while my word names that slot nobody writes it.
 
-        As long as my word names that slot, nobody writes into it.
-
-        Why this is enough. Suppose the writer takes my slot for its next version. It does so only
-        after it has made another slot the latest, and has then looked at the leases. If it looked
-        after my step 2, it saw mine, and took another slot. If it looked before my step 2, then
-        `latest` had already moved; so step 3 sees that, and I start over, having read nothing yet.
-        (For `put` ends with a fence on both sides: here before step 3, there before the look.) A
-        version never comes back, so "unchanged" means that nothing happened in between.
-
-        It does not matter how many slots there are, nor how long the lease lasts: only a slot that
-        no word names is written. And `put` begins with a fence: when my word changes I have read
-        the slot before it, and when `latest` names a slot its bytes are there.
+        Why its three steps are enough, and in this order, stands above.
         """
         while True:
-            version, slot = self.latest()
-            # 1. Announce it. 2. From when that returns on, the writer sees it.
+            version, slot = self.latest()  # 1. look
+            # 2. Announce that slot. When this returns, all others can see it.
             self.announce(reader, slot)  # mechanism: announce
             if self.latest() == (version, slot):  # 3. look again  # mechanism: look again
                 return version, slot
@@ -3774,6 +3882,7 @@ def stamps_of(arena: Arena) -> torch.Tensor:
     return arena.slots[:, -8:].view(torch.int64)[:, 0]
 
 
+# (At a first reading go on with `create_arena`.)
 # A generator waits for no version: it looks at `latest` between two rollouts. But ranks of a
 # sharded trainer wait for each other's words (section 8), and so do the generators of the bench
 # below. They sleep in the kernel, by a futex (from "fast user-space mutex"): a process sleeps at an
@@ -3903,12 +4012,16 @@ def map_arena(handle: ArenaHandle) -> Arena:
 # does the copy. Only the optimizer changes them, and it waits.
 #
 # A model's tensors lie wherever they were made. 290 copies of 64 MiB in all take 1.5 times as long
-# as one: Python needs 4 microseconds for each, and a short copy goes through the cache. So the
-# trainer moves its parameters together, as they lie in a slot, and one memmove copies all of them:
+# as one (measured in DOCS 2): Python needs 4 microseconds for each, and a short copy goes through
+# the cache. So the trainer moves its parameters together, as they lie in a slot, and one memmove
+# copies all of them:
 #
 #     a slot              | embed.weight |-| norm.weight |-|    - is up to the next cache line
 #     moved together      | embed.weight |-| norm.weight |-|    one block
 #     as they were made   | embed.weight | something else ... | norm.weight |    two blocks
+#
+# What follows first, up to Side, says which memory is copied where. The copy itself is
+# WeightWriter._copy: pick a free slot, fill it, commit it.
 
 
 @dataclass(frozen=True)
@@ -3930,10 +4043,12 @@ class Block:
     num_bytes: int
 
     def meets(self, following: Block) -> bool:
-        """Does the other begin less than a cache line behind my end, as far on both sides?"""
-        distance = following.target - self.target
-        gap = distance - self.num_bytes
-        return following.source - self.source == distance and 0 <= gap < CACHE_LINE_BYTES
+        """Does the other follow me on both sides, with nothing but padding between us?"""
+        distance_in_slot = following.target - self.target  # from my first byte to its first
+        distance_in_memory = following.source - self.source
+        padding = distance_in_slot - self.num_bytes
+        is_padding_only = 0 <= padding < CACHE_LINE_BYTES
+        return distance_in_memory == distance_in_slot and is_padding_only
 
     def joined(self, following: Block) -> Block:
         """Both in one, and what lies between them."""
@@ -3955,11 +4070,15 @@ class CopyPlan:
 def move_together(tensors: dict[str, torch.Tensor]) -> None:
     """Moves the parameters among these tensors into one block of memory, to lie as in a slot.
 
-    They stay the same objects, so modules, ties and optimizers notice nothing. Those of another
-    dtype than the first stay where they are: torch.save refuses memory that two dtypes share. So do
-    buffers, for to copy one (deepcopy) would copy the whole block that it lies in. Each old tensor
-    is freed when it has moved, and a page of the block takes memory only when it is written. So at
-    most one tensor's memory is needed twice.
+    They stay the same objects, so modules, ties and optimizers notice nothing. Two kinds of tensors
+    stay where they are, and are copied one by one:
+
+        parameters of another dtype than the first   torch.save refuses memory of two dtypes
+        buffers                                      whoever copies one, by deepcopy, would copy the
+                                                     whole block with it
+
+    Only one tensor's memory is needed twice: each old tensor is freed when it has moved, and a page
+    of the block takes memory only when it is written.
     """
     parameters = {}
     for name, tensor in tensors.items():
@@ -4151,8 +4270,9 @@ class WeightWriter(Side):
                 others.append(match)
                 continue
             block = Block(target=room.data_ptr(), source=mine.data_ptr(), num_bytes=room.nbytes)
-            # Between whole tensors of a slot lies padding. Beside a box, a part of a tensor as in
-            # section 8, lies what another rank writes.
+            # What lies between two blocks is copied with them. Between whole tensors of a slot that
+            # is padding. But of a sharded trainer (section 8) each rank writes only a part of a
+            # tensor, a box, and what lies beside it is another rank's: a box is never joined.
             is_box = room.nbytes < self.stored_bytes[match.name]
             if blocks and not is_box and not is_after_box and blocks[-1].meets(block):
                 block = blocks.pop().joined(block)
@@ -4179,6 +4299,11 @@ class WeightWriter(Side):
 
 
 # -- 7d. The reader --------------------------------------------------------------------------------
+# Readers on GPUs copy what a slot holds, and then hold it no longer. So no slots are counted for
+# them: with such readers alone an arena has two. Then it can happen that all slots but the latest
+# are just being copied. The writer waits until one of these copies is done, which waits for nobody.
+# If its reader stands still, that is found, the reader is killed (section 5), and its lease is
+# nobody's.
 
 
 class WeightReader(Side):
@@ -4202,8 +4327,9 @@ class WeightReader(Side):
     ) -> None:
         """Attaches to the arena. Raises WeightMismatch if these tensors do not fit it.
 
-        No stage compares, and none copies on a CPU: the one is for a writer that you do not trust,
-        the other for compiled code.
+        No stage compares, and none copies on a CPU. To compare is for those who do not trust that
+        nobody else writes into the arena, or who change this file: it finds bytes that are not what
+        the writer has left there. To copy is for compiled code.
 
         reader: a number from 0 to num_readers - 1 that no other reader has. copies: as above.
         compares: before it changes anything, `pull` asks whether the writer lives, and compares the
@@ -4298,8 +4424,8 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 # process, so that the ratio of the two means the same on every machine.
 #
 # Both kinds of waiting of a broadcast show in the column "trainer held": for how long the trainer's
-# Python stood still. (Gloo serves each generator when it comes, so a punctual one does not wait for
-# the late one. In a ring, such as NCCL's, it would, as in the picture above.)
+# Python stood still. (The broadcast here is gloo's. It serves each generator when it comes, so in
+# the row with a late one the punctual one is held no longer than in the row above it.)
 #
 #     row "gloo broadcast, 2"             the trainer waits for the transfer
 #     row "gloo broadcast, 2, one late"   it also waits for the last to come, who is 50 ms late
@@ -4494,8 +4620,9 @@ class SyncRow:
     """What a road costs: medians, in ms."""
 
     road: str  # and for how many generators
-    # From the beginning until the last generator has the version; of an RDMABuffer with two
-    # messages that lie between.
+    # From the beginning until the last generator has the version. With an RDMABuffer that includes
+    # two messages: the trainer's answer that it is ready, and the call that makes the generator
+    # read.
     ms: float
     x_memmove: float  # those ms, over the ms of a memmove of as many bytes
     # Bytes that all processes have copied, over the bytes of a version. None for a broadcast, which
@@ -4519,9 +4646,10 @@ class SyncBench:
     async def round(self, road: SyncRoad) -> tuple[Made, Sent, list[Received]]:
         """One round on this road: what the trainer says of it, and what the generators say.
 
-        Generators are asked before the trainer sends. They wait for the version, or for the trainer
-        in the broadcast. Who reads live weights waits for nothing, and so is asked when the trainer
-        is done; in a race it is asked first, as the others are.
+        Mostly generators are asked before the trainer sends: they wait for the version, or for the
+        trainer in the broadcast. A generator that reads live weights waits for nothing. So it is
+        asked only when the trainer is done, but for a race, in which it is to read while the
+        trainer writes.
         """
         made = await self.trainer.make_version.call_one()
         sent = None
@@ -4604,8 +4732,8 @@ SYNC_ROADS = [
 
 
 @stage(
-    "a generator never samples from half-updated weights, the trainer waits for no reader, and a "
-    "sync costs about one memory copy, however many generators there are",
+    "a generator never samples from half-updated weights, on a CPU the trainer waits for no "
+    "reader, and a sync copies the weights once, for 1, 2 and 4 generators",
     hint="announce nothing, `pass`: the trainer overwrites what is read",
     mechanism="announce",
 )
@@ -4637,8 +4765,9 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.say(
         f"all in ms; a memmove of {num_mb} MiB takes {show(two.ms / two.x_memmove)}. held: for how "
         "long this side's Python stood",
-        "still; late: by 50 ms. In a broadcast the trainer waits for the last to come, and for",
-        "the transfer.",
+        "still; late: by 50 ms. The trainer was held by slots for "
+        f"{show(two.trainer_held)}, by a broadcast",
+        f"for {show(group.trainer_held)}, and with one late for {show(late_group.trainer_held)}.",
         f"Joining after version 50 took a generator {max(late_ms):.1f} ms at most.",
     )
     megabytes = num_mb * MIB / 1e6
@@ -4671,13 +4800,16 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 #   several ranks cuts it another way (tensor parallel: by columns). The usual way is to gather: all
 #   ranks first get the whole tensor, and then cut it. With N ranks that moves N - 1 wholes among
 #   them, and more to the generator. And plans that take sizes to divide evenly lose the rest.
+#   (FSDP, in torch, gives each rank of a trainer a part of every weight. A weight of which a rank
+#   has a part is a DTensor; its placement says how it is cut, as Cut below does.)
 # Rule. Say which boxes of the whole tensor each rank has. On one host a slot holds whole tensors:
 #   each trainer rank writes its boxes into it, each generator rank views its own, and nothing moves
 #   between ranks. Between hosts, where a box of one side meets a box of the other, there is one
 #   move, and all moves from one rank to another travel as one parcel.
 # Cost. A view by columns is not contiguous: writing it takes longer, as the demo shows. Parcels
 #   take the memory of what they carry.
-# Not here. Expert parallel layouts; Partial placements (a trainer reduces them first).
+# Not here. Expert parallel layouts; tensors of which each rank has a summand instead of a part
+#   (Partial placements: a trainer adds these up first).
 # Source. DTensor placements; cross-mesh resharding (Zhuang, MLSys 2023).
 #
 # By example: a matrix of 5 x 23, of a trainer of two ranks by rows, of a generator by columns.
@@ -4763,22 +4895,25 @@ def boxes(shape: Index, cut: Cut) -> list[Box]:
     """The boxes that this rank has of a tensor of this shape.
 
     This applies the rules of DTensor's Shard, _StridedShard and Replicate to the indices of each
-    dimension. (_StridedShard is what FSDP makes of a dimension that tensor parallelism has cut
-    before: it cuts each of `split_factor` parts.)
+    dimension. _StridedShard is what FSDP makes of a dimension that tensor parallelism has cut
+    before: it cuts each of `split_factor` parts by itself.
     """
     # Which indices of each dimension the rank has: at first all of them. Each dimension of the mesh
-    # then cuts one dimension of the tensor, and the rank keeps its part. By example, 23 columns on
-    # 2 ranks: 0 to 22 at first, then 0 to 11 for rank 0 and 12 to 22 for rank 1. And 12 rows with
-    # _StridedShard, split_factor 2, on 2 ranks: the parts 0-5 and 6-11, each cut in two; rank 0 has
-    # 0-2 and 6-8, which are two stretches, and rank 1 has 3-5 and 9-11.
+    # then cuts one dimension of the tensor, and the rank keeps its part. By example, on 2 ranks:
+    #
+    #     23 columns, Shard                       rank 0: 0-11           rank 1: 12-22
+    #     12 rows, _StridedShard, split_factor 2
+    #       which makes the parts                 0-5 and 6-11
+    #       and cuts each of them in two          rank 0: 0-2 and 6-8    rank 1: 3-5 and 9-11
     indices = [torch.arange(length) for length in shape]
     steps = zip(cut.placements, cut.mesh_shape, cut.coordinates, strict=True)
     for placement, num_ranks, coordinate in steps:
         if placement.is_replicate():
             continue
         dim = getattr(placement, "dim")  # noqa: B009  # Shard and _StridedShard have one
+        num_parts = getattr(placement, "split_factor", 1)  # only _StridedShard has one
         mine = []
-        for part in indices[dim].chunk(getattr(placement, "split_factor", 1)):
+        for part in indices[dim].chunk(num_parts):
             # As torch.chunk: all shards have this length but the last ones, which may be empty.
             length = math.ceil(len(part) / num_ranks)  # mechanism: uneven shards
             mine.append(part[coordinate * length : (coordinate + 1) * length])
@@ -4865,7 +5000,9 @@ class ShardWriter(WeightWriter):
     it has written.
     """
 
-    FAILED = 1 << 62  # in a word: that rank's copy has raised
+    # In a word: that rank's copy has raised. It is larger than the word of any version, so it also
+    # wakes those who wait for a later one.
+    FAILED = 1 << 62
 
     def __init__(
         self,
@@ -4987,10 +5124,12 @@ class ShardReader(WeightReader):
 
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
-# You can skip this part: the system does not use it, for to another host section 16 sends slots, or
-# what has changed in them. All ranks of a generator are on one host (section 11), and together they
+# You can skip this part: runs do not use it, for to another host section 16 sends slots, or what
+# has changed in them. All ranks of a generator are on one host (section 11), and together they
 # need every box. (Only `pieces_of`, `read_pieces` and `answered` come back there.) It is what one
-# needs if slots would be too large for one host.
+# needs if slots would be too large for one host. The demo measures it beside the slots, and a plan
+# is also what notices an element that nobody has, which is how the demo fails if you follow its
+# hint.
 #
 #     rank of the source                                rank of the target
 #     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
@@ -5122,11 +5261,11 @@ def moves_into(
 # One RDMABuffer over everything is read by one thread of Monarch's. Several buffers of this size
 # that are read at the same time cross faster (DOCS 8 has the numbers).
 PIECE_BYTES = 4 * MIB
-# How many are read at the same time. Eight cross as fast as all of them do. More would only wait
-# for each other: the owner makes a copy of each piece that it is asked for, and keeps it until the
-# cable has taken it. If all pieces of a slot were asked for at once, these copies would be as large
-# as the slot; and the last piece would wait for all others, so its deadline would have to grow with
-# the model.
+# How many are read at the same time. Eight cross as fast as all of them do (DOCS 8 has these
+# numbers, too). More would only wait for each other: the owner makes a copy of each piece that it
+# is asked for, and keeps it until the cable has taken it. If all pieces of a slot were asked for at
+# once, these copies would be as large as the slot; and the last piece would wait for all others, so
+# its deadline would have to grow with the model.
 PIECES_UNDER_WAY = 8
 # A read of a piece fails after so long. It waits behind seven others at most, however large the
 # model is. Monarch gives each message 30 s to arrive: one for the request, and one with the piece.
@@ -5338,10 +5477,11 @@ class Cutter(Worker):
         for tensors in self.trainer.values():
             for tensor in tensors.values():
                 local(tensor).add_(1)
-        # The yardstick copies the last slot into the one before it. Neither is in use: writer and
-        # readers take the lowest free ones, and there are two readers and four slots.
-        start = time.monotonic()
+        # The yardstick copies the last slot into the one before it. Of four slots these two are
+        # never in use here: the writer takes the lowest one that is free, and as both readers pull
+        # each version before the next is made, slots 0 and 1 take turns.
         *_, target, source = self.writer.arena.slots
+        start = time.monotonic()
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         memmove_s = since(start)
 
@@ -5468,7 +5608,7 @@ RESHARD_ROADS = [
 
 @stage(
     "from sharding A to sharding B every needed byte is written once",
-    hint="round down, `len(part) // num_ranks`: the plan finds a column that nobody has",
+    hint="round down, `len(part) // num_ranks`: a plan (8c) finds a column that nobody has",
     mechanism="uneven shards",
 )
 async def demo_reshard(report: Report, cfg: Config) -> None:
@@ -5523,9 +5663,9 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #   estimate of the KL divergence, which tells how far apart two distributions are (Schulman 2020).
 
 # -- 9a. Tasks and prompts -------------------------------------------------------------------------
-# A task draws conversations, plays the user, and says how good the answers were. The three that are
-# built in are small enough to be learned in a minute, and need what real ones need: several turns,
-# a reward per turn, prompts that are never trained on.
+# A task draws conversations, plays the user, and says how good the answers were. Those that are
+# built in (TASKS, below) are small enough to be learned in a minute, and need what real ones need:
+# several turns, a reward per turn, prompts that are never trained on.
 
 
 @dataclass(frozen=True)
@@ -5550,7 +5690,8 @@ class Task:
     For a task of your own, write a subclass into a file and say --task FILE.py:CLASS; or write
     prompts and answers into a file, and say --task FILE.jsonl (DOCS 7). The main process calls
     `numbered` and `set_aside`, generators `open`, judges (section 11) `rewards`; a trainer that
-    warms up the tiny policy calls all of them. What calls the rest stands in each of these.
+    warms up the tiny policy calls all of them. Each of these calls some of the other methods, and
+    its docstring says which.
     """
 
     system = ""  # a message of the system's before the conversation; "": the template's own, if any
@@ -5558,9 +5699,8 @@ class Task:
     letters = "abcdefghijklmnop"  # a token each: all that the tiny policy can hear and say
     num_turns = 2
     max_new_tokens = 4  # sampled in a turn, its end included
-    tokens_per_letter = (
-        3  # max_new_tokens counts letters; a real tokenizer may need so many for one
-    )
+    # max_new_tokens counts letters; a real tokenizer may need so many tokens for one of them.
+    tokens_per_letter = 3
 
     def conversation(self, rng: random.Random) -> tuple[Turn, ...]:
         """Draws a conversation of num_turns. With an rng in the same state it is the same one."""
@@ -5573,12 +5713,13 @@ class Task:
     def set_aside(self) -> list[tuple[Turn, ...]]:
         """Different conversations that are never trained on, 512 at most; the same for all seeds.
 
-        Here at most half of those that 2,000 draws find.
+        512 are two sets of 256, as Sampler divides them: a share of right answers among so many is
+        sure to a few hundredths. A small task has few different conversations, of which something
+        must be left to train on: at most half of those that 2,000 draws find are set aside.
         """
         rng = random.Random("held out")
         drawn = [self.conversation(rng) for _ in range(2000)]
         different = list(dict.fromkeys(drawn))  # each once, in the order of their first appearance
-        # A small task has few different conversations. At most half of them are set aside.
         return different[: min(512, len(different) // 2)]
 
     def open(self, turns: tuple[Turn, ...]) -> Session:
@@ -5695,7 +5836,12 @@ class Shift(Task):
         said: list[str],
         is_truncated: list[bool],
     ) -> list[float]:
-        """As in Task. An answer of n letters without an end earns n / (n + 1) of that."""
+        """As in Task. An answer of n letters without an end earns n / (n + 1) of that.
+
+        That is as if its end were one more letter, and wrong. Without it an answer that
+        --max-new-tokens has cut off just behind its last right letter would be all right, though
+        the policy has not learned to end it.
+        """
         rewards = self.score(turns, said)
         for number, text in enumerate(said):
             if is_truncated[number]:
@@ -5901,12 +6047,18 @@ def class_in_file(path: str, name: str) -> type[Task]:
 # on from a checkpoint needs no more than the next number to go on in the middle of an epoch.
 
 MIN_HELD_OUT = 2  # prompts, also of a small file: one of `heldout`, and one of `validation`
-# A number as people write it: -3, 1,234.50, .5, 6e23, $12. A sign behind a letter or a digit is a
-# dash; digits behind a letter are part of a name, and behind ^ an exponent.
+# A number as people write it: -3, 1,234.50, .5, 6e23, $12. (In a verbose pattern blanks mean
+# nothing, and # begins a comment.)
 NUMBER = re.compile(
     r"""
-    (?P<sign> (?<!\w)[-\u2212])?  [$€£]?
-    (?P<digits> (?<![\w^]) (?: \d{1,3}(?:,\d{3})+(?!\d) | \d+ ) (?:\.\d+)? | (?<![\w.])\.\d+ )
+    (?P<sign> (?<!\w)[-\u2212])?  [$€£]?   # behind a letter or a digit it would be a dash
+    (?P<digits>
+        (?<![\w^])                         # behind a letter: part of a name; behind ^: an exponent
+        (?: \d{1,3}(?:,\d{3})+(?!\d)       # 1,234,567
+          | \d+ )                          # 1234567
+        (?:\.\d+)?                         # and .50 behind either
+      | (?<![\w.])\.\d+                    # .5 alone
+    )
     (?P<exponent> [eE][-+]?\d{1,3}(?!\w) )?
     """,
     re.VERBOSE,
@@ -6246,8 +6398,8 @@ class Rollout:
 
 
 # How it travels. A rollout has nine tensors, and in a message each of them would be pickled as a
-# file of its own. That takes several times as long as all else about the message, and is done again
-# at every hop. Packed it is one string of bytes, which nobody on the way opens.
+# file of its own, again at every hop. Packed it is one string of bytes, which nobody on the way
+# opens. (DOCS 10 has what a tensor in a message costs.)
 
 Record = TypeVar("Record")
 
@@ -6425,6 +6577,8 @@ def tiny_policy(letters: str, has_pairs: bool = False) -> tuple[Any, Any]:
     The tokenizer has a token per letter and three special ones. The model has 30 thousand
     parameters and is of Qwen2's kind, with real attention and a real cache. has_pairs: there is
     also a token for each pair of letters, as tokenizers of real models have for frequent pairs.
+    Only the measurement of this section asks for that: with a token per letter, text would give
+    back the ids from which it was made, which real tokenizers do not promise.
     """
     tokens = ["<user>", "<assistant>", "<end>", *letters]
     merges: Any = list(itertools.product(letters, letters)) if has_pairs else []
@@ -6468,9 +6622,11 @@ def score_tokens(
     """
     # Logits are the largest tensors here. So they are computed for those columns alone in which a
     # row has a chosen place, which leaves out most of what users say.
-    columns = chosen.any(0).nonzero().flatten()
+    is_needed = chosen.any(0)  # [T - 1] bool
+    columns = is_needed.nonzero().flatten()  # [C] int64: the numbers of these columns
     out = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=columns)
-    logits = out.logits[chosen[:, columns]]  # [N, vocabulary]
+    chosen_of_them = chosen[:, columns]  # [B, C] bool, true at the same N places
+    logits = out.logits[chosen_of_them]  # of [B, C, vocabulary]: [N, vocabulary]
     return (logits.float() / temperature).log_softmax(-1)
 
 
@@ -6484,9 +6640,12 @@ def trainer_logprobs(model: Any, tokens: Tokens, temperature: float = 1.0) -> to
 def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
     """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
-    Its mean over tokens drawn from `recorded` estimates the KL divergence of that distribution from
-    the recomputed one, which is the mean of -d. It is never negative, and 0 only if they agree on
-    every token. (Schulman 2020; k1 is -d, k2 is d**2 / 2.)
+    The tokens were drawn from p, whose log-probabilities are `recorded`; q has those `recomputed`.
+    KL(p, q) is the mean of log p - log q over such tokens, that is, of -d. The mean of exp(d) - 1,
+    which is q / p - 1, is 0 over such tokens, for the sum of p * q / p is 1. So to add it changes
+    no mean; but exp(d) - 1 - d is never negative, and 0 only where d is. So even a few tokens tell.
+    By example, a token with p = 0.50 and q = 0.40 has d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
+    (Schulman 2020; there k1 is -d, and k2 is d**2 / 2.)
     """
     d = (recomputed - recorded).detach().double()
     return d.exp() - 1 - d
@@ -6749,8 +6908,10 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 #
 #     1. pull: are there new weights? If so, the cache is thrown away
 #     2. episodes that wait come in; those whose turn has ended go out, hear, and come in again
-#     3. a forward pass over the tokens that the cache lacks, mostly the last one of each row; one
-#        pass each for rows that go on, that come back, and that are new
+#     3. a forward pass over the tokens that the cache lacks, mostly the last one of each row. When
+#        rows have come in, it is up to three passes, for three kinds of rows lack different
+#        numbers of tokens: those that go on lack one, those that come back have heard some, and new
+#        ones have nothing in the cache
 #     4. log-probabilities of the next token, over the whole vocabulary
 #     5. a token is sampled for each row whose turn goes on. Its episode notes the id, the turn,
 #        the log-probability and the version
@@ -6766,9 +6927,10 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 #              Z   .   .   .   .   .   .   .   .   <u> k   <e> <a> m
 #
 # To come in and to go out copies the cache, so it is not done for every row alone: it is done when
-# a request waits, or a quarter of the rows have ended their turns. Fewer than these are computed
-# for nothing. Of 64 rows, 56 may say 8 tokens and 8 say 200: that makes 64 x 8 + 8 x 192 tokens,
-# where a batch that nobody leaves computes 64 x 200.
+# a request waits, or a quarter of the rows have ended their turns. As long as it are fewer, rows
+# that have ended their turns are computed with the others, and what comes of them is ignored. Of 64
+# rows, 56 may say 8 tokens and 8 say 200: that makes 64 x 8 + 8 x 192 tokens, where a batch that
+# nobody leaves computes 64 x 200.
 
 
 def version_0() -> int:
@@ -6795,7 +6957,8 @@ class RowCache:
         if self.mask.shape[1] > 0:
             return self._compute(ids)
         # Of a new cache rows may be alike, such as those of a group, which hear the same words.
-        # They are computed as one, whose keys and values each of them gets.
+        # They are computed as one, whose keys and values each of them gets. Later rows of a group
+        # differ, for each has sampled something of its own.
         different, which = ids.unique(dim=0, return_inverse=True)
         self.mask = self.mask[: len(different)]  # [different rows, 0]: it has no columns yet
         logits = self._compute(different)
@@ -6851,7 +7014,8 @@ class RowCache:
         rows = torch.tensor(which, device=self.mask.device)
         mask = self.mask[rows]
         # Columns on the left in which all of these rows have holes are left out.
-        first = int(mask.any(0).long().argmax())
+        has_token = mask.any(0).long()  # [columns]: 1 if one of these rows has a token there
+        first = int(has_token.argmax())  # of equal numbers argmax finds the first
         num_columns = mask.shape[1] - first
         layers = []
         for layer in self.cache.layers:
@@ -7012,19 +7176,22 @@ class Decoder:
     def _parts(self) -> list[RowCache]:
         """The rows to be computed now, as one part or, when some come in or go out, up to three.
 
-        Then their users speak.
+        Going on: their turns go on, and they lack the token that was sampled last. Returning: their
+        turns have ended, and their users have said more. New: nothing of them is computed yet.
         """
         rows = self.cache.episodes
         silent = [row for row, episode in enumerate(rows) if not episode.is_speaking]
         if not self.waiting and 4 * len(silent) < len(rows):
-            return [self.cache]
-        speaking = [row for row, episode in enumerate(rows) if episode.is_speaking]
+            return [self.cache]  # nobody comes in or goes out: silent rows are computed too
+        going_on = [row for row, episode in enumerate(rows) if episode.is_speaking]
+        # Here users speak, to all whose turn it is not. Who has heard something speaks from now on.
         self._hear([*rows, *self.waiting])
-        # Those that go on; those that have heard more; and those of which nothing is computed.
         returning = [row for row in silent if rows[row].is_speaking]
-        parts = [self.cache.part(which) for which in (speaking, returning) if which]
-        coming = [episode for episode in self.waiting if episode.is_speaking]
-        return [*parts, self.new_cache(coming)] if coming else parts
+        new = [episode for episode in self.waiting if episode.is_speaking]
+        parts = [self.cache.part(which) for which in (going_on, returning) if which]
+        if new:
+            parts.append(self.new_cache(new))
+        return parts
 
     def _hear(self, episodes: list[Episode]) -> None:
         """Those that are not over, and do not speak, hear what their users say."""
@@ -7342,9 +7509,10 @@ def decoder_for(policy: Policy) -> Callable[..., Decoder]:
 
 
 # -- measurement -----------------------------------------------------------------------------------
-# Four ways to break the rule, each of which has been seen in public code: three decoders, and text
-# in place of ids. For each decoder the trainer recomputes the log-probabilities that the generator
-# has recorded. The two are compared by their k3, which should be 0, but for rounding.
+# Four ways to break the rule, which public code has done, too (DOCS 5 describes them): three
+# decoders, and text in place of ids. For each decoder the trainer recomputes the log-probabilities
+# that the generator has recorded. The two are compared by their k3, which should be 0, but for
+# rounding.
 
 
 class KeepsOldCache(Decoder):
@@ -7479,10 +7647,11 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 # Rule. Five things are done about that, each for a reason of its own:
 #     a baseline   In place of R stands the advantage A: how much better the answer was than
 #                  expected. If what is subtracted from R does not depend on the answer, the mean
-#                  of the gradient stays right, and its noise shrinks. `leave_one_out` subtracts
-#                  the mean of the other answers to the prompt: that is so there. `group` subtracts
-#                  the mean of all of them, which only makes the gradient a little shorter, and
-#                  divides by their deviation: the demo shows by how much that tilts.
+#                  of the gradient stays right, and its noise shrinks. So it is with
+#                  `leave_one_out`, which subtracts the mean of the other answers to the prompt.
+#                  `group` subtracts the mean of all of them, the answer itself included, which only
+#                  makes the gradient a little shorter; and it divides by their deviation, which
+#                  tilts it: the demo shows by how much.
 #     a ratio      r = p now / p when it was sampled weighs each token: samples of the old policy
 #                  are counted as often as the present one would have drawn them. Nearly: a ratio
 #                  of one token does not know what came before it, and large ones are cut off.
@@ -7496,9 +7665,11 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), dual clip (Ye 2020), GRPO (Shao 2024),
 #   RLOO (Ahmadian 2024), GSPO (Zheng 2025).
 #
-# At lag 0 every ratio is 1. If the advantages of all tokens add up to 0, the value of ppo,
-# decoupled and gspo is then 0, whatever the answers were. Only its gradient means something. So a
-# loss that does not fall says nothing; watch the reward, held-out answers, the entropy and k3.
+# At lag 0 every ratio is 1, and the value of ppo, decoupled and gspo is minus the mean of the
+# advantages. Those of a group add up to 0, so if its answers are equally long, those of its tokens
+# do, and the value is 0, whatever the answers were. Only its gradient, A grad log p, means
+# something. So a loss that does not fall says nothing; watch the reward, held-out answers, the
+# entropy and k3.
 
 # Why the mean of the group is the baseline. The answers to one prompt tell how hard that prompt is,
 # and this needs no second network. A baseline that does not know the prompt praises a right answer
@@ -7602,18 +7773,30 @@ class TokenLoss:
     is_outside: torch.Tensor  # [N] bool: has moved too far already, and so has no gradient
 
 
-# The loss of a batch is the mean over those of its sampled tokens that have a signal, so a long
-# answer weighs as much as its tokens do, and answers of which nothing can be learned do not make a
-# step shorter. (So the answers decide how long the step of a batch is, not where it points: one
-# telling group makes a whole step.) In the formulas r is the ratio, A the advantage:
+# The loss of a batch is the mean over those of its sampled tokens that have a signal. So a long
+# answer weighs as much as its tokens do, and a batch with one telling group makes as long a step as
+# one with sixteen: answers of which nothing can be learned do not make it shorter.
 #
-#     reinforce   -A log p
-#     ppo         -min(A r, A clip(r, 1 - clip_low, 1 + clip_high)); if A < 0, -3 A at most
-#     decoupled   w ppo, where r is p / p near, and w = min(p near / p recorded, max_weight)
-#     gspo        ppo, where log r is the mean of log r over the answer, the same for all its tokens
-#     cispo       -A min(r, max_weight) log p, where no gradient flows through r
-#     dppo        -A min(r, 3) log p + PULL_BACK (log r)**2, where no gradient flows through r,
-#                 until p has moved by MAX_SHIFT the way A pushes it
+# In the formulas r is the ratio, p now / p recorded, and A the advantage. The gradient of each loss
+# is -A w grad log p with a weight w, until it stops:
+#
+#                 loss of a token                     weight w       stops when
+#     reinforce   -A log p                            1              never
+#     ppo         -min(A r, A clip(r)), where clip    r              A > 0 and r > 1 + clip_high;
+#                 cuts r off at 1 - clip_low and                     A < 0 and r < 1 - clip_low;
+#                 at 1 + clip_high                                   A < 0 and r > 3 (a bound)
+#     decoupled   v ppo, with r = p now / p near      v r            as ppo, with that r;
+#                 and v = p near / p recorded                        v is max_weight at most
+#     gspo        as ppo, with the geometric mean     r              as ppo, with that r
+#                 of r over the answer
+#     cispo       -A w log p                          r, at most     never
+#                                                     max_weight
+#     dppo        -A w log p + PULL_BACK (log r)**2   r, at most 3   p has moved by MAX_SHIFT the
+#                                                                    way A pushes it
+#
+# In cispo and dppo no gradient flows through w. In dppo the second summand adds a pull of its own,
+# back to the samples. There are two bounds, because there are two reasons for them: max_weight, a
+# flag, is how far a sample is trusted to stand for several; 3, of bad tokens, is explained below.
 
 # By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and the
 # loss of ppo, -r, has a gradient: the token becomes likelier still. At 0.65 r is 1.3, beyond 1.2,
@@ -7627,7 +7810,8 @@ class TokenLoss:
 # was sampled has a gradient a hundred times as long as that of the others, and as all gradients of
 # a batch are shortened together (section 11), nothing of the others is left. Lag makes such tokens,
 # and so does a generator that rounds otherwise. So a bad token has no gradient above a ratio of 3.
-# The price: it stays as likely as it is, until a newer sample has it.
+# The price: this batch does not make it less likely. That does not last. If the token is likely
+# now, newer samples have it soon, with a ratio near 1, and there its gradient is the usual one.
 
 
 @dataclass(frozen=True)
@@ -7690,7 +7874,9 @@ def ppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     is_outside = torch.where(is_good, ratio > highest, ratio < lowest) | is_too_far_back
     # The smaller of both: outside that is the clipped one, a constant, so there is no gradient.
     gain = torch.min(tokens.advantage * ratio, tokens.advantage * clipped)
-    bounded = tokens.advantage * min(limits.most_back, MAX_RATIO)  # a constant, too
+    # A constant, too. (The measurement below has a most_back of infinity, which is no number to
+    # compute with.)
+    bounded = tokens.advantage * min(limits.most_back, MAX_RATIO)
     gain = torch.where(is_too_far_back, bounded, gain)  # mechanism: bound
     return TokenLoss(loss=-gain, is_outside=is_outside)
 
@@ -7714,8 +7900,11 @@ def gspo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     hundreds of tokens that paper has 0.0003 and 0.0004.
     """
     mean = mean_over_answers(tokens.logp - tokens.recorded, tokens.answer)
-    # Its value is the mean; its gradient is that of the token's own log-probability.
+    # Its value is the mean, for the first two summands cancel each other; its gradient is that of
+    # the token's own log-probability, for only the first has one.
     log_ratio = tokens.logp - tokens.logp.detach() + mean.detach()
+    # ppo takes the difference of two log-probabilities. Here it is known: as if it had been log
+    # ratio now, and 0 when it was sampled.
     zeros = torch.zeros_like(log_ratio)
     return ppo_loss(dataclasses.replace(tokens, logp=log_ratio, recorded=zeros), limits)
 
@@ -7787,7 +7976,9 @@ class SmallWorld:
         self.answers = torch.tensor(list(every))  # [64, 3]: all of them
         # [64, 3]: for each token of each answer, the row of the table from which it is drawn. That
         # is the number of the answer's beginning so far: 0 for none, 1 to 4 for one token, 5 to 20
-        # for two. It is computed from the beginning that is a token shorter.
+        # for two. It is computed from the beginning that is a token shorter: behind beginning b, of
+        # which there are four, symbol s gives 4 b + s + 1. The answer (2, 3, 0) has 0, then
+        # 4 x 0 + 2 + 1 = 3, then 4 x 3 + 3 + 1 = 16.
         beginnings = [torch.zeros(len(self.answers), dtype=torch.int64)]
         for t in range(LENGTH - 1):
             beginnings.append(beginnings[t] * NUM_SYMBOLS + self.answers[:, t] + 1)
@@ -8094,9 +8285,29 @@ def tell_share_of_one_token(report: Report, world: SmallWorld, table: torch.Tens
         f"  ppo without a bound {show(without)}; with it:",
         f"  {', '.join(texts)}",
     )
+    # Almost all of the gradient of 1024 answers; and at most a twentieth of it.
     report.check("share of one token in the gradient, ppo without a bound", without, ">", 0.9)
     report.check("the largest share with it, of all losses", max(shares.values()), "<=", 0.05)
     report.figure(share_without_bound=without)
+
+
+def tell_tilt_at_a_lag(report: Report, rows: Mapping[tuple[str, str], EstimatorRow]) -> None:
+    """Reports which losses take away tilt that the lag has made, and which add some.
+
+    Those that clip by the recorded probabilities have no gradient of what has moved already. What
+    is left is the rest, and the mean of the rest may point elsewhere. rows: by loss and baseline.
+    """
+    without = rows["reinforce", "leave_one_out"].tilt_at_a_lag
+    less = []
+    more = []
+    for (loss, baseline), row in rows.items():
+        if loss != "reinforce" and baseline == "leave_one_out":
+            change = f"{loss} {show(row.tilt_at_a_lag / without)}"
+            (less if row.tilt_at_a_lag < without else more).append(change)
+    report.say(
+        "tilt at a lag / that of reinforce, leave_one_out:",
+        f"  less: {', '.join(less) or 'none'}; more: {', '.join(more) or 'none'}",
+    )
 
 
 def tell_length(report: Report, seed: int) -> None:
@@ -8113,9 +8324,9 @@ def tell_length(report: Report, seed: int) -> None:
 
 
 @stage(
-    "a gradient from old or badly compared samples points elsewhere; a baseline takes away noise, "
-    "a ratio takes away tilt, a clip bounds how far a batch can push, no token outweighs a batch, "
-    "and a price keeps answers short",
+    "a baseline takes away noise and no direction; of the tilt that a lag makes a ratio without a "
+    "clip takes away some; a clip bounds how far a batch can push, no token outweighs a batch, and "
+    "a price keeps answers short",
     hint="write `ratio * 0 + 1`: the lag tilts the gradient as if nothing was done about it",
     mechanism="ratio",
 )
@@ -8134,15 +8345,12 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     for loss, baseline in ESTIMATORS:
         rows.append(estimator_row(world, loss, baseline, old, now))
     report.table(rows)
-    report.say(
-        "at a lag ppo, gspo and dppo silence what has moved already: the rest points elsewhere"
-    )
+    by_name = {(row.loss, row.baseline): row for row in rows}
+    tell_tilt_at_a_lag(report, by_name)
     # What a clip is for: with the gradient of one batch alone, how far can updates go?
     pushed = {loss: world.pushed_nats(loss, old, 100) for loss in LOSSES}
     texts = [f"{loss} {show(nats)}" for loss, nats in pushed.items()]
     report.say("100 updates with one batch move it by so many nats:", f"  {', '.join(texts)}")
-
-    by_name = {(row.loss, row.baseline): row for row in rows}
     without = by_name["reinforce", "none"]
     group = by_name["reinforce", "group"]
     left_out = by_name["reinforce", "leave_one_out"]
@@ -8169,6 +8377,8 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     report.check(what, over_chance, "<", 3)  # by chance it is 1, give or take
     quieter = left_out.noise / without.noise
     report.check("lag 0: noise with a baseline / without", quieter, "<", 0.8)
+    # With one --seed each of these numbers is the same in every run on one machine. The limits
+    # leave room for other seeds.
     corrected = cispo.tilt_at_a_lag / left_out.tilt_at_a_lag
     report.check("lag 8: tilt with a ratio / without", corrected, "<", 0.9)
     bounded = pushed["ppo"] / pushed["reinforce"]
@@ -8202,6 +8412,9 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 # (11h), which has the Ledger; and a Training (11i), which does the above with both.
 
 # -- 11a. The warm start ---------------------------------------------------------------------------
+# (You can skip this part at a first reading: the heart of the section is 11b. What it uses of
+# judges, JudgeReply, request_of and rewards_of, stands in 11f.)
+#
 # From random weights RL has nothing to make likelier: all answers are wrong. So the tiny policy
 # first takes supervised steps, which show it right answers, until it is bad but not hopeless. A
 # model of your own takes as many as --sft-steps says, and a pretrained one may need none.
@@ -8341,8 +8554,9 @@ def judged_alone(policy: Policy, prompts: list[Prompt]) -> JudgeReply:
     if rollout.rewards.isfinite().all():  # the sessions know them
         return JudgeReply(rewards=rollout.rewards.tolist(), errors=[])
     judging = rewards_of(policy.task, request_of(rollout))
-    # It is a coroutine, and the caller runs in an event loop that it cannot wait for. A thread has
-    # one such loop at most, so it runs in another thread.
+    # `judging` is a coroutine, which needs an event loop. The thread of the caller has one, but
+    # that is just running the caller: it could not go on with anything else before this returns.
+    # So another thread gets a loop of its own, and the caller waits for that thread.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, judging).result()
 
@@ -8363,7 +8577,9 @@ def is_exact(reward: float) -> bool:
 
 MAX_GRAD_NORM = 1.0  # a longer gradient is shortened to this: one odd batch must not do much harm
 MAX_LOGITS = 1 << 27  # that a forward pass of the trainer may make: half a GiB in fp32
-MAX_K3 = {"float32": 1e-6, "bfloat16": 1e-2}  # of generator and trainer, which round differently
+# Of generator and trainer, which round differently. In fp32 the tiny policy stays below 1e-10,
+# which section 9 checks; this limit is for any model, and the sums of a large one are longer.
+MAX_K3 = {"float32": 1e-6, "bfloat16": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -8371,8 +8587,11 @@ class StepStats:
     """What a training step knows about itself.
 
     Means are over the sampled tokens of the batch. With --passes, which trains on a batch several
-    times, loss, entropy, clipped, kl and grad_norm are of the last pass, mismatch_k3, ess and
-    clipped_at_lag_0 from before the first update, skipped and stall_s of all passes.
+    times, some are of one pass and some of all:
+
+        before the first update    mismatch_k3, ess, clipped_at_lag_0
+        of the last pass           loss, entropy, clipped, kl, grad_norm
+        of all passes              skipped, stall_s
     """
 
     # Of the weights after the step.
@@ -8388,7 +8607,9 @@ class StepStats:
     # Above MAX_K3, which depends on --dtype, they disagree, and what is learned is wrong.
     mismatch_k3: float | None
     # Effective sample size, as a share: 1 if all tokens weigh the same, near 0 if a few of them
-    # have all the weight, as when samples are too old.
+    # have all the weight, as when samples are too old. (sum of w)**2 / sum of w**2 is how many
+    # equal weights make as much noise as the weights w; over their number it is this, and then
+    # means do as well as sums.
     ess: float
     # Of the choice of a token, in nats. It falls as the policy becomes certain; at 0 there is
     # nothing left to compare.
@@ -8455,13 +8676,15 @@ class Work:
     def objective(self, cfg: Config, part: Part, found: TokenLoss, for_all: torch.Tensor) -> Any:
         """The share of a part in what is made smaller: a scalar.
 
-        for_all: [N], what needs no signal. The loss is a mean over the tokens with one. Divided by
-        all of them, a step would get shorter as the groups that are all right become more.
+        for_all: [N], what needs no signal. The loss is a mean over the tokens with one. If the sum
+        was divided by the number of all tokens, steps would get shorter as more and more groups
+        have only right answers, and so no signal.
         """
         mean = (found.loss * part.has_signal).sum() / self.num_with_signal
         mean = mean + for_all.sum() / self.num_tokens
-        # Sums over the tokens of this rank, divided by the numbers of those of all ranks. FSDP
-        # takes the mean of the ranks' gradients, which divides by their number once more.
+        # These are sums over the tokens of this rank, divided by the numbers of those of all ranks.
+        # So the gradient of the batch is the sum of what the ranks find. FSDP takes their mean
+        # instead, which is that sum divided by the number of ranks: this takes it back.
         return mean * cfg.trainers
 
 
@@ -8525,8 +8748,9 @@ class TrainState:
     def count_on(self, version: int) -> None:
         """It has become what it was at this version. Its own version never goes back, though.
 
-        For `become`, below. Readers of an arena refuse a version that goes back. So a trainer at 57
-        that becomes what it was at 50 is at 58 then.
+        For `become` (11d), when a run begins or goes back to a checkpoint (section 12). Readers of
+        an arena refuse a version that goes back. So a trainer at 57 that becomes what it was at 50
+        is at 58 then.
         """
         self.version = max(self.version + 1, version)
 
@@ -8707,9 +8931,10 @@ def work_of(state: TrainState, batch: Rollout) -> Work:
 def rows_of_parts(
     cfg: Config, rank: int, batch: Rollout, vocab_size: int
 ) -> Sequence[torch.Tensor]:
-    """The numbers of the rows that this rank scores, for each forward pass some.
+    """The rows that this rank scores, cut into parts: for each forward pass the numbers of some.
 
-    So that each makes about MAX_LOGITS. The batch has at least a row per rank.
+    There are as many parts as it takes for each to make about MAX_LOGITS, but no more than this
+    rank has rows. The batch has at least a row per rank.
     """
     tokens = batch.tokens
     # Longest rows first, dealt out to the ranks like cards, so that all have as much to do.
@@ -8887,10 +9112,12 @@ def has_critic(cfg: Config) -> bool:
 def device_of(cfg: Config, place: Place, rank: int) -> str:
     """On what device a worker computes: "cpu", or "cuda:0" and so on.
 
-    rank: among those of this host. Trainer ranks have the first GPUs of their hosts, one each.
-    Those of a critic (section 14) have the next ones, if then one is left, and else those of the
-    trainer. All others, generators above all, share the other GPUs of their host, or all of them if
-    there are no others. ValueError: there are too few.
+    rank: among those of this host. ValueError: there are too few. Of the GPUs of a host,
+
+        trainer ranks        have the first ones, one each
+        critic ranks (14)    have the next ones, if then one is left; else those of the trainer
+        all others, that     share those that are left, in turn; if none is, all of them
+        is, generators
     """
     if cfg.device == "cpu":
         return "cpu"
@@ -8960,7 +9187,9 @@ def num_steps_of(cfg: Config, run: str) -> int:
     return cfg.steps if run == "async_rl" else math.ceil(cfg.steps / 2)
 
 
-CRITIC_ALONE = 7  # steps in which only a critic learns (section 14): what it says first is noise
+# Steps in which only a critic learns (section 14): what it says first is noise. (Of three runs that
+# were tried without them one ended worse, and one better: DOCS 5.)
+CRITIC_ALONE = 7
 
 
 def share_of_rate(cfg: Config, num_done: int) -> float:
@@ -9056,10 +9285,11 @@ def loading(cfg: Config) -> dcp.StateDictOptions:
 
 
 # -- 11d. What is saved of a trainer ---------------------------------------------------------------
-# Every run begins with a checkpoint, that of version 0, which is the policy before RL. (For readers
-# its weights get the next number, if there was a run before: versions never go back.) So one
+# Every run begins with a checkpoint, that of version 0, which is the policy before RL. So one
 # trainer can serve one run after the other, and a trainer that replaces a lost one can become what
-# that was. Section 12 makes more checkpoints, and says how a run goes on from one.
+# that was: that is why reading checkpoints belongs here. (If there was a run before, what this one
+# begins with is published under the number after its last: readers refuse versions that go back.)
+# Section 12 makes more checkpoints, and says how a run goes on from one.
 #
 # Others may have something to save as well: a critic (section 14), or a reward model (section 15).
 # Each writes a file, and the trainer puts what stands there into its own. So there is one file per
@@ -9560,12 +9790,9 @@ class Generator(Worker):
         """May its episodes join those that are here? If there are none, this pulls for it.
 
         All tokens of a request are of one version, which stays leased until the next pull. So it
-        joins only those that have the newest version: were it let in among others, the batch might
-        never run empty, and nothing newer would be pulled. With is_in_flight each token is of the
-        version that is the newest then; such requests join each other.
-
-        Rows of a batch do not know of each other, but the last digits of a sum depend on how many
-        there are. Where these shall not depend on when others come, a request is_alone.
+        joins only those that have the newest version: among others, the batch might never run
+        empty, and nothing newer be pulled. With is_in_flight each token is of the newest version
+        then; such requests join each other.
         """
         handle = request.arenas[self.place.host]
         is_empty = not self.decoder.episodes()
@@ -9583,11 +9810,19 @@ class Generator(Worker):
             self.is_closed = request.is_alone
             self._pull(self.reader)  # mechanism: pull
             return True
-        if self.is_closed or request.is_alone:
-            return False
         is_same_arena = handle is not None and handle.run_id == arena.handle.run_id
         has_newest = self.takes_newest or self.reader.version == newest
-        return is_same_arena and has_newest and self.takes_newest == request.is_in_flight
+        return is_same_arena and has_newest and self._may_join(request)
+
+    def _may_join(self, request: RolloutRequest) -> bool:
+        """May it join those that are here, if they have the newest version of the same arena?
+
+        The last digits of a sum depend on how many rows a batch has. Where these shall not depend
+        on when others come, a request is_alone.
+        """
+        is_anybody_alone = self.is_closed or request.is_alone
+        is_same_kind = self.takes_newest == request.is_in_flight
+        return is_same_kind and not is_anybody_alone
 
     def _version_now(self) -> int:
         """What the decoder calls before every token."""
@@ -9598,8 +9833,7 @@ class Generator(Worker):
     def _note_work(self, start_s: float) -> float:
         """Notes the work on a request that ends now, and returns how many seconds it was.
 
-        What several requests shared counts for the one that ended first. So all of them together
-        are as long as this generator was at work. start_s: since 1970.
+        start_s: when it came, since 1970. Shared time counts once, for the one that ends first.
         """
         begin_s = max(start_s, self.noted_s)
         self.recorder.note("rollout", begin_s)
@@ -10161,7 +10395,11 @@ def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
 
 
 class SamplingCalls:
-    """What a Cluster, below, asks of generators and judges."""
+    """What a Cluster, below, asks of generators and judges.
+
+    It is a part of Cluster, which would be too long in one piece. Cluster's constructor sets these
+    attributes, and its other part, what is asked of the trainer, is there.
+    """
 
     cfg: Config
     generators: Service
@@ -10212,7 +10450,11 @@ class SamplingCalls:
         return (self.handle,)
 
 
-# What a cluster remembers of its trainer, from when on, and who sets it:
+# A cluster knows two files: `base`, the policy before RL, made once from the first trainer; and
+# `newest`, what a replacement of a lost trainer becomes. To load has four steps: the trainer
+# begins; if there is no base, it is saved; the trainer becomes what a checkpoint says, or the base;
+# generators are told the arena, and the first version that counts. What a cluster remembers of its
+# trainer, from when on, and who sets it:
 #
 #     handle         the arena of the present trainer,          `load`; None before
 #                    which generators read
@@ -10308,7 +10550,7 @@ class Cluster(SamplingCalls):
                 close_unnamed_file(path_of_base)  # the next trainer gets another one
                 raise
             self.base = path_of_base
-        # 3. It becomes what the checkpoint says, and publishes that.
+        # 3. It becomes what the checkpoint says, and publishes that. --kl needs the base, too.
         base = self.base if path and self.cfg.kl else ""  # mechanism: only what is needed
         async with self.at_trainer(path or self.base, base) as (of_run, of_base):
             load = LoadRequest(checkpoint=of_run, base=of_base, cfg=self.cfg)
@@ -10448,11 +10690,11 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
     for service in cluster.services:
         devices: dict[str, list[str]] = collections.defaultdict(list)  # by the life of a host
         for place, ranks in (await service.status()).answers.items():
-            for answer in ranks:  # of a judge it is None
-                if isinstance(answer, Seat):
-                    devices[answer.life].append(answer.device)
-                else:
-                    devices[lives[place.host]].append(answer or "cpu")
+            for answer in ranks:
+                is_seat = isinstance(answer, Seat)
+                life = answer.life if is_seat else lives[place.host]
+                # What a judge answers is None, for it needs no device.
+                devices[life].append(answer.device if is_seat else answer or "cpu")
         for life, row in zip(lives, rows, strict=True):
             row[service.spec.name] = ", ".join(devices[life])
     if cluster.cfg.kl:
@@ -10488,7 +10730,7 @@ class Ledger:
     """
 
     # Groups, 20 batches of the usual size. If so many more are lost than trained on, a run does not
-    # get on.
+    # get on: a loss now and then never comes to so many, a reward function that always raises does.
     MAX_FRUITLESS = 320
 
     def __init__(self) -> None:
@@ -10629,7 +10871,7 @@ class Run:
         self.sampler = sampler
         self.ledger = Ledger()
         self.rows: list[StepRow] = []  # of the steps that the trainer has made
-        # Steps that it was told to make: while it works up to two more than those of `rows`.
+        # Steps that it was told to make: those of `rows`, one at work, one that waits (section 13).
         self.num_sent = 0
         self.num_before = 0  # steps that were made when this process took it over
         self.num_returns = 0  # to a checkpoint, because the trainer was lost
@@ -10828,7 +11070,8 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
     if stats.clipped > 0.5:
         yield "clipped > 0.5: most tokens had moved too far, and got no gradient (section 10)"
     if stats.lag_max == 0 and abs(stats.loss) < NO_LOSS:
-        yield "loss near 0 at lag 0: with ppo it is by construction (section 10)"
+        # The lines of a run have no loss, but --log has.
+        yield "loss near 0 at lag 0, in --log: with ppo it is by construction (section 10)"
     if stats.entropy < 0.002:
         yield "entropy < 0.002: the policy has no alternatives left to compare"
     if rows[-1].unjudged > 0.1:
@@ -10863,7 +11106,9 @@ class Training:
     """
 
     EVALUATE_EVERY = 25  # steps
-    MAX_SKIPPED = 10  # steps in a row whose gradient was not finite: the run ends
+    # Steps in a row whose gradient was not finite: then the run ends. One may be an odd batch; as
+    # nothing changes in such a step, after ten of them there is no hope for the next.
+    MAX_SKIPPED = 10
     HEAD = (
         "      step reward exact  lag max     k3  ess nats clip same  gen train tok/s  heard > said"
     )
@@ -11203,12 +11448,15 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 # Rule. Save all that the next step depends on, together: weights, the optimizer's moments, the
 #   learning rate's schedule, which prompts come next. The seeds of sampling follow from those. A
 #   checkpoint is complete on the disk before it gets its name, and two are kept, so at any moment
-#   there is a good one. What was under way when the run was cut off is drawn again: no prompt is
-#   left out, and none is trained on twice.
+#   there is a good one. What was under way when the run was cut off is drawn again. So, of the
+#   steps that the run has in the end, no prompt is left out, and none counts twice: what was
+#   trained on after the checkpoint is undone with the weights that came of it.
 #
 #   In a synchronous run these are all the causes of what comes next, so a run that goes on equals
 #   one that was never cut off, bit for bit. In an asynchronous run the order in which groups come
-#   is a cause too, and nobody saves that.
+#   is a cause too, which depends on the machine: to save it would not be enough, for it would have
+#   to be forced on the generators again. So such a run goes on with the same prompts, each once,
+#   and with everything that was learned until the checkpoint, but in another order.
 # Cost. A write every so many steps; the steps since the newest checkpoint are made again.
 # Not here. Checkpoints over several machines' disks (torch.distributed.checkpoint).
 # Source. The order write, fsync, rename, fsync of the folder: Pillai 2014.
@@ -11235,8 +11483,8 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #     step-50, step-100, step-150           150    it was flushed, and has got its name
 #     step-100, step-150                    150    the third newest was removed
 #     step-100, step-150 (cannot be read)   100    the other is called step-150.pt.damaged-1 then
-#     both cannot be read                          nothing begins again over a run that was there:
-#                                                  one line says so, and the command ends
+#     two that cannot be read               none   one line says so, and the command ends, so that
+#                                                  no new run begins over the one that was there
 #
 # Besides the checkpoint there are the flags of the command that goes on. Each counts from the next
 # step on; or it is refused, in a line that names it:
@@ -11438,7 +11686,8 @@ class SafeTraining(Training):
         """After every save_every steps, at the end, and after Ctrl-C.
 
         It counts steps that were sent to the trainer. In a synchronous run these are the steps that
-        it has made. In an asynchronous one (section 13) nothing more is sent until they are.
+        it has made. In an asynchronous one (section 13) nothing more is sent until they are: see
+        is_pause_due. So whoever saves, `in_pause`, finds as many rows as steps were sent.
         """
         step = self.run.num_sent
         is_last = step == self.run.num_steps
@@ -11532,8 +11781,9 @@ async def judge_that_hangs(report: Report) -> None:
     said = [["a", "a"] for _ in prompts[1:]] + [["hang"]]
     is_truncated = [[False, False] for _ in prompts]
     together = JudgeRequest(prompts=prompts, said=said, is_truncated=is_truncated)
-    # Three attempts: this one for all 16; in judge_all again one for all, for they are too few to
-    # share out; and there the one for the guilty episode alone. Each kills a judge.
+    # Three requests meet the episode that hangs, and each kills a judge: this one, which has all
+    # 16; the first one of judge_all, which has all 16 again, for they are too few to share out; and
+    # that with which judge_all then asks about this episode alone.
     found = await outcome(lambda: judges.route(Judge.judge, together))
     reply = await judge_all(judges, together)
     status = await judges.status(60.0)
@@ -11596,7 +11846,8 @@ class CutOff:
         step = 2 * self.SAVE_EVERY + self.rng.randint(1, self.SAVE_EVERY - 1)
         running = asyncio.ensure_future(train_sync(training))
         await until_step(step, training.run, running)
-        await asyncio.sleep(self.rng.random() * 0.05)  # a step takes twice as long
+        # Somewhere within the next step: with the tiny policy one takes longer than these 0.05 s.
+        await asyncio.sleep(self.rng.random() * 0.05)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         for service in self.cluster.services:
@@ -11635,8 +11886,8 @@ async def until_step(
 
 
 @stage(
-    "a run that is cut off anywhere goes on as if it had not been, bit for bit when synchronous; "
-    "a judge that hangs costs one reward, not the run",
+    "a synchronous run that is cut off, here at a random moment, goes on as if it had not been, "
+    "bit for bit; a judge that hangs costs one reward, not the run",
     hint="write `0`: the run draws its first prompts again, and learns something else",
     mechanism="prompts go on",
     needs_lab=True,
@@ -11708,7 +11959,7 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 # A generator dies, message by message (sections 5 to 7). The trainer hears nothing of it:
 #     kernel -> owner              a pidfd is readable: `lose` wakes whoever waits for that replica
 #     route -> another generator   the same prompts and the same seed, on the same tickets
-#     _keep -> a new process       "find_pulse", then "setup": a fork is ready within a second
+#     _keep -> a new process       "find_pulse", then "setup": with the tiny policy about a second
 #     route -> the new generator   it attaches to the arena as the same reader, and pulls
 
 
@@ -11726,17 +11977,22 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 #               late one the trainer waits. T = (K + 1) P - P / 2, and so W = P / 2 + 1 (for K = 0
 #               T = P and W = 1).
 #
-# Why the window keeps the bound. A group is started when the trainer is at version v, and its
-# generator waits until it can pull v, so it is not sampled under an older one. Until it is taken
-# others are: of those that were started before it at most T - 1, for more tickets are not out; of
-# those that were started later at most W - 1. These T + W - 2 groups fill (T + W - 2) // P batches
-# at most, and its own comes next, so that is its largest lag. It is K if
+# Why the window keeps the bound. By example first, with K = 2, P = 16, T = 40 and W = 9. A group g
+# is started when the trainer is at version v. Before g is taken, others may be:
+#
+#     older ones       39 at most: with that of g 40 tickets are out, and there are no more
+#     younger ones      8 at most: those with serial numbers up to 8 above that of g
+#     together         47, which fill 47 // 16 = 2 batches; each makes a version, and the next batch
+#                      has g. So its lag is 2 at most
+#
+# In letters: T - 1 older and W - 1 younger ones fill (T + W - 2) // P batches. That is K if
 #
 #     W = (K + 1) P + 1 - T
 #
-# With K = 2 and T = 48 nobody may pass (W = 1). With T = 40, W = 9: up to eight groups pass one
-# that is late. Fewer tickets make a wider window. --in-flight sets T for both orders, in batches.
-# Fewer also mean less lag, and more waiting where generators are the slower side.
+# (And g is not sampled under a version older than v, for its generator waits until it can pull v.)
+# With K = 2 and T = 48 nobody may pass (W = 1). Fewer tickets make a wider window. --in-flight sets
+# T for both orders, in batches. Fewer also mean less lag, and more waiting where generators are the
+# slower side.
 #
 # By example, with batches of 4 and W = 3; a letter is a group that is there, a dot one that is
 # missing, and groups that were taken are left out:
@@ -11834,9 +12090,15 @@ class Group:
 class ReplayBuffer:
     """Groups on their way to the trainer. Samples pass from loop to loop only here.
 
-    expect ---> awaited ---put---> groups ---take---> a batch. Those that `put` has no use for, and
-    those that `lose` is told of, are lost. `take` drops those that are too old, or were sampled
-    with the weights of a trainer that is lost; and `give_up` those that were asked for under it.
+    call      from       to         which groups
+    expect    -          awaited    those that a generator has been asked for
+    put       awaited    groups     those that can be trained on
+    put       awaited    lost       the others of that request
+    lose      awaited    lost       those of a request that has failed
+    give_up   awaited    dropped    those that were asked for under a trainer that is lost
+    take      groups     a batch    the oldest that may be taken
+    take      groups     dropped    those that are too old, or were sampled with the weights of
+                                    a trainer that is lost
     """
 
     def __init__(self, ledger: Ledger, flow: Flow) -> None:
@@ -11930,8 +12192,9 @@ class ReplayBuffer:
     async def take(self, run_id: int, version: int, first_version: int = 0) -> Rollout:
         """A batch for a trainer of this run id, when it is at this version.
 
-        first_version: where it was after it last began, or went back: what was sampled under older
-        ones is of steps that are undone. TrainerLost: a generator has found that it has ended.
+        first_version: the first one that it published after its run began, or last went back to a
+        checkpoint. Older versions are of steps that are undone, and so is what was sampled under
+        them. TrainerLost: a generator has found that it has ended.
         waits for enough groups that may be taken / woken by `put`, `lose` and `has_ended`
         """
         while True:
@@ -12017,8 +12280,8 @@ class RolloutLoop:
 
     def _may_ask(self) -> bool:
         """May another request be made?"""
-        # At most so many batches are with the generators, however small requests are: more would
-        # only wait there, and there may be any number of tickets.
+        # However many tickets there are, and however small a request is, generators get no more
+        # than they can keep busy with: a few batches each. The rest would only wait in their queue.
         most = self.NUM_REQUESTS * self.cluster.num_generators * self.flow.batch_groups
         return self._num_wanted() > 0 and len(self.buffer.awaited) < most
 
@@ -12071,10 +12334,11 @@ class RolloutLoop:
     async def _next_trainer(self, run_id: int) -> None:
         """A generator has found that this trainer has ended. Waits until there is another one.
 
-        That generator was replaced, too, and cannot read the arena; or it waits for a version that
-        was still being copied. The training loop learns of a loss by the answer to a step. It may
-        have sent none, because it waits for groups; and if no generator can make any, it has to be
-        told. When all steps are made nobody needs another trainer.
+        How a generator finds that: it was replaced itself, and cannot attach to the arena; or it
+        waits for a version that was still being copied. Why it has to be told: the training loop
+        learns of a loss by the answer to a step. It may just have sent none, because it waits for
+        groups, and without a trainer no group will come. When all steps are made this returns at
+        once, for then nobody needs another trainer.
         """
         self.buffer.has_ended(run_id)
         while not self.run.is_over():
@@ -12111,8 +12375,8 @@ class AsyncLoops:
         self.buffer = ReplayBuffer(self.ledger, self.flow)
         self.rollouts = RolloutLoop(training, self.flow, self.gate, self.buffer)
         # While the trainer works on a batch, the next one already waits there, so that the trainer
-        # never waits for the main process. That batch grows older by a version: with K = 0 it would
-        # be too old.
+        # never waits for the main process. That batch grows older by a version, which
+        # Run.version_of_next_batch counts in when a batch is taken. With K = 0 it would be too old.
         self.max_sent = 2 if flow.max_lag > 0 else 1
         self.sent: collections.deque[SentStep] = collections.deque()
 
@@ -12783,9 +13047,10 @@ def tell_speed(
     """
     report.table([sync, fast])
     # In the synchronous run both sides work in turn: of each second generators need g, the trainer
-    # t. If they worked at the same time all the time, max(g, t) would do. So the ideal speedup is
-    # (g + t) / max(g, t).
-    needs = [sync.generators_busy, sync.trainer_busy]
+    # t. If they worked at the same time all the time, max(g, t) would do.
+    in_turn = sync.generators_busy + sync.trainer_busy
+    at_once = max(sync.generators_busy, sync.trainer_busy)
+    ideal_speedup = in_turn / at_once
     speedup = sync.s / fast.s
     rows = training.run.rows
     stall_s = sum(row.stats.stall_s for row in rows)
@@ -12793,7 +13058,7 @@ def tell_speed(
     good = [row.seconds for row in rows if row.heldout is not None and row.heldout >= 0.95]
     report.figure(
         async_speedup=speedup,
-        speedup_of_ideal=speedup * max(needs) / sum(needs),
+        speedup_of_ideal=speedup / ideal_speedup,
         bottleneck_busy_share=max(fast.generators_busy, fast.trainer_busy),
         trainer_stall_share=stall,
         seconds_to_95=good[0] if good else None,
@@ -12858,7 +13123,8 @@ def tell_books(report: Report, loops: AsyncLoops) -> None:
 @stage(
     "both sides work at the same time, so the trainer works more of the time; lag never exceeds "
     "the bound; faults cost no step but those since the checkpoint",
-    hint="write `return True`, and in the line of `mechanism: tickets` `10**6`: nothing bounds lag",
+    hint="write `return True`, and `10**6` for the tickets of Gate in the line that ends with "
+    "`mechanism: tickets`: nothing bounds lag",
     mechanism="lag bound",
     needs_lab=True,
 )
@@ -12915,7 +13181,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #   a token is how much more came after it than V had said.
 # Cost. A network as large as the policy, with moments of its own; the demo measures the time. In
 #   the first seven steps the critic learns alone. Where a prompt can be answered eight times, a
-#   group is better, and cheaper.
+#   group does without all that: the demo has both side by side.
 # Not here. A body shared with the policy; a discount for later rewards; a clip for values.
 # Source. GAE, generalized advantage estimation (Schulman 2016).
 #
@@ -12958,7 +13224,10 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 # number to find. As it is, the critic can learn on another core or GPU while the trainer makes its
 # step.
 
-CRITIC_PASSES = 2  # over each batch: it must learn faster than the policy changes
+# How often it learns from each batch: it must learn faster than the policy changes. With one pass
+# the policy of the demo earned a quarter less, and with the usual deviation, below, a third less
+# (means of three seeds: DOCS 5).
+CRITIC_PASSES = 2
 # The standard deviation of a tiny network's first weights. The usual 0.02 suits wide layers; with a
 # width of 40 what the network says would hardly depend on what it reads.
 SCALAR_STD = 0.05
@@ -13025,8 +13294,10 @@ def estimate_advantages(
         turn = turn_ids[:, t]
         is_sampled = turn > 0
         ends_turn = turn != next_turn
-        # A turn is paid at its last token: with its return, less that of the next turn that was
-        # spoken in. So what turns earned in which nobody spoke is paid to the one before them.
+        # The whole reward of a turn is paid at its last token. A return is the sum of the rewards
+        # from a turn on. So the reward of this turn is its return, less that of the next turn in
+        # which the policy spoke. If it did not speak in those between, their rewards are left in
+        # the difference, and so are paid to this one.
         reward = torch.where(ends_turn, returns[:, t] - next_return, 0.0)
         error = reward + next_value - values[:, t]
         share = torch.where(ends_turn, turn_lambda, token_lambda)
@@ -13043,7 +13314,7 @@ def in_deviations(advantage: torch.Tensor, is_sampled: torch.Tensor) -> torch.Te
     """[B, T]: the advantages, less their mean over sampled tokens, in standard deviations.
 
     Else the gradient would become small as the critic becomes good, and the entropy bonus, which
-    stays as it is, would outweigh it.
+    stays as it is, would outweigh it. (Tried: the policy then earned half as much, DOCS 5.)
     """
     mine = advantage[is_sampled].double()
     if not len(mine):
@@ -13585,11 +13856,20 @@ def tell_lone_runs(report: Report, runs: list[LoneRun]) -> None:
     explained = [critic.explained or 0.0 for critic, _ in pairs]
     costs = [critic.cpu_s / batch.cpu_s for critic, batch in pairs]
     report.say(f"the critic takes {statistics.fmean(costs):.2f} times the CPU of `batch`, in a run")
+    for run in runs:  # where eight answers can be had: is a critic better than a group?
+        if run.baseline == "group":
+            alone = next(one for one in runs if (one.task, one.baseline) == (run.task, "critic"))
+            report.say(
+                f"group of 8 / critic, on `{run.task}`: reward {show(run.reward)} / "
+                f"{show(alone.reward)}, CPU {show(run.cpu_s)} / {show(alone.cpu_s)} s"
+            )
     report.figure(
         critic_over_batch=min(ratios),
         critic_explained=min(explained),
         critic_cpu_over_batch=statistics.fmean(costs),
     )
+    # A half more in each of three seeds is more than luck; and a critic that has learned nothing
+    # explains about 0 of the variance.
     what = f"live users: reward, critic / batch, least of {len(pairs)} seeds"
     report.check(what, min(ratios), ">", 1.5)
     what = f"live users: explained variance, least of {len(pairs)} seeds"
@@ -13648,7 +13928,7 @@ async def demo_critic(report: Report, cfg: Config) -> None:
     seeds = f"seeds {cfg.seed} to {cfg.seed + 2}"
     report.say(f"{LONE_STEPS} steps of {LONE_EPISODES} episodes a run, {seeds} (about 25 s)")
     tell_lone_runs(report, await lone_runs(report, cfg.seed))
-    report.say("on `repeat`, and wherever eight answers can be had, a group is better and cheaper")
+
     await run_with_actors(report, cfg.seed)
     # You can now train where every prompt has one answer, and say what a critic costs.
 

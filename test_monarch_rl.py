@@ -14323,7 +14323,7 @@ ALARMS = [
     ("mismatch_k3", 0.0101, 0.01, 1, "mismatch_k3 > 0.01: "),
     ("ess", 0.299, 0.3, 1, "ess < 0.3: "),
     ("clipped", 0.501, 0.5, 1, "clipped > 0.5: "),
-    ("loss", -0.0099, 0.01, 1, "loss near 0 at lag 0: "),
+    ("loss", -0.0099, 0.01, 1, "loss near 0 at lag 0, in --log: "),
     ("entropy", 0.00199, 0.002, 1, "entropy < 0.002: "),
     ("reward", 0.0, 0.01, 20, "reward 0 in 20 batches: "),
     ("reward", 1.0, 0.99, 20, "reward 1 in 20 batches: "),
