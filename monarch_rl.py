@@ -456,7 +456,7 @@ ENVIRONMENT = {
     # trainers and generators of a large model (--threads).
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Process groups are of one host here, and need no network but the loopback.
+    # Process groups need no network but the loopback, but for a trainer over hosts (section 16).
     "GLOO_SOCKET_IFNAME": "lo",
     # Monarch asks for this when it registers GPU memory for RDMA.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -5124,12 +5124,10 @@ class ShardReader(WeightReader):
 
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
-# You can skip this part: runs do not use it, for to another host section 16 sends slots, or what
-# has changed in them. All ranks of a generator are on one host (section 11), and together they
-# need every box. (Only `pieces_of`, `read_pieces` and `answered` come back there.) It is what one
-# needs if slots would be too large for one host. The demo measures it beside the slots, and a plan
-# is also what notices an element that nobody has, which is how the demo fails if you follow its
-# hint.
+# A plan says which part of which rank belongs where in another one. Runs use plans if the trainer
+# is on several hosts (16g). What a plan moves can travel as parcels, and those you can skip: runs
+# do not use them, for to another host section 16 sends slots, or parts of them. They are what one
+# needs if slots would be too large for one host. The demo measures them beside the slots.
 #
 #     rank of the source                                rank of the target
 #     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
@@ -8408,12 +8406,12 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 #     trainer        5. scores the batch, makes one update, and publishes the new weights
 #     main process   6. counts the groups as trained, and prints a line now and then
 #
-# The main process runs plain objects: a Cluster (11g), which has the actors and calls them; a Run
-# (11h), which has the Ledger; and a Training (11i), which does the above with both.
+# The main process runs plain objects: a Cluster (11h), which has the actors and calls them; a Run
+# (11i), which has the Ledger; and a Training (11j), which does the above with both.
 
 # -- 11a. The warm start ---------------------------------------------------------------------------
 # (You can skip this part at a first reading: the heart of the section is 11b. What it uses of
-# judges, JudgeReply, request_of and rewards_of, stands in 11f.)
+# judges, JudgeReply, request_of and rewards_of, stands in 11g.)
 #
 # From random weights RL has nothing to make likelier: all answers are wrong. So the tiny policy
 # first takes supervised steps, which show it right answers, until it is bad but not hopeless. A
@@ -9477,9 +9475,6 @@ def read_together(path: str, cfg: Config, rank: int) -> dict[str, Any]:
 #     Judge       judge        JudgeRequest    -> JudgeReply      scores conversations
 
 
-PATIENCE_S = 30.0  # for a version that is on its way to a generator
-
-
 class TrainerLost(NobodyToBlame):
     """The trainer, or its critic, was lost. There may be another one, which has not begun."""
 
@@ -9690,6 +9685,18 @@ def read_part(path: str) -> dict[str, Any]:
         raise TrainerLost("the critic was lost before the checkpoint was written") from error
 
 
+# -- 11f. Generators -------------------------------------------------------------------------------
+# A generator pulls the newest weights, and converses. Its requests share a batch where they can: a
+# step of the decoder samples a token for the episodes of all of them. By example, while requests a
+# to c come one after the other, and version 8 is published before c:
+#
+#     a    there is no batch yet: version 7 is pulled, and the episodes of a begin
+#     b    7 is still the newest: the episodes of b join those of a
+#     c    8 is the newest, and the batch has 7: c waits until it is empty, and then pulls
+
+PATIENCE_S = 30.0  # for a version that is on its way to a generator
+
+
 @dataclass(frozen=True)
 class RolloutRequest:
     """To have some conversations."""
@@ -9714,6 +9721,37 @@ class RolloutReply:
     busy_s: float  # that a generator worked on it; what requests share counts for one of them
 
 
+class SharedWork:
+    """How long a generator was at work, which its requests share."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.begun_s: list[float] = []  # when those under way began, in seconds since 1970
+        self.noted_s = 0.0  # until then it was noted
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """While a request has episodes."""
+        start_s = time.time()
+        self.begun_s.append(start_s)
+        try:
+            yield
+        finally:
+            self.begun_s.remove(start_s)
+
+    def note(self) -> float:
+        """Notes work when a request ends: returns the seconds since some was noted last.
+
+        Or since the oldest request that is under way has begun, if that is later. So all answers
+        together are as long as this generator was at work, however many requests shared that.
+        """
+        begin_s = max(min(self.begun_s), self.noted_s)  # mechanism: shared work counts once
+        self.recorder.note("rollout", begin_s)
+        self.recorder.send_soon()
+        self.noted_s = time.time()
+        return self.noted_s - begin_s
+
+
 class Generator(Worker):
     """Pulls the newest weights, and converses: the actor around a Decoder and a WeightReader."""
 
@@ -9728,7 +9766,7 @@ class Generator(Worker):
         self.is_closed = False  # no request may join them
         # For all requests:
         self.entrance = asyncio.Lock()  # requests go through it in the order in which they came
-        self.noted_s = 0.0  # until then its work was noted, in seconds since 1970
+        self.work = SharedWork(self.recorder)
 
     async def prepare(self) -> str:
         """Builds the policy. Answers with the device on which it computes."""
@@ -9758,15 +9796,14 @@ class Generator(Worker):
         async with self.entrance:
             await self._enter(request)
         # Nobody else can enter before the first `await` below.
-        start_s = time.time()
         args = (request.prompts, request.group_size, request.seed, request.greedy)
-        with begin_episodes(self.policy, *args) as episodes:
+        with self.work.under_way(), begin_episodes(self.policy, *args) as episodes:
             self.decoder.add(episodes)
             while not all_over(episodes):
                 self.decoder.step()
                 await asyncio.sleep(0)
-            rollout = rollout_of(episodes)
-        return Packed.of(RolloutReply(rollout=rollout, busy_s=self._note_work(start_s)))
+            reply = RolloutReply(rollout=rollout_of(episodes), busy_s=self.work.note())
+        return Packed.of(reply)
 
     async def _enter(self, request: RolloutRequest) -> None:
         """Waits until its episodes may join those that are here.
@@ -9829,17 +9866,6 @@ class Generator(Worker):
         self.pulse.advance()
         assert self.reader is not None, "episodes come in after a pull"
         return self._pull(self.reader) if self.takes_newest else self.reader.version
-
-    def _note_work(self, start_s: float) -> float:
-        """Notes the work on a request that ends now, and returns how many seconds it was.
-
-        start_s: when it came, since 1970. Shared time counts once, for the one that ends first.
-        """
-        begin_s = max(start_s, self.noted_s)
-        self.recorder.note("rollout", begin_s)
-        self.recorder.send_soon()
-        self.noted_s = time.time()
-        return self.noted_s - begin_s
 
     def _reader_of(self, handle: ArenaHandle | None) -> WeightReader:
         """A reader of this arena. A new trainer has another arena, and needs another reader."""
@@ -10166,7 +10192,7 @@ class ShardedGenerator(Generator):
         return await super().converse(request) if self.rank == 0 else None
 
 
-# -- 11f. Judges -----------------------------------------------------------------------------------
+# -- 11g. Judges -----------------------------------------------------------------------------------
 # A reward function is somebody else's code. A rollout's way to its rewards, and what may go wrong:
 #
 #     the episodes whose sessions knew no rewards    judge_unknown    all known: no judge is asked
@@ -10334,7 +10360,7 @@ async def judge_unknown(judges: Service, rollout: Rollout, errors: TellOnce) -> 
     return dataclasses.replace(rollout, rewards=rewards)
 
 
-# -- 11g. The cluster ------------------------------------------------------------------------------
+# -- 11h. The cluster ------------------------------------------------------------------------------
 # Three services (section 6), and one object through which the main process calls them:
 #
 #     main process         Cluster, Run, Training: plain objects
@@ -10703,7 +10729,7 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
     return rows
 
 
-# -- 11h. A run ------------------------------------------------------------------------------------
+# -- 11i. A run ------------------------------------------------------------------------------------
 #
 # Where a group can be. Each arrow is a call of Ledger.start, Ledger.settle or, for the last one in
 # the upper row, Ledger.undo. (Ledger.go_on enters what was lost with a run.)
@@ -11083,7 +11109,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
         yield "reward 1 in 20 batches: all right, nothing to learn from"
 
 
-# -- 11i. Training: a run on a cluster -------------------------------------------------------------
+# -- 11j. Training: a run on a cluster -------------------------------------------------------------
 # The lines that a run prints, column by column (DOCS 9 has each at length):
 #
 #     step       training steps made            reward     mean of the batch, mostly 0 to 1
@@ -14926,17 +14952,15 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #   tenth of what a memory bus does, and a machine can be lost with all that is on it.
 # Rule. On each other host runs a relay, which is one more reader of the trainer's arena. It leases
 #   a slot by the protocol of section 7, with one-sided reads and writes in place of loads and
-#   stores, and publishes in an arena of its own host. Generators read there as at home. A version
-#   crosses once per host: all of it, or what has changed in it where that takes less time. A lost
-#   host is a Host whose life has ended: its replicas are lost, and come back with it. Meanwhile
-#   requests go elsewhere.
-# Cost. A worker process on every host. For each relay two more slots where it reads. And at the
+#   stores, and publishes in an arena of its own host, where generators read as at home. A version
+#   crosses once per host: all of it, or what has changed in it where that takes less time. If the
+#   trainer itself is on several hosts, each of them reads what it lacks. A lost host is a Host
+#   whose life has ended: its replicas are lost, and come back with it.
+# Cost. A worker process on every host; for each relay two more slots where it reads; and at the
 #   trainer, for what has changed, half as much memory as its slots at the most, and after each copy
-#   a thread that is busy three to four times as long as the copy took. The worker's port asks for a
-#   secret that both sides know, and without one it is on the loopback only. The ports of Monarch
-#   itself, open as long as a run, ask for nothing: who reaches them can run any code. So a private
-#   network is needed all the same.
-# Not here. Trainer ranks on several hosts; encryption.
+#   a thread that is busy three to four times as long as the copy took. A private network is needed:
+#   who reaches the ports that Monarch opens can run any code (16a, and DOCS 8).
+# Not here. A critic, or a reward model, on several hosts; encryption.
 # Source. attach_to_workers of Monarch.
 #
 #     this command             host A: --worker                  host B: --worker
@@ -15295,70 +15319,6 @@ class RemoteHost(Host):
     def signal(self, pulses: list[PulseHandle], number: int) -> None:
         """The worker there sends it, at its next line."""
         link_to(self).send(pulses, number)
-
-
-@dataclass(frozen=True)
-class HostSpan(Host):
-    """Several machines that a trainer is on (16g), with as many ranks on each."""
-
-    members: tuple[RemoteHost, ...]
-    ranks_per_host: int
-
-    # It waits so long for members that are missing, and then goes on without them. A network that
-    # was cut for a moment has not cost a host then.
-    WAITS_FOR_ALL_S: ClassVar[float] = 5.0
-
-    def life(self) -> str:
-        """The lives of all members; "" while one of them is lost."""
-        lives = [member.life() for member in self.members]
-        return " ".join(lives) if all(lives) else ""
-
-    def is_here(self) -> bool:
-        """Is any of them?"""
-        return any(member.is_here() for member in self.members)
-
-    def still_has(self, life: str) -> bool:
-        """May processes of that life still run on one of them?"""
-        lives = life.split()
-        return any(member.life() in lives for member in self.members)
-
-    async def present(self) -> Host:
-        """Those that are here: when all are, or after WAITS_FOR_ALL_S, when any is."""
-        start = time.monotonic()
-        while not self.life():
-            if self.is_here() and since(start) > self.WAITS_FOR_ALL_S:
-                break
-            await asyncio.sleep(BEAT_S)
-        here = tuple(member for member in self.members if member.is_here())
-        return dataclasses.replace(self, members=here)  # mechanism: those that are left
-
-    async def spawn(self, starts: Starts, num_ranks: int) -> ProcMesh:
-        """Starts ranks_per_host processes on each. OSError: one of them was lost just now."""
-        lives = [member.life() for member in self.members]
-        if not all(lives):
-            raise OSError("a host was lost")
-        mesh = attach_to_workers(ca="trust_all_connections", workers=lives)
-        return mesh.spawn_procs(per_host={"rank": self.ranks_per_host}, name=starts.name)
-
-    def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
-        """Asks each for the signs of its own processes."""
-        for member in self.members:
-            member.watch(of_life(pulses, member.life()), on_end)
-
-    def signs(self, pulse: PulseHandle) -> Signs | None:
-        """What its own host saw last; None also if that is lost."""
-        seen = [member.signs(pulse) for member in self.members if member.life() == pulse.life]
-        return seen[0] if seen else None
-
-    def signal(self, pulses: list[PulseHandle], number: int) -> None:
-        """Each host sends it to its own processes."""
-        for member in self.members:
-            member.signal(of_life(pulses, member.life()), number)
-
-
-def of_life(pulses: list[PulseHandle], life: str) -> list[PulseHandle]:
-    """Those of processes that were started in this life of a host."""
-    return [pulse for pulse in pulses if pulse.life == life]
 
 
 def is_loopback(name: str) -> bool:
@@ -16540,7 +16500,7 @@ class SendingCluster(CriticCluster):
             file.write(window.bytes[:num_bytes])
 
 
-# -- 16g. A trainer over hosts ---------------------------------------------------------------------
+# -- 16g. What crosses between hosts of a trainer --------------------------------------------------
 # A model may be too large for the GPUs of one host. With --trainers 4 --trainer-hosts 2 the first
 # two hosts have two ranks each, and FSDP cuts every weight by rows among all four. So the ranks of
 # one host have half of the rows, and its generators need all of them. Each of these hosts has an
@@ -16572,19 +16532,6 @@ class SendingCluster(CriticCluster):
 # begins version 10 when it has committed 9. For that it needs the rows of A in 9; A begins 9 when
 # it has committed 8, and that is when relay A has read all of 8. So B is a version ahead of A at
 # the most, and version 8 is in the slot that one of two words of B names, `written` or `latest`.
-#
-# If a host of the trainer is lost, the trainer is: its ranks wait for those that are gone. It
-# begins again on the hosts that are left, with fewer ranks, and becomes what the newest checkpoint
-# says, as after any loss. Generators of a host that is back, and has no ranks, have no arena. At
-# the next checkpoint the trainer begins again on all hosts, which costs its start, and no step.
-
-
-def span_of(cfg: Config, hosts: Sequence[Host]) -> Host:
-    """Where the trainer is. hosts: of the run."""
-    members = tuple(host for host in hosts[: cfg.trainer_hosts] if isinstance(host, RemoteHost))
-    if len(members) < 2:
-        return hosts[0]
-    return HostSpan(members=members, ranks_per_host=trainers_per_host(cfg))
 
 
 def moves_between_hosts(
@@ -16748,6 +16695,92 @@ class Completer(Crossing):
             await asyncio.sleep(self.LOOK_EVERY_S)
 
 
+# -- 16h. Where a trainer over hosts is ------------------------------------------------------------
+# To the service (section 6) a trainer on hosts A and B is one replica, on a host that is both. By
+# example, of four ranks:
+#
+#     all is well                      ranks 0 and 1 on A, 2 and 3 on B
+#     B is lost                        the replica is: its ranks on A wait for those on B, and are
+#                                      killed. After 5 s, in which B may come back, another one is
+#                                      made on A, with ranks 0 and 1; it becomes what the newest
+#                                      checkpoint says
+#     B is back                        its generators have no arena: others get their requests
+#     the next checkpoint is saved     the trainer begins again, on both. That costs its start, and
+#                                      no step, for none was made since
+
+
+@dataclass(frozen=True)
+class HostSpan(Host):
+    """Several machines that a trainer is on, with as many ranks on each."""
+
+    members: tuple[RemoteHost, ...]
+    ranks_per_host: int
+
+    # It waits so long for members that are missing, and then goes on without them. A network that
+    # was cut for a moment has not cost a host then.
+    WAITS_FOR_ALL_S: ClassVar[float] = 5.0
+
+    def life(self) -> str:
+        """The lives of all members; "" while one of them is lost."""
+        lives = [member.life() for member in self.members]
+        return " ".join(lives) if all(lives) else ""
+
+    def is_here(self) -> bool:
+        """Is any of them?"""
+        return any(member.is_here() for member in self.members)
+
+    def still_has(self, life: str) -> bool:
+        """May processes of that life still run on one of them?"""
+        lives = life.split()
+        return any(member.life() in lives for member in self.members)
+
+    async def present(self) -> Host:
+        """Those that are here: when all are, or after WAITS_FOR_ALL_S, when any is."""
+        start = time.monotonic()
+        while not self.life():
+            if self.is_here() and since(start) > self.WAITS_FOR_ALL_S:
+                break
+            await asyncio.sleep(BEAT_S)
+        here = tuple(member for member in self.members if member.is_here())
+        return dataclasses.replace(self, members=here)  # mechanism: those that are left
+
+    async def spawn(self, starts: Starts, num_ranks: int) -> ProcMesh:
+        """Starts ranks_per_host processes on each. OSError: one of them was lost just now."""
+        lives = [member.life() for member in self.members]
+        if not all(lives):
+            raise OSError("a host was lost")
+        mesh = attach_to_workers(ca="trust_all_connections", workers=lives)
+        return mesh.spawn_procs(per_host={"rank": self.ranks_per_host}, name=starts.name)
+
+    def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
+        """Asks each for the signs of its own processes."""
+        for member in self.members:
+            member.watch(of_life(pulses, member.life()), on_end)
+
+    def signs(self, pulse: PulseHandle) -> Signs | None:
+        """What its own host saw last; None also if that is lost."""
+        seen = [member.signs(pulse) for member in self.members if member.life() == pulse.life]
+        return seen[0] if seen else None
+
+    def signal(self, pulses: list[PulseHandle], number: int) -> None:
+        """Each host sends it to its own processes."""
+        for member in self.members:
+            member.signal(of_life(pulses, member.life()), number)
+
+
+def of_life(pulses: list[PulseHandle], life: str) -> list[PulseHandle]:
+    """Those of processes that were started in this life of a host."""
+    return [pulse for pulse in pulses if pulse.life == life]
+
+
+def span_of(cfg: Config, hosts: Sequence[Host]) -> Host:
+    """Where the trainer is. hosts: of the run."""
+    members = tuple(host for host in hosts[: cfg.trainer_hosts] if isinstance(host, RemoteHost))
+    if len(members) < 2:
+        return hosts[0]
+    return HostSpan(members=members, ranks_per_host=trainers_per_host(cfg))
+
+
 class SpanRank:
     """One rank of a trainer that may be on several hosts: where it stands among the others."""
 
@@ -16780,7 +16813,7 @@ class SpanRank:
 
     def new_writer(
         self, weights: dict[str, torch.Tensor], num_readers: int, **options: Any
-    ) -> RelayedWriter:
+    ) -> ShardWriter:
         """What it publishes these with. All ranks of the process group call it at once.
 
         Over hosts: the leading rank of each makes an arena, and tells the others where it is.
@@ -16896,18 +16929,25 @@ def interface_of(name: str) -> str:
         for line in pathlib.Path("/proc/net/if_inet6").read_text().splitlines():
             if line.startswith(digits):
                 return line.split()[-1]
-    get_address = 0x8915  # SIOCGIFADDR of netdevice(7), about an address of IPv4
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        for _, interface in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no such address
-                request = interface.encode().ljust(40, b"\0")
-                found = fcntl.ioctl(asker, get_address, request)
-                if socket.inet_ntoa(found[20:24]) == name:
-                    return interface
+    for _, interface in socket.if_nameindex():
+        if address_of(interface) == name:
+            return interface
     raise OSError(f"no network interface has the address {name}")
 
 
-# -- 16h. The cluster ------------------------------------------------------------------------------
+def address_of(interface: str) -> str:
+    """The address of IPv4 that an interface has, the first one; "": it has none."""
+    get_address = 0x8915  # SIOCGIFADDR of netdevice(7)
+    request = interface.encode().ljust(40, b"\0")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        try:
+            found = fcntl.ioctl(asker, get_address, request)
+        except OSError:
+            return ""
+    return socket.inet_ntoa(found[20:24])
+
+
+# -- 16i. The cluster ------------------------------------------------------------------------------
 # No request waits for an answer of a relay. So nobody would notice that one is in trouble, and the
 # generators of its host would sample from older and older weights. The main process therefore asks
 # each relay every second how it fares:
@@ -16917,7 +16957,7 @@ def interface_of(name: str) -> str:
 #                                         "no answer ..."               trainer
 #     the way to it is gone             "no answer ...", failures     it tries on, three times;
 #                                                                       then another one tries
-#     a delta is not made               "waits to be told ..."        it is, or the trainer is lost
+#     a delta is not made               "waits for what it ..."       it is, or the trainer is lost
 #     a version takes long              how much is here, once        it arrives
 #     a mistake in the relay            "a mistake ...", and which    another one
 
@@ -16976,7 +17016,7 @@ class RelayNews:
                 share = now.arrived_bytes / now.due_bytes
                 found["slow"] = f"a version takes long, {share:.0%} of it in {now.behind_s:.0f} s"
             elif not now.num_in_row:
-                found["waits"] = f"waits to be told what has changed, for {now.behind_s:.0f} s"
+                found["waits"] = f"waits for what it is to read, for {now.behind_s:.0f} s"
         if now.num_refused:
             found["refused"] = "a delta did not lead to what was published: it was read whole"
         return found
@@ -17134,7 +17174,8 @@ class HostsCluster(SendingCluster):
         """
         status = await self.trainer.status()
         num_ranks = sum(len(answers) for answers in status.answers.values())
-        if num_ranks < self.cfg.trainers and self.trainer_host().life():  # mechanism: all again
+        is_fewer = 0 < num_ranks < self.cfg.trainers  # 0: it is just being replaced
+        if is_fewer and self.trainer_host().life():  # mechanism: all again
             self.tell("the trainer begins again, on all its hosts")
             await self.trainer.start()
             raise TrainerLost("the trainer begins again on all its hosts")
@@ -17429,20 +17470,20 @@ async def tell_span(report: Report, span: HostSpan) -> None:
     report.at_end(relays.close)
     await ranks.start()
     await relays.start()
-    num_versions = 10
     num_wrong = 0
-    for _ in range(num_versions):
+    for _ in range(10):
         num_wrong += await ranks.route(RowRank.step)
-    read_bytes = 0
-    lacked_bytes = 0
-    for relay in range(len(span.members)):
-        traffic = await relays.ask(relay, Relay.traffic)
-        read_bytes += traffic.read_bytes
-        lacked_bytes += traffic.num_versions * traffic.model_bytes
-    lacked_bytes -= (num_versions + 1) * traffic.model_bytes  # together they have written one
-    report.say(f"a trainer with a rank on each of {len(span.members)} hosts")
-    crossed = read_bytes / lacked_bytes
-    report.check("bytes that its relays read / bytes that hosts lacked", crossed, "==", 1.0)
+    num_hosts = len(span.members)
+    found = [await relays.ask(relay, Relay.traffic) for relay in range(num_hosts)]
+    # Of one version each host has written its part, and all of them together one whole. So what
+    # they lack is a whole for each, less one.
+    lacked_bytes = (num_hosts - 1) * found[0].num_versions * found[0].model_bytes
+    crossed = sum(traffic.read_bytes for traffic in found) / lacked_bytes
+    report.say(
+        f"a trainer with a rank on each of {num_hosts} hosts: {found[0].num_versions} versions, "
+        f"each lacks {lacked_bytes // found[0].num_versions // num_hosts} bytes of one, about half"
+    )
+    report.check("bytes that its relays read / bytes that its hosts lacked", crossed, "==", 1.0)
     report.check("arenas that do not hold the whole version", num_wrong, "==", 0)
     report.figure(span_bytes_over_lacked=crossed)
 
@@ -17482,7 +17523,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     workers = LocalWorkers(2)
     report.at_end(functools.partial(asyncio.to_thread, workers.close))
     first, second = workers.processes
-    report.say(f"two workers on this machine, {first} and {second}; about 20 s")
+    report.say(f"two workers on this machine, {first} and {second}; about 40 s")
     own = Config(
         seed=cfg.seed,
         hosts=f"{first},{second}",

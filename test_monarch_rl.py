@@ -1916,6 +1916,27 @@ def test_a_session_that_raises_ends_its_own_request_alone(fails_at: str) -> None
     with_generator(scene, task)
 
 
+def noted_work(module: Any, ends: dict[float, list[float]]) -> list[float]:
+    """What a generator answers. ends: when a request ends, and when those began that it has."""
+    work = module.SharedWork(mock.Mock())
+    found = []
+    for end_s, work.begun_s in ends.items():
+        with mock.patch.object(module.time, "time", return_value=end_s):
+            found.append(work.note())
+    return found
+
+
+def test_work_that_requests_share_is_counted_once_and_all_of_it(tmp_path: pathlib.Path) -> None:
+    """A request from 10 to 16, and one from 12 to 14 in the middle of it; later one from 20 to 21.
+
+    If each is counted from its own beginning, the first two seconds belong to nobody.
+    """
+    ends = {14.0: [10.0, 12.0], 16.0: [10.0], 21.0: [20.0]}
+    assert noted_work(m, ends) == [4.0, 2.0, 1.0]
+    own = {"shared work counts once": "begin_s = max(self.begun_s[-1], self.noted_s)"}
+    assert sum(noted_work(changed_module(tmp_path, own), ends)) < 7.0
+
+
 # -- the trainer, in this process ------------------------------------------------------------------
 
 
@@ -7133,7 +7154,7 @@ def test_each_trouble_of_a_relay_is_told_once_and_so_is_its_end() -> None:
     [line] = news.hear(traffic_of(num_versions=1, num_refused=1))
     assert "did not lead to what was published" in line
     [line] = news.hear(traffic_of(num_versions=1, behind_s=6.0, due_bytes=0))
-    assert line.endswith("waits to be told what has changed, for 6 s")
+    assert line.endswith("waits for what it is to read, for 6 s")
     assert news.hear(traffic_of(num_versions=1, num_refused=2)) == []
     old = {"num_versions": 1, "num_failures": 2, "last_failure": "it failed:\ntimed out"}
     assert news.hear(traffic_of(behind_s=10.0, **old)) == []  # it has been made good since
