@@ -188,6 +188,7 @@ import threading
 import traceback
 import types
 import urllib.parse
+import warnings
 import zipfile
 import zlib
 from collections.abc import (
@@ -16100,15 +16101,15 @@ class RelayPlan:
     """What relays are to know, the same for all that read from the same arenas."""
 
     source: Service  # whose arena they read: the trainer, or relays (16e)
-    first_reader: int = 0  # the number of the first lease that relays have in such an arena
-    num_siblings: int = 1  # relays that read from the same arena, at the most
-    num_readers: int = 0  # of a relay's own arena: generators of its host, and leases of relays
-    num_copying: int = 0  # of these, as in create_arena
+    first_reader: int  # the number of the first lease that relays have in such an arena
+    num_siblings: int  # relays that read from the same arena, at the most
+    num_readers: int  # of a relay's own arena: generators of its host, and leases of relays
+    num_copying: int  # of these, as in create_arena
     passes_on: bool = False  # do other relays read from that arena?
 
 
-class Relay(Worker):
-    """One per other host. It reads the trainer's arena and writes one for the generators there."""
+class VersionCarrier(Worker):
+    """What relays have in common: the loop, and what they say of themselves."""
 
     # The pause after a failure. Mostly the trainer was lost, and another relay is about to begin.
     RETRY_S = 0.5
@@ -16116,48 +16117,17 @@ class Relay(Worker):
     # other one between these two processes. Another relay is another process.
     MAX_FAILURES = 3
 
-    def __init__(self, place: Place, plan: RelayPlan) -> None:
+    def __init__(self, place: Place) -> None:
         super().__init__(place)
-        self.plan = plan
-        # Of those that read from the same arena, this is that number.
-        self.parent, number = divmod(place.replica_id, plan.num_siblings)
-        self.first_lease = plan.first_reader + LEASES_PER_RELAY * number
         self.relay_id = time.time_ns()
         self.num_failures = 0
         self.num_in_row = 0
         self.last_failure = ""
-        self.offer: Offer | None = None  # None before a relay has asked
-
-    async def prepare(self) -> ArenaHandle | None:
-        """Makes an arena for this host. Answers with its handle."""
-        remote = await self.find_source()
-        manifest = remote.handle.manifest
-        plan = self.plan
-        arena = create_arena(manifest, plan.num_readers, plan.num_copying)
-        advance = self.pulse.advance
-        self.reader = RemoteReader(remote, arena, advance, self.make_way(), plan.passes_on)
-        self.begin_to_follow(self.reader)
-        return arena.handle
 
     def begin_to_follow(self, crossing: Crossing) -> None:
         """From now on it brings versions with this."""
         self.crossing = crossing
         self.following = asyncio.ensure_future(self._follow())
-
-    async def find_source(self) -> RemoteHandle:
-        """What this relay reads."""
-        return await self.plan.source.route(RelayedTrainer.remote, self.first_lease)
-
-    def make_way(self) -> QuickerWay:
-        """What chooses its way from one version to the next."""
-        return QuickerWay()
-
-    @endpoint
-    async def remote(self, reader: int) -> RemoteHandle:
-        """For a relay that reads from this one, as in RelayedTrainer."""
-        if self.offer is None:
-            self.offer = Offer(self.reader.arena, self.reader.deltas)
-        return self.offer.for_relay(reader)
 
     async def _follow(self) -> None:
         """The relay's loop: looks every few ms / produces versions / ends with its process.
@@ -16201,6 +16171,44 @@ class Relay(Worker):
             num_refused=now.num_refused,
             took_s=now.took_s,
         )
+
+
+class Relay(VersionCarrier):
+    """One per other host. It reads the trainer's arena and writes one for the generators there."""
+
+    def __init__(self, place: Place, plan: RelayPlan) -> None:
+        super().__init__(place)
+        self.plan = plan
+        # Of those that read from the same arena, this is that number.
+        self.parent, number = divmod(place.replica_id, plan.num_siblings)
+        self.first_lease = plan.first_reader + LEASES_PER_RELAY * number
+        self.offer: Offer | None = None  # None before a relay has asked
+
+    async def prepare(self) -> ArenaHandle | None:
+        """Makes an arena for this host. Answers with its handle."""
+        remote = await self.find_source()
+        manifest = remote.handle.manifest
+        plan = self.plan
+        arena = create_arena(manifest, plan.num_readers, plan.num_copying)
+        advance = self.pulse.advance
+        self.reader = RemoteReader(remote, arena, advance, self.make_way(), plan.passes_on)
+        self.begin_to_follow(self.reader)
+        return arena.handle
+
+    async def find_source(self) -> RemoteHandle:
+        """What this relay reads."""
+        return await self.plan.source.route(RelayedTrainer.remote, self.first_lease)
+
+    def make_way(self) -> QuickerWay:
+        """What chooses its way from one version to the next."""
+        return QuickerWay()
+
+    @endpoint
+    async def remote(self, reader: int) -> RemoteHandle:
+        """For a relay that reads from this one, as in RelayedTrainer."""
+        if self.offer is None:
+            self.offer = Offer(self.reader.arena, self.reader.deltas)
+        return self.offer.for_relay(reader)
 
 
 # -- 16e. A tree of relays -------------------------------------------------------------------------
@@ -16589,6 +16597,7 @@ class HostParts:
 class Completion:
     """What the relay of a host with ranks has to do."""
 
+    life: str  # of that host
     handle: ArenaHandle  # of the arena to be completed
     ranks_per_host: int
     sources: list[HostParts]  # the other hosts with ranks; none: nothing is missing
@@ -16841,22 +16850,26 @@ class SpanRank:
         """Those from one host to another."""
         return [move for move in self.moves if (move.source, move.target) == (source, target)]
 
-    def completion(self, life: str, writer: ShardWriter) -> Completion | None:
-        """For the relay of a host in this life. None: there is no rank on it. For rank 0."""
+    def completions(self, writer: ShardWriter) -> list[Completion]:
+        """For the relay of each host that has ranks. Only rank 0 knows all."""
+        if self.rank > 0:
+            return []
         if self.num_hosts == 1:
-            alone = Completion(writer.arena.handle, ranks_per_host=0, sources=[], moves=[])
-            return alone if life == my_life() else None
-        lives = [parts.life for parts in self.parts]
-        if life not in lives:
-            return None
-        host = lives.index(life)
-        others = [other for other in range(self.num_hosts) if other != host]
-        return Completion(
-            handle=self.parts[host].handle,
-            ranks_per_host=self.per_host,
-            sources=[self.parts[other] for other in others],
-            moves=[self._moves(other, host) for other in others],
-        )
+            handle = writer.arena.handle
+            return [Completion(my_life(), handle, ranks_per_host=0, sources=[], moves=[])]
+        found = []
+        for host, parts in enumerate(self.parts):
+            others = [other for other in range(self.num_hosts) if other != host]
+            found.append(
+                Completion(
+                    life=parts.life,
+                    handle=parts.handle,
+                    ranks_per_host=self.per_host,
+                    sources=[self.parts[other] for other in others],
+                    moves=[self._moves(other, host) for other in others],
+                )
+            )
+        return found
 
 
 class SpanTrainer(HostsTrainer):
@@ -16884,18 +16897,43 @@ class SpanTrainer(HostsTrainer):
         return self.span.new_writer(weights, num_readers, **options)
 
     @endpoint
-    async def completion(self, life: str) -> Completion | None:
-        """What the relay of a host in this life has to do; None: nothing, it has no rank."""
+    async def completions(self) -> list[Completion]:
+        """What the relays of its hosts have to do."""
         _, writer = self._begun()
-        return self.span.completion(life, writer) if self.rank == 0 else None
+        return self.span.completions(writer)
 
 
-class HomeRelay(Relay):
+class Board(Actor):
+    """In the main process: what relays of the trainer's hosts have to do, for whoever begins.
+
+    They do not ask the trainer. It may just be waiting for a copy that the relay before them has
+    not completed, and then it answers nobody.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, Completion] = {}  # by the life of the host
+
+    @endpoint
+    async def put(self, tasks: list[Completion]) -> None:
+        """Those of a new trainer, in place of all others."""
+        self.tasks = {task.life: task for task in tasks}
+
+    @endpoint
+    async def task_of(self, life: str) -> Completion | None:
+        """For the relay of a host in this life. None: the trainer has no rank there."""
+        return self.tasks.get(life)
+
+
+class HomeRelay(VersionCarrier):
     """The relay of a host that has ranks of the trainer, unless it was lost, and is back."""
+
+    def __init__(self, place: Place, board: Board) -> None:
+        super().__init__(place)
+        self.board = board
 
     async def prepare(self) -> ArenaHandle | None:
         """Begins to complete the arena of this host. Answers with that; None: it has none."""
-        task = await self.plan.source.route(SpanTrainer.completion, my_life())
+        task = await self.board.task_of.call_one(my_life())
         crossing = Crossing(self.pulse.advance)
         if task is not None and task.sources:
             crossing = Completer(task, map_arena(task.handle), self.pulse.advance)
@@ -16903,21 +16941,25 @@ class HomeRelay(Relay):
         return task and task.handle
 
 
-def home_relays(cfg: Config, trainer: Service, hosts: tuple[Host, ...]) -> Service | None:
-    """The relays of the trainer's hosts. None: one host needs none."""
-    if len(hosts) < 2:
-        return None
-    return Service(
-        ServiceSpec(
+class HomeRelays(Service):
+    """The relays of the trainer's hosts, if these are several."""
+
+    def __init__(self, hosts: Sequence[Host], stuck_after_s: float) -> None:
+        self.board = this_proc().spawn("board", Board)
+        spec = ServiceSpec(
             name="home relay",
             replica_class=HomeRelay,
-            args=(RelayPlan(source=trainer),),
+            args=(self.board,),
             num_replicas=len(hosts),
-            hosts=hosts,
-            stuck_after_s=cfg.stuck_after,
-            setup_deadline_s=3600.0,  # it asks the trainer, behind steps that may take long
+            hosts=tuple(hosts),
+            stuck_after_s=stuck_after_s,
         )
-    )
+        super().__init__(spec)
+
+    async def begin(self, tasks: list[Completion]) -> None:
+        """Starts them, or replaces them, for a new trainer. Returns when all are ready."""
+        await self.board.put.call_one(tasks)
+        await self.start()
 
 
 def interface_of(name: str) -> str:
@@ -17052,7 +17094,9 @@ class HostsCluster(SendingCluster):
         self.tell = tell
         of_trainer = self.hosts[: cfg.trainer_hosts]
         others = self.hosts[cfg.trainer_hosts :]
-        self.homes = home_relays(cfg, self.trainer, of_trainer)
+        self.homes: HomeRelays | None = None  # None: the trainer is on one host, and needs none
+        if cfg.trainer_hosts > 1:
+            self.homes = HomeRelays(of_trainer, cfg.stuck_after)
         self.relays = RelayTree(cfg, self.trainer, others)
         with_relay = self.hosts if self.homes else others
         self.news = [RelayNews(host.address) for host in with_relay]  # by relay, homes first
@@ -17087,7 +17131,7 @@ class HostsCluster(SendingCluster):
             return
         try:
             if self.homes:
-                await self.homes.start()
+                await self.homes.begin(await self._ask_trainer(SpanTrainer.completions))
             await self.relays.start()
         except RequestLost as error:
             raise TrainerLost("the trainer was lost before the relays had begun") from error
@@ -17110,7 +17154,7 @@ class HostsCluster(SendingCluster):
         num_homes = self.homes.num_replicas if self.homes else 0
         try:
             if self.homes and relay < num_homes:
-                traffic = await self.homes.ask(relay, Relay.traffic)
+                traffic = await self.homes.ask(relay, HomeRelay.traffic)
             else:
                 traffic = await self.relays.ask(relay - num_homes, Relay.traffic)
         except ReplicaLost:
@@ -17435,9 +17479,9 @@ class RowRank(Worker):
         self.writer.start(0)
 
     @endpoint
-    async def completion(self, life: str) -> Completion | None:
+    async def completions(self) -> list[Completion]:
         """As of SpanTrainer."""
-        return self.span.completion(life, self.writer)
+        return self.span.completions(self.writer)
 
     @endpoint
     async def step(self) -> int:
@@ -17465,23 +17509,23 @@ async def tell_span(report: Report, span: HostSpan) -> None:
     )
     ranks = Service(spec)
     report.at_end(ranks.close)
-    relays = home_relays(Config(), ranks, span.members)
-    assert relays is not None, "there are several hosts"
+    relays = HomeRelays(span.members, spec.stuck_after_s)
     report.at_end(relays.close)
     await ranks.start()
-    await relays.start()
+    await relays.begin(await ranks.route(RowRank.completions))
     num_wrong = 0
     for _ in range(10):
         num_wrong += await ranks.route(RowRank.step)
     num_hosts = len(span.members)
-    found = [await relays.ask(relay, Relay.traffic) for relay in range(num_hosts)]
+    found = [await relays.ask(relay, HomeRelay.traffic) for relay in range(num_hosts)]
     # Of one version each host has written its part, and all of them together one whole. So what
     # they lack is a whole for each, less one.
-    lacked_bytes = (num_hosts - 1) * found[0].num_versions * found[0].model_bytes
+    one = found[0]
+    lacked_bytes = (num_hosts - 1) * one.num_versions * one.model_bytes
     crossed = sum(traffic.read_bytes for traffic in found) / lacked_bytes
     report.say(
-        f"a trainer with a rank on each of {num_hosts} hosts: {found[0].num_versions} versions, "
-        f"each lacks {lacked_bytes // found[0].num_versions // num_hosts} bytes of one, about half"
+        f"a trainer with a rank on each of {num_hosts} hosts: "
+        f"{one.num_versions} versions of {one.model_bytes} bytes"
     )
     report.check("bytes that its relays read / bytes that its hosts lacked", crossed, "==", 1.0)
     report.check("arenas that do not hold the whole version", num_wrong, "==", 0)
@@ -18576,11 +18620,7 @@ def main(argv: list[str] | None = None) -> None:
         enable_transport(url(connect(first, cfg.secret).my_name, 0))
     elif command.has_tcp():
         enable_transport("tcp://127.0.0.1:0")
-    # Descriptor 2, which our processes inherit, becomes an unnamed file: Monarch reports there what
-    # the demos provoke. sys.stderr keeps the terminal.
-    noise = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
-    os.dup2(noise.fileno(), 2)
+    noise = keep_noise()
     signal.signal(signal.SIGINT, lambda *_: leave(130, "interrupted"))
     # For a death that no owner has handled, which would be a mistake in this file. Monarch's own
     # hook ends the process as well, but leaves others behind.
@@ -18594,6 +18634,18 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # `monarch_rl.py | head` has read enough
         leave(1)
     finish(report, cfg, noise)
+
+
+def keep_noise() -> Any:
+    """Keeps off the terminal what is not said to you. Returns the file in which it is."""
+    # Descriptor 2, which our processes inherit, becomes an unnamed file: Monarch reports there what
+    # the demos provoke. sys.stderr keeps the terminal.
+    noise = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    os.dup2(noise.fileno(), 2)
+    # Without a card Monarch warns that bytes travel by TCP. Stage 3 says which way they travel.
+    warnings.filterwarnings("ignore", message="No ibverbs RDMA hardware")
+    return noise
 
 
 def finish(report: Report, cfg: Config, noise: Any) -> None:

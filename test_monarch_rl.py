@@ -15326,6 +15326,56 @@ def test_a_copy_that_fails_on_one_host_is_told_on_the_others() -> None:
     assert first.newest_version() == second.newest_version() == m.Arena.NOTHING
 
 
+async def lose_relays_of_a_trainer() -> None:
+    """Each relay of a trainer on two hosts is killed, and the trainer waits for what it owes."""
+    m.enable_transport("tcp://127.0.0.1:0")
+    workers = m.LocalWorkers(2)
+    members = tuple(m.RemoteHost(address) for address in workers.processes)
+    span = m.HostSpan(members=members, ranks_per_host=1)
+    while not span.life():
+        await asyncio.sleep(0.05)
+    spec = m.ServiceSpec(
+        name="rows",
+        replica_class=m.RowRank,
+        args=(101,),
+        num_replicas=1,
+        num_ranks=2,
+        hosts=(span,),
+    )
+    ranks = m.Service(spec)
+    relays = m.HomeRelays(members, 60.0)
+    await ranks.start()
+    await relays.begin(await ranks.route(m.RowRank.completions))
+    num_wrong = await ranks.route(m.RowRank.step)
+    for relay in (0, 1):
+        await relays.strike(signal.SIGKILL, relay)
+        for _ in range(3):
+            num_wrong += await ranks.route(m.RowRank.step)
+    lost = (await relays.status(30.0)).lost_replicas
+    num_ranks_lost = len((await ranks.status(0.0)).lost_replicas)
+    await relays.close()
+    await ranks.close()
+    workers.close()
+    found = {
+        "wrong": num_wrong,
+        "lost": sorted(loss.replica_id for loss in lost),
+        "ranks_lost": num_ranks_lost,
+    }
+    print(json.dumps(found), flush=True)
+
+
+def run_lose_relays_of_a_trainer() -> None:
+    run_actors(lose_relays_of_a_trainer())
+
+
+def test_a_trainer_waits_for_the_successor_of_its_relay(tmp_path: pathlib.Path) -> None:
+    """The successor has to learn what it owes, while the trainer answers nobody."""
+    found = run_of_this_module("run_lose_relays_of_a_trainer()", tmp_path)
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout.splitlines()[-1])
+    assert told == {"wrong": 0, "lost": [0, 1], "ranks_lost": 0}
+
+
 class Machine(m.RemoteHost):
     """A host without a machine: the test says in which life it is."""
 
