@@ -15194,6 +15194,7 @@ class SpanRace:
             pieces=pieces,
         )
         return self.module.Completion(
+            life="",
             handle=self.arenas[host].handle,
             ranks_per_host=self.PER_HOST,
             sources=[source],
@@ -15250,7 +15251,12 @@ class SpanRace:
         with concurrent.futures.ThreadPoolExecutor(8) as threads:
             trains = [threads.submit(*work) for work in ranks]
             rest = [threads.submit(*work) for work in others]
-            done, _ = concurrent.futures.wait(trains, patience_s)
+            # A relay or a reader that has ended has raised.
+            wait_until(
+                lambda: all(one.done() for one in trains) or any(one.done() for one in rest),
+                patience_s,
+            )
+            is_done = all(one.done() for one in trains)
             time.sleep(0.05)  # for the readers to see the last one
             self.is_over.set()
             for arena in self.arenas:  # whoever waits there waits no longer
@@ -15258,7 +15264,7 @@ class SpanRace:
                     self.module.tell(arena, word, m.ShardWriter.FAILED)
             for one in [*trains, *rest]:
                 one.result()
-        return len(done) == len(trains)
+        return is_done
 
 
 def race_over_hosts(module: Any, num_versions: int = 200, patience_s: float = 120) -> SpanRace:
