@@ -393,7 +393,8 @@ FIGURES = {
     "reward_model": "reward_accuracy preferences learned_nothing learned_kl learned_fresh "
     "true_nothing true_kl true_fresh kl_nothing_nats kl_kl_nats kl_fresh_nats",
     "hosts": "bytes_per_version_over_model relay_versions relay_deltas relay_refused "
-    "relay_second_leases relay_failures relay_mistakes delta_bytes_over_model delta_ms_over_whole",
+    "relay_second_leases relay_failures relay_mistakes delta_bytes_over_model delta_ms_over_whole "
+    "span_bytes_over_lacked",
 }
 
 
