@@ -457,7 +457,7 @@ ENVIRONMENT = {
     # trainers and generators of a large model (--threads).
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Process groups need no network but the loopback, but for a trainer over hosts (section 16).
+    # Process groups need only the loopback, except that of a trainer over hosts (section 16).
     "GLOO_SOCKET_IFNAME": "lo",
     # Monarch asks for this when it registers GPU memory for RDMA.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -554,7 +554,7 @@ class Config:
     )
     trainers: int = setting(1, "ranks over which the trainer is sharded with FSDP2", least=1)
     trainer_hosts: int = setting(
-        1, "of --hosts, the first so many share these ranks evenly", least=1
+        1, "so many of --hosts, the first ones, share the trainer's ranks evenly", least=1
     )
     tensor_parallel: int = setting(
         1, "ranks of a generator, among which its layers are cut", least=1
@@ -2229,10 +2229,12 @@ class Replica:
         procs: ProcMesh,
         actor: Any,
         starts: Starts,
+        host_life: str | None = None,
     ) -> None:
+        """host_life: that of the host when its processes were started; None: the present one."""
         self.place = place
         self.host = host
-        self.host_life = host.life()  # in which it was started
+        self.host_life = host.life() if host_life is None else host_life
         self.procs = procs
         self.actor = actor  # a reference to the worker
         self.name = starts.name  # of its mesh: in Monarch's failures this tells whose they are
@@ -2444,11 +2446,12 @@ class Supervisor(Actor):
         # happened.
         place = self.spec.place(replica_id)
         host = await self.spec.hosts[place.host].present()
+        life = host.life()
         name = f"{self.spec.name}_{replica_id}_{time.monotonic_ns()}"
         starts = Starts(name, self.spec.replica_class.has_model)
         procs = await host.spawn(starts, self.spec.num_ranks)
         actor = procs.spawn(name, self.spec.replica_class, place, *self.spec.args)
-        new = Replica(place, host, procs, actor, starts)
+        new = Replica(place, host, procs, actor, starts, life)
         self.replicas[replica_id] = new
         if self.looking is None or self.looking.done():
             self.looking = asyncio.ensure_future(self._look())
@@ -3737,7 +3740,7 @@ class Arena:
     LEASES = 2  # this and the following, one of each reader: its process id * MAX_SLOTS + slot
 
     MAX_SLOTS = 1024
-    MAX_READERS = 900  # the last words are section 8's
+    MAX_READERS = 900  # the last words are those of 8 and 16
     NUM_WORDS = 1024
     HEADER_BYTES = NUM_WORDS * CACHE_LINE_BYTES
     # In any word: nothing published, nothing leased. Divided by MAX_SLOTS it reads as version -1
@@ -9216,10 +9219,10 @@ def share_of_rate(cfg: Config, num_done: int) -> float:
 
 
 def as_on(here: Config, cfg: Config) -> Config:
-    """Of a run's Config what holds for a rank. here: with its own device, and how many ranks are.
+    """A run's Config, for a rank. here: its own, with its device, and how many ranks there are.
 
-    Each rank has a device, such as cuda:1; and of a trainer over several hosts (section 16) there
-    are fewer ranks than were asked for while one of these hosts is lost.
+    A device is one such as cuda:1. And of a trainer over hosts (section 16) there are fewer ranks
+    than were asked for while one of these hosts is lost.
     """
     return dataclasses.replace(
         cfg, device=here.device, trainers=here.trainers, trainer_hosts=here.trainer_hosts
@@ -9889,7 +9892,7 @@ class Generator(Worker):
 
     def _no_arena(self) -> NobodyToBlame:
         """What to raise when the process has ended whose arena this host reads."""
-        if self.place.host > 0:
+        if self.place.host >= self.cfg.trainer_hosts:
             return NotNow("the relay of this arena has ended")
         return TrainerLost("the trainer of this arena has ended")
 
@@ -14955,9 +14958,9 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #   a slot by the protocol of section 7, with one-sided reads and writes in place of loads and
 #   stores, and publishes in an arena of its own host, where generators read as at home. A version
 #   crosses once per host: all of it, or what has changed in it where that takes less time. If the
-#   trainer itself is on several hosts, each of them reads what it lacks. A lost host is a Host
-#   whose life has ended: its replicas are lost, and come back with it.
-# Cost. A worker process on every host; for each relay two more slots where it reads; and at the
+#   trainer itself is on several hosts, a relay on each reads what it lacks, without a lease. A lost
+#   host is a Host whose life has ended: its replicas are lost, and come back with it.
+# Cost. A worker process on every host; for each leasing relay two slots where it reads; and at the
 #   trainer, for what has changed, half as much memory as its slots at the most, and after each copy
 #   a thread that is busy three to four times as long as the copy took. A private network is needed:
 #   who reaches the ports that Monarch opens can run any code (16a, and DOCS 8).
@@ -15291,14 +15294,20 @@ class RemoteHost(Host):
     def expect_models(self) -> None:
         """There is no template: workers there import for themselves."""
 
+    async def present(self) -> Host:
+        """Itself, when it is here."""
+        while not self.is_here():
+            await asyncio.sleep(BEAT_S)
+        return self
+
     async def spawn(self, starts: Starts, num_ranks: int) -> ProcMesh:
-        """Starts processes there, when the host is here.
+        """Starts processes there. OSError: it was lost just now.
 
         They import for themselves, and note their ids nowhere: one that is stopped before it can
         answer is given up after START_WITHIN_S.
         """
-        while not self.is_here():
-            await asyncio.sleep(BEAT_S)
+        if not self.is_here():
+            raise OSError("the host was lost")
         mesh = attach_to_workers(ca="trust_all_connections", workers=[self.life()])
         return mesh.spawn_procs(per_host={"rank": num_ranks}, name=starts.name)
 
@@ -15838,9 +15847,11 @@ class RelayedTrainer(Trainer):
         return RelayedWriter.join(weights, num_readers, self.rank, self.num_ranks, **options)
 
     @endpoint
-    async def remote(self, reader: int) -> RemoteHandle:
-        """For the relay that has this lease of the arena, and the next."""
+    async def remote(self, reader: int) -> RemoteHandle | None:
+        """For the relay that has this lease of the arena, and the next. Rank 0 answers."""
         _, writer = self._begun()
+        if self.rank > 0:
+            return None
         assert isinstance(writer, RelayedWriter)
         return writer.for_relay(reader)
 
@@ -16184,7 +16195,7 @@ class Relay(VersionCarrier):
         self.first_lease = plan.first_reader + LEASES_PER_RELAY * number
         self.offer: Offer | None = None  # None before a relay has asked
 
-    async def prepare(self) -> ArenaHandle | None:
+    async def prepare(self) -> ArenaHandle:
         """Makes an arena for this host. Answers with its handle."""
         remote = await self.find_source()
         manifest = remote.handle.manifest
@@ -16197,7 +16208,9 @@ class Relay(VersionCarrier):
 
     async def find_source(self) -> RemoteHandle:
         """What this relay reads."""
-        return await self.plan.source.route(RelayedTrainer.remote, self.first_lease)
+        found = await self.plan.source.route(RelayedTrainer.remote, self.first_lease)
+        assert found is not None, "rank 0 has answered"
+        return found
 
     def make_way(self) -> QuickerWay:
         """What chooses its way from one version to the next."""
@@ -16526,8 +16539,8 @@ class SendingCluster(CriticCluster):
 # a tensor are one stretch of bytes, which lies at the same offset in every slot; so nothing needs
 # to be packed into parcels.
 #
-# On each host the relay is one more hand in the protocol of 8b. Words of the arena of host A, in
-# which rank 0 leads, as version 8 is made:
+# On each host the relay is one more hand in the protocol of 8b. Words of the arena of host A, as
+# version 8 is made (rank 0 leads there, and on host B rank 2 does):
 #
 #     word of rank 0    "version 8, slot 2"     its hands may begin
 #     word of rank 1    "version 8, slot 2"     it has written its boxes
@@ -16538,8 +16551,9 @@ class SendingCluster(CriticCluster):
 # Why nobody needs a lease for what relay A reads of B. Version 8 is in slot 0 of B. B begins
 # version 9 after it has committed 8, so slot 0 is its latest one then, and 9 goes elsewhere. B
 # begins version 10 when it has committed 9. For that it needs the rows of A in 9; A begins 9 when
-# it has committed 8, and that is when relay A has read all of 8. So B is a version ahead of A at
-# the most, and version 8 is in the slot that one of two words of B names, `written` or `latest`.
+# it has committed 8, and that is when relay A has read all of 8. So until then slot 0 holds 8, and
+# a word of B says so: `written` until the ranks of B have written 9, and from then on `latest`. A
+# relay that takes the place of another one begins the version again: `completed` has not moved.
 
 
 def moves_between_hosts(
@@ -16636,7 +16650,8 @@ class SpanWriter(RelayedWriter):
         )
 
 
-# The words behind those of the ranks of a host, of which the first is the last word of the arena.
+# Two words more. That of rank 0 is the last word of the arena; those of the other ranks, and then
+# these two, stand before it.
 def written_word(ranks_per_host: int) -> int:
     """Which word says that the ranks of this host have written their boxes."""
     return Arena.NUM_WORDS - 1 - ranks_per_host
@@ -16669,13 +16684,15 @@ class Completer(Crossing):
         for source, moves in zip(self.task.sources, self.task.moves, strict=True):
             readings.append(self._read(source, version, pieces_in(slot, self.arena, moves)))
         # When this goes on nothing is under way any more, so nothing writes into the slot.
-        for result in await asyncio.gather(*readings, return_exceptions=True):
+        results = await asyncio.gather(*readings, return_exceptions=True)
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
-            if not result:
-                word = SpanWriter.FAILED
+        if all(results):
+            self._has_version()
+        else:
+            word = SpanWriter.FAILED
         tell(self.arena, self.mine, word)
-        self._has_version()
         self.heard_s = None  # nothing is asked until the next version
 
     async def _read(self, source: HostParts, version: int, rooms: list[torch.Tensor]) -> bool:
@@ -16709,13 +16726,17 @@ class Completer(Crossing):
 # example, of four ranks:
 #
 #     all is well                      ranks 0 and 1 on A, 2 and 3 on B
-#     B is lost                        the replica is: its ranks on A wait for those on B, and are
-#                                      killed. After 5 s, in which B may come back, another one is
-#                                      made on A, with ranks 0 and 1; it becomes what the newest
-#                                      checkpoint says
-#     B is back                        its generators have no arena: others get their requests
-#     the next checkpoint is saved     the trainer begins again, on both. That costs its start, and
-#                                      no step, for none was made since
+#     B is lost                        so is the replica: its ranks on A would wait for those on B
+#                                      for ever, and are killed. After 5 s, in which B may come
+#                                      back, another one is made on A, with ranks 0 and 1; it
+#                                      becomes what the newest checkpoint says
+#     or A is lost                     the same the other way round: ranks 0 and 1 are on B
+#     the lost one is back             its generators have no arena: others get their requests
+#     a checkpoint is saved            if all are here, the trainer begins again on all. That costs
+#                                      its start, and no step, for none was made since
+#
+# The hosts that are left need memory for twice as much of the model. If they lack it, the run ends
+# with the error that says so, and goes on when the same command is given again with all hosts.
 
 
 @dataclass(frozen=True)
@@ -16747,7 +16768,9 @@ class HostSpan(Host):
         """Those that are here: when all are, or after WAITS_FOR_ALL_S, when any is."""
         start = time.monotonic()
         while not self.life():
-            if self.is_here() and since(start) > self.WAITS_FOR_ALL_S:
+            if not self.is_here():
+                start = time.monotonic()
+            elif since(start) > self.WAITS_FOR_ALL_S:
                 break
             await asyncio.sleep(BEAT_S)
         here = tuple(member for member in self.members if member.is_here())
@@ -16799,9 +16822,9 @@ class SpanRank:
         self.num_hosts = num_hosts
         self.per_host = num_ranks // num_hosts
         self.host, self.local_rank = divmod(rank, self.per_host)
-        # The leading rank of each host knows these, if there are several hosts.
+        # If there are several hosts:
         self.parts: list[HostParts] = []  # by host
-        self.moves: list[Move] = []
+        self.moves: list[Move] = []  # among them; only leading ranks know
 
     def open_meeting_place(self) -> str:
         """Over hosts: a store, which serves names and values by TCP to all ranks. For rank 0."""
@@ -16851,7 +16874,7 @@ class SpanRank:
         return [move for move in self.moves if (move.source, move.target) == (source, target)]
 
     def completions(self, writer: ShardWriter) -> list[Completion]:
-        """For the relay of each host that has ranks. Only rank 0 knows all."""
+        """For the relay of each host that has ranks. The answer of rank 0 counts."""
         if self.rank > 0:
             return []
         if self.num_hosts == 1:
@@ -16893,7 +16916,9 @@ class SpanTrainer(HostsTrainer):
     def new_writer(
         self, weights: dict[str, torch.Tensor], num_readers: int, **options: Any
     ) -> ShardWriter:
-        """Over hosts: each has an arena."""
+        """Over hosts: each has an arena. Relays of other hosts read that of rank 0."""
+        if self.span.host > 0:
+            num_readers = generators_per_host(self.cfg)
         return self.span.new_writer(weights, num_readers, **options)
 
     @endpoint
@@ -16931,14 +16956,18 @@ class HomeRelay(VersionCarrier):
         super().__init__(place)
         self.board = board
 
-    async def prepare(self) -> ArenaHandle | None:
-        """Begins to complete the arena of this host. Answers with that; None: it has none."""
+    async def prepare(self) -> None:
+        """Begins to complete the arena of this host, if it has one that lacks something."""
         task = await self.board.task_of.call_one(my_life())
         crossing = Crossing(self.pulse.advance)
         if task is not None and task.sources:
-            crossing = Completer(task, map_arena(task.handle), self.pulse.advance)
+            try:
+                crossing = Completer(task, map_arena(task.handle), self.pulse.advance)
+            except WeightMismatch:
+                if is_alive(task.handle.pid):
+                    raise
+                # The trainer was lost meanwhile. The next one has these relays replaced.
         self.begin_to_follow(crossing)
-        return task and task.handle
 
 
 class HomeRelays(Service):
@@ -17080,7 +17109,7 @@ class HostsCluster(SendingCluster):
     """The actors of RL on several hosts.
 
     The trainer is on the first of them, or on the first few, and generators and judges go round
-    all. Each host but that of a trainer that is on one alone has a relay.
+    all. Each host has a relay, except that of a trainer on one host.
     """
 
     trainer_class = SpanTrainer
@@ -17095,6 +17124,7 @@ class HostsCluster(SendingCluster):
         of_trainer = self.hosts[: cfg.trainer_hosts]
         others = self.hosts[cfg.trainer_hosts :]
         self.homes: HomeRelays | None = None  # None: the trainer is on one host, and needs none
+        self.home_arenas: dict[str, ArenaHandle] = {}  # of the trainer, by the life of the host
         if cfg.trainer_hosts > 1:
             self.homes = HomeRelays(of_trainer, cfg.stuck_after)
         self.relays = RelayTree(cfg, self.trainer, others)
@@ -17131,7 +17161,9 @@ class HostsCluster(SendingCluster):
             return
         try:
             if self.homes:
-                await self.homes.begin(await self._ask_trainer(SpanTrainer.completions))
+                tasks = await self._ask_trainer(SpanTrainer.completions)
+                await self.homes.begin(tasks)
+                self.home_arenas = {task.life: task.handle for task in tasks}
             await self.relays.start()
         except RequestLost as error:
             raise TrainerLost("the trainer was lost before the relays had begun") from error
@@ -17200,15 +17232,21 @@ class HostsCluster(SendingCluster):
                 await asyncio.sleep(BEAT_S)
             if self.handle != asked_under:  # another trainer, which may be at an earlier version
                 min_version = 0
+            elif self.handle and self.handle.pid not in (await self.trainer.status()).pids:
+                raise TrainerLost("the trainer was lost, and its arenas with it")
 
     async def arenas(self) -> tuple[ArenaHandle | None, ...]:
         """For each host, the arena that its generators read: that of the trainer, or of a relay.
 
         While a relay is being replaced its host has none. Mostly it has one again before its
         generators are back, because they import more. If not, a generator raises NotNow, and the
-        service gives the request to another one.
+        service gives the request to another one. So do those of a host on which the trainer was,
+        and is no more.
         """
-        of_trainer = await arenas_of(self.homes) if self.homes else [self.handle]
+        of_trainer = [self.handle]
+        if self.homes:
+            hosts = self.hosts[: self.cfg.trainer_hosts]
+            of_trainer = [self.home_arenas.get(host.life()) for host in hosts]
         return (*of_trainer, *await self.relays.arenas())
 
     async def after_checkpoint(self) -> None:

@@ -14770,7 +14770,7 @@ def test_a_generator_that_waits_for_its_relay_is_not_stuck(tmp_path: pathlib.Pat
     assert waits_for_a_version(changed) == 0
 
 
-def raised_without_a_trainer(module: Any, host: int) -> type[Exception]:
+def raised_without_a_trainer(module: Any, host: int, trainer_hosts: int = 1) -> type[Exception]:
     """What a generator raises that waits for a version of a process that has ended."""
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -14779,6 +14779,7 @@ def raised_without_a_trainer(module: Any, host: int) -> type[Exception]:
     arena = types.SimpleNamespace(handle=handle, newest_version=lambda: 0)
     reader = types.SimpleNamespace(arena=arena, version=0)
     generator: Any = types.SimpleNamespace(
+        cfg=m.Config(trainer_hosts=trainer_hosts),
         place=place,
         pulse=mock.Mock(),
         reader=reader,
@@ -14805,6 +14806,7 @@ def test_a_version_that_never_comes_is_told_at_once(tmp_path: pathlib.Path) -> N
     """
     assert raised_without_a_trainer(m, host=0) is m.TrainerLost
     assert raised_without_a_trainer(m, host=1) is m.NotNow
+    assert raised_without_a_trainer(m, host=1, trainer_hosts=2) is m.TrainerLost
     changed = changed_module(tmp_path, {"it never comes": "if False:"})
     assert (
         raised_without_a_trainer(changed, host=0) is changed.NotNow
@@ -14822,6 +14824,24 @@ def test_a_request_waits_for_a_relay_that_is_being_replaced(
     cluster.handle = None
     assert asyncio.run(cluster.rollout([])) is reply
     assert tries.await_count == 3
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_request_that_finds_no_arena_finds_out_that_the_trainer_is_lost(
+    monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """If all hosts of a trainer were lost, none of them has an arena, and nobody else would ask."""
+    reply = m.RolloutReply(rollout=rollout_of([1], version=0), busy_s=0.0)
+    monkeypatch.setattr(m.Cluster, "rollout", mock.AsyncMock(side_effect=[m.NotNow("none"), reply]))
+    cluster: Any = m.HostsCluster.__new__(m.HostsCluster)
+    cluster.handle = types.SimpleNamespace(pid=7)
+    status = types.SimpleNamespace(pids=[7, 8] if is_there else [])
+    cluster.trainer = mock.Mock(status=mock.AsyncMock(return_value=status))
+    if is_there:
+        assert asyncio.run(cluster.rollout([])) is reply
+        return
+    with pytest.raises(m.TrainerLost):
+        asyncio.run(cluster.rollout([]))
 
 
 def rows_of_hosts(out: str) -> list[list[str]]:
@@ -15383,6 +15403,29 @@ def test_a_trainer_waits_for_the_successor_of_its_relay(tmp_path: pathlib.Path) 
     assert told == {"wrong": 0, "lost": [0, 1], "ranks_lost": 0}
 
 
+def prepared(module: Any, pid: int) -> Any:
+    """What the relay of a trainer's host brings versions with, if its arena cannot be mapped."""
+    handle = dataclasses.replace(m.create_arena(m.manifest_of(two_tensors()), 1).handle, pid=pid)
+    task = module.Completion("b:1", handle, 1, sources=[None], moves=[[]])
+    relay: Any = module.HomeRelay.__new__(module.HomeRelay)
+    relay.board = mock.Mock()
+    relay.board.task_of.call_one = mock.AsyncMock(return_value=task)
+    relay.pulse = mock.Mock()
+    replace_method(relay, "begin_to_follow", mock.Mock())
+    asyncio.run(relay.prepare())
+    [crossing] = relay.begin_to_follow.call_args.args
+    return crossing
+
+
+def test_a_trainer_that_is_lost_while_its_relays_begin_is_no_mistake_of_theirs() -> None:
+    """They have nothing to do, until the next trainer has them replaced."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert type(prepared(m, gone.pid)) is m.Crossing
+    with pytest.raises(m.WeightMismatch):  # of a process that lives, it is one
+        prepared(m, os.getppid())
+
+
 class Machine(m.RemoteHost):
     """A host without a machine: the test says in which life it is."""
 
@@ -15420,6 +15463,13 @@ def test_a_trainer_begins_on_the_hosts_that_are_left(
     assert span.is_here()
     Machine.lives["a"] = ""
     assert not span.is_here()
+    # Both were lost, for longer than that: when one is back the other one is waited for.
+    threading.Timer(0.7, lambda: Machine.lives.update(a="a:2")).start()
+    start = time.monotonic()
+    with mock.patch.object(m.HostSpan, "WAITS_FOR_ALL_S", 0.5):
+        assert asyncio.run(span.present()).members == span.members[:1]  # type: ignore[attr-defined]
+    assert time.monotonic() - start > 1.0
+    Machine.lives["a"] = ""
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(asyncio.wait_for(span.present(), 0.5))
 
