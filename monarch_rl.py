@@ -553,9 +553,7 @@ class Config:
         1.0, "logits are divided by it, in sampling and in training", least=0.01
     )
     trainers: int = setting(1, "ranks over which the trainer is sharded with FSDP2", least=1)
-    trainer_hosts: int = setting(
-        1, "so many of --hosts, the first ones, share the trainer's ranks evenly", least=1
-    )
+    trainer_hosts: int = setting(1, "hosts that share these ranks: the first of --hosts", least=1)
     tensor_parallel: int = setting(
         1, "ranks of a generator, among which its layers are cut", least=1
     )
@@ -563,7 +561,7 @@ class Config:
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
     order: str = setting(
         "ready",
-        "ready: as groups come, late ones are dropped; window: none is, the trainer waits",
+        "ready: late groups are dropped; window: the trainer waits",
         choices="ready window",
     )
     in_flight: float | None = setting(
@@ -16878,8 +16876,14 @@ class SpanRank:
         if self.rank > 0:
             return []
         if self.num_hosts == 1:
-            handle = writer.arena.handle
-            return [Completion(my_life(), handle, ranks_per_host=0, sources=[], moves=[])]
+            alone = Completion(
+                life=my_life(),
+                handle=writer.arena.handle,
+                ranks_per_host=self.per_host,
+                sources=[],
+                moves=[],
+            )
+            return [alone]
         found = []
         for host, parts in enumerate(self.parts):
             others = [other for other in range(self.num_hosts) if other != host]
