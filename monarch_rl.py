@@ -4735,7 +4735,7 @@ SYNC_ROADS = [
 
 @stage(
     "a generator never samples from half-updated weights, on a CPU the trainer waits for no "
-    "reader, and a sync copies the weights once, for 1, 2 and 4 generators",
+    "reader, and a sync is one copy of the weights, for 1, 2 and 4 generators",
     hint="announce nothing, `pass`: the trainer overwrites what is read",
     mechanism="announce",
 )
