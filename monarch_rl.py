@@ -114,6 +114,7 @@ import signal
 import sys
 import time
 
+VERSION = "1.0"
 FIRST_LINE_S = time.monotonic()  # when this file began to run, for began_s
 
 # The processors of which section 7 says in what order they load and store, by the system's names.
@@ -152,6 +153,7 @@ import ctypes
 import dataclasses
 import datetime
 import decimal
+import difflib
 import errno
 import fcntl
 import functools
@@ -868,17 +870,21 @@ class Report:
         "<=": operator.le,
         ">": operator.gt,
     }
+    WIDTH = 80  # columns, of a terminal that nobody has widened
     INDENT = " " * 7
     CLEAR_LINE = "\r\x1b[K"  # on a terminal: what erases the live line
-    QUIET_S = 3.0  # after so much silence a live line shows the time
+    QUIET_S = 1.0  # after so much silence a live line shows what is under way
     END_WITHIN_S = 60.0
 
     def __init__(self) -> None:
         self.stages: list[dict[str, Any]] = []  # what --json has of each, the present one last
         self.ends: list[Callable[[], Awaitable[object]]] = []  # of what this stage has started
         self.unwritten: list[str] = []  # flags whose files could not be written
-        self.is_terminal = sys.stdout.isatty()
+        # A dumb terminal, such as an editor's, would print the code that erases a line.
+        self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.last_print_s = time.monotonic()
+        self.activity = ""  # what is under way, for the live line
+        self.stage_start_s = time.monotonic()
 
     def at_end(self, end: Callable[[], Awaitable[object]]) -> None:
         """Has this called when the stage is over, also if it fails.
@@ -908,27 +914,39 @@ class Report:
             self.unwritten.append(flag)
             self.say(f"{flag}: {error}")
 
-    def say(self, *lines: str, indent: str = INDENT, end: str = "\n") -> None:
-        """Prints lines, in the place of the live line if there is one."""
-        clear = self.CLEAR_LINE if self.is_terminal else ""
+    def say(self, *lines: str, indent: str = INDENT) -> None:
+        """Prints lines; folds those that are too long for a terminal."""
         for line in lines:
-            print(f"{clear}{indent}{visible(line)}".rstrip(" "), end=end, flush=True)
+            text = indent + visible(line).rstrip(" ")
+            if len(text) > self.WIDTH:
+                num_spaces = max(len(self.INDENT), len(text) - len(text.lstrip()))
+                text = textwrap.fill(text, self.WIDTH, subsequent_indent=" " * num_spaces)
+            self._put(text)
+
+    def _put(self, text: str, end: str = "\n") -> None:
+        """Prints a line as it is, in the place of the live line if there is one."""
+        clear = self.CLEAR_LINE if self.is_terminal else ""
+        print(clear + text.rstrip(" "), end=end, flush=True)
         self.last_print_s = time.monotonic()
 
     def say_live(self, line: str) -> None:
         """On a terminal, a line that the next one replaces; elsewhere nothing."""
         if self.is_terminal:
-            self.say(line[:90], end="")
+            self._put((self.INDENT + visible(line))[: self.WIDTH - 1], end="")
+
+    def doing(self, what: str) -> None:
+        """Notes what is under way from now on. The clock shows it if that takes a while."""
+        self.activity = what
 
     async def keep_clock(self) -> None:
-        """Shows the time whenever nothing was printed for a while, so that a wait looks alive.
+        """Shows the time since the stage began, and what is under way, when all is silent.
 
         waits for silence / produces a live line / ends when it is cancelled
         """
         while True:
-            await asyncio.sleep(1.0)
-            if time.monotonic() - self.last_print_s > self.QUIET_S:
-                self.say_live(time.strftime("%H:%M:%S"))
+            await asyncio.sleep(0.5)
+            if since(self.last_print_s) > self.QUIET_S:
+                self.say_live(f"{since(self.stage_start_s):.0f} s: {self.activity}")
 
     def table(self, rows: Sequence[Any]) -> None:
         """Prints records as a table, and keeps them for --json.
@@ -939,17 +957,14 @@ class Report:
         entries = []
         for row in rows:
             entries.append(row if isinstance(row, dict) else dataclasses.asdict(row))
-        lines = [""] * (1 + len(rows))  # of the table; the first has the heads
-        for name in entries[0]:
-            values = [entry[name] for entry in entries]
-            head = name.replace("_", " ")
-            cells = [head, *[show(value) for value in values]]
-            width = max(len(cell) for cell in cells)
-            is_words = any(isinstance(value, str) for value in values)
-            for i, cell in enumerate(cells):
-                filled = cell.ljust(width) if is_words else cell.rjust(width)
-                lines[i] += f"{filled}  "
-        self.say(*lines)
+        room = self.WIDTH - len(self.INDENT)
+        lines = lines_of_table(entries, folds_heads=False, gap=2)
+        if max(len(line) for line in lines) > room:
+            lines = lines_of_table(entries, folds_heads=True, gap=2)
+        if max(len(line) for line in lines) > room:
+            lines = lines_of_table(entries, folds_heads=True, gap=1)
+        for line in lines:
+            self._put(self.INDENT + visible(line))
         self.stages[-1]["tables"].append(entries)
 
     def figure(self, **figures: float | int | str | None) -> None:
@@ -983,14 +998,18 @@ class Report:
         """Prints its head: number, name, claim, and the line where its section begins."""
         entry = {"name": stage.name, "number": stage.number, "claim": stage.claim}
         self.stages.append({**entry, "checks": [], "figures": {}, "tables": []})
+        self.stage_start_s = time.monotonic()
+        self.doing("starting processes")
         line = line_of_section(stage)
         head = f"[{stage.number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {line})"
-        self.say(textwrap.fill(head, 96, subsequent_indent=self.INDENT), indent="")
+        self.say(textwrap.fill(head, self.WIDTH, subsequent_indent=self.INDENT), indent="")
 
     def begin_command(self, name: str) -> None:
         """Prints the head of what is no stage: --evaluate or --export by itself."""
         entry = {"name": name, "number": None, "claim": ""}
         self.stages.append({**entry, "checks": [], "figures": {}, "tables": []})
+        self.stage_start_s = time.monotonic()
+        self.doing("loading the model")
         self.say(name, indent="")
 
     def end_command(self, seconds: float) -> None:
@@ -1008,9 +1027,35 @@ class Report:
         line = line_with(f"# mechanism: {stage.mechanism}")
         hint = f"try: in line {line}, {stage.hint}; then --only {stage.name}"
         checks = self.stages[-1]["checks"]
-        self.say(*textwrap.wrap(hint, 89), f"{len(checks)} checks, {seconds:.1f} s", "")
+        self.say(hint, f"{len(checks)} checks, {seconds:.1f} s", "")
         ok = all(check["ok"] for check in checks)
         self.stages[-1].update(ok=ok, seconds=round(seconds, 2))
+
+
+def lines_of_table(entries: list[dict[str, Any]], folds_heads: bool, gap: int) -> list[str]:
+    """The lines of a table.
+
+    folds_heads: may a head of several words stand on several lines? Then a column is as wide as
+    its values, or its longest word. gap: spaces between two columns.
+    """
+    columns = []
+    for name in entries[0]:
+        values = [entry[name] for entry in entries]
+        shown = [show(value) for value in values]
+        head = [name.replace("_", " ")]
+        if folds_heads:
+            words = head[0].split()
+            head = textwrap.wrap(head[0], max(len(text) for text in words + shown))
+        columns.append((head, shown, any(isinstance(value, str) for value in values)))
+    height = max(len(head) for head, _, _ in columns)
+    lines = [""] * (height + len(entries))
+    for head, shown, is_words in columns:
+        cells = [""] * (height - len(head)) + head + shown
+        width = max(len(cell) for cell in cells)
+        for i, cell in enumerate(cells):
+            filled = cell.ljust(width) if is_words else cell.rjust(width)
+            lines[i] += filled + " " * gap
+    return [line.rstrip() for line in lines]
 
 
 @contextlib.contextmanager
@@ -1467,6 +1512,7 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     await transfer(owner, kib=1)  # not in the table: the first one also opens connections
     rows = []
     for kib in (1, 1024, 64 * 1024):
+        report.doing(f"fetches of {kib} KiB, by message and by handle")
         rows.append(await transfer(owner, kib))
     report.table(rows)
     num_wrong = sum(row.num_wrong for row in rows)
@@ -2718,10 +2764,12 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     report.at_end(trial.stop)
     rows = []
     for trouble in TROUBLES:
+        report.doing(f"a worker, and what happens to it: {trouble}")
         rows.append(await trial.suffer.call_one(trouble))
     ill = {row.what_happened: row for row in rows}
     busy = []
     for how in BUSY:
+        report.doing(f"a worker that is busy: {how}")
         busy.append(await trial.be_busy.call_one(how, 1.5 * spec.standstill_s))
     report.table([*rows, *busy])
     report.figure(
@@ -3407,7 +3455,10 @@ async def storm_on_a_mesh() -> StormRow:
 )
 async def demo_service(report: Report, cfg: Config) -> None:
     """Sends 400 requests while replicas fail: to a mesh with `choose`, and to a service."""
+    report.say("400 requests, once to a mesh with choose, once to a service (about 6 s)")
+    report.doing("400 requests to a mesh, with choose")
     chosen = await storm_on_a_mesh()
+    report.doing("400 requests to a service, while replicas fail")
     diary = unnamed_file("diary")  # in which replicas note what they do; it survives them
     spec = ServiceSpec(
         name="root",
@@ -4454,6 +4505,11 @@ class SyncRoad:
     late_s: float = 0.0  # the first of them comes so late
     is_race: bool = False  # meanwhile the trainer goes on publishing, without a pause
 
+    def name(self) -> str:
+        """Its row in the table."""
+        late = ", one late" if self.late_s else ""
+        return f"{self.kind}, {self.num_generators}{late}"
+
 
 @dataclass(frozen=True)
 class Made:
@@ -4690,10 +4746,9 @@ class SyncBench:
             memmove_s.append(made.memmove_s)
             trainer_s.append(sent.held_s)
             generator_s.append(max(one.held_s for one in received))
-        late = ", one late" if road.late_s else ""
         is_copied = road.kind != "gloo broadcast"
         return SyncRow(
-            road=f"{road.kind}, {road.num_generators}{late}",
+            road=road.name(),
             ms=statistics.median(took_s) * 1e3,
             x_memmove=statistics.median(took_s) / statistics.median(memmove_s),
             copies=copied / num_rounds / self.model_bytes if is_copied else None,
@@ -4758,6 +4813,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
         late_ms.append(await generator.attach.call_one(handle, live))
     rows = []
     for num_rounds, road in SYNC_ROADS:
+        report.doing(f"{num_rounds} rounds of: {road.name()}")
         rows.append(await bench.row(num_rounds, road))
     num_published = await bench.num_published_beside_a_stopped_reader(12)
     close_unnamed_file(meeting_place)
@@ -4766,13 +4822,14 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     unsafe, one, two, four, _, group, late_group, direct = rows
     report.say(
         f"all in ms; a memmove of {num_mb} MiB takes {show(two.ms / two.x_memmove)}. held: for how "
-        "long this side's Python stood",
-        "still; late: by 50 ms. The trainer was held by slots for "
-        f"{show(two.trainer_held)}, by a broadcast",
-        f"for {show(group.trainer_held)}, and with one late for {show(late_group.trainer_held)}.",
+        "long this side's Python stood still; late: by 50 ms. The trainer was held by slots for "
+        f"{show(two.trainer_held)}, by a broadcast for {show(group.trainer_held)}, and with one "
+        f"late for {show(late_group.trainer_held)}.",
         f"Joining after version 50 took a generator {max(late_ms):.1f} ms at most.",
     )
     megabytes = num_mb * MIB / 1e6
+    safe = [one, two, four]
+    num_torn = sum(row.torn for row in safe)
     report.figure(
         memmove_ms=two.ms / two.x_memmove,
         sync_over_memmove_1=one.x_memmove,
@@ -4784,9 +4841,8 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
         gloo_gb_per_s=megabytes / group.ms,  # MB per ms
         rdma_gb_per_s=megabytes / direct.gen_held,
         late_join_ms=max(late_ms),
+        torn_reads=num_torn,
     )
-    safe = [one, two, four]
-    num_torn = sum(row.torn for row in safe)
     num_reads = sum(row.reads for row in safe)
     report.check(f"torn reads without leases, of {unsafe.reads}", unsafe.torn, ">", 0)
     report.check(f"torn reads of live weights, of {direct.reads}", direct.torn, ">", 0)
@@ -5624,6 +5680,7 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     await ranks.join.call(meeting_place, shapes)
     rows = []
     for road in RESHARD_ROADS:
+        report.doing(f"{road.source} to {road.target}, {road.kind}")
         rows.append(await reshard_row(ranks, road, needed_bytes))
     close_unnamed_file(meeting_place)
     report.table(rows)
@@ -7622,6 +7679,7 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
     """Measures the right decoder and three wrong ones, and counts ids that text changes."""
     tiny = Config(seed=cfg.seed)  # the tiny policy, whatever --model says
     report.say(f"a policy whose weights change twice while it converses; seed {cfg.seed}")
+    report.doing("sampling with four decoders")
     right = agreement("what was recorded", Decoder, tiny)
     wrong = [
         agreement("a cache kept across new weights", KeepsOldCache, tiny),
@@ -8373,7 +8431,7 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     for row in (without, left_out):
         by_chance = row.noise**2 / (2 * NUM_BATCHES)
         over_chance = max(over_chance, row.tilt / by_chance)
-    what = "lag 0: tilt without baseline and with leave_one_out / tilt by chance"
+    what = "lag 0: tilt, none and leave_one_out / tilt by chance"
     report.check(what, over_chance, "<", 3)  # by chance it is 1, give or take
     quieter = left_out.noise / without.noise
     report.check("lag 0: noise with a baseline / without", quieter, "<", 0.8)
@@ -11118,9 +11176,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
 #     exact      held-out prompts that were answered exactly, by the last evaluation that came back
 #     lag, max   mean and largest lag of the batch, in versions
 #     k3         recorded against recomputed, over tokens of lag 0; "-": there were none
-#     ess        1 if all tokens weigh the same       nats   entropy per token
-#     clip       share of tokens that had moved too far for the loss, of those with an advantage
-#     same       share of episodes whose group is all alike: there is nothing to learn from
+#     nats       entropy per token, with natural logarithms: at 0 nothing new is tried any more
 #     gen        share of the time so far for which generators worked; train: the trainer
 #     tok/s      sampled and trained on, so far
 #     heard      what the user was to say in one episode; said: what the policy answered
@@ -11137,9 +11193,8 @@ class Training:
     # Steps in a row whose gradient was not finite: then the run ends. One may be an odd batch; as
     # nothing changes in such a step, after ten of them there is no hope for the next.
     MAX_SKIPPED = 10
-    HEAD = (
-        "      step reward exact  lag max     k3  ess nats clip same  gen train tok/s  heard > said"
-    )
+    HEAD = "      step reward exact  lag max    k3 nats  gen train tok/s  heard > said"
+    INDENT = " " * 4  # of these lines, which need the room
 
     def __init__(
         self,
@@ -11194,6 +11249,7 @@ class Training:
     def step_done(self, stats: StepStats, batch: Rollout) -> None:
         """Enters a step into the books, writes it to --log, and looks whether all is well."""
         row = self.run.add_step(stats, batch, self.heldout, self.cluster.num_generators)
+        self.report.doing(f"run {self.run.label}, step {row.step} of {self.run.num_steps}")
         if self.cfg.log:
             line = dataclasses.asdict(row)
             line.update(line.pop("stats"))
@@ -11234,16 +11290,16 @@ class Training:
         mismatch = "-" if stats.mismatch_k3 is None else f"{stats.mismatch_k3:.0e}"
         line = (
             f"{row.run:5s}{row.step:5d}{stats.reward:7.2f}{exact:>6s}"
-            f"{stats.lag_mean:5.1f}{stats.lag_max:4d}{mismatch:>7s}"
-            f"{stats.ess:5.2f}{stats.entropy:5.2f}{stats.clipped:5.2f}{stats.no_signal:5.2f}"
+            f"{stats.lag_mean:5.1f}{stats.lag_max:4d}{mismatch:>6s}{stats.entropy:5.2f}"
             f"{speed.generators_busy:5.2f}{speed.trainer_busy:6.2f}{speed.tokens_per_s:6.0f}"
             f"  {row.heard} > {row.said}"
         )
         if not self.has_shown:
             self.has_shown = True
-            self.report.say(self.HEAD)
+            self.report.say(self.HEAD, indent=self.INDENT)
         if is_kept:
-            self.report.say(line[:92])
+            width = self.report.WIDTH - len(self.INDENT)
+            self.report.say(line[:width], indent=self.INDENT)
         else:
             self.report.say_live(line)
 
@@ -11363,6 +11419,7 @@ class Lab:
             self.is_running = True
             self.start_s = time.monotonic()
             self.report.say("starting trainer, generators and judges (about 6 s)")
+            self.report.doing("starting trainer, generators and judges")
             try:
                 await asyncio.gather(self.cluster.start(), self._import_torch())
             except Exception:
@@ -11881,6 +11938,7 @@ class CutOff:
         for service in self.cluster.services:
             kill((await service.status()).pids)
         self.lab.report.say(f"all killed after step {step}; replacing them takes seconds")
+        self.lab.report.doing("waiting for new workers")
         for service in self.cluster.services:
             await service.status(60.0)
         return training
@@ -11941,6 +11999,7 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
     *incomplete, everything = [max(row["weights"], row["moments"]) for row in rows]
     report.check("difference, smaller one of the incomplete two", min(incomplete), ">", 0)
     report.check("difference", everything, "==", 0.0)
+    report.doing("a judge that hangs")
     report.figure(resume_difference=everything)
 
     # A checkpoint that was damaged, or cut off while it was written, is passed over, and said.
@@ -13166,6 +13225,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     loose = lab.training("loose", min(40, num_compared))
     heldout = loose.run.sampler.heldout
     await with_retries(cluster, lambda: cluster.load(""))
+    report.doing("evaluating held-out prompts")
     before = await with_retries(cluster, lambda: evaluate(cluster, heldout))
     lab.tell_first_rollout()
     await AsyncLoops(loose, Flow.without_bound(cfg)).run_to_end()
@@ -13194,6 +13254,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     expect(training, "held-out exact, gained", after - before, ">", 0)
 
     # 5. Simulated runs.
+    report.doing("runs of up to 8 generators in simulated time")
     fleets = await asyncio.to_thread(fleet_rows)
     tell_simulated(report, fleets, await asyncio.to_thread(order_rows))
     # You can now keep both sides at work, and say how old a sample can be.
@@ -13845,6 +13906,7 @@ async def lone_runs(report: Report, seed: int) -> list[LoneRun]:
     spec = ServiceSpec(
         name="learner", replica_class=LoneLearner, args=(), num_replicas=2, max_in_flight=1
     )
+    report.doing("twelve runs in two processes")
     learners = Service(spec)
     report.at_end(learners.close)
     Host().expect_models()
@@ -14924,8 +14986,8 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
     await teach(cluster, report)
     before, _ = await fresh_accuracy(cluster)
     nothing = await held_run(cluster, report, "nothing", free, before)
-    price = await held_run(cluster, report, f"--kl {REWARD_PRICE}", priced, before)
-    fresh = await held_run(cluster, report, f"--ask-every {REWARD_ASK_EVERY}", asking, before)
+    price = await held_run(cluster, report, f"kl {REWARD_PRICE}", priced, before)
+    fresh = await held_run(cluster, report, f"ask every {REWARD_ASK_EVERY}", asking, before)
     num_losses = await num_lost([cluster.reward_models, cluster.reward_trainer])
     report.table([nothing, price, fresh])
     for name, row in {"nothing": nothing, "kl": price, "fresh": fresh}.items():
@@ -17541,6 +17603,7 @@ class RowRank(Worker):
 
 async def tell_span(report: Report, span: HostSpan) -> None:
     """What crosses between hosts of which each has one rank of a trainer."""
+    report.doing("a trainer with a rank on each host")
     spec = ServiceSpec(
         name="rows",
         replica_class=RowRank,
@@ -17576,6 +17639,7 @@ async def tell_span(report: Report, span: HostSpan) -> None:
 
 async def tell_deltas(report: Report, here: Host, away: Host) -> None:
     """What crosses if one element in a hundred changes, and if all do."""
+    report.doing("versions that cross whole, and by what changed")
     bench = ChangeBench(here, away)
     report.at_end(bench.close)
     await bench.start()
@@ -17633,6 +17697,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     workers.start(second)
     await running
     # 4. Does it sample again, from the weights of the trainer?
+    report.doing("waiting for the second host")
     lost = await until_replaced(cluster.relays.levels[0], away)
     lost += await until_replaced(cluster.generators, away)
     version = await cluster.published()
@@ -18174,6 +18239,33 @@ class Parser(argparse.ArgumentParser):
         """What argparse calls then. It does not return."""
         self.exit(2, f"monarch_rl: {visible(message)}\n")
 
+    def parse_args(self, *args: Any) -> Any:
+        """Of a flag that there is not, says which one may be meant."""
+        found, unknown = self.parse_known_args(*args)
+        if unknown:
+            flag, *_ = unknown[0].split("=")
+            self.error(f"there is no {flag}{nearest(flag, self._option_string_actions)}")
+        return found
+
+
+def nearest(text: str, names: Iterable[str]) -> str:
+    """What to add to an error: the name most like this text; "" if none is like it."""
+    found = difflib.get_close_matches(text, names, n=1, cutoff=0.7)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def stage_named(text: str) -> str:
+    """The name of the stage that --stage or --only mean. text: a name or a number.
+
+    ArgumentTypeError: there is none. Then --list has them all.
+    """
+    by_number = {str(stage.number): stage.name for stage in STAGES.values()}
+    name = by_number.get(text, text)
+    if name not in STAGES:
+        why = f"there is no stage {text!r}{nearest(text, STAGES)}"
+        raise argparse.ArgumentTypeError(f"{why} (--list has all)")
+    return name
+
 
 def make_parser() -> Parser:
     """The flags that choose stages, and a flag for each field of Config."""
@@ -18183,7 +18275,6 @@ def make_parser() -> Parser:
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 29, 100),
     )
-    by_number = {str(stage.number): stage.name for stage in STAGES.values()}
     last = list(STAGES)[-1]
     which = parser.add_mutually_exclusive_group()
     stage_flags = {"--stage": f"run 1 to it [{last}]", "--only": "run this stage"}
@@ -18191,11 +18282,11 @@ def make_parser() -> Parser:
         which.add_argument(
             flag,
             help=meaning,
-            type=lambda text: by_number.get(text, text),
-            choices=STAGES,
+            type=stage_named,
             metavar="STAGE",
         )
     which.add_argument("--list", action="store_true", help="print the stages and their lines")
+    which.add_argument("--version", action="version", version=f"monarch_rl {VERSION}")
     which.add_argument(
         "--worker",
         nargs="?",
@@ -18539,6 +18630,38 @@ async def run_stages(report: Report, command: Command) -> None:
         report.end_stage(stage, since(start))
     await tell_trace(report, cfg)
     clock.cancel()
+    if len(command.stages) == len(STAGES):
+        tell_tour(report)
+
+
+def tell_tour(report: Report) -> None:
+    """Says in three lines what the whole tour has measured, and what to do next."""
+    checks = []
+    figures: dict[str, Any] = {}
+    for found in report.stages:
+        checks += found["checks"]
+        if found["name"] in ("weight_sync", "async_rl"):
+            figures.update(found["figures"])
+    num_ok = sum(check["ok"] for check in checks)
+    known = {name: show(figures.get(name)) for name in TOUR_FIGURES}
+    for line in TOUR_END:
+        report.say(line.format(num_ok=num_ok, num_checks=len(checks), **known), indent="")
+
+
+# Figures of stages weight_sync and async_rl, and what is said of them at the end of the tour.
+TOUR_FIGURES = (
+    "sync_over_memmove",
+    "torn_reads",
+    "lag_max",
+    "heldout_before",
+    "heldout_after",
+)
+TOUR_END = (
+    "{num_ok} of {num_checks} checks hold. A sync took {sync_over_memmove} memmoves, and "
+    "{torn_reads} reads were torn.",
+    "Lag was {lag_max} at most; exact answers rose from {heldout_before} to {heldout_after}.",
+    "Next: --only async_rl --model FOLDER --task FILE.jsonl --report PAGE.html",
+)
 
 
 # The check that fails when an error in somebody's task ends a stage begins so. Such an error is
@@ -18594,6 +18717,7 @@ async def run_as_own_command(stage: Stage, report: Report, cfg: Config) -> None:
 
     That one prints, head and foot too. What it measured is taken over.
     """
+    report.doing(f"{stage.name}, as a command of its own")
     result = unnamed_file("result")  # its figures, as --json has them
     command = [sys.executable, os.path.abspath(__file__), "--only", stage.name]
     process = await asyncio.create_subprocess_exec(
@@ -18693,7 +18817,8 @@ def keep_noise() -> Any:
 def finish(report: Report, cfg: Config, noise: Any) -> None:
     """Writes --json, says what has failed, and leaves. noise: the file of what workers said."""
     if cfg.json:
-        machine = {**versions(), "cores": len(os.sched_getaffinity(0))}
+        cores = len(os.sched_getaffinity(0))
+        machine = {**versions(), "version": VERSION, "cores": cores}
         whole = {
             "version": 2,
             "args": dataclasses.asdict(cfg),
