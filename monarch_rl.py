@@ -18254,6 +18254,12 @@ def nearest(text: str, names: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
+def terminal_width(otherwise: int) -> int:
+    """Columns of the terminal. otherwise: what to take if the output goes somewhere else."""
+    columns, _ = shutil.get_terminal_size((otherwise, 24))
+    return min(columns, otherwise)
+
+
 def stage_named(text: str) -> str:
     """The name of the stage that --stage or --only mean. text: a name or a number.
 
@@ -18273,7 +18279,7 @@ def make_parser() -> Parser:
         usage="%(prog)s flags [their defaults]",
         description=(__doc__ or "").split("\n", 1)[0],
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 29, 100),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 29, terminal_width(100)),
     )
     last = list(STAGES)[-1]
     which = parser.add_mutually_exclusive_group()
@@ -18770,9 +18776,11 @@ def main(argv: list[str] | None = None) -> None:
     command = parse(argv)
     # What needs no actors.
     if command.lists:
+        width = terminal_width(1000)
         for stage in STAGES.values():
-            line = line_of_section(stage)
-            print(f"{stage.number:2d}  {stage.name:<14s} line {line:<5} {stage.claim}")
+            start = f"{stage.number:2d}  {stage.name:<14s} line {line_of_section(stage):<5} "
+            indent = " " * len(start)
+            print(textwrap.fill(start + stage.claim, width, subsequent_indent=indent))
         return
     if command.worker:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -334,7 +334,22 @@ def test_tour_holds_and_is_quiet(tour: Tour) -> None:
     assert [stage["name"] for stage in run.json["stages"]] == STAGE_NAMES
     heads = re.findall(r"^\[(\d+)/\d+\]", run.out, re.M)
     assert heads == [str(number) for number in range(1, len(STAGE_NAMES) + 1)]  # each once
-    assert max(len(line) for line in run.out.splitlines()) <= 100
+    wide = [line for line in run.out.splitlines() if len(line) > m.Report.WIDTH]
+    assert wide == []
+
+
+def test_the_tour_ends_with_what_it_measured_and_what_to_do_next(tour: Tour) -> None:
+    checks = [check for stage in tour.run.json["stages"] for check in stage["checks"]]
+    figures: dict[str, Any] = {}
+    for stage in tour.run.json["stages"]:
+        if stage["name"] in ("weight_sync", "async_rl"):
+            figures.update(stage["figures"])
+    measured, learned, next_one = tour.run.out.splitlines()[-3:]
+    assert measured.startswith(f"{len(checks)} of {len(checks)} checks hold.")
+    assert f" {figures['torn_reads']} reads were torn." in measured
+    assert f"Lag was {figures['lag_max']} at most;" in learned
+    assert learned.endswith(f" to {m.show(figures['heldout_after'])}.")
+    assert set(re.findall(r"--[a-z]+", next_one)) == {"--only", "--model", "--task", "--report"}
 
 
 def test_tour_leaves_nothing_behind(tour: Tour) -> None:
@@ -378,7 +393,7 @@ FIGURES = {
     "service": "failover_ms route_overhead_us",
     "weight_sync": "memmove_ms sync_over_memmove sync_over_memmove_1 sync_over_memmove_4 "
     "gloo_gb_per_s rdma_gb_per_s trainer_held_ms trainer_held_by_group_ms "
-    "trainer_held_by_late_group_ms late_join_ms",
+    "trainer_held_by_late_group_ms late_join_ms torn_reads",
     "reshard": "reshard_over_same reshard_over_memmove gather_over_reshard moved_over_needed",
     "rollout": "k3_recorded retokenised_share",
     "losses": "noise_none noise_leave_one_out tilt_group tilt_lag_reinforce tilt_lag_cispo "
@@ -10176,6 +10191,67 @@ def test_a_table_has_the_same_form_for_records_and_dicts(
     assert records[0]["slowest_ms"] == 1003.2
 
 
+def test_a_head_is_folded_if_the_table_would_be_too_wide_and_only_then(
+    report: m.Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"a name of four words": 1, "b": "x" * 40}
+    report.table([row])
+    assert capsys.readouterr().out.splitlines()[0].split("  ")[-1].strip() == "b"
+    report.table([{**row, "b": "x" * 60}])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line.strip() for line in lines[:5]] == ["a", "name", "of", "four", "words  b"]
+    assert max(len(line) for line in lines) <= m.Report.WIDTH
+
+
+def test_a_long_line_is_folded_and_loses_no_word(
+    report: m.Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"word{i}" for i in range(40)]
+    report.say("  " + " ".join(words))
+    report.check(" ".join(words), 1, "==", 1)
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()) <= m.Report.WIDTH
+    assert out.split() == [*words, "ok", *words[:-1], f"{words[-1]}:", "1"]
+    first, second, *_ = out.splitlines()
+    assert len(first) - len(first.lstrip()) == len(second) - len(second.lstrip()) == 9
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_wait_says_what_is_under_way_on_a_terminal(
+    report: m.Report,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+) -> None:
+    monkeypatch.setattr(m.Report, "QUIET_S", 0.0)
+    report.is_terminal = is_terminal
+    report.doing("waiting for " + "a very long name " * 10)
+
+    async def wait() -> None:
+        clock = asyncio.ensure_future(report.keep_clock())
+        await asyncio.sleep(0.7)
+        clock.cancel()
+
+    asyncio.run(wait())
+    out = capsys.readouterr().out
+    if not is_terminal:
+        assert out == ""
+        return
+    [line] = out.split(m.Report.CLEAR_LINE)[1:]
+    assert re.match(r" +\d+ s: waiting for a very long name", line)
+    assert len(line) < m.Report.WIDTH  # a full line would make some terminals scroll
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(("kind", "is_terminal"), [("xterm", True), ("dumb", False)])
+def test_a_dumb_terminal_gets_no_codes(
+    monkeypatch: pytest.MonkeyPatch, kind: str, is_terminal: bool
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", kind)
+    assert m.Report().is_terminal == is_terminal
+
+
 def wide_speed_row(label: str) -> m.SpeedRow:
     return m.SpeedRow(
         run=label,
@@ -10265,7 +10341,7 @@ def test_a_table_stays_within_100_columns(
 ) -> None:
     report.table(WIDE_TABLES[name])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + len(WIDE_TABLES[name])
+    assert len(lines) > len(WIDE_TABLES[name])
     assert max(len(line) for line in lines) <= 100, "\n".join(lines)
 
 
@@ -16692,6 +16768,30 @@ def test_bad_input_gets_one_line_and_exit_2(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        ("--stage weigth_sync", "weight_sync"),
+        ("--only asyncrl", "async_rl"),
+        ("--stage reward-model", "reward_model"),
+        ("--stge losses", "--stage"),
+        ("--group_size 4", "--group-size"),
+        ("--eval=4", "--evaluate"),
+        ("--only 17", ""),
+        ("--stage xyzzy", ""),
+    ],
+)
+def test_what_is_misspelt_is_told_the_nearest_name(refused: Refused, args: str, meant: str) -> None:
+    line = refused(*args.split())
+    assert (f"did you mean {meant}?" in line) == bool(meant)
+    assert ("did you mean" in line) == bool(meant)
+
+
+def test_version_is_printed_and_kept(tmp_path: pathlib.Path) -> None:
+    assert output_of("--version") == f"monarch_rl {m.VERSION}\n"
+    assert run_file(tmp_path, "--only", "losses").json["machine"]["version"] == m.VERSION
+
+
 @pytest.mark.parametrize("args", ["--bogus", "--task :X", "--report /nowhere/page.html"])
 def test_bad_input_leaves_nothing_behind(tmp_path: pathlib.Path, args: str) -> None:
     run = run_file(tmp_path, *args.split())
@@ -16857,9 +16957,14 @@ def test_workers_with_a_model_are_forks_and_nobody_outlives_its_pair(
     assert wait_until(lambda: processes_of(run.mark) == [])
 
 
-def output_of(*args: str) -> str:
+def output_of(*args: str, columns: str = "1000") -> str:
+    """What it prints, on a terminal of so many columns."""
     found = subprocess.run(
-        [sys.executable, str(FILE), *args], text=True, capture_output=True, timeout=60
+        [sys.executable, str(FILE), *args],
+        text=True,
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": columns},
     )
     assert found.returncode == 0, found.stderr
     return found.stdout
@@ -16876,6 +16981,12 @@ def test_list_names_every_banner_and_its_line() -> None:
         number, name, *_ = line.split()
         banner = f"# == {number}. {name.upper().replace('_', ' ')} "
         assert LINES[int(found["number"]) - 1].startswith(banner)
+
+
+@pytest.mark.parametrize("flag", ["--list", "--help"])
+def test_the_stages_and_the_flags_fit_into_80_columns(flag: str) -> None:
+    lines = output_of(flag, columns="80").splitlines()
+    assert 0 < max(len(line) for line in lines) <= 80
 
 
 def test_help_has_a_line_for_each_flag_with_its_default() -> None:
@@ -17410,7 +17521,7 @@ def test_names_in_docs_exist() -> None:
     unknown = [span for span in named - ELSEWHERE if not set(re.findall(r"\w+", span)) <= words]
     assert unknown == []
     flags = {f"--{setting.name.replace('_', '-')}" for setting in dataclasses.fields(m.Config)}
-    flags |= {"--stage", "--only", "--list", "--worker", "--help"}
+    flags |= {"--stage", "--only", "--list", "--worker", "--help", "--version"}
     assert set(re.findall(r"`(--[a-z][a-z-]+)", DOCS)) <= flags
     chapters = re.findall(r"^## (\d+)\. ", DOCS, re.M)
     assert chapters == [str(number) for number in range(12)]
