@@ -160,6 +160,7 @@ import functools
 import gc
 import hashlib
 import hmac
+import html
 import importlib
 import importlib.metadata
 import importlib.util
@@ -644,7 +645,8 @@ class Config:
     json: str = setting("", "file for everything that was measured")
     log: str = setting("", "file for a JSON line per training step")
     trace: str = setting("", "file for who did what and when, as Perfetto reads it")
-    report: str = setting("", "file for a page: async_rl at five bounds, about a minute more")
+    report: str = setting("", "file for a page; async_rl also runs at five bounds on lag for it")
+    compare: str = setting("", "file of an earlier --json, to lay beside this run on the page")
     checkpoint: str = setting("", "folder for checkpoints, from which a run goes on")
     save_every: int = setting(50, "steps between two checkpoints", least=1)
     export: str = setting("", "folder for the trained model, as transformers reads it")
@@ -856,63 +858,20 @@ def visible(text: str) -> str:
     return "".join(ch if ch.isprintable() or ch == "\n" else repr(ch)[1:-1] for ch in text)
 
 
-class Report:
-    """Prints what the stages have to say, and keeps what they measured.
+class Terminal:
+    """Prints lines of 80 columns, and on a terminal, while all is silent, what is under way."""
 
-    In a run nothing else prints, because what workers print comes late and out of order. A stage
-    has checks, figures and tables: checks decide whether it holds, tables are printed, and --json
-    has all three.
-    """
-
-    RELATIONS: ClassVar = {
-        "==": operator.eq,
-        "<": operator.lt,
-        "<=": operator.le,
-        ">": operator.gt,
-    }
     WIDTH = 80  # columns, of a terminal that nobody has widened
     INDENT = " " * 7
     CLEAR_LINE = "\r\x1b[K"  # on a terminal: what erases the live line
     QUIET_S = 1.0  # after so much silence a live line shows what is under way
-    END_WITHIN_S = 60.0
 
     def __init__(self) -> None:
-        self.stages: list[dict[str, Any]] = []  # what --json has of each, the present one last
-        self.ends: list[Callable[[], Awaitable[object]]] = []  # of what this stage has started
-        self.unwritten: list[str] = []  # flags whose files could not be written
         # A dumb terminal, such as an editor's, would print the code that erases a line.
         self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.last_print_s = time.monotonic()
         self.activity = ""  # what is under way, for the live line
         self.stage_start_s = time.monotonic()
-
-    def at_end(self, end: Callable[[], Awaitable[object]]) -> None:
-        """Has this called when the stage is over, also if it fails.
-
-        A demo says so of whatever it starts: else processes, and their memory, would stay.
-        """
-        self.ends.append(end)
-
-    async def end_all(self) -> None:
-        """Ends what this stage has started, the last first. Raises the first error of these.
-
-        What does not end within END_WITHIN_S counts as an error, too: it may have been stopped.
-        """
-        errors = []
-        while self.ends:
-            end = self.ends.pop()
-            try:
-                await asyncio.wait_for(end(), self.END_WITHIN_S)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    def note_unwritten(self, flag: str, error: NotWritten) -> None:
-        """Says, once, that the file of this flag cannot be written. `finish` says it again."""
-        if flag not in self.unwritten:
-            self.unwritten.append(flag)
-            self.say(f"{flag}: {error}")
 
     def say(self, *lines: str, indent: str = INDENT) -> None:
         """Prints lines; folds those that are too long for a terminal."""
@@ -947,6 +906,59 @@ class Report:
             await asyncio.sleep(0.5)
             if since(self.last_print_s) > self.QUIET_S:
                 self.say_live(f"{since(self.stage_start_s):.0f} s: {self.activity}")
+
+
+class Report(Terminal):
+    """Prints what the stages have to say, and keeps what they measured.
+
+    In a run nothing else prints, because what workers print comes late and out of order. A stage
+    has checks, figures and tables: checks decide whether it holds, tables are printed, and --json
+    has all three.
+    """
+
+    RELATIONS: ClassVar = {
+        "==": operator.eq,
+        "<": operator.lt,
+        "<=": operator.le,
+        ">": operator.gt,
+    }
+    END_WITHIN_S = 60.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages: list[dict[str, Any]] = []  # what --json has of each, the present one last
+        self.sweep: list[dict[str, Any]] = []  # runs at several bounds on lag, for --report
+        self.losses: list[Event] = []  # replicas that were lost, for --report
+        self.ends: list[Callable[[], Awaitable[object]]] = []  # of what this stage has started
+        self.unwritten: list[str] = []  # flags whose files could not be written
+
+    def at_end(self, end: Callable[[], Awaitable[object]]) -> None:
+        """Has this called when the stage is over, also if it fails.
+
+        A demo says so of whatever it starts: else processes, and their memory, would stay.
+        """
+        self.ends.append(end)
+
+    async def end_all(self) -> None:
+        """Ends what this stage has started, the last first. Raises the first error of these.
+
+        What does not end within END_WITHIN_S counts as an error, too: it may have been stopped.
+        """
+        errors = []
+        while self.ends:
+            end = self.ends.pop()
+            try:
+                await asyncio.wait_for(end(), self.END_WITHIN_S)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def note_unwritten(self, flag: str, error: NotWritten) -> None:
+        """Says, once, that the file of this flag cannot be written. `finish` says it again."""
+        if flag not in self.unwritten:
+            self.unwritten.append(flag)
+            self.say(f"{flag}: {error}")
 
     def table(self, rows: Sequence[Any]) -> None:
         """Prints records as a table, and keeps them for --json.
@@ -994,11 +1006,19 @@ class Report:
         expected = "" if ok and relation == "==" else f"  ({wanted})"
         self.say(f"{verdict} {what}: {show(got)}{expected}", indent="")
 
+    def curve(self, of_run: dict[str, Any]) -> None:
+        """Keeps for --json how a run went (curve_of)."""
+        if self.stages:  # else nobody asks: the run was not made by a stage
+            self.stages[-1]["curves"].append(of_run)
+
+    def _begin(self, name: str, number: int | None, claim: str) -> None:
+        entry = {"name": name, "number": number, "claim": claim}
+        self.stages.append({**entry, "checks": [], "figures": {}, "tables": [], "curves": []})
+        self.stage_start_s = time.monotonic()
+
     def begin_stage(self, stage: Stage) -> None:
         """Prints its head: number, name, claim, and the line where its section begins."""
-        entry = {"name": stage.name, "number": stage.number, "claim": stage.claim}
-        self.stages.append({**entry, "checks": [], "figures": {}, "tables": []})
-        self.stage_start_s = time.monotonic()
+        self._begin(stage.name, stage.number, stage.claim)
         self.doing("starting processes")
         line = line_of_section(stage)
         head = f"[{stage.number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {line})"
@@ -1006,9 +1026,7 @@ class Report:
 
     def begin_command(self, name: str) -> None:
         """Prints the head of what is no stage: --evaluate or --export by itself."""
-        entry = {"name": name, "number": None, "claim": ""}
-        self.stages.append({**entry, "checks": [], "figures": {}, "tables": []})
-        self.stage_start_s = time.monotonic()
+        self._begin(name, None, "")
         self.doing("loading the model")
         self.say(name, indent="")
 
@@ -1095,6 +1113,10 @@ def show(value: Any) -> str:
     if 0 < abs(value) < 0.1:
         return f"{value:.2g}"
     return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+# -- plumbing: times, and errors of actors ---------------------------------------------------------
+# What demos use to measure, and to say what a caller has seen.
 
 
 def since(start: float) -> float:
@@ -11215,7 +11237,6 @@ class Training:
         self.has_shown = False  # a line of a step
 
     # `async with training:` begins the run, and awaits or cancels its evaluations at its end.
-
     async def __aenter__(self) -> Training:
         await self.begin()
         return self
@@ -11225,6 +11246,7 @@ class Training:
             for evaluation in self.evaluations:
                 evaluation.cancel()
         await asyncio.gather(*self.evaluations, return_exceptions=True)
+        self.report.curve(curve_of(self.run))
 
     async def begin(self) -> None:
         """The trainer becomes what it was before RL."""
@@ -11342,6 +11364,19 @@ class Training:
             lag_max=self.largest_lag(),
         )
         return last - first
+
+
+def curve_of(run: Run, most: int = 400) -> dict[str, Any]:
+    """How a run went, for --json and --report. most: of its steps, evenly spread, are kept."""
+    rows = run.rows[:: math.ceil(max(1, len(run.rows)) / most)]
+    return {
+        "run": run.label,
+        "began_s": time.time() - since(run.began),  # since 1970
+        "seconds": [round(row.seconds, 3) for row in rows],  # since then, at the end of each step
+        "reward": [row.stats.reward for row in rows],
+        "lag_max": [row.stats.lag_max for row in rows],
+        "heldout": [row.heldout for row in rows],
+    }
 
 
 def expect(training: Training, what: str, got: float, relation: str, want: float) -> None:
@@ -18205,9 +18240,6 @@ def what_memory_lacks(cfg: Config, num_parameters: int, trains: bool) -> str:
 #     --only weight_sync --model-mb 1024 --json f.json  a measurement
 #
 # Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
-#
-# Wrong usage is found before any process is started, by trying: the task draws a prompt, the model
-# is loaded once, files are opened, hosts are called. It gets one line that says what is wrong.
 
 
 @dataclass(frozen=True)
@@ -18239,9 +18271,9 @@ class Parser(argparse.ArgumentParser):
         """What argparse calls then. It does not return."""
         self.exit(2, f"monarch_rl: {visible(message)}\n")
 
-    def parse_args(self, *args: Any) -> Any:
-        """Of a flag that there is not, says which one may be meant."""
-        found, unknown = self.parse_known_args(*args)
+    def flags(self, argv: list[str] | None) -> argparse.Namespace:
+        """What these arguments say. Of a flag that there is not, tells which one may be meant."""
+        found, unknown = self.parse_known_args(argv)
         if unknown:
             flag, *_ = unknown[0].split("=")
             self.error(f"there is no {flag}{nearest(flag, self._option_string_actions)}")
@@ -18326,7 +18358,7 @@ def add_settings(parser: Parser) -> None:
 def parse(argv: list[str] | None) -> Command:
     """Finds everything that can be wrong with the arguments before a process is started."""
     parser = make_parser()
-    found = parser.parse_args(argv)
+    found = parser.flags(argv)
     for setting in dataclasses.fields(Config):
         value = getattr(found, setting.name)
         least = setting.metadata["least"]
@@ -18375,8 +18407,11 @@ def what_to_evaluate(cfg: Config) -> tuple[Config, dict[str, str], list[str]]:
 
 def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict[str, str]) -> None:
     """Finds flags that do not go together."""
-    if cfg.report and STAGES["async_rl"] not in stages:
-        parser.error("--report is of stage async_rl")
+    if cfg.compare and not cfg.report:
+        parser.error("--compare goes with --report")
+    with blaming(parser, f"--compare {cfg.compare}"):
+        if cfg.compare:
+            try_comparison(cfg.compare)
     with blaming(parser, f"--in-flight {cfg.in_flight}"):
         for max_lag in (cfg.max_lag, *(SWEEP_BOUNDS if cfg.report else ())):
             Flow.of(cfg, max_lag)
@@ -18427,6 +18462,11 @@ def blaming(parser: Parser, flag: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         what = "" if isinstance(error, TaskError) else f"{type(error).__name__}: "
         parser.error(f"{flag}: {what}{' '.join(str(error).split())}")
+
+
+# -- plumbing: what is tried before a run ----------------------------------------------------------
+# Wrong usage is found before any process is started, by trying: the task draws a prompt, the model
+# is loaded once, files are opened, hosts are called. It gets one line that says what is wrong.
 
 
 def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None) -> None:
@@ -18590,6 +18630,14 @@ def try_export(cfg: Config) -> None:
             settings.validate(strict=True)
 
 
+def try_comparison(path: str) -> None:
+    """Can a page show what this file has? Here it stands on both sides. ValueError: it cannot."""
+    measured = read_measured(path)
+    report = Report()
+    report.stages = measured["stages"]
+    page_of(report, measured, measured)
+
+
 def try_files(paths: list[str]) -> None:
     """Can each of these files be written? A file that was not there is removed again."""
     for path in paths:
@@ -18635,6 +18683,8 @@ async def run_stages(report: Report, command: Command) -> None:
             tell_end(report, error)
         report.end_stage(stage, since(start))
     await tell_trace(report, cfg)
+    if cfg.report:
+        report.losses = [event for event in await read_events() if event.actor.endswith(" lost")]
     clock.cancel()
     if len(command.stages) == len(STAGES):
         tell_tour(report)
@@ -18823,18 +18873,24 @@ def keep_noise() -> Any:
 
 
 def finish(report: Report, cfg: Config, noise: Any) -> None:
-    """Writes --json, says what has failed, and leaves. noise: the file of what workers said."""
+    """Writes --json and --report, says what has failed, and leaves.
+
+    noise: the file of what workers said.
+    """
+    cores = len(os.sched_getaffinity(0))
+    measured = {
+        "version": JSON_VERSION,
+        "args": dataclasses.asdict(cfg),
+        "machine": {**versions(), "version": VERSION, "cores": cores},
+        "stages": report.stages,
+    }
     if cfg.json:
-        cores = len(os.sched_getaffinity(0))
-        machine = {**versions(), "version": VERSION, "cores": cores}
-        whole = {
-            "version": 2,
-            "args": dataclasses.asdict(cfg),
-            "machine": machine,
-            "stages": report.stages,
-        }
         with excusing(report, "--json"):
-            write_file(cfg.json, as_json(whole, indent=1))
+            write_file(cfg.json, as_json(measured, indent=1))
+    if cfg.report:
+        beside = read_measured(cfg.compare) if cfg.compare else None
+        with excusing(report, "--report"):
+            write_file(cfg.report, page_of(report, finite(measured), beside))
     failed = [found["name"] for found in report.stages if not found["ok"]] + report.unwritten
     unexplained = [found for found in report.stages if not found["ok"] and not is_explained(found)]
     if failed and not unexplained:  # the workers said the same, at length
@@ -18897,7 +18953,7 @@ SWEEP_BOUNDS = (0, 1, 2, 4, 8)  # on lag
 
 
 async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
-    """A run at each bound on lag, in each a generator killed half-way; and the page about them."""
+    """A run at each bound on lag, in each a generator killed half-way, for the page's slider."""
     cluster = lab.cluster
     runs = []
     rows = []
@@ -18928,8 +18984,8 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
     report.table(rows)
     num_above = sum(row["lag"] > row["bound"] for row in rows)
     report.check("runs of 5 with a lag above the bound", num_above, "==", 0)
-    with excusing(report, "--report"):
-        write_page(cfg.report, runs)
+    report.sweep = runs
+    del report.stages[-1]["curves"][-len(runs) :]  # the slider shows them
 
 
 def run_for_page(
@@ -18953,19 +19009,344 @@ def run_for_page(
     }
 
 
-def write_page(path: str, runs: list[dict[str, Any]]) -> None:
-    """The runs go into the page as data.
+# -- plumbing: the page ----------------------------------------------------------------------------
+# --report shows a whole command on one page, which needs no network: what each stage found, what a
+# weight sync cost, how a plan cuts a tensor, how runs went, and what was lost meanwhile. All that
+# is made here is plain HTML, and is there without JavaScript, too. Only the timeline with its
+# slider needs a script. With --compare, what an earlier command has measured stands beside it.
+#
+# What is shown may come from somebody's task, or file: it goes through `as_text` and stays text.
 
-    Whatever was said in them, it cannot end the script: there is no "<" in it. The page shows such
-    text as text, never as HTML.
+JSON_VERSION = 2  # of what --json writes
+
+
+def read_measured(path: str) -> dict[str, Any]:
+    """What --json of a command has written. ValueError: it is something else."""
+    measured = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    if not isinstance(measured, dict) or measured.get("version") != JSON_VERSION:
+        raise ValueError(f"not what --json writes in its version {JSON_VERSION}")
+    return measured
+
+
+def page_of(report: Report, measured: dict[str, Any], beside: dict[str, Any] | None) -> str:
+    """The page. measured: what --json has of this command; beside: of the one to compare with."""
+    by_name = {found["name"]: found for found in report.stages}
+    parts = {"Stages": overview_part(report.stages, measured)}
+    if beside is not None:
+        parts["Beside an earlier run"] = comparison_part(measured, beside)
+    if "weight_sync" in by_name:
+        parts["Weight sync"] = sync_part(by_name["weight_sync"])
+    if "reshard" in by_name:
+        parts["Resharding"] = plan_part()
+    for found in report.stages:
+        if found["curves"]:
+            parts[f"Runs of {found['name']}"] = runs_part(found, report.losses)
+    if report.sweep:
+        # There is no "<" in it, so whatever was said in these runs cannot end the script.
+        runs = as_json(report.sweep).replace("<", "\\u003c")
+        parts["From synchronous to asynchronous"] = SWEEP_PART.replace("= RUNS;", f"= {runs};")
+    parts["All that was measured"] = "".join(stage_part(found) for found in report.stages)
+
+    links = []
+    sections = []
+    for number, (title, part) in enumerate(parts.items()):
+        links.append(f'<a href="#part{number}">{as_text(title)}</a>')
+        sections.append(f'<section id="part{number}"><h2>{as_text(title)}</h2>{part}</section>')
+    return f"{PAGE_HEAD}<nav>{' '.join(links)}</nav>{''.join(sections)}</html>\n"
+
+
+def as_text(value: Any) -> str:
+    """A value as the report prints it, in HTML; whatever it says stays text."""
+    return html.escape(visible(show(value)))
+
+
+def html_table(rows: Sequence[dict[str, Any]], about: str) -> str:
+    """A table, in a box of its own that can be scrolled, also with the keyboard.
+
+    rows: each with the same keys, which are the heads. about: what it is, for who cannot see it.
     """
-    as_text = as_json(runs).replace("<", "\\u003c")
-    write_file(path, PAGE.replace("= RUNS;", f"= {as_text};"))
+    if not rows:
+        return ""
+    lines = ["".join(f'<th scope="col">{as_text(name.replace("_", " "))}' for name in rows[0])]
+    for row in rows:
+        cells = []
+        for value in row.values():
+            kind = "word" if isinstance(value, str) else "number"
+            cells.append(f'<td class="{kind}">{as_text(value)}')
+        lines.append("".join(cells))
+    body = "".join(f"<tr>{line}" for line in lines)
+    box = f'<div class="box" tabindex="0" role="region" aria-label="{as_text(about)}">'
+    return f"{box}<table>{body}</table></div>"
 
 
-PAGE = r"""<!doctype html>
+def overview_part(stages: list[dict[str, Any]], measured: dict[str, Any]) -> str:
+    """Where, when and how it was run, and how each stage ended."""
+    rows = []
+    for found in stages:
+        num_ok = sum(check["ok"] for check in found["checks"])
+        rows.append(
+            {
+                "stage": found["name"],
+                "holds": "yes" if found["ok"] else "NO",
+                "checks": f"{num_ok} of {len(found['checks'])}",
+                "seconds": found["seconds"],
+            }
+        )
+    named = ", ".join(f"{name} {value}" for name, value in measured["machine"].items())
+    when = time.strftime("%Y-%m-%d %H:%M")
+    words = f"monarch_rl.py {shlex.join(sys.argv[1:])} on {when}; {named}"
+    return f"<p>{as_text(words)}</p>{html_table(rows, 'stages')}"
+
+
+def stage_part(found: dict[str, Any]) -> str:
+    """All that --json has of a stage, folded up unless a check failed."""
+    checks = []
+    for check in found["checks"]:
+        verdict = "ok" if check["ok"] else "FAIL"
+        checks.append(
+            {
+                "verdict": verdict,
+                "check": check["what"],
+                "found": check["got"],
+                "must be": check["want"],
+            }
+        )
+    figures = [{"figure": name, "value": value} for name, value in found["figures"].items()]
+    tables = [html_table(rows, "what was measured") for rows in found["tables"]]
+    state = "" if found["ok"] else " open"
+    head = f"<summary>{as_text(found['name'])}</summary><p>{as_text(found['claim'])}</p>"
+    body = html_table(checks, "checks") + "".join(tables) + html_table(figures, "figures")
+    return f"<details{state}>{head}{body}</details>"
+
+
+def bars(rows: Sequence[tuple[str, float, str, str]], about: str) -> str:
+    """Bars from 0, as long as what they stand for.
+
+    rows: the name of each, its value, what to say behind it, and the kind, which is its color.
+    """
+    longest = max(value for _, value, _, _ in rows)
+    lines = []
+    for name, value, note, kind in rows:
+        share = 100 * value / longest
+        bar = f'<i style="width:{share:.1f}%;background:var(--{kind})"></i>'
+        lines.append(f'<tr><th scope="row">{as_text(name)}<td>{bar}<span>{as_text(note)}</span>')
+    return f'<table class="bars" aria-label="{as_text(about)}">{"".join(lines)}</table>'
+
+
+def sync_bars(found: dict[str, Any], suffix: str = "") -> list[tuple[str, float, str, str]]:
+    """A bar for each road of stage weight_sync."""
+    rows = []
+    for row in found["tables"][0] if found["tables"] else []:
+        note = f"{show(row['ms'])} ms, {show(row['x_memmove'])} x memmove"
+        if row["torn"]:
+            note += f", {row['torn']} of {row['reads']} reads torn"
+        kind = "lost" if row["torn"] else "delta" if suffix else "publish"
+        rows.append((row["road"] + suffix, row["x_memmove"], note, kind))
+    return rows
+
+
+def sync_part(found: dict[str, Any]) -> str:
+    """What a version cost on each road."""
+    rows = sync_bars(found)
+    if not rows:
+        return "<p>The stage ended before it had measured anything.</p>"
+    words = "From the start of a publish until the last generator has the version, in copies of "
+    words += "as many bytes by memmove. Red: reads that hold two versions."
+    return f"<p>{words}</p>{bars(rows, 'weight sync')}"
+
+
+def plan_part() -> str:
+    """A plan, drawn: from a trainer of three ranks, by rows, to a generator of two, by columns."""
+    shape = (6, 4)
+    source = layout(shape, (3,), (dtensor.Shard(0),))
+    target = layout(shape, (2,), (dtensor.Shard(1),))
+    moves = plan("w", source, target)
+    # For each element: which rank of the source it comes from, and of the target it goes to.
+    from_rank: dict[Index, int] = {}
+    to_rank: dict[Index, int] = {}
+    num_written = 0
+    rows = []
+    for move in moves:
+        sides = zip(move.offset, move.size, strict=True)
+        for place in itertools.product(*[range(first, first + length) for first, length in sides]):
+            from_rank[place] = move.source
+            to_rank[place] = move.target
+            num_written += 1
+        columns = dataclasses.asdict(move)
+        del columns["name"]
+        rows.append({name: str(value) for name, value in columns.items()})
+    words = f"A tensor of 6 x 4 elements, as section 8 plans it: {len(moves)} moves write "
+    words += f"{num_written} elements, {len(from_rank)} different ones."
+    grids = grid(shape, from_rank, from_rank, "trainer: rank r0 to r2 has these rows")
+    grids += grid(shape, from_rank, to_rank, "generator: rank r0 and r1 need these columns")
+    return f'<p>{words}</p><div class="two">{grids}</div>{html_table(rows, "moves")}'
+
+
+def grid(shape: Index, colors: dict[Index, int], names: dict[Index, int], about: str) -> str:
+    """A drawing of a matrix. colors, names: for each element, the rank that it stands for."""
+    num_rows, num_columns = shape
+    cells = []
+    for row, column in itertools.product(range(num_rows), range(num_columns)):
+        place = (row, column)
+        at = f'x="{4 + column * 50}" y="{4 + row * 26}"'
+        middle = f'x="{27 + column * 50}" y="{21 + row * 26}"'
+        color = f"var(--rank{colors[place]})"
+        cells.append(f'<rect {at} width="46" height="22" style="fill:{color}"/>')
+        cells.append(f'<text {middle} text-anchor="middle">r{names[place]}</text>')
+    size = f'viewBox="0 0 {8 + num_columns * 50} {8 + num_rows * 26}"'
+    drawing = f'<svg class="grid" {size} role="img" aria-label="{about}">{"".join(cells)}</svg>'
+    return f"<figure><figcaption>{about}</figcaption>{drawing}</figure>"
+
+
+Curve = tuple[str, list[float], list[float]]  # its name; seconds; a value at each of them
+CURVE_KINDS = ("step", "rollout", "publish", "judge", "delta", "pull")  # colors of curves
+
+
+def plot(curves: list[Curve], marks: Sequence[tuple[str, float]], about: str) -> str:
+    """Curves over seconds. marks: (name of a curve, second) at which something was lost."""
+    longest = max(seconds[-1] for _, seconds, _ in curves)
+    values = [value for _, _, of_one in curves for value in of_one]
+    least = min(0.0, *values)
+    most = max(1.0, *values)
+
+    def point(second: float, value: float) -> tuple[str, str]:
+        height = 160 * (value - least) / (most - least)
+        return f"{34 + 380 * second / longest:.1f}", f"{168 - height:.1f}"
+
+    drawn = []
+    keys = []
+    for number, (name, seconds, of_one) in enumerate(curves):
+        kind = CURVE_KINDS[number % len(CURVE_KINDS)]
+        points = [",".join(point(*pair)) for pair in zip(seconds, of_one, strict=True)]
+        drawn.append(f'<polyline points="{" ".join(points)}" style="stroke:var(--{kind})"/>')
+        keys.append(f'<span><i style="background:var(--{kind})"></i>{as_text(name)}</span>')
+        for second in [second for run, second in marks if run == name]:
+            x, y = point(second, of_one[min(bisect.bisect(seconds, second), len(seconds) - 1)])
+            drawn.append(f'<circle cx="{x}" cy="{y}" r="5"/>')
+    if marks:
+        keys.append('<span><i style="background:var(--lost)"></i>a replica was lost</span>')
+    for x, y, words in (
+        (2, 14, show(most)),
+        (2, 168, show(least)),
+        (34, 186, "0 s"),
+        (370, 186, f"{longest:.0f} s"),
+    ):
+        drawn.append(f'<text x="{x}" y="{y}">{words}</text>')
+    head = f'<svg class="plot" viewBox="0 0 420 190" role="img" aria-label="{as_text(about)}">'
+    key = f'<p class="key">{"".join(keys)}</p>'
+    return f"<div><h3>{as_text(about)}</h3>{key}{head}{''.join(drawn)}</svg></div>"
+
+
+def curves_of(found: dict[str, Any], what: str, suffix: str = "") -> list[Curve]:
+    """A curve for each run of a stage that has made steps."""
+    curves = []
+    for run in found["curves"]:
+        if run["seconds"]:
+            curves.append((run["run"] + suffix, run["seconds"], run[what]))
+    return curves
+
+
+def runs_part(found: dict[str, Any], losses: list[Event]) -> str:
+    """Rewards and lag of the runs of a stage, and what was lost meanwhile."""
+    rows = []
+    marks = []
+    lost = []
+    for run in found["curves"]:
+        steps = run["reward"] or [None]
+        end_s = max(run["seconds"], default=0.0)
+        rows.append(
+            {
+                "run": run["run"],
+                "steps kept": len(run["reward"]),
+                "seconds": end_s,
+                "reward first": steps[0],
+                "reward last": steps[-1],
+                "largest lag": max(run["lag_max"], default=None),
+            }
+        )
+        for event in losses:
+            second = event.start_s - run["began_s"]
+            if 0 <= second <= end_s:
+                marks.append((run["run"], second))
+                lost.append(
+                    {
+                        "run": run["run"],
+                        "second": second,
+                        "lost": event.actor.removesuffix(" lost"),
+                        "why": event.what,
+                        "replaced after s": event.end_s - event.start_s,
+                    }
+                )
+    curves = curves_of(found, "reward")
+    plots = ""
+    if curves:
+        plots = plot(curves, marks, "Reward of each step, over seconds")
+        plots += plot(curves_of(found, "lag_max"), marks, "Largest lag of each step, in versions")
+    about_lost = html_table(lost, "replicas that were lost")
+    return f'<div class="two">{plots}</div>{html_table(rows, "runs")}{about_lost}'
+
+
+def ratio(here: Any, there: Any) -> float | None:
+    """How many times as large one is as the other; None if that cannot be said."""
+    if not isinstance(here, (int, float)) or not isinstance(there, (int, float)) or not there:
+        return None
+    return here / there
+
+
+def difference(here: dict[str, Any], there: dict[str, Any], about: str) -> str:
+    """A table of the values that differ. here, there: the same things by name."""
+    rows = []
+    for name, value in here.items():
+        other = there.get(name)
+        if value != other:
+            rows.append({about: name, "this": show(value), "beside": show(other)})
+    return html_table(rows, f"{about} that differ") or f"<p>Every {about} is the same.</p>"
+
+
+def comparison_part(measured: dict[str, Any], beside: dict[str, Any]) -> str:
+    """Two commands, laid side by side, as far as both have the same stages."""
+    parts = [
+        difference(measured["args"], beside["args"], "flag"),
+        difference(measured["machine"], beside["machine"], "part of the machine"),
+    ]
+    others = {found["name"]: found for found in beside["stages"]}
+    rows = []
+    for found in measured["stages"]:
+        other = others.get(found["name"])
+        if other is None:
+            continue
+        here = {"seconds": found["seconds"], **found["figures"]}
+        there = {"seconds": other["seconds"], **other["figures"]}
+        for name, value in here.items():
+            columns = {"this": value, "beside": there.get(name)}
+            times = ratio(value, there.get(name))
+            rows.append({"stage": found["name"], "figure": name, **columns, "ratio": times})
+        checks = {check["what"]: check["got"] for check in found["checks"]}
+        for check in other["checks"]:
+            if checks.get(check["what"], check["got"]) != check["got"]:
+                columns = {"this": checks[check["what"]], "beside": check["got"]}
+                rows.append(
+                    {"stage": found["name"], "figure": check["what"], **columns, "ratio": None}
+                )
+        if found["name"] == "weight_sync":
+            both = sync_bars(found) + sync_bars(other, ", beside")
+            parts.append(f"<h3>Weight sync</h3>{bars(sorted(both), 'weight sync of both')}")
+        curves = curves_of(found, "reward") + curves_of(other, "reward", ", beside")
+        if curves:
+            drawn = plot(curves, [], f"Rewards of {found['name']}, this run and the other")
+            parts.append(f'<div class="two">{drawn}</div>')
+    parts.append(html_table(rows, "figures of both"))
+    return "".join(parts)
+
+
+# -- plumbing: the text of the page ----------------------------------------------------------------
+# HTML, CSS and JavaScript, and not what this file is about. The script draws the timeline of the
+# runs of `sweep`, at the bound on lag that the slider shows.
+
+
+PAGE_HEAD = r"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>monarch_rl: from synchronous to asynchronous</title>
+<title>monarch_rl: what a run has measured</title>
 <style>
 :root { color-scheme: light dark; --ink: #1c2330; --pale: #5c6675; --paper: #fff; --line: #d5dae2;
   --rollout: #1f77b4; --judge: #9467bd; --step: #e07b00; --publish: #12805c; --delta: #8a6d3b;
@@ -18987,12 +19368,33 @@ svg { display: block; width: 100%; background: var(--paper) } svg text { fill: v
   width: .8rem; height: .8rem; margin-right: .3rem; vertical-align: -.05rem }
 pre { overflow-x: auto; margin: 0 } .two { display: grid; gap: 0 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)) }
+h3 { font-size: .9rem; margin: .8rem 0 .2rem } section { margin-bottom: 2rem }
+nav a { display: inline-block; margin: .2rem .9rem .2rem 0 } a { color: var(--link) }
+:root { --link: #0a58a8; --rank0: #9ecae9; --rank1: #ffbf79; --rank2: #a8d8b9 }
+@media (prefers-color-scheme: dark) { :root { --link: #8ec5ff; --rank0: #24567d; --rank1: #8a5210;
+  --rank2: #1f6b4f } }
+:focus-visible { outline: 3px solid var(--link); outline-offset: 2px }
+.box { overflow-x: auto; margin: .5rem 0 } table { border-collapse: collapse }
+.box th, .box td { padding: .15rem .6rem; border-bottom: 1px solid var(--line); text-align: left }
+.box td.number { text-align: right; font-variant-numeric: tabular-nums }
+.box td { color: var(--ink) }
+summary { cursor: pointer; padding: .3rem 0 } details p { margin-left: 1rem }
+.bars { width: 100% } .bars th { font-weight: normal; text-align: left; width: 30%;
+  padding: .3rem .5rem .3rem 0 } .bars i { display: block; height: .8rem; min-width: 2px }
+.bars span { font-size: .85rem; color: var(--pale) }
+figure { margin: .5rem 0 } figcaption { color: var(--pale) } .grid { max-width: 20rem }
+svg.grid text, svg.plot text { font-size: 12px; fill: var(--ink) }
+svg.plot polyline { fill: none; stroke-width: 2 } svg.plot circle { fill: var(--lost) }
 </style>
-<h1>From synchronous to asynchronous</h1>
-<p>Measured runs of <code>monarch_rl.py</code>, as long as each other, from the same weights. K is
-  how many versions old a sample may be when it is trained on. With K = 0 each side waits for the
-  other; a larger K fills the gaps, and its price is lag. In each run a generator was killed
-  half-way.</p>
+<h1>monarch_rl: what a run has measured</h1>
+"""
+
+SWEEP_PART = r"""<noscript><p>With JavaScript a timeline with a slider stands here. Without it,
+  the table of these runs is below, under async_rl.</p></noscript>
+<div id="live" hidden>
+<p>Measured runs, as long as each other, from the same weights. K is how many versions old a sample
+  may be when it is trained on. With K = 0 each side waits for the other; a larger K fills the gaps,
+  and its price is lag. In each run a generator was killed half-way.</p>
 <label for="bound">Bound on lag: <output id="shown"></output></label>
 <input type="range" id="bound" min="0" value="0" step="1">
 <div class="ends"><span>K = 0, fully synchronous</span><span id="last"></span></div>
@@ -19013,7 +19415,9 @@ pre { overflow-x: auto; margin: 0 } .two { display: grid; gap: 0 1.5rem;
 <div><h2>Lag of the tokens trained on, in versions</h2><svg id="lag" role="img"></svg></div>
 <div><h2>Heard &gt; said, first steps and last</h2><pre id="said"></pre></div>
 </div>
+</div>
 <script>
+document.getElementById("live").hidden = false;
 const RUNS_OF_PAGE = RUNS;
 const $ = id => document.getElementById(id), sum = some => some.reduce((a, b) => a + b, 0);
 // What came from elsewhere (names, reasons of losses) goes into markup as text.
@@ -19133,8 +19537,7 @@ $("key").innerHTML = Object.keys(names).filter(has).map(kind =>
 for (const id of ["bound", "from", "width"]) $(id).addEventListener("input", draw);
 addEventListener("resize", draw);
 draw();
-</script></html>
-"""
+</script>"""
 
 
 if __name__ == "__main__":
