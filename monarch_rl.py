@@ -18634,8 +18634,11 @@ def try_comparison(path: str) -> None:
     """Can a page show what this file has? Here it stands on both sides. ValueError: it cannot."""
     measured = read_measured(path)
     report = Report()
-    report.stages = measured["stages"]
-    page_of(report, measured, measured)
+    try:
+        report.stages = measured["stages"]
+        page_of(report, measured, measured)
+    except Exception as error:  # whatever is missing in it
+        raise ValueError("not what --json writes, or written by another version") from error
 
 
 def try_files(paths: list[str]) -> None:

@@ -21,6 +21,7 @@ import errno
 import fcntl
 import functools
 import gc
+import html.parser
 import http.server
 import importlib.util
 import io
@@ -10123,7 +10124,7 @@ def test_actors_that_could_not_be_started_are_ended_and_not_used(report: m.Repor
 def report() -> m.Report:
     """One that is in the middle of a stage."""
     made = m.Report()
-    made.stages.append({"checks": [], "figures": {}, "tables": []})
+    made.stages.append({"checks": [], "figures": {}, "tables": [], "curves": []})
     return made
 
 
@@ -12362,9 +12363,9 @@ class QuietReport(m.Report):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages.append({"checks": [], "figures": {}, "tables": []})
+        self.stages.append({"checks": [], "figures": {}, "tables": [], "curves": []})
 
-    def say(self, *lines: str, indent: str = "    ", end: str = "\n") -> None:
+    def say(self, *lines: str, indent: str = "    ") -> None:
         for line in lines:
             print(indent + line, file=sys.stderr, flush=True)
 
@@ -13852,7 +13853,9 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 
 
 def write_a_page(path: str) -> None:
-    m.write_page(path, [{"max_lag": 0, "rows": []}])
+    machine = {"name": "b" * 10**4}
+    measured = {"version": m.JSON_VERSION, "args": {}, "machine": machine, "stages": []}
+    m.write_file(path, m.page_of(m.Report(), measured, None))
 
 
 def write_a_trace(path: str) -> None:
@@ -14005,7 +14008,7 @@ def test_a_full_disk_costs_the_files_and_not_the_run(
     for flag, name in (("log", "log"), ("export", "new"), ("trace", "trace"), ("json", "json")):
         told = f"       --{flag}: cannot write disk/{name}: No space left on device"
         assert lines.count(told) == 1, flag
-    assert any(line.startswith("       sync     2") for line in lines)  # it went on
+    assert any(line.startswith("    sync     2") for line in lines)  # it went on
     [failed] = [line for line in lines if line.startswith("monarch_rl: ")]
     assert "--log, --export, --trace, --json" in failed
     ends = lines.index("status 1")
@@ -16656,7 +16659,6 @@ class StubLoops:
 
 
 def test_a_page_that_was_told_to_end_its_script_does_not(
-    tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
     report: m.Report,
     capsys: pytest.CaptureFixture[str],
@@ -16671,15 +16673,183 @@ def test_a_page_that_was_told_to_end_its_script_does_not(
     monkeypatch.setattr(m, "AsyncLoops", StubLoops)
     monkeypatch.setattr(m, "read_events", read_events)
     lab = StubLab("</script><script>boom()")
-    page = tmp_path / "page.html"
-    asyncio.run(m.sweep(report, m.Config(steps=3, report=str(page)), lab))
+    report.stages[-1].update(name="async_rl", claim="<b>", ok=True, seconds=1.0)
+    asyncio.run(m.sweep(report, m.Config(steps=3), lab))
     assert lab.labels == [f"K = {bound}" for bound in (0, 1, 2, 4, 8)]
-    assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 100
-    text = page.read_text()
+    assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= m.Report.WIDTH
+    text = m.page_of(report, measured_of(report.stages), None)
     assert text.count("</script>") == 1
     assert text.count("<script>") == 1
     # In each of five runs: what was said in two steps, and the event.
     assert text.count("\\u003c/script>") == 15
+    assert "<b>" not in text
+
+
+def measured_of(stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """As --json has it."""
+    args = dataclasses.asdict(m.Config())
+    machine = {"cores": 2}
+    return {"version": m.JSON_VERSION, "args": args, "machine": machine, "stages": stages}
+
+
+class Words(html.parser.HTMLParser):
+    """What a page shows where no script runs: the texts in each kind of element."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.inside: list[str] = []
+        self.texts: dict[str, list[str]] = collections.defaultdict(list)
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.inside.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self.inside and data.strip():
+            self.texts[self.inside[-1]].append(data)
+
+
+def a_stage(name: str, **parts: Any) -> dict[str, Any]:
+    """As --json has it; one check of it fails, which asks about something wicked."""
+    wicked = {"what": "<img src=x>", "got": "1", "want": "== 2", "ok": False}
+    empty = {"name": name, "number": 1, "claim": "c", "ok": False, "seconds": 2.0}
+    return {**empty, "checks": [wicked], "figures": {}, "tables": [], "curves": [], **parts}
+
+
+ROADS = [
+    {"road": "slots, 2", "ms": 8.0, "x_memmove": 1.25, "torn": 0, "reads": 14},
+    {"road": "no leases, 2", "ms": 7.0, "x_memmove": 1.0, "torn": 9, "reads": 14},
+]
+CURVE = {
+    "run": "async",
+    "began_s": 100.0,
+    "seconds": [1.0, 2.0, 3.0],
+    "reward": [0.1, 0.5, 0.9],
+    "lag_max": [0, 1, 2],
+    "heldout": [None, None, 0.5],
+}
+
+
+@pytest.fixture
+def whole_report() -> m.Report:
+    """Of a command that has made a sync, a plan and a run, in which a generator was lost."""
+    report = m.Report()
+    report.stages = [
+        a_stage("weight_sync", tables=[ROADS], figures={"torn_reads": 0}),
+        a_stage("reshard"),
+        a_stage("async_rl", curves=[CURVE], ok=True, checks=[]),
+    ]
+    report.losses = [
+        m.Event(what="died", actor="generator 1 lost", start_s=102.0, end_s=102.5),
+        m.Event(what="died", actor="judge 0 lost", start_s=99.0, end_s=102.5),  # before the run
+    ]
+    return report
+
+
+def test_the_page_shows_all_that_was_measured_without_a_script(whole_report: m.Report) -> None:
+    page = m.page_of(whole_report, measured_of(whole_report.stages), None)
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "http" not in page
+    shown = Words(page).texts
+    titles = ["Stages", "Weight sync", "Resharding", "Runs of async_rl", "All that was measured"]
+    assert shown["h2"] == titles == shown["a"]
+    assert {"FAIL", "<img src=x>", "== 2", "torn_reads"} <= set(shown["td"])
+    assert page.count("<details open>") == 2  # of the two whose checks failed
+    # Bars: each as long as its share of the longest.
+    assert re.findall(r"width:([0-9.]+)%;background:var\(--(\w+)", page) == [
+        ("100.0", "publish"),
+        ("80.0", "lost"),
+    ]
+    assert "7.00 ms, 1.00 x memmove, 9 of 14 reads torn" in shown["span"]
+    # Of the two losses the run has one.
+    assert {"generator 1", "died", "0.50"} <= set(shown["td"])
+    assert "judge 0" not in shown["td"]
+    assert page.count("<circle") == 2  # in the plots of reward and of lag
+
+
+def test_the_page_draws_a_plan_that_writes_each_element_once() -> None:
+    page = m.plan_part()
+    assert "6 moves write 24 elements, 24 different ones." in page
+    assert page.count("<rect") == 2 * 24
+    # Each rank of the source has two rows, and each of the target two columns.
+    names = re.findall(r">(r\d)</text>", page)
+    assert names[:24] == [f"r{row // 2}" for row in range(6) for _ in range(4)]
+    assert names[24:] == [f"r{column // 2}" for _ in range(6) for column in range(4)]
+    colors = re.findall(r"var\(--rank(\d)\)", page)
+    assert colors[:24] == colors[24:]  # an element keeps the color of where it comes from
+
+
+def test_two_runs_are_laid_side_by_side(whole_report: m.Report) -> None:
+    here = measured_of(whole_report.stages)
+    there = json.loads(json.dumps(here))
+    there["args"]["steps"] = 7
+    there["stages"] = there["stages"][::2]  # that one had no stage reshard
+    there["stages"][0]["seconds"] = 4.0
+    there["stages"][0]["checks"][0]["got"] = "17"
+    there["stages"][1]["curves"][0]["reward"] = [0.0, 0.0, 0.0]
+    page = m.page_of(whole_report, here, there)
+    part = page[page.index("<h2>Beside an earlier run") : page.index("<h2>Weight sync")]
+    rows = [row.split("<td") for row in part.split("<tr>")]
+    cells = [[cell.partition(">")[2].partition("<")[0] for cell in row[1:]] for row in rows]
+    assert ["steps", "200", "7"] in cells
+    assert ["weight_sync", "seconds", "2.00", "4.00", "0.50"] in cells
+    assert ["weight_sync", "&lt;img src=x&gt;", "1", "17", "-"] in cells
+    assert not any(row and row[0] == "reshard" for row in cells)
+    assert part.count("<polyline") == 2
+    assert part.count('<th scope="row">') == 4  # two roads of each
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", "x", '{"version": 1}', '{"version": 2}', '{"version": 2, "stages": [1]}'],
+)
+def test_what_cannot_be_compared_with_is_refused_before_the_run(
+    tmp_path: pathlib.Path, refused: Refused, text: str
+) -> None:
+    (tmp_path / "other.json").write_text(text)
+    assert "--compare other.json: " in refused("--report", "p.html", "--compare", "other.json")
+    assert os.listdir(tmp_path) == ["other.json"]
+
+
+def test_a_command_writes_a_page_about_itself_and_an_earlier_one(tmp_path: pathlib.Path) -> None:
+    first = run_file(tmp_path, "--only", "losses")
+    assert first.status == 0
+    (tmp_path / "out.json").rename(tmp_path / "first.json")
+    again = ("--only", "losses", "--seed", "1", "--report", "p.html", "--compare", "first.json")
+    run = run_file(tmp_path, *again)
+    assert run.status in (0, 1)
+    shown = Words((tmp_path / "p.html").read_text()).texts
+    assert shown["h2"] == ["Stages", "Beside an earlier run", "All that was measured"]
+    assert {"seed", "1", "0", "losses"} <= set(shown["td"])
+    assert any("--seed 1" in words for words in shown["p"])
+
+
+@pytest.mark.skipif(not Chromium.PATH, reason="no Chromium is installed")
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (800, "dark")])
+def test_the_whole_page_fits_and_can_be_used_with_the_keyboard(
+    tmp_path: pathlib.Path, whole_report: m.Report, width: int, scheme: str
+) -> None:
+    path = tmp_path / "page.html"
+    measured = measured_of(whole_report.stages)
+    path.write_text(m.page_of(whole_report, measured, measured))
+    wanted = {"A": 6, "SUMMARY": 3}
+    reached: collections.Counter[str] = collections.Counter()
+    with Chromium() as browser:
+        browser.open(path, width, scheme)
+        assert browser.js("document.documentElement.scrollWidth") <= width
+        assert abs(browser.brightness("color") - browser.brightness("backgroundColor")) > 380
+        browser.js("document.querySelectorAll('details').forEach(d => d.open = false)")
+        for _ in range(60):
+            browser.press("Tab")
+            name = browser.js("document.activeElement.tagName")
+            if name == "BODY":
+                break
+            reached[name] += 1
+        assert {name: reached[name] for name in wanted} == wanted
+        assert reached["DIV"] >= 4  # the boxes of tables
+        assert browser.requested() == [path.as_uri()]
+        assert browser.complaints() == []
 
 
 def test_a_trace_is_what_perfetto_reads(pictures: Pictures) -> None:
@@ -16747,7 +16917,9 @@ BAD_INPUT = [
     "--log /nowhere/log",
     "--stage 1 --only 2",
     "--trace /nowhere/trace",
-    "--only sync_rl --report page.html",
+    "--compare nowhere.json",
+    "--report page.html --compare nowhere.json",
+    "--report page.html --compare /dev/null",
     "--report /nowhere/page.html",
     "--reward people",
     "--preferences nowhere.jsonl",
