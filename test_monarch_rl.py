@@ -17639,17 +17639,55 @@ def test_every_check_of_the_tour_is_explained(tour: Tour) -> None:
             assert words in table, check["what"]
 
 
-def test_the_map_in_readme_has_the_lines_of_the_file() -> None:
-    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", README, re.M))
-    for number, banner in BANNERS.items():
-        title = re.sub(r"^# [=-]+ | [=-]+$", "", banner)
-        if title != "measurement":
-            shown, _, _ = rows[str(number)].partition(" |")
-            assert shown == title
-    named = re.findall(r"`(\w+)` (\d+)", " ".join(rows.values()))
-    assert len(named) > 40
-    for name, line in named:
-        assert re.match(rf"(class|def|async def) {name}\b", LINES[int(line) - 1]), name
+def test_readme_is_a_screen_and_a_half_and_its_contents_are_the_banners() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 90
+    assert max(len(line) for line in lines if not line.startswith(("|", "python3", "echo"))) <= 130
+    [pattern] = re.findall(r"`grep -nE '(.*)' monarch_rl.py`", README)
+    assert {number for number, line in enumerate(LINES, 1) if re.search(pattern, line)} == set(
+        BANNERS
+    )
+
+
+def test_docs_can_be_read() -> None:
+    assert len(DOCS.splitlines()) <= 1900
+
+
+# Rows of the table of chapter 12: the name of a mechanism, what is written in its place, the stage
+# that tells, and the check by which it does.
+CHANGES = re.findall(
+    r"^\| \d \| `([^`]+)` \| `([^`]+)` \| .* \| `(\w+)`: `([^`]+)` \|$", DOCS, re.M
+)
+
+
+def test_there_are_ten_changes() -> None:
+    assert len(CHANGES) == 9
+    assert "\n10\\. **A task of your own" in DOCS
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=[change[0] for change in CHANGES])
+def test_a_change_of_chapter_12_breaks_what_it_says(
+    tmp_path: pathlib.Path, change: tuple[str, ...]
+) -> None:
+    name, instead, stage, check = change
+    if stage == "async_rl" and not RUNS_ALL:
+        pytest.skip("long: run by `python test_monarch_rl.py`")
+    changed = changed_file(tmp_path, {name: instead})
+    run = run_file(tmp_path, "--only", stage, file=changed)
+    assert run.status == 1
+    assert check in run.failed_checks(stage)
+
+
+def test_a_task_added_as_chapter_12_says_is_learned(tmp_path: pathlib.Path) -> None:
+    [line] = re.findall(r'^    ("back": Shift\(.*\),)$', DOCS, re.M)
+    last = next(entry for entry in LINES if entry.startswith('    "echo": Shift('))
+    (tmp_path / "changed").mkdir()
+    changed = tmp_path / "changed" / FILE.name
+    changed.write_text(SOURCE.replace(last, f"{last}\n    {line}"), encoding="utf-8")
+    [command] = re.findall(r"^    python monarch_rl.py (--only sync_rl --task back)$", DOCS, re.M)
+    run = run_file(tmp_path, *command.split(), file=changed)
+    assert run.status == 0, run.out + run.err
+    assert "prompts of back: " in run.out
 
 
 # What DOCS names in code font and neither the file, nor these tests, nor a recipe has.
@@ -17696,7 +17734,7 @@ def test_names_in_docs_exist() -> None:
     flags |= {"--stage", "--only", "--list", "--worker", "--help", "--version"}
     assert set(re.findall(r"`(--[a-z][a-z-]+)", DOCS)) <= flags
     chapters = re.findall(r"^## (\d+)\. ", DOCS, re.M)
-    assert chapters == [str(number) for number in range(12)]
+    assert chapters == [str(number) for number in range(14)]
 
 
 # -- all of it, at length --------------------------------------------------------------------------
