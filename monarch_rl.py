@@ -14950,20 +14950,24 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 
 
 # == 16. HOSTS =====================================================================================
-# Problem. Generators on other machines cannot map the trainer's memory, a network cable carries a
-#   tenth of what a memory bus does, and a machine can be lost with all that is on it.
+# Problem. Generators on other machines cannot map the trainer's memory. Between them is a cable:
+#   one of 10 Gbit/s carries 1.25 GB in a second, and a copy within a host may do ten times that.
+#   And a machine can be lost with all that is on it.
 # Rule. On each other host runs a relay, which is one more reader of the trainer's arena. It leases
 #   a slot by the protocol of section 7, with one-sided reads and writes in place of loads and
 #   stores, and publishes in an arena of its own host, where generators read as at home. A version
 #   crosses once per host: all of it, or what has changed in it where that takes less time. If the
 #   trainer itself is on several hosts, a relay on each reads what it lacks, without a lease. A lost
 #   host is a Host whose life has ended: its replicas are lost, and come back with it.
-# Cost. A worker process on every host; for each leasing relay two slots where it reads; and at the
-#   trainer, for what has changed, half as much memory as its slots at the most, and after each copy
-#   a thread that is busy three to four times as long as the copy took. A private network is needed:
-#   who reaches the ports that Monarch opens can run any code (16a, and DOCS 8).
-# Not here. A critic, or a reward model, on several hosts; encryption.
+# Cost. A worker process on every host, and two slots more in an arena for each relay that leases
+#   from it. To know what has changed, the trainer's host needs memory, at most half of what its
+#   slots take; and after each copy a thread searches for three to four times as long (DOCS B).
+# Not here. Encryption. A critic or a reward model on several hosts. Cards for RDMA were not there
+#   to be tried: what is said of them follows from their rules, and all else was seen over TCP.
 # Source. attach_to_workers of Monarch.
+#
+# A warning. Whoever can reach the ports that Monarch opens can run any code on these hosts, as your
+# user. So they need a private network; the secret below guards the way in, and not these ports.
 #
 #     this command             host A: --worker                  host B: --worker
 #       Link A  <-- lines -->    Monarch host: Trainer, Generator 0
@@ -14971,21 +14975,27 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #                                Arena of the trainer  <-- reads --  Relay -> Arena of host B
 
 # -- plumbing: a secret that two hosts share -------------------------------------------------------
+# How a worker and a run find out, as they connect, that they belong together. The idea of this
+# section does not depend on it: you can go on with 16a.
+#
 # Both sides have a file with the same secret, and neither sends it. Each makes a nonce, a random
-# number that is used once, and proves what it knows by an HMAC: a hash of the secret, of its side
-# and of both nonces, which nobody can make without the secret, and which fits nowhere else. It
-# proves who is at the other end when they begin. What is said afterwards is neither encrypted nor
-# signed.
+# number that is used for one connection only, and sends that. Then each sends an HMAC: a hash of
+# the secret, of which side it is, and of both nonces. Nobody can compute it without the secret, so
+# it is a proof; and who has overheard it cannot use it again, for the next connection has other
+# nonces. What is said after that is neither encrypted nor signed.
 
-STRANGER_CHARS = 4096  # of a line of somebody who has not proved anything
-LINE_CHARS = 1 << 22  # of a line of somebody who has: the signs of ten thousand processes
-LEAST_SECRET_BYTES = 16  # whoever has seen a proof can try words on it, so it must be no word
+# How many characters of a line are read, if whoever sends it has proved nothing yet; and if it has:
+# enough for the signs of ten thousand processes.
+STRANGER_CHARS = 4096
+LINE_CHARS = 1 << 22
+# Whoever has overheard a proof can try secrets until one fits, so no word of a dictionary will do.
+LEAST_SECRET_BYTES = 16
 
 
 def read_secret(path: str) -> bytes:
-    """The secret in this file, without spaces around it; empty if there is no file, "".
+    """The secret in this file, without spaces around it; empty if the path is "": there is none.
 
-    ValueError: it is not one, or not one that only its owner knows.
+    ValueError: it is no file, others can read it, or it is too short.
     """
     if not path:
         return b""
@@ -15003,15 +15013,19 @@ def read_secret(path: str) -> bytes:
 def proof_of(secret: bytes, side: str, nonces: list[str]) -> str:
     """The proof that this side knows the secret. nonces: of the worker, of the run.
 
-    Each side makes one nonce, so that no proof of another connection fits. The side is in it, so
-    that nobody can answer with what it was just told (RFC 2104 has HMAC).
+    The name of the side is in it, so that nobody can send back the proof that it was just told as
+    its own. RFC 2104 has HMAC.
     """
     words = json.dumps([side, *nonces]).encode()
     return hmac.new(secret, words, "sha256").hexdigest()
 
 
 def is_proved(told: dict[str, Any], secret: bytes, side: str, nonces: list[str]) -> bool:
-    """Does this line prove it? To find out takes as long for any wrong proof."""
+    """Does this line prove that its sender knows the secret?
+
+    The comparison takes as long for every wrong proof. Else its time would tell how many letters
+    were right.
+    """
     right = proof_of(secret, side, nonces)
     return hmac.compare_digest(str(told["proof"]).encode(), right.encode())
 
@@ -15042,7 +15056,8 @@ def hear_stranger(lines: Any) -> dict[str, Any]:
 def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
     """Hangs up if the body takes longer than that.
 
-    The time-out of a socket begins anew with each byte, and one may send them slowly.
+    The socket's own time-out begins anew with each byte, so a stranger who sends one every few
+    seconds could keep us for ever.
     """
 
     def hang_up() -> None:
@@ -15059,16 +15074,17 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 
 
 # -- 16a. Links ------------------------------------------------------------------------------------
-# A worker (--worker) waits for connections. For each that begins a run it starts a Monarch host, a
-# process that starts others for whoever asks, at a new port, and ends it with the connection. (At
-# an old port Monarch would deliver messages that were meant for actors of the run before.) Over the
-# connection both sides speak in lines of JSON:
+# A worker (--worker) waits for connections. For each one that begins a run it starts a Monarch
+# host: a process that listens at a port of its own, and starts other processes for whoever asks. It
+# ends with the connection. (The port is a new one each time. At an old one Monarch would deliver
+# messages that were meant for actors of the run before.) Over the connection both sides speak in
+# lines of JSON:
 #
-#     worker: {"torch": "2.13.0", ...,          once: what it has, to be compared, and a nonce, a
-#              "nonce": "5f0c..."}              number that is used once
+#     worker: {"torch": "2.13.0", ...,          once: its versions, which must be those of the run,
+#              "nonce": "5f0c..."}              and its nonce
 #     run:    {"nonce": "a1b7...",              each proves that it knows the secret, without saying
-#              "proof": "90d2..."}              it: the proof is an HMAC, a hash of the secret and
-#     worker: {"proof": "c43e..."}              of both nonces. Without --secret this is left out
+#              "proof": "90d2..."}              it (the plumbing above has how, and what a nonce is).
+#     worker: {"proof": "c43e..."}              Without --secret these two lines are left out
 #     run:    begin
 #     worker: {"host": "tcp://10.0.0.2:40123",  ten times a second: I am here, and so is this host;
 #              "signs": {"4711": {...}}}        and what can be seen of the processes asked about
@@ -15079,8 +15095,9 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 # Whoever hears nothing for SILENCE_S takes the other side for lost. What follows then:
 #
 #     the link        its Monarch address becomes "", and it tries to connect twice a second
-#     RemoteHost      life() is "" now; whoever watched its processes is called back: "host lost"
-#     keepers         their replicas on that host are lost; each waits until the host is here
+#     RemoteHost      life() is "" from now on
+#     keepers         find that at their next look: their replicas there are lost, "host lost", and
+#                     each waits until the host is here
 #     route           requests that were under way there go to replicas on other hosts
 #     the worker      is back, with another Monarch host: life() is another address
 #     keepers         make their replicas again, there
@@ -15157,11 +15174,20 @@ def greet(lines: Any, secret: bytes) -> None:
 class Link(threading.Thread):
     """The connection to a worker, made again whenever it is lost.
 
-    It is a thread, so that a beat is answered in time also while the event loop is busy. What the
-    two have in common changes in whole steps, each of them under a lock that is held for
-    microseconds. And it belongs to one life of the host: all of it goes in the same step in which
-    that life ends. So nothing that was meant for a process of one life, neither a signal nor what
-    was seen of it, can reach one of the next life that happens to have the same process id.
+    It is a thread, so that the worker is answered in time also while the event loop is busy. Ten
+    times a second they go round:
+
+        event loop   `watch` adds a process to `pulses`; `send` adds a signal to `signals`
+        thread       hears a line, and answers it: these signals are to be sent, and all these
+                     processes looked at. Now `signals` is empty, and `asked` is a copy of `pulses`
+        worker       sends the signals, and looks at the processes
+        thread       hears the next line: what the worker saw of those in `asked` goes to `signs`
+        event loop   `take_signs` takes it out
+
+    Each of these changes is made under a lock, which is held for microseconds. When the host is
+    lost, one change makes `monarch_address` "" and empties all the others. So a signal to a process
+    of the lost life, or what was seen of it, never comes to a process of the next life that happens
+    to have the same id.
     """
 
     def __init__(self, address: str, say: Callable[[str], None], secret_file: str) -> None:
@@ -15169,12 +15195,14 @@ class Link(threading.Thread):
         self.address = address
         self.secret_file = secret_file
         self.say = say
-        self.was_here = False  # this and the next: the thread's own
-        self.refusal = ""  # why no connection was made, as it was said last
+        # The thread alone uses these two: was there a connection before, so that it is "back" now?
+        # And why was none made, as it was said last?
+        self.was_here = False
+        self.refusal = ""
         self.is_closed = False
         self.lock = threading.Lock()  # for all that follows
         self.monarch_address = ""  # of the Monarch host there; "" while it is lost
-        self.signals: list[tuple[int, int | None, int]] = []  # to send there
+        self.signals: list[tuple[int, int | None, int]] = []  # id, start and number, to send there
         # By process id: whom the worker is to look at; whom it was asked about last; and what it
         # saw, until somebody takes it.
         self.pulses: dict[int, PulseHandle] = {}
@@ -15254,7 +15282,8 @@ class Link(threading.Thread):
     def _keep_signs(self, pid: int, seen: Signs) -> None:
         """Keeps what was seen of a process. One that has ended is looked at no more.
 
-        Since the worker was asked, another process may have got this id: then it is not that one.
+        Since the worker was asked, another process may have got this id, and `watch` been called
+        for that one. Then what was seen is not about it, and is dropped.
         """
         if self.pulses.get(pid) is not self.asked.get(pid):  # mechanism: signs of whom was asked
             return
@@ -15290,7 +15319,7 @@ class RemoteHost(Host):
         return link_to(self).monarch_address
 
     def expect_models(self) -> None:
-        """There is no template: workers there import for themselves."""
+        """Does nothing: there is no template (section 5), and workers there import themselves."""
 
     async def present(self) -> Host:
         """Itself, when it is here."""
@@ -15301,8 +15330,8 @@ class RemoteHost(Host):
     async def spawn(self, starts: Starts, num_ranks: int) -> ProcMesh:
         """Starts processes there. OSError: it was lost just now.
 
-        They import for themselves, and note their ids nowhere: one that is stopped before it can
-        answer is given up after START_WITHIN_S.
+        Unlike those of this machine they note their ids nowhere. So one that is stopped before its
+        first answer cannot be told from one that is slow, and is given up after START_WITHIN_S.
         """
         if not self.is_here():
             raise OSError("the host was lost")
@@ -15310,17 +15339,19 @@ class RemoteHost(Host):
         return mesh.spawn_procs(per_host={"rank": num_ranks}, name=starts.name)
 
     def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
-        """Asks the worker there for the signs of these processes.
+        """Asks the worker there for the signs of these processes. on_end is never called.
 
-        Pidfds do not reach another host. Of the end of a process there its signs tell, or Monarch's
-        own detector; of the loss of the host its life does (Replica.look).
+        For the pidfds by which processes of this machine are watched do not reach another host.
+        That a process has ended is found in its signs, or told by Monarch's own detector; and that
+        the host is lost is found in its life (Replica.look).
         """
         link_to(self).watch(pulses)
 
     def signs(self, pulse: PulseHandle) -> Signs | None:
         """What the worker there saw last; None: no line has come since the last look.
 
-        So a network that is cut for a moment makes nobody seem to stand still.
+        A look that finds None counts for nothing. So a network that is cut for a moment makes
+        nobody seem to stand still.
         """
         return link_to(self).take_signs(pulse)
 
@@ -15330,8 +15361,8 @@ class RemoteHost(Host):
 
 
 def is_loopback(name: str) -> bool:
-    """Can only this machine reach it? A name that has to be looked up may mean another one."""
-    with contextlib.suppress(ValueError):  # a name, and no address
+    """Can only this machine reach it? Of a name other than localhost nobody knows: no."""
+    with contextlib.suppress(ValueError):  # it is a name, and no address
         return ipaddress.ip_address(name).is_loopback
     return name == "localhost"
 
@@ -15364,7 +15395,8 @@ def serve(address: str, secret_file: str) -> None:
 def attend(client: socket.socket, secret: bytes) -> None:
     """Serves one connection to this worker, in a thread."""
     client.settimeout(SILENCE_S)
-    # KeyError: a line lacks what it should have. All of these end the connection, and no more.
+    # KeyError: a line lacks what it should have. Any of these ends this connection; the worker goes
+    # on with the others.
     wrong = (OSError, ValueError, KeyError, TypeError)
     with contextlib.suppress(*wrong), client, client.makefile("rw") as lines:
         with patience(client, SILENCE_S):
@@ -15383,8 +15415,8 @@ def attend(client: socket.socket, secret: bytes) -> None:
 def admit(lines: Any, secret: bytes) -> bool:
     """The worker's side of what comes before `begin`: does the run know the secret?
 
-    The worker proves that it does only after the run has: a stranger gets no proof to try secrets
-    on. A run without it is told so by an empty proof.
+    The worker sends its proof only to a run that has proved itself, because with a proof one can
+    try secrets at home until one fits. All others get an empty one.
     """
     nonce = secrets.token_hex(32) if secret else ""
     print(json.dumps({**versions(), "nonce": nonce}), file=lines, flush=True)
@@ -15422,9 +15454,9 @@ def start_monarch_host(address: str) -> subprocess.Popen[bytes]:
 
 
 def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
-    """The worker's side of the lines.
+    """The worker's side of the lines, after `begin`.
 
-    waits for the run's lines / produces a line each time / ends when either side does
+    waits for the run's lines / produces a line each time / ends when the run or the host does
     """
     signs: dict[int, dict[str, Any]] = {}  # by process id
     while host.poll() is None:
