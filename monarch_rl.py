@@ -14961,7 +14961,7 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #   host is a Host whose life has ended: its replicas are lost, and come back with it.
 # Cost. A worker process on every host, and two slots more in an arena for each relay that leases
 #   from it. To know what has changed, the trainer's host needs memory, at most half of what its
-#   slots take; and after each copy a thread searches for three to four times as long (DOCS B).
+#   slots take; and after each copy a thread searches for three to four times as long (DOCS A).
 # Not here. Encryption. A critic or a reward model on several hosts. Cards for RDMA were not there
 #   to be tried: what is said of them follows from their rules, and all else was seen over TCP.
 # Source. attach_to_workers of Monarch.
@@ -15083,8 +15083,8 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 #     worker: {"torch": "2.13.0", ...,          once: its versions, which must be those of the run,
 #              "nonce": "5f0c..."}              and its nonce
 #     run:    {"nonce": "a1b7...",              each proves that it knows the secret, without saying
-#              "proof": "90d2..."}              it (the plumbing above has how, and what a nonce is).
-#     worker: {"proof": "c43e..."}              Without --secret these two lines are left out
+#              "proof": "90d2..."}              it: how, and what a nonce is, the plumbing above
+#     worker: {"proof": "c43e..."}              says. Without --secret these two are left out
 #     run:    begin
 #     worker: {"host": "tcp://10.0.0.2:40123",  ten times a second: I am here, and so is this host;
 #              "signs": {"4711": {...}}}        and what can be seen of the processes asked about
@@ -15473,12 +15473,14 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 
 
 # -- 16b. Only what changed ------------------------------------------------------------------------
-# At the learning rates of RL one element of bf16 in a hundred changes per step: the others move by
-# less than bf16 can say, and stay what they were. On one host that is of no use, for to find out
-# what has changed takes longer than a copy. But between hosts the cable is what costs. So the
-# trainer keeps beside each slot its delta: what differs from the version before. A relay that has
-# the version before reads the delta in place of the slot, unless the cable is so fast that the
-# slot arrives earlier.
+# With a large model the trainer keeps its weights in fp32, and publishes them in bf16. Near 0.02
+# two neighbouring numbers of bf16 are 0.0001 apart, and at a learning rate of 1e-6, as RL has it, a
+# step moves a weight by about 1e-6. So of a hundred weights about one is rounded to another number
+# than before, and the others stay what they were in bf16. (The demo counts them: "changed" in its
+# table.) On one host that is of no use, for to find out what has changed takes longer than a copy.
+# But between hosts the cable is what costs. So the trainer keeps beside each slot its delta: what
+# differs from the version before. A relay that has the version before reads the delta in place of
+# the slot, unless the cable is so fast that the slot arrives earlier.
 #
 # A slot is cut into the pieces of section 8, and each piece is taken as a row of words of 16 bits,
 # whatever it holds. Of each piece the delta has
@@ -15491,28 +15493,33 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 #     places         2, 6, ...     where they stand in their block: 1 byte each
 #     a checksum     of all words as they are now
 #
-# If one word in a hundred has changed, that is 1.9 % of the bytes. If it would be more than half of
-# the bytes the piece has no delta, and crosses whole: to unpack costs time, too. So does a piece
-# that has another checksum than it should have, once its delta is unpacked. In fp32 no piece has a
-# delta, for the lower half of every number is another one after each step. After a search that has
-# found next to nothing to save, or that was still running when the next version was to be copied,
-# the next REST versions are not searched. Their deltas say: read all.
+# If one word in a hundred has changed, that is 1.9 % of the bytes: for the 512 of a block there are
+# 2 for its count, and 3 for each of 2.56 words. Two kinds of pieces cross whole. The delta of one
+# would be more than half of its bytes: then it is not made, because to unpack it costs time, too.
+# In fp32 all are of this kind, for the lower half of every number is another one after each step.
+# And a piece that has another checksum than it should have, once its delta is unpacked, is read
+# again, whole.
 #
-# When it is made:
+# A search takes time on the trainer's host, and may be for nothing. It may find that nearly all
+# pieces must cross whole. Or it takes so long that the copy of the next version, which is made by
+# the same thread, has to wait for it. After such a search the trainer rests: the next REST versions
+# are not searched, and their deltas say of every piece that it is to be read whole.
+#
+# When a delta is made:
 #
 #     Trainer.step   forward, backward | wait | optimizer | forward, backward        | wait ...
 #     the thread                                          | copy 8 | delta of 8      | copy 9 ...
 #     `latest`                                                     8 from here on
 #
-# Generators of the trainer's host wait for no delta, for it is made when the version is there. Nor
-# does the optimizer, for it is made of two slots, and not of the parameters. Both slots stay what
-# they are meanwhile, because the thread that would write into one of them is busy. A relay that
-# sees version 8 before its delta is there looks again until it is.
+# Generators of the trainer's host wait for no delta, because `latest` names version 8 before its
+# delta is begun. Nor does the optimizer: a delta is made of two slots, and reads no parameter. Both
+# slots stay what they are meanwhile, because nobody writes into slots but this thread, and it is
+# busy. A relay that sees version 8 before its delta is there looks again until it is.
 
 WORDS_PER_BLOCK = 256  # so a place in a block is one byte
 WHOLE = -1  # in place of the number of bytes: this piece has no delta
 IN_VAIN = 0.9  # of all pieces: if so many have no delta, what the others save is not worth a search
-REST = 15  # versions: so of what is searched in vain, or takes too long, it is one in sixteen
+REST = 15  # versions: where searches are of no use, or take too long, one version in 16 has one
 
 
 def half_words(memory: torch.Tensor) -> Any:
@@ -15574,7 +15581,11 @@ class Delta:
     """
 
     def __init__(self, slot_bytes: int) -> None:
-        """An empty one, for slots of this size. A page of it takes memory when it is written."""
+        """An empty one, for slots of this size.
+
+        The system finds memory for a page of it when that is first written. So a delta that was
+        never large takes little.
+        """
         num_pieces = math.ceil(slot_bytes / PIECE_BYTES)
         self.version = torch.full([1], -1)  # to which it leads
         self.numbers = torch.full([2 * num_pieces], -1)
@@ -15582,8 +15593,8 @@ class Delta:
         self.sums = self.numbers[num_pieces:]  # of each piece
         # The changes of one piece after the other, each from a multiple of 8 bytes on.
         self.changes = torch.empty(slot_bytes // 2 + 8 * num_pieces, dtype=torch.uint8)
-        # They cross in parts of their own, of which the last is mostly read in vain beyond its end.
-        # So a part is small, but not so small that there are very many.
+        # They cross in parts of this size. Of the last part that has some it is read all, though
+        # most of it may be empty. So a part is small, but not so small that there are very many.
         self.part_bytes = min(PIECE_BYTES, max(MIB // 16, round_up(slot_bytes // 512, 8)))
 
     def clear(self) -> None:
@@ -15591,9 +15602,10 @@ class Delta:
         self.sizes.fill_(WHOLE)
 
     def write(self, slot: torch.Tensor, before: torch.Tensor) -> None:
-        """Fills it, but for the version. slot, before: [slot_bytes] uint8, this one and the last.
+        """Fills it, but for its version, which `tell` adds when it may be read.
 
-        If it raises, what was written until then is right, and the other pieces are read whole.
+        slot, before: [slot_bytes] uint8, the new version and the one before. If this raises, what
+        was written until then is right, and the other pieces are read whole.
         """
         self.clear()
         end = 0
@@ -15607,7 +15619,10 @@ class Delta:
                 end += round_up(len(changes), 8)
 
     def tell(self, version: int, arena: Arena) -> None:
-        """Whoever reads that this is its version finds it complete. arena: that of the slot."""
+        """Says to which version it leads. Whoever reads that finds the delta complete.
+
+        arena: that of the slot. Its fences see to the order: the version is written last.
+        """
         arena.fence()
         self.version.fill_(version)
         arena.fence()
@@ -15646,7 +15661,8 @@ class RelayedWriter(ShardWriter):
         super().__init__(*args, **options)
         self.deltas: list[Delta] = []  # by slot; none before a relay has asked for them
         self.newest: tuple[int, torch.Tensor] | None = None  # version and slot of the newest delta
-        self.num_resting = 0  # versions that come before it searches again
+        self.num_resting = 0  # so many versions are not searched, and then one is
+        # The newest delta, under way or done; None before the first.
         self.making: concurrent.futures.Future[None] | None = None
         self.offer: Offer | None = None  # None before a relay has asked
 
@@ -15657,46 +15673,54 @@ class RelayedWriter(ShardWriter):
             self._submit()
 
     def wait(self) -> float:
-        """As in WeightWriter. It does not wait for a delta, but raises what has ended one."""
+        """As in WeightWriter. It waits for no delta, but raises what the newest one has raised."""
         waited_s = super().wait()
         if self.making and self.making.done():
             self.making.result()
         return waited_s
 
     def _submit(self) -> None:
-        """Has the thread make a delta of the version that is there, or is being copied."""
+        """Has the thread make a delta of the version that is there, or is being copied.
+
+        The thread does one thing after the other. So when the delta is begun, the copy and the
+        delta before it have ended, and it gets both to see how.
+        """
         self.making = self.thread.submit(self._make_delta, self.copying, self.making)
 
     def _make_delta(
         self,
-        copying: concurrent.futures.Future[None] | None,
-        making: concurrent.futures.Future[None] | None,
+        copy: concurrent.futures.Future[None] | None,
+        last_delta: concurrent.futures.Future[None] | None,
     ) -> None:
-        """What differs between the two newest versions, if the newer one was not skipped.
+        """Makes the delta of the newest version.
 
-        copying, making: what the thread did before. If the copy has failed there is no new version.
-        If the last delta has, that is raised again here, so that the trainer hears of it even if it
-        had begun this version before.
+        copy: of this version. If it has failed there is no such version, and no delta. last_delta:
+        if that one has failed, this one fails as well, when it is made. For `wait` looks only at
+        the newest delta, and the trainer may have begun this version before the last one failed: it
+        would not hear of it.
         """
-        if copying:
-            copying.result()
+        if copy:
+            copy.result()
         version, number = self.arena.latest()
         delta = self.deltas[number]
         try:
             self._search(version, number, delta)
         finally:
             delta.tell(version, self.arena)  # also if that has failed: relays wait for it
-        if making:
-            making.result()
+        if last_delta:
+            last_delta.result()
 
     def _search(self, version: int, number: int, delta: Delta) -> None:
-        """Fills the delta of this slot. Nobody reads it yet."""
+        """Fills the delta of this slot, or lets it say that all is to be read whole.
+
+        Nobody reads it yet. number: of the slot, which holds this version.
+        """
         start_s = time.time()
         delta.clear()
         slot = self.arena.slots[number]
         before_version, before = self.newest or (None, slot)
         self.newest = (version, slot)
-        if before_version != version - 1:  # also of the first, before which there is none
+        if before_version != version - 1:  # one was skipped, or this is the first
             return
         if self.num_resting:
             self.num_resting -= 1
@@ -15712,8 +15736,9 @@ class RelayedWriter(ShardWriter):
     def for_relay(self, reader: int) -> RemoteHandle:
         """What the relay with this number needs.
 
-        The first to ask has deltas made: of the version that is there, or is being copied, and of
-        all that follow. (That of the first says that all is to be read whole.)
+        From the first time that one asks, deltas are made: of the version that is there, or is
+        being copied, and of all that follow. (The first one says that all is to be read whole: what
+        the version before it was, nobody has kept.)
         """
         if self.rank == 0 and not self.deltas:
             slot_bytes = self.arena.handle.manifest.slot_bytes
@@ -15729,9 +15754,13 @@ class QuickerWay:
     """Which way a relay takes to the next version: by "changes", or "whole".
 
     Which one is quicker depends on the cable, on the cores of both hosts and on how much changes.
-    What it knows of a way is the least of the last times it took, for a time that was long by
-    accident tells nothing. It tries the slower one again as soon as that would cost at most a part
-    in TRY_AFTER of the time spent since.
+    Of each way it knows the last NUM_TIMES times, and compares the shortest of them: by accident a
+    version may take longer, but hardly less than it needs. What is quicker may change during a run.
+    So the slower way is tried again, when the quicker one has been in use for TRY_AFTER times as
+    long as that will take.
+
+    By example: "changes" takes 0.1 s, and "whole" took 0.5 s. After 15 s of "changes", which are
+    150 versions, one goes "whole". So to try costs a thirtieth of the time at most.
     """
 
     WAYS = ("changes", "whole")
@@ -15743,7 +15772,7 @@ class QuickerWay:
         for way in self.WAYS:
             self.times_s[way] = collections.deque(maxlen=self.NUM_TIMES)
         self.last = ""  # the way that was taken last
-        self.spent_s = 0.0  # on that way, one version after the other
+        self.spent_s = 0.0  # on that way, since it was last changed
 
     def choose(self) -> str:
         """The way to be taken."""
@@ -15767,39 +15796,49 @@ class QuickerWay:
 # A relay does what WeightReader and WeightWriter do, one after the other: it leases a slot of the
 # trainer's arena, copies it into a slot of its own, and makes that one the latest of its host.
 #
-#     1. read the word `latest`: version 7, slot 2     a one-sided read of 8 bytes
-#     2. write the first lease: slot 2                 a one-sided write of 8 bytes
-#     3. read `latest` again: does it name slot 2?     if so, go on with 5
-#     4. it names slot 0 by now: write the second lease, slot 0, and read `latest` once more
-#     5. if I have version 6, and this way is the quicker one: read the delta of the slot that is
-#        leased, and make of my slot with version 6 a free one with version 7; then read the pieces
-#        that the delta does not tell
-#        else read the slot that is leased into a free one of my own: eight pieces at a time
-#     6. commit: now the generators of this host can pull that version, as if it was made here
+#     1. look      read the word `latest`: version 7, slot 2       a one-sided read of 8 bytes
+#     2. lease     write slot 2 into my first lease                a one-sided write of 8 bytes
+#                  look again: if `latest` still names slot 2, that slot is mine to read, go on at 4
+#     3. lease     `latest` has moved, to slot 0: write slot 0 into my second lease
+#                  look once more: if it still names slot 0, that slot is mine, else slot 2 is
+#     4. read      one of two ways
+#        changes     if I have version 6: copy it into another slot of mine, read the delta of the
+#                    slot that is leased, and change what it says; read what it leaves out
+#        whole       read the slot that is leased, eight pieces at a time
+#     5. commit    now the generators of this host can pull that version, as if it was made here
 #
-# A reader of section 7 begins again if `latest` has moved in step 3. To a relay that could happen
-# every time, for its looks cross a cable, and a trainer of small steps publishes meanwhile: it
-# would never read anything. So it has two leases, never begins again, and whatever the trainer
-# does, one of the two holds after step 4. Which one it is, the last look tells:
+# A reader of section 7 begins again if `latest` has moved when it looks again. A relay that did so
+# might never read anything: its looks cross a cable, and a trainer of small steps may publish
+# between any two of them. So it has two leases, and does not begin again. "Mine to read" means that
+# the trainer does not write into that slot until I lease another one. Why it holds:
 #
-#     It names the slot that I have leased last: that one is mine. The trainer writes into no slot
-#     that is the latest. Before it can, it makes another one the latest, which comes after my look;
-#     and then it looks for a free slot, and sees my lease.
+# The last look names the slot that I have leased last. The trainer writes into no slot that is the
+# latest. So it must make another one the latest first, and that comes after my look. Only then does
+# it look for a free slot, and my lease has been there since before my look.
 #
-#     It names another one: then `latest` has moved since step 3, and the slot of my first lease is
-#     mine. Each version that the trainer writes from now on, it has begun after that move, so when
-#     my first lease could be seen. Each that it began earlier is complete, for it makes one after
-#     the other. (A relay that other relays read from is such a trainer, and may fail in the middle
-#     of a version. So it begins the next one in the same slot: nothing stays half written.)
+# The last look names another slot. This is the worst case, in which the first lease comes too late
+# for the trainer to see it before it begins version 9:
 #
-# In the second case the slot may hold a newer version than it had in step 1, so nobody knows which
-# delta leads there, and it is read whole. Each slot says itself which version it holds (stamps_of),
-# and that crosses with it.
+#     trainer   7 in slot 2 | 8 in slot 0 | writes 9 into slot 2 .........| 9 in slot 2 | begins 10
+#     relay         look: 2                  lease 2, look: 0   lease 0                 look: 2
+#
+# Between the last two looks `latest` has moved. So in that time the trainer has completed a
+# version, here 9. It makes one after the other, so all that it began before are complete as well,
+# whether it saw my first lease or not. All that it begins afterwards, it begins when that lease has
+# long been there. So nobody writes into slot 2, which may hold a newer version than in step 1.
+#
+# (A relay that other relays read from, 16e, is a trainer to them, and may give up a version when it
+# is half written. Then not all that it began is complete. So it begins the next version in the same
+# slot, which is whole again before another one is begun.)
+#
+# If the last look does not name the slot that is mine, I do not know which version it holds, nor so
+# which delta leads there, and it is read whole. Which version has come is seen then: it stands at
+# the end of each slot (stamps_of), and crosses with it.
 
 
 @dataclass(frozen=True)
 class RemoteDelta:
-    """RDMABuffers of a Delta."""
+    """RDMABuffers of a Delta, of which they have the names."""
 
     version: RDMABuffer
     numbers: RDMABuffer
@@ -15838,15 +15877,16 @@ def header_words(arena: Arena) -> torch.Tensor:
 
 
 def lease_handles(arena: Arena, reader: int) -> list[RDMABuffer]:
-    """Of the words of a relay. reader: as above."""
+    """Handles of the two lease words of a relay. reader: the number of the first."""
     first = Arena.LEASES + reader
     return [RDMABuffer(word) for word in header_words(arena)[first : first + LEASES_PER_RELAY]]
 
 
 class Offer:
-    """What all relays that read from one arena need. Handles of its slots are made once.
+    """What all relays that read from one arena need.
 
-    One set of them is enough, and what Monarch has registered it keeps.
+    Handles of its slots are made once, for all of them: Monarch registers memory for each handle
+    and keeps that, so a set for each relay would add up.
     """
 
     def __init__(self, arena: Arena, deltas: Sequence[Delta]) -> None:
@@ -15887,7 +15927,10 @@ class RelayedTrainer(Trainer):
 
 
 class Crossing:
-    """What crosses to a relay: words, and how much else has come. The figures are for Traffic."""
+    """What crosses to a relay: it reads and writes words, and counts what else has arrived.
+
+    Its figures are read by `traffic` (16d), and say what they mean in Traffic.
+    """
 
     LOOK_EVERY_S = 0.005  # a look is a one-sided read; over TCP it is work for both hosts
     # For a word to cross and the answer to come back: what TCP needs on a bad line, many times.
@@ -15896,7 +15939,9 @@ class Crossing:
     def __init__(self, advance: Callable[[], None]) -> None:
         """advance: is called when something has arrived."""
         self.advance = advance
-        self.heard_s: float | None = None  # of the last answer; None: nothing is asked
+        # When the last answer came, or, if there was none yet, when the first question was asked.
+        # None: no answer is due, so the trainer cannot be said to be silent.
+        self.heard_s: float | None = None
         self.model_bytes = 0
         self.num_versions = 0
         self.read_bytes = 0
@@ -15909,11 +15954,14 @@ class Crossing:
         self.due_bytes = 0
 
     async def fetch_if_new(self) -> None:
-        """Brings one version, if there is one that it has not: here there is none."""
+        """Brings one version, if there is one that it has not. Subclasses say how.
+
+        As it stands this does nothing: it is for a relay that has nothing to bring (16h).
+        """
 
     async def _cross(self, transfer: Callable[..., Awaitable[None]], word: torch.Tensor) -> None:
         """Reads a word, or writes one."""
-        if self.heard_s is None:  # from here on it waits for an answer
+        if self.heard_s is None:  # from here on an answer is due
             self.heard_s = time.monotonic()
         await answered(transfer(word, timeout=self.WORD_DEADLINE_S))
         self.heard_s = time.monotonic()
@@ -15941,7 +15989,7 @@ class Crossing:
 
 
 class RemoteWords(Crossing):
-    """The words of an arena on another host: looks at the newest, and leases slots."""
+    """The words of an arena on another host: looks at `latest`, and leases slots."""
 
     def __init__(self, remote: RemoteHandle, advance: Callable[[], None]) -> None:
         super().__init__(advance)
@@ -15950,21 +15998,24 @@ class RemoteWords(Crossing):
         self.lease_word = torch.zeros(1, dtype=torch.int64)
 
     async def _lease(self, latest: int) -> int:
-        """Steps 2 to 4: a slot into which nobody writes until the relay leases another one.
+        """Steps 2 and 3: a slot into which nobody writes until the relay leases another one.
 
         latest: as it was read in step 1.
 
-        In place of the fence of section 7: `write_from` returns when the word is written. Over TCP
-        the other side answers when it has written it; a test races a trainer against a relay. A
-        write that has failed may still arrive later, but never after the next one, for messages of
-        one sender keep their order. With a card the next look is a read on the same connection,
-        which is carried out after the write. (This was written without such a card to try it on.)
+        A lease must be there before the next look. In section 7 a fence sees to that. Here it is
+        `write_from`, which over TCP returns when the other side has answered that the word is
+        written. (A test races a trainer against a relay.) A write that failed may still arrive
+        later, but never after the next one, for messages of one sender keep their order. Of cards
+        for RDMA the rules say that a read is carried out after the writes that were sent before it
+        on the same connection. There was no card to try that on.
 
-        The trainer cannot ask whether a process of another host lives, so these leases are in the
-        trainer's own name. They stay until the next ones take their place: for each of them the
-        arena has a slot. If this relay dies, its successor has the same words.
+        A lease has the process id of its reader, and of a process on another host the trainer
+        cannot ask whether it lives. So here it is the trainer's own id. Such a lease is never given
+        back, only replaced by the next one; therefore the arena has a slot for each. If this relay
+        dies, its successor has the same two words.
         """
         leased = []
+        # Once for the first lease; and once more for the second, unless the first one holds.
         for lease in self.remote.leases:  # mechanism: second lease
             slot = latest % Arena.MAX_SLOTS
             leased.append(slot)
@@ -15984,24 +16035,24 @@ class RemoteWords(Crossing):
 
 
 # -- 16d. The relay --------------------------------------------------------------------------------
-# An actor on another host that takes these steps whenever there is a version that it has not. A
-# step mostly fails because the trainer was lost, or the way to it. So all of them are tried again;
-# a relay that cannot go on ends itself, and its service makes another.
+# An actor on another host that takes these five steps whenever there is a version that it has not.
+# If a step fails, mostly the trainer was lost, or the way to it. The relay then begins again with
+# step 1. If that fails three times in a row it ends itself, and its service makes another one.
 
 
 @dataclass(frozen=True)
 class Traffic:
     """What a relay has carried, and how it fares."""
 
-    relay_id: int  # another one for each relay, also if it takes the place of another
-    num_versions: int
-    read_bytes: int  # of slots
+    relay_id: int  # a relay that takes the place of another one has another
+    num_versions: int  # that it has brought
+    read_bytes: int  # of slots and deltas
     model_bytes: int  # of one version
-    num_second_leases: int  # how often `latest` had moved in step 3
-    num_failures: int  # versions, or looks, that were given up, because a read or write failed
-    num_in_row: int  # of these, since it last did what it wanted
+    num_second_leases: int  # how often `latest` had moved in step 2
+    num_failures: int  # how often it has begun again, because a read or a write failed
+    num_in_row: int  # of these failures, those since something last went well
     last_failure: str  # what was said of the last of these; "": there was none
-    silent_s: float  # since the trainer's memory answered last: mostly milliseconds
+    silent_s: float  # since the trainer's memory answered last, if an answer is due: mostly ms
     behind_s: float | None  # since it saw a version that it does not have; None: it has the newest
     arrived_bytes: int  # of that version, so far
     due_bytes: int  # of that version, in all, as far as is known
@@ -16030,8 +16081,9 @@ class RemoteReader(RemoteWords):
         self.model_bytes = arena.handle.manifest.num_bytes()
         self.way = way
         self.version_word = torch.zeros(1, dtype=torch.int64)
-        self.unfinished: int | None = None  # the slot of a version that was given up
-        # What was read beside each slot. If nobody reads it here, one room for all is enough.
+        self.unfinished: int | None = None  # the slot of a version that was given up half-way
+        # By slot, the delta that led to it. Other relays may read it much later. If there are none,
+        # it is used once and one object serves for all slots.
         slot_bytes = arena.handle.manifest.slot_bytes
         self.passes_on = passes_on
         self.deltas = [Delta(slot_bytes)] * len(arena.slots)
@@ -16039,7 +16091,7 @@ class RemoteReader(RemoteWords):
             self.deltas = [Delta(slot_bytes) for _ in arena.slots]
 
     async def fetch_if_new(self) -> None:
-        """The steps above: brings one version, if there is one that it has not."""
+        """Steps 1 to 5: brings one version, if there is one that it has not."""
         latest = await self._look()
         mine = self.arena.newest_version()
         if latest // Arena.MAX_SLOTS == mine:
@@ -16051,7 +16103,7 @@ class RemoteReader(RemoteWords):
         if free is None:
             free = self.arena.free_slot()
         self.unfinished = free
-        # The last look tells which version the slot holds, if it named this slot.
+        # If the last look named this slot, it has also told which version the slot holds.
         version, named = divmod(int(self.latest_word), Arena.MAX_SLOTS)
         is_next = mine >= 0 and version == mine + 1 and named == slot
         has_delta = is_next and bool(self.remote.deltas)  # mechanism: delta of the next version
@@ -16065,8 +16117,10 @@ class RemoteReader(RemoteWords):
         is_partial = len(missing) < len(self.remote.slots[slot])
         if is_partial:
             self.num_deltas += 1
-        # The very first reads are slow. And a delta may have told nothing.
-        if mine >= 0 and is_partial == (way == "changes"):
+        # Two times would mislead `choose`: that of the first version of all, whose reads are slower
+        # than later ones; and that of a delta which said of every piece that it is to be read whole.
+        says_nothing = way == "changes" and not is_partial
+        if mine >= 0 and not says_nothing:
             self.way.took(way, since(start))
         if self.passes_on:
             await self._pass_on(slot, free, is_unread=has_delta and way == "whole")
@@ -16078,9 +16132,10 @@ class RemoteReader(RemoteWords):
         self._has_version()
 
     async def _pass_on(self, slot: int, free: int, is_unread: bool) -> None:
-        """Tells relays that read from this one what has changed, also if it went another way.
+        """Gives relays that read from this one the delta of the version that has just arrived.
 
-        is_unread: there is a delta beside the slot that is leased, and it is still to be read.
+        They may want it also if this relay has read the version whole. is_unread: so it was, and
+        the delta beside the leased slot is still to be read.
         """
         version = self.arena.newest_version()
         delta = self.deltas[free]
@@ -16109,15 +16164,15 @@ class RemoteReader(RemoteWords):
         _, newest = self.arena.latest()
         room = self.arena.slots[free]
         delta = self.deltas[free]
-        # In threads, for with some GB it takes a second, and others ask this process how it fares.
-        # The copy has time while the trainer makes the delta.
+        # To copy some GB takes a second, and to unpack as well. Both are done in threads, because
+        # meanwhile the main process asks this one how it fares. The copy goes on beside the reads.
         copying = asyncio.to_thread(room.copy_, self.arena.slots[newest])
         copied = asyncio.ensure_future(copying)
         try:
             await self._read_changes(self.remote.deltas[slot], delta, version)
         finally:
-            self.heard_s = None
-            await copied  # nothing writes into a slot behind the back of who comes next
+            self.heard_s = None  # until it is unpacked nothing is asked, so no answer is due
+            await copied  # also after a failure: else it would write into a slot that is used again
         missing = await asyncio.to_thread(delta.unpack, room)
         self.heard_s = time.monotonic()
         self.num_refused += len(missing) - delta.num_whole()
@@ -16145,7 +16200,7 @@ class RelayPlan:
     first_reader: int  # the number of the first lease that relays have in such an arena
     num_siblings: int  # relays that read from the same arena, at the most
     num_readers: int  # of a relay's own arena: generators of its host, and leases of relays
-    num_copying: int  # of these, as in create_arena
+    num_copying: int  # of these readers, those for which no slot is needed (create_arena)
     passes_on: bool = False  # do other relays read from that arena?
 
 
@@ -16154,8 +16209,9 @@ class VersionCarrier(Worker):
 
     # The pause after a failure. Mostly the trainer was lost, and another relay is about to begin.
     RETRY_S = 0.5
-    # In a row, until it gives up. When Monarch has not delivered a message for 30 s, it delivers no
-    # other one between these two processes. Another relay is another process.
+    # It gives up after so many failures in a row. Monarch, when it could not deliver a message for
+    # 30 s, delivers no other one between these two processes. So to try on would be of no use; the
+    # next relay is another process.
     MAX_FAILURES = 3
 
     def __init__(self, place: Place) -> None:
@@ -16173,8 +16229,9 @@ class VersionCarrier(Worker):
     async def _follow(self) -> None:
         """The relay's loop: looks every few ms / produces versions / ends with its process.
 
-        Or when it gives up, or with an error of its own, which is a mistake in this file. Either is
-        raised by `traffic`, and then another relay takes the place of this one.
+        It also ends when it gives up, and by any other exception, which then is a mistake in this
+        file. Nobody awaits it; so `traffic` raises what has ended it, and then the service puts
+        another relay in the place of this one.
         """
         while True:
             await asyncio.sleep(self.crossing.LOOK_EVERY_S)
@@ -16220,7 +16277,8 @@ class Relay(VersionCarrier):
     def __init__(self, place: Place, plan: RelayPlan) -> None:
         super().__init__(place)
         self.plan = plan
-        # Of those that read from the same arena, this is that number.
+        # In a tree (16e): which relay of the level above this one reads from, and which number it
+        # has among all that read from that one.
         self.parent, number = divmod(place.replica_id, plan.num_siblings)
         self.first_lease = plan.first_reader + LEASES_PER_RELAY * number
         self.offer: Offer | None = None  # None before a relay has asked
@@ -16256,9 +16314,10 @@ class Relay(VersionCarrier):
 
 # -- 16e. A tree of relays -------------------------------------------------------------------------
 # With many hosts the trainer's own cable becomes what costs: it carries each version once for each
-# relay, and each relay has two slots in its arena. With --relay-fanout 2 only two relays read from
-# the trainer, two others from each of these, and so on. Then a version leaves each host twice at
-# the most, and comes to the hosts of each level later than to those above them:
+# relay, and each relay has two slots in the trainer's arena. With --relay-fanout 2 only two relays
+# read from the trainer, two others from each of these, and so on. Then a version leaves each host
+# twice at the most, and comes to the hosts of each level later than to those above them. (The demo
+# has one other host, so no tree: tests have one of three relays.)
 #
 #     trainer --> relay 0 --> relay 2         level 0: relays 0 and 1
 #            |           +--> relay 3         level 1: relays 2 to 5
@@ -16269,8 +16328,8 @@ class Relay(VersionCarrier):
 # which is passed on as it came. What has changed is searched once, at the trainer. Each relay
 # chooses its own way, for its cable may be a slow one where that of the relay above is not.
 #
-# If a host is lost, those below it wait for it: they have no weights until it is back, and their
-# requests go to hosts that have.
+# If a host is lost, relays below it end as well, for they can read nothing. Their successors wait
+# until it is back. Until then their hosts have no weights, and requests go to hosts that have some.
 
 
 WAITS_FOR_HOST_S = 30 * 24 * 3600.0  # as good as for ever: it may come back at any time
@@ -16295,9 +16354,9 @@ class RelayTree:
     def __init__(self, cfg: Config, trainer: Service, hosts: tuple[Host, ...]) -> None:
         """hosts: all but the trainer's, a relay for each, in this order."""
         self.hosts = hosts
-        self.fanout = cfg.relay_fanout or max(1, len(hosts))
+        self.fanout = cfg.relay_fanout or max(1, len(hosts))  # else all read from the trainer
         self.levels: list[Service] = []
-        self.starting: dict[int, asyncio.Task[None]] = {}  # of a level below the first, its start
+        self.starting: dict[int, asyncio.Task[None]] = {}  # by level, its start, but of the first
         num_placed = 0
         while num_placed < len(hosts):
             level = self._level(cfg, trainer, num_placed)
@@ -16312,7 +16371,7 @@ class RelayTree:
         num_generators = generators_per_host(cfg)
         plan = RelayPlan(
             source=self.levels[-1] if self.levels else trainer,
-            first_reader=num_generators,  # an arena has these first
+            first_reader=num_generators,  # whose leases are the first in every arena
             num_siblings=self.fanout,
             num_readers=num_generators + (0 if is_last else LEASES_PER_RELAY * self.fanout),
             num_copying=num_copying_per_host(cfg),
@@ -16325,7 +16384,8 @@ class RelayTree:
             num_replicas=len(hosts),
             hosts=hosts,
             stuck_after_s=cfg.stuck_after,
-            # It asks the trainer, behind steps that may take long; or waits for a host to be back.
+            # Its setup asks the trainer, which answers when it has made its step, and that may take
+            # long. Below the first level it waits for a relay, whose host may have to come back.
             setup_deadline_s=WAITS_FOR_HOST_S if depth else 3600.0,
         )
         return Service(spec)
@@ -16345,7 +16405,8 @@ class RelayTree:
         """Ends all of them. Who asks ends before who answers."""
         for level in reversed(self.levels):
             await level.close()
-        await asyncio.gather(*self.starting.values(), return_exceptions=True)  # NoReplica: closed
+        # The starts end with NoReplica now, if they were still waiting: nobody needs to hear of it.
+        await asyncio.gather(*self.starting.values(), return_exceptions=True)
 
     async def ask(self, relay: int, endpoint: Endpoint[[], Reply]) -> Reply:
         """Asks one certain relay. Raises what Service.ask does."""
@@ -16356,7 +16417,10 @@ class RelayTree:
         raise IndexError("there is no such relay")
 
     async def arenas(self) -> list[ArenaHandle | None]:
-        """That of each relay; None: it is being replaced. Raises what a relay's first setup did."""
+        """That of each relay; None: it is being replaced.
+
+        Raises what the start of a level has raised: nobody else awaits those below the first.
+        """
         for start in self.starting.values():
             if start.done():
                 start.result()
@@ -16374,25 +16438,29 @@ async def arenas_of(relays: Service) -> list[ArenaHandle | None]:
 
 
 # -- 16f. Checkpoints ------------------------------------------------------------------------------
-# The main process has the checkpoints, and the trainer reads and writes files of its own host. So
-# they cross as weights do, by one-sided reads and writes, and messages have handles only. They go
-# through a window, memory of the main process, of as many pieces as cross at the same time:
+# The main process keeps the checkpoints, in files of its host, and the trainer, which may be on
+# another one, can read and write files of that host only. So a checkpoint crosses as weights do, by
+# one-sided reads and writes, and messages have handles only. It goes through a window: a room in
+# the memory of the main process for eight pieces, as many as cross at the same time. (The window of
+# --order in section 13 is another thing.) The demo loses no trainer, but its run begins with
+# checkpoints that cross; tests lose a trainer while one does.
 #
 #     main process                    trainer
 #     file --> window  <==reads==     file in memory --> Trainer.load
 #     file <-- window  <==writes==    file in memory <-- Trainer.save
 #
-# It is always the trainer that moves the bytes, and the main process waits for its answer. So if
-# the trainer is lost half-way, this is noticed at once, as with any other request. However
-# large a checkpoint is, the main process registers eight pieces, and has no copy of it in memory.
+# (A double line is a one-sided transfer.) It is always the trainer that moves the bytes, and the
+# main process waits for its answer. So if the trainer is lost half-way, this is noticed at once, as
+# with any other request. However large a checkpoint is, the main process has room for eight pieces
+# of it in memory, and handles for these.
 
 
 class Window:
-    """Memory of the main process through which a file crosses, so much of it at a time."""
+    """Memory of the main process through which a file crosses, 32 MiB of it at a time."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(PIECES_UNDER_WAY * PIECE_BYTES, dtype=torch.uint8)
-        self.bytes = self.memory.numpy().data  # the same
+        self.bytes = self.memory.numpy().data  # the same memory, as files read and write it
         self.pieces = pieces_of(self.memory)
 
     async def close(self) -> None:
@@ -16405,7 +16473,7 @@ class Window:
 class FilePart:
     """A part of a file, to be moved through a window."""
 
-    path: str  # of the file, which the trainer has made
+    path: str  # of the trainer's file, as `make_file` has answered
     start: int  # its first byte
     num_bytes: int  # at most: the last part of a file may be shorter
     window: list[RDMABuffer]
@@ -16416,7 +16484,7 @@ async def write_pieces(
     parts: Sequence[torch.Tensor],
     moved: Callable[[int], None],
 ) -> None:
-    """The way back of `read_pieces`, of PIECES_UNDER_WAY pieces at most: all are written at once.
+    """What `read_pieces` is for reads, for PIECES_UNDER_WAY pieces at most: all go at once.
 
     parts: for each piece, what goes into it. moved: is told of each, how many bytes it has. When
     this returns, or raises Unreachable, none is under way any more.
@@ -16433,12 +16501,15 @@ async def write_pieces(
 
 
 class HostsTrainer(RelayedTrainer):
-    """A trainer that the main process sends checkpoints, and that sends it some."""
+    """A trainer that receives checkpoints from the main process, and sends it others.
+
+    Rank 0 does it; the other ranks are called as well, because calls go to all, and do nothing.
+    """
 
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place, cfg)
-        self.files: list[str] = []  # those on their way: paths of files in memory
-        self.room = torch.empty(0, dtype=torch.uint8)  # as large as a window, while there are some
+        self.files: list[str] = []  # those that are crossing: paths of files in memory
+        self.room = torch.empty(0, dtype=torch.uint8)  # as large as a window, while one crosses
 
     @endpoint
     async def make_file(self) -> str:
@@ -16451,7 +16522,7 @@ class HostsTrainer(RelayedTrainer):
 
     @endpoint
     async def close_files(self) -> None:
-        """They have arrived, or are needed no longer."""
+        """Gives back the memory of these files: they have crossed, or are needed no longer."""
         while self.files:
             close_unnamed_file(self.files.pop())
         self.room = torch.empty(0, dtype=torch.uint8)
@@ -16462,7 +16533,8 @@ class HostsTrainer(RelayedTrainer):
         if self.rank > 0:
             return
         with self._moving(part) as file:
-            num_pieces = math.ceil(part.num_bytes / PIECE_BYTES)  # the last one is read whole
+            # Of the last piece more is read than belongs to the part, and not written.
+            num_pieces = math.ceil(part.num_bytes / PIECE_BYTES)
             pieces = part.window[:num_pieces]
             rooms = self.room.split(PIECE_BYTES)[:num_pieces]
             await read_pieces(pieces, rooms, self._has_moved)  # mechanism: one-sided reads
@@ -16482,7 +16554,11 @@ class HostsTrainer(RelayedTrainer):
 
     @contextlib.contextmanager
     def _moving(self, part: FilePart) -> Iterator[io.BufferedRandom]:
-        """The file, at the beginning of the part. TrainerLost: its maker, or the way, was lost."""
+        """The file, at the beginning of the part.
+
+        TrainerLost: the trainer that made the file was lost, and this is the next one; or the main
+        process cannot be reached from here.
+        """
         if part.path not in self.files:
             raise TrainerLost("this trainer has not begun a checkpoint")
         with open(part.path, "r+b") as file:
@@ -16504,12 +16580,15 @@ class SendingCluster(CriticCluster):
 
     @contextlib.asynccontextmanager
     async def at_trainer(self, *paths: str) -> AsyncIterator[list[str]]:
-        """As in Cluster. The trainer may be on another host, so they cross into its memory."""
+        """As in Cluster: paths under which the trainer can read these files, while the body runs.
+
+        It may be on another host, so they are sent into files in its memory.
+        """
         async with self._crossing() as window:
             yield [await self._send(path, window) if path else "" for path in paths]
 
     async def save(self, path: str, state: str) -> None:
-        """As in Cluster. It is written there, and crosses."""
+        """As in Cluster. The trainer writes it into a file of its own, and that crosses."""
         async with self._crossing() as window:
             there = await self._ask_trainer(HostsTrainer.make_file)
             await super().save(there, state)
