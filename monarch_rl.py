@@ -16118,7 +16118,7 @@ class RemoteReader(RemoteWords):
         if is_partial:
             self.num_deltas += 1
         # Two times would mislead `choose`: that of the first version of all, whose reads are slower
-        # than later ones; and that of a delta which said of every piece that it is to be read whole.
+        # than later ones; and that of a delta which left out every piece, so that all were read.
         says_nothing = way == "changes" and not is_partial
         if mine >= 0 and not says_nothing:
             self.way.took(way, since(start))
@@ -16636,7 +16636,8 @@ class SendingCluster(CriticCluster):
 # one host have half of the rows, and its generators need all of them. Each of these hosts has an
 # arena, into which its own ranks write, and a relay that completes it: it reads what the ranks of
 # the other hosts have written into theirs, and nothing else. So every byte that a host lacks
-# crosses to it once.
+# crosses to it once. By example, of version 8 and a weight of 12 rows (which slot of an arena is
+# free, each host finds for itself):
 #
 #     host A                                        host B
 #     rank 0   writes rows 0-2 into slot 2 of A     rank 2   writes rows 6-8 into slot 0 of B
@@ -16648,21 +16649,27 @@ class SendingCluster(CriticCluster):
 # a tensor are one stretch of bytes, which lies at the same offset in every slot; so nothing needs
 # to be packed into parcels.
 #
-# On each host the relay is one more hand in the protocol of 8b. Words of the arena of host A, as
-# version 8 is made (rank 0 leads there, and on host B rank 2 does):
+# In 8b the ranks of one host tell each other, by words of their arena, how far they are. Here the
+# relay takes part in that. Five words of the arena of host A change in this order as version 8 is
+# made; all come to say "version 8, slot 2". (Rank 0 leads on host A, and rank 2 on host B.)
 #
-#     word of rank 0    "version 8, slot 2"     its hands may begin
-#     word of rank 1    "version 8, slot 2"     it has written its boxes
-#     `written`         "version 8, slot 2"     all ranks of this host have; other hosts read this
-#     `completed`       "version 8, slot 2"     relay A has read the rest
-#     `latest`          version 8, slot 2       and now rank 0 commits
+#     word of rank 0    rank 0 has chosen the slot, and rank 1 may write into it
+#     word of rank 1    rank 1 has written its boxes
+#     `written`         all ranks of this host have. Relays of other hosts wait for this
+#     `completed`       relay A has read the rest
+#     `latest`          rank 0 has committed the version, and readers may have it
 #
-# Why nobody needs a lease for what relay A reads of B. Version 8 is in slot 0 of B. B begins
-# version 9 after it has committed 8, so slot 0 is its latest one then, and 9 goes elsewhere. B
-# begins version 10 when it has committed 9. For that it needs the rows of A in 9; A begins 9 when
-# it has committed 8, and that is when relay A has read all of 8. So until then slot 0 holds 8, and
-# a word of B says so: `written` until the ranks of B have written 9, and from then on `latest`. A
-# relay that takes the place of another one begins the version again: `completed` has not moved.
+# Relay A needs no lease for what it reads of host B, although in section 7 every reader has one.
+# Version 8 is in slot 0 of B, and until relay A has read all of it nothing is written there:
+#
+#     B writes 9     into another slot: it has committed 8 before, so slot 0 is its latest
+#     B writes 10    only after it has committed 9. For that it needs the rows of A in version 9,
+#                    which A writes after it has committed 8, and so after relay A has read all of 8
+#
+# In all this time one of two words of B names the slot of version 8. First it is `written`. When
+# the ranks of B have written version 9, which changes `written`, it is `latest`. So a relay looks
+# at both. One that takes the place of another relay begins the version again, because `completed`
+# still names the version before.
 
 
 def moves_between_hosts(
@@ -16671,8 +16678,9 @@ def moves_between_hosts(
     """What the ranks of each host have written, and other hosts lack.
 
     names: of the tensors that are stored. tensors: DTensors of a mesh in which the ranks of a host
-    follow each other; plain ones all hosts have. Source and target of a move are numbers of hosts,
-    and both places are those in the whole tensor, as it lies in a slot.
+    follow each other; plain ones are passed over, for all hosts have them. Source and target of a
+    move are numbers of hosts. Slots on both sides have whole tensors, so what is moved lies at the
+    same place of source and target.
     """
     moves = []
     sent: collections.Counter[int] = collections.Counter()
@@ -16696,7 +16704,10 @@ def moves_between_hosts(
 
 
 def pieces_in(slot: int, arena: Arena, moves: list[Move]) -> list[torch.Tensor]:
-    """Where the elements of these moves lie in a slot, on either side: [num_bytes] uint8 each."""
+    """The memory of a slot in which the elements of these moves lie: [num_bytes] uint8 each.
+
+    arena: that of their source or of their target; it is the same place in both.
+    """
     pieces: list[torch.Tensor] = []
     for move in moves:
         part = arena.tensors(slot)[move.name][region(move.offset, move.size)]
@@ -16711,8 +16722,8 @@ class HostParts:
 
     life: str  # of the host
     handle: ArenaHandle  # of its arena
-    written: RDMABuffer  # the word
-    latest: RDMABuffer  # the word
+    written: RDMABuffer  # of the word with that name, as above
+    latest: RDMABuffer  # the same
     pieces: list[list[RDMABuffer]]  # by slot, what its ranks write, in the order of the moves
 
 
@@ -16728,10 +16739,13 @@ class Completion:
 
 
 class SpanWriter(RelayedWriter):
-    """One rank of a trainer on several hosts. `rank` is its number on its host, 0 leads there."""
+    """One rank of a trainer on several hosts.
+
+    `rank` and `num_ranks` are meant of its host: the ranks of each host count from 0, and 0 leads.
+    """
 
     def _say(self, word: int) -> None:
-        """As in ShardWriter. That a copy has failed the other hosts must hear, too."""
+        """As in ShardWriter. If the copy has failed, `written` says so to the other hosts."""
         super()._say(word)
         if word == self.FAILED and self.rank == 0:
             tell(self.arena, written_word(self.num_ranks), word)
@@ -16745,7 +16759,7 @@ class SpanWriter(RelayedWriter):
         require(found != self.FAILED, "arena: the copy on another host failed")
 
     def parts(self, moves: list[Move]) -> HostParts:
-        """For the relays of other hosts. moves: from this host to any one of them."""
+        """For the relays of other hosts. moves: to one of them, for all lack the same of this."""
         pieces = []
         for slot in range(self.arena.handle.num_slots):
             pieces.append([RDMABuffer(piece) for piece in pieces_in(slot, self.arena, moves)])
@@ -16759,8 +16773,8 @@ class SpanWriter(RelayedWriter):
         )
 
 
-# Two words more. That of rank 0 is the last word of the arena; those of the other ranks, and then
-# these two, stand before it.
+# Which words of the arena these are. Counted from the last one backwards: the words of the ranks of
+# a host, of rank 0 first; `written`; `completed`.
 def written_word(ranks_per_host: int) -> int:
     """Which word says that the ranks of this host have written their boxes."""
     return Arena.NUM_WORDS - 1 - ranks_per_host
@@ -16772,7 +16786,7 @@ def completed_word(ranks_per_host: int) -> int:
 
 
 class Completer(Crossing):
-    """What the relay of a host with ranks does: it completes each version that is named there."""
+    """What the relay of a host with ranks does: it completes each version that rank 0 names."""
 
     def __init__(self, task: Completion, arena: Arena, advance: Callable[[], None]) -> None:
         """arena: that of the task, mapped here."""
@@ -16785,6 +16799,7 @@ class Completer(Crossing):
     async def fetch_if_new(self) -> None:
         """Completes the version that the leading rank has named, unless that is done."""
         word = self.arena.words[Arena.NUM_WORDS - 1]
+        # It is complete; or none has been begun; or this host's own copy has failed.
         if word in (self.arena.words[self.mine], Arena.NOTHING, SpanWriter.FAILED):
             return
         self._has_seen()
@@ -16792,7 +16807,8 @@ class Completer(Crossing):
         readings = []
         for source, moves in zip(self.task.sources, self.task.moves, strict=True):
             readings.append(self._read(source, version, pieces_in(slot, self.arena, moves)))
-        # When this goes on nothing is under way any more, so nothing writes into the slot.
+        # `gather` returns when all of them have ended, also if one raises. So when the next version
+        # is begun, no read writes into this slot any more.
         results = await asyncio.gather(*readings, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -16802,7 +16818,7 @@ class Completer(Crossing):
         else:
             word = SpanWriter.FAILED
         tell(self.arena, self.mine, word)
-        self.heard_s = None  # nothing is asked until the next version
+        self.heard_s = None  # no answer is due until the next version
 
     async def _read(self, source: HostParts, version: int, rooms: list[torch.Tensor]) -> bool:
         """Reads what that host has of a version. False: its ranks could not write it."""
@@ -16814,7 +16830,7 @@ class Completer(Crossing):
         return True
 
     async def _slot_of(self, source: HostParts, version: int) -> int | None:
-        """Waits until the ranks of that host have written this version: in which slot it is.
+        """Waits until the ranks of that host have written this version. Returns its slot there.
 
         None: their copy has failed.
         """
@@ -16831,18 +16847,20 @@ class Completer(Crossing):
 
 
 # -- 16h. Where a trainer over hosts is ------------------------------------------------------------
-# To the service (section 6) a trainer on hosts A and B is one replica, on a host that is both. By
-# example, of four ranks:
+# To the service (section 6) a trainer on hosts A and B is one replica, on one Host. That is a
+# HostSpan, which stands for both machines. By example, with four ranks:
 #
-#     all is well                      ranks 0 and 1 on A, 2 and 3 on B
-#     B is lost                        so is the replica: its ranks on A would wait for those on B
-#                                      for ever, and are killed. After 5 s, in which B may come
-#                                      back, another one is made on A, with ranks 0 and 1; it
-#                                      becomes what the newest checkpoint says
+#     all is well                      ranks 0 and 1 are on A, 2 and 3 on B
+#     B is lost                        The replica is lost as a whole. Its ranks on A would wait for
+#                                      those on B for ever, so they are killed. After 5 s, in which
+#                                      B may come back, another replica is made, of ranks 0 and 1 on
+#                                      A. It goes on from the newest checkpoint
 #     or A is lost                     the same the other way round: ranks 0 and 1 are on B
-#     the lost one is back             its generators have no arena: others get their requests
-#     a checkpoint is saved            if all are here, the trainer begins again on all. That costs
-#                                      its start, and no step, for none was made since
+#     the lost host is back            It has no rank, so its generators have no arena to read, and
+#                                      requests go to others
+#     the next checkpoint is saved     Now all hosts are here, so the trainer is made again, on A
+#                                      and B. That takes as long as a start, and costs no step: none
+#                                      was made since the checkpoint
 #
 # The hosts that are left need memory for twice as much of the model. If they lack it, the run ends
 # with the error that says so, and goes on when the same command is given again with all hosts.
@@ -16855,8 +16873,8 @@ class HostSpan(Host):
     members: tuple[RemoteHost, ...]
     ranks_per_host: int
 
-    # It waits so long for members that are missing, and then goes on without them. A network that
-    # was cut for a moment has not cost a host then.
+    # It waits so long for members that are missing, and then goes on without them. So a network
+    # that was cut for a moment does not leave the trainer with fewer ranks.
     WAITS_FOR_ALL_S: ClassVar[float] = 5.0
 
     def life(self) -> str:
@@ -16878,7 +16896,7 @@ class HostSpan(Host):
         start = time.monotonic()
         while not self.life():
             if not self.is_here():
-                start = time.monotonic()
+                start = time.monotonic()  # the wait for all begins when the first one is here
             elif since(start) > self.WAITS_FOR_ALL_S:
                 break
             await asyncio.sleep(BEAT_S)
@@ -16915,7 +16933,7 @@ def of_life(pulses: list[PulseHandle], life: str) -> list[PulseHandle]:
 
 
 def span_of(cfg: Config, hosts: Sequence[Host]) -> Host:
-    """Where the trainer is. hosts: of the run."""
+    """Where the trainer is: on the first host, or on the first few. hosts: of the run."""
     members = tuple(host for host in hosts[: cfg.trainer_hosts] if isinstance(host, RemoteHost))
     if len(members) < 2:
         return hosts[0]
@@ -16923,7 +16941,10 @@ def span_of(cfg: Config, hosts: Sequence[Host]) -> Host:
 
 
 class SpanRank:
-    """One rank of a trainer that may be on several hosts: where it stands among the others."""
+    """One rank of a trainer that may be on several hosts: where it stands among the others.
+
+    A part of SpanTrainer, and of RowRank in the measurement.
+    """
 
     def __init__(self, rank: int, num_ranks: int, num_hosts: int) -> None:
         self.rank = rank
@@ -16931,12 +16952,15 @@ class SpanRank:
         self.num_hosts = num_hosts
         self.per_host = num_ranks // num_hosts
         self.host, self.local_rank = divmod(rank, self.per_host)
-        # If there are several hosts:
+        # Both are empty on one host, and before `new_writer`.
         self.parts: list[HostParts] = []  # by host
-        self.moves: list[Move] = []  # among them; only leading ranks know
+        self.moves: list[Move] = []  # between any two hosts; only leading ranks know them
 
     def open_meeting_place(self) -> str:
-        """Over hosts: a store, which serves names and values by TCP to all ranks. For rank 0."""
+        """For rank 0: opens a store, and returns its url. Over it all ranks find each other.
+
+        It serves names and values by TCP. On one host a file does (section 5).
+        """
         name, _ = name_and_port(my_life())
         distributed: Any = torch.distributed  # type checkers do not find what it has from C++
         # multi_tenant: rank 0 joins at the same address, and shares this store instead of
@@ -16947,7 +16971,10 @@ class SpanRank:
         return url(name, self.store.port)
 
     def leave_loopback(self) -> None:
-        """What gloo says to ranks of other hosts must go over the network. Before it is made."""
+        """Has gloo talk over this host's network: ranks of other hosts cannot reach loopback.
+
+        Gloo reads the variable when the process group is made, so this must come before.
+        """
         if self.num_hosts > 1:
             name, _ = name_and_port(my_life())
             os.environ["GLOO_SOCKET_IFNAME"] = interface_of(name)
@@ -16957,8 +16984,8 @@ class SpanRank:
     ) -> ShardWriter:
         """What it publishes these with. All ranks of the process group call it at once.
 
-        Over hosts: the leading rank of each makes an arena, and tells the others where it is.
-        options: as of ShardWriter.
+        Over hosts: the leading rank of each makes an arena, and what others need to know of it goes
+        to all ranks of all hosts. options: as of ShardWriter.
         """
         if self.num_hosts == 1:
             return RelayedWriter.join(weights, num_readers, self.rank, self.num_ranks, **options)
@@ -16983,7 +17010,7 @@ class SpanRank:
         return [move for move in self.moves if (move.source, move.target) == (source, target)]
 
     def completions(self, writer: ShardWriter) -> list[Completion]:
-        """For the relay of each host that has ranks. The answer of rank 0 counts."""
+        """For each host that has ranks, what its relay has to do. Only rank 0 answers with them."""
         if self.rank > 0:
             return []
         if self.num_hosts == 1:
@@ -17031,9 +17058,9 @@ class SpanTrainer(HostsTrainer):
     def new_writer(
         self, weights: dict[str, torch.Tensor], num_readers: int, **options: Any
     ) -> ShardWriter:
-        """Over hosts: each has an arena. Relays of other hosts read that of rank 0."""
+        """Over hosts: each has an arena. Relays that lease read that of rank 0, and no other."""
         if self.span.host > 0:
-            num_readers = generators_per_host(self.cfg)
+            num_readers = generators_per_host(self.cfg)  # and no relays
         return self.span.new_writer(weights, num_readers, **options)
 
     @endpoint
@@ -17044,10 +17071,11 @@ class SpanTrainer(HostsTrainer):
 
 
 class Board(Actor):
-    """In the main process: what relays of the trainer's hosts have to do, for whoever begins.
+    """In the main process: where a relay of the trainer's hosts, when it begins, asks what to do.
 
-    They do not ask the trainer. It may just be waiting for a copy that the relay before them has
-    not completed, and then it answers nobody.
+    It does not ask the trainer. A relay that takes the place of another one would wait for ever:
+    the trainer may be waiting for a version that the other one has not completed, and that this one
+    is to complete; until then it answers nobody.
     """
 
     def __init__(self) -> None:
@@ -17065,7 +17093,10 @@ class Board(Actor):
 
 
 class HomeRelay(VersionCarrier):
-    """The relay of a host that has ranks of the trainer, unless it was lost, and is back."""
+    """The relay of one of the trainer's hosts.
+
+    If the trainer has no rank there, because the host was lost and is back, it brings nothing.
+    """
 
     def __init__(self, place: Place, board: Board) -> None:
         super().__init__(place)
@@ -17081,12 +17112,13 @@ class HomeRelay(VersionCarrier):
             except WeightMismatch:
                 if is_alive(task.handle.pid):
                     raise
-                # The trainer was lost meanwhile. The next one has these relays replaced.
+                # The trainer was lost meanwhile, and its arena with it. So this relay brings
+                # nothing. When there is another trainer, other relays begin.
         self.begin_to_follow(crossing)
 
 
 class HomeRelays(Service):
-    """The relays of the trainer's hosts, if these are several."""
+    """The relays of the trainer's hosts. There are some if these hosts are several."""
 
     def __init__(self, hosts: Sequence[Host], stuck_after_s: float) -> None:
         self.board = this_proc().spawn("board", Board)
@@ -17136,20 +17168,22 @@ def address_of(interface: str) -> str:
 # -- 16i. The cluster ------------------------------------------------------------------------------
 # No request waits for an answer of a relay. So nobody would notice that one is in trouble, and the
 # generators of its host would sample from older and older weights. The main process therefore asks
-# each relay every second how it fares:
+# each relay every second how it fares. Within 10 s it prints a line about each kind of trouble:
 #
-#     what happens                      what is told, within 10 s     and then
-#     the trainer is lost               that it is; after 5 s also    other relays, of the next
-#                                         "no answer ..."               trainer
-#     the way to it is gone             "no answer ...", failures     it tries on, three times;
-#                                                                       then another one tries
-#     a delta is not made               "waits for what it ..."       it is, or the trainer is lost
-#     a version takes long              how much is here, once        it arrives
-#     a mistake in the relay            "a mistake ...", and which    another one
+#     kind        what has happened                          what is done about it
+#     silent      the trainer's memory does not answer:      the relay tries three times, then
+#                 the trainer is lost, or the way to it      another one does; a new trainer has
+#                                                            new relays
+#     failed      some reads fail, and others do not         the relay begins the version again
+#     slow        a version takes longer than 5 s            nothing: it arrives. Told only once
+#     waits       the delta of a version is not there, or    nothing: it is made late, or the
+#                 on other hosts ranks have not written      trainer will be found lost
+#     refused     a delta led to another checksum            its piece was read whole. Told once
+#     (its end)   it has given up, or has a mistake in it    the service makes another one
 
 
 def last_line(text: str) -> str:
-    """Of what Monarch says of an error: the cause stands there."""
+    """The last line of what Monarch says about an error: the cause stands there."""
     _, _, line = text.rpartition("\n")
     return line[:100]
 
@@ -17157,20 +17191,20 @@ def last_line(text: str) -> str:
 class RelayNews:
     """What the main process has heard of the relays of one host, and tells of it.
 
-    Each kind of trouble is told in a line, once, until a version arrives. That versions take long
-    is told once in all, for it will be so with each of them.
+    Each kind of trouble is told once. When a version has arrived that trouble is over, and may be
+    told again; but not the kinds in ONCE, which would come back with every version.
     """
 
-    ONCE = frozenset({"slow", "refused"})  # what will be so again, and is told once in all
-    # With the looks of every second this is below 10 s. By then a lost trainer has mostly been
-    # replaced, and its relays too: that is told elsewhere, and is no trouble of the relay.
+    ONCE = frozenset({"slow", "refused"})
+    # Trouble that is shorter is not told. Mostly a lost trainer has been replaced by then, and its
+    # relays too, and lines about that come from others.
     TELL_AFTER_S = 5.0
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.relays: dict[int, Traffic] = {}  # what each said last, by its id; the newest last
         self.num_mistakes = 0  # errors of their own
-        self.told: set[str] = set()  # kinds of trouble
+        self.told: set[str] = set()  # kinds of trouble, and ends, that were told
 
     def hear(self, now: Traffic) -> list[str]:
         """Takes in what the relay says of itself. Returns the lines to be told, mostly none."""
@@ -17294,8 +17328,8 @@ class HostsCluster(SendingCluster):
     async def _ask_relay(self, relay: int) -> None:
         """Asks a relay how it fares, and tells what is to be told.
 
-        A relay that raises has ended by itself, and its service replaces it. If there is none, its
-        host is lost, or its keeper makes another: there is nothing to say about it.
+        If it raises, it has ended by itself, and its service replaces it. ReplicaLost: there is
+        none, because its host is lost, or its successor is being made, and others tell that.
         """
         news = self.news[relay]
         num_homes = self.homes.num_replicas if self.homes else 0
@@ -17336,7 +17370,7 @@ class HostsCluster(SendingCluster):
         is_alone: bool = False,
         by_task: bool = False,
     ) -> RolloutReply:
-        """As in Cluster; again, if both generators that tried were of hosts without an arena."""
+        """As in Cluster, and again as long as the generators that tried had no arena to read."""
         asked_under = self.handle
         while True:
             try:
@@ -17345,7 +17379,10 @@ class HostsCluster(SendingCluster):
                 )
             except NotNow:
                 await asyncio.sleep(BEAT_S)
-            if self.handle != asked_under:  # another trainer, which may be at an earlier version
+            # There is another trainer by now. It went on from a checkpoint, so the version that was
+            # asked for may be many steps ahead of it. The versions that it has made itself all do,
+            # and to these Cluster.rollout keeps, by `first_version`.
+            if self.handle != asked_under:
                 min_version = 0
             elif self.handle and self.handle.pid not in (await self.trainer.status()).pids:
                 raise TrainerLost("the trainer was lost, and its arenas with it")
@@ -17355,8 +17392,8 @@ class HostsCluster(SendingCluster):
 
         While a relay is being replaced its host has none. Mostly it has one again before its
         generators are back, because they import more. If not, a generator raises NotNow, and the
-        service gives the request to another one. So do those of a host on which the trainer was,
-        and is no more.
+        service gives the request to another one. The same happens on a host of the trainer that was
+        lost and is back: until the trainer has ranks there again, it has no arena.
         """
         of_trainer = [self.handle]
         if self.homes:
@@ -17367,7 +17404,8 @@ class HostsCluster(SendingCluster):
     async def after_checkpoint(self) -> None:
         """If a host of the trainer has been lost, and is back, the trainer begins again on all.
 
-        Right after a checkpoint this costs no step: TrainerLost has it go on from there.
+        TrainerLost then has the run go on from the newest checkpoint, as after any loss. That was
+        saved just now, so no step is made twice.
         """
         status = await self.trainer.status()
         num_ranks = sum(len(answers) for answers in status.answers.values())
@@ -17379,12 +17417,17 @@ class HostsCluster(SendingCluster):
 
 
 # -- measurement -----------------------------------------------------------------------------------
-# Two workers on loopback addresses are two hosts that happen to be one machine. A synchronous run
-# trains across them; half-way the second host is lost with a generator, a judge and the relay on
-# it; two steps later it is back. Not one step may be lost, for the trainer is on the first host.
+# Two workers on loopback addresses are two hosts that happen to be one machine. Three things are
+# measured across them. First a synchronous run: half-way the second host is lost with a generator,
+# a judge and the relay on it; two steps later it is back. Not one step may be lost, for the trainer
+# is on the first host.
 #
-# All weights of that run change in each step, for they are fp32, and the learning rate is that of a
-# tiny policy. So what a delta saves is shown with a writer that steps as RL does with large models.
+# Of deltas that run says nothing, for it publishes fp32, of which every number changes in each
+# step. So, second, a Stepper does to one weight of 16 million elements what RL does to a large
+# model, and a CheckedRelay reads it, the way that it is told. After each version both say the CRC
+# of what they have. Five versions are a row of the table.
+#
+# Third, a trainer with a rank on each host (RowRank): what relays read, over what was lacking.
 
 
 class LocalWorkers:
@@ -17421,8 +17464,8 @@ class LocalWorkers:
 async def until_replaced(service: Service, host: Host) -> list[Loss]:
     """Waits until the host is back, and a replica that was lost there has a successor.
 
-    Returns the losses made good. That is an empty list if the owner has not noticed any when the
-    host has been back for 2 s, in which it looks eight times.
+    Returns the losses made good. The service looks four times a second. If it has noticed none when
+    the host has been back for 2 s, the list is empty, and a check of the demo fails.
     """
     while not host.is_here():
         await asyncio.sleep(BEAT_S)
@@ -17437,8 +17480,8 @@ async def until_replaced(service: Service, host: Host) -> list[Loss]:
 class Stepper(Worker):
     """A trainer of one large weight: AdamW in fp32 steps along random gradients, bf16 is published.
 
-    The weight is as large as those of language models are (a standard deviation of 0.02). How many
-    elements of bf16 change depends on that, and on the rate.
+    Its elements are as large as in language models (a standard deviation of 0.02). How many of them
+    change in bf16 depends on that, and on the learning rate.
     """
 
     def __init__(self, place: Place, num_elements: int) -> None:
@@ -17486,26 +17529,26 @@ class Stepper(Worker):
 
 
 class GivenWay(QuickerWay):
-    """The way that is told, to compare both."""
+    """Always the way that it was given, so that both can be compared."""
 
     def __init__(self) -> None:
         super().__init__()
         self.given = "changes"
 
     def give(self, way: str) -> None:
-        """To be taken from now on."""
+        """Sets the way that is taken from now on."""
         self.given = way
 
     def choose(self) -> str:
-        """What was told."""
+        """The way that was given."""
         return self.given
 
 
 class CheckedRelay(Relay):
-    """A relay that takes the way that it is told, and tells what has arrived."""
+    """A relay that takes the way that it is told, and says what has arrived."""
 
     def make_way(self) -> QuickerWay:
-        """One that is told."""
+        """One whose way `take` sets."""
         self.way = GivenWay()
         return self.way
 
@@ -17524,11 +17567,11 @@ class CheckedRelay(Relay):
 
 @dataclass(frozen=True)
 class DeltaRow:
-    """What versions after steps of this size cost between two hosts. Medians of a version."""
+    """What it costs between two hosts to publish after steps of this size: medians, then sums."""
 
     rate: float  # the learning rate
     way: str  # one of QuickerWay.WAYS
-    changed: float  # elements of bf16, over all
+    changed: float  # elements of bf16 that the step has changed, over all elements
     crossed: float  # bytes read by the relay, over the bytes of the model
     ms: float  # from when the relay saw the version until its host had it
     differ: int  # versions that are not bit for bit what was published
@@ -17622,7 +17665,7 @@ class RowRank(Worker):
         return self.span.open_meeting_place() if self.rank == 0 else ""
 
     async def prepare(self) -> None:
-        """Publishes version 0. The copy waits for the relays, and this does not."""
+        """Begins to publish version 0. Relays complete it, which are started when this is done."""
         self.span.leave_loopback()
         form_group(self.meets_at, self.rank, self.span.num_ranks)
         mesh = device_mesh.init_device_mesh("cpu", (self.span.num_ranks,))
@@ -17642,7 +17685,8 @@ class RowRank(Worker):
         self.writer.wait()
         local(self.rows).add_(1)
         self.writer.publish(self.writer.version + 1)
-        # A leading rank returns from that when its arena is complete, and there is one per host.
+        # Here each rank is alone on its host, so it leads there, and `publish` has waited until the
+        # relay has completed the arena.
         _, slot = self.writer.arena.latest()
         found = self.writer.arena.tensors(slot)["weight"]
         is_wrong = torch.tensor([not torch.equal(found, self.rows.full_tensor())], dtype=torch.int)
@@ -17671,8 +17715,8 @@ async def tell_span(report: Report, span: HostSpan) -> None:
         num_wrong += await ranks.route(RowRank.step)
     num_hosts = len(span.members)
     found = [await relays.ask(relay, HomeRelay.traffic) for relay in range(num_hosts)]
-    # Of one version each host has written its part, and all of them together one whole. So what
-    # they lack is a whole for each, less one.
+    # Together the hosts have written each version once, and each needs the whole of it. So of n
+    # times the model n - 1 times are lacking.
     one = found[0]
     lacked_bytes = (num_hosts - 1) * one.num_versions * one.model_bytes
     crossed = sum(traffic.read_bytes for traffic in found) / lacked_bytes
@@ -17769,8 +17813,8 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 
 
 # -- plumbing: a model of your own, before and after RL --------------------------------------------
-# What else is done with a model, each by a flag. (DOCS 7 has a whole course of it.) The last two do
-# it after a run, or by themselves, without training.
+# What else can be done with a model, each by a flag. (DOCS 7 does all of it, step by step.) The
+# last two do it after a run, or by themselves, without training.
 #
 #     --sft-steps   supervised steps before all runs, so that RL has something to begin with
 #     --evaluate    how good the model of a folder, or that of a checkpoint, is
@@ -17785,7 +17829,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 #     saved/async_rl/step-00000200.pt    the trained model: --evaluate and --export take this one
 #
 # If the trainer is lost during supervised steps, all of them are taken again, from the first: they
-# are few, and nobody has seen anything of them yet.
+# are few, and nothing has been built on them yet.
 
 SFT_LINES = 8  # lines in which the loss of all supervised steps is shown
 
@@ -17797,7 +17841,8 @@ async def take_sft_steps(cluster: Cluster, report: Report) -> None:
     steps, so what a run has begun with, and what --kl compares it with, stays the same.
     """
     cfg = cluster.cfg
-    # In memory without --checkpoint. Then the Cluster, which refers to it, keeps it from going.
+    # Without --checkpoint it is kept in memory, as long as somebody refers to `kept`: the Cluster
+    # does, from `rebase` on.
     kept = Checkpoints(f"{cfg.checkpoint}/sft" if cfg.checkpoint else "")
     path = kept.newest(cfg, report.say)
     if path:
@@ -17807,8 +17852,8 @@ async def take_sft_steps(cluster: Cluster, report: Report) -> None:
         await with_retries(cluster, lambda: supervise(cluster, report, room))
         kept.keep(room, cfg.sft_steps)
         path = kept.paths[0]
-    # The trainer becomes what the file says, as at the beginning of a run: with a fresh optimizer,
-    # so that no moment of a supervised step is left in the first step of RL.
+    # The trainer becomes what the file says, as at the beginning of a run, with a fresh optimizer.
+    # Else the moments of AdamW from supervised steps would act on the first steps of RL.
     await with_retries(cluster, lambda: cluster.rebase(path, kept))
     heldout = Sampler(cfg.task, cfg.seed).heldout
     share = await with_retries(cluster, lambda: evaluate(cluster, heldout))
@@ -17853,8 +17898,9 @@ def folder_of_run(checkpoint: str) -> str:
 def config_of(path: str, cfg: Config) -> Config:
     """A Config that also says what a checkpoint was made with: its model, its task, and so on.
 
-    So these flags need not be given again; one that is given with its default counts as not given.
-    OtherRun: one of them is given, and is another.
+    So these flags need not be given again. OtherRun: one of them is given, and differs. What is
+    given as its default cannot be told from what is not given: for a checkpoint of --seed 7,
+    `--seed 1` is an error, but with `--seed 0`, the default, this goes on with 7.
     """
     found = torch.load(path, weights_only=True, mmap=True)["about"]
     given = {name: getattr(cfg, name) for name in about(cfg) if name != "format"}
@@ -17930,7 +17976,9 @@ def write_whole(folder: str, model: Any, tokenizer: Any) -> None:
 # samples, are what was drawn at random from all that could have been asked: samples of one prompt
 # resemble each other, and counting them all would make the error look too small.
 
-EVALUATION_ROWS = 64  # conversations of a request: what fits a generator, and keeps all at work
+# Conversations of a request: so few fit into a generator at once, and with so many requests no
+# generator is without work.
+EVALUATION_ROWS = 64
 NUM_SHOWN = 20  # prompts of which a sampled answer is printed
 
 
@@ -17963,7 +18011,8 @@ async def ask_all(
 ) -> Rollout:
     """So many conversations from each prompt, under one version.
 
-    In requests of a bounded size, of which a generator has two at most: one of them waits there.
+    They are asked for in requests of a bounded size. A generator has two of them at a time, one in
+    work and one that waits, so that it need not wait for the next.
     """
     version = await cluster.published()
     room = asyncio.Semaphore(2 * cluster.num_generators)
@@ -18062,8 +18111,8 @@ async def tell_evaluations(report: Report, cluster: Cluster, sides: dict[str, st
 async def after_training(report: Report, lab: Lab) -> None:
     """What --evaluate and --export do with the run of a stage, when that has ended.
 
-    The newest checkpoint of a run that has ended is the one of its last step. What the trainer is
-    by now would not do: async_rl goes on with another run, to compare with.
+    They take the newest checkpoint of the run, which is that of its last step, and not the weights
+    that the trainer has now: after its run async_rl trains another one, to compare with.
     """
     cluster = lab.cluster
     if not cluster.cfg.evaluate and not cluster.cfg.export:
@@ -18116,21 +18165,29 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 
 # -- plumbing: the memory of this host -------------------------------------------------------------
 # What a run needs is computed before it starts: a run that is killed for memory says nothing, and
-# may be killed after hours. Bytes per parameter of the model, where c is 4 in fp32 and 2 in bf16:
+# may be killed after hours. It is computed for two moments, because a run needs most either before
+# the generators first pull, when each still has a network of its own, or later, when the optimizer
+# has its moments. These are bytes of host memory per parameter of the model. The words in capitals
+# are the constants below; c, in the code `number_bytes`, is 4 in fp32 and 2 in bf16:
 #
-#                   before the first pull    later
-#     arena         c for each slot          the same
-#     trainer       4                        16: weight, gradient, two moments; on GPUs neither
-#     generators    c for each rank          0: they read the arena in place; on GPUs neither
-#     checkpoints   4: version 0             4, and 12 for each that is kept in memory, which are
-#                                            the newest two and the one that is being written
-#     saving                                 12, where rank 0 first collects it from FSDP or a GPU
-#     critic        4                        16, and 12 that the trainer reads when it saves; its
-#                                            part of each checkpoint that is kept in memory is 12
+#                  before the first pull   later
+#     arena        c for each slot         the same
+#     trainer      FP32                    TRAINED. On GPUs it needs none, before and later
+#     generators   c for each rank         none: they read the arena in place. On GPUs never any
+#     checkpoints  FP32: version 0         the same. Without --checkpoint they are in memory, so
+#                                          SAVED for each of NUM_IN_MEMORY on top
+#     saving       none                    SAVED, where rank 0 first collects it, from FSDP or a GPU
+#     critic       FP32                    TRAINED, and SAVED that the trainer reads when it saves.
+#                                          Its part of each checkpoint in memory is SAVED as well
 #
-# With --kl the trainer has 4 more. Processes need PROCESS_BYTES each on top, whatever the model is.
-# What depends on the lengths of answers is not in it. Of a reward model: see reward_needs.
+# With --kl the trainer has FP32 more, for the reference. Each process needs PROCESS_BYTES on top,
+# whatever the model is. What depends on the lengths of answers is not counted. What a reward model
+# needs says `reward_needs`.
 
+FP32 = 4  # bytes of a number
+SAVED = 3 * FP32  # bytes of a parameter in a checkpoint: its weight, and two moments of AdamW
+TRAINED = 4 * FP32  # of one that is trained: these three, and the gradient
+NUM_IN_MEMORY = 3  # checkpoints of a run: the newest two, and the one that is being written
 PROCESS_BYTES = 350 * MIB  # that a process has for itself when it has imported torch, transformers
 
 
@@ -18144,22 +18201,24 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
     # Of the trainer's arena. Readers that copy, on GPUs, need no slots of their own.
     num_slots = num_readers_of_trainer(cfg) - num_copying_per_host(cfg) + 2
     arena = number_bytes * num_slots
-    reference = 4 if cfg.kl else 0
+    reference = FP32 if cfg.kl else 0
     num_critics = 1 if has_critic(cfg) else 0
     num_networks = 1 + num_critics  # that are trained
     before = {
         "arena": arena,
-        "trainer": 0 if is_on_gpu else 4 + reference,
-        "critic": 0 if is_on_gpu else 4 * num_critics,
+        "trainer": 0 if is_on_gpu else FP32 + reference,
+        "critic": 0 if is_on_gpu else FP32 * num_critics,
         "generators": 0 if is_on_gpu else number_bytes * max_generators(cfg) * cfg.tensor_parallel,
-        "checkpoints": 4,
+        "checkpoints": FP32,
     }
+    in_memory = SAVED * NUM_IN_MEMORY * num_networks
     later = {
         "arena": arena,
-        "trainer": 0 if is_on_gpu else 16 * (trains or bool(cfg.checkpoint)) + reference,
-        "critic": (12 if is_on_gpu else 12 + 16) * num_critics * trains,
-        "checkpoints": 4 if cfg.checkpoint or not trains else 4 + 3 * 12 * num_networks,
-        "saving": 12 if is_on_gpu or needs_group(cfg) else 0,
+        # An evaluation of a checkpoint loads its moments as well.
+        "trainer": 0 if is_on_gpu else TRAINED * (trains or bool(cfg.checkpoint)) + reference,
+        "critic": (SAVED if is_on_gpu else SAVED + TRAINED) * num_critics * trains,
+        "checkpoints": FP32 if cfg.checkpoint or not trains else FP32 + in_memory,
+        "saving": SAVED if is_on_gpu or needs_group(cfg) else 0,
     }
     most = max(before, later, key=lambda needs: sum(needs.values()))
     if cfg.reward == "model":
@@ -18174,15 +18233,16 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
 
 def reward_needs(cfg: Config) -> dict[str, int]:
     """Bytes per parameter of a reward model, by what needs them. It is in fp32."""
-    # Its trainer has weight, gradient and two moments. Before the first pull it has the weight
-    # alone, but then each of those that judge has a network of its own.
-    networks = max(16, 4 + 4 * cfg.judges)
+    # Its trainer alone, later; or, before the first pull, when that has only the weight, but each
+    # of those that judge has a network of its own.
+    networks = max(TRAINED, FP32 + FP32 * cfg.judges)
     num_slots = 2 if cfg.device != "cpu" else cfg.judges + 2
+    # As it was before all runs; the newest two, and the one being written.
+    num_saved = 1 + NUM_IN_MEMORY
+    in_runs = 0 if cfg.checkpoint else SAVED * NUM_IN_MEMORY  # its part of their checkpoints
     return {
-        "reward model": 4 * num_slots + (networks if cfg.device == "cpu" else 0),
-        # Weight and two moments: before all runs; the newest two, and the one being written; and
-        # in each checkpoint of a run that is kept in memory.
-        "saved reward models": 4 * 12 + (0 if cfg.checkpoint else 3 * 12),
+        "reward model": FP32 * num_slots + (networks if cfg.device == "cpu" else 0),
+        "saved reward models": SAVED * num_saved + in_runs,
     }
 
 
