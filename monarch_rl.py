@@ -15319,7 +15319,7 @@ class RemoteHost(Host):
         return link_to(self).monarch_address
 
     def expect_models(self) -> None:
-        """Does nothing: there is no template (section 5), and workers there import themselves."""
+        """Does nothing: workers there have no template (section 5), each imports what it needs."""
 
     async def present(self) -> Host:
         """Itself, when it is here."""
@@ -15361,7 +15361,7 @@ class RemoteHost(Host):
 
 
 def is_loopback(name: str) -> bool:
-    """Can only this machine reach it? Of a name other than localhost nobody knows: no."""
+    """Can only this machine reach it? Of names, only localhost is trusted to mean that."""
     with contextlib.suppress(ValueError):  # it is a name, and no address
         return ipaddress.ip_address(name).is_loopback
     return name == "localhost"
@@ -15475,12 +15475,12 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 # -- 16b. Only what changed ------------------------------------------------------------------------
 # With a large model the trainer keeps its weights in fp32, and publishes them in bf16. Near 0.02
 # two neighbouring numbers of bf16 are 0.0001 apart, and at a learning rate of 1e-6, as RL has it, a
-# step moves a weight by about 1e-6. So of a hundred weights about one is rounded to another number
-# than before, and the others stay what they were in bf16. (The demo counts them: "changed" in its
-# table.) On one host that is of no use, for to find out what has changed takes longer than a copy.
-# But between hosts the cable is what costs. So the trainer keeps beside each slot its delta: what
-# differs from the version before. A relay that has the version before reads the delta in place of
-# the slot, unless the cable is so fast that the slot arrives earlier.
+# step moves a weight by about 1e-6. So of a hundred weights one or two are rounded to another
+# number than before, and the others stay what they were in bf16. (The demo counts them: "changed"
+# in its table.) On one host that is of no use, for to find out what has changed takes longer than a
+# copy. But between hosts the cable is what costs. So the trainer keeps beside each slot its delta:
+# what differs from the version before. A relay that has the version before reads the delta in place
+# of the slot, unless the cable is so fast that the slot arrives earlier.
 #
 # A slot is cut into the pieces of section 8, and each piece is taken as a row of words of 16 bits,
 # whatever it holds. Of each piece the delta has
@@ -15803,8 +15803,8 @@ class QuickerWay:
 #                  look once more: if it still names slot 0, that slot is mine, else slot 2 is
 #     4. read      one of two ways
 #        changes     if I have version 6: copy it into another slot of mine, read the delta of the
-#                    slot that is leased, and change what it says; read what it leaves out
-#        whole       read the slot that is leased, eight pieces at a time
+#                    slot that is leased, change what it says, and read the pieces it leaves out
+#        whole       read all pieces of the slot that is leased, eight at a time
 #     5. commit    now the generators of this host can pull that version, as if it was made here
 #
 # A reader of section 7 begins again if `latest` has moved when it looks again. A relay that did so
@@ -15819,8 +15819,9 @@ class QuickerWay:
 # The last look names another slot. This is the worst case, in which the first lease comes too late
 # for the trainer to see it before it begins version 9:
 #
-#     trainer   7 in slot 2 | 8 in slot 0 | writes 9 into slot 2 .........| 9 in slot 2 | begins 10
-#     relay         look: 2                  lease 2, look: 0   lease 0                 look: 2
+#     `latest`    7 in slot 2 | 8 in slot 0                                 | 9 in slot 2
+#     trainer     writes 8    | writes 9 into slot 2                        | writes 10
+#     relay         look: 2           lease 2    look: 0    lease 0           look: 2
 #
 # Between the last two looks `latest` has moved. So in that time the trainer has completed a
 # version, here 9. It makes one after the other, so all that it began before are complete as well,
@@ -15831,14 +15832,14 @@ class QuickerWay:
 # is half written. Then not all that it began is complete. So it begins the next version in the same
 # slot, which is whole again before another one is begun.)
 #
-# If the last look does not name the slot that is mine, I do not know which version it holds, nor so
-# which delta leads there, and it is read whole. Which version has come is seen then: it stands at
-# the end of each slot (stamps_of), and crosses with it.
+# If the last look names a third slot, nobody has told me which version slot 2 holds by now, and so
+# which delta would lead there: it is read whole. Which version it was is seen then, for that stands
+# at the end of each slot (stamps_of), and crosses with it.
 
 
 @dataclass(frozen=True)
 class RemoteDelta:
-    """RDMABuffers of a Delta, of which they have the names."""
+    """RDMABuffers of the three tensors of a Delta that have these names."""
 
     version: RDMABuffer
     numbers: RDMABuffer
@@ -16691,6 +16692,8 @@ def moves_between_hosts(
             continue
         by_rank = layout(shape, cut.mesh_shape, cut.placements)
         ranks_per_host = len(by_rank) // num_hosts
+        # What a host has is what its ranks have together, and in a slot a box lies where it lies in
+        # the whole tensor.
         source: Layout = []
         for first in range(0, len(by_rank), ranks_per_host):
             held = itertools.chain(*by_rank[first : first + ranks_per_host])
@@ -16722,8 +16725,8 @@ class HostParts:
 
     life: str  # of the host
     handle: ArenaHandle  # of its arena
-    written: RDMABuffer  # of the word with that name, as above
-    latest: RDMABuffer  # the same
+    written: RDMABuffer  # of the word `written`, see above
+    latest: RDMABuffer  # of the word `latest`
     pieces: list[list[RDMABuffer]]  # by slot, what its ranks write, in the order of the moves
 
 
@@ -16868,7 +16871,11 @@ class Completer(Crossing):
 
 @dataclass(frozen=True)
 class HostSpan(Host):
-    """Several machines that a trainer is on, with as many ranks on each."""
+    """Several machines that a trainer is on, with as many ranks on each.
+
+    A replica needs all of its ranks, so its life ends with that of any member. But a new one can be
+    made on the members that are left: so the span is here as long as one of them is.
+    """
 
     members: tuple[RemoteHost, ...]
     ranks_per_host: int
@@ -16999,7 +17006,7 @@ class SpanRank:
             mine = leading.parts(self._moves(self.host, another))  # the same for all others
         of_ranks: list[Any] = [None] * self.num_ranks
         torch.distributed.all_gather_object(of_ranks, mine)
-        self.parts = of_ranks[:: self.per_host]
+        self.parts = of_ranks[:: self.per_host]  # what the leading ranks have given
         handle = self.parts[self.host].handle
         is_same = self.parts[0].handle.manifest == handle.manifest
         require(is_same, "arena: the hosts of the trainer have different tensors")
@@ -17427,7 +17434,8 @@ class HostsCluster(SendingCluster):
 # model, and a CheckedRelay reads it, the way that it is told. After each version both say the CRC
 # of what they have. Five versions are a row of the table.
 #
-# Third, a trainer with a rank on each host (RowRank): what relays read, over what was lacking.
+# Third, a trainer with a rank on each host (RowRank): do its relays read what each host lacks, and
+# nothing else?
 
 
 class LocalWorkers:
@@ -17943,8 +17951,9 @@ def export_model(cfg: Config, path: str) -> str:
 def write_whole(folder: str, model: Any, tokenizer: Any) -> None:
     """Writes a model and its tokenizer into this folder, all of it or nothing.
 
-    They are written into another folder, which gets this name when the disk has them. Whoever finds
-    the name may load what is there: a disk that is full, or a power cut, leaves it without one.
+    They are written into another folder, which gets this name when the disk has them. So who finds
+    a folder of this name can load it: after a full disk or a power cut there is none, and not half
+    a model.
     """
     path = pathlib.Path(folder)
     unfinished = path.with_name(f"{path.name}.unfinished")
@@ -18094,6 +18103,7 @@ async def tell_evaluations(report: Report, cluster: Cluster, sides: dict[str, st
             figure = one.figures[name]
             row[side] = figure.mean
             row[f"{side}_error"] = figure.error
+            # For --json, under names such as after_pass_at_4 and after_pass_at_4_error.
             report.figure(**{f"{side}_{name}": figure.mean, f"{side}_{name}_error": figure.error})
         rows.append(row)
     report.table(rows)
