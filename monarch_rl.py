@@ -15047,20 +15047,24 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 
 
 # == 16. HOSTS =====================================================================================
-# Problem. Generators on other machines cannot map the trainer's memory, a network cable carries a
-#   tenth of what a memory bus does, and a machine can be lost with all that is on it.
+# Problem. Generators on other machines cannot map the trainer's memory. Between them is a cable:
+#   one of 10 Gbit/s carries 1.25 GB in a second, and a copy within a host may do ten times that.
+#   And a machine can be lost with all that is on it.
 # Rule. On each other host runs a relay, which is one more reader of the trainer's arena. It leases
 #   a slot by the protocol of section 7, with one-sided reads and writes in place of loads and
 #   stores, and publishes in an arena of its own host, where generators read as at home. A version
 #   crosses once per host: all of it, or what has changed in it where that takes less time. If the
 #   trainer itself is on several hosts, a relay on each reads what it lacks, without a lease. A lost
 #   host is a Host whose life has ended: its replicas are lost, and come back with it.
-# Cost. A worker process on every host; for each leasing relay two slots where it reads; and at the
-#   trainer, for what has changed, half as much memory as its slots at the most, and after each copy
-#   a thread that is busy three to four times as long as the copy took. A private network is needed:
-#   who reaches the ports that Monarch opens can run any code (16a, and DOCS 8).
-# Not here. A critic, or a reward model, on several hosts; encryption.
+# Cost. A worker process on every host, and two slots more in an arena for each relay that leases
+#   from it. To know what has changed, the trainer's host needs memory, at most half of what its
+#   slots take; and after each copy a thread searches for three to four times as long (DOCS A).
+# Not here. Encryption. A critic or a reward model on several hosts. Cards for RDMA were not there
+#   to be tried: what is said of them follows from their rules, and all else was seen over TCP.
 # Source. attach_to_workers of Monarch.
+#
+# A warning. Whoever can reach the ports that Monarch opens can run any code on these hosts, as your
+# user. So they need a private network; the secret below guards the way in, and not these ports.
 #
 #     this command             host A: --worker                  host B: --worker
 #       Link A  <-- lines -->    Monarch host: Trainer, Generator 0
@@ -15068,21 +15072,27 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #                                Arena of the trainer  <-- reads --  Relay -> Arena of host B
 
 # -- plumbing: a secret that two hosts share -------------------------------------------------------
+# How a worker and a run find out, as they connect, that they belong together. The idea of this
+# section does not depend on it: you can go on with 16a.
+#
 # Both sides have a file with the same secret, and neither sends it. Each makes a nonce, a random
-# number that is used once, and proves what it knows by an HMAC: a hash of the secret, of its side
-# and of both nonces, which nobody can make without the secret, and which fits nowhere else. It
-# proves who is at the other end when they begin. What is said afterwards is neither encrypted nor
-# signed.
+# number that is used for one connection only, and sends that. Then each sends an HMAC: a hash of
+# the secret, of which side it is, and of both nonces. Nobody can compute it without the secret, so
+# it is a proof; and who has overheard it cannot use it again, for the next connection has other
+# nonces. What is said after that is neither encrypted nor signed.
 
-STRANGER_CHARS = 4096  # of a line of somebody who has not proved anything
-LINE_CHARS = 1 << 22  # of a line of somebody who has: the signs of ten thousand processes
-LEAST_SECRET_BYTES = 16  # whoever has seen a proof can try words on it, so it must be no word
+# How many characters of a line are read, if whoever sends it has proved nothing yet; and if it has:
+# enough for the signs of ten thousand processes.
+STRANGER_CHARS = 4096
+LINE_CHARS = 1 << 22
+# Whoever has overheard a proof can try secrets until one fits, so no word of a dictionary will do.
+LEAST_SECRET_BYTES = 16
 
 
 def read_secret(path: str) -> bytes:
-    """The secret in this file, without spaces around it; empty if there is no file, "".
+    """The secret in this file, without spaces around it; empty if the path is "": there is none.
 
-    ValueError: it is not one, or not one that only its owner knows.
+    ValueError: it is no file, others can read it, or it is too short.
     """
     if not path:
         return b""
@@ -15100,15 +15110,19 @@ def read_secret(path: str) -> bytes:
 def proof_of(secret: bytes, side: str, nonces: list[str]) -> str:
     """The proof that this side knows the secret. nonces: of the worker, of the run.
 
-    Each side makes one nonce, so that no proof of another connection fits. The side is in it, so
-    that nobody can answer with what it was just told (RFC 2104 has HMAC).
+    The name of the side is in it, so that nobody can send back the proof that it was just told as
+    its own. RFC 2104 has HMAC.
     """
     words = json.dumps([side, *nonces]).encode()
     return hmac.new(secret, words, "sha256").hexdigest()
 
 
 def is_proved(told: dict[str, Any], secret: bytes, side: str, nonces: list[str]) -> bool:
-    """Does this line prove it? To find out takes as long for any wrong proof."""
+    """Does this line prove that its sender knows the secret?
+
+    The comparison takes as long for every wrong proof. Else its time would tell how many letters
+    were right.
+    """
     right = proof_of(secret, side, nonces)
     return hmac.compare_digest(str(told["proof"]).encode(), right.encode())
 
@@ -15139,7 +15153,8 @@ def hear_stranger(lines: Any) -> dict[str, Any]:
 def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
     """Hangs up if the body takes longer than that.
 
-    The time-out of a socket begins anew with each byte, and one may send them slowly.
+    The socket's own time-out begins anew with each byte, so a stranger who sends one every few
+    seconds could keep us for ever.
     """
 
     def hang_up() -> None:
@@ -15156,16 +15171,17 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 
 
 # -- 16a. Links ------------------------------------------------------------------------------------
-# A worker (--worker) waits for connections. For each that begins a run it starts a Monarch host, a
-# process that starts others for whoever asks, at a new port, and ends it with the connection. (At
-# an old port Monarch would deliver messages that were meant for actors of the run before.) Over the
-# connection both sides speak in lines of JSON:
+# A worker (--worker) waits for connections. For each one that begins a run it starts a Monarch
+# host: a process that listens at a port of its own, and starts other processes for whoever asks. It
+# ends with the connection. (The port is a new one each time. At an old one Monarch would deliver
+# messages that were meant for actors of the run before.) Over the connection both sides speak in
+# lines of JSON:
 #
-#     worker: {"torch": "2.13.0", ...,          once: what it has, to be compared, and a nonce, a
-#              "nonce": "5f0c..."}              number that is used once
+#     worker: {"torch": "2.13.0", ...,          once: its versions, which must be those of the run,
+#              "nonce": "5f0c..."}              and its nonce
 #     run:    {"nonce": "a1b7...",              each proves that it knows the secret, without saying
-#              "proof": "90d2..."}              it: the proof is an HMAC, a hash of the secret and
-#     worker: {"proof": "c43e..."}              of both nonces. Without --secret this is left out
+#              "proof": "90d2..."}              it: how, and what a nonce is, the plumbing above
+#     worker: {"proof": "c43e..."}              says. Without --secret these two are left out
 #     run:    begin
 #     worker: {"host": "tcp://10.0.0.2:40123",  ten times a second: I am here, and so is this host;
 #              "signs": {"4711": {...}}}        and what can be seen of the processes asked about
@@ -15176,8 +15192,9 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 # Whoever hears nothing for SILENCE_S takes the other side for lost. What follows then:
 #
 #     the link        its Monarch address becomes "", and it tries to connect twice a second
-#     RemoteHost      life() is "" now; whoever watched its processes is called back: "host lost"
-#     keepers         their replicas on that host are lost; each waits until the host is here
+#     RemoteHost      life() is "" from now on
+#     keepers         find that at their next look: their replicas there are lost, "host lost", and
+#                     each waits until the host is here
 #     route           requests that were under way there go to replicas on other hosts
 #     the worker      is back, with another Monarch host: life() is another address
 #     keepers         make their replicas again, there
@@ -15254,11 +15271,20 @@ def greet(lines: Any, secret: bytes) -> None:
 class Link(threading.Thread):
     """The connection to a worker, made again whenever it is lost.
 
-    It is a thread, so that a beat is answered in time also while the event loop is busy. What the
-    two have in common changes in whole steps, each of them under a lock that is held for
-    microseconds. And it belongs to one life of the host: all of it goes in the same step in which
-    that life ends. So nothing that was meant for a process of one life, neither a signal nor what
-    was seen of it, can reach one of the next life that happens to have the same process id.
+    It is a thread, so that the worker is answered in time also while the event loop is busy. Ten
+    times a second they go round:
+
+        event loop   `watch` adds a process to `pulses`; `send` adds a signal to `signals`
+        thread       hears a line, and answers it: these signals are to be sent, and all these
+                     processes looked at. Now `signals` is empty, and `asked` is a copy of `pulses`
+        worker       sends the signals, and looks at the processes
+        thread       hears the next line: what the worker saw of those in `asked` goes to `signs`
+        event loop   `take_signs` takes it out
+
+    Each of these changes is made under a lock, which is held for microseconds. When the host is
+    lost, one change makes `monarch_address` "" and empties all the others. So a signal to a process
+    of the lost life, or what was seen of it, never comes to a process of the next life that happens
+    to have the same id.
     """
 
     def __init__(self, address: str, say: Callable[[str], None], secret_file: str) -> None:
@@ -15266,12 +15292,14 @@ class Link(threading.Thread):
         self.address = address
         self.secret_file = secret_file
         self.say = say
-        self.was_here = False  # this and the next: the thread's own
-        self.refusal = ""  # why no connection was made, as it was said last
+        # The thread alone uses these two: was there a connection before, so that it is "back" now?
+        # And why was none made, as it was said last?
+        self.was_here = False
+        self.refusal = ""
         self.is_closed = False
         self.lock = threading.Lock()  # for all that follows
         self.monarch_address = ""  # of the Monarch host there; "" while it is lost
-        self.signals: list[tuple[int, int | None, int]] = []  # to send there
+        self.signals: list[tuple[int, int | None, int]] = []  # id, start and number, to send there
         # By process id: whom the worker is to look at; whom it was asked about last; and what it
         # saw, until somebody takes it.
         self.pulses: dict[int, PulseHandle] = {}
@@ -15351,7 +15379,8 @@ class Link(threading.Thread):
     def _keep_signs(self, pid: int, seen: Signs) -> None:
         """Keeps what was seen of a process. One that has ended is looked at no more.
 
-        Since the worker was asked, another process may have got this id: then it is not that one.
+        Since the worker was asked, another process may have got this id, and `watch` been called
+        for that one. Then what was seen is not about it, and is dropped.
         """
         if self.pulses.get(pid) is not self.asked.get(pid):  # mechanism: signs of whom was asked
             return
@@ -15387,7 +15416,7 @@ class RemoteHost(Host):
         return link_to(self).monarch_address
 
     def expect_models(self) -> None:
-        """There is no template: workers there import for themselves."""
+        """Does nothing: workers there have no template (section 5), each imports what it needs."""
 
     async def present(self) -> Host:
         """Itself, when it is here."""
@@ -15398,8 +15427,8 @@ class RemoteHost(Host):
     async def spawn(self, starts: Starts, num_ranks: int) -> ProcMesh:
         """Starts processes there. OSError: it was lost just now.
 
-        They import for themselves, and note their ids nowhere: one that is stopped before it can
-        answer is given up after START_WITHIN_S.
+        Unlike those of this machine they note their ids nowhere. So one that is stopped before its
+        first answer cannot be told from one that is slow, and is given up after START_WITHIN_S.
         """
         if not self.is_here():
             raise OSError("the host was lost")
@@ -15407,17 +15436,19 @@ class RemoteHost(Host):
         return mesh.spawn_procs(per_host={"rank": num_ranks}, name=starts.name)
 
     def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
-        """Asks the worker there for the signs of these processes.
+        """Asks the worker there for the signs of these processes. on_end is never called.
 
-        Pidfds do not reach another host. Of the end of a process there its signs tell, or Monarch's
-        own detector; of the loss of the host its life does (Replica.look).
+        For the pidfds by which processes of this machine are watched do not reach another host.
+        That a process has ended is found in its signs, or told by Monarch's own detector; and that
+        the host is lost is found in its life (Replica.look).
         """
         link_to(self).watch(pulses)
 
     def signs(self, pulse: PulseHandle) -> Signs | None:
         """What the worker there saw last; None: no line has come since the last look.
 
-        So a network that is cut for a moment makes nobody seem to stand still.
+        A look that finds None counts for nothing. So a network that is cut for a moment makes
+        nobody seem to stand still.
         """
         return link_to(self).take_signs(pulse)
 
@@ -15427,8 +15458,8 @@ class RemoteHost(Host):
 
 
 def is_loopback(name: str) -> bool:
-    """Can only this machine reach it? A name that has to be looked up may mean another one."""
-    with contextlib.suppress(ValueError):  # a name, and no address
+    """Can only this machine reach it? Of names, only localhost is trusted to mean that."""
+    with contextlib.suppress(ValueError):  # it is a name, and no address
         return ipaddress.ip_address(name).is_loopback
     return name == "localhost"
 
@@ -15461,7 +15492,8 @@ def serve(address: str, secret_file: str) -> None:
 def attend(client: socket.socket, secret: bytes) -> None:
     """Serves one connection to this worker, in a thread."""
     client.settimeout(SILENCE_S)
-    # KeyError: a line lacks what it should have. All of these end the connection, and no more.
+    # KeyError: a line lacks what it should have. Any of these ends this connection; the worker goes
+    # on with the others.
     wrong = (OSError, ValueError, KeyError, TypeError)
     with contextlib.suppress(*wrong), client, client.makefile("rw") as lines:
         with patience(client, SILENCE_S):
@@ -15480,8 +15512,8 @@ def attend(client: socket.socket, secret: bytes) -> None:
 def admit(lines: Any, secret: bytes) -> bool:
     """The worker's side of what comes before `begin`: does the run know the secret?
 
-    The worker proves that it does only after the run has: a stranger gets no proof to try secrets
-    on. A run without it is told so by an empty proof.
+    The worker sends its proof only to a run that has proved itself, because with a proof one can
+    try secrets at home until one fits. All others get an empty one.
     """
     nonce = secrets.token_hex(32) if secret else ""
     print(json.dumps({**versions(), "nonce": nonce}), file=lines, flush=True)
@@ -15519,9 +15551,9 @@ def start_monarch_host(address: str) -> subprocess.Popen[bytes]:
 
 
 def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
-    """The worker's side of the lines.
+    """The worker's side of the lines, after `begin`.
 
-    waits for the run's lines / produces a line each time / ends when either side does
+    waits for the run's lines / produces a line each time / ends when the run or the host does
     """
     signs: dict[int, dict[str, Any]] = {}  # by process id
     while host.poll() is None:
@@ -15538,12 +15570,14 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 
 
 # -- 16b. Only what changed ------------------------------------------------------------------------
-# At the learning rates of RL one element of bf16 in a hundred changes per step: the others move by
-# less than bf16 can say, and stay what they were. On one host that is of no use, for to find out
-# what has changed takes longer than a copy. But between hosts the cable is what costs. So the
-# trainer keeps beside each slot its delta: what differs from the version before. A relay that has
-# the version before reads the delta in place of the slot, unless the cable is so fast that the
-# slot arrives earlier.
+# With a large model the trainer keeps its weights in fp32, and publishes them in bf16. Near 0.02
+# two neighbouring numbers of bf16 are 0.0001 apart, and at a learning rate of 1e-6, as RL has it, a
+# step moves a weight by about 1e-6. So of a hundred weights one or two are rounded to another
+# number than before, and the others stay what they were in bf16. (The demo counts them: "changed"
+# in its table.) On one host that is of no use, for to find out what has changed takes longer than a
+# copy. But between hosts the cable is what costs. So the trainer keeps beside each slot its delta:
+# what differs from the version before. A relay that has the version before reads the delta in place
+# of the slot, unless the cable is so fast that the slot arrives earlier.
 #
 # A slot is cut into the pieces of section 8, and each piece is taken as a row of words of 16 bits,
 # whatever it holds. Of each piece the delta has
@@ -15556,28 +15590,33 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 #     places         2, 6, ...     where they stand in their block: 1 byte each
 #     a checksum     of all words as they are now
 #
-# If one word in a hundred has changed, that is 1.9 % of the bytes. If it would be more than half of
-# the bytes the piece has no delta, and crosses whole: to unpack costs time, too. So does a piece
-# that has another checksum than it should have, once its delta is unpacked. In fp32 no piece has a
-# delta, for the lower half of every number is another one after each step. After a search that has
-# found next to nothing to save, or that was still running when the next version was to be copied,
-# the next REST versions are not searched. Their deltas say: read all.
+# If one word in a hundred has changed, that is 1.9 % of the bytes: for the 512 of a block there are
+# 2 for its count, and 3 for each of 2.56 words. Two kinds of pieces cross whole. The delta of one
+# would be more than half of its bytes: then it is not made, because to unpack it costs time, too.
+# In fp32 all are of this kind, for the lower half of every number is another one after each step.
+# And a piece that has another checksum than it should have, once its delta is unpacked, is read
+# again, whole.
 #
-# When it is made:
+# A search takes time on the trainer's host, and may be for nothing. It may find that nearly all
+# pieces must cross whole. Or it takes so long that the copy of the next version, which is made by
+# the same thread, has to wait for it. After such a search the trainer rests: the next REST versions
+# are not searched, and their deltas say of every piece that it is to be read whole.
+#
+# When a delta is made:
 #
 #     Trainer.step   forward, backward | wait | optimizer | forward, backward        | wait ...
 #     the thread                                          | copy 8 | delta of 8      | copy 9 ...
 #     `latest`                                                     8 from here on
 #
-# Generators of the trainer's host wait for no delta, for it is made when the version is there. Nor
-# does the optimizer, for it is made of two slots, and not of the parameters. Both slots stay what
-# they are meanwhile, because the thread that would write into one of them is busy. A relay that
-# sees version 8 before its delta is there looks again until it is.
+# Generators of the trainer's host wait for no delta, because `latest` names version 8 before its
+# delta is begun. Nor does the optimizer: a delta is made of two slots, and reads no parameter. Both
+# slots stay what they are meanwhile, because nobody writes into slots but this thread, and it is
+# busy. A relay that sees version 8 before its delta is there looks again until it is.
 
 WORDS_PER_BLOCK = 256  # so a place in a block is one byte
 WHOLE = -1  # in place of the number of bytes: this piece has no delta
 IN_VAIN = 0.9  # of all pieces: if so many have no delta, what the others save is not worth a search
-REST = 15  # versions: so of what is searched in vain, or takes too long, it is one in sixteen
+REST = 15  # versions: where searches are of no use, or take too long, one version in 16 has one
 
 
 def half_words(memory: torch.Tensor) -> Any:
@@ -15639,7 +15678,11 @@ class Delta:
     """
 
     def __init__(self, slot_bytes: int) -> None:
-        """An empty one, for slots of this size. A page of it takes memory when it is written."""
+        """An empty one, for slots of this size.
+
+        The system finds memory for a page of it when that is first written. So a delta that was
+        never large takes little.
+        """
         num_pieces = math.ceil(slot_bytes / PIECE_BYTES)
         self.version = torch.full([1], -1)  # to which it leads
         self.numbers = torch.full([2 * num_pieces], -1)
@@ -15647,8 +15690,8 @@ class Delta:
         self.sums = self.numbers[num_pieces:]  # of each piece
         # The changes of one piece after the other, each from a multiple of 8 bytes on.
         self.changes = torch.empty(slot_bytes // 2 + 8 * num_pieces, dtype=torch.uint8)
-        # They cross in parts of their own, of which the last is mostly read in vain beyond its end.
-        # So a part is small, but not so small that there are very many.
+        # They cross in parts of this size. Of the last part that has some it is read all, though
+        # most of it may be empty. So a part is small, but not so small that there are very many.
         self.part_bytes = min(PIECE_BYTES, max(MIB // 16, round_up(slot_bytes // 512, 8)))
 
     def clear(self) -> None:
@@ -15656,9 +15699,10 @@ class Delta:
         self.sizes.fill_(WHOLE)
 
     def write(self, slot: torch.Tensor, before: torch.Tensor) -> None:
-        """Fills it, but for the version. slot, before: [slot_bytes] uint8, this one and the last.
+        """Fills it, but for its version, which `tell` adds when it may be read.
 
-        If it raises, what was written until then is right, and the other pieces are read whole.
+        slot, before: [slot_bytes] uint8, the new version and the one before. If this raises, what
+        was written until then is right, and the other pieces are read whole.
         """
         self.clear()
         end = 0
@@ -15672,7 +15716,10 @@ class Delta:
                 end += round_up(len(changes), 8)
 
     def tell(self, version: int, arena: Arena) -> None:
-        """Whoever reads that this is its version finds it complete. arena: that of the slot."""
+        """Says to which version it leads. Whoever reads that finds the delta complete.
+
+        arena: that of the slot. Its fences see to the order: the version is written last.
+        """
         arena.fence()
         self.version.fill_(version)
         arena.fence()
@@ -15711,7 +15758,8 @@ class RelayedWriter(ShardWriter):
         super().__init__(*args, **options)
         self.deltas: list[Delta] = []  # by slot; none before a relay has asked for them
         self.newest: tuple[int, torch.Tensor] | None = None  # version and slot of the newest delta
-        self.num_resting = 0  # versions that come before it searches again
+        self.num_resting = 0  # so many versions are not searched, and then one is
+        # The newest delta, under way or done; None before the first.
         self.making: concurrent.futures.Future[None] | None = None
         self.offer: Offer | None = None  # None before a relay has asked
 
@@ -15722,46 +15770,54 @@ class RelayedWriter(ShardWriter):
             self._submit()
 
     def wait(self) -> float:
-        """As in WeightWriter. It does not wait for a delta, but raises what has ended one."""
+        """As in WeightWriter. It waits for no delta, but raises what the newest one has raised."""
         waited_s = super().wait()
         if self.making and self.making.done():
             self.making.result()
         return waited_s
 
     def _submit(self) -> None:
-        """Has the thread make a delta of the version that is there, or is being copied."""
+        """Has the thread make a delta of the version that is there, or is being copied.
+
+        The thread does one thing after the other. So when the delta is begun, the copy and the
+        delta before it have ended, and it gets both to see how.
+        """
         self.making = self.thread.submit(self._make_delta, self.copying, self.making)
 
     def _make_delta(
         self,
-        copying: concurrent.futures.Future[None] | None,
-        making: concurrent.futures.Future[None] | None,
+        copy: concurrent.futures.Future[None] | None,
+        last_delta: concurrent.futures.Future[None] | None,
     ) -> None:
-        """What differs between the two newest versions, if the newer one was not skipped.
+        """Makes the delta of the newest version.
 
-        copying, making: what the thread did before. If the copy has failed there is no new version.
-        If the last delta has, that is raised again here, so that the trainer hears of it even if it
-        had begun this version before.
+        copy: of this version. If it has failed there is no such version, and no delta. last_delta:
+        if that one has failed, this one fails as well, when it is made. For `wait` looks only at
+        the newest delta, and the trainer may have begun this version before the last one failed: it
+        would not hear of it.
         """
-        if copying:
-            copying.result()
+        if copy:
+            copy.result()
         version, number = self.arena.latest()
         delta = self.deltas[number]
         try:
             self._search(version, number, delta)
         finally:
             delta.tell(version, self.arena)  # also if that has failed: relays wait for it
-        if making:
-            making.result()
+        if last_delta:
+            last_delta.result()
 
     def _search(self, version: int, number: int, delta: Delta) -> None:
-        """Fills the delta of this slot. Nobody reads it yet."""
+        """Fills the delta of this slot, or lets it say that all is to be read whole.
+
+        Nobody reads it yet. number: of the slot, which holds this version.
+        """
         start_s = time.time()
         delta.clear()
         slot = self.arena.slots[number]
         before_version, before = self.newest or (None, slot)
         self.newest = (version, slot)
-        if before_version != version - 1:  # also of the first, before which there is none
+        if before_version != version - 1:  # one was skipped, or this is the first
             return
         if self.num_resting:
             self.num_resting -= 1
@@ -15777,8 +15833,9 @@ class RelayedWriter(ShardWriter):
     def for_relay(self, reader: int) -> RemoteHandle:
         """What the relay with this number needs.
 
-        The first to ask has deltas made: of the version that is there, or is being copied, and of
-        all that follow. (That of the first says that all is to be read whole.)
+        From the first time that one asks, deltas are made: of the version that is there, or is
+        being copied, and of all that follow. (The first one says that all is to be read whole: what
+        the version before it was, nobody has kept.)
         """
         if self.rank == 0 and not self.deltas:
             slot_bytes = self.arena.handle.manifest.slot_bytes
@@ -15794,9 +15851,13 @@ class QuickerWay:
     """Which way a relay takes to the next version: by "changes", or "whole".
 
     Which one is quicker depends on the cable, on the cores of both hosts and on how much changes.
-    What it knows of a way is the least of the last times it took, for a time that was long by
-    accident tells nothing. It tries the slower one again as soon as that would cost at most a part
-    in TRY_AFTER of the time spent since.
+    Of each way it knows the last NUM_TIMES times, and compares the shortest of them: by accident a
+    version may take longer, but hardly less than it needs. What is quicker may change during a run.
+    So the slower way is tried again, when the quicker one has been in use for TRY_AFTER times as
+    long as that will take.
+
+    By example: "changes" takes 0.1 s, and "whole" took 0.5 s. After 15 s of "changes", which are
+    150 versions, one goes "whole". So to try costs a thirtieth of the time at most.
     """
 
     WAYS = ("changes", "whole")
@@ -15808,7 +15869,7 @@ class QuickerWay:
         for way in self.WAYS:
             self.times_s[way] = collections.deque(maxlen=self.NUM_TIMES)
         self.last = ""  # the way that was taken last
-        self.spent_s = 0.0  # on that way, one version after the other
+        self.spent_s = 0.0  # on that way, since it was last changed
 
     def choose(self) -> str:
         """The way to be taken."""
@@ -15832,39 +15893,50 @@ class QuickerWay:
 # A relay does what WeightReader and WeightWriter do, one after the other: it leases a slot of the
 # trainer's arena, copies it into a slot of its own, and makes that one the latest of its host.
 #
-#     1. read the word `latest`: version 7, slot 2     a one-sided read of 8 bytes
-#     2. write the first lease: slot 2                 a one-sided write of 8 bytes
-#     3. read `latest` again: does it name slot 2?     if so, go on with 5
-#     4. it names slot 0 by now: write the second lease, slot 0, and read `latest` once more
-#     5. if I have version 6, and this way is the quicker one: read the delta of the slot that is
-#        leased, and make of my slot with version 6 a free one with version 7; then read the pieces
-#        that the delta does not tell
-#        else read the slot that is leased into a free one of my own: eight pieces at a time
-#     6. commit: now the generators of this host can pull that version, as if it was made here
+#     1. look      read the word `latest`: version 7, slot 2       a one-sided read of 8 bytes
+#     2. lease     write slot 2 into my first lease                a one-sided write of 8 bytes
+#                  look again: if `latest` still names slot 2, that slot is mine to read, go on at 4
+#     3. lease     `latest` has moved, to slot 0: write slot 0 into my second lease
+#                  look once more: if it still names slot 0, that slot is mine, else slot 2 is
+#     4. read      one of two ways
+#        changes     if I have version 6: copy it into another slot of mine, read the delta of the
+#                    slot that is leased, change what it says, and read the pieces it leaves out
+#        whole       read all pieces of the slot that is leased, eight at a time
+#     5. commit    now the generators of this host can pull that version, as if it was made here
 #
-# A reader of section 7 begins again if `latest` has moved in step 3. To a relay that could happen
-# every time, for its looks cross a cable, and a trainer of small steps publishes meanwhile: it
-# would never read anything. So it has two leases, never begins again, and whatever the trainer
-# does, one of the two holds after step 4. Which one it is, the last look tells:
+# A reader of section 7 begins again if `latest` has moved when it looks again. A relay that did so
+# might never read anything: its looks cross a cable, and a trainer of small steps may publish
+# between any two of them. So it has two leases, and does not begin again. "Mine to read" means that
+# the trainer does not write into that slot until I lease another one. Why it holds:
 #
-#     It names the slot that I have leased last: that one is mine. The trainer writes into no slot
-#     that is the latest. Before it can, it makes another one the latest, which comes after my look;
-#     and then it looks for a free slot, and sees my lease.
+# The last look names the slot that I have leased last. The trainer writes into no slot that is the
+# latest. So it must make another one the latest first, and that comes after my look. Only then does
+# it look for a free slot, and my lease has been there since before my look.
 #
-#     It names another one: then `latest` has moved since step 3, and the slot of my first lease is
-#     mine. Each version that the trainer writes from now on, it has begun after that move, so when
-#     my first lease could be seen. Each that it began earlier is complete, for it makes one after
-#     the other. (A relay that other relays read from is such a trainer, and may fail in the middle
-#     of a version. So it begins the next one in the same slot: nothing stays half written.)
+# The last look names another slot. This is the worst case, in which the first lease comes too late
+# for the trainer to see it before it begins version 9:
 #
-# In the second case the slot may hold a newer version than it had in step 1, so nobody knows which
-# delta leads there, and it is read whole. Each slot says itself which version it holds (stamps_of),
-# and that crosses with it.
+#     `latest`    7 in slot 2 | 8 in slot 0                                 | 9 in slot 2
+#     trainer     writes 8    | writes 9 into slot 2                        | writes 10
+#     relay         look: 2           lease 2    look: 0    lease 0           look: 2
+#
+# Between the last two looks `latest` has moved. So in that time the trainer has completed a
+# version, here 9. It makes one after the other, so all that it began before are complete as well,
+# whether it saw my first lease or not. All that it begins afterwards, it begins when that lease has
+# long been there. So nobody writes into slot 2, which may hold a newer version than in step 1.
+#
+# (A relay that other relays read from, 16e, is a trainer to them, and may give up a version when it
+# is half written. Then not all that it began is complete. So it begins the next version in the same
+# slot, which is whole again before another one is begun.)
+#
+# If the last look names a third slot, nobody has told me which version slot 2 holds by now, and so
+# which delta would lead there: it is read whole. Which version it was is seen then, for that stands
+# at the end of each slot (stamps_of), and crosses with it.
 
 
 @dataclass(frozen=True)
 class RemoteDelta:
-    """RDMABuffers of a Delta."""
+    """RDMABuffers of the three tensors of a Delta that have these names."""
 
     version: RDMABuffer
     numbers: RDMABuffer
@@ -15903,15 +15975,16 @@ def header_words(arena: Arena) -> torch.Tensor:
 
 
 def lease_handles(arena: Arena, reader: int) -> list[RDMABuffer]:
-    """Of the words of a relay. reader: as above."""
+    """Handles of the two lease words of a relay. reader: the number of the first."""
     first = Arena.LEASES + reader
     return [RDMABuffer(word) for word in header_words(arena)[first : first + LEASES_PER_RELAY]]
 
 
 class Offer:
-    """What all relays that read from one arena need. Handles of its slots are made once.
+    """What all relays that read from one arena need.
 
-    One set of them is enough, and what Monarch has registered it keeps.
+    Handles of its slots are made once, for all of them: Monarch registers memory for each handle
+    and keeps that, so a set for each relay would add up.
     """
 
     def __init__(self, arena: Arena, deltas: Sequence[Delta]) -> None:
@@ -15952,7 +16025,10 @@ class RelayedTrainer(Trainer):
 
 
 class Crossing:
-    """What crosses to a relay: words, and how much else has come. The figures are for Traffic."""
+    """What crosses to a relay: it reads and writes words, and counts what else has arrived.
+
+    Its figures are read by `traffic` (16d), and say what they mean in Traffic.
+    """
 
     LOOK_EVERY_S = 0.005  # a look is a one-sided read; over TCP it is work for both hosts
     # For a word to cross and the answer to come back: what TCP needs on a bad line, many times.
@@ -15961,7 +16037,9 @@ class Crossing:
     def __init__(self, advance: Callable[[], None]) -> None:
         """advance: is called when something has arrived."""
         self.advance = advance
-        self.heard_s: float | None = None  # of the last answer; None: nothing is asked
+        # When the last answer came, or, if there was none yet, when the first question was asked.
+        # None: no answer is due, so the trainer cannot be said to be silent.
+        self.heard_s: float | None = None
         self.model_bytes = 0
         self.num_versions = 0
         self.read_bytes = 0
@@ -15974,11 +16052,14 @@ class Crossing:
         self.due_bytes = 0
 
     async def fetch_if_new(self) -> None:
-        """Brings one version, if there is one that it has not: here there is none."""
+        """Brings one version, if there is one that it has not. Subclasses say how.
+
+        As it stands this does nothing: it is for a relay that has nothing to bring (16h).
+        """
 
     async def _cross(self, transfer: Callable[..., Awaitable[None]], word: torch.Tensor) -> None:
         """Reads a word, or writes one."""
-        if self.heard_s is None:  # from here on it waits for an answer
+        if self.heard_s is None:  # from here on an answer is due
             self.heard_s = time.monotonic()
         await answered(transfer(word, timeout=self.WORD_DEADLINE_S))
         self.heard_s = time.monotonic()
@@ -16006,7 +16087,7 @@ class Crossing:
 
 
 class RemoteWords(Crossing):
-    """The words of an arena on another host: looks at the newest, and leases slots."""
+    """The words of an arena on another host: looks at `latest`, and leases slots."""
 
     def __init__(self, remote: RemoteHandle, advance: Callable[[], None]) -> None:
         super().__init__(advance)
@@ -16015,21 +16096,24 @@ class RemoteWords(Crossing):
         self.lease_word = torch.zeros(1, dtype=torch.int64)
 
     async def _lease(self, latest: int) -> int:
-        """Steps 2 to 4: a slot into which nobody writes until the relay leases another one.
+        """Steps 2 and 3: a slot into which nobody writes until the relay leases another one.
 
         latest: as it was read in step 1.
 
-        In place of the fence of section 7: `write_from` returns when the word is written. Over TCP
-        the other side answers when it has written it; a test races a trainer against a relay. A
-        write that has failed may still arrive later, but never after the next one, for messages of
-        one sender keep their order. With a card the next look is a read on the same connection,
-        which is carried out after the write. (This was written without such a card to try it on.)
+        A lease must be there before the next look. In section 7 a fence sees to that. Here it is
+        `write_from`, which over TCP returns when the other side has answered that the word is
+        written. (A test races a trainer against a relay.) A write that failed may still arrive
+        later, but never after the next one, for messages of one sender keep their order. Of cards
+        for RDMA the rules say that a read is carried out after the writes that were sent before it
+        on the same connection. There was no card to try that on.
 
-        The trainer cannot ask whether a process of another host lives, so these leases are in the
-        trainer's own name. They stay until the next ones take their place: for each of them the
-        arena has a slot. If this relay dies, its successor has the same words.
+        A lease has the process id of its reader, and of a process on another host the trainer
+        cannot ask whether it lives. So here it is the trainer's own id. Such a lease is never given
+        back, only replaced by the next one; therefore the arena has a slot for each. If this relay
+        dies, its successor has the same two words.
         """
         leased = []
+        # Once for the first lease; and once more for the second, unless the first one holds.
         for lease in self.remote.leases:  # mechanism: second lease
             slot = latest % Arena.MAX_SLOTS
             leased.append(slot)
@@ -16049,24 +16133,24 @@ class RemoteWords(Crossing):
 
 
 # -- 16d. The relay --------------------------------------------------------------------------------
-# An actor on another host that takes these steps whenever there is a version that it has not. A
-# step mostly fails because the trainer was lost, or the way to it. So all of them are tried again;
-# a relay that cannot go on ends itself, and its service makes another.
+# An actor on another host that takes these five steps whenever there is a version that it has not.
+# If a step fails, mostly the trainer was lost, or the way to it. The relay then begins again with
+# step 1. If that fails three times in a row it ends itself, and its service makes another one.
 
 
 @dataclass(frozen=True)
 class Traffic:
     """What a relay has carried, and how it fares."""
 
-    relay_id: int  # another one for each relay, also if it takes the place of another
-    num_versions: int
-    read_bytes: int  # of slots
+    relay_id: int  # a relay that takes the place of another one has another
+    num_versions: int  # that it has brought
+    read_bytes: int  # of slots and deltas
     model_bytes: int  # of one version
-    num_second_leases: int  # how often `latest` had moved in step 3
-    num_failures: int  # versions, or looks, that were given up, because a read or write failed
-    num_in_row: int  # of these, since it last did what it wanted
+    num_second_leases: int  # how often `latest` had moved in step 2
+    num_failures: int  # how often it has begun again, because a read or a write failed
+    num_in_row: int  # of these failures, those since something last went well
     last_failure: str  # what was said of the last of these; "": there was none
-    silent_s: float  # since the trainer's memory answered last: mostly milliseconds
+    silent_s: float  # since the trainer's memory answered last, if an answer is due: mostly ms
     behind_s: float | None  # since it saw a version that it does not have; None: it has the newest
     arrived_bytes: int  # of that version, so far
     due_bytes: int  # of that version, in all, as far as is known
@@ -16095,8 +16179,9 @@ class RemoteReader(RemoteWords):
         self.model_bytes = arena.handle.manifest.num_bytes()
         self.way = way
         self.version_word = torch.zeros(1, dtype=torch.int64)
-        self.unfinished: int | None = None  # the slot of a version that was given up
-        # What was read beside each slot. If nobody reads it here, one room for all is enough.
+        self.unfinished: int | None = None  # the slot of a version that was given up half-way
+        # By slot, the delta that led to it. Other relays may read it much later. If there are none,
+        # it is used once and one object serves for all slots.
         slot_bytes = arena.handle.manifest.slot_bytes
         self.passes_on = passes_on
         self.deltas = [Delta(slot_bytes)] * len(arena.slots)
@@ -16104,7 +16189,7 @@ class RemoteReader(RemoteWords):
             self.deltas = [Delta(slot_bytes) for _ in arena.slots]
 
     async def fetch_if_new(self) -> None:
-        """The steps above: brings one version, if there is one that it has not."""
+        """Steps 1 to 5: brings one version, if there is one that it has not."""
         latest = await self._look()
         mine = self.arena.newest_version()
         if latest // Arena.MAX_SLOTS == mine:
@@ -16116,7 +16201,7 @@ class RemoteReader(RemoteWords):
         if free is None:
             free = self.arena.free_slot()
         self.unfinished = free
-        # The last look tells which version the slot holds, if it named this slot.
+        # If the last look named this slot, it has also told which version the slot holds.
         version, named = divmod(int(self.latest_word), Arena.MAX_SLOTS)
         is_next = mine >= 0 and version == mine + 1 and named == slot
         has_delta = is_next and bool(self.remote.deltas)  # mechanism: delta of the next version
@@ -16130,8 +16215,10 @@ class RemoteReader(RemoteWords):
         is_partial = len(missing) < len(self.remote.slots[slot])
         if is_partial:
             self.num_deltas += 1
-        # The very first reads are slow. And a delta may have told nothing.
-        if mine >= 0 and is_partial == (way == "changes"):
+        # Two times would mislead `choose`: that of the first version of all, whose reads are slower
+        # than later ones; and that of a delta which left out every piece, so that all were read.
+        says_nothing = way == "changes" and not is_partial
+        if mine >= 0 and not says_nothing:
             self.way.took(way, since(start))
         if self.passes_on:
             await self._pass_on(slot, free, is_unread=has_delta and way == "whole")
@@ -16143,9 +16230,10 @@ class RemoteReader(RemoteWords):
         self._has_version()
 
     async def _pass_on(self, slot: int, free: int, is_unread: bool) -> None:
-        """Tells relays that read from this one what has changed, also if it went another way.
+        """Gives relays that read from this one the delta of the version that has just arrived.
 
-        is_unread: there is a delta beside the slot that is leased, and it is still to be read.
+        They may want it also if this relay has read the version whole. is_unread: so it was, and
+        the delta beside the leased slot is still to be read.
         """
         version = self.arena.newest_version()
         delta = self.deltas[free]
@@ -16174,15 +16262,15 @@ class RemoteReader(RemoteWords):
         _, newest = self.arena.latest()
         room = self.arena.slots[free]
         delta = self.deltas[free]
-        # In threads, for with some GB it takes a second, and others ask this process how it fares.
-        # The copy has time while the trainer makes the delta.
+        # To copy some GB takes a second, and to unpack as well. Both are done in threads, because
+        # meanwhile the main process asks this one how it fares. The copy goes on beside the reads.
         copying = asyncio.to_thread(room.copy_, self.arena.slots[newest])
         copied = asyncio.ensure_future(copying)
         try:
             await self._read_changes(self.remote.deltas[slot], delta, version)
         finally:
-            self.heard_s = None
-            await copied  # nothing writes into a slot behind the back of who comes next
+            self.heard_s = None  # until it is unpacked nothing is asked, so no answer is due
+            await copied  # also after a failure: else it would write into a slot that is used again
         missing = await asyncio.to_thread(delta.unpack, room)
         self.heard_s = time.monotonic()
         self.num_refused += len(missing) - delta.num_whole()
@@ -16210,7 +16298,7 @@ class RelayPlan:
     first_reader: int  # the number of the first lease that relays have in such an arena
     num_siblings: int  # relays that read from the same arena, at the most
     num_readers: int  # of a relay's own arena: generators of its host, and leases of relays
-    num_copying: int  # of these, as in create_arena
+    num_copying: int  # of these readers, those for which no slot is needed (create_arena)
     passes_on: bool = False  # do other relays read from that arena?
 
 
@@ -16219,8 +16307,9 @@ class VersionCarrier(Worker):
 
     # The pause after a failure. Mostly the trainer was lost, and another relay is about to begin.
     RETRY_S = 0.5
-    # In a row, until it gives up. When Monarch has not delivered a message for 30 s, it delivers no
-    # other one between these two processes. Another relay is another process.
+    # It gives up after so many failures in a row. Monarch, when it could not deliver a message for
+    # 30 s, delivers no other one between these two processes. So to try on would be of no use; the
+    # next relay is another process.
     MAX_FAILURES = 3
 
     def __init__(self, place: Place) -> None:
@@ -16238,8 +16327,9 @@ class VersionCarrier(Worker):
     async def _follow(self) -> None:
         """The relay's loop: looks every few ms / produces versions / ends with its process.
 
-        Or when it gives up, or with an error of its own, which is a mistake in this file. Either is
-        raised by `traffic`, and then another relay takes the place of this one.
+        It also ends when it gives up, and by any other exception, which then is a mistake in this
+        file. Nobody awaits it; so `traffic` raises what has ended it, and then the service puts
+        another relay in the place of this one.
         """
         while True:
             await asyncio.sleep(self.crossing.LOOK_EVERY_S)
@@ -16285,7 +16375,8 @@ class Relay(VersionCarrier):
     def __init__(self, place: Place, plan: RelayPlan) -> None:
         super().__init__(place)
         self.plan = plan
-        # Of those that read from the same arena, this is that number.
+        # In a tree (16e): which relay of the level above this one reads from, and which number it
+        # has among all that read from that one.
         self.parent, number = divmod(place.replica_id, plan.num_siblings)
         self.first_lease = plan.first_reader + LEASES_PER_RELAY * number
         self.offer: Offer | None = None  # None before a relay has asked
@@ -16321,9 +16412,10 @@ class Relay(VersionCarrier):
 
 # -- 16e. A tree of relays -------------------------------------------------------------------------
 # With many hosts the trainer's own cable becomes what costs: it carries each version once for each
-# relay, and each relay has two slots in its arena. With --relay-fanout 2 only two relays read from
-# the trainer, two others from each of these, and so on. Then a version leaves each host twice at
-# the most, and comes to the hosts of each level later than to those above them:
+# relay, and each relay has two slots in the trainer's arena. With --relay-fanout 2 only two relays
+# read from the trainer, two others from each of these, and so on. Then a version leaves each host
+# twice at the most, and comes to the hosts of each level later than to those above them. (The demo
+# has one other host, so no tree: tests have one of three relays.)
 #
 #     trainer --> relay 0 --> relay 2         level 0: relays 0 and 1
 #            |           +--> relay 3         level 1: relays 2 to 5
@@ -16334,8 +16426,8 @@ class Relay(VersionCarrier):
 # which is passed on as it came. What has changed is searched once, at the trainer. Each relay
 # chooses its own way, for its cable may be a slow one where that of the relay above is not.
 #
-# If a host is lost, those below it wait for it: they have no weights until it is back, and their
-# requests go to hosts that have.
+# If a host is lost, relays below it end as well, for they can read nothing. Their successors wait
+# until it is back. Until then their hosts have no weights, and requests go to hosts that have some.
 
 
 WAITS_FOR_HOST_S = 30 * 24 * 3600.0  # as good as for ever: it may come back at any time
@@ -16360,9 +16452,9 @@ class RelayTree:
     def __init__(self, cfg: Config, trainer: Service, hosts: tuple[Host, ...]) -> None:
         """hosts: all but the trainer's, a relay for each, in this order."""
         self.hosts = hosts
-        self.fanout = cfg.relay_fanout or max(1, len(hosts))
+        self.fanout = cfg.relay_fanout or max(1, len(hosts))  # else all read from the trainer
         self.levels: list[Service] = []
-        self.starting: dict[int, asyncio.Task[None]] = {}  # of a level below the first, its start
+        self.starting: dict[int, asyncio.Task[None]] = {}  # by level, its start, but of the first
         num_placed = 0
         while num_placed < len(hosts):
             level = self._level(cfg, trainer, num_placed)
@@ -16377,7 +16469,7 @@ class RelayTree:
         num_generators = generators_per_host(cfg)
         plan = RelayPlan(
             source=self.levels[-1] if self.levels else trainer,
-            first_reader=num_generators,  # an arena has these first
+            first_reader=num_generators,  # whose leases are the first in every arena
             num_siblings=self.fanout,
             num_readers=num_generators + (0 if is_last else LEASES_PER_RELAY * self.fanout),
             num_copying=num_copying_per_host(cfg),
@@ -16390,7 +16482,8 @@ class RelayTree:
             num_replicas=len(hosts),
             hosts=hosts,
             stuck_after_s=cfg.stuck_after,
-            # It asks the trainer, behind steps that may take long; or waits for a host to be back.
+            # Its setup asks the trainer, which answers when it has made its step, and that may take
+            # long. Below the first level it waits for a relay, whose host may have to come back.
             setup_deadline_s=WAITS_FOR_HOST_S if depth else 3600.0,
         )
         return Service(spec)
@@ -16410,7 +16503,8 @@ class RelayTree:
         """Ends all of them. Who asks ends before who answers."""
         for level in reversed(self.levels):
             await level.close()
-        await asyncio.gather(*self.starting.values(), return_exceptions=True)  # NoReplica: closed
+        # The starts end with NoReplica now, if they were still waiting: nobody needs to hear of it.
+        await asyncio.gather(*self.starting.values(), return_exceptions=True)
 
     async def ask(self, relay: int, endpoint: Endpoint[[], Reply]) -> Reply:
         """Asks one certain relay. Raises what Service.ask does."""
@@ -16421,7 +16515,10 @@ class RelayTree:
         raise IndexError("there is no such relay")
 
     async def arenas(self) -> list[ArenaHandle | None]:
-        """That of each relay; None: it is being replaced. Raises what a relay's first setup did."""
+        """That of each relay; None: it is being replaced.
+
+        Raises what the start of a level has raised: nobody else awaits those below the first.
+        """
         for start in self.starting.values():
             if start.done():
                 start.result()
@@ -16439,25 +16536,29 @@ async def arenas_of(relays: Service) -> list[ArenaHandle | None]:
 
 
 # -- 16f. Checkpoints ------------------------------------------------------------------------------
-# The main process has the checkpoints, and the trainer reads and writes files of its own host. So
-# they cross as weights do, by one-sided reads and writes, and messages have handles only. They go
-# through a window, memory of the main process, of as many pieces as cross at the same time:
+# The main process keeps the checkpoints, in files of its host, and the trainer, which may be on
+# another one, can read and write files of that host only. So a checkpoint crosses as weights do, by
+# one-sided reads and writes, and messages have handles only. It goes through a window: a room in
+# the memory of the main process for eight pieces, as many as cross at the same time. (The window of
+# --order in section 13 is another thing.) The demo loses no trainer, but its run begins with
+# checkpoints that cross; tests lose a trainer while one does.
 #
 #     main process                    trainer
 #     file --> window  <==reads==     file in memory --> Trainer.load
 #     file <-- window  <==writes==    file in memory <-- Trainer.save
 #
-# It is always the trainer that moves the bytes, and the main process waits for its answer. So if
-# the trainer is lost half-way, this is noticed at once, as with any other request. However
-# large a checkpoint is, the main process registers eight pieces, and has no copy of it in memory.
+# (A double line is a one-sided transfer.) It is always the trainer that moves the bytes, and the
+# main process waits for its answer. So if the trainer is lost half-way, this is noticed at once, as
+# with any other request. However large a checkpoint is, the main process has room for eight pieces
+# of it in memory, and handles for these.
 
 
 class Window:
-    """Memory of the main process through which a file crosses, so much of it at a time."""
+    """Memory of the main process through which a file crosses, 32 MiB of it at a time."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(PIECES_UNDER_WAY * PIECE_BYTES, dtype=torch.uint8)
-        self.bytes = self.memory.numpy().data  # the same
+        self.bytes = self.memory.numpy().data  # the same memory, as files read and write it
         self.pieces = pieces_of(self.memory)
 
     async def close(self) -> None:
@@ -16470,7 +16571,7 @@ class Window:
 class FilePart:
     """A part of a file, to be moved through a window."""
 
-    path: str  # of the file, which the trainer has made
+    path: str  # of the trainer's file, as `make_file` has answered
     start: int  # its first byte
     num_bytes: int  # at most: the last part of a file may be shorter
     window: list[RDMABuffer]
@@ -16481,7 +16582,7 @@ async def write_pieces(
     parts: Sequence[torch.Tensor],
     moved: Callable[[int], None],
 ) -> None:
-    """The way back of `read_pieces`, of PIECES_UNDER_WAY pieces at most: all are written at once.
+    """What `read_pieces` is for reads, for PIECES_UNDER_WAY pieces at most: all go at once.
 
     parts: for each piece, what goes into it. moved: is told of each, how many bytes it has. When
     this returns, or raises Unreachable, none is under way any more.
@@ -16498,12 +16599,15 @@ async def write_pieces(
 
 
 class HostsTrainer(RelayedTrainer):
-    """A trainer that the main process sends checkpoints, and that sends it some."""
+    """A trainer that receives checkpoints from the main process, and sends it others.
+
+    Rank 0 does it; the other ranks are called as well, because calls go to all, and do nothing.
+    """
 
     def __init__(self, place: Place, cfg: Config) -> None:
         super().__init__(place, cfg)
-        self.files: list[str] = []  # those on their way: paths of files in memory
-        self.room = torch.empty(0, dtype=torch.uint8)  # as large as a window, while there are some
+        self.files: list[str] = []  # those that are crossing: paths of files in memory
+        self.room = torch.empty(0, dtype=torch.uint8)  # as large as a window, while one crosses
 
     @endpoint
     async def make_file(self) -> str:
@@ -16516,7 +16620,7 @@ class HostsTrainer(RelayedTrainer):
 
     @endpoint
     async def close_files(self) -> None:
-        """They have arrived, or are needed no longer."""
+        """Gives back the memory of these files: they have crossed, or are needed no longer."""
         while self.files:
             close_unnamed_file(self.files.pop())
         self.room = torch.empty(0, dtype=torch.uint8)
@@ -16527,7 +16631,8 @@ class HostsTrainer(RelayedTrainer):
         if self.rank > 0:
             return
         with self._moving(part) as file:
-            num_pieces = math.ceil(part.num_bytes / PIECE_BYTES)  # the last one is read whole
+            # Of the last piece more is read than belongs to the part, and not written.
+            num_pieces = math.ceil(part.num_bytes / PIECE_BYTES)
             pieces = part.window[:num_pieces]
             rooms = self.room.split(PIECE_BYTES)[:num_pieces]
             await read_pieces(pieces, rooms, self._has_moved)  # mechanism: one-sided reads
@@ -16547,7 +16652,11 @@ class HostsTrainer(RelayedTrainer):
 
     @contextlib.contextmanager
     def _moving(self, part: FilePart) -> Iterator[io.BufferedRandom]:
-        """The file, at the beginning of the part. TrainerLost: its maker, or the way, was lost."""
+        """The file, at the beginning of the part.
+
+        TrainerLost: the trainer that made the file was lost, and this is the next one; or the main
+        process cannot be reached from here.
+        """
         if part.path not in self.files:
             raise TrainerLost("this trainer has not begun a checkpoint")
         with open(part.path, "r+b") as file:
@@ -16569,12 +16678,15 @@ class SendingCluster(CriticCluster):
 
     @contextlib.asynccontextmanager
     async def at_trainer(self, *paths: str) -> AsyncIterator[list[str]]:
-        """As in Cluster. The trainer may be on another host, so they cross into its memory."""
+        """As in Cluster: paths under which the trainer can read these files, while the body runs.
+
+        It may be on another host, so they are sent into files in its memory.
+        """
         async with self._crossing() as window:
             yield [await self._send(path, window) if path else "" for path in paths]
 
     async def save(self, path: str, state: str) -> None:
-        """As in Cluster. It is written there, and crosses."""
+        """As in Cluster. The trainer writes it into a file of its own, and that crosses."""
         async with self._crossing() as window:
             there = await self._ask_trainer(HostsTrainer.make_file)
             await super().save(there, state)
@@ -16622,7 +16734,8 @@ class SendingCluster(CriticCluster):
 # one host have half of the rows, and its generators need all of them. Each of these hosts has an
 # arena, into which its own ranks write, and a relay that completes it: it reads what the ranks of
 # the other hosts have written into theirs, and nothing else. So every byte that a host lacks
-# crosses to it once.
+# crosses to it once. By example, of version 8 and a weight of 12 rows (which slot of an arena is
+# free, each host finds for itself):
 #
 #     host A                                        host B
 #     rank 0   writes rows 0-2 into slot 2 of A     rank 2   writes rows 6-8 into slot 0 of B
@@ -16634,21 +16747,27 @@ class SendingCluster(CriticCluster):
 # a tensor are one stretch of bytes, which lies at the same offset in every slot; so nothing needs
 # to be packed into parcels.
 #
-# On each host the relay is one more hand in the protocol of 8b. Words of the arena of host A, as
-# version 8 is made (rank 0 leads there, and on host B rank 2 does):
+# In 8b the ranks of one host tell each other, by words of their arena, how far they are. Here the
+# relay takes part in that. Five words of the arena of host A change in this order as version 8 is
+# made; all come to say "version 8, slot 2". (Rank 0 leads on host A, and rank 2 on host B.)
 #
-#     word of rank 0    "version 8, slot 2"     its hands may begin
-#     word of rank 1    "version 8, slot 2"     it has written its boxes
-#     `written`         "version 8, slot 2"     all ranks of this host have; other hosts read this
-#     `completed`       "version 8, slot 2"     relay A has read the rest
-#     `latest`          version 8, slot 2       and now rank 0 commits
+#     word of rank 0    rank 0 has chosen the slot, and rank 1 may write into it
+#     word of rank 1    rank 1 has written its boxes
+#     `written`         all ranks of this host have. Relays of other hosts wait for this
+#     `completed`       relay A has read the rest
+#     `latest`          rank 0 has committed the version, and readers may have it
 #
-# Why nobody needs a lease for what relay A reads of B. Version 8 is in slot 0 of B. B begins
-# version 9 after it has committed 8, so slot 0 is its latest one then, and 9 goes elsewhere. B
-# begins version 10 when it has committed 9. For that it needs the rows of A in 9; A begins 9 when
-# it has committed 8, and that is when relay A has read all of 8. So until then slot 0 holds 8, and
-# a word of B says so: `written` until the ranks of B have written 9, and from then on `latest`. A
-# relay that takes the place of another one begins the version again: `completed` has not moved.
+# Relay A needs no lease for what it reads of host B, although in section 7 every reader has one.
+# Version 8 is in slot 0 of B, and until relay A has read all of it nothing is written there:
+#
+#     B writes 9     into another slot: it has committed 8 before, so slot 0 is its latest
+#     B writes 10    only after it has committed 9. For that it needs the rows of A in version 9,
+#                    which A writes after it has committed 8, and so after relay A has read all of 8
+#
+# In all this time one of two words of B names the slot of version 8. First it is `written`. When
+# the ranks of B have written version 9, which changes `written`, it is `latest`. So a relay looks
+# at both. One that takes the place of another relay begins the version again, because `completed`
+# still names the version before.
 
 
 def moves_between_hosts(
@@ -16657,8 +16776,9 @@ def moves_between_hosts(
     """What the ranks of each host have written, and other hosts lack.
 
     names: of the tensors that are stored. tensors: DTensors of a mesh in which the ranks of a host
-    follow each other; plain ones all hosts have. Source and target of a move are numbers of hosts,
-    and both places are those in the whole tensor, as it lies in a slot.
+    follow each other; plain ones are passed over, for all hosts have them. Source and target of a
+    move are numbers of hosts. Slots on both sides have whole tensors, so what is moved lies at the
+    same place of source and target.
     """
     moves = []
     sent: collections.Counter[int] = collections.Counter()
@@ -16669,6 +16789,8 @@ def moves_between_hosts(
             continue
         by_rank = layout(shape, cut.mesh_shape, cut.placements)
         ranks_per_host = len(by_rank) // num_hosts
+        # What a host has is what its ranks have together, and in a slot a box lies where it lies in
+        # the whole tensor.
         source: Layout = []
         for first in range(0, len(by_rank), ranks_per_host):
             held = itertools.chain(*by_rank[first : first + ranks_per_host])
@@ -16682,7 +16804,10 @@ def moves_between_hosts(
 
 
 def pieces_in(slot: int, arena: Arena, moves: list[Move]) -> list[torch.Tensor]:
-    """Where the elements of these moves lie in a slot, on either side: [num_bytes] uint8 each."""
+    """The memory of a slot in which the elements of these moves lie: [num_bytes] uint8 each.
+
+    arena: that of their source or of their target; it is the same place in both.
+    """
     pieces: list[torch.Tensor] = []
     for move in moves:
         part = arena.tensors(slot)[move.name][region(move.offset, move.size)]
@@ -16697,8 +16822,8 @@ class HostParts:
 
     life: str  # of the host
     handle: ArenaHandle  # of its arena
-    written: RDMABuffer  # the word
-    latest: RDMABuffer  # the word
+    written: RDMABuffer  # of the word `written`, see above
+    latest: RDMABuffer  # of the word `latest`
     pieces: list[list[RDMABuffer]]  # by slot, what its ranks write, in the order of the moves
 
 
@@ -16714,10 +16839,13 @@ class Completion:
 
 
 class SpanWriter(RelayedWriter):
-    """One rank of a trainer on several hosts. `rank` is its number on its host, 0 leads there."""
+    """One rank of a trainer on several hosts.
+
+    `rank` and `num_ranks` are meant of its host: the ranks of each host count from 0, and 0 leads.
+    """
 
     def _say(self, word: int) -> None:
-        """As in ShardWriter. That a copy has failed the other hosts must hear, too."""
+        """As in ShardWriter. If the copy has failed, `written` says so to the other hosts."""
         super()._say(word)
         if word == self.FAILED and self.rank == 0:
             tell(self.arena, written_word(self.num_ranks), word)
@@ -16731,7 +16859,7 @@ class SpanWriter(RelayedWriter):
         require(found != self.FAILED, "arena: the copy on another host failed")
 
     def parts(self, moves: list[Move]) -> HostParts:
-        """For the relays of other hosts. moves: from this host to any one of them."""
+        """For the relays of other hosts. moves: to one of them, for all lack the same of this."""
         pieces = []
         for slot in range(self.arena.handle.num_slots):
             pieces.append([RDMABuffer(piece) for piece in pieces_in(slot, self.arena, moves)])
@@ -16745,8 +16873,8 @@ class SpanWriter(RelayedWriter):
         )
 
 
-# Two words more. That of rank 0 is the last word of the arena; those of the other ranks, and then
-# these two, stand before it.
+# Which words of the arena these are. Counted from the last one backwards: the words of the ranks of
+# a host, of rank 0 first; `written`; `completed`.
 def written_word(ranks_per_host: int) -> int:
     """Which word says that the ranks of this host have written their boxes."""
     return Arena.NUM_WORDS - 1 - ranks_per_host
@@ -16758,7 +16886,7 @@ def completed_word(ranks_per_host: int) -> int:
 
 
 class Completer(Crossing):
-    """What the relay of a host with ranks does: it completes each version that is named there."""
+    """What the relay of a host with ranks does: it completes each version that rank 0 names."""
 
     def __init__(self, task: Completion, arena: Arena, advance: Callable[[], None]) -> None:
         """arena: that of the task, mapped here."""
@@ -16771,6 +16899,7 @@ class Completer(Crossing):
     async def fetch_if_new(self) -> None:
         """Completes the version that the leading rank has named, unless that is done."""
         word = self.arena.words[Arena.NUM_WORDS - 1]
+        # It is complete; or none has been begun; or this host's own copy has failed.
         if word in (self.arena.words[self.mine], Arena.NOTHING, SpanWriter.FAILED):
             return
         self._has_seen()
@@ -16778,7 +16907,8 @@ class Completer(Crossing):
         readings = []
         for source, moves in zip(self.task.sources, self.task.moves, strict=True):
             readings.append(self._read(source, version, pieces_in(slot, self.arena, moves)))
-        # When this goes on nothing is under way any more, so nothing writes into the slot.
+        # `gather` returns when all of them have ended, also if one raises. So when the next version
+        # is begun, no read writes into this slot any more.
         results = await asyncio.gather(*readings, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -16788,7 +16918,7 @@ class Completer(Crossing):
         else:
             word = SpanWriter.FAILED
         tell(self.arena, self.mine, word)
-        self.heard_s = None  # nothing is asked until the next version
+        self.heard_s = None  # no answer is due until the next version
 
     async def _read(self, source: HostParts, version: int, rooms: list[torch.Tensor]) -> bool:
         """Reads what that host has of a version. False: its ranks could not write it."""
@@ -16800,7 +16930,7 @@ class Completer(Crossing):
         return True
 
     async def _slot_of(self, source: HostParts, version: int) -> int | None:
-        """Waits until the ranks of that host have written this version: in which slot it is.
+        """Waits until the ranks of that host have written this version. Returns its slot there.
 
         None: their copy has failed.
         """
@@ -16817,18 +16947,20 @@ class Completer(Crossing):
 
 
 # -- 16h. Where a trainer over hosts is ------------------------------------------------------------
-# To the service (section 6) a trainer on hosts A and B is one replica, on a host that is both. By
-# example, of four ranks:
+# To the service (section 6) a trainer on hosts A and B is one replica, on one Host. That is a
+# HostSpan, which stands for both machines. By example, with four ranks:
 #
-#     all is well                      ranks 0 and 1 on A, 2 and 3 on B
-#     B is lost                        so is the replica: its ranks on A would wait for those on B
-#                                      for ever, and are killed. After 5 s, in which B may come
-#                                      back, another one is made on A, with ranks 0 and 1; it
-#                                      becomes what the newest checkpoint says
+#     all is well                      ranks 0 and 1 are on A, 2 and 3 on B
+#     B is lost                        The replica is lost as a whole. Its ranks on A would wait for
+#                                      those on B for ever, so they are killed. After 5 s, in which
+#                                      B may come back, another replica is made, of ranks 0 and 1 on
+#                                      A. It goes on from the newest checkpoint
 #     or A is lost                     the same the other way round: ranks 0 and 1 are on B
-#     the lost one is back             its generators have no arena: others get their requests
-#     a checkpoint is saved            if all are here, the trainer begins again on all. That costs
-#                                      its start, and no step, for none was made since
+#     the lost host is back            It has no rank, so its generators have no arena to read, and
+#                                      requests go to others
+#     the next checkpoint is saved     Now all hosts are here, so the trainer is made again, on A
+#                                      and B. That takes as long as a start, and costs no step: none
+#                                      was made since the checkpoint
 #
 # The hosts that are left need memory for twice as much of the model. If they lack it, the run ends
 # with the error that says so, and goes on when the same command is given again with all hosts.
@@ -16836,13 +16968,17 @@ class Completer(Crossing):
 
 @dataclass(frozen=True)
 class HostSpan(Host):
-    """Several machines that a trainer is on, with as many ranks on each."""
+    """Several machines that a trainer is on, with as many ranks on each.
+
+    A replica needs all of its ranks, so its life ends with that of any member. But a new one can be
+    made on the members that are left: so the span is here as long as one of them is.
+    """
 
     members: tuple[RemoteHost, ...]
     ranks_per_host: int
 
-    # It waits so long for members that are missing, and then goes on without them. A network that
-    # was cut for a moment has not cost a host then.
+    # It waits so long for members that are missing, and then goes on without them. So a network
+    # that was cut for a moment does not leave the trainer with fewer ranks.
     WAITS_FOR_ALL_S: ClassVar[float] = 5.0
 
     def life(self) -> str:
@@ -16864,7 +17000,7 @@ class HostSpan(Host):
         start = time.monotonic()
         while not self.life():
             if not self.is_here():
-                start = time.monotonic()
+                start = time.monotonic()  # the wait for all begins when the first one is here
             elif since(start) > self.WAITS_FOR_ALL_S:
                 break
             await asyncio.sleep(BEAT_S)
@@ -16901,7 +17037,7 @@ def of_life(pulses: list[PulseHandle], life: str) -> list[PulseHandle]:
 
 
 def span_of(cfg: Config, hosts: Sequence[Host]) -> Host:
-    """Where the trainer is. hosts: of the run."""
+    """Where the trainer is: on the first host, or on the first few. hosts: of the run."""
     members = tuple(host for host in hosts[: cfg.trainer_hosts] if isinstance(host, RemoteHost))
     if len(members) < 2:
         return hosts[0]
@@ -16909,7 +17045,10 @@ def span_of(cfg: Config, hosts: Sequence[Host]) -> Host:
 
 
 class SpanRank:
-    """One rank of a trainer that may be on several hosts: where it stands among the others."""
+    """One rank of a trainer that may be on several hosts: where it stands among the others.
+
+    A part of SpanTrainer, and of RowRank in the measurement.
+    """
 
     def __init__(self, rank: int, num_ranks: int, num_hosts: int) -> None:
         self.rank = rank
@@ -16917,12 +17056,15 @@ class SpanRank:
         self.num_hosts = num_hosts
         self.per_host = num_ranks // num_hosts
         self.host, self.local_rank = divmod(rank, self.per_host)
-        # If there are several hosts:
+        # Both are empty on one host, and before `new_writer`.
         self.parts: list[HostParts] = []  # by host
-        self.moves: list[Move] = []  # among them; only leading ranks know
+        self.moves: list[Move] = []  # between any two hosts; only leading ranks know them
 
     def open_meeting_place(self) -> str:
-        """Over hosts: a store, which serves names and values by TCP to all ranks. For rank 0."""
+        """For rank 0: opens a store, and returns its url. Over it all ranks find each other.
+
+        It serves names and values by TCP. On one host a file does (section 5).
+        """
         name, _ = name_and_port(my_life())
         distributed: Any = torch.distributed  # type checkers do not find what it has from C++
         # multi_tenant: rank 0 joins at the same address, and shares this store instead of
@@ -16933,7 +17075,10 @@ class SpanRank:
         return url(name, self.store.port)
 
     def leave_loopback(self) -> None:
-        """What gloo says to ranks of other hosts must go over the network. Before it is made."""
+        """Has gloo talk over this host's network: ranks of other hosts cannot reach loopback.
+
+        Gloo reads the variable when the process group is made, so this must come before.
+        """
         if self.num_hosts > 1:
             name, _ = name_and_port(my_life())
             os.environ["GLOO_SOCKET_IFNAME"] = interface_of(name)
@@ -16943,8 +17088,8 @@ class SpanRank:
     ) -> ShardWriter:
         """What it publishes these with. All ranks of the process group call it at once.
 
-        Over hosts: the leading rank of each makes an arena, and tells the others where it is.
-        options: as of ShardWriter.
+        Over hosts: the leading rank of each makes an arena, and what others need to know of it goes
+        to all ranks of all hosts. options: as of ShardWriter.
         """
         if self.num_hosts == 1:
             return RelayedWriter.join(weights, num_readers, self.rank, self.num_ranks, **options)
@@ -16958,7 +17103,7 @@ class SpanRank:
             mine = leading.parts(self._moves(self.host, another))  # the same for all others
         of_ranks: list[Any] = [None] * self.num_ranks
         torch.distributed.all_gather_object(of_ranks, mine)
-        self.parts = of_ranks[:: self.per_host]
+        self.parts = of_ranks[:: self.per_host]  # what the leading ranks have given
         handle = self.parts[self.host].handle
         is_same = self.parts[0].handle.manifest == handle.manifest
         require(is_same, "arena: the hosts of the trainer have different tensors")
@@ -16969,7 +17114,7 @@ class SpanRank:
         return [move for move in self.moves if (move.source, move.target) == (source, target)]
 
     def completions(self, writer: ShardWriter) -> list[Completion]:
-        """For the relay of each host that has ranks. The answer of rank 0 counts."""
+        """For each host that has ranks, what its relay has to do. Only rank 0 answers with them."""
         if self.rank > 0:
             return []
         if self.num_hosts == 1:
@@ -17017,9 +17162,9 @@ class SpanTrainer(HostsTrainer):
     def new_writer(
         self, weights: dict[str, torch.Tensor], num_readers: int, **options: Any
     ) -> ShardWriter:
-        """Over hosts: each has an arena. Relays of other hosts read that of rank 0."""
+        """Over hosts: each has an arena. Relays that lease read that of rank 0, and no other."""
         if self.span.host > 0:
-            num_readers = generators_per_host(self.cfg)
+            num_readers = generators_per_host(self.cfg)  # and no relays
         return self.span.new_writer(weights, num_readers, **options)
 
     @endpoint
@@ -17030,10 +17175,11 @@ class SpanTrainer(HostsTrainer):
 
 
 class Board(Actor):
-    """In the main process: what relays of the trainer's hosts have to do, for whoever begins.
+    """In the main process: where a relay of the trainer's hosts, when it begins, asks what to do.
 
-    They do not ask the trainer. It may just be waiting for a copy that the relay before them has
-    not completed, and then it answers nobody.
+    It does not ask the trainer. A relay that takes the place of another one would wait for ever:
+    the trainer may be waiting for a version that the other one has not completed, and that this one
+    is to complete; until then it answers nobody.
     """
 
     def __init__(self) -> None:
@@ -17051,7 +17197,10 @@ class Board(Actor):
 
 
 class HomeRelay(VersionCarrier):
-    """The relay of a host that has ranks of the trainer, unless it was lost, and is back."""
+    """The relay of one of the trainer's hosts.
+
+    If the trainer has no rank there, because the host was lost and is back, it brings nothing.
+    """
 
     def __init__(self, place: Place, board: Board) -> None:
         super().__init__(place)
@@ -17067,12 +17216,13 @@ class HomeRelay(VersionCarrier):
             except WeightMismatch:
                 if is_alive(task.handle.pid):
                     raise
-                # The trainer was lost meanwhile. The next one has these relays replaced.
+                # The trainer was lost meanwhile, and its arena with it. So this relay brings
+                # nothing. When there is another trainer, other relays begin.
         self.begin_to_follow(crossing)
 
 
 class HomeRelays(Service):
-    """The relays of the trainer's hosts, if these are several."""
+    """The relays of the trainer's hosts. There are some if these hosts are several."""
 
     def __init__(self, hosts: Sequence[Host], stuck_after_s: float) -> None:
         self.board = this_proc().spawn("board", Board)
@@ -17122,20 +17272,22 @@ def address_of(interface: str) -> str:
 # -- 16i. The cluster ------------------------------------------------------------------------------
 # No request waits for an answer of a relay. So nobody would notice that one is in trouble, and the
 # generators of its host would sample from older and older weights. The main process therefore asks
-# each relay every second how it fares:
+# each relay every second how it fares. Within 10 s it prints a line about each kind of trouble:
 #
-#     what happens                      what is told, within 10 s     and then
-#     the trainer is lost               that it is; after 5 s also    other relays, of the next
-#                                         "no answer ..."               trainer
-#     the way to it is gone             "no answer ...", failures     it tries on, three times;
-#                                                                       then another one tries
-#     a delta is not made               "waits for what it ..."       it is, or the trainer is lost
-#     a version takes long              how much is here, once        it arrives
-#     a mistake in the relay            "a mistake ...", and which    another one
+#     kind        what has happened                          what is done about it
+#     silent      the trainer's memory does not answer:      the relay tries three times, then
+#                 the trainer is lost, or the way to it      another one does; a new trainer has
+#                                                            new relays
+#     failed      some reads fail, and others do not         the relay begins the version again
+#     slow        a version takes longer than 5 s            nothing: it arrives. Told only once
+#     waits       the delta of a version is not there, or    nothing: it is made late, or the
+#                 on other hosts ranks have not written      trainer will be found lost
+#     refused     a delta led to another checksum            its piece was read whole. Told once
+#     (its end)   it has given up, or has a mistake in it    the service makes another one
 
 
 def last_line(text: str) -> str:
-    """Of what Monarch says of an error: the cause stands there."""
+    """The last line of what Monarch says about an error: the cause stands there."""
     _, _, line = text.rpartition("\n")
     return line[:100]
 
@@ -17143,20 +17295,20 @@ def last_line(text: str) -> str:
 class RelayNews:
     """What the main process has heard of the relays of one host, and tells of it.
 
-    Each kind of trouble is told in a line, once, until a version arrives. That versions take long
-    is told once in all, for it will be so with each of them.
+    Each kind of trouble is told once. When a version has arrived that trouble is over, and may be
+    told again; but not the kinds in ONCE, which would come back with every version.
     """
 
-    ONCE = frozenset({"slow", "refused"})  # what will be so again, and is told once in all
-    # With the looks of every second this is below 10 s. By then a lost trainer has mostly been
-    # replaced, and its relays too: that is told elsewhere, and is no trouble of the relay.
+    ONCE = frozenset({"slow", "refused"})
+    # Trouble that is shorter is not told. Mostly a lost trainer has been replaced by then, and its
+    # relays too, and lines about that come from others.
     TELL_AFTER_S = 5.0
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.relays: dict[int, Traffic] = {}  # what each said last, by its id; the newest last
         self.num_mistakes = 0  # errors of their own
-        self.told: set[str] = set()  # kinds of trouble
+        self.told: set[str] = set()  # kinds of trouble, and ends, that were told
 
     def hear(self, now: Traffic) -> list[str]:
         """Takes in what the relay says of itself. Returns the lines to be told, mostly none."""
@@ -17280,8 +17432,8 @@ class HostsCluster(SendingCluster):
     async def _ask_relay(self, relay: int) -> None:
         """Asks a relay how it fares, and tells what is to be told.
 
-        A relay that raises has ended by itself, and its service replaces it. If there is none, its
-        host is lost, or its keeper makes another: there is nothing to say about it.
+        If it raises, it has ended by itself, and its service replaces it. ReplicaLost: there is
+        none, because its host is lost, or its successor is being made, and others tell that.
         """
         news = self.news[relay]
         num_homes = self.homes.num_replicas if self.homes else 0
@@ -17322,7 +17474,7 @@ class HostsCluster(SendingCluster):
         is_alone: bool = False,
         by_task: bool = False,
     ) -> RolloutReply:
-        """As in Cluster; again, if both generators that tried were of hosts without an arena."""
+        """As in Cluster, and again as long as the generators that tried had no arena to read."""
         asked_under = self.handle
         while True:
             try:
@@ -17331,7 +17483,10 @@ class HostsCluster(SendingCluster):
                 )
             except NotNow:
                 await asyncio.sleep(BEAT_S)
-            if self.handle != asked_under:  # another trainer, which may be at an earlier version
+            # There is another trainer by now. It went on from a checkpoint, so the version that was
+            # asked for may be many steps ahead of it. The versions that it has made itself all do,
+            # and to these Cluster.rollout keeps, by `first_version`.
+            if self.handle != asked_under:
                 min_version = 0
             elif self.handle and self.handle.pid not in (await self.trainer.status()).pids:
                 raise TrainerLost("the trainer was lost, and its arenas with it")
@@ -17341,8 +17496,8 @@ class HostsCluster(SendingCluster):
 
         While a relay is being replaced its host has none. Mostly it has one again before its
         generators are back, because they import more. If not, a generator raises NotNow, and the
-        service gives the request to another one. So do those of a host on which the trainer was,
-        and is no more.
+        service gives the request to another one. The same happens on a host of the trainer that was
+        lost and is back: until the trainer has ranks there again, it has no arena.
         """
         of_trainer = [self.handle]
         if self.homes:
@@ -17353,7 +17508,8 @@ class HostsCluster(SendingCluster):
     async def after_checkpoint(self) -> None:
         """If a host of the trainer has been lost, and is back, the trainer begins again on all.
 
-        Right after a checkpoint this costs no step: TrainerLost has it go on from there.
+        TrainerLost then has the run go on from the newest checkpoint, as after any loss. That was
+        saved just now, so no step is made twice.
         """
         status = await self.trainer.status()
         num_ranks = sum(len(answers) for answers in status.answers.values())
@@ -17365,12 +17521,18 @@ class HostsCluster(SendingCluster):
 
 
 # -- measurement -----------------------------------------------------------------------------------
-# Two workers on loopback addresses are two hosts that happen to be one machine. A synchronous run
-# trains across them; half-way the second host is lost with a generator, a judge and the relay on
-# it; two steps later it is back. Not one step may be lost, for the trainer is on the first host.
+# Two workers on loopback addresses are two hosts that happen to be one machine. Three things are
+# measured across them. First a synchronous run: half-way the second host is lost with a generator,
+# a judge and the relay on it; two steps later it is back. Not one step may be lost, for the trainer
+# is on the first host.
 #
-# All weights of that run change in each step, for they are fp32, and the learning rate is that of a
-# tiny policy. So what a delta saves is shown with a writer that steps as RL does with large models.
+# Of deltas that run says nothing, for it publishes fp32, of which every number changes in each
+# step. So, second, a Stepper does to one weight of 16 million elements what RL does to a large
+# model, and a CheckedRelay reads it, the way that it is told. After each version both say the CRC
+# of what they have. Five versions are a row of the table.
+#
+# Third, a trainer with a rank on each host (RowRank): do its relays read what each host lacks, and
+# nothing else?
 
 
 class LocalWorkers:
@@ -17407,8 +17569,8 @@ class LocalWorkers:
 async def until_replaced(service: Service, host: Host) -> list[Loss]:
     """Waits until the host is back, and a replica that was lost there has a successor.
 
-    Returns the losses made good. That is an empty list if the owner has not noticed any when the
-    host has been back for 2 s, in which it looks eight times.
+    Returns the losses made good. The service looks four times a second. If it has noticed none when
+    the host has been back for 2 s, the list is empty, and a check of the demo fails.
     """
     while not host.is_here():
         await asyncio.sleep(BEAT_S)
@@ -17423,8 +17585,8 @@ async def until_replaced(service: Service, host: Host) -> list[Loss]:
 class Stepper(Worker):
     """A trainer of one large weight: AdamW in fp32 steps along random gradients, bf16 is published.
 
-    The weight is as large as those of language models are (a standard deviation of 0.02). How many
-    elements of bf16 change depends on that, and on the rate.
+    Its elements are as large as in language models (a standard deviation of 0.02). How many of them
+    change in bf16 depends on that, and on the learning rate.
     """
 
     def __init__(self, place: Place, num_elements: int) -> None:
@@ -17472,26 +17634,26 @@ class Stepper(Worker):
 
 
 class GivenWay(QuickerWay):
-    """The way that is told, to compare both."""
+    """Always the way that it was given, so that both can be compared."""
 
     def __init__(self) -> None:
         super().__init__()
         self.given = "changes"
 
     def give(self, way: str) -> None:
-        """To be taken from now on."""
+        """Sets the way that is taken from now on."""
         self.given = way
 
     def choose(self) -> str:
-        """What was told."""
+        """The way that was given."""
         return self.given
 
 
 class CheckedRelay(Relay):
-    """A relay that takes the way that it is told, and tells what has arrived."""
+    """A relay that takes the way that it is told, and says what has arrived."""
 
     def make_way(self) -> QuickerWay:
-        """One that is told."""
+        """One whose way `take` sets."""
         self.way = GivenWay()
         return self.way
 
@@ -17510,11 +17672,11 @@ class CheckedRelay(Relay):
 
 @dataclass(frozen=True)
 class DeltaRow:
-    """What versions after steps of this size cost between two hosts. Medians of a version."""
+    """What it costs between two hosts to publish after steps of this size: medians, then sums."""
 
     rate: float  # the learning rate
     way: str  # one of QuickerWay.WAYS
-    changed: float  # elements of bf16, over all
+    changed: float  # elements of bf16 that the step has changed, over all elements
     crossed: float  # bytes read by the relay, over the bytes of the model
     ms: float  # from when the relay saw the version until its host had it
     differ: int  # versions that are not bit for bit what was published
@@ -17608,7 +17770,7 @@ class RowRank(Worker):
         return self.span.open_meeting_place() if self.rank == 0 else ""
 
     async def prepare(self) -> None:
-        """Publishes version 0. The copy waits for the relays, and this does not."""
+        """Begins to publish version 0. Relays complete it, which are started when this is done."""
         self.span.leave_loopback()
         form_group(self.meets_at, self.rank, self.span.num_ranks)
         mesh = device_mesh.init_device_mesh("cpu", (self.span.num_ranks,))
@@ -17628,7 +17790,8 @@ class RowRank(Worker):
         self.writer.wait()
         local(self.rows).add_(1)
         self.writer.publish(self.writer.version + 1)
-        # A leading rank returns from that when its arena is complete, and there is one per host.
+        # Here each rank is alone on its host, so it leads there, and `publish` has waited until the
+        # relay has completed the arena.
         _, slot = self.writer.arena.latest()
         found = self.writer.arena.tensors(slot)["weight"]
         is_wrong = torch.tensor([not torch.equal(found, self.rows.full_tensor())], dtype=torch.int)
@@ -17658,8 +17821,8 @@ async def tell_span(report: Report, span: HostSpan) -> None:
         num_wrong += await ranks.route(RowRank.step)
     num_hosts = len(span.members)
     found = [await relays.ask(relay, HomeRelay.traffic) for relay in range(num_hosts)]
-    # Of one version each host has written its part, and all of them together one whole. So what
-    # they lack is a whole for each, less one.
+    # Together the hosts have written each version once, and each needs the whole of it. So of n
+    # times the model n - 1 times are lacking.
     one = found[0]
     lacked_bytes = (num_hosts - 1) * one.num_versions * one.model_bytes
     crossed = sum(traffic.read_bytes for traffic in found) / lacked_bytes
@@ -17758,8 +17921,8 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 
 
 # -- plumbing: a model of your own, before and after RL --------------------------------------------
-# What else is done with a model, each by a flag. (DOCS 7 has a whole course of it.) The last two do
-# it after a run, or by themselves, without training.
+# What else can be done with a model, each by a flag. (DOCS 7 does all of it, step by step.) The
+# last two do it after a run, or by themselves, without training.
 #
 #     --sft-steps   supervised steps before all runs, so that RL has something to begin with
 #     --evaluate    how good the model of a folder, or that of a checkpoint, is
@@ -17774,7 +17937,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 #     saved/async_rl/step-00000200.pt    the trained model: --evaluate and --export take this one
 #
 # If the trainer is lost during supervised steps, all of them are taken again, from the first: they
-# are few, and nobody has seen anything of them yet.
+# are few, and nothing has been built on them yet.
 
 SFT_LINES = 8  # lines in which the loss of all supervised steps is shown
 
@@ -17786,7 +17949,8 @@ async def take_sft_steps(cluster: Cluster, report: Report) -> None:
     steps, so what a run has begun with, and what --kl compares it with, stays the same.
     """
     cfg = cluster.cfg
-    # In memory without --checkpoint. Then the Cluster, which refers to it, keeps it from going.
+    # Without --checkpoint it is kept in memory, as long as somebody refers to `kept`: the Cluster
+    # does, from `rebase` on.
     kept = Checkpoints(f"{cfg.checkpoint}/sft" if cfg.checkpoint else "")
     path = kept.newest(cfg, report.say)
     if path:
@@ -17796,8 +17960,8 @@ async def take_sft_steps(cluster: Cluster, report: Report) -> None:
         await with_retries(cluster, lambda: supervise(cluster, report, room))
         kept.keep(room, cfg.sft_steps)
         path = kept.paths[0]
-    # The trainer becomes what the file says, as at the beginning of a run: with a fresh optimizer,
-    # so that no moment of a supervised step is left in the first step of RL.
+    # The trainer becomes what the file says, as at the beginning of a run, with a fresh optimizer.
+    # Else the moments of AdamW from supervised steps would act on the first steps of RL.
     await with_retries(cluster, lambda: cluster.rebase(path, kept))
     heldout = Sampler(cfg.task, cfg.seed).heldout
     share = await with_retries(cluster, lambda: evaluate(cluster, heldout))
@@ -17842,8 +18006,9 @@ def folder_of_run(checkpoint: str) -> str:
 def config_of(path: str, cfg: Config) -> Config:
     """A Config that also says what a checkpoint was made with: its model, its task, and so on.
 
-    So these flags need not be given again; one that is given with its default counts as not given.
-    OtherRun: one of them is given, and is another.
+    So these flags need not be given again. OtherRun: one of them is given, and differs. What is
+    given as its default cannot be told from what is not given: for a checkpoint of --seed 7,
+    `--seed 1` is an error, but with `--seed 0`, the default, this goes on with 7.
     """
     found = torch.load(path, weights_only=True, mmap=True)["about"]
     given = {name: getattr(cfg, name) for name in about(cfg) if name != "format"}
@@ -17886,8 +18051,9 @@ def export_model(cfg: Config, path: str) -> str:
 def write_whole(folder: str, model: Any, tokenizer: Any) -> None:
     """Writes a model and its tokenizer into this folder, all of it or nothing.
 
-    They are written into another folder, which gets this name when the disk has them. Whoever finds
-    the name may load what is there: a disk that is full, or a power cut, leaves it without one.
+    They are written into another folder, which gets this name when the disk has them. So who finds
+    a folder of this name can load it: after a full disk or a power cut there is none, and not half
+    a model.
     """
     path = pathlib.Path(folder)
     unfinished = path.with_name(f"{path.name}.unfinished")
@@ -17919,7 +18085,9 @@ def write_whole(folder: str, model: Any, tokenizer: Any) -> None:
 # samples, are what was drawn at random from all that could have been asked: samples of one prompt
 # resemble each other, and counting them all would make the error look too small.
 
-EVALUATION_ROWS = 64  # conversations of a request: what fits a generator, and keeps all at work
+# Conversations of a request: so few fit into a generator at once, and with so many requests no
+# generator is without work.
+EVALUATION_ROWS = 64
 NUM_SHOWN = 20  # prompts of which a sampled answer is printed
 
 
@@ -17952,7 +18120,8 @@ async def ask_all(
 ) -> Rollout:
     """So many conversations from each prompt, under one version.
 
-    In requests of a bounded size, of which a generator has two at most: one of them waits there.
+    They are asked for in requests of a bounded size. A generator has two of them at a time, one in
+    work and one that waits, so that it need not wait for the next.
     """
     version = await cluster.published()
     room = asyncio.Semaphore(2 * cluster.num_generators)
@@ -18034,6 +18203,7 @@ async def tell_evaluations(report: Report, cluster: Cluster, sides: dict[str, st
             figure = one.figures[name]
             row[side] = figure.mean
             row[f"{side}_error"] = figure.error
+            # For --json, under names such as after_pass_at_4 and after_pass_at_4_error.
             report.figure(**{f"{side}_{name}": figure.mean, f"{side}_{name}_error": figure.error})
         rows.append(row)
     report.table(rows)
@@ -18051,8 +18221,8 @@ async def tell_evaluations(report: Report, cluster: Cluster, sides: dict[str, st
 async def after_training(report: Report, lab: Lab) -> None:
     """What --evaluate and --export do with the run of a stage, when that has ended.
 
-    The newest checkpoint of a run that has ended is the one of its last step. What the trainer is
-    by now would not do: async_rl goes on with another run, to compare with.
+    They take the newest checkpoint of the run, which is that of its last step, and not the weights
+    that the trainer has now: after its run async_rl trains another one, to compare with.
     """
     cluster = lab.cluster
     if not cluster.cfg.evaluate and not cluster.cfg.export:
@@ -18105,21 +18275,29 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 
 # -- plumbing: the memory of this host -------------------------------------------------------------
 # What a run needs is computed before it starts: a run that is killed for memory says nothing, and
-# may be killed after hours. Bytes per parameter of the model, where c is 4 in fp32 and 2 in bf16:
+# may be killed after hours. It is computed for two moments, because a run needs most either before
+# the generators first pull, when each still has a network of its own, or later, when the optimizer
+# has its moments. These are bytes of host memory per parameter of the model. The words in capitals
+# are the constants below; c, in the code `number_bytes`, is 4 in fp32 and 2 in bf16:
 #
-#                   before the first pull    later
-#     arena         c for each slot          the same
-#     trainer       4                        16: weight, gradient, two moments; on GPUs neither
-#     generators    c for each rank          0: they read the arena in place; on GPUs neither
-#     checkpoints   4: version 0             4, and 12 for each that is kept in memory, which are
-#                                            the newest two and the one that is being written
-#     saving                                 12, where rank 0 first collects it from FSDP or a GPU
-#     critic        4                        16, and 12 that the trainer reads when it saves; its
-#                                            part of each checkpoint that is kept in memory is 12
+#                  before the first pull   later
+#     arena        c for each slot         the same
+#     trainer      FP32                    TRAINED. On GPUs it needs none, before and later
+#     generators   c for each rank         none: they read the arena in place. On GPUs never any
+#     checkpoints  FP32: version 0         the same. Without --checkpoint they are in memory, so
+#                                          SAVED for each of NUM_IN_MEMORY on top
+#     saving       none                    SAVED, where rank 0 first collects it, from FSDP or a GPU
+#     critic       FP32                    TRAINED, and SAVED that the trainer reads when it saves.
+#                                          Its part of each checkpoint in memory is SAVED as well
 #
-# With --kl the trainer has 4 more. Processes need PROCESS_BYTES each on top, whatever the model is.
-# What depends on the lengths of answers is not in it. Of a reward model: see reward_needs.
+# With --kl the trainer has FP32 more, for the reference. Each process needs PROCESS_BYTES on top,
+# whatever the model is. What depends on the lengths of answers is not counted. What a reward model
+# needs says `reward_needs`.
 
+FP32 = 4  # bytes of a number
+SAVED = 3 * FP32  # bytes of a parameter in a checkpoint: its weight, and two moments of AdamW
+TRAINED = 4 * FP32  # of one that is trained: these three, and the gradient
+NUM_IN_MEMORY = 3  # checkpoints of a run: the newest two, and the one that is being written
 PROCESS_BYTES = 350 * MIB  # that a process has for itself when it has imported torch, transformers
 
 
@@ -18133,22 +18311,24 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
     # Of the trainer's arena. Readers that copy, on GPUs, need no slots of their own.
     num_slots = num_readers_of_trainer(cfg) - num_copying_per_host(cfg) + 2
     arena = number_bytes * num_slots
-    reference = 4 if cfg.kl else 0
+    reference = FP32 if cfg.kl else 0
     num_critics = 1 if has_critic(cfg) else 0
     num_networks = 1 + num_critics  # that are trained
     before = {
         "arena": arena,
-        "trainer": 0 if is_on_gpu else 4 + reference,
-        "critic": 0 if is_on_gpu else 4 * num_critics,
+        "trainer": 0 if is_on_gpu else FP32 + reference,
+        "critic": 0 if is_on_gpu else FP32 * num_critics,
         "generators": 0 if is_on_gpu else number_bytes * max_generators(cfg) * cfg.tensor_parallel,
-        "checkpoints": 4,
+        "checkpoints": FP32,
     }
+    in_memory = SAVED * NUM_IN_MEMORY * num_networks
     later = {
         "arena": arena,
-        "trainer": 0 if is_on_gpu else 16 * (trains or bool(cfg.checkpoint)) + reference,
-        "critic": (12 if is_on_gpu else 12 + 16) * num_critics * trains,
-        "checkpoints": 4 if cfg.checkpoint or not trains else 4 + 3 * 12 * num_networks,
-        "saving": 12 if is_on_gpu or needs_group(cfg) else 0,
+        # An evaluation of a checkpoint loads its moments as well.
+        "trainer": 0 if is_on_gpu else TRAINED * (trains or bool(cfg.checkpoint)) + reference,
+        "critic": (SAVED if is_on_gpu else SAVED + TRAINED) * num_critics * trains,
+        "checkpoints": FP32 if cfg.checkpoint or not trains else FP32 + in_memory,
+        "saving": SAVED if is_on_gpu or needs_group(cfg) else 0,
     }
     most = max(before, later, key=lambda needs: sum(needs.values()))
     if cfg.reward == "model":
@@ -18163,15 +18343,16 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
 
 def reward_needs(cfg: Config) -> dict[str, int]:
     """Bytes per parameter of a reward model, by what needs them. It is in fp32."""
-    # Its trainer has weight, gradient and two moments. Before the first pull it has the weight
-    # alone, but then each of those that judge has a network of its own.
-    networks = max(16, 4 + 4 * cfg.judges)
+    # Its trainer alone, later; or, before the first pull, when that has only the weight, but each
+    # of those that judge has a network of its own.
+    networks = max(TRAINED, FP32 + FP32 * cfg.judges)
     num_slots = 2 if cfg.device != "cpu" else cfg.judges + 2
+    # As it was before all runs; the newest two, and the one being written.
+    num_saved = 1 + NUM_IN_MEMORY
+    in_runs = 0 if cfg.checkpoint else SAVED * NUM_IN_MEMORY  # its part of their checkpoints
     return {
-        "reward model": 4 * num_slots + (networks if cfg.device == "cpu" else 0),
-        # Weight and two moments: before all runs; the newest two, and the one being written; and
-        # in each checkpoint of a run that is kept in memory.
-        "saved reward models": 4 * 12 + (0 if cfg.checkpoint else 3 * 12),
+        "reward model": FP32 * num_slots + (networks if cfg.device == "cpu" else 0),
+        "saved reward models": SAVED * num_saved + in_runs,
     }
 
 
