@@ -15,15 +15,15 @@ It needs Linux on x86-64 or aarch64; a laptop will do, and on a Mac a container.
 claim about such a system and checks it. Most also show it fail without the rule that makes it true;
 and each names the line that you can change to see that for yourself.
 
-                 prompts             episodes             groups              batch
-      Sampler ------------> Generator --------> Judge ---------> ReplayBuffer ------> Trainer
-         ^        Gate      (a Service)      (a Service)                                 |
-         |                       ^                                                       |
-         |                  WeightReader                                           WeightWriter
-         |                       |                                                       |
-         |                       +------------ Arena: slots, leases <--------------------+
-         |                                                                               |
-         +---- tickets come back to the Gate when the new version is in the Arena -------+
+           tickets         prompts          episodes       groups                batch
+      Gate ------> Sampler ------> Generator ------> Judge ------> ReplayBuffer ------> Trainer
+       ^                          (a Service)     (a Service)                              |
+       |                               ^                                                   |
+       |                          WeightReader                                       WeightWriter
+       |                               |                                                   |
+       |                               +---------- Arena: slots, leases <------------------+
+       |                                                                                   |
+       +------ tickets come back to the Gate when the new version is in the Arena ---------+
 
       Small things travel as messages between actors (the control plane). The weights, which are
       large, travel through shared memory or by RDMA (the data plane).
@@ -51,12 +51,13 @@ How to read it. Each section begins with a lead, the comment under its banner. T
                  the five functions that all of it is about: ServiceActor.route (6), Arena.lease and
                  WeightReader.pull (7), TrainState.step (11), AsyncLoops._training_loop (13)
     two days     all leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what
-                 stands under `measurement`, which produces the numbers, and under `plumbing`, which
-                 any program needs
+                 stands under a line `# -- measurement`, which produces the numbers, or under
+                 `# -- plumbing`, which any program needs: up to the next `# --`, `# ==` or demo
     a week       all of it, some 37 hours for a careful first reader
 
-After section 13 you have the whole system on one host; 14 adds a second network, 15 trains on a
-reward that is learned, and 16 adds other hosts. DOCS.md says at length why each part is as it is.
+Go on from here with `# == 1. HELLO ACTOR`: in between is plumbing, which Python needs first. After
+section 13 you have the whole system on one host; 14 adds a second network, 15 trains on a reward
+that is learned, and 16 adds other hosts. DOCS.md says at length why each part is as it is.
 
 Left out, and what to use instead: paged attention (vLLM, SGLang); tensor, pipeline and expert
 parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; launchers for Slurm and
@@ -67,6 +68,8 @@ The words:
     actor     An object in a process of its own, which others reach by messages (section 1).
     RDMA      Remote direct memory access: one process reads or writes memory of another one,
               which takes no part in it (section 3).
+    policy    The language model that is trained: given a text, it has a probability for each token
+              that may come next.
     episode   One conversation between a user and the policy. Example: the user says "abc", the
               policy answers "abc", the user says "dfa", the policy answers "dfb" (one letter is
               wrong, so its reward is less than 1).
@@ -88,8 +91,8 @@ The words:
     replica   One of several interchangeable workers, in a process of its own.
     service   What owns replicas and gives requests to them; callers see no replica (section 6).
     judge     A replica that runs the reward function, which is somebody else's code.
-    estimator A loss with a baseline. What it makes of samples is an estimate of the true gradient,
-              that of the mean reward of all possible answers (section 10).
+    estimator A loss with a baseline. Its gradient, computed on samples, estimates the true one:
+              that of the mean reward over all possible answers (section 10).
     baseline  What a reward is compared with: the mean of the group, or a value, which is what a
               second network, the critic, expects at that place (sections 10 and 14).
     reward model
@@ -223,8 +226,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 #     3. The template reads the id, and forks. The fork takes over the environment variables that
 #        Monarch gave to the stand-in, and goes on as Monarch's own command would: it is the worker.
 #
-# From then on Monarch watches the stand-in, and everybody else the worker. The one must not outlive
-# the other, and nobody the main process:
+# From then on everybody watches the worker, but for Monarch: it watches the stand-in, which it
+# started itself and takes for the worker. So when one of the two ends, the other must end too, or
+# Monarch would believe that a dead worker lives. And nobody may outlive the main process:
 #
 #     what ends          what ends with it      because of
 #     the main process   the template           the system (end_with_parent)
@@ -270,9 +274,10 @@ def serve_as_template(lifeline: int) -> None:
     """What the template does.
 
     lifeline: its end of a pipe, a descriptor, which the system closes when the template ends. Loops
-    in this file are described by a few short answers, with a slash between them: what they wait
-    for, who wakes them, what they produce, when they end. Of this one: waits for ids of stand-ins,
-    and for the ends of these and of workers / produces workers / ends with the main process.
+    in this file are described by four short answers, with a slash between them: what they wait for,
+    who wakes them (left out where that is plain), what they produce, when they end. Of this one:
+    waits for ids of stand-ins, and for the ends of these and of workers / woken by those who write
+    ids, and by the system / produces workers / ends with the main process.
     """
     os.setpgid(0, 0)  # Ctrl-C on the terminal is for the main process
     end_with_parent()
@@ -302,7 +307,8 @@ def fork_for(stand_in_id: int, selector: selectors.BaseSelector, lifeline: int) 
     """Makes the worker of this stand-in, and has both watched."""
     template_id = os.getpid()
     try:
-        stand_in = os.pidfd_open(stand_in_id)  # becomes readable when that ends
+        # A pidfd is a file descriptor for a process: it becomes readable when the process ends.
+        stand_in = os.pidfd_open(stand_in_id)
     except ProcessLookupError:
         return  # it has ended meanwhile
     try:
@@ -331,8 +337,9 @@ def fork_for(stand_in_id: int, selector: selectors.BaseSelector, lifeline: int) 
 
 def end_pair(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
     """One of a worker and its stand-in has ended, so the other one must."""
-    # If both have ended since the last look, the news of the first has closed both descriptors, and
-    # this is the news of the second. Its number may be that of another pair's descriptor by now.
+    # One `select` may report both ends. Then the first report has closed both descriptors, and at
+    # the second there is nothing left to do. By then its number may be that of a new descriptor, of
+    # another pair: so this looks for the very key that was reported, not for its number.
     registered_now = selector.get_map().get(key.fd)
     if registered_now is not key:
         return
@@ -366,7 +373,7 @@ def become_worker(variables: dict[str, str], template_id: int) -> None:
     variables: of the environment of its stand-in.
     """
     end_with_parent()
-    if os.getppid() != template_id:  # it had ended before
+    if os.getppid() != template_id:  # it ended before that call, so another one is the parent now
         os._exit(1)
     os.setpgid(0, 0)  # as Monarch does for each process that it starts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -440,12 +447,13 @@ else:
 MIB = 1 << 20  # bytes
 
 # What `main` sets for itself, and so for every process that it starts. Importing this file sets
-# nothing; whoever uses it as a library calls `prepare_environment` first.
+# nothing; whoever uses it as a library calls `prepare_environment` first. What the first three are
+# for is best understood after section 5, which says how a dead process is noticed.
 ENVIRONMENT = {
     # How often Monarch looks whether a process still lives: every 10 s unless told. More often than
     # this would cost memory: each look sends a message to each process, and of each message Monarch
-    # keeps 2 KiB for good (measured in DOCS 6). It would also gain little, for the end of a
-    # process is told in milliseconds by a pidfd, a file descriptor for a process (section 5).
+    # keeps 2 KiB for good (measured in DOCS 6). It would also gain little, for a pidfd tells of the
+    # end of a process in milliseconds.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     # A look under way when its process dies waits so long for the reply: 30 s unless told.
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
@@ -526,6 +534,7 @@ class Config:
 
     It is passed to the constructor of every actor that needs it. A global variable would not do:
     each worker is a process of its own with its own copy of this module, and would see the default.
+    At a first reading pass over the fields: the sections named above them say what each does.
     """
 
     # What is trained, and how long.
@@ -539,6 +548,8 @@ class Config:
     batch_groups: int = setting(16, "prompts per training step, each with a group", least=1)
     group_size: int = setting(8, "episodes per prompt: the mean of few is a poor baseline", least=1)
     generators: int = setting(2, "replicas of the generator service", least=1)
+    # Generators can be added while a run goes on (Service.resize, section 6). Room for them must be
+    # there from the start, for each may need a slot (section 7).
     max_generators: int | None = setting(
         None,
         "most that there can be; None: one more than there are",
@@ -560,7 +571,8 @@ class Config:
     tensor_parallel: int = setting(
         1, "ranks of a generator, among which its layers are cut", least=1
     )
-    # How: sections 7 to 16 say what each of these does.
+    # How. Section 13. With K + 1 batches under way none can become older than K; a window has half
+    # a batch less, so that some groups may pass a late one.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
     order: str = setting(
         "ready",
@@ -573,6 +585,7 @@ class Config:
     request_groups: int | None = setting(
         None, "groups in a request; None: the more generators, the fewer", least=1, kind=int
     )
+    # Sections 10 and 14.
     loss: str = setting(
         "ppo",
         "what an update minimises (section 10)",
@@ -593,6 +606,7 @@ class Config:
     max_weight: float = setting(
         2.0, "cispo, decoupled: larger weights of a token are cut off", least=0
     )
+    # Sections 11 and 15.
     length_penalty: float = setting(
         0.0, "reward that a turn loses per token beyond --free-tokens", least=0
     )
@@ -602,6 +616,7 @@ class Config:
     )
     preferences: str = setting("", "FILE.jsonl, from which the reward model learns", is_kept=True)
     ask_every: int = setting(0, "steps until it learns again, from the task; 0: never", least=0)
+    # Section 11.
     passes: int = setting(1, "updates per batch", least=1)
     lr: float | None = setting(
         None, "learning rate; None: 1e-3 for tiny, else 1e-6", least=0, kind=float
@@ -633,10 +648,12 @@ class Config:
         least=1,
         kind=int,
     )
+    # Section 5.
     stuck_after: float = setting(
         120.0, "seconds trainer, critic or generator may make no progress", least=1
     )
     judge_stuck_after: float = setting(5.0, "seconds that a reward may take", least=0.5)
+    # Sections 7 and 8; then 16.
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
     hosts: str = setting("", "tcp://ADDRESS:PORT,... of other hosts, on which --worker runs")
     secret: str = setting("", "file with a secret, the same for --worker and for --hosts")
@@ -726,7 +743,8 @@ def flush_to_disk(path: str) -> None:
 def written_first(path: str) -> str:
     """Where the content of this file is written, before that gets its name.
 
-    It is the path itself for what cannot be renamed: a device, a pipe, or an unnamed_file.
+    It is the path itself for what cannot be renamed: a device, a pipe, or a file that has no name
+    in any folder (`unnamed_file`, below).
     """
     real = os.path.realpath(path)  # if it is a link to a file, it shall stay one
     is_special = os.path.exists(path) and not os.path.isfile(real)
@@ -992,10 +1010,11 @@ class Report(Terminal):
     ) -> None:
         """Compares what was measured with what the claim says.
 
-        A failure makes the exit status of the command 1, and what is not known (None) fails. What
-        is checked are counts, bytes and differences, which are the same on a busy machine. How long
-        something took is shown, and fails nothing. Where a claim is about time, what is checked is
-        whether two things overlapped, or a ratio of times, which a busy machine stretches alike.
+        A failure makes the exit status of the command 1, and so does None, such as a mean of no
+        values. What is checked are counts, bytes and differences, which are the same on a busy
+        machine. How long something took is shown, and fails nothing. Where a claim is about time,
+        it is whether two things overlapped, or a ratio of times, which a busy machine stretches
+        alike.
         """
         holds = self.RELATIONS[relation]
         ok = got is not None and bool(holds(got, want))
@@ -1127,9 +1146,10 @@ def since(start: float) -> float:
 def began_s() -> float:
     """When the command began to run this file, as time.monotonic() has it.
 
-    The start of the process would not do: a shell that becomes Python keeps its own.
+    The start of the process would not do: if a shell becomes Python by `exec`, it is the shell's.
     """
-    # Run as a program, the file is there twice: as `__main__`, and a moment later by its name.
+    # In the main process this file is there twice: first as `__main__`, the program, which then
+    # imports it as `monarch_rl`, the name by which workers find its classes (last lines).
     return getattr(sys.modules["__main__"], "FIRST_LINE_S", FIRST_LINE_S)
 
 
