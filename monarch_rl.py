@@ -1199,9 +1199,9 @@ def close_unnamed_file(path: str) -> None:
 # Problem. Several threads share an object. Each reads it, pauses, and writes back what it made of
 #   it. Updates vanish, without an error, and not every time.
 # Rule. Put the object into an actor: an instance that lives in one process and is reached only by
-#   messages. The methods that messages may call are its endpoints. They run one at a time, in the
-#   order in which a caller sent the messages, so none ever sees another one half done. Two actors
-#   share nothing, and work at the same time.
+#   messages. The methods that messages may call are its endpoints. Messages wait in the actor's
+#   mailbox. Endpoints run one at a time, in the order in which a caller sent the messages, so none
+#   ever sees another one half done. Two actors share nothing, and work at the same time.
 # Cost. A message and its answer take the time of thousands of function calls; the demo shows both.
 # Not here. Endpoints that may overlap (section 6).      Source. Hewitt, Bishop, Steiger 1973.
 #
@@ -1224,7 +1224,8 @@ class Tally(Actor):
     """A counter, of which section 2 makes a mesh.
 
     `@endpoint` marks what messages may call; anything else is an ordinary method, for the actor
-    itself. `current_rank()` tells an actor its number among those that were spawned together.
+    itself. To spawn actors is to make them, in processes of their own. `current_rank()` is the
+    place of an actor among those that were spawned together; its `rank` is that as a single number.
     """
 
     def __init__(self) -> None:
@@ -1284,13 +1285,13 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     lost = await additions_lost_by_threads(200)
     report.check("additions of 200 that threads lost", lost, ">", 0)
 
-    # Two processes, with an actor in each. They stand along one dimension, which gets the name
-    # "worker" here. `spawn` returns at once, with a reference to both actors; `slice` narrows it to
-    # the one at this place of the dimension. (A reference, to one or to several, has the type of
-    # the actor, here Tally.) `call_one` sends a message to that one and returns
-    # something to await for the answer. The message is on its way before anybody awaits.
+    # Two processes, without an actor yet, along one dimension, which gets the name "worker" here.
     procs = this_host().spawn_procs(per_host={"worker": 2})
     report.at_end(procs.stop)
+    # Then an actor in each of them. This returns at once, with a reference to both actors; `slice`
+    # narrows it to the one at this place of the dimension. (A reference, to one or to several, has
+    # the type of the actor, here Tally.) `call_one`, below, sends a message to that one and returns
+    # something to await for the answer. The message is on its way before anybody awaits.
     tallies = procs.spawn("tally", Tally)
     one = tallies.slice(worker=0)
     other = tallies.slice(worker=1)
@@ -1400,18 +1401,15 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     mesh.add.broadcast()  # mechanism: every member, no answer
     told = await adverb_row(mesh, "mesh.add.broadcast()", [])
 
-    report.table([every, second, chosen, told])
-    # Which member `choose` draws is Monarch's affair. That it is one of them, and that the same one
-    # runs and answers, is what the word means. So whoever answered must be the only one that ran.
-    drawn = answer.rank
+    rows = [every, second, chosen, told]
+    report.table(rows)
+    # For each row who must have run, and who must have answered. Which member `choose` draws is
+    # Monarch's affair; but the one that answered must be the only one that ran.
+    drawn = str(answer.rank)
+    wanted = [("0 1 2 3", "0 1 2 3"), ("2", "2"), (drawn, drawn), ("0 1 2 3", "-")]
     num_wrong = 0
-    for row, ran, answered in (
-        (every, "0 1 2 3", "0 1 2 3"),
-        (second, "2", "2"),
-        (chosen, str(drawn), str(drawn)),
-        (told, "0 1 2 3", "-"),
-    ):
-        num_wrong += row.ranks_that_ran != ran or row.ranks_that_answered != answered
+    for row, ran_and_answered in zip(rows, wanted, strict=True):
+        num_wrong += (row.ranks_that_ran, row.ranks_that_answered) != ran_and_answered
     report.check("rows that differ from what the words mean", num_wrong, "==", 0)
     # `call_one` on a mesh of several is a mistake, and says so instead of drawing a member.
     found = await outcome(mesh.add.call_one)
@@ -1431,8 +1429,8 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 #   memory once as an RDMABuffer and sends a handle, of half a kilobyte, in a message. Whoever has
 #   the handle moves the bytes, by a read or a write that is one-sided: only one side's code asks.
 # Cost. The owner must keep the memory alive, and is not told when a reader is done (section 7 is
-#   about that). An RDMABuffer wants memory in one piece. Of a tensor that is not, such as a column
-#   of a matrix, one would first have to make a copy, and bytes that are written into a copy vanish.
+#   about that). An RDMABuffer wants memory in one piece. A tensor that is not, such as a column of
+#   a matrix, can only be sent as a copy; and who pushes bytes there fills the copy, not the matrix.
 # Not here. GPU memory, which the same handle covers where there is an RDMA card.
 # Source. Monarch, libibverbs.
 #
@@ -1574,9 +1572,10 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
         await latch.read_into(state)  # one-sided too
     await handle.read_into(pulled)  # mechanism: one-sided read
     num_answered = int(message.done())
-    # The pull is over, and the owner has been stuck since before it began. Is it still stuck? Then
-    # the pull has ended without its Python. So the latch is opened only now, and the owner answers
-    # whether that is what has freed it. If it had given up before, the latch would come too late.
+    # The pull has ended. Was the owner stuck all the while? It was when the pull began, as the loop
+    # above has seen. Only two things can free it: the latch, which is opened here, after the pull,
+    # or its own patience of 20 s. It answers True if it was the latch. Then it was stuck until now,
+    # and so its Python had no part in the pull.
     await latch.write_from(torch.ones(2, dtype=torch.uint8))
     was_still_stuck = await stuck
     num_pulled = 1 if was_still_stuck else 0
@@ -1609,10 +1608,11 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 #
 # The demo shows that any process may ask. Runs of this file make less use of it than that: there
 # only the main process asks, and gives what it has found to the workers that it makes (Worker.setup
-# in section 5). For whoever asks by name waits for an answer. If a worker is stopped before that
-# comes, the answer goes back to Monarch's registry of names in the main process, and ends it, and
-# with it the run (seen with this version of Monarch; DOCS 1). To tell Telemetry something needs no
-# answer, so nothing can come back.
+# in section 5). The reason: Monarch returns what it cannot deliver to the actor that sent it, and
+# that ends the sender, unless it says that it does not mind. If a worker is killed while it asks by
+# name, the answer returns to Monarch's registry of names, which does mind: it ends, and with it the
+# main process, in which it lives, and the run (seen with this version of Monarch; DOCS 1). Events
+# are sent to Telemetry without a wish for an answer, so there is none that could return.
 
 
 @dataclass(frozen=True)
@@ -1654,7 +1654,7 @@ async def telemetry(name: str = "telemetry") -> Telemetry:
 
 
 class Recorder:
-    """One actor's road to Telemetry.
+    """One actor's road to Telemetry. At a first reading go on with `Witness`.
 
     It keeps events for a moment and sends them together: a message for each would cost more than
     what many of them report.
