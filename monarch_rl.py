@@ -1764,6 +1764,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #
 #     what happens         its caller sees   its owner is told by              and then
 #     endpoint raises      the exception     nobody                            the actor lives on
+#       nobody waits       nothing           Monarch, in milliseconds          it is replaced
 #     process dies         ReplicaLost       a pidfd, in milliseconds          it is replaced
 #     it stands still      ReplicaLost       its pulse, silent for 3 s         killed, and replaced
 #     it works for ever    ReplicaLost       its progress, after a limit       killed, and replaced
@@ -1777,9 +1778,9 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # 1. Death. A pidfd is a file descriptor for a process. It becomes readable when the process ends,
 # and so an event loop hears of it at once. Monarch has a detector too: it hears when an actor ends,
 # asks every 2 s whether a process still lives, and calls `__supervise__` of the owner: a method by
-# which an actor says that it wants to hear of such things. We need it, because it also knows of an
-# actor that died in a process that lives: an endpoint that raises though nobody waits for its
-# answer (`broadcast`) ends its actor.
+# which an actor says that it wants to hear of such things. We need it for the second row of the
+# table: if an endpoint raises and nobody waits for its answer (`broadcast`), the exception has no
+# caller to go to, and Monarch ends the actor. Its process lives, so no pidfd tells.
 #
 # 2. Standstill. A thread in each worker counts a word in shared memory up, ten times a second: the
 # pulse. The owner looks at it four times a second. A process that was stopped, or that gets no
@@ -1796,10 +1797,10 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # sees the progress of that one, and a step of an hour is well if each of its parts is short.
 
 # -- 5a. Hosts, and the signs of life of a process -------------------------------------------------
-# In this order: how processes are started (Template, Starts), where (Host), how one is named so
-# that nobody else is meant (open_process), where it shows that it lives (PulseHandle and, in the
-# process itself, Pulse), what can be seen of it at one look (Signs), and what its owner makes of
-# its looks (Watch). At a first reading begin with Pulse.
+# At a first reading go on with `class PulseHandle`. From there on: where a process shows that it
+# lives (PulseHandle and, in the process itself, Pulse), what can be seen of it at one look (Signs),
+# and what its owner makes of its looks (Watch). Before it: how processes are started (Template,
+# Starts), where (Host), and how one is named so that nobody else is meant (open_process).
 
 # Set by the main process when it is about to end all others. From then on nothing is replaced.
 LEAVING = threading.Event()
@@ -1820,8 +1821,9 @@ STOPPED = "T"  # by SIGSTOP
 class Template:
     """Starts the process of which workers with a model are forks, and says how to get one."""
 
-    # A shell that notes its process id, tells it to the template too, and waits until it reads the
-    # end of the pipe that the template holds open.
+    # Three commands for the shell: it notes its process id (Starts), writes it into "$0", which is
+    # the standard input of the template, and reads from "$1", a pipe into which nobody writes: so
+    # it waits until the template ends, which holds that open (`arguments` names the two files).
     STAND_IN = f'{NOTE_START} && echo $$ > "$0" && read nothing < "$1"'
 
     def __init__(self) -> None:
@@ -1903,13 +1905,16 @@ class Starts:
 def starts_file() -> str:
     """The path of the file in which all of them note their ids: of this process, while it lives.
 
-    It is one for all, with some 40 bytes for each start. One for each would have to be closed, and
-    a process that comes late would write into whatever has the same number then.
+    It is one for all, with some 40 bytes for each start. One for each replica would be closed some
+    day. The number of its descriptor, with which its path ends, then goes to the next file that is
+    opened, and a process that starts late would write its id into that.
     """
     return unnamed_file("starts")
 
 
-THIS_MACHINE = "here"  # the name of its life
+# A life of a host is the time from its start until it is lost, and has a name. Only the other hosts
+# of section 16 can have several; this machine has one.
+THIS_MACHINE = "here"
 
 
 def my_life() -> str:
@@ -1920,8 +1925,9 @@ def my_life() -> str:
 class Host:
     """Where processes can be started: this machine.
 
-    Sections 5 to 15 know only these methods of it; section 16 has another kind of Host, which does
-    the same on another machine.
+    Section 16 has other kinds of Host, which do the same on other machines. Those can be lost, and
+    that is what `life`, `is_here`, `still_has` and `present` are about. Of this machine their
+    answers never change, so until then only `spawn`, `watch`, `signs` and `signal` matter.
     """
 
     address = ""  # of this machine there is none
@@ -1945,7 +1951,7 @@ class Host:
     async def present(self) -> Host:
         """Where a replica that belongs here is started now: here.
 
-        A host that is several machines (section 16) leaves out those that are lost.
+        In section 16 one Host may stand for several machines, and answers with those not lost.
         """
         return self
 
@@ -2072,7 +2078,7 @@ class PulseHandle:
     pid: int
     path: str  # of its file in memory, for processes of the same host
     # When it started, as the system counts it: a process that gets its id later has another number.
-    # None: nobody has noted it, so this process can be looked at, and gets no signal.
+    # None: nobody has noted it. Then `open_process` raises, so this process gets no signal.
     started: int | None = None
     life: str = THIS_MACHINE  # of the host on which it runs
 
@@ -2166,13 +2172,15 @@ class Watch:
 
     def look(self, now: Signs) -> bool:
         """Compares with the last look. Returns whether the process has got something done."""
-        last = self.last or now
-        is_beating = now.beats != last.beats or self.last is None
+        last = self.last
+        self.last = now
+        if last is None:  # the first look: there is nothing to compare with
+            return False
+        is_beating = now.beats != last.beats
         # A process that was stopped just now may have computed until then.
         is_computing = now.cpu_ticks != last.cpu_ticks and now.state != STOPPED
         is_well = is_beating or is_computing  # mechanism: silent but at work
         self.num_silent = 0 if is_well else self.num_silent + 1
-        self.last = now
         return now.progress != last.progress
 
 
@@ -2193,8 +2201,10 @@ class Place:
 class Worker(Actor):
     """What a supervisor owns: an actor in a process of its own.
 
-    It may also be several, one per process, which live and die together: the ranks of one worker. A
-    trainer that is sharded over GPUs is such a worker.
+    It may also be several, one per process, which live and die together: the ranks of one worker,
+    such as a trainer that is sharded over GPUs. They compute together, as a process group. To form
+    that (`form_group`, section 7) all must know one place, a file or an address: rank 0 makes it
+    (`meeting_place`), and `setup` tells all.
     """
 
     has_model: ClassVar[bool] = False  # does it need torch and transformers?
@@ -2204,8 +2214,8 @@ class Worker(Actor):
         self.rank = current_rank().rank
         self.recorder = Recorder(f"{place.service} {place.replica_id}.{self.rank}")
         self.pulse = Pulse()  # subclasses call its `advance` whenever they got something done
-        self.meeting_point = ""  # "" until somebody asks for it
-        self.meets_at = ""  # of several ranks: that of rank 0, from `setup` on
+        self.own_place = ""  # a meeting place that this rank has made; "" until it is asked for one
+        self.meets_at = ""  # the meeting place of all ranks, that of rank 0; "" before `setup`
 
     @endpoint
     async def find_pulse(self) -> PulseHandle:
@@ -2218,10 +2228,10 @@ class Worker(Actor):
 
     @endpoint
     async def meeting_place(self) -> str:
-        """Where the ranks can find each other, always the same place; that of rank 0 counts."""
-        if not self.meeting_point:
-            self.meeting_point = self.make_meeting_place()
-        return self.meeting_point
+        """A place where the ranks can meet, always the same one; that of rank 0 counts."""
+        if not self.own_place:
+            self.own_place = self.make_meeting_place()
+        return self.own_place
 
     def make_meeting_place(self) -> str:
         """A file of this host. Ranks may look into it as long as they live: it ends with us."""
@@ -2231,7 +2241,7 @@ class Worker(Actor):
     async def setup(self, store: Telemetry | None = None, meeting_place: str = "") -> Any:
         """Makes it ready to serve. store: where its events go; None: nowhere.
 
-        meeting_place: of several ranks, where they can find each other: that of rank 0.
+        meeting_place: of several ranks, where they meet: that of rank 0.
 
         A constructor should be cheap: Monarch runs it when the actor is spawned, and nobody waits
         for it. What takes long, or can fail, belongs into `prepare`, which is awaited here.
@@ -2244,8 +2254,9 @@ class Worker(Actor):
         """Here subclasses import, load and attach. What it returns goes to the supervisor."""
 
     def _handle_undeliverable_message(self, message: Any) -> bool:
-        """Monarch calls this when a message to somebody who is lost came back.
+        """Monarch calls this when a message of this actor could not be delivered and came back.
 
+        Such a message is an answer to somebody, or events for Telemetry, who has died meanwhile.
         True says that all is well. False, the default, would end this actor.
         """
         return True
@@ -2279,8 +2290,8 @@ class ReplicaLost(RuntimeError):
 class NobodyToBlame(RuntimeError):
     """What an endpoint raises if its replica is well, and something else prevents an answer.
 
-    If another replica does answer, that proves nothing against this one. (Section 6 else counts
-    it against a replica if it raises where another one answers.)
+    Only section 6 asks for the difference. There a replica gets a mark if it raises on a request
+    that another one answers, and three marks have it replaced. For this exception it gets none.
     """
 
 
@@ -2302,7 +2313,7 @@ class Replica:
     """One worker, as its owner sees it.
 
     If it is lost, its successor will be another Replica with the same id. So late news of this one
-    cannot be taken for news of that one.
+    cannot be taken for news of that one. (Marks and retiring can wait for section 6.)
     """
 
     MAX_MARKS = 3  # in a row, until a replica that raises is replaced
@@ -2372,10 +2383,10 @@ class Replica:
             self.lost.set_result(loss)
 
     def look(self, spec: ServiceSpec) -> None:
-        """Looks at its processes once, and loses it if one is ill. spec: has the limits."""
-        if self.host.life() != self.host_life:
+        """Looks at its processes once, and loses it if one is ill: 1 to 3. spec: has the limits."""
+        if self.host.life() != self.host_life:  # only in section 16
             self.lose("host lost")  # mechanism: host lost
-        self._look_at_start(spec)
+        self._look_at_start(spec)  # illness 2, before there is a pulse
         is_news = False
         has_moved = False
         for watch in self.watches:
@@ -2384,11 +2395,13 @@ class Replica:
                 continue
             is_news = True
             has_moved |= watch.look(signs)  # one rank that gets on is enough: others wait for it
-            if signs.state in ENDED:
+            if signs.state in ENDED:  # 1. death, if the pidfd has not told
                 self.lose("died")
+            # 2. Standstill.
             if watch.num_silent >= num_looks(spec.standstill_s):  # mechanism: standstill
                 self.lose("stood still")
-        if is_news:  # a look that shows nothing new says nothing about progress
+        # 3. Endless work. A look that shows nothing new says nothing about progress.
+        if is_news:
             self.num_fruitless += 1
         if has_moved or self.is_idle() or not self.answers:  # a setup has a deadline
             self.num_fruitless = 0
@@ -2448,8 +2461,9 @@ class Replica:
         self.send_signal(signal.SIGKILL)
         self.pids = []
         self.watches = []
-        if self.host.life() != self.host_life:  # of several machines some are lost (section 16)
-            return  # for these Monarch would wait in vain; the others have had their signal
+        # In section 16 only some of a host's machines may be lost: Monarch would wait in vain.
+        if self.host.life() != self.host_life:
+            return  # the others have had their signal
         # ValueError: they could not be made, so there are none. RuntimeError: they were killed
         # while Monarch was making them. It waits for them for half a minute before it raises that.
         with contextlib.suppress(ValueError, RuntimeError):  # mechanism: killed in the making
@@ -2569,7 +2583,7 @@ class Supervisor(Actor):
         """Waits until it is ready."""
         store = await telemetry()
         meeting_place = ""
-        if self.spec.num_ranks > 1:
+        if self.spec.num_ranks > 1:  # they will form a process group, and meet at a place of rank 0
             meeting_place, *_ = await self._call(new, "meeting_place", ())
         new.has_set_up(await self._call(new, "setup", (store, meeting_place)))
 
@@ -2636,7 +2650,12 @@ class Supervisor(Actor):
 #
 # The columns of the table: what the caller saw, an exception or the answer; what the owner was
 # told, and after how many ms; how long the cure took, which is a new process, or nothing; and what
-# the next call answers, which should be the root of 4.
+# the next call answers, which should be the root of 4. A run on two cores, in ms (the limits here
+# are 1 s and 4 s):
+#
+#     what happened      raises   nobody waits   SIGKILL   SIGSTOP   works for ever
+#     told after              -              8        12      1078             4166
+#     cure                    0            408       401       424              583
 
 
 class Roots(Worker):
@@ -2847,16 +2866,16 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 #
 #     caller --- route(Roots.root, 4) ---> ServiceActor
-#                                              | root(4) ---> replica 1    is lost: its keeper
+#                                              | root(4) ---> replica 0    is lost: its keeper
 #                                              |                           makes another
-#                                              | root(4) ---> replica 0    answers
+#                                              | root(4) ---> replica 1    answers
 #            <------- 2.0 ---------------------+
 #
 # What runs in it, beside the looks of section 5: a `route` or `ask` per request; a keeper per
 # replica, which sleeps until that is lost, makes another one, and sleeps again; and calls of start,
 # resize and status, which wait until all are ready. A loss wakes whoever waits for that replica
-# (Replica.lost). All other changes are told by the ChangeNotice below. By example, of two replicas
-# the first dies in the middle of a request:
+# (Replica.lost). All other changes are told by the ChangeNotice below. By example, the drawing in
+# time: of two replicas, replica 0 dies in the middle of a request:
 #
 #     route of that request    sleeps in _call; wakes because the replica is lost; picks the other
 #     keeper of replica 0      sleeps; wakes because it is lost; makes another, which takes seconds
@@ -2888,7 +2907,8 @@ class ChangeNotice:
 
     def notify(self) -> None:
         """Wakes all that wait now."""
-        # `set` marks them as ready to run. They do run, although the event is cleared at once;
+        # `set` ends the `wait` of each of them: it will return when the event loop comes to it, and
+        # asyncio does not look at the event again before. So the event can be cleared at once, and
         # whoever begins to wait later waits for the next notice.
         self.event.set()
         self.event.clear()
@@ -2979,7 +2999,8 @@ class ReplicaKeeper(Supervisor):
         waits for a loss / woken by Replica.lose / produces the next replica / ends with `close`,
         another `start` or `resize`, or when the first one cannot be made on a host that is here
         """
-        loss: Loss | None = None  # the one that the next replica makes good
+        # The loss that the next replica makes good; None: there was no ready one to lose yet.
+        loss: Loss | None = None
         num_failures = 0  # before any was ready
         while True:
             try:
@@ -2987,13 +3008,14 @@ class ReplicaKeeper(Supervisor):
             except (ActorError, ReplicaLost, asyncio.TimeoutError, OSError, ValueError) as error:
                 # What each of these means, `_spawn` says. If this was to replace another replica,
                 # it is tried again, without end. If it was the first with this id, the error may be
-                # a mistake of whoever has started the service, and `_first_has_failed` decides.
+                # a mistake of whoever has started the service. `_first_has_failed` decides: it
+                # raises the error, or returns a Loss if the host is to blame, or None to try again.
                 # The pause comes before that decision: a host may be lost, and its loss be known
                 # only a moment after the error that follows from it.
                 await asyncio.sleep(self.RETRY_SETUP_S)
                 if loss is None:
                     num_failures += 1
-                    loss = self._first_has_failed(replica_id, error, num_failures)  # it may raise
+                    loss = self._first_has_failed(replica_id, error, num_failures)
                     self.changed.notify()  # without its host there may be enough replicas now
                 continue
             if loss is not None:  # it took the place of one that was lost
@@ -3012,20 +3034,20 @@ class ReplicaKeeper(Supervisor):
     ) -> Loss | None:
         """What follows if the first replica of this id could not be made.
 
-            what has happened                   what follows
-            its host is away, or was so         it counts as a loss, which the keeper makes good
-            meanwhile                           when the host is back
-            its setup raised, or was too slow   a mistake, such as a wrong path: it is raised
-            lost otherwise, before it was       None: the keeper tries again; after
-            ready                               MAX_LOST_AT_FIRST times it is a mistake, too
+        1. Its host is away, or was so meanwhile (section 16). That counts as a loss, which the
+           keeper makes good when the host is back.
+        2. Its setup raised, or was too slow. That is a mistake, such as a wrong path: it is raised.
+        3. It was lost otherwise before it was ready. Then this returns None, and the keeper tries
+           again; after MAX_LOST_AT_FIRST times it is a mistake, too.
 
         What is raised ends the keeper, and `_ready` tells whoever waits.
         """
-        made = self.replicas.get(replica_id)
+        made = self.replicas.get(replica_id)  # None: not even a process was asked for
         host = made.host if made else self._host_of(replica_id)
         life = host.life()
-        is_same_life = made is None or made.host_life == life
-        if not life or not is_same_life:
+        is_away = life == ""
+        was_away = made is not None and made.host_life != life  # it has been started again since
+        if is_away or was_away:
             return Loss(
                 replica_id=replica_id,
                 why=f"setup failed: {cause(error)}",
@@ -3117,6 +3139,8 @@ class ResizableKeeper(ReplicaKeeper):
         self._begin_to_keep(replica_ids)
         keepers = [self.keepers[replica_id] for replica_id in replica_ids]
 
+        # A keeper ends if its first replica could not be made: then none of these is to stay. (Of
+        # keepers that `start` has begun `_ready` raises that, but not of these.)
         def is_decided() -> bool:
             return any(keeper.done() for keeper in keepers) or self._has_all(replica_ids)
 
@@ -3206,6 +3230,8 @@ class ServiceActor(ResizableKeeper):
                 to_blame = None if isinstance(cause(error), NobodyToBlame) else replica
                 continue
             replica.has_answered()
+            # If meanwhile no other replica is left to ask, `_pick` may choose the same one again.
+            # That it now answers proves nothing against it.
             if to_blame is not None and to_blame is not replica:
                 to_blame.mark()  # the request was good, so that replica is not
             self.num_answers += 1
@@ -3226,9 +3252,10 @@ class ServiceActor(ResizableKeeper):
             answers = await self._call(replica, method, args)
         except ActorError:
             if self.spec.num_ranks > 1:
-                # A rank that loses another one raises: a collective has failed. The death itself
-                # may be heard of a moment later, and then it is the reason. A pidfd tells of it in
-                # milliseconds; 0.2 s is many times that, and no caller minds it after an error.
+                # For the death of the only rank `_call` raises ReplicaLost. But of several ranks
+                # one may die, and another one raise because of that, a moment before its owner is
+                # told. A pidfd tells in milliseconds; 0.2 s is many times that, and no caller minds
+                # it after an error.
                 await asyncio.wait({replica.lost}, timeout=0.2)
             if replica.lost.done():
                 raise ReplicaLost(f"{replica.name} is lost") from None
@@ -3422,11 +3449,12 @@ class Service:
 # replicas write down what they do, each request when it begins and when it is done, in one file.
 # There a request that was run without need shows, and so does one that was answered without work.
 #
-# So answers are counted where they are received, where they are given, and where the work for them
-# is done. The first two show that every request is answered, once: 400 right answers came, and no
-# more were given. The last one shows that nothing was done in vain. A request that is done twice
-# though nobody has failed does not show in the numbers that were finished, for each of them counts
-# once there; it shows as an attempt that no request and no failure accounts for.
+# So three things are counted:
+#
+#     answers, at the callers and at the service   400 of each: every request is answered, once
+#     different requests that replicas finished    400: no answer was given without the work
+#     attempts that replicas began                 400, and one more for each that failed, at most:
+#                                                  none was run twice without need
 
 
 @dataclass(frozen=True)
@@ -3538,8 +3566,9 @@ async def demo_service(report: Report, cfg: Config) -> None:
     num_answers = after.num_answers - before.num_answers
     num_failed = after.num_failed_attempts - before.num_failed_attempts
     report.say(f"at the replicas {num_begun} attempts began; {num_failed} failed")
-    # failover_ms: of the request that waited longest, mostly until #3 was known to stand still. The
-    # overhead is of the fastest request of either kind, one of each: it tells an order of size.
+    # failover_ms: of the request that waited longest, mostly until #3 was known to stand still.
+    # route_overhead_us: the fastest request to the service took so much longer than the fastest to
+    # the mesh. These are two single requests, so only the order of magnitude counts.
     overhead_us = (served.fastest_ms - chosen.fastest_ms) * 1e3
     report.figure(failover_ms=served.slowest_ms, route_overhead_us=overhead_us)
     report.check("requests of 400 lost with choose", 400 - chosen.answered_right, ">", 0)
