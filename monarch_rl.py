@@ -3611,8 +3611,9 @@ async def demo_service(report: Report, cfg: Config) -> None:
 #     generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
 #     generator 1   long rollout...XXXX long rollout...XXXX     long rollout f long rollout f
 #
-# (So it is in a ring, such as NCCL's. Gloo serves each generator when it comes: with it the trainer
-# waits as drawn, and generator 0 does not wait for generator 1.)
+# (The broadcast is drawn as in NCCL, where each member passes on what it gets from the one before,
+# so that all wait for all. In gloo the trainer serves each generator when that comes: it waits as
+# drawn, but generator 0 does not wait for generator 1.)
 #
 # On a CPU a generator's parameters are the slot itself, so it copies nothing. The trainer's copy
 # runs in a thread beside its next forward and backward pass, which only read the weights. Before
@@ -3643,7 +3644,7 @@ def require(holds: Any, otherwise: str) -> None:
 #     embed.weight     (19, 40)   embed.weight          0        1520
 #     lm_head.weight   (19, 40)   embed.weight          0        1520     not stored a second time
 #     norm.weight      (40,)      norm.weight        1536          80     1536 = 24 cache lines
-#     checksums of the three, 8 bytes each, then the version, at the end of the slot
+#     at the end of the slot: a checksum for each name, also a tied one, 8 bytes; then the version
 
 # What most processors read and write at once. Some take 128, such as those of a Mac, on which this
 # runs in a container: there two words share a line, which costs time and breaks nothing.
@@ -3692,8 +3693,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
     A DTensor is a tensor that is cut over several processes (section 8). What this process has of
     it is a plain tensor inside, with which it computes; that one is returned. Its public method,
-    `to_local`, gives another object, a view of the same memory. A reader (7d) lets a tensor point
-    at other memory. Done to that view, the DTensor would not notice.
+    `to_local`, will not do: it makes another tensor that shows the same memory, and if a reader
+    (7d) lets that one show a slot instead, the DTensor goes on computing with the old memory.
     """
     return getattr(tensor, "_local_tensor", tensor)  # an attribute that only DTensors have
 
@@ -3776,7 +3777,7 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #                                sees that, and starts over; it has read nothing of the slot yet
 #
 # A version never comes back, so "unchanged" means that nothing happened in between. Step 1 only
-# says what to announce. What breaks if two of what follows it are exchanged:
+# says what to announce. After it come step 2, step 3 and the reading. In another order it breaks:
 #
 #     3, then 2                between them the writer may make another slot the latest, look at the
 #                              leases, and write into what the reader then reads: torn
@@ -3784,16 +3785,18 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #     2 without its fence      the processor may do 3 before others can see 2: as if exchanged
 #
 # How long a lease lasts does not matter, nor how many slots there are: only a slot that no word
-# names is written. And when a reader's word changes it has read the slot before it, and when
-# `latest` names a slot its bytes are there, for `put`, which changes a word, begins with a fence.
+# names is written. Every word is changed by `put`, which begins with a fence: all that its process
+# did before comes first, for everybody. So when others see that a reader's word names another slot,
+# or none, its last read of the old slot is over; and when they see `latest` name a slot, the bytes
+# of that slot are there.
 #
-# In which order others see what I do. (The rest of this part only says why `fence`, below, is what
-# it is. If you take it for granted that what stands before a fence comes first for everybody, go on
-# with ArenaHandle.) What was just shown says "after" and "before", and a processor
-# does not keep to the order of the program. A store waits in a buffer until its cache line has
-# come, and what follows goes ahead. A load whose line is near passes one whose line is far. The
-# process itself cannot tell, for its own loads find its own stores. Another process can. Of two
-# accesses to different words, may the later one take effect before the earlier one?
+# In which order others see what I do. At a first reading go on with `class ArenaHandle`: the rest
+# of this part only says what a fence is made of, and why one is needed at all. The proof above says
+# "before" and "after", but a processor does not keep to the order of the program. It does not wait
+# for memory: it puts a store aside until the place in memory can be had, and goes on with what
+# follows; and of two loads the one whose bytes are near is done first. The process itself cannot
+# tell, for its own loads find its own stores. Another process can. Of two accesses to different
+# words, may the later one take effect before the earlier one?
 #
 #     earlier, later   x86-64   Arm   where that would tear weights
 #     store, load      yes      yes   my lease, my second look; the writer's `latest`, its look
@@ -3812,21 +3815,24 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 # stands behind it, whatever it is. That is full order, and there are two halves of it. An acquire
 # is a load that nothing behind it may pass, such as that by which one takes a lock. A release is a
 # store that passes nothing before it, such as that by which one gives a lock back. So what is done
-# under a lock stays between the two. But what stands outside may move in, at either end:
+# under a lock stays between the two. But what stands outside may move in, at either end. In the
+# left one of these two programs A and B may both move in, and there B may pass A. In the right one
+# each of them stops at one of the two in the middle, and these keep their order:
 #
 #     taken and given back once        twice
 #     store A   may move down          store A   stays above the first release
 #     acquire                          acquire
-#     release                          release   } these two keep their order, and so A stays
-#     load B    may move up            acquire   } above B
+#     release                          release   } the two in the middle
+#     load B    may move up            acquire   }
 #                                      release
 #                                      load B    stays below the second acquire
 #
 # On x86-64 once is enough: the instruction that takes a lock is a fence by itself (Intel SDM vol.
-# 3, 9.2.3.9). On Arm a fence is a release and then an acquire (Arm Architecture Reference Manual,
-# B2.3), so the lock is taken twice. Python has no fences, but it has locks. Where this file runs
-# they are semaphores of the C library, whose sem_trywait acquires and whose sem_post releases.
-# Appendix B of DOCS has the protocol access by access, and what of this was tried on which machine.
+# 3, 9.2.3.9). On Arm a release and then an acquire keep their order (Arm Architecture Reference
+# Manual, B2.3), so the lock is taken twice. Python has no fences, but it has locks. Where this file
+# runs they are semaphores of the C library, whose sem_trywait acquires and whose sem_post releases.
+# For Arm this was tried in a model of its rules (the tests run this code in every order that they
+# allow), and never on such a machine. Appendix B of DOCS has the protocol access by access.
 
 
 @dataclass(frozen=True)
@@ -3860,8 +3866,8 @@ class Arena:
     LEASES = 2  # this and the following, one of each reader: its process id * MAX_SLOTS + slot
 
     MAX_SLOTS = 1024
-    MAX_READERS = 900  # the last words are those of 8 and 16
-    NUM_WORDS = 1024
+    MAX_READERS = 900
+    NUM_WORDS = 1024  # the last ones are for ranks of a trainer (section 8), and hosts (section 16)
     HEADER_BYTES = NUM_WORDS * CACHE_LINE_BYTES
     # In any word: nothing published, nothing leased. Divided by MAX_SLOTS it reads as version -1
     # in slot 1023, and as a lease of process -1; there is neither such a slot nor such a process.
@@ -3988,7 +3994,8 @@ class Arena:
     def lease(self, reader: int) -> tuple[int, int]:
         """(version, slot) of the newest weights; while my word names that slot nobody writes it.
 
-        Why its three steps are enough, and in this order, stands above.
+        Why its three steps are enough, and in this order, stands above. If nothing was published
+        yet, the answer is (-1, 1023): there is no such slot, so to announce it does no harm.
         """
         while True:
             version, slot = self.latest()  # 1. look
@@ -3998,6 +4005,7 @@ class Arena:
                 return version, slot
 
 
+# At a first reading go on with `create_arena`. Sections 8 and 16 use what stands in between.
 def stamps_of(arena: Arena) -> torch.Tensor:
     """[num_slots] int64: which version each slot holds, a view of its last 8 bytes.
 
@@ -4006,7 +4014,6 @@ def stamps_of(arena: Arena) -> torch.Tensor:
     return arena.slots[:, -8:].view(torch.int64)[:, 0]
 
 
-# (At a first reading go on with `create_arena`.)
 # A generator waits for no version: it looks at `latest` between two rollouts. But ranks of a
 # sharded trainer wait for each other's words (section 8), and so do the generators of the bench
 # below. They sleep in the kernel, by a futex (from "fast user-space mutex"): a process sleeps at an
@@ -4049,9 +4056,10 @@ def wait_until(arena: Arena, word: int, least: int) -> int:
     """Returns a word when it is at least so much. It must be one that `tell` changes.
 
     Before the kernel lets me sleep it compares the word with what I found, under a lock that is
-    needed to wake me. Two things escape it: it compares only the lower 4 bytes, which are the same
-    again 4 million versions later; and who changes a word may die before it wakes me. So a sleep
-    ends after 0.1 s, and I look again. I do not ask who lives.
+    needed to wake me. So a change that comes before I sleep is not missed, but for two cases. It
+    compares only the lower 4 bytes, and as each version adds 1024 to a word, these are the same
+    again after 2**32 / 1024, some 4 million versions. And who changes a word may die before it
+    wakes me. So a sleep ends after 0.1 s, and I look again. I do not ask who lives.
     """
     while True:
         found = arena.words[word]
@@ -4135,17 +4143,16 @@ def map_arena(handle: ArenaHandle) -> Arena:
 # Why the copy may run beside the next forward and backward pass: these read the weights, and so
 # does the copy. Only the optimizer changes them, and it waits.
 #
-# A model's tensors lie wherever they were made. 290 copies of 64 MiB in all take 1.5 times as long
-# as one (measured in DOCS 2): Python needs 4 microseconds for each, and a short copy goes through
-# the cache. So the trainer moves its parameters together, as they lie in a slot, and one memmove
-# copies all of them:
+# A model's tensors lie wherever they were made. To copy 64 MiB in 290 pieces takes 1.5 times as
+# long as in one (DOCS 2): Python needs 4 microseconds for each, and a short copy goes through the
+# cache. So the trainer moves its parameters together, as in a slot, and one memmove copies all:
 #
 #     a slot              | embed.weight |-| norm.weight |-|    - is up to the next cache line
 #     moved together      | embed.weight |-| norm.weight |-|    one block
 #     as they were made   | embed.weight | something else ... | norm.weight |    two blocks
 #
-# What follows first, up to Side, says which memory is copied where. The copy itself is
-# WeightWriter._copy: pick a free slot, fill it, commit it.
+# At a first reading go on with `class WeightWriter`. Its idea is `_copy`: pick a free slot, fill
+# it, commit it. All else in this part says which memory is copied where, to make that faster.
 
 
 @dataclass(frozen=True)
@@ -4155,7 +4162,7 @@ class Match:
     name: str  # of the tensor
     in_slot: torch.Tensor
     mine: torch.Tensor
-    is_whole: bool  # this is all of what this process has of the tensor (in section 8 not always)
+    is_only_box: bool  # this is all that this process has of the tensor (in section 8 not always)
 
 
 @dataclass(frozen=True)
@@ -4198,8 +4205,8 @@ def move_together(tensors: dict[str, torch.Tensor]) -> None:
     stay where they are, and are copied one by one:
 
         parameters of another dtype than the first   torch.save refuses memory of two dtypes
-        buffers                                      whoever copies one, by deepcopy, would copy the
-                                                     whole block with it
+        buffers                                      copy.deepcopy of a model copies for each buffer
+                                                     all memory that it is a view of: the block
 
     Only one tensor's memory is needed twice: each old tensor is freed when it has moved, and a page
     of the block takes memory only when it is written.
@@ -4210,6 +4217,7 @@ def move_together(tensors: dict[str, torch.Tensor]) -> None:
             parameters[name] = tensor
     manifest = manifest_of(tensors)
     dtype = next(iter(parameters.values())).dtype
+    # The last spec may be tied to an earlier one, so the block ends with whichever ends last.
     end = max(spec.offset + round_up(spec.num_bytes, dtype.itemsize) for spec in manifest.specs)
     block = torch.empty(end // dtype.itemsize, dtype=dtype)
     for spec in manifest.specs:  # also the tied ones: each of their names must see the new place
@@ -4255,7 +4263,7 @@ class Side:
                 name=name,
                 in_slot=view,
                 mine=tensor,
-                is_whole=True,
+                is_only_box=True,
             )
         ]
 
@@ -4394,9 +4402,9 @@ class WeightWriter(Side):
                 others.append(match)
                 continue
             block = Block(target=room.data_ptr(), source=mine.data_ptr(), num_bytes=room.nbytes)
-            # What lies between two blocks is copied with them. Between whole tensors of a slot that
-            # is padding. But of a sharded trainer (section 8) each rank writes only a part of a
-            # tensor, a box, and what lies beside it is another rank's: a box is never joined.
+            # Joined blocks are copied with what lies between them: between whole tensors of a slot
+            # padding. But a rank of a sharded trainer (section 8) writes only a part of a tensor, a
+            # box. What lies beside that may be another rank's, so a box is never joined.
             is_box = room.nbytes < self.stored_bytes[match.name]
             if blocks and not is_box and not is_after_box and blocks[-1].meets(block):
                 block = blocks.pop().joined(block)
@@ -4424,10 +4432,10 @@ class WeightWriter(Side):
 
 # -- 7d. The reader --------------------------------------------------------------------------------
 # Readers on GPUs copy what a slot holds, and then hold it no longer. So no slots are counted for
-# them: with such readers alone an arena has two. Then it can happen that all slots but the latest
-# are just being copied. The writer waits until one of these copies is done, which waits for nobody.
-# If its reader stands still, that is found, the reader is killed (section 5), and its lease is
-# nobody's.
+# them: with such readers alone an arena has two, the latest and one to write into. A reader may
+# still be copying that second one, which was the latest when it began. Then the writer waits until
+# this copy is done, which waits for nobody. If its reader stands still, that is found, the reader
+# is killed (section 5), and its lease is nobody's.
 
 
 class WeightReader(Side):
@@ -4502,7 +4510,7 @@ class WeightReader(Side):
             self._compare(slot)
         for match in self.matches_with(slot):
             # If it has several boxes of a tensor (section 8), no single view shows them all.
-            if match.is_whole and not self.copies:
+            if match.is_only_box and not self.copies:
                 match.mine.data = match.in_slot
             else:
                 # On a GPU this returns when the bytes have been read, for it is asked to wait.
@@ -4551,9 +4559,11 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 # Python stood still. (The broadcast here is gloo's. It serves each generator when it comes, so in
 # the row with a late one the punctual one is held no longer than in the row above it.)
 #
-#     row "gloo broadcast, 2"             the trainer waits for the transfer
-#     row "gloo broadcast, 2, one late"   it also waits for the last to come, who is 50 ms late
-#     rows "slots"                        neither side waits for the other
+#     row                             trainer held, of a run on two cores
+#     "gloo broadcast, 2"             37 ms: it waits for the transfer
+#     "gloo broadcast, 2, one late"   67 ms: also for the last to come, who is 50 ms late
+#     "slots, 2"                      0.06 ms: for nobody (the sync took 1.2 times as long as a
+#                                     memmove, in a thread)
 #
 # What is not in it: if forward and backward are shorter than the copy, the trainer waits for its
 # own thread. In section 11 that is `stall_s`.
@@ -4563,12 +4573,11 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 class SyncRoad:
     """How a version gets from the trainer to generators, and how many of them take part.
 
-    kind              the trainer                a generator               torn if
-    "slots"           publishes                  waits, then pulls         (never)
-    "no leases"       publishes                  pulls, gives its lease    the slot is written
-                                                 back, and goes on         while it reads
-    "gloo broadcast"  broadcasts                 takes part                (never: all wait)
-    "RDMABuffer"      changes its weights        reads them                they change meanwhile
+    "slots"            The trainer publishes; a generator waits for that, pulls and reads.
+    "no leases"        The same, but it gives its lease back before it reads: torn if the slot is
+                       written meanwhile.
+    "gloo broadcast"   All take part in a broadcast, and wait for each other.
+    "RDMABuffer"       A generator reads the trainer's own weights: torn if they change meanwhile.
     """
 
     kind: str
@@ -4732,7 +4741,8 @@ class Bench(Worker):
         versions = set()
         if road.is_race:
             for tensor in weights * 4:  # four times over all weights, as in decoding four tokens
-                # All bytes of a version are equal, so two versions show as two extremes.
+                # All bytes of a version are its number modulo 120, so of weights that are not torn
+                # the smallest byte is also the largest.
                 low, high = tensor.view(torch.int8).aminmax()
                 versions.update((int(low), int(high)))
         # To answer takes CPU time that a generator which is not done may need. So all answer later.
@@ -4787,7 +4797,9 @@ class SyncBench:
         receiving = []
         for i, generator in enumerate(self.generators[: road.num_generators]):
             version = made.version
-            if road.is_race:  # each waits for another version, and so leases another slot
+            # In a race the trainer publishes 12 versions more (`send`). Each generator waits for
+            # another one of these, and so leases another slot.
+            if road.is_race:
                 version += i + 1
             receiving.append(generator.receive.call_one(road, version))
         if sent is None:
@@ -4927,8 +4939,9 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 # == 8. RESHARD ====================================================================================
 # Problem. A trainer of several ranks cuts each weight one way (FSDP: by rows), a generator of
 #   several ranks cuts it another way (tensor parallel: by columns). The usual way is to gather: all
-#   ranks first get the whole tensor, and then cut it. With N ranks that moves N - 1 wholes among
-#   them, and more to the generator. And plans that take sizes to divide evenly lose the rest.
+#   ranks first get the whole tensor, and then cut it. Each of N ranks has 1/N of it and gets the
+#   rest from the others, which moves N - 1 wholes; and then more to the generator. And plans that
+#   take sizes to divide evenly lose what is left over, such as the last of 23 columns on 2 ranks.
 #   (FSDP, in torch, gives each rank of a trainer a part of every weight. A weight of which a rank
 #   has a part is a DTensor; its placement says how it is cut, as Cut below does.)
 # Rule. Say which boxes of the whole tensor each rank has. On one host a slot holds whole tensors:
@@ -4994,6 +5007,10 @@ class Cut:
 
     Ranks stand in a mesh, and a placement says for each dimension of the mesh what is done along
     it: Shard(0) cuts the tensor's rows among the ranks, Replicate() gives all of them the same.
+
+    _StridedShard is FSDP's cut of a dimension that tensor parallelism has cut before, into
+    `split_factor` parts. In the mesh FSDP stands first, so here its cut comes first, too. Hence it
+    takes a piece of each part; the Shard that follows leaves a rank the piece of its own part.
     """
 
     mesh_shape: tuple[int, ...]  # such as (2, 4): two rows of four ranks
@@ -5024,8 +5041,7 @@ def boxes(shape: Index, cut: Cut) -> list[Box]:
     """The boxes that this rank has of a tensor of this shape.
 
     This applies the rules of DTensor's Shard, _StridedShard and Replicate to the indices of each
-    dimension. _StridedShard is what FSDP makes of a dimension that tensor parallelism has cut
-    before: it cuts each of `split_factor` parts by itself.
+    dimension.
     """
     # Which indices of each dimension the rank has: at first all of them. Each dimension of the mesh
     # then cuts one dimension of the tensor, and the rank keeps its part. By example, on 2 ranks:
@@ -5105,17 +5121,17 @@ def box_matches(
     """
     mine = local(tensor)
     held = boxes(tuple(tensor.shape), cut_of(tensor))
-    is_whole = len(held) == 1
+    is_only_box = len(held) == 1
     matches = []
     for box in held:
-        part = mine if is_whole else mine[region(box.local, box.size())]
+        part = mine if is_only_box else mine[region(box.local, box.size())]
         in_slot = view[region(box.start, box.size())]
         matches.append(
             Match(
                 name=name,
                 in_slot=in_slot,
                 mine=part,
-                is_whole=is_whole,
+                is_only_box=is_only_box,
             )
         )
     return matches
@@ -5253,10 +5269,11 @@ class ShardReader(WeightReader):
 
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
-# A plan says which part of which rank belongs where in another one. Runs use plans if the trainer
-# is on several hosts (16g). What a plan moves can travel as parcels, and those you can skip: runs
-# do not use them, for to another host section 16 sends slots, or parts of them. They are what one
-# needs if slots would be too large for one host. The demo measures them beside the slots.
+# At a first reading go on with section 9. A plan says which part of which rank belongs where in
+# another one. Runs use plans if the trainer is on several hosts (16g), and pieces, below, for all
+# that hosts read of each other. What a plan moves can travel as parcels. No run uses these, for to
+# another host section 16 sends slots, or parts of them. They are what one needs if slots would be
+# too large for one host. The demo measures them beside the slots.
 #
 #     rank of the source                                rank of the target
 #     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
@@ -5295,10 +5312,11 @@ class Move:
     name: str  # of the tensor
     source: int  # rank
     target: int  # rank
-    offset: Index  # of the first of them, in the whole
+    # The first of them has three places: in the whole, and in what either rank has of it.
+    offset: Index  # in the whole
     size: Index
-    read_at: Index  # where the first of them lies in what the source rank has
-    write_at: Index  # and in what the target rank has
+    read_at: Index  # in what the source rank has
+    write_at: Index  # in what the target rank has
 
 
 def whole_shape(side: Layout) -> Index:
@@ -5309,8 +5327,9 @@ def whole_shape(side: Layout) -> Index:
 
 
 def overlap(have: Box, need: Box) -> Box | None:
-    """The cuboid that two boxes share; None if they share nothing. Its `local` is that in `have`.
+    """The cuboid that two boxes share; None if they share nothing.
 
+    Its `local` is the place of its first element in the memory of the rank that has `have`.
     In each dimension it begins where the later one begins, and ends where the earlier one ends.
     """
     starts = zip(have.start, need.start, strict=True)
@@ -5394,9 +5413,9 @@ PIECE_BYTES = 4 * MIB
 # once, these copies would be as large as the slot; and the last piece would wait for all others, so
 # its deadline would have to grow with the model.
 PIECES_UNDER_WAY = 8
-# A read of a piece fails after so long. It waits behind seven others at most, however large the
-# model is. Monarch gives each message 30 s to arrive: one for the request, and one with the piece.
-# So eight pieces must cross in 30 s, which takes a cable of 1.1 MB/s.
+# A read of a piece fails after so long: it is two messages, the request and the piece, and Monarch
+# gives each of them 30 s. However large the model is, at most seven others share the cable with it.
+# So all is well if 8 x 4 MiB cross in 30 s: 1.1 MB/s.
 PIECE_DEADLINE_S = 60
 
 
@@ -5545,7 +5564,12 @@ class Cutter(Worker):
     The trainer has every matrix twice, cut by rows and cut by columns, and so has the generator.
     One arena serves both, because a manifest knows the whole tensors, and not how they are cut. An
     element of version v is its index modulo 120, plus v, so that a stale one shows, and one that is
-    in the wrong place.
+    in the wrong place. What a process has in its two roles:
+
+        as trainer rank     trainer["rows"], trainer["columns"], writer; sending[r]: its parcel for
+                            generator rank r
+        as generator rank   generator[...], reader; reading[r]: its parcel from trainer rank r, and
+                            handles_to_me[r]: where that rank has packed it
     """
 
     version = 0
@@ -5604,9 +5628,10 @@ class Cutter(Worker):
         for tensors in self.trainer.values():
             for tensor in tensors.values():
                 local(tensor).add_(1)
-        # The yardstick copies the last slot into the one before it. Of four slots these two are
-        # never in use here: the writer takes the lowest one that is free, and as both readers pull
-        # each version before the next is made, slots 0 and 1 take turns.
+        # The yardstick copies the last slot into the one before it, 3 into 2. These two of the four
+        # are never in use here. The writer takes the lowest slot that is neither the latest nor
+        # leased, and before the next version is made both readers have pulled the latest, so they
+        # lease no other. So the writer takes slot 0, then 1, then 0 again, and so on.
         *_, target, source = self.writer.arena.slots
         start = time.monotonic()
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
