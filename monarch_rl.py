@@ -15,15 +15,15 @@ It needs Linux on x86-64 or aarch64; a laptop will do, and on a Mac a container.
 claim about such a system and checks it. Most also show it fail without the rule that makes it true;
 and each names the line that you can change to see that for yourself.
 
-                 prompts             episodes             groups              batch
-      Sampler ------------> Generator --------> Judge ---------> ReplayBuffer ------> Trainer
-         ^        Gate      (a Service)      (a Service)                                 |
-         |                       ^                                                       |
-         |                  WeightReader                                           WeightWriter
-         |                       |                                                       |
-         |                       +------------ Arena: slots, leases <--------------------+
-         |                                                                               |
-         +---- tickets come back to the Gate when the new version is in the Arena -------+
+           tickets         prompts          episodes       groups                batch
+      Gate ------> Sampler ------> Generator ------> Judge ------> ReplayBuffer ------> Trainer
+       ^                          (a Service)     (a Service)                              |
+       |                               ^                                                   |
+       |                          WeightReader                                       WeightWriter
+       |                               |                                                   |
+       |                               +---------- Arena: slots, leases <------------------+
+       |                                                                                   |
+       +------ tickets come back to the Gate when the new version is in the Arena ---------+
 
       Small things travel as messages between actors (the control plane). The weights, which are
       large, travel through shared memory or by RDMA (the data plane).
@@ -51,12 +51,13 @@ How to read it. Each section begins with a lead, the comment under its banner. T
                  the five functions that all of it is about: ServiceActor.route (6), Arena.lease and
                  WeightReader.pull (7), TrainState.step (11), AsyncLoops._training_loop (13)
     two days     all leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what
-                 stands under `measurement`, which produces the numbers, and under `plumbing`, which
-                 any program needs
+                 stands under a line `# -- measurement`, which produces the numbers, or under
+                 `# -- plumbing`, which any program needs: up to the next `# --`, `# ==` or demo
     a week       all of it, some 37 hours for a careful first reader
 
-After section 13 you have the whole system on one host; 14 adds a second network, 15 trains on a
-reward that is learned, and 16 adds other hosts. DOCS.md says at length why each part is as it is.
+Go on from here with `# == 1. HELLO ACTOR`: in between is plumbing, which Python needs first. After
+section 13 you have the whole system on one host; 14 adds a second network, 15 trains on a reward
+that is learned, and 16 adds other hosts. DOCS.md says at length why each part is as it is.
 
 Left out, and what to use instead: paged attention (vLLM, SGLang); tensor, pipeline and expert
 parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; launchers for Slurm and
@@ -67,6 +68,8 @@ The words:
     actor     An object in a process of its own, which others reach by messages (section 1).
     RDMA      Remote direct memory access: one process reads or writes memory of another one,
               which takes no part in it (section 3).
+    policy    The language model that is trained: given a text, it has a probability for each token
+              that may come next.
     episode   One conversation between a user and the policy. Example: the user says "abc", the
               policy answers "abc", the user says "dfa", the policy answers "dfb" (one letter is
               wrong, so its reward is less than 1).
@@ -88,8 +91,8 @@ The words:
     replica   One of several interchangeable workers, in a process of its own.
     service   What owns replicas and gives requests to them; callers see no replica (section 6).
     judge     A replica that runs the reward function, which is somebody else's code.
-    estimator A loss with a baseline. What it makes of samples is an estimate of the true gradient,
-              that of the mean reward of all possible answers (section 10).
+    estimator A loss with a baseline. Its gradient, computed on samples, estimates the true one:
+              that of the mean reward over all possible answers (section 10).
     baseline  What a reward is compared with: the mean of the group, or a value, which is what a
               second network, the critic, expects at that place (sections 10 and 14).
     reward model
@@ -223,8 +226,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 #     3. The template reads the id, and forks. The fork takes over the environment variables that
 #        Monarch gave to the stand-in, and goes on as Monarch's own command would: it is the worker.
 #
-# From then on Monarch watches the stand-in, and everybody else the worker. The one must not outlive
-# the other, and nobody the main process:
+# From then on everybody watches the worker, but for Monarch: it watches the stand-in, which it
+# started itself and takes for the worker. So when one of the two ends, the other must end too, or
+# Monarch would believe that a dead worker lives. And nobody may outlive the main process:
 #
 #     what ends          what ends with it      because of
 #     the main process   the template           the system (end_with_parent)
@@ -270,9 +274,10 @@ def serve_as_template(lifeline: int) -> None:
     """What the template does.
 
     lifeline: its end of a pipe, a descriptor, which the system closes when the template ends. Loops
-    in this file are described by a few short answers, with a slash between them: what they wait
-    for, who wakes them, what they produce, when they end. Of this one: waits for ids of stand-ins,
-    and for the ends of these and of workers / produces workers / ends with the main process.
+    in this file are described by four short answers, with a slash between them: what they wait for,
+    who wakes them (left out where that is plain), what they produce, when they end. Of this one:
+    waits for ids of stand-ins, and for the ends of these and of workers / woken by those who write
+    ids, and by the system / produces workers / ends with the main process.
     """
     os.setpgid(0, 0)  # Ctrl-C on the terminal is for the main process
     end_with_parent()
@@ -302,7 +307,8 @@ def fork_for(stand_in_id: int, selector: selectors.BaseSelector, lifeline: int) 
     """Makes the worker of this stand-in, and has both watched."""
     template_id = os.getpid()
     try:
-        stand_in = os.pidfd_open(stand_in_id)  # becomes readable when that ends
+        # A pidfd is a file descriptor for a process: it becomes readable when the process ends.
+        stand_in = os.pidfd_open(stand_in_id)
     except ProcessLookupError:
         return  # it has ended meanwhile
     try:
@@ -331,8 +337,9 @@ def fork_for(stand_in_id: int, selector: selectors.BaseSelector, lifeline: int) 
 
 def end_pair(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
     """One of a worker and its stand-in has ended, so the other one must."""
-    # If both have ended since the last look, the news of the first has closed both descriptors, and
-    # this is the news of the second. Its number may be that of another pair's descriptor by now.
+    # One `select` may report both ends. Then the first report has closed both descriptors, and at
+    # the second there is nothing left to do. By then its number may be that of a new descriptor, of
+    # another pair: so this looks for the very key that was reported, not for its number.
     registered_now = selector.get_map().get(key.fd)
     if registered_now is not key:
         return
@@ -366,7 +373,7 @@ def become_worker(variables: dict[str, str], template_id: int) -> None:
     variables: of the environment of its stand-in.
     """
     end_with_parent()
-    if os.getppid() != template_id:  # it had ended before
+    if os.getppid() != template_id:  # it ended before that call, so another one is the parent now
         os._exit(1)
     os.setpgid(0, 0)  # as Monarch does for each process that it starts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -440,12 +447,13 @@ else:
 MIB = 1 << 20  # bytes
 
 # What `main` sets for itself, and so for every process that it starts. Importing this file sets
-# nothing; whoever uses it as a library calls `prepare_environment` first.
+# nothing; whoever uses it as a library calls `prepare_environment` first. What the first three are
+# for is best understood after section 5, which says how a dead process is noticed.
 ENVIRONMENT = {
     # How often Monarch looks whether a process still lives: every 10 s unless told. More often than
     # this would cost memory: each look sends a message to each process, and of each message Monarch
-    # keeps 2 KiB for good (measured in DOCS 6). It would also gain little, for the end of a
-    # process is told in milliseconds by a pidfd, a file descriptor for a process (section 5).
+    # keeps 2 KiB for good (measured in DOCS 6). It would also gain little, for a pidfd tells of the
+    # end of a process in milliseconds.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     # A look under way when its process dies waits so long for the reply: 30 s unless told.
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
@@ -526,6 +534,7 @@ class Config:
 
     It is passed to the constructor of every actor that needs it. A global variable would not do:
     each worker is a process of its own with its own copy of this module, and would see the default.
+    At a first reading pass over the fields: the sections named above them say what each does.
     """
 
     # What is trained, and how long.
@@ -539,6 +548,8 @@ class Config:
     batch_groups: int = setting(16, "prompts per training step, each with a group", least=1)
     group_size: int = setting(8, "episodes per prompt: the mean of few is a poor baseline", least=1)
     generators: int = setting(2, "replicas of the generator service", least=1)
+    # Generators can be added while a run goes on (Service.resize, section 6). Room for them must be
+    # there from the start, for each may need a slot (section 7).
     max_generators: int | None = setting(
         None,
         "most that there can be; None: one more than there are",
@@ -560,7 +571,8 @@ class Config:
     tensor_parallel: int = setting(
         1, "ranks of a generator, among which its layers are cut", least=1
     )
-    # How: sections 7 to 16 say what each of these does.
+    # How. Section 13. With K + 1 batches under way none can become older than K; a window has half
+    # a batch less, so that some groups may pass a late one.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
     order: str = setting(
         "ready",
@@ -573,6 +585,7 @@ class Config:
     request_groups: int | None = setting(
         None, "groups in a request; None: the more generators, the fewer", least=1, kind=int
     )
+    # Sections 10 and 14.
     loss: str = setting(
         "ppo",
         "what an update minimises (section 10)",
@@ -593,6 +606,7 @@ class Config:
     max_weight: float = setting(
         2.0, "cispo, decoupled: larger weights of a token are cut off", least=0
     )
+    # Sections 11 and 15.
     length_penalty: float = setting(
         0.0, "reward that a turn loses per token beyond --free-tokens", least=0
     )
@@ -602,6 +616,7 @@ class Config:
     )
     preferences: str = setting("", "FILE.jsonl, from which the reward model learns", is_kept=True)
     ask_every: int = setting(0, "steps until it learns again, from the task; 0: never", least=0)
+    # Section 11.
     passes: int = setting(1, "updates per batch", least=1)
     lr: float | None = setting(
         None, "learning rate; None: 1e-3 for tiny, else 1e-6", least=0, kind=float
@@ -633,10 +648,12 @@ class Config:
         least=1,
         kind=int,
     )
+    # Section 5.
     stuck_after: float = setting(
         120.0, "seconds trainer, critic or generator may make no progress", least=1
     )
     judge_stuck_after: float = setting(5.0, "seconds that a reward may take", least=0.5)
+    # Sections 7 and 8; then 16.
     model_mb: int = setting(64, "MiB of weights in weight_sync and in reshard", least=1)
     hosts: str = setting("", "tcp://ADDRESS:PORT,... of other hosts, on which --worker runs")
     secret: str = setting("", "file with a secret, the same for --worker and for --hosts")
@@ -726,7 +743,8 @@ def flush_to_disk(path: str) -> None:
 def written_first(path: str) -> str:
     """Where the content of this file is written, before that gets its name.
 
-    It is the path itself for what cannot be renamed: a device, a pipe, or an unnamed_file.
+    It is the path itself for what cannot be renamed: a device, a pipe, or a file that has no name
+    in any folder (`unnamed_file`, below).
     """
     real = os.path.realpath(path)  # if it is a link to a file, it shall stay one
     is_special = os.path.exists(path) and not os.path.isfile(real)
@@ -992,10 +1010,11 @@ class Report(Terminal):
     ) -> None:
         """Compares what was measured with what the claim says.
 
-        A failure makes the exit status of the command 1, and what is not known (None) fails. What
-        is checked are counts, bytes and differences, which are the same on a busy machine. How long
-        something took is shown, and fails nothing. Where a claim is about time, what is checked is
-        whether two things overlapped, or a ratio of times, which a busy machine stretches alike.
+        A failure makes the exit status of the command 1, and so does None, such as a mean of no
+        values. What is checked are counts, bytes and differences, which are the same on a busy
+        machine. How long something took is shown, and fails nothing. Where a claim is about time,
+        it is whether two things overlapped, or a ratio of times, which a busy machine stretches
+        alike.
         """
         holds = self.RELATIONS[relation]
         ok = got is not None and bool(holds(got, want))
@@ -1127,9 +1146,10 @@ def since(start: float) -> float:
 def began_s() -> float:
     """When the command began to run this file, as time.monotonic() has it.
 
-    The start of the process would not do: a shell that becomes Python keeps its own.
+    The start of the process would not do: if a shell becomes Python by `exec`, it is the shell's.
     """
-    # Run as a program, the file is there twice: as `__main__`, and a moment later by its name.
+    # In the main process this file is there twice: first as `__main__`, the program, which then
+    # imports it as `monarch_rl`, the name by which workers find its classes (last lines).
     return getattr(sys.modules["__main__"], "FIRST_LINE_S", FIRST_LINE_S)
 
 
@@ -1179,9 +1199,9 @@ def close_unnamed_file(path: str) -> None:
 # Problem. Several threads share an object. Each reads it, pauses, and writes back what it made of
 #   it. Updates vanish, without an error, and not every time.
 # Rule. Put the object into an actor: an instance that lives in one process and is reached only by
-#   messages. The methods that messages may call are its endpoints. They run one at a time, in the
-#   order in which a caller sent the messages, so none ever sees another one half done. Two actors
-#   share nothing, and work at the same time.
+#   messages. The methods that messages may call are its endpoints. Messages wait in the actor's
+#   mailbox. Endpoints run one at a time, in the order in which a caller sent the messages, so none
+#   ever sees another one half done. Two actors share nothing, and work at the same time.
 # Cost. A message and its answer take the time of thousands of function calls; the demo shows both.
 # Not here. Endpoints that may overlap (section 6).      Source. Hewitt, Bishop, Steiger 1973.
 #
@@ -1204,7 +1224,8 @@ class Tally(Actor):
     """A counter, of which section 2 makes a mesh.
 
     `@endpoint` marks what messages may call; anything else is an ordinary method, for the actor
-    itself. `current_rank()` tells an actor its number among those that were spawned together.
+    itself. To spawn actors is to make them, in processes of their own. `current_rank()` is the
+    place of an actor among those that were spawned together; its `rank` is that as a single number.
     """
 
     def __init__(self) -> None:
@@ -1264,13 +1285,13 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     lost = await additions_lost_by_threads(200)
     report.check("additions of 200 that threads lost", lost, ">", 0)
 
-    # Two processes, with an actor in each. They stand along one dimension, which gets the name
-    # "worker" here. `spawn` returns at once, with a reference to both actors; `slice` narrows it to
-    # the one at this place of the dimension. (A reference, to one or to several, has the type of
-    # the actor, here Tally.) `call_one` sends a message to that one and returns
-    # something to await for the answer. The message is on its way before anybody awaits.
+    # Two processes, without an actor yet, along one dimension, which gets the name "worker" here.
     procs = this_host().spawn_procs(per_host={"worker": 2})
     report.at_end(procs.stop)
+    # Then an actor in each of them. This returns at once, with a reference to both actors; `slice`
+    # narrows it to the one at this place of the dimension. (A reference, to one or to several, has
+    # the type of the actor, here Tally.) `call_one`, below, sends a message to that one and returns
+    # something to await for the answer. The message is on its way before anybody awaits.
     tallies = procs.spawn("tally", Tally)
     one = tallies.slice(worker=0)
     other = tallies.slice(worker=1)
@@ -1380,18 +1401,15 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     mesh.add.broadcast()  # mechanism: every member, no answer
     told = await adverb_row(mesh, "mesh.add.broadcast()", [])
 
-    report.table([every, second, chosen, told])
-    # Which member `choose` draws is Monarch's affair. That it is one of them, and that the same one
-    # runs and answers, is what the word means. So whoever answered must be the only one that ran.
-    drawn = answer.rank
+    rows = [every, second, chosen, told]
+    report.table(rows)
+    # For each row who must have run, and who must have answered. Which member `choose` draws is
+    # Monarch's affair; but the one that answered must be the only one that ran.
+    drawn = str(answer.rank)
+    wanted = [("0 1 2 3", "0 1 2 3"), ("2", "2"), (drawn, drawn), ("0 1 2 3", "-")]
     num_wrong = 0
-    for row, ran, answered in (
-        (every, "0 1 2 3", "0 1 2 3"),
-        (second, "2", "2"),
-        (chosen, str(drawn), str(drawn)),
-        (told, "0 1 2 3", "-"),
-    ):
-        num_wrong += row.ranks_that_ran != ran or row.ranks_that_answered != answered
+    for row, ran_and_answered in zip(rows, wanted, strict=True):
+        num_wrong += (row.ranks_that_ran, row.ranks_that_answered) != ran_and_answered
     report.check("rows that differ from what the words mean", num_wrong, "==", 0)
     # `call_one` on a mesh of several is a mistake, and says so instead of drawing a member.
     found = await outcome(mesh.add.call_one)
@@ -1411,8 +1429,8 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 #   memory once as an RDMABuffer and sends a handle, of half a kilobyte, in a message. Whoever has
 #   the handle moves the bytes, by a read or a write that is one-sided: only one side's code asks.
 # Cost. The owner must keep the memory alive, and is not told when a reader is done (section 7 is
-#   about that). An RDMABuffer wants memory in one piece. Of a tensor that is not, such as a column
-#   of a matrix, one would first have to make a copy, and bytes that are written into a copy vanish.
+#   about that). An RDMABuffer wants memory in one piece. A tensor that is not, such as a column of
+#   a matrix, can only be sent as a copy; and who pushes bytes there fills the copy, not the matrix.
 # Not here. GPU memory, which the same handle covers where there is an RDMA card.
 # Source. Monarch, libibverbs.
 #
@@ -1554,9 +1572,10 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
         await latch.read_into(state)  # one-sided too
     await handle.read_into(pulled)  # mechanism: one-sided read
     num_answered = int(message.done())
-    # The pull is over, and the owner has been stuck since before it began. Is it still stuck? Then
-    # the pull has ended without its Python. So the latch is opened only now, and the owner answers
-    # whether that is what has freed it. If it had given up before, the latch would come too late.
+    # The pull has ended. Was the owner stuck all the while? It was when the pull began, as the loop
+    # above has seen. Only two things can free it: the latch, which is opened here, after the pull,
+    # or its own patience of 20 s. It answers True if it was the latch. Then it was stuck until now,
+    # and so its Python had no part in the pull.
     await latch.write_from(torch.ones(2, dtype=torch.uint8))
     was_still_stuck = await stuck
     num_pulled = 1 if was_still_stuck else 0
@@ -1589,10 +1608,11 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 #
 # The demo shows that any process may ask. Runs of this file make less use of it than that: there
 # only the main process asks, and gives what it has found to the workers that it makes (Worker.setup
-# in section 5). For whoever asks by name waits for an answer. If a worker is stopped before that
-# comes, the answer goes back to Monarch's registry of names in the main process, and ends it, and
-# with it the run (seen with this version of Monarch; DOCS 1). To tell Telemetry something needs no
-# answer, so nothing can come back.
+# in section 5). The reason: Monarch returns what it cannot deliver to the actor that sent it, and
+# that ends the sender, unless it says that it does not mind. If a worker is killed while it asks by
+# name, the answer returns to Monarch's registry of names, which does mind: it ends, and with it the
+# main process, in which it lives, and the run (seen with this version of Monarch; DOCS 1). Events
+# are sent to Telemetry without a wish for an answer, so there is none that could return.
 
 
 @dataclass(frozen=True)
@@ -1634,7 +1654,7 @@ async def telemetry(name: str = "telemetry") -> Telemetry:
 
 
 class Recorder:
-    """One actor's road to Telemetry.
+    """One actor's road to Telemetry. At a first reading go on with `Witness`.
 
     It keeps events for a moment and sends them together: a message for each would cost more than
     what many of them report.
@@ -1744,6 +1764,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #
 #     what happens         its caller sees   its owner is told by              and then
 #     endpoint raises      the exception     nobody                            the actor lives on
+#       nobody waits       nothing           Monarch, in milliseconds          it is replaced
 #     process dies         ReplicaLost       a pidfd, in milliseconds          it is replaced
 #     it stands still      ReplicaLost       its pulse, silent for 3 s         killed, and replaced
 #     it works for ever    ReplicaLost       its progress, after a limit       killed, and replaced
@@ -1757,9 +1778,9 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # 1. Death. A pidfd is a file descriptor for a process. It becomes readable when the process ends,
 # and so an event loop hears of it at once. Monarch has a detector too: it hears when an actor ends,
 # asks every 2 s whether a process still lives, and calls `__supervise__` of the owner: a method by
-# which an actor says that it wants to hear of such things. We need it, because it also knows of an
-# actor that died in a process that lives: an endpoint that raises though nobody waits for its
-# answer (`broadcast`) ends its actor.
+# which an actor says that it wants to hear of such things. We need it for the second row of the
+# table: if an endpoint raises and nobody waits for its answer (`broadcast`), the exception has no
+# caller to go to, and Monarch ends the actor. Its process lives, so no pidfd tells.
 #
 # 2. Standstill. A thread in each worker counts a word in shared memory up, ten times a second: the
 # pulse. The owner looks at it four times a second. A process that was stopped, or that gets no
@@ -1776,10 +1797,10 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # sees the progress of that one, and a step of an hour is well if each of its parts is short.
 
 # -- 5a. Hosts, and the signs of life of a process -------------------------------------------------
-# In this order: how processes are started (Template, Starts), where (Host), how one is named so
-# that nobody else is meant (open_process), where it shows that it lives (PulseHandle and, in the
-# process itself, Pulse), what can be seen of it at one look (Signs), and what its owner makes of
-# its looks (Watch). At a first reading begin with Pulse.
+# At a first reading go on with `class PulseHandle`. From there on: where a process shows that it
+# lives (PulseHandle and, in the process itself, Pulse), what can be seen of it at one look (Signs),
+# and what its owner makes of its looks (Watch). Before it: how processes are started (Template,
+# Starts), where (Host), and how one is named so that nobody else is meant (open_process).
 
 # Set by the main process when it is about to end all others. From then on nothing is replaced.
 LEAVING = threading.Event()
@@ -1800,8 +1821,9 @@ STOPPED = "T"  # by SIGSTOP
 class Template:
     """Starts the process of which workers with a model are forks, and says how to get one."""
 
-    # A shell that notes its process id, tells it to the template too, and waits until it reads the
-    # end of the pipe that the template holds open.
+    # Three commands for the shell: it notes its process id (Starts), writes it into "$0", which is
+    # the standard input of the template, and reads from "$1", a pipe into which nobody writes: so
+    # it waits until the template ends, which holds that open (`arguments` names the two files).
     STAND_IN = f'{NOTE_START} && echo $$ > "$0" && read nothing < "$1"'
 
     def __init__(self) -> None:
@@ -1883,13 +1905,16 @@ class Starts:
 def starts_file() -> str:
     """The path of the file in which all of them note their ids: of this process, while it lives.
 
-    It is one for all, with some 40 bytes for each start. One for each would have to be closed, and
-    a process that comes late would write into whatever has the same number then.
+    It is one for all, with some 40 bytes for each start. One for each replica would be closed some
+    day. The number of its descriptor, with which its path ends, then goes to the next file that is
+    opened, and a process that starts late would write its id into that.
     """
     return unnamed_file("starts")
 
 
-THIS_MACHINE = "here"  # the name of its life
+# A life of a host is the time from its start until it is lost, and has a name. Only the other hosts
+# of section 16 can have several; this machine has one.
+THIS_MACHINE = "here"
 
 
 def my_life() -> str:
@@ -1900,8 +1925,9 @@ def my_life() -> str:
 class Host:
     """Where processes can be started: this machine.
 
-    Sections 5 to 15 know only these methods of it; section 16 has another kind of Host, which does
-    the same on another machine.
+    Section 16 has other kinds of Host, which do the same on other machines. Those can be lost, and
+    that is what `life`, `is_here`, `still_has` and `present` are about. Of this machine their
+    answers never change, so until then only `spawn`, `watch`, `signs` and `signal` matter.
     """
 
     address = ""  # of this machine there is none
@@ -1925,7 +1951,7 @@ class Host:
     async def present(self) -> Host:
         """Where a replica that belongs here is started now: here.
 
-        A host that is several machines (section 16) leaves out those that are lost.
+        In section 16 one Host may stand for several machines, and answers with those not lost.
         """
         return self
 
@@ -2052,7 +2078,7 @@ class PulseHandle:
     pid: int
     path: str  # of its file in memory, for processes of the same host
     # When it started, as the system counts it: a process that gets its id later has another number.
-    # None: nobody has noted it, so this process can be looked at, and gets no signal.
+    # None: nobody has noted it. Then `open_process` raises, so this process gets no signal.
     started: int | None = None
     life: str = THIS_MACHINE  # of the host on which it runs
 
@@ -2146,13 +2172,15 @@ class Watch:
 
     def look(self, now: Signs) -> bool:
         """Compares with the last look. Returns whether the process has got something done."""
-        last = self.last or now
-        is_beating = now.beats != last.beats or self.last is None
+        last = self.last
+        self.last = now
+        if last is None:  # the first look: there is nothing to compare with
+            return False
+        is_beating = now.beats != last.beats
         # A process that was stopped just now may have computed until then.
         is_computing = now.cpu_ticks != last.cpu_ticks and now.state != STOPPED
         is_well = is_beating or is_computing  # mechanism: silent but at work
         self.num_silent = 0 if is_well else self.num_silent + 1
-        self.last = now
         return now.progress != last.progress
 
 
@@ -2173,8 +2201,10 @@ class Place:
 class Worker(Actor):
     """What a supervisor owns: an actor in a process of its own.
 
-    It may also be several, one per process, which live and die together: the ranks of one worker. A
-    trainer that is sharded over GPUs is such a worker.
+    It may also be several, one per process, which live and die together: the ranks of one worker,
+    such as a trainer that is sharded over GPUs. They compute together, as a process group. To form
+    that (`form_group`, section 7) all must know one place, a file or an address: rank 0 makes it
+    (`meeting_place`), and `setup` tells all.
     """
 
     has_model: ClassVar[bool] = False  # does it need torch and transformers?
@@ -2184,8 +2214,8 @@ class Worker(Actor):
         self.rank = current_rank().rank
         self.recorder = Recorder(f"{place.service} {place.replica_id}.{self.rank}")
         self.pulse = Pulse()  # subclasses call its `advance` whenever they got something done
-        self.meeting_point = ""  # "" until somebody asks for it
-        self.meets_at = ""  # of several ranks: that of rank 0, from `setup` on
+        self.own_place = ""  # a meeting place that this rank has made; "" until it is asked for one
+        self.meets_at = ""  # the meeting place of all ranks, that of rank 0; "" before `setup`
 
     @endpoint
     async def find_pulse(self) -> PulseHandle:
@@ -2198,10 +2228,10 @@ class Worker(Actor):
 
     @endpoint
     async def meeting_place(self) -> str:
-        """Where the ranks can find each other, always the same place; that of rank 0 counts."""
-        if not self.meeting_point:
-            self.meeting_point = self.make_meeting_place()
-        return self.meeting_point
+        """A place where the ranks can meet, always the same one; that of rank 0 counts."""
+        if not self.own_place:
+            self.own_place = self.make_meeting_place()
+        return self.own_place
 
     def make_meeting_place(self) -> str:
         """A file of this host. Ranks may look into it as long as they live: it ends with us."""
@@ -2211,7 +2241,7 @@ class Worker(Actor):
     async def setup(self, store: Telemetry | None = None, meeting_place: str = "") -> Any:
         """Makes it ready to serve. store: where its events go; None: nowhere.
 
-        meeting_place: of several ranks, where they can find each other: that of rank 0.
+        meeting_place: of several ranks, where they meet: that of rank 0.
 
         A constructor should be cheap: Monarch runs it when the actor is spawned, and nobody waits
         for it. What takes long, or can fail, belongs into `prepare`, which is awaited here.
@@ -2224,8 +2254,9 @@ class Worker(Actor):
         """Here subclasses import, load and attach. What it returns goes to the supervisor."""
 
     def _handle_undeliverable_message(self, message: Any) -> bool:
-        """Monarch calls this when a message to somebody who is lost came back.
+        """Monarch calls this when a message of this actor could not be delivered and came back.
 
+        Such a message is an answer to somebody, or events for Telemetry, who has died meanwhile.
         True says that all is well. False, the default, would end this actor.
         """
         return True
@@ -2259,8 +2290,8 @@ class ReplicaLost(RuntimeError):
 class NobodyToBlame(RuntimeError):
     """What an endpoint raises if its replica is well, and something else prevents an answer.
 
-    If another replica does answer, that proves nothing against this one. (Section 6 else counts
-    it against a replica if it raises where another one answers.)
+    Only section 6 asks for the difference. There a replica gets a mark if it raises on a request
+    that another one answers, and three marks have it replaced. For this exception it gets none.
     """
 
 
@@ -2282,7 +2313,7 @@ class Replica:
     """One worker, as its owner sees it.
 
     If it is lost, its successor will be another Replica with the same id. So late news of this one
-    cannot be taken for news of that one.
+    cannot be taken for news of that one. (Marks and retiring can wait for section 6.)
     """
 
     MAX_MARKS = 3  # in a row, until a replica that raises is replaced
@@ -2352,10 +2383,10 @@ class Replica:
             self.lost.set_result(loss)
 
     def look(self, spec: ServiceSpec) -> None:
-        """Looks at its processes once, and loses it if one is ill. spec: has the limits."""
-        if self.host.life() != self.host_life:
+        """Looks at its processes once, and loses it if one is ill: 1 to 3. spec: has the limits."""
+        if self.host.life() != self.host_life:  # only in section 16
             self.lose("host lost")  # mechanism: host lost
-        self._look_at_start(spec)
+        self._look_at_start(spec)  # illness 2, before there is a pulse
         is_news = False
         has_moved = False
         for watch in self.watches:
@@ -2364,11 +2395,13 @@ class Replica:
                 continue
             is_news = True
             has_moved |= watch.look(signs)  # one rank that gets on is enough: others wait for it
-            if signs.state in ENDED:
+            if signs.state in ENDED:  # 1. death, if the pidfd has not told
                 self.lose("died")
+            # 2. Standstill.
             if watch.num_silent >= num_looks(spec.standstill_s):  # mechanism: standstill
                 self.lose("stood still")
-        if is_news:  # a look that shows nothing new says nothing about progress
+        # 3. Endless work. A look that shows nothing new says nothing about progress.
+        if is_news:
             self.num_fruitless += 1
         if has_moved or self.is_idle() or not self.answers:  # a setup has a deadline
             self.num_fruitless = 0
@@ -2428,8 +2461,9 @@ class Replica:
         self.send_signal(signal.SIGKILL)
         self.pids = []
         self.watches = []
-        if self.host.life() != self.host_life:  # of several machines some are lost (section 16)
-            return  # for these Monarch would wait in vain; the others have had their signal
+        # In section 16 only some of a host's machines may be lost: Monarch would wait in vain.
+        if self.host.life() != self.host_life:
+            return  # the others have had their signal
         # ValueError: they could not be made, so there are none. RuntimeError: they were killed
         # while Monarch was making them. It waits for them for half a minute before it raises that.
         with contextlib.suppress(ValueError, RuntimeError):  # mechanism: killed in the making
@@ -2549,7 +2583,7 @@ class Supervisor(Actor):
         """Waits until it is ready."""
         store = await telemetry()
         meeting_place = ""
-        if self.spec.num_ranks > 1:
+        if self.spec.num_ranks > 1:  # they will form a process group, and meet at a place of rank 0
             meeting_place, *_ = await self._call(new, "meeting_place", ())
         new.has_set_up(await self._call(new, "setup", (store, meeting_place)))
 
@@ -2616,7 +2650,12 @@ class Supervisor(Actor):
 #
 # The columns of the table: what the caller saw, an exception or the answer; what the owner was
 # told, and after how many ms; how long the cure took, which is a new process, or nothing; and what
-# the next call answers, which should be the root of 4.
+# the next call answers, which should be the root of 4. A run on two cores, in ms (the limits here
+# are 1 s and 4 s):
+#
+#     what happened      raises   nobody waits   SIGKILL   SIGSTOP   works for ever
+#     told after              -              8        12      1078             4166
+#     cure                    0            408       401       424              583
 
 
 class Roots(Worker):
@@ -2827,16 +2866,16 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 #
 #     caller --- route(Roots.root, 4) ---> ServiceActor
-#                                              | root(4) ---> replica 1    is lost: its keeper
+#                                              | root(4) ---> replica 0    is lost: its keeper
 #                                              |                           makes another
-#                                              | root(4) ---> replica 0    answers
+#                                              | root(4) ---> replica 1    answers
 #            <------- 2.0 ---------------------+
 #
 # What runs in it, beside the looks of section 5: a `route` or `ask` per request; a keeper per
 # replica, which sleeps until that is lost, makes another one, and sleeps again; and calls of start,
 # resize and status, which wait until all are ready. A loss wakes whoever waits for that replica
-# (Replica.lost). All other changes are told by the ChangeNotice below. By example, of two replicas
-# the first dies in the middle of a request:
+# (Replica.lost). All other changes are told by the ChangeNotice below. By example, the drawing in
+# time: of two replicas, replica 0 dies in the middle of a request:
 #
 #     route of that request    sleeps in _call; wakes because the replica is lost; picks the other
 #     keeper of replica 0      sleeps; wakes because it is lost; makes another, which takes seconds
@@ -2868,7 +2907,8 @@ class ChangeNotice:
 
     def notify(self) -> None:
         """Wakes all that wait now."""
-        # `set` marks them as ready to run. They do run, although the event is cleared at once;
+        # `set` ends the `wait` of each of them: it will return when the event loop comes to it, and
+        # asyncio does not look at the event again before. So the event can be cleared at once, and
         # whoever begins to wait later waits for the next notice.
         self.event.set()
         self.event.clear()
@@ -2959,7 +2999,8 @@ class ReplicaKeeper(Supervisor):
         waits for a loss / woken by Replica.lose / produces the next replica / ends with `close`,
         another `start` or `resize`, or when the first one cannot be made on a host that is here
         """
-        loss: Loss | None = None  # the one that the next replica makes good
+        # The loss that the next replica makes good; None: there was no ready one to lose yet.
+        loss: Loss | None = None
         num_failures = 0  # before any was ready
         while True:
             try:
@@ -2967,13 +3008,14 @@ class ReplicaKeeper(Supervisor):
             except (ActorError, ReplicaLost, asyncio.TimeoutError, OSError, ValueError) as error:
                 # What each of these means, `_spawn` says. If this was to replace another replica,
                 # it is tried again, without end. If it was the first with this id, the error may be
-                # a mistake of whoever has started the service, and `_first_has_failed` decides.
+                # a mistake of whoever has started the service. `_first_has_failed` decides: it
+                # raises the error, or returns a Loss if the host is to blame, or None to try again.
                 # The pause comes before that decision: a host may be lost, and its loss be known
                 # only a moment after the error that follows from it.
                 await asyncio.sleep(self.RETRY_SETUP_S)
                 if loss is None:
                     num_failures += 1
-                    loss = self._first_has_failed(replica_id, error, num_failures)  # it may raise
+                    loss = self._first_has_failed(replica_id, error, num_failures)
                     self.changed.notify()  # without its host there may be enough replicas now
                 continue
             if loss is not None:  # it took the place of one that was lost
@@ -2992,20 +3034,20 @@ class ReplicaKeeper(Supervisor):
     ) -> Loss | None:
         """What follows if the first replica of this id could not be made.
 
-            what has happened                   what follows
-            its host is away, or was so         it counts as a loss, which the keeper makes good
-            meanwhile                           when the host is back
-            its setup raised, or was too slow   a mistake, such as a wrong path: it is raised
-            lost otherwise, before it was       None: the keeper tries again; after
-            ready                               MAX_LOST_AT_FIRST times it is a mistake, too
+        1. Its host is away, or was so meanwhile (section 16). That counts as a loss, which the
+           keeper makes good when the host is back.
+        2. Its setup raised, or was too slow. That is a mistake, such as a wrong path: it is raised.
+        3. It was lost otherwise before it was ready. Then this returns None, and the keeper tries
+           again; after MAX_LOST_AT_FIRST times it is a mistake, too.
 
         What is raised ends the keeper, and `_ready` tells whoever waits.
         """
-        made = self.replicas.get(replica_id)
+        made = self.replicas.get(replica_id)  # None: not even a process was asked for
         host = made.host if made else self._host_of(replica_id)
         life = host.life()
-        is_same_life = made is None or made.host_life == life
-        if not life or not is_same_life:
+        is_away = life == ""
+        was_away = made is not None and made.host_life != life  # it has been started again since
+        if is_away or was_away:
             return Loss(
                 replica_id=replica_id,
                 why=f"setup failed: {cause(error)}",
@@ -3097,6 +3139,8 @@ class ResizableKeeper(ReplicaKeeper):
         self._begin_to_keep(replica_ids)
         keepers = [self.keepers[replica_id] for replica_id in replica_ids]
 
+        # A keeper ends if its first replica could not be made: then none of these is to stay. (Of
+        # keepers that `start` has begun `_ready` raises that, but not of these.)
         def is_decided() -> bool:
             return any(keeper.done() for keeper in keepers) or self._has_all(replica_ids)
 
@@ -3186,6 +3230,8 @@ class ServiceActor(ResizableKeeper):
                 to_blame = None if isinstance(cause(error), NobodyToBlame) else replica
                 continue
             replica.has_answered()
+            # If meanwhile no other replica is left to ask, `_pick` may choose the same one again.
+            # That it now answers proves nothing against it.
             if to_blame is not None and to_blame is not replica:
                 to_blame.mark()  # the request was good, so that replica is not
             self.num_answers += 1
@@ -3206,9 +3252,10 @@ class ServiceActor(ResizableKeeper):
             answers = await self._call(replica, method, args)
         except ActorError:
             if self.spec.num_ranks > 1:
-                # A rank that loses another one raises: a collective has failed. The death itself
-                # may be heard of a moment later, and then it is the reason. A pidfd tells of it in
-                # milliseconds; 0.2 s is many times that, and no caller minds it after an error.
+                # For the death of the only rank `_call` raises ReplicaLost. But of several ranks
+                # one may die, and another one raise because of that, a moment before its owner is
+                # told. A pidfd tells in milliseconds; 0.2 s is many times that, and no caller minds
+                # it after an error.
                 await asyncio.wait({replica.lost}, timeout=0.2)
             if replica.lost.done():
                 raise ReplicaLost(f"{replica.name} is lost") from None
@@ -3402,11 +3449,12 @@ class Service:
 # replicas write down what they do, each request when it begins and when it is done, in one file.
 # There a request that was run without need shows, and so does one that was answered without work.
 #
-# So answers are counted where they are received, where they are given, and where the work for them
-# is done. The first two show that every request is answered, once: 400 right answers came, and no
-# more were given. The last one shows that nothing was done in vain. A request that is done twice
-# though nobody has failed does not show in the numbers that were finished, for each of them counts
-# once there; it shows as an attempt that no request and no failure accounts for.
+# So three things are counted:
+#
+#     answers, at the callers and at the service   400 of each: every request is answered, once
+#     different requests that replicas finished    400: no answer was given without the work
+#     attempts that replicas began                 400, and one more for each that failed, at most:
+#                                                  none was run twice without need
 
 
 @dataclass(frozen=True)
@@ -3518,8 +3566,9 @@ async def demo_service(report: Report, cfg: Config) -> None:
     num_answers = after.num_answers - before.num_answers
     num_failed = after.num_failed_attempts - before.num_failed_attempts
     report.say(f"at the replicas {num_begun} attempts began; {num_failed} failed")
-    # failover_ms: of the request that waited longest, mostly until #3 was known to stand still. The
-    # overhead is of the fastest request of either kind, one of each: it tells an order of size.
+    # failover_ms: of the request that waited longest, mostly until #3 was known to stand still.
+    # route_overhead_us: the fastest request to the service took so much longer than the fastest to
+    # the mesh. These are two single requests, so only the order of magnitude counts.
     overhead_us = (served.fastest_ms - chosen.fastest_ms) * 1e3
     report.figure(failover_ms=served.slowest_ms, route_overhead_us=overhead_us)
     report.check("requests of 400 lost with choose", 400 - chosen.answered_right, ">", 0)
@@ -3562,8 +3611,9 @@ async def demo_service(report: Report, cfg: Config) -> None:
 #     generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
 #     generator 1   long rollout...XXXX long rollout...XXXX     long rollout f long rollout f
 #
-# (So it is in a ring, such as NCCL's. Gloo serves each generator when it comes: with it the trainer
-# waits as drawn, and generator 0 does not wait for generator 1.)
+# (The broadcast is drawn as in NCCL, where each member passes on what it gets from the one before,
+# so that all wait for all. In gloo the trainer serves each generator when that comes: it waits as
+# drawn, but generator 0 does not wait for generator 1.)
 #
 # On a CPU a generator's parameters are the slot itself, so it copies nothing. The trainer's copy
 # runs in a thread beside its next forward and backward pass, which only read the weights. Before
@@ -3594,7 +3644,7 @@ def require(holds: Any, otherwise: str) -> None:
 #     embed.weight     (19, 40)   embed.weight          0        1520
 #     lm_head.weight   (19, 40)   embed.weight          0        1520     not stored a second time
 #     norm.weight      (40,)      norm.weight        1536          80     1536 = 24 cache lines
-#     checksums of the three, 8 bytes each, then the version, at the end of the slot
+#     at the end of the slot: a checksum for each name, also a tied one, 8 bytes; then the version
 
 # What most processors read and write at once. Some take 128, such as those of a Mac, on which this
 # runs in a container: there two words share a line, which costs time and breaks nothing.
@@ -3643,8 +3693,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
     A DTensor is a tensor that is cut over several processes (section 8). What this process has of
     it is a plain tensor inside, with which it computes; that one is returned. Its public method,
-    `to_local`, gives another object, a view of the same memory. A reader (7d) lets a tensor point
-    at other memory. Done to that view, the DTensor would not notice.
+    `to_local`, will not do: it makes another tensor that shows the same memory, and if a reader
+    (7d) lets that one show a slot instead, the DTensor goes on computing with the old memory.
     """
     return getattr(tensor, "_local_tensor", tensor)  # an attribute that only DTensors have
 
@@ -3727,7 +3777,7 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #                                sees that, and starts over; it has read nothing of the slot yet
 #
 # A version never comes back, so "unchanged" means that nothing happened in between. Step 1 only
-# says what to announce. What breaks if two of what follows it are exchanged:
+# says what to announce. After it come step 2, step 3 and the reading. In another order it breaks:
 #
 #     3, then 2                between them the writer may make another slot the latest, look at the
 #                              leases, and write into what the reader then reads: torn
@@ -3735,16 +3785,18 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #     2 without its fence      the processor may do 3 before others can see 2: as if exchanged
 #
 # How long a lease lasts does not matter, nor how many slots there are: only a slot that no word
-# names is written. And when a reader's word changes it has read the slot before it, and when
-# `latest` names a slot its bytes are there, for `put`, which changes a word, begins with a fence.
+# names is written. Every word is changed by `put`, which begins with a fence: all that its process
+# did before comes first, for everybody. So when others see that a reader's word names another slot,
+# or none, its last read of the old slot is over; and when they see `latest` name a slot, the bytes
+# of that slot are there.
 #
-# In which order others see what I do. (The rest of this part only says why `fence`, below, is what
-# it is. If you take it for granted that what stands before a fence comes first for everybody, go on
-# with ArenaHandle.) What was just shown says "after" and "before", and a processor
-# does not keep to the order of the program. A store waits in a buffer until its cache line has
-# come, and what follows goes ahead. A load whose line is near passes one whose line is far. The
-# process itself cannot tell, for its own loads find its own stores. Another process can. Of two
-# accesses to different words, may the later one take effect before the earlier one?
+# In which order others see what I do. At a first reading go on with `class ArenaHandle`: the rest
+# of this part only says what a fence is made of, and why one is needed at all. The proof above says
+# "before" and "after", but a processor does not keep to the order of the program. It does not wait
+# for memory: it puts a store aside until the place in memory can be had, and goes on with what
+# follows; and of two loads the one whose bytes are near is done first. The process itself cannot
+# tell, for its own loads find its own stores. Another process can. Of two accesses to different
+# words, may the later one take effect before the earlier one?
 #
 #     earlier, later   x86-64   Arm   where that would tear weights
 #     store, load      yes      yes   my lease, my second look; the writer's `latest`, its look
@@ -3763,21 +3815,24 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 # stands behind it, whatever it is. That is full order, and there are two halves of it. An acquire
 # is a load that nothing behind it may pass, such as that by which one takes a lock. A release is a
 # store that passes nothing before it, such as that by which one gives a lock back. So what is done
-# under a lock stays between the two. But what stands outside may move in, at either end:
+# under a lock stays between the two. But what stands outside may move in, at either end. In the
+# left one of these two programs A and B may both move in, and there B may pass A. In the right one
+# each of them stops at one of the two in the middle, and these keep their order:
 #
 #     taken and given back once        twice
 #     store A   may move down          store A   stays above the first release
 #     acquire                          acquire
-#     release                          release   } these two keep their order, and so A stays
-#     load B    may move up            acquire   } above B
+#     release                          release   } the two in the middle
+#     load B    may move up            acquire   }
 #                                      release
 #                                      load B    stays below the second acquire
 #
 # On x86-64 once is enough: the instruction that takes a lock is a fence by itself (Intel SDM vol.
-# 3, 9.2.3.9). On Arm a fence is a release and then an acquire (Arm Architecture Reference Manual,
-# B2.3), so the lock is taken twice. Python has no fences, but it has locks. Where this file runs
-# they are semaphores of the C library, whose sem_trywait acquires and whose sem_post releases.
-# Appendix B of DOCS has the protocol access by access, and what of this was tried on which machine.
+# 3, 9.2.3.9). On Arm a release and then an acquire keep their order (Arm Architecture Reference
+# Manual, B2.3), so the lock is taken twice. Python has no fences, but it has locks. Where this file
+# runs they are semaphores of the C library, whose sem_trywait acquires and whose sem_post releases.
+# For Arm this was tried in a model of its rules (the tests run this code in every order that they
+# allow), and never on such a machine. Appendix B of DOCS has the protocol access by access.
 
 
 @dataclass(frozen=True)
@@ -3811,8 +3866,8 @@ class Arena:
     LEASES = 2  # this and the following, one of each reader: its process id * MAX_SLOTS + slot
 
     MAX_SLOTS = 1024
-    MAX_READERS = 900  # the last words are those of 8 and 16
-    NUM_WORDS = 1024
+    MAX_READERS = 900
+    NUM_WORDS = 1024  # the last ones are for ranks of a trainer (section 8), and hosts (section 16)
     HEADER_BYTES = NUM_WORDS * CACHE_LINE_BYTES
     # In any word: nothing published, nothing leased. Divided by MAX_SLOTS it reads as version -1
     # in slot 1023, and as a lease of process -1; there is neither such a slot nor such a process.
@@ -3939,7 +3994,8 @@ class Arena:
     def lease(self, reader: int) -> tuple[int, int]:
         """(version, slot) of the newest weights; while my word names that slot nobody writes it.
 
-        Why its three steps are enough, and in this order, stands above.
+        Why its three steps are enough, and in this order, stands above. If nothing was published
+        yet, the answer is (-1, 1023): there is no such slot, so to announce it does no harm.
         """
         while True:
             version, slot = self.latest()  # 1. look
@@ -3949,6 +4005,7 @@ class Arena:
                 return version, slot
 
 
+# At a first reading go on with `create_arena`. Sections 8 and 16 use what stands in between.
 def stamps_of(arena: Arena) -> torch.Tensor:
     """[num_slots] int64: which version each slot holds, a view of its last 8 bytes.
 
@@ -3957,7 +4014,6 @@ def stamps_of(arena: Arena) -> torch.Tensor:
     return arena.slots[:, -8:].view(torch.int64)[:, 0]
 
 
-# (At a first reading go on with `create_arena`.)
 # A generator waits for no version: it looks at `latest` between two rollouts. But ranks of a
 # sharded trainer wait for each other's words (section 8), and so do the generators of the bench
 # below. They sleep in the kernel, by a futex (from "fast user-space mutex"): a process sleeps at an
@@ -4000,9 +4056,10 @@ def wait_until(arena: Arena, word: int, least: int) -> int:
     """Returns a word when it is at least so much. It must be one that `tell` changes.
 
     Before the kernel lets me sleep it compares the word with what I found, under a lock that is
-    needed to wake me. Two things escape it: it compares only the lower 4 bytes, which are the same
-    again 4 million versions later; and who changes a word may die before it wakes me. So a sleep
-    ends after 0.1 s, and I look again. I do not ask who lives.
+    needed to wake me. So a change that comes before I sleep is not missed, but for two cases. It
+    compares only the lower 4 bytes, and as each version adds 1024 to a word, these are the same
+    again after 2**32 / 1024, some 4 million versions. And who changes a word may die before it
+    wakes me. So a sleep ends after 0.1 s, and I look again. I do not ask who lives.
     """
     while True:
         found = arena.words[word]
@@ -4086,17 +4143,16 @@ def map_arena(handle: ArenaHandle) -> Arena:
 # Why the copy may run beside the next forward and backward pass: these read the weights, and so
 # does the copy. Only the optimizer changes them, and it waits.
 #
-# A model's tensors lie wherever they were made. 290 copies of 64 MiB in all take 1.5 times as long
-# as one (measured in DOCS 2): Python needs 4 microseconds for each, and a short copy goes through
-# the cache. So the trainer moves its parameters together, as they lie in a slot, and one memmove
-# copies all of them:
+# A model's tensors lie wherever they were made. To copy 64 MiB in 290 pieces takes 1.5 times as
+# long as in one (DOCS 2): Python needs 4 microseconds for each, and a short copy goes through the
+# cache. So the trainer moves its parameters together, as in a slot, and one memmove copies all:
 #
 #     a slot              | embed.weight |-| norm.weight |-|    - is up to the next cache line
 #     moved together      | embed.weight |-| norm.weight |-|    one block
 #     as they were made   | embed.weight | something else ... | norm.weight |    two blocks
 #
-# What follows first, up to Side, says which memory is copied where. The copy itself is
-# WeightWriter._copy: pick a free slot, fill it, commit it.
+# At a first reading go on with `class WeightWriter`. Its idea is `_copy`: pick a free slot, fill
+# it, commit it. All else in this part says which memory is copied where, to make that faster.
 
 
 @dataclass(frozen=True)
@@ -4106,7 +4162,7 @@ class Match:
     name: str  # of the tensor
     in_slot: torch.Tensor
     mine: torch.Tensor
-    is_whole: bool  # this is all of what this process has of the tensor (in section 8 not always)
+    is_only_box: bool  # this is all that this process has of the tensor (in section 8 not always)
 
 
 @dataclass(frozen=True)
@@ -4149,8 +4205,8 @@ def move_together(tensors: dict[str, torch.Tensor]) -> None:
     stay where they are, and are copied one by one:
 
         parameters of another dtype than the first   torch.save refuses memory of two dtypes
-        buffers                                      whoever copies one, by deepcopy, would copy the
-                                                     whole block with it
+        buffers                                      copy.deepcopy of a model copies for each buffer
+                                                     all memory that it is a view of: the block
 
     Only one tensor's memory is needed twice: each old tensor is freed when it has moved, and a page
     of the block takes memory only when it is written.
@@ -4161,6 +4217,7 @@ def move_together(tensors: dict[str, torch.Tensor]) -> None:
             parameters[name] = tensor
     manifest = manifest_of(tensors)
     dtype = next(iter(parameters.values())).dtype
+    # The last spec may be tied to an earlier one, so the block ends with whichever ends last.
     end = max(spec.offset + round_up(spec.num_bytes, dtype.itemsize) for spec in manifest.specs)
     block = torch.empty(end // dtype.itemsize, dtype=dtype)
     for spec in manifest.specs:  # also the tied ones: each of their names must see the new place
@@ -4206,7 +4263,7 @@ class Side:
                 name=name,
                 in_slot=view,
                 mine=tensor,
-                is_whole=True,
+                is_only_box=True,
             )
         ]
 
@@ -4345,9 +4402,9 @@ class WeightWriter(Side):
                 others.append(match)
                 continue
             block = Block(target=room.data_ptr(), source=mine.data_ptr(), num_bytes=room.nbytes)
-            # What lies between two blocks is copied with them. Between whole tensors of a slot that
-            # is padding. But of a sharded trainer (section 8) each rank writes only a part of a
-            # tensor, a box, and what lies beside it is another rank's: a box is never joined.
+            # Joined blocks are copied with what lies between them: between whole tensors of a slot
+            # padding. But a rank of a sharded trainer (section 8) writes only a part of a tensor, a
+            # box. What lies beside that may be another rank's, so a box is never joined.
             is_box = room.nbytes < self.stored_bytes[match.name]
             if blocks and not is_box and not is_after_box and blocks[-1].meets(block):
                 block = blocks.pop().joined(block)
@@ -4375,10 +4432,10 @@ class WeightWriter(Side):
 
 # -- 7d. The reader --------------------------------------------------------------------------------
 # Readers on GPUs copy what a slot holds, and then hold it no longer. So no slots are counted for
-# them: with such readers alone an arena has two. Then it can happen that all slots but the latest
-# are just being copied. The writer waits until one of these copies is done, which waits for nobody.
-# If its reader stands still, that is found, the reader is killed (section 5), and its lease is
-# nobody's.
+# them: with such readers alone an arena has two, the latest and one to write into. A reader may
+# still be copying that second one, which was the latest when it began. Then the writer waits until
+# this copy is done, which waits for nobody. If its reader stands still, that is found, the reader
+# is killed (section 5), and its lease is nobody's.
 
 
 class WeightReader(Side):
@@ -4453,7 +4510,7 @@ class WeightReader(Side):
             self._compare(slot)
         for match in self.matches_with(slot):
             # If it has several boxes of a tensor (section 8), no single view shows them all.
-            if match.is_whole and not self.copies:
+            if match.is_only_box and not self.copies:
                 match.mine.data = match.in_slot
             else:
                 # On a GPU this returns when the bytes have been read, for it is asked to wait.
@@ -4502,9 +4559,11 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 # Python stood still. (The broadcast here is gloo's. It serves each generator when it comes, so in
 # the row with a late one the punctual one is held no longer than in the row above it.)
 #
-#     row "gloo broadcast, 2"             the trainer waits for the transfer
-#     row "gloo broadcast, 2, one late"   it also waits for the last to come, who is 50 ms late
-#     rows "slots"                        neither side waits for the other
+#     row                             trainer held, of a run on two cores
+#     "gloo broadcast, 2"             37 ms: it waits for the transfer
+#     "gloo broadcast, 2, one late"   67 ms: also for the last to come, who is 50 ms late
+#     "slots, 2"                      0.06 ms: for nobody (the sync took 1.2 times as long as a
+#                                     memmove, in a thread)
 #
 # What is not in it: if forward and backward are shorter than the copy, the trainer waits for its
 # own thread. In section 11 that is `stall_s`.
@@ -4514,12 +4573,11 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 class SyncRoad:
     """How a version gets from the trainer to generators, and how many of them take part.
 
-    kind              the trainer                a generator               torn if
-    "slots"           publishes                  waits, then pulls         (never)
-    "no leases"       publishes                  pulls, gives its lease    the slot is written
-                                                 back, and goes on         while it reads
-    "gloo broadcast"  broadcasts                 takes part                (never: all wait)
-    "RDMABuffer"      changes its weights        reads them                they change meanwhile
+    "slots"            The trainer publishes; a generator waits for that, pulls and reads.
+    "no leases"        The same, but it gives its lease back before it reads: torn if the slot is
+                       written meanwhile.
+    "gloo broadcast"   All take part in a broadcast, and wait for each other.
+    "RDMABuffer"       A generator reads the trainer's own weights: torn if they change meanwhile.
     """
 
     kind: str
@@ -4683,7 +4741,8 @@ class Bench(Worker):
         versions = set()
         if road.is_race:
             for tensor in weights * 4:  # four times over all weights, as in decoding four tokens
-                # All bytes of a version are equal, so two versions show as two extremes.
+                # All bytes of a version are its number modulo 120, so of weights that are not torn
+                # the smallest byte is also the largest.
                 low, high = tensor.view(torch.int8).aminmax()
                 versions.update((int(low), int(high)))
         # To answer takes CPU time that a generator which is not done may need. So all answer later.
@@ -4738,7 +4797,9 @@ class SyncBench:
         receiving = []
         for i, generator in enumerate(self.generators[: road.num_generators]):
             version = made.version
-            if road.is_race:  # each waits for another version, and so leases another slot
+            # In a race the trainer publishes 12 versions more (`send`). Each generator waits for
+            # another one of these, and so leases another slot.
+            if road.is_race:
                 version += i + 1
             receiving.append(generator.receive.call_one(road, version))
         if sent is None:
@@ -4878,8 +4939,9 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 # == 8. RESHARD ====================================================================================
 # Problem. A trainer of several ranks cuts each weight one way (FSDP: by rows), a generator of
 #   several ranks cuts it another way (tensor parallel: by columns). The usual way is to gather: all
-#   ranks first get the whole tensor, and then cut it. With N ranks that moves N - 1 wholes among
-#   them, and more to the generator. And plans that take sizes to divide evenly lose the rest.
+#   ranks first get the whole tensor, and then cut it. Each of N ranks has 1/N of it and gets the
+#   rest from the others, which moves N - 1 wholes; and then more to the generator. And plans that
+#   take sizes to divide evenly lose what is left over, such as the last of 23 columns on 2 ranks.
 #   (FSDP, in torch, gives each rank of a trainer a part of every weight. A weight of which a rank
 #   has a part is a DTensor; its placement says how it is cut, as Cut below does.)
 # Rule. Say which boxes of the whole tensor each rank has. On one host a slot holds whole tensors:
@@ -4945,6 +5007,10 @@ class Cut:
 
     Ranks stand in a mesh, and a placement says for each dimension of the mesh what is done along
     it: Shard(0) cuts the tensor's rows among the ranks, Replicate() gives all of them the same.
+
+    _StridedShard is FSDP's cut of a dimension that tensor parallelism has cut before, into
+    `split_factor` parts. In the mesh FSDP stands first, so here its cut comes first, too. Hence it
+    takes a piece of each part; the Shard that follows leaves a rank the piece of its own part.
     """
 
     mesh_shape: tuple[int, ...]  # such as (2, 4): two rows of four ranks
@@ -4975,8 +5041,7 @@ def boxes(shape: Index, cut: Cut) -> list[Box]:
     """The boxes that this rank has of a tensor of this shape.
 
     This applies the rules of DTensor's Shard, _StridedShard and Replicate to the indices of each
-    dimension. _StridedShard is what FSDP makes of a dimension that tensor parallelism has cut
-    before: it cuts each of `split_factor` parts by itself.
+    dimension.
     """
     # Which indices of each dimension the rank has: at first all of them. Each dimension of the mesh
     # then cuts one dimension of the tensor, and the rank keeps its part. By example, on 2 ranks:
@@ -5056,17 +5121,17 @@ def box_matches(
     """
     mine = local(tensor)
     held = boxes(tuple(tensor.shape), cut_of(tensor))
-    is_whole = len(held) == 1
+    is_only_box = len(held) == 1
     matches = []
     for box in held:
-        part = mine if is_whole else mine[region(box.local, box.size())]
+        part = mine if is_only_box else mine[region(box.local, box.size())]
         in_slot = view[region(box.start, box.size())]
         matches.append(
             Match(
                 name=name,
                 in_slot=in_slot,
                 mine=part,
-                is_whole=is_whole,
+                is_only_box=is_only_box,
             )
         )
     return matches
@@ -5204,10 +5269,11 @@ class ShardReader(WeightReader):
 
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
-# A plan says which part of which rank belongs where in another one. Runs use plans if the trainer
-# is on several hosts (16g). What a plan moves can travel as parcels, and those you can skip: runs
-# do not use them, for to another host section 16 sends slots, or parts of them. They are what one
-# needs if slots would be too large for one host. The demo measures them beside the slots.
+# At a first reading go on with section 9. A plan says which part of which rank belongs where in
+# another one. Runs use plans if the trainer is on several hosts (16g), and pieces, below, for all
+# that hosts read of each other. What a plan moves can travel as parcels. No run uses these, for to
+# another host section 16 sends slots, or parts of them. They are what one needs if slots would be
+# too large for one host. The demo measures them beside the slots.
 #
 #     rank of the source                                rank of the target
 #     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
@@ -5246,10 +5312,11 @@ class Move:
     name: str  # of the tensor
     source: int  # rank
     target: int  # rank
-    offset: Index  # of the first of them, in the whole
+    # The first of them has three places: in the whole, and in what either rank has of it.
+    offset: Index  # in the whole
     size: Index
-    read_at: Index  # where the first of them lies in what the source rank has
-    write_at: Index  # and in what the target rank has
+    read_at: Index  # in what the source rank has
+    write_at: Index  # in what the target rank has
 
 
 def whole_shape(side: Layout) -> Index:
@@ -5260,8 +5327,9 @@ def whole_shape(side: Layout) -> Index:
 
 
 def overlap(have: Box, need: Box) -> Box | None:
-    """The cuboid that two boxes share; None if they share nothing. Its `local` is that in `have`.
+    """The cuboid that two boxes share; None if they share nothing.
 
+    Its `local` is the place of its first element in the memory of the rank that has `have`.
     In each dimension it begins where the later one begins, and ends where the earlier one ends.
     """
     starts = zip(have.start, need.start, strict=True)
@@ -5345,9 +5413,9 @@ PIECE_BYTES = 4 * MIB
 # once, these copies would be as large as the slot; and the last piece would wait for all others, so
 # its deadline would have to grow with the model.
 PIECES_UNDER_WAY = 8
-# A read of a piece fails after so long. It waits behind seven others at most, however large the
-# model is. Monarch gives each message 30 s to arrive: one for the request, and one with the piece.
-# So eight pieces must cross in 30 s, which takes a cable of 1.1 MB/s.
+# A read of a piece fails after so long: it is two messages, the request and the piece, and Monarch
+# gives each of them 30 s. However large the model is, at most seven others share the cable with it.
+# So all is well if 8 x 4 MiB cross in 30 s: 1.1 MB/s.
 PIECE_DEADLINE_S = 60
 
 
@@ -5496,7 +5564,12 @@ class Cutter(Worker):
     The trainer has every matrix twice, cut by rows and cut by columns, and so has the generator.
     One arena serves both, because a manifest knows the whole tensors, and not how they are cut. An
     element of version v is its index modulo 120, plus v, so that a stale one shows, and one that is
-    in the wrong place.
+    in the wrong place. What a process has in its two roles:
+
+        as trainer rank     trainer["rows"], trainer["columns"], writer; sending[r]: its parcel for
+                            generator rank r
+        as generator rank   generator[...], reader; reading[r]: its parcel from trainer rank r, and
+                            handles_to_me[r]: where that rank has packed it
     """
 
     version = 0
@@ -5555,9 +5628,10 @@ class Cutter(Worker):
         for tensors in self.trainer.values():
             for tensor in tensors.values():
                 local(tensor).add_(1)
-        # The yardstick copies the last slot into the one before it. Of four slots these two are
-        # never in use here: the writer takes the lowest one that is free, and as both readers pull
-        # each version before the next is made, slots 0 and 1 take turns.
+        # The yardstick copies the last slot into the one before it, 3 into 2. These two of the four
+        # are never in use here. The writer takes the lowest slot that is neither the latest nor
+        # leased, and before the next version is made both readers have pulled the latest, so they
+        # lease no other. So the writer takes slot 0, then 1, then 0 again, and so on.
         *_, target, source = self.writer.arena.slots
         start = time.monotonic()
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
