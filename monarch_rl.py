@@ -5734,8 +5734,9 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #     the version  of the weights that chose each token
 #     the log-probability of each token, in fp32, under the distribution that it was drawn from
 #   And throw the cache away when new weights come: it was computed by the old ones.
-# Cost. Four numbers per token beside its id: version, log-probability, turn, and whether there is a
-#   token at all. A new cache costs one pass over what was said so far.
+# Cost. Four numbers per token beside its id: version, log-probability, turn, and whether this place
+#   of the table has a token at all, for its rows, the conversations, differ in length. A new cache
+#   costs one pass over what was said so far.
 # Not here. Memory for keys and values in pages, so that a short row of the cache takes less room
 #   than a long one (vLLM, SGLang).
 # Source. Mistakes of public RL code, collected in DOCS 5. The demo measures disagreement as k3, an
@@ -5767,10 +5768,14 @@ class Task:
     """What is to be learned.
 
     For a task of your own, write a subclass into a file and say --task FILE.py:CLASS; or write
-    prompts and answers into a file, and say --task FILE.jsonl (DOCS 7). The main process calls
-    `numbered` and `set_aside`, generators `open`, judges (section 11) `rewards`; a trainer that
-    warms up the tiny policy calls all of them. Each of these calls some of the other methods, and
-    its docstring says which.
+    prompts and answers into a file, and say --task FILE.jsonl (DOCS 7). A subclass must have
+    `conversation` alone. Most have `score`, too, for this one compares letters; and `user`, if what
+    the user says depends on the answers. The other methods are there for special cases, which
+    their docstrings name. Who calls what:
+
+        main process         numbered, which calls conversation; and set_aside, which does so, too
+        generator            open, which makes a Session, which calls user
+        judge (section 11)   rewards, which calls score
     """
 
     system = ""  # a message of the system's before the conversation; "": the template's own, if any
@@ -5817,8 +5822,9 @@ class Task:
     ) -> list[float]:
         """The rewards, as judges ask for them: those of `score`, which may be a coroutine.
 
-        is_truncated: of each answer, whether it was stopped because it had max_new_tokens, before
-        the policy had ended it. A task that minds overrides this method instead of `score`.
+        is_truncated: of each of num_turns, whether its answer was stopped because it had
+        max_new_tokens, before the policy had ended it; False where there was no such turn. A task
+        that minds overrides this method instead of `score`.
         """
         return self.score(turns, said)
 
@@ -5853,7 +5859,8 @@ class Session:
         session.user(["e5"])          -> "Nf3?"           what it hears after its first answer
         session.user(["e5", "x"])     -> None             over: the policy made no legal move
         session.rewards(["e5", "x"], [False, False, False])
-                                      -> [0.5, 0.0, 0.0]  one per turn; or None: a judge is to say
+                                      -> [0.5, 0.0, 0.0]  one per turn, the third, which was not
+                                                          had, included; or None: a judge is to say
         session.close()
     """
 
@@ -5928,7 +5935,7 @@ class Shift(Task):
         return rewards
 
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, Task] = {  # section 14 adds `users`, whose users grade the answers themselves
     "repeat": Shift("Repeat exactly what I say.", [0]),
     "count": Shift("I say a letter, a to p; say the next three (a follows p).", [1, 2, 3], 3),
     "pattern": Shift("For each letter, a to p, say the one 8 places on (a follows p).", [8]),
@@ -5990,6 +5997,8 @@ class Sampler:
 
 
 # -- plumbing: a class in somebody's file, and errors in it ----------------------------------------
+# (You can skip this part and the next one: the section goes on with 9b.)
+#
 # The methods of a task are somebody else's code, and run in several processes. When one raises, its
 # author wants to see the line, wherever it was; and nobody wants to see it once per episode.
 #
@@ -6105,15 +6114,17 @@ def class_in_file(path: str, name: str) -> type[Task]:
 
 
 # -- plumbing: a task in a file of prompts and answers ---------------------------------------------
-# A line of such a file, in the manner of GSM8K (here on two lines):
+# (The section goes on with 9b.) A line of such a file, in the manner of GSM8K (here on two lines):
 #
 #     {"prompt": "Tom has 3 apples and buys 4. How many has he?",
 #      "answer": "He has 3 + 4 = 7 apples. #### 7"}
 #
-# Held out are the prompts whose hash, from 0 to 1, is below 0.1: about a tenth, and of a small file
-# at least the two with the lowest. A hash follows from the prompt
-# alone: a prompt stays on its side for all seeds, on every machine, and mostly also when lines are
-# added, and a prompt that stands there twice is on one side.
+# A prompt is on one of two sides: trained on, or held out. Held out are those whose hash, from 0 to
+# 1, is below 0.1: about a tenth, and of a small file at least the two with the lowest. A hash
+# follows from the prompt alone: a prompt stays on its side for all seeds, on every machine, and
+# mostly also when lines are added, and a prompt that stands there twice is on one side. Of those
+# held out a large file has more than are needed: 512 are used, which `set_aside` returns and
+# Sampler halves, and the others are neither trained on nor tested with.
 #
 #     prompt              hash, as a share     side
 #     "Tom has 3 ..."     0.41                 trained on
@@ -6195,7 +6206,7 @@ class FileTask(Task):
         return self._turns(self.training[order[place]])
 
     def set_aside(self) -> list[tuple[Turn, ...]]:
-        """The first 512 of those held out, by their hashes. The others are not used at all."""
+        """The 512 with the lowest hashes of those held out, or all if there are fewer."""
         return [self._turns(line) for line in self.held_out[:512]]
 
     def _turns(self, line: Line) -> tuple[Turn, ...]:
@@ -6349,9 +6360,9 @@ def words_of(text: str) -> str:
 #     row 1   ids       <u> u u u <e> <a>  a <e>  <u> u u u <e> <a>  d e f  g   .  .
 #             turn_ids   0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2   0  0
 #
-# An answer has at most four tokens here, so row 1 was stopped after g, without an <e>. Had it been
-# stopped so in its first turn, it would have its <e> there from the chat template, the text that
-# stands around what is said (9c).
+# An answer has at most four tokens here, so row 1 was stopped after g, without an <e>. After the
+# last turn that stays so. After an earlier one an <e> follows that was not sampled, with turn_id 0:
+# the chat template, the text that stands around what is said (9c), begins a later turn with it.
 
 
 @dataclass(frozen=True)
@@ -6579,6 +6590,8 @@ class Policy:
         # The template is rendered once, for a conversation in which everybody says SAID, and the
         # result is cut there. That of the tiny policy:
         #   <user> SAID <end><assistant> SAID <end><user> SAID <end><assistant>
+        # So what comes before a later turn is "<end><user>". If the policy has sampled its <end>,
+        # Episode.hear (9d) leaves that one out.
         roles = ["user", "assistant", "user"]
         chat = [{"role": role, "content": "SAID"} for role in roles]
         if self.task.system:
@@ -6630,8 +6643,9 @@ def dtype_of(cfg: Config) -> torch.dtype:
 def set_dtype(model: Any, dtype: torch.dtype) -> None:
     """Gives all parameters this dtype, and all floating-point buffers fp32.
 
-    Buffers are such things as the frequencies of rotary positions. FSDP, which computes for the
-    trainer, leaves them as they are, so generators do the same.
+    Buffers are such things as the frequencies of rotary positions. Trainer and generator must have
+    the same ones. A trainer has its model in fp32; to compute in bf16 it uses FSDP (section 11),
+    which casts parameters and leaves buffers in fp32. So a generator in bf16 leaves them so, too.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -6720,9 +6734,11 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
     """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
     The tokens were drawn from p, whose log-probabilities are `recorded`; q has those `recomputed`.
-    KL(p, q) is the mean of log p - log q over such tokens, that is, of -d. The mean of exp(d) - 1,
-    which is q / p - 1, is 0 over such tokens, for the sum of p * q / p is 1. So to add it changes
-    no mean; but exp(d) - 1 - d is never negative, and 0 only where d is. So even a few tokens tell.
+    KL(p, q) is the mean of log p - log q over such tokens, that is, of -d. But -d has both signs,
+    so of a few tokens its mean may be near 0 though p and q differ. Now exp(d) = q / p has the mean
+    1: as tokens come with probability p, that mean is the sum of p * q / p = q over all tokens. So
+    exp(d) - 1 has the mean 0, and may be added to -d: no mean changes. The sum is never negative,
+    and 0 only where d is, so even a few tokens tell.
     By example, a token with p = 0.50 and q = 0.40 has d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
     (Schulman 2020; there k1 is -d, and k2 is d**2 / 2.)
     """
@@ -6929,7 +6945,11 @@ def rollout_of(episodes: list[Episode]) -> Rollout:
 
 
 def tokens_of(episodes: list[Episode]) -> Tokens:
-    """The table of their tokens. Where an episode was cut, no token counts as chosen."""
+    """The table of their tokens. Where an episode was cut, no token counts as chosen.
+
+    So its turn_ids become 0, but only in what is returned. Before that they tell where the sampled
+    tokens are, for whose log-probabilities and versions there are lists with an entry each.
+    """
     lengths = torch.tensor([len(episode.ids) for episode in episodes])
     is_token = torch.arange(int(lengths.max())) < lengths[:, None]  # [B, longest]
     turn_ids = filled_in(is_token, [episode.turn_ids for episode in episodes])
@@ -6988,16 +7008,16 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 #     1. pull: are there new weights? If so, the cache is thrown away
 #     2. episodes that wait come in; those whose turn has ended go out, hear, and come in again
 #     3. a forward pass over the tokens that the cache lacks, mostly the last one of each row. When
-#        rows have come in, it is up to three passes, for three kinds of rows lack different
-#        numbers of tokens: those that go on lack one, those that come back have heard some, and new
-#        ones have nothing in the cache
+#        rows have come in, each kind of row has a pass of its own, for they lack different numbers
+#        of tokens: rows that go on lack one (Y, below), rows that come back have heard some (X),
+#        and new ones have nothing in the cache (Z). Then the rows of these passes are joined
 #     4. log-probabilities of the next token, over the whole vocabulary
 #     5. a token is sampled for each row whose turn goes on. Its episode notes the id, the turn,
 #        the log-probability and the version
 #
 # So answers may be of any length. Here X ends its turn with its third token, hears "bc", and goes
-# on; Y speaks all the time; Z is of a request that came meanwhile. All rows end with the same
-# column, and have holes on their left (a dot):
+# on; Y speaks all the time; Z is of a request that came meanwhile. After step 4 all rows end with
+# the same column, and shorter ones have holes on their left (a dot):
 #
 #     step 3   X   <u> d   <e> <a> d   f   <e>
 #              Y   <u> g   <e> <a> h   i   j
@@ -7007,9 +7027,13 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 #
 # To come in and to go out copies the cache, so it is not done for every row alone: it is done when
 # a request waits, or a quarter of the rows have ended their turns. As long as it are fewer, rows
-# that have ended their turns are computed with the others, and what comes of them is ignored. Of 64
-# rows, 56 may say 8 tokens and 8 say 200: that makes 64 x 8 + 8 x 192 tokens, where a batch that
-# nobody leaves computes 64 x 200.
+# that have ended their turns are computed with the others, and what comes of them is ignored. They
+# soon lack no token, and then each step gives them a hole behind their last one. When they come
+# back these holes stand in their middle. That does no harm: the mask says where holes are, nothing
+# attends to them, and positions do not count them.
+#
+# Of 64 rows, 56 may say 8 tokens and 8 say 200: that makes 64 x 8 + 8 x 192 tokens, where a batch
+# that nobody leaves computes 64 x 200.
 
 
 def version_0() -> int:
@@ -7035,18 +7059,21 @@ class RowCache:
         self.num_computed = [len(episode.ids) for episode in self.episodes]
         if self.mask.shape[1] > 0:
             return self._compute(ids)
-        # Of a new cache rows may be alike, such as those of a group, which hear the same words.
-        # They are computed as one, whose keys and values each of them gets. Later rows of a group
-        # differ, for each has sampled something of its own.
-        different, which = ids.unique(dim=0, return_inverse=True)
-        self.mask = self.mask[: len(different)]  # [different rows, 0]: it has no columns yet
-        logits = self._compute(different)
-        self.mask = self.mask[which]
-        self.cache.batch_select_indices(which)
+        # Of a new cache rows may be alike, such as those of a group, which hear the same words. So
+        # each different row, D of them, is computed once, and then copied to all that are like it.
+        # Later rows of a group differ, for each has sampled something of its own.
+        different, which = ids.unique(dim=0, return_inverse=True)  # [D, n]; [R]: a number below D
+        self.mask = self.mask[: len(different)]  # [D, 0]: a new cache has no columns
+        logits = self._compute(different)  # [D, vocabulary]; mask and cache have D rows now
+        self.mask = self.mask[which]  # [R, n]
+        self.cache.batch_select_indices(which)  # R rows, too
         return logits[which]
 
     def _lacking(self) -> torch.Tensor:
-        """[R, n] int64: the tokens that were not computed yet, and -1 in holes on their left."""
+        """[R, n] int64: the tokens that were not computed yet, and -1 in holes on their left.
+
+        n is the largest number that a row lacks. A row that lacks none has nothing but holes.
+        """
         pairs = list(zip(self.episodes, self.num_computed, strict=True))
         width = max(len(episode.ids) - num_computed for episode, num_computed in pairs)
         row_by_row: list[int] = []
@@ -7161,8 +7188,10 @@ class RowCache:
 def layer_like(layer: Any, keys: torch.Tensor, values: torch.Tensor, num_columns: int) -> Any:
     """A layer of a cache of transformers, of the same kind, for so many columns.
 
-    keys, values: [rows, heads, columns, size]. A layer with sliding-window attention sees so many
-    of the last columns at most. It keeps these alone, and counts all.
+    keys, values: [rows, heads, columns, size]. In a layer with sliding-window attention a token
+    sees a fixed number of the last columns, so the layer of the cache has no others. How many
+    columns there were in all it counts in cumulative_length, so that the mask is cut at the right
+    place.
     """
     layer = copy.copy(layer)
     layer.keys = keys
@@ -7346,6 +7375,10 @@ def generate(
 
 
 # -- 9f. The token step on a GPU -------------------------------------------------------------------
+# (You can skip this part, and go on with the measurement: it makes 9e faster, and changes nothing
+# in what is sampled. None of it has run on a GPU. On a CPU the same code runs without a graph, and
+# more slowly than 9e: a test compares its tokens, log-probabilities and versions with those of 9e.)
+#
 # One token for each of some rows is little work for a GPU. For a small model it is a few hundred
 # kernels (functions that run there), and Python may need longer to ask for them than they take. A
 # CUDA graph is the cure: the kernels of a token are recorded once, and from then on one call
@@ -7361,9 +7394,6 @@ def generate(
 #
 # All else is as in 9e. New weights are copied to where the old ones are, on GPUs (7d), where the
 # graph finds them.
-#
-# None of this has run on a GPU. On a CPU the same code runs without a graph, and more slowly than
-# 9e: a test compares its tokens, log-probabilities and versions with those of 9e.
 
 HIDDEN = -1e9  # is added to the attention score of a column that nobody may see
 WIDTH_STEP = 256  # columns: fewer graphs than with small ones, and less is masked than with large
@@ -7406,7 +7436,7 @@ class StaticStep:
             raise RuntimeError(f"no CUDA graph for {shape} (try --no-graphs): {error}") from error
 
     def load(self, rows: RowCache) -> None:
-        """Takes the keys and values of these rows, which then hold none themselves."""
+        """Takes the keys and values of these rows, which hold none until they are unloaded."""
         num_rows, num_columns = rows.mask.shape
         self.mask.fill_(HIDDEN)
         for mine, theirs in zip(self.cache.layers, rows.cache.layers, strict=True):
@@ -7415,6 +7445,7 @@ class StaticStep:
             mine.values.zero_()
             mine.keys[:num_rows, :, :num_columns] = theirs.keys
             mine.values[:num_rows, :, :num_columns] = theirs.values
+            # Or they would be in memory twice. A view of no rows would keep them, a clone does not.
             replace_in(theirs, theirs.keys[:0].clone(), theirs.values[:0].clone())
 
     def unload(self, rows: RowCache) -> None:
@@ -7490,7 +7521,7 @@ class StaticSteps:
         layers: of any cache of this model, for their shapes [rows, heads, columns, size].
         """
         self.steps.clear()
-        self.pool = None  # no graph uses it any more, and into such a one none can be recorded
+        self.pool = None  # with its last graph torch frees it, and refuses to record into it
         self.memory.clear()
         for layer in layers:  # heads x size numbers for each row and column
             keys = layer.keys.new_zeros(num_tokens * layer.keys[0, :, 0].numel())
