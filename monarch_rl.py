@@ -7752,20 +7752,22 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 
 # == 10. LOSSES ====================================================================================
 # Problem. What should be made larger is the mean reward J of the policy: the sum over all answers
-#   of p times the reward R. As grad p = p grad log p, its gradient is a mean over sampled answers:
-#   grad J = E[R grad log p]. So samples are enough, but what they give is noisy. And if they come
-#   from an older policy, it is the gradient of something else.
+#   of p times the reward R. Its gradient is the mean of R grad log p over sampled answers, as is
+#   shown below. So samples are enough, but what they give is noisy. And if they come from an older
+#   policy, it is the gradient of something else.
 # Rule. Five things are done about that, each for a reason of its own:
 #     a baseline   In place of R stands the advantage A: how much better the answer was than
 #                  expected. If what is subtracted from R does not depend on the answer, the mean
-#                  of the gradient stays right, and its noise shrinks. So it is with
+#                  of the gradient stays right (below), and its noise shrinks. So it is with
 #                  `leave_one_out`, which subtracts the mean of the other answers to the prompt.
 #                  `group` subtracts the mean of all of them, the answer itself included, which only
 #                  makes the gradient a little shorter; and it divides by their deviation, which
 #                  tilts it: the demo shows by how much.
 #     a ratio      r = p now / p when it was sampled weighs each token: samples of the old policy
-#                  are counted as often as the present one would have drawn them. Nearly: a ratio
-#                  of one token does not know what came before it, and large ones are cut off.
+#                  are counted as often as the present one would have drawn them. Exact would be
+#                  one weight for the whole answer, the product of the ratios of its tokens. Of a
+#                  long answer that is mostly next to 0, or huge, so each token has its own ratio
+#                  alone, and large ones are cut off. That leaves some tilt, with less noise.
 #     a clip       a token that has moved far enough gets no more gradient. It does not correct a
 #                  direction; it limits how far one batch can push.
 #     a bound      on what any one token weighs: a ratio has none by itself. A token that was drawn
@@ -7774,7 +7776,17 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 # Cost. Ratios make noise: a few tokens may have most of the weight. A clip silences tokens.
 # Not here. Value networks as baselines (section 14).
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), dual clip (Ye 2020), GRPO (Shao 2024),
-#   RLOO (Ahmadian 2024), GSPO (Zheng 2025).
+#   RLOO (Ahmadian 2024), GSPO (Zheng 2025), decoupled PPO (AReaL, Fu 2025), CISPO (MiniMax-M1,
+#   2025), DPPO (divergence PPO, Qi 2026).
+#
+# Where the gradient comes from. Of J, the sum of p R over all answers, only p depends on the
+# weights, and grad log p = grad p / p. So
+#
+#     grad J = sum of R grad p = sum of p (R grad log p) = mean of R grad log p over samples
+#
+# The last step only reads the sum in another way: among samples an answer comes with probability p.
+# And why a baseline b does no harm: it adds to this the mean of -b grad log p, which is -b times
+# the sum of grad p, the gradient of the sum of p. That sum is always 1, so its gradient is 0.
 #
 # At lag 0 every ratio is 1, and the value of ppo, decoupled and gspo is minus the mean of the
 # advantages. Those of a group add up to 0, so if its answers are equally long, those of its tokens
@@ -7812,9 +7824,10 @@ def credit_for(
 ) -> Credit:
     """Compares each answer with others, turn by turn.
 
-    returns: [..., B, turns], the sum of the rewards from a turn on. group_ids: [..., B] int64.
-    was_had: [..., B, turns] bool: did the answer have this turn? One that ended before, or did not
-    fit into the context, must not be a 0 in the mean of the others. None: all did.
+    returns: [..., B, turns], the sum of the rewards from a turn on: what is said in a turn can
+    change these, and no reward before it. group_ids: [..., B] int64. was_had: [..., B, turns] bool:
+    did the answer have this turn? One that ended before, or did not fit into the context, must not
+    be a 0 in the mean of the others. None: all did.
 
     With `group` and `batch` advantages are in standard deviations (GRPO), else in units of the
     reward. Groups are found by id: by position, one lost row would mix all groups behind it.
@@ -7891,23 +7904,23 @@ class TokenLoss:
 # In the formulas r is the ratio, p now / p recorded, and A the advantage. The gradient of each loss
 # is -A w grad log p with a weight w, until it stops:
 #
-#                 loss of a token                     weight w       stops when
-#     reinforce   -A log p                            1              never
-#     ppo         -min(A r, A clip(r)), where clip    r              A > 0 and r > 1 + clip_high;
-#                 cuts r off at 1 - clip_low and                     A < 0 and r < 1 - clip_low;
-#                 at 1 + clip_high                                   A < 0 and r > 3 (a bound)
-#     decoupled   v ppo, with r = p now / p near      v r            as ppo, with that r;
-#                 and v = p near / p recorded                        v is max_weight at most
-#     gspo        as ppo, with the geometric mean     r              as ppo, with that r
-#                 of r over the answer
-#     cispo       -A w log p                          r, at most     never
-#                                                     max_weight
-#     dppo        -A w log p + PULL_BACK (log r)**2   r, at most 3   p has moved by MAX_SHIFT the
-#                                                                    way A pushes it
+#     reinforce   loss -A log p                           w = 1                      never stops
+#     ppo         loss -min(A r, A clip(r)), where clip cuts r off at 1 - clip_low and 1 + clip_high
+#                 w = r        stops if A > 0 and r > 1 + clip_high, if A < 0 and r < 1 - clip_low,
+#                              and, which is a bound, if A < 0 and r > 3
+#     decoupled   loss v ppo(s), where p near is that before the first update with this batch, and
+#                 s = p now / p near, v = p near / p recorded, but max_weight at most
+#                 w = v s      stops as ppo does, by s
+#     gspo        loss ppo(g), where g is the geometric mean of r over the tokens of the answer
+#                 w = g        stops as ppo does, by g
+#     cispo       loss -A w log p                         w = r, max_weight at most  never stops
+#     dppo        loss -A w log p + PULL_BACK (log r)**2  w = r, 3 at most
+#                              stops when p has moved by MAX_SHIFT the way A pushes it
 #
-# In cispo and dppo no gradient flows through w. In dppo the second summand adds a pull of its own,
-# back to the samples. There are two bounds, because there are two reasons for them: max_weight, a
-# flag, is how far a sample is trusted to stand for several; 3, of bad tokens, is explained below.
+# In cispo and dppo no gradient flows through w. dppo's second summand is a gentle pull back to the
+# samples, for tokens that its limit does not stop. There are two bounds, because there are two
+# reasons for them: max_weight, a flag, is how far a sample is trusted to stand for several; 3, of
+# bad tokens, is explained below.
 
 # By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and the
 # loss of ppo, -r, has a gradient: the token becomes likelier still. At 0.65 r is 1.3, beyond 1.2,
@@ -7917,12 +7930,13 @@ class TokenLoss:
 # log says for which share of the tokens that had a gradient to lose. If it is large, the samples
 # are too old or the steps too long.
 #
-# A clip sets no limit on the way back. A bad token that is a hundred times as likely now as when it
-# was sampled has a gradient a hundred times as long as that of the others, and as all gradients of
-# a batch are shortened together (section 11), nothing of the others is left. Lag makes such tokens,
-# and so does a generator that rounds otherwise. So a bad token has no gradient above a ratio of 3.
-# The price: this batch does not make it less likely. That does not last. If the token is likely
-# now, newer samples have it soon, with a ratio near 1, and there its gradient is the usual one.
+# So a clip sets no limit on the way back. Suppose that a bad token is a hundred times as likely now
+# as when it was sampled. Its gradient is then a hundred times as long as that of another token; and
+# as the gradient of a batch is shortened as a whole (section 11), of the other tokens' part hardly
+# anything is left. Lag makes such tokens, and so does a generator that rounds otherwise. Therefore
+# a bad token with a ratio above 3 has no gradient. The price: this batch does not make it less
+# likely. Later ones can: if the policy now says it often, it comes in newer samples, whose ratio is
+# near 1, and there it has the usual gradient.
 
 
 @dataclass(frozen=True)
@@ -8039,9 +8053,9 @@ def cispo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
 def dppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """As ppo, but distance is a difference of probabilities instead of a ratio.
 
-    For a rare token a ratio of 2 is nothing, for a frequent one 1.2 is much. Inside the limit there
-    is a small pull back to the samples. What was very rare may be within the limit, and have any
-    ratio; so a token weighs most_back at most.
+    For a rare token a ratio of 2 is nothing: from 0.001 to 0.002 the policy hardly changes. For a
+    frequent one 1.2 is much. (After DPPO, Qi 2026.) What was very rare may be within the limit, and
+    have any ratio; so a token weighs most_back at most.
     """
     shift = (tokens.logp.exp() - tokens.recorded.exp()).detach()
     weight = ratio_of(tokens.logp.detach(), tokens.recorded).clamp(max=limits.most_back)
@@ -8128,7 +8142,11 @@ class SmallWorld:
         return gradient
 
     def divergence(self, old: torch.Tensor, new: torch.Tensor) -> float:
-        """KL(old, new), exactly: in nats per answer, 0 if the two policies are the same."""
+        """KL(old, new), exactly: 0 if the two policies are the same.
+
+        It is the mean, over answers of the old policy, of log p old - log p new. With natural
+        logarithms its unit is the nat. At 0.1 nats log p of an answer is less by 0.1, in the mean.
+        """
         before = self.logp(old).sum(-1)  # [prompts, 64]
         after = self.logp(new).sum(-1)
         of_prompt = (before.exp() * (before - after)).sum(-1)
@@ -8187,6 +8205,8 @@ class SmallWorld:
         logp = every[batch, prompt, beginning, symbol]
         tokens = self.as_sampled(answers, old, logp, baseline)
         num_answers = answers.shape[1]
+        # The sum over an answer's tokens, so that log p is that of the answer. The trainer divides
+        # by the number of tokens with a signal instead: another length, the same direction.
         total = LOSSES[loss](tokens, USUAL_LIMITS).loss.sum() / num_answers
         (downhill,) = torch.autograd.grad(total, tables)
         return -downhill.flatten(1)
@@ -8281,12 +8301,14 @@ ESTIMATORS = [
 
 def largest_difference_at_lag_0(world: SmallWorld, table: torch.Tensor) -> float:
     """The largest difference of a loss's gradient from that of reinforce, on the same batch."""
-    found = []
     state = world.rng.get_state()
+    of_reinforce = world.gradients("reinforce", "group", table, table, 1)
+    largest = 0.0
     for loss in LOSSES:
-        world.rng.set_state(state)  # so that all see the same samples
-        found.append(world.gradients(loss, "group", table, table, 1))
-    return max(float((gradient - found[0]).abs().max()) for gradient in found)
+        world.rng.set_state(state)  # `gradients` draws samples: the same ones for each loss
+        gradient = world.gradients(loss, "group", table, table, 1)
+        largest = max(largest, float((gradient - of_reinforce).abs().max()))
+    return largest
 
 
 def share_of_one_token(
@@ -8361,6 +8383,7 @@ def ramble(penalty: float, seed: int) -> RambleRow:
         letters = drawn.masked_fill(has_ended, -1)
         is_in = (letters[:, :, None] == right[group_ids][:, None, :]).any(1)  # [64, 3]
         score = is_in.float().mean(1, keepdim=True)  # [64, 1]
+        # An answer is one turn here, so its return is its reward, which is given to all its tokens.
         credit = credit_for(priced(score, length, penalty, num_free=4), group_ids)
         logp = every.gather(2, drawn[:, :, None]).squeeze(2)
         tokens = Sampled(
@@ -8405,8 +8428,10 @@ def tell_share_of_one_token(report: Report, world: SmallWorld, table: torch.Tens
 def tell_tilt_at_a_lag(report: Report, rows: Mapping[tuple[str, str], EstimatorRow]) -> None:
     """Reports which losses take away tilt that the lag has made, and which add some.
 
-    Those that clip by the recorded probabilities have no gradient of what has moved already. What
-    is left is the rest, and the mean of the rest may point elsewhere. rows: by loss and baseline.
+    A ratio takes tilt away: it weighs samples as the present policy would draw them. A clip by the
+    recorded probabilities may add some: tokens that the lag has moved far have no gradient, so the
+    mean is over the other tokens alone, and need not point where the mean over all of them does.
+    rows: by loss and baseline.
     """
     without = rows["reinforce", "leave_one_out"].tilt_at_a_lag
     less = []
@@ -8477,9 +8502,11 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     )
     difference = largest_difference_at_lag_0(world, old)
     report.check("lag 0: largest difference of a gradient from reinforce", difference, "<", 1e-6)
-    # With and without a baseline the mean should point where the truth points. The mean of n
-    # gradients is off by noise / sqrt(n), as a share of its length, and so by about that angle; and
-    # 1 - cosine of a small angle is half its square. More than that would be a real tilt.
+    # With and without a baseline the mean should point where the truth points, but for chance:
+    # 1. The mean of n gradients misses the true one by about noise / sqrt(n) of its length.
+    # 2. If it misses sideways, that is the angle between both: a small angle is its own sine.
+    # 3. 1 - cosine of a small angle is half its square: so tilt by chance is noise**2 / (2 n).
+    # Much more than that would be a real tilt.
     over_chance = 0.0
     for row in (without, left_out):
         by_chance = row.noise**2 / (2 * NUM_BATCHES)
