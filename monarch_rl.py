@@ -5770,12 +5770,10 @@ class Task:
     For a task of your own, write a subclass into a file and say --task FILE.py:CLASS; or write
     prompts and answers into a file, and say --task FILE.jsonl (DOCS 7). A subclass must have
     `conversation` alone. Most have `score`, too, for this one compares letters; and `user`, if what
-    the user says depends on the answers. The other methods are there for special cases, which
-    their docstrings name. Who calls what:
-
-        main process         numbered, which calls conversation; and set_aside, which does so, too
-        generator            open, which makes a Session, which calls user
-        judge (section 11)   rewards, which calls score
+    the user says depends on the answers. The other methods are for special cases, which their
+    docstrings name. The main process calls `numbered` and `set_aside`, which call `conversation`;
+    a generator `open`, whose Session calls `user`; a judge (section 11) `rewards`, which calls
+    `score`.
     """
 
     system = ""  # a message of the system's before the conversation; "": the template's own, if any
@@ -5822,9 +5820,8 @@ class Task:
     ) -> list[float]:
         """The rewards, as judges ask for them: those of `score`, which may be a coroutine.
 
-        is_truncated: of each of num_turns, whether its answer was stopped because it had
-        max_new_tokens, before the policy had ended it; False where there was no such turn. A task
-        that minds overrides this method instead of `score`.
+        is_truncated: of each of num_turns, whether its answer was stopped at max_new_tokens; False
+        for a turn that was not had. A task that minds overrides this method instead of `score`.
         """
         return self.score(turns, said)
 
@@ -5859,8 +5856,8 @@ class Session:
         session.user(["e5"])          -> "Nf3?"           what it hears after its first answer
         session.user(["e5", "x"])     -> None             over: the policy made no legal move
         session.rewards(["e5", "x"], [False, False, False])
-                                      -> [0.5, 0.0, 0.0]  one per turn, the third, which was not
-                                                          had, included; or None: a judge is to say
+                                      -> [0.5, 0.0, 0.0]  one per turn, had or not; or None: a judge
+                                                          is to say
         session.close()
     """
 
@@ -6945,14 +6942,11 @@ def rollout_of(episodes: list[Episode]) -> Rollout:
 
 
 def tokens_of(episodes: list[Episode]) -> Tokens:
-    """The table of their tokens. Where an episode was cut, no token counts as chosen.
-
-    So its turn_ids become 0, but only in what is returned. Before that they tell where the sampled
-    tokens are, for whose log-probabilities and versions there are lists with an entry each.
-    """
+    """The table of their tokens. Where an episode was cut, no token counts as chosen."""
     lengths = torch.tensor([len(episode.ids) for episode in episodes])
     is_token = torch.arange(int(lengths.max())) < lengths[:, None]  # [B, longest]
     turn_ids = filled_in(is_token, [episode.turn_ids for episode in episodes])
+    # Before turn_ids of cut episodes become 0: their lists have entries for these places, too.
     is_sampled = turn_ids > 0
     is_cut = torch.tensor([episode.is_cut for episode in episodes])
     logprobs = [episode.logprobs for episode in episodes]
@@ -7030,10 +7024,8 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 # that have ended their turns are computed with the others, and what comes of them is ignored. They
 # soon lack no token, and then each step gives them a hole behind their last one. When they come
 # back these holes stand in their middle. That does no harm: the mask says where holes are, nothing
-# attends to them, and positions do not count them.
-#
-# Of 64 rows, 56 may say 8 tokens and 8 say 200: that makes 64 x 8 + 8 x 192 tokens, where a batch
-# that nobody leaves computes 64 x 200.
+# attends to them, and positions do not count them. Of 64 rows, 56 may say 8 tokens and 8 say 200:
+# that makes 64 x 8 + 8 x 192 tokens, where a batch that nobody leaves computes 64 x 200.
 
 
 def version_0() -> int:
@@ -7070,10 +7062,7 @@ class RowCache:
         return logits[which]
 
     def _lacking(self) -> torch.Tensor:
-        """[R, n] int64: the tokens that were not computed yet, and -1 in holes on their left.
-
-        n is the largest number that a row lacks. A row that lacks none has nothing but holes.
-        """
+        """[R, n] int64: the tokens that were not computed yet, and -1 in holes on their left."""
         pairs = list(zip(self.episodes, self.num_computed, strict=True))
         width = max(len(episode.ids) - num_computed for episode, num_computed in pairs)
         row_by_row: list[int] = []
@@ -7189,9 +7178,8 @@ def layer_like(layer: Any, keys: torch.Tensor, values: torch.Tensor, num_columns
     """A layer of a cache of transformers, of the same kind, for so many columns.
 
     keys, values: [rows, heads, columns, size]. In a layer with sliding-window attention a token
-    sees a fixed number of the last columns, so the layer of the cache has no others. How many
-    columns there were in all it counts in cumulative_length, so that the mask is cut at the right
-    place.
+    sees a fixed number of the last columns, so the layer of the cache has no others. It must be
+    told how many there were in all (cumulative_length), to cut the mask at the right place.
     """
     layer = copy.copy(layer)
     layer.keys = keys
@@ -7780,7 +7768,7 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #   2025), DPPO (divergence PPO, Qi 2026).
 #
 # Where the gradient comes from. Of J, the sum of p R over all answers, only p depends on the
-# weights, and grad log p = grad p / p. So
+# weights, and grad log p = grad p / p. (An answer's log p is the sum over its tokens.) So
 #
 #     grad J = sum of R grad p = sum of p (R grad log p) = mean of R grad log p over samples
 #
@@ -8237,12 +8225,7 @@ class SmallWorld:
 
 @dataclass(frozen=True)
 class EstimatorRow:
-    """A loss with a baseline, beside the truth.
-
-    Tilt: 1 - cosine of the mean gradient with the true one, 0 points there, 2 away from it. Noise:
-    standard deviation of the gradient of one batch, over the length of the mean. At lag 0, and 8
-    steps later.
-    """
+    """A loss with a baseline, beside the truth: tilt and noise, at lag 0 and 8 steps later."""
 
     loss: str
     baseline: str
@@ -8503,10 +8486,9 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     difference = largest_difference_at_lag_0(world, old)
     report.check("lag 0: largest difference of a gradient from reinforce", difference, "<", 1e-6)
     # With and without a baseline the mean should point where the truth points, but for chance:
-    # 1. The mean of n gradients misses the true one by about noise / sqrt(n) of its length.
-    # 2. If it misses sideways, that is the angle between both: a small angle is its own sine.
-    # 3. 1 - cosine of a small angle is half its square: so tilt by chance is noise**2 / (2 n).
-    # Much more than that would be a real tilt.
+    # the mean of n gradients misses the true one by about noise / sqrt(n) of its length, so that is
+    # about the angle between both. 1 - cosine of a small angle is half its square, so tilt by
+    # chance is noise**2 / (2 n). Much more than that would be a real tilt.
     over_chance = 0.0
     for row in (without, left_out):
         by_chance = row.noise**2 / (2 * NUM_BATCHES)
@@ -8564,8 +8546,8 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 
 WARM_BATCH = 64  # conversations per supervised step
 WARM_DRAWN = 5  # batches that are drawn at once: it takes less time to tokenize many texts together
-WARM_RATE = 2e-3  # fast at first; from the first right answers on
-WARM_LAST_RATE = 6e-4  # slowly, so that it does not jump past the place where it should stop
+WARM_RATE = 2e-3  # until the first right answers
+WARM_LAST_RATE = 6e-4  # after them: slow, so that it does not jump past the place to stop at
 WARM_NOISE = 0.1  # of the letters that it learns from are random: it must not become too certain
 WARM_UNTIL = 0.11  # of validation prompts right: much room to learn, and something to learn from
 WARM_STEPS = 1000  # then the task is too hard for it
@@ -8745,9 +8727,9 @@ class StepStats:
     # Above MAX_K3, which depends on --dtype, they disagree, and what is learned is wrong.
     mismatch_k3: float | None
     # Effective sample size, as a share: 1 if all tokens weigh the same, near 0 if a few of them
-    # have all the weight, as when samples are too old. (sum of w)**2 / sum of w**2 is how many
-    # equal weights make as much noise as the weights w; over their number it is this, and then
-    # means do as well as sums.
+    # have all the weight, as when samples are too old. A mean over tokens with weights w is as
+    # noisy as one over (sum of w)**2 / sum of w**2 tokens of equal weight. Divided by the number of
+    # tokens, that is (mean of w)**2 / mean of w**2.
     ess: float
     # Of the choice of a token, in nats. It falls as the policy becomes certain; at 0 there is
     # nothing left to compare.
@@ -8870,7 +8852,7 @@ class TrainState:
 
     def prepare_optimizer(self, cfg: Config) -> None:
         """Makes a fresh optimizer and schedule, for a run with this Config."""
-        self.cfg = as_on(self.cfg, cfg)
+        self.cfg = as_on(self.cfg, cfg)  # the run's Config, but for this rank's own device
         assert not cfg.kl or self.reference is not None, "it began without --kl: no reference"
         self.model.zero_grad()  # a step that raised may have left a part of a gradient
         self.entropy_bonus = entropy_bonus(cfg)
@@ -8886,9 +8868,9 @@ class TrainState:
     def count_on(self, version: int) -> None:
         """It has become what it was at this version. Its own version never goes back, though.
 
-        For `become` (11d), when a run begins or goes back to a checkpoint (section 12). Readers of
-        an arena refuse a version that goes back. So a trainer at 57 that becomes what it was at 50
-        is at 58 then.
+        That happens when a run begins, and when one goes back to a checkpoint (section 12). Readers
+        of an arena refuse a version that goes back. So a trainer at 57 that becomes what it was at
+        50 is at 58 then.
         """
         self.version = max(self.version + 1, version)
 
@@ -8949,8 +8931,8 @@ class TrainState:
         """Adds up the gradient of all parts.
 
         near: of each part, what the first pass over the batch found; None: this is the first.
-        Returns, by name, the mean of each column of columns_for_log, of entropy and of kl, over the
-        sampled tokens of all ranks; and the log-probabilities of each part, for `near`.
+        Returns two things: by name, the mean over the sampled tokens of all ranks of entropy, of kl
+        and of each column of columns_for_log; and the log-probabilities of each part, for `near`.
         """
         sums: dict[str, float] = collections.defaultdict(float)
         logps = []
@@ -9003,9 +8985,15 @@ def divergence(
 ) -> torch.Tensor:
     """[N]: how far each token has moved from the reference, a model; 0 if that is None.
 
-    It is k2, half the square of the difference. As a loss k2 has the gradient of the KL divergence.
-    The gradient of k1 is 0 on average, and that of k3 is the gradient of the divergence the other
-    way round (DOCS 5 derives this, and a test compares all three).
+    It is k2, half the square of d = log p - log q, where q is the reference. As a loss it has the
+    right gradient, which k1 and k3, good as estimates, have not. The KL divergence is the sum of
+    p d, so its gradient is the sum of grad p d + p grad d. The second summand is p grad log p =
+    grad p, with the sum 0, and the first is p d grad log p: it is the mean of d grad log p over
+    samples. Now take the gradients of the three, with samples held fixed (a test compares them):
+
+        k1 = d                   grad log p                   its mean is 0: it pulls nowhere
+        k2 = d**2 / 2            d grad log p                 right
+        k3 = exp(-d) - 1 + d     (1 - q / p) grad log p       that of KL(q, p), not of KL(p, q)
 
     All that is so for tokens of lag 0. Older ones were drawn from an older policy, and are not
     weighted here: then k2 still pulls each token towards the reference, by as much as it has moved
@@ -9079,9 +9067,10 @@ def rows_of_parts(
     longest_first = tokens.mask.sum(1).argsort(descending=True, stable=True)
     mine = longest_first[rank :: cfg.trainers]
     # As many parts on every rank, because FSDP gathers weights with all ranks at once and one rank
-    # would wait for ever. And no part may be empty.
+    # would wait for ever. So this counts the whole batch, holes included, which all ranks have.
     num_logits = tokens.ids.numel() * vocab_size // cfg.trainers
     num_parts = math.ceil(num_logits / MAX_LOGITS)
+    # No part may be empty: each rank has so many rows at least, and tensor_split deals them evenly.
     num_parts = min(num_parts, len(longest_first) // cfg.trainers)
     return mine.tensor_split(num_parts)
 
@@ -9155,7 +9144,11 @@ def columns_for_log(
 
 
 def share_of(means: dict[str, float], counted: str, among: str) -> float | None:
-    """The mean of a column over the tokens that another one counts. None: there are none."""
+    """The mean of a column over the tokens that another one counts. None: there are none.
+
+    means: over all tokens. By example, if half of all are of lag 0, "fresh" is 0.5, and "fresh_k3",
+    to which the others add nothing, is half of the mean over those of lag 0.
+    """
     return means[counted] / means[among] if means[among] else None
 
 
@@ -9209,6 +9202,7 @@ def examine(state: TrainState, batch: Rollout) -> Examination:
 
 
 # -- plumbing: what flags leave open ---------------------------------------------------------------
+# (You can skip this part, the next one and 11d, and go on with the workers, 11e.)
 
 
 def max_generators(cfg: Config) -> int:
@@ -9256,6 +9250,9 @@ def device_of(cfg: Config, place: Place, rank: int) -> str:
         critic ranks (14)    have the next ones, if then one is left; else those of the trainer
         all others, that     share those that are left, in turn; if none is, all of them
         is, generators
+
+    With two ranks each of trainer and critic, 8 GPUs are 0 1, 2 3, and 4 to 7 for the generators; 4
+    GPUs are 0 1, 0 1, and 2 3. On a host without a trainer generators share all.
     """
     if cfg.device == "cpu":
         return "cpu"
@@ -9333,8 +9330,9 @@ CRITIC_ALONE = 7
 def share_of_rate(cfg: Config, num_done: int) -> float:
     """The schedule of the learning rate, as a share of it: 1; in the last quarter of --steps to 0.
 
-    With a constant rate a run may end in a dip. Runs of sync_rl have half as many steps, so their
-    rate stays the full one. With a critic it is 0 in the first steps.
+    With a constant rate a run may end in a dip. By example, with --steps 100 it is 1 up to step 75,
+    0.4 at step 90, and 0 at 100. A run of sync_rl ends after half of --steps, here 50, so its rate
+    stays the full one. With a critic it is 0 in the first steps.
     """
     if has_critic(cfg) and num_done < CRITIC_ALONE:
         return 0.0
@@ -9397,8 +9395,9 @@ def compute_layers_again(model: Any) -> None:
 def give_to_fsdp(model: Any, cfg: Config, rank: int) -> None:
     """Makes FSDP units of a model: its layers, and then the rest. All ranks call it at once.
 
-    Only rank 0 has the content of a model. The others get their parts of it, one whole tensor at a
-    time, so that none of them ever has all of it.
+    Only rank 0 has content; the models of the others are on "meta", shapes without memory. They are
+    cut first, and then get memory for their parts alone, which rank 0 fills, one whole tensor at a
+    time. So none of them ever has all of it. A rank that is alone keeps the content that it has.
     """
     whole = model.state_dict() if rank == 0 else {}
     device, _, _ = cfg.device.partition(":")
@@ -9423,6 +9422,8 @@ def loading(cfg: Config) -> dcp.StateDictOptions:
 
 
 # -- 11d. What is saved of a trainer ---------------------------------------------------------------
+# (You can skip this part until section 12, and go on with the workers, 11e.)
+#
 # Every run begins with a checkpoint, that of version 0, which is the policy before RL. So one
 # trainer can serve one run after the other, and a trainer that replaces a lost one can become what
 # that was: that is why reading checkpoints belongs here. (If there was a run before, what this one
@@ -9600,7 +9601,8 @@ def read_together(path: str, cfg: Config, rank: int) -> dict[str, Any]:
 # -- 11e. The workers ------------------------------------------------------------------------------
 # Three kinds of processes: the trainer, generators, judges. An endpoint takes one argument at most,
 # and gives one answer; what has several parts is a record. Besides weights and events this is all
-# that passes between the main process and them:
+# that passes between the main process and them. (A run begins with `begin` and `load`. Its loop
+# needs `rollout`, `judge` and `step` alone; the others are for checks and checkpoints.)
 #
 #     Trainer     meeting_place                -> str             a file for its ranks to meet in
 #                 begin        BeginRequest    -> ArenaHandle     makes optimizer and arena, once
@@ -9751,7 +9753,7 @@ class Trainer(RankedWorker):
     async def supervise(self, request: SuperviseRequest) -> float:
         """A supervised step, on all ranks at once. Answers with its loss, and publishes nothing.
 
-        The moments go with the optimizer when the next run is loaded.
+        The next run does not begin with its moments: to load a checkpoint makes a fresh optimizer.
         """
         state, writer = self._begun()
         if request.is_first:
@@ -9883,7 +9885,9 @@ class SharedWork:
         """Notes work when a request ends: returns the seconds since some was noted last.
 
         Or since the oldest request that is under way has begun, if that is later. So all answers
-        together are as long as this generator was at work, however many requests shared that.
+        together are as long as this generator was at work, however many requests shared that. By
+        example, a is under way from second 0 to 10, and b from 4 to 16. When a ends 10 s are noted,
+        and when b ends the 6 s since then: 16 s in all. If b begins at 12 only, it notes 4 s.
         """
         begin_s = max(min(self.begun_s), self.noted_s)  # mechanism: shared work counts once
         self.recorder.note("rollout", begin_s)
@@ -9966,10 +9970,14 @@ class Generator(Worker):
     def _try_to_enter(self, request: RolloutRequest) -> bool:
         """May its episodes join those that are here? If there are none, this pulls for it.
 
-        All tokens of a request are of one version, which stays leased until the next pull. So it
-        joins only those that have the newest version: among others, the batch might never run
-        empty, and nothing newer be pulled. With is_in_flight each token is of the newest version
-        then; such requests join each other.
+            the version it asks for is not there    it waits; TrainerLost if that never comes
+            nobody is here                          this pulls, and it comes in
+            those here have the newest version      it joins them, if _may_join says so, too
+            those here have an older one, or        it waits until they are over, or there would
+            one of a trainer before                 always be somebody, and nothing newer pulled
+
+        For all tokens of a request are of one version, which stays leased until the next pull. Only
+        those with is_in_flight take new versions as they come, and so always have the newest.
         """
         handle = request.arenas[self.place.host]
         is_empty = not self.decoder.episodes()
@@ -10018,7 +10026,8 @@ class Generator(Worker):
             except WeightMismatch as error:
                 if is_alive(handle.pid):
                     raise
-                # Both of us were replaced, and the request is of the time before.
+                # The handle is of a trainer that has ended, and this generator, which was replaced
+                # too, is too late to attach to its arena.
                 raise self._no_arena() from error
         return self.reader
 
@@ -10043,6 +10052,8 @@ class Generator(Worker):
 
 
 # -- plumbing: a generator of several ranks --------------------------------------------------------
+# (You can skip this part, and go on with the judges, 11g.)
+#
 # With --tensor-parallel N a generator is N processes of one host, its ranks, and each of them has a
 # part of every decoder layer (Megatron-LM, Shoeybi 2019). By example, of two ranks:
 #
@@ -10216,8 +10227,8 @@ class LeadingReader(ShardReader):
 class FollowingReader(ShardReader):
     """The reader of another rank. It leases nothing.
 
-    It has the same number as rank 0's reader. To make it clears that reader's word, which names no
-    slot yet: rank 0 takes its first lease when all ranks have met.
+    It has the number of rank 0's reader, and so the same word for a lease, which it clears when it
+    is made (section 7). No lease is lost by that: rank 0 takes its first one after all have met.
     """
 
     def take(self, slot: int) -> None:
@@ -10293,7 +10304,7 @@ class Follower:
             self.team.meet()
 
     def _compute(self, order: StepOrder) -> None:
-        """What `Decoder.step` does to the cache. The logits are rank 0's to sample from."""
+        """What `Decoder.step` does to the cache, in the same order: so the rows stay rank 0's."""
         parts = []
         for told in order.parts:
             if told.rows is None:
@@ -10305,7 +10316,7 @@ class Follower:
                 echo.ids.extend(ids)
             parts.append(part)
         for part in parts:
-            part.catch_up()
+            part.catch_up()  # the logits are for rank 0 to sample from
         self.cache = RowCache.joined(parts) if parts else RowCache(self.policy.model, [])
 
 
@@ -10544,7 +10555,7 @@ def specs_of(
         num_replicas=cfg.judges,  # with two, one may hang and the other works
         hosts=hosts,
         stuck_after_s=cfg.judge_stuck_after,
-        max_attempts=1,
+        max_attempts=1,  # judge_all asks again itself, for each episode alone
         max_in_flight=1,
     )
     return {spec.name: spec for spec in (trainer, generator, judge)}
@@ -10563,8 +10574,8 @@ def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
 class SamplingCalls:
     """What a Cluster, below, asks of generators and judges.
 
-    It is a part of Cluster, which would be too long in one piece. Cluster's constructor sets these
-    attributes, and its other part, what is asked of the trainer, is there.
+    It is a part of Cluster, which would be too long in one piece, and there is no other use for it.
+    What is asked of the trainer is in Cluster, whose constructor sets these attributes.
     """
 
     cfg: Config
@@ -10616,11 +10627,12 @@ class SamplingCalls:
         return (self.handle,)
 
 
-# A cluster knows two files: `base`, the policy before RL, made once from the first trainer; and
-# `newest`, what a replacement of a lost trainer becomes. To load has four steps: the trainer
-# begins; if there is no base, it is saved; the trainer becomes what a checkpoint says, or the base;
-# generators are told the arena, and the first version that counts. What a cluster remembers of its
-# trainer, from when on, and who sets it:
+# Each run must begin with the same policy, though the trainer has trained since: so a cluster knows
+# a file `base`, the policy before RL, saved once by the first trainer. And if a trainer is lost
+# another one must become what it was: that is in the file `newest`, or, if a run has saved nothing,
+# in the base. To load has four steps: the trainer begins; if there is no base, it is saved; the
+# trainer becomes what a checkpoint says, or the base; generators are told the arena, and the first
+# version that counts. What a cluster remembers of its trainer, from when on, and who sets it:
 #
 #     handle         the arena of the present trainer,          `load`; None before
 #                    which generators read
@@ -10631,6 +10643,8 @@ class SamplingCalls:
 #                    with which every run begins                before
 #     newest         the checkpoint that the next trainer       `load` and `remember`; "" means base
 #                    becomes, if this one is lost
+#
+# Sections 14 to 16 have subclasses. Methods that do next to nothing here are there for these.
 
 
 class Cluster(SamplingCalls):
@@ -10771,8 +10785,8 @@ class Cluster(SamplingCalls):
         self.owner_of_newest = owner
 
     async def rebase(self, path: str, owner: object) -> None:
-        """From now on every run begins with this checkpoint. owner: as in `remember`."""
-        if path != self.base:  # else this is called once more, after a loss in `load`
+        """After --sft-steps: every run begins with this checkpoint. owner: as in `remember`."""
+        if path != self.base:  # else it is called again, because the trainer was lost in `load`
             close_unnamed_file(self.base)
             self.base = path
             self.owner_of_base = owner
@@ -10870,6 +10884,8 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
 
 
 # -- 11i. A run ------------------------------------------------------------------------------------
+# Of a Ledger this section needs `start`, and `settle` as trained or lost; of a Run draw, count,
+# count_sent, add_step and is_over. All else is for sections 12 and 13.
 #
 # Where a group can be. Each arrow is a call of Ledger.start, Ledger.settle or, for the last one in
 # the upper row, Ledger.undo. (Ledger.go_on enters what was lost with a run.)
@@ -10897,6 +10913,7 @@ class Ledger:
 
     # Groups, 20 batches of the usual size. If so many more are lost than trained on, a run does not
     # get on: a loss now and then never comes to so many, a reward function that always raises does.
+    # (That is for what is wrong from the start: after 1,000 trained groups 1,321 must be lost.)
     MAX_FRUITLESS = 320
 
     def __init__(self) -> None:
@@ -11226,7 +11243,7 @@ NO_LOSS = 0.01  # what the loss of a batch of lag 0 is below, if all advantages 
 
 
 def alarms(rows: list[StepRow]) -> Iterator[str]:
-    """Says what it means, for each number of the last steps that is beyond what is healthy."""
+    """Of numbers of the last step that are not healthy, or only seem not to be: what they mean."""
     stats = rows[-1].stats
     # The same limit for all, for alarms know no --dtype: that of MAX_K3 for bf16.
     if stats.mismatch_k3 is not None and stats.mismatch_k3 > 0.01:
@@ -11236,7 +11253,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
     if stats.clipped > 0.5:
         yield "clipped > 0.5: most tokens had moved too far, and got no gradient (section 10)"
     if stats.lag_max == 0 and abs(stats.loss) < NO_LOSS:
-        # The lines of a run have no loss, but --log has.
+        # This only seems ill, which is why it is said. The lines of a run have no loss, --log has.
         yield "loss near 0 at lag 0, in --log: with ppo it is by construction (section 10)"
     if stats.entropy < 0.002:
         yield "entropy < 0.002: the policy has no alternatives left to compare"
@@ -11250,6 +11267,8 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
 
 
 # -- 11j. Training: a run on a cluster -------------------------------------------------------------
+# (The loop itself is `train_sync`, at the end of this part: you may read it first.)
+#
 # The lines that a run prints, column by column (DOCS 9 has each at length):
 #
 #     step       training steps made            reward     mean of the batch, mostly 0 to 1
@@ -11266,7 +11285,7 @@ class Training:
     """A run on a cluster: what is done before it, after each step, and afterwards.
 
     This one begins at version 0, saves nothing, and ends when the trainer is lost. Section 12 has a
-    subclass that goes on.
+    subclass that saves and goes on, for which is_pause_due, newest, in_pause and folder are here.
     """
 
     EVALUATE_EVERY = 25  # steps
@@ -11606,7 +11625,8 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     expect(training, "answers that differ", found.num_different, ">", len(first.said) // 10)
 
     await train_sync(training)
-    # The same batch, scored by what the trainer has become: now it is far from lag 0.
+    # The same batch, scored by what the trainer has become: now it is far from lag 0. If its k3 was
+    # still as small, k3 would not show a lag, and the small ones above would prove nothing.
     stale = await with_retries(cluster, lambda: cluster.examine(first))
     after = await with_retries(cluster, lambda: evaluate(cluster, sampler.heldout))
     # After a run that was over before there is no step to tell it; the first batch does.
