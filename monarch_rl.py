@@ -5808,8 +5808,9 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #     the version  of the weights that chose each token
 #     the log-probability of each token, in fp32, under the distribution that it was drawn from
 #   And throw the cache away when new weights come: it was computed by the old ones.
-# Cost. Four numbers per token beside its id: version, log-probability, turn, and whether there is a
-#   token at all. A new cache costs one pass over what was said so far.
+# Cost. Four numbers per token beside its id: version, log-probability, turn, and whether this place
+#   of the table has a token at all, for its rows, the conversations, differ in length. A new cache
+#   costs one pass over what was said so far.
 # Not here. Memory for keys and values in pages, so that a short row of the cache takes less room
 #   than a long one (vLLM, SGLang).
 # Source. Mistakes of public RL code, collected in DOCS 5. The demo measures disagreement as k3, an
@@ -5841,10 +5842,12 @@ class Task:
     """What is to be learned.
 
     For a task of your own, write a subclass into a file and say --task FILE.py:CLASS; or write
-    prompts and answers into a file, and say --task FILE.jsonl (DOCS 7). The main process calls
-    `numbered` and `set_aside`, generators `open`, judges (section 11) `rewards`; a trainer that
-    warms up the tiny policy calls all of them. Each of these calls some of the other methods, and
-    its docstring says which.
+    prompts and answers into a file, and say --task FILE.jsonl (DOCS 7). A subclass must have
+    `conversation` alone. Most have `score`, too, for this one compares letters; and `user`, if what
+    the user says depends on the answers. The other methods are for special cases, which their
+    docstrings name. The main process calls `numbered` and `set_aside`, which call `conversation`;
+    a generator `open`, whose Session calls `user`; a judge (section 11) `rewards`, which calls
+    `score`.
     """
 
     system = ""  # a message of the system's before the conversation; "": the template's own, if any
@@ -5891,8 +5894,8 @@ class Task:
     ) -> list[float]:
         """The rewards, as judges ask for them: those of `score`, which may be a coroutine.
 
-        is_truncated: of each answer, whether it was stopped because it had max_new_tokens, before
-        the policy had ended it. A task that minds overrides this method instead of `score`.
+        is_truncated: of each of num_turns, whether its answer was stopped at max_new_tokens; False
+        for a turn that was not had. A task that minds overrides this method instead of `score`.
         """
         return self.score(turns, said)
 
@@ -5927,7 +5930,8 @@ class Session:
         session.user(["e5"])          -> "Nf3?"           what it hears after its first answer
         session.user(["e5", "x"])     -> None             over: the policy made no legal move
         session.rewards(["e5", "x"], [False, False, False])
-                                      -> [0.5, 0.0, 0.0]  one per turn; or None: a judge is to say
+                                      -> [0.5, 0.0, 0.0]  one per turn, had or not; or None: a judge
+                                                          is to say
         session.close()
     """
 
@@ -6002,7 +6006,7 @@ class Shift(Task):
         return rewards
 
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, Task] = {  # section 14 adds `users`, whose users grade the answers themselves
     "repeat": Shift("Repeat exactly what I say.", [0]),
     "count": Shift("I say a letter, a to p; say the next three (a follows p).", [1, 2, 3], 3),
     "pattern": Shift("For each letter, a to p, say the one 8 places on (a follows p).", [8]),
@@ -6064,6 +6068,8 @@ class Sampler:
 
 
 # -- plumbing: a class in somebody's file, and errors in it ----------------------------------------
+# (You can skip this part and the next one: the section goes on with 9b.)
+#
 # The methods of a task are somebody else's code, and run in several processes. When one raises, its
 # author wants to see the line, wherever it was; and nobody wants to see it once per episode.
 #
@@ -6179,15 +6185,17 @@ def class_in_file(path: str, name: str) -> type[Task]:
 
 
 # -- plumbing: a task in a file of prompts and answers ---------------------------------------------
-# A line of such a file, in the manner of GSM8K (here on two lines):
+# (The section goes on with 9b.) A line of such a file, in the manner of GSM8K (here on two lines):
 #
 #     {"prompt": "Tom has 3 apples and buys 4. How many has he?",
 #      "answer": "He has 3 + 4 = 7 apples. #### 7"}
 #
-# Held out are the prompts whose hash, from 0 to 1, is below 0.1: about a tenth, and of a small file
-# at least the two with the lowest. A hash follows from the prompt
-# alone: a prompt stays on its side for all seeds, on every machine, and mostly also when lines are
-# added, and a prompt that stands there twice is on one side.
+# A prompt is on one of two sides: trained on, or held out. Held out are those whose hash, from 0 to
+# 1, is below 0.1: about a tenth, and of a small file at least the two with the lowest. A hash
+# follows from the prompt alone: a prompt stays on its side for all seeds, on every machine, and
+# mostly also when lines are added, and a prompt that stands there twice is on one side. Of those
+# held out a large file has more than are needed: 512 are used, which `set_aside` returns and
+# Sampler halves, and the others are neither trained on nor tested with.
 #
 #     prompt              hash, as a share     side
 #     "Tom has 3 ..."     0.41                 trained on
@@ -6269,7 +6277,7 @@ class FileTask(Task):
         return self._turns(self.training[order[place]])
 
     def set_aside(self) -> list[tuple[Turn, ...]]:
-        """The first 512 of those held out, by their hashes. The others are not used at all."""
+        """The 512 with the lowest hashes of those held out, or all if there are fewer."""
         return [self._turns(line) for line in self.held_out[:512]]
 
     def _turns(self, line: Line) -> tuple[Turn, ...]:
@@ -6423,9 +6431,9 @@ def words_of(text: str) -> str:
 #     row 1   ids       <u> u u u <e> <a>  a <e>  <u> u u u <e> <a>  d e f  g   .  .
 #             turn_ids   0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2   0  0
 #
-# An answer has at most four tokens here, so row 1 was stopped after g, without an <e>. Had it been
-# stopped so in its first turn, it would have its <e> there from the chat template, the text that
-# stands around what is said (9c).
+# An answer has at most four tokens here, so row 1 was stopped after g, without an <e>. After the
+# last turn that stays so. After an earlier one an <e> follows that was not sampled, with turn_id 0:
+# the chat template, the text that stands around what is said (9c), begins a later turn with it.
 
 
 @dataclass(frozen=True)
@@ -6653,6 +6661,8 @@ class Policy:
         # The template is rendered once, for a conversation in which everybody says SAID, and the
         # result is cut there. That of the tiny policy:
         #   <user> SAID <end><assistant> SAID <end><user> SAID <end><assistant>
+        # So what comes before a later turn is "<end><user>". If the policy has sampled its <end>,
+        # Episode.hear (9d) leaves that one out.
         roles = ["user", "assistant", "user"]
         chat = [{"role": role, "content": "SAID"} for role in roles]
         if self.task.system:
@@ -6704,8 +6714,9 @@ def dtype_of(cfg: Config) -> torch.dtype:
 def set_dtype(model: Any, dtype: torch.dtype) -> None:
     """Gives all parameters this dtype, and all floating-point buffers fp32.
 
-    Buffers are such things as the frequencies of rotary positions. FSDP, which computes for the
-    trainer, leaves them as they are, so generators do the same.
+    Buffers are such things as the frequencies of rotary positions. Trainer and generator must have
+    the same ones. A trainer has its model in fp32; to compute in bf16 it uses FSDP (section 11),
+    which casts parameters and leaves buffers in fp32. So a generator in bf16 leaves them so, too.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -6794,9 +6805,11 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
     """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
     The tokens were drawn from p, whose log-probabilities are `recorded`; q has those `recomputed`.
-    KL(p, q) is the mean of log p - log q over such tokens, that is, of -d. The mean of exp(d) - 1,
-    which is q / p - 1, is 0 over such tokens, for the sum of p * q / p is 1. So to add it changes
-    no mean; but exp(d) - 1 - d is never negative, and 0 only where d is. So even a few tokens tell.
+    KL(p, q) is the mean of log p - log q over such tokens, that is, of -d. But -d has both signs,
+    so of a few tokens its mean may be near 0 though p and q differ. Now exp(d) = q / p has the mean
+    1: as tokens come with probability p, that mean is the sum of p * q / p = q over all tokens. So
+    exp(d) - 1 has the mean 0, and may be added to -d: no mean changes. The sum is never negative,
+    and 0 only where d is, so even a few tokens tell.
     By example, a token with p = 0.50 and q = 0.40 has d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
     (Schulman 2020; there k1 is -d, and k2 is d**2 / 2.)
     """
@@ -7007,6 +7020,7 @@ def tokens_of(episodes: list[Episode]) -> Tokens:
     lengths = torch.tensor([len(episode.ids) for episode in episodes])
     is_token = torch.arange(int(lengths.max())) < lengths[:, None]  # [B, longest]
     turn_ids = filled_in(is_token, [episode.turn_ids for episode in episodes])
+    # Before turn_ids of cut episodes become 0: their lists have entries for these places, too.
     is_sampled = turn_ids > 0
     is_cut = torch.tensor([episode.is_cut for episode in episodes])
     logprobs = [episode.logprobs for episode in episodes]
@@ -7062,16 +7076,16 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 #     1. pull: are there new weights? If so, the cache is thrown away
 #     2. episodes that wait come in; those whose turn has ended go out, hear, and come in again
 #     3. a forward pass over the tokens that the cache lacks, mostly the last one of each row. When
-#        rows have come in, it is up to three passes, for three kinds of rows lack different
-#        numbers of tokens: those that go on lack one, those that come back have heard some, and new
-#        ones have nothing in the cache
+#        rows have come in, each kind of row has a pass of its own, for they lack different numbers
+#        of tokens: rows that go on lack one (Y, below), rows that come back have heard some (X),
+#        and new ones have nothing in the cache (Z). Then the rows of these passes are joined
 #     4. log-probabilities of the next token, over the whole vocabulary
 #     5. a token is sampled for each row whose turn goes on. Its episode notes the id, the turn,
 #        the log-probability and the version
 #
 # So answers may be of any length. Here X ends its turn with its third token, hears "bc", and goes
-# on; Y speaks all the time; Z is of a request that came meanwhile. All rows end with the same
-# column, and have holes on their left (a dot):
+# on; Y speaks all the time; Z is of a request that came meanwhile. After step 4 all rows end with
+# the same column, and shorter ones have holes on their left (a dot):
 #
 #     step 3   X   <u> d   <e> <a> d   f   <e>
 #              Y   <u> g   <e> <a> h   i   j
@@ -7081,9 +7095,11 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 #
 # To come in and to go out copies the cache, so it is not done for every row alone: it is done when
 # a request waits, or a quarter of the rows have ended their turns. As long as it are fewer, rows
-# that have ended their turns are computed with the others, and what comes of them is ignored. Of 64
-# rows, 56 may say 8 tokens and 8 say 200: that makes 64 x 8 + 8 x 192 tokens, where a batch that
-# nobody leaves computes 64 x 200.
+# that have ended their turns are computed with the others, and what comes of them is ignored. They
+# soon lack no token, and then each step gives them a hole behind their last one. When they come
+# back these holes stand in their middle. That does no harm: the mask says where holes are, nothing
+# attends to them, and positions do not count them. Of 64 rows, 56 may say 8 tokens and 8 say 200:
+# that makes 64 x 8 + 8 x 192 tokens, where a batch that nobody leaves computes 64 x 200.
 
 
 def version_0() -> int:
@@ -7109,14 +7125,14 @@ class RowCache:
         self.num_computed = [len(episode.ids) for episode in self.episodes]
         if self.mask.shape[1] > 0:
             return self._compute(ids)
-        # Of a new cache rows may be alike, such as those of a group, which hear the same words.
-        # They are computed as one, whose keys and values each of them gets. Later rows of a group
-        # differ, for each has sampled something of its own.
-        different, which = ids.unique(dim=0, return_inverse=True)
-        self.mask = self.mask[: len(different)]  # [different rows, 0]: it has no columns yet
-        logits = self._compute(different)
-        self.mask = self.mask[which]
-        self.cache.batch_select_indices(which)
+        # Of a new cache rows may be alike, such as those of a group, which hear the same words. So
+        # each different row, D of them, is computed once, and then copied to all that are like it.
+        # Later rows of a group differ, for each has sampled something of its own.
+        different, which = ids.unique(dim=0, return_inverse=True)  # [D, n]; [R]: a number below D
+        self.mask = self.mask[: len(different)]  # [D, 0]: a new cache has no columns
+        logits = self._compute(different)  # [D, vocabulary]; mask and cache have D rows now
+        self.mask = self.mask[which]  # [R, n]
+        self.cache.batch_select_indices(which)  # R rows, too
         return logits[which]
 
     def _lacking(self) -> torch.Tensor:
@@ -7235,8 +7251,9 @@ class RowCache:
 def layer_like(layer: Any, keys: torch.Tensor, values: torch.Tensor, num_columns: int) -> Any:
     """A layer of a cache of transformers, of the same kind, for so many columns.
 
-    keys, values: [rows, heads, columns, size]. A layer with sliding-window attention sees so many
-    of the last columns at most. It keeps these alone, and counts all.
+    keys, values: [rows, heads, columns, size]. In a layer with sliding-window attention a token
+    sees a fixed number of the last columns, so the layer of the cache has no others. It must be
+    told how many there were in all (cumulative_length), to cut the mask at the right place.
     """
     layer = copy.copy(layer)
     layer.keys = keys
@@ -7420,6 +7437,10 @@ def generate(
 
 
 # -- 9f. The token step on a GPU -------------------------------------------------------------------
+# (You can skip this part, and go on with the measurement: it makes 9e faster, and changes nothing
+# in what is sampled. None of it has run on a GPU. On a CPU the same code runs without a graph, and
+# more slowly than 9e: a test compares its tokens, log-probabilities and versions with those of 9e.)
+#
 # One token for each of some rows is little work for a GPU. For a small model it is a few hundred
 # kernels (functions that run there), and Python may need longer to ask for them than they take. A
 # CUDA graph is the cure: the kernels of a token are recorded once, and from then on one call
@@ -7435,9 +7456,6 @@ def generate(
 #
 # All else is as in 9e. New weights are copied to where the old ones are, on GPUs (7d), where the
 # graph finds them.
-#
-# None of this has run on a GPU. On a CPU the same code runs without a graph, and more slowly than
-# 9e: a test compares its tokens, log-probabilities and versions with those of 9e.
 
 HIDDEN = -1e9  # is added to the attention score of a column that nobody may see
 WIDTH_STEP = 256  # columns: fewer graphs than with small ones, and less is masked than with large
@@ -7480,7 +7498,7 @@ class StaticStep:
             raise RuntimeError(f"no CUDA graph for {shape} (try --no-graphs): {error}") from error
 
     def load(self, rows: RowCache) -> None:
-        """Takes the keys and values of these rows, which then hold none themselves."""
+        """Takes the keys and values of these rows, which hold none until they are unloaded."""
         num_rows, num_columns = rows.mask.shape
         self.mask.fill_(HIDDEN)
         for mine, theirs in zip(self.cache.layers, rows.cache.layers, strict=True):
@@ -7489,6 +7507,7 @@ class StaticStep:
             mine.values.zero_()
             mine.keys[:num_rows, :, :num_columns] = theirs.keys
             mine.values[:num_rows, :, :num_columns] = theirs.values
+            # Or they would be in memory twice. A view of no rows would keep them, a clone does not.
             replace_in(theirs, theirs.keys[:0].clone(), theirs.values[:0].clone())
 
     def unload(self, rows: RowCache) -> None:
@@ -7564,7 +7583,7 @@ class StaticSteps:
         layers: of any cache of this model, for their shapes [rows, heads, columns, size].
         """
         self.steps.clear()
-        self.pool = None  # no graph uses it any more, and into such a one none can be recorded
+        self.pool = None  # with its last graph torch frees it, and refuses to record into it
         self.memory.clear()
         for layer in layers:  # heads x size numbers for each row and column
             keys = layer.keys.new_zeros(num_tokens * layer.keys[0, :, 0].numel())
@@ -7795,20 +7814,22 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 
 # == 10. LOSSES ====================================================================================
 # Problem. What should be made larger is the mean reward J of the policy: the sum over all answers
-#   of p times the reward R. As grad p = p grad log p, its gradient is a mean over sampled answers:
-#   grad J = E[R grad log p]. So samples are enough, but what they give is noisy. And if they come
-#   from an older policy, it is the gradient of something else.
+#   of p times the reward R. Its gradient is the mean of R grad log p over sampled answers, as is
+#   shown below. So samples are enough, but what they give is noisy. And if they come from an older
+#   policy, it is the gradient of something else.
 # Rule. Five things are done about that, each for a reason of its own:
 #     a baseline   In place of R stands the advantage A: how much better the answer was than
 #                  expected. If what is subtracted from R does not depend on the answer, the mean
-#                  of the gradient stays right, and its noise shrinks. So it is with
+#                  of the gradient stays right (below), and its noise shrinks. So it is with
 #                  `leave_one_out`, which subtracts the mean of the other answers to the prompt.
 #                  `group` subtracts the mean of all of them, the answer itself included, which only
 #                  makes the gradient a little shorter; and it divides by their deviation, which
 #                  tilts it: the demo shows by how much.
 #     a ratio      r = p now / p when it was sampled weighs each token: samples of the old policy
-#                  are counted as often as the present one would have drawn them. Nearly: a ratio
-#                  of one token does not know what came before it, and large ones are cut off.
+#                  are counted as often as the present one would have drawn them. Exact would be
+#                  one weight for the whole answer, the product of the ratios of its tokens. Of a
+#                  long answer that is mostly next to 0, or huge, so each token has its own ratio
+#                  alone, and large ones are cut off. That leaves some tilt, with less noise.
 #     a clip       a token that has moved far enough gets no more gradient. It does not correct a
 #                  direction; it limits how far one batch can push.
 #     a bound      on what any one token weighs: a ratio has none by itself. A token that was drawn
@@ -7817,7 +7838,17 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 # Cost. Ratios make noise: a few tokens may have most of the weight. A clip silences tokens.
 # Not here. Value networks as baselines (section 14).
 # Source. REINFORCE (Williams 1992), PPO (Schulman 2017), dual clip (Ye 2020), GRPO (Shao 2024),
-#   RLOO (Ahmadian 2024), GSPO (Zheng 2025).
+#   RLOO (Ahmadian 2024), GSPO (Zheng 2025), decoupled PPO (AReaL, Fu 2025), CISPO (MiniMax-M1,
+#   2025), DPPO (divergence PPO, Qi 2026).
+#
+# Where the gradient comes from. Of J, the sum of p R over all answers, only p depends on the
+# weights, and grad log p = grad p / p. (An answer's log p is the sum over its tokens.) So
+#
+#     grad J = sum of R grad p = sum of p (R grad log p) = mean of R grad log p over samples
+#
+# The last step only reads the sum in another way: among samples an answer comes with probability p.
+# And why a baseline b does no harm: it adds to this the mean of -b grad log p, which is -b times
+# the sum of grad p, the gradient of the sum of p. That sum is always 1, so its gradient is 0.
 #
 # At lag 0 every ratio is 1, and the value of ppo, decoupled and gspo is minus the mean of the
 # advantages. Those of a group add up to 0, so if its answers are equally long, those of its tokens
@@ -7855,9 +7886,10 @@ def credit_for(
 ) -> Credit:
     """Compares each answer with others, turn by turn.
 
-    returns: [..., B, turns], the sum of the rewards from a turn on. group_ids: [..., B] int64.
-    was_had: [..., B, turns] bool: did the answer have this turn? One that ended before, or did not
-    fit into the context, must not be a 0 in the mean of the others. None: all did.
+    returns: [..., B, turns], the sum of the rewards from a turn on: what is said in a turn can
+    change these, and no reward before it. group_ids: [..., B] int64. was_had: [..., B, turns] bool:
+    did the answer have this turn? One that ended before, or did not fit into the context, must not
+    be a 0 in the mean of the others. None: all did.
 
     With `group` and `batch` advantages are in standard deviations (GRPO), else in units of the
     reward. Groups are found by id: by position, one lost row would mix all groups behind it.
@@ -7934,23 +7966,23 @@ class TokenLoss:
 # In the formulas r is the ratio, p now / p recorded, and A the advantage. The gradient of each loss
 # is -A w grad log p with a weight w, until it stops:
 #
-#                 loss of a token                     weight w       stops when
-#     reinforce   -A log p                            1              never
-#     ppo         -min(A r, A clip(r)), where clip    r              A > 0 and r > 1 + clip_high;
-#                 cuts r off at 1 - clip_low and                     A < 0 and r < 1 - clip_low;
-#                 at 1 + clip_high                                   A < 0 and r > 3 (a bound)
-#     decoupled   v ppo, with r = p now / p near      v r            as ppo, with that r;
-#                 and v = p near / p recorded                        v is max_weight at most
-#     gspo        as ppo, with the geometric mean     r              as ppo, with that r
-#                 of r over the answer
-#     cispo       -A w log p                          r, at most     never
-#                                                     max_weight
-#     dppo        -A w log p + PULL_BACK (log r)**2   r, at most 3   p has moved by MAX_SHIFT the
-#                                                                    way A pushes it
+#     reinforce   loss -A log p                           w = 1                      never stops
+#     ppo         loss -min(A r, A clip(r)), where clip cuts r off at 1 - clip_low and 1 + clip_high
+#                 w = r        stops if A > 0 and r > 1 + clip_high, if A < 0 and r < 1 - clip_low,
+#                              and, which is a bound, if A < 0 and r > 3
+#     decoupled   loss v ppo(s), where p near is that before the first update with this batch, and
+#                 s = p now / p near, v = p near / p recorded, but max_weight at most
+#                 w = v s      stops as ppo does, by s
+#     gspo        loss ppo(g), where g is the geometric mean of r over the tokens of the answer
+#                 w = g        stops as ppo does, by g
+#     cispo       loss -A w log p                         w = r, max_weight at most  never stops
+#     dppo        loss -A w log p + PULL_BACK (log r)**2  w = r, 3 at most
+#                              stops when p has moved by MAX_SHIFT the way A pushes it
 #
-# In cispo and dppo no gradient flows through w. In dppo the second summand adds a pull of its own,
-# back to the samples. There are two bounds, because there are two reasons for them: max_weight, a
-# flag, is how far a sample is trusted to stand for several; 3, of bad tokens, is explained below.
+# In cispo and dppo no gradient flows through w. dppo's second summand is a gentle pull back to the
+# samples, for tokens that its limit does not stop. There are two bounds, because there are two
+# reasons for them: max_weight, a flag, is how far a sample is trusted to stand for several; 3, of
+# bad tokens, is explained below.
 
 # By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and the
 # loss of ppo, -r, has a gradient: the token becomes likelier still. At 0.65 r is 1.3, beyond 1.2,
@@ -7960,12 +7992,13 @@ class TokenLoss:
 # log says for which share of the tokens that had a gradient to lose. If it is large, the samples
 # are too old or the steps too long.
 #
-# A clip sets no limit on the way back. A bad token that is a hundred times as likely now as when it
-# was sampled has a gradient a hundred times as long as that of the others, and as all gradients of
-# a batch are shortened together (section 11), nothing of the others is left. Lag makes such tokens,
-# and so does a generator that rounds otherwise. So a bad token has no gradient above a ratio of 3.
-# The price: this batch does not make it less likely. That does not last. If the token is likely
-# now, newer samples have it soon, with a ratio near 1, and there its gradient is the usual one.
+# So a clip sets no limit on the way back. Suppose that a bad token is a hundred times as likely now
+# as when it was sampled. Its gradient is then a hundred times as long as that of another token; and
+# as the gradient of a batch is shortened as a whole (section 11), of the other tokens' part hardly
+# anything is left. Lag makes such tokens, and so does a generator that rounds otherwise. Therefore
+# a bad token with a ratio above 3 has no gradient. The price: this batch does not make it less
+# likely. Later ones can: if the policy now says it often, it comes in newer samples, whose ratio is
+# near 1, and there it has the usual gradient.
 
 
 @dataclass(frozen=True)
@@ -8082,9 +8115,9 @@ def cispo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
 def dppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """As ppo, but distance is a difference of probabilities instead of a ratio.
 
-    For a rare token a ratio of 2 is nothing, for a frequent one 1.2 is much. Inside the limit there
-    is a small pull back to the samples. What was very rare may be within the limit, and have any
-    ratio; so a token weighs most_back at most.
+    For a rare token a ratio of 2 is nothing: from 0.001 to 0.002 the policy hardly changes. For a
+    frequent one 1.2 is much. (After DPPO, Qi 2026.) What was very rare may be within the limit, and
+    have any ratio; so a token weighs most_back at most.
     """
     shift = (tokens.logp.exp() - tokens.recorded.exp()).detach()
     weight = ratio_of(tokens.logp.detach(), tokens.recorded).clamp(max=limits.most_back)
@@ -8171,7 +8204,11 @@ class SmallWorld:
         return gradient
 
     def divergence(self, old: torch.Tensor, new: torch.Tensor) -> float:
-        """KL(old, new), exactly: in nats per answer, 0 if the two policies are the same."""
+        """KL(old, new), exactly: 0 if the two policies are the same.
+
+        It is the mean, over answers of the old policy, of log p old - log p new. With natural
+        logarithms its unit is the nat. At 0.1 nats log p of an answer is less by 0.1, in the mean.
+        """
         before = self.logp(old).sum(-1)  # [prompts, 64]
         after = self.logp(new).sum(-1)
         of_prompt = (before.exp() * (before - after)).sum(-1)
@@ -8230,6 +8267,8 @@ class SmallWorld:
         logp = every[batch, prompt, beginning, symbol]
         tokens = self.as_sampled(answers, old, logp, baseline)
         num_answers = answers.shape[1]
+        # The sum over an answer's tokens, so that log p is that of the answer. The trainer divides
+        # by the number of tokens with a signal instead: another length, the same direction.
         total = LOSSES[loss](tokens, USUAL_LIMITS).loss.sum() / num_answers
         (downhill,) = torch.autograd.grad(total, tables)
         return -downhill.flatten(1)
@@ -8260,12 +8299,7 @@ class SmallWorld:
 
 @dataclass(frozen=True)
 class EstimatorRow:
-    """A loss with a baseline, beside the truth.
-
-    Tilt: 1 - cosine of the mean gradient with the true one, 0 points there, 2 away from it. Noise:
-    standard deviation of the gradient of one batch, over the length of the mean. At lag 0, and 8
-    steps later.
-    """
+    """A loss with a baseline, beside the truth: tilt and noise, at lag 0 and 8 steps later."""
 
     loss: str
     baseline: str
@@ -8324,12 +8358,14 @@ ESTIMATORS = [
 
 def largest_difference_at_lag_0(world: SmallWorld, table: torch.Tensor) -> float:
     """The largest difference of a loss's gradient from that of reinforce, on the same batch."""
-    found = []
     state = world.rng.get_state()
+    of_reinforce = world.gradients("reinforce", "group", table, table, 1)
+    largest = 0.0
     for loss in LOSSES:
-        world.rng.set_state(state)  # so that all see the same samples
-        found.append(world.gradients(loss, "group", table, table, 1))
-    return max(float((gradient - found[0]).abs().max()) for gradient in found)
+        world.rng.set_state(state)  # `gradients` draws samples: the same ones for each loss
+        gradient = world.gradients(loss, "group", table, table, 1)
+        largest = max(largest, float((gradient - of_reinforce).abs().max()))
+    return largest
 
 
 def share_of_one_token(
@@ -8404,6 +8440,7 @@ def ramble(penalty: float, seed: int) -> RambleRow:
         letters = drawn.masked_fill(has_ended, -1)
         is_in = (letters[:, :, None] == right[group_ids][:, None, :]).any(1)  # [64, 3]
         score = is_in.float().mean(1, keepdim=True)  # [64, 1]
+        # An answer is one turn here, so its return is its reward, which is given to all its tokens.
         credit = credit_for(priced(score, length, penalty, num_free=4), group_ids)
         logp = every.gather(2, drawn[:, :, None]).squeeze(2)
         tokens = Sampled(
@@ -8448,8 +8485,10 @@ def tell_share_of_one_token(report: Report, world: SmallWorld, table: torch.Tens
 def tell_tilt_at_a_lag(report: Report, rows: Mapping[tuple[str, str], EstimatorRow]) -> None:
     """Reports which losses take away tilt that the lag has made, and which add some.
 
-    Those that clip by the recorded probabilities have no gradient of what has moved already. What
-    is left is the rest, and the mean of the rest may point elsewhere. rows: by loss and baseline.
+    A ratio takes tilt away: it weighs samples as the present policy would draw them. A clip by the
+    recorded probabilities may add some: tokens that the lag has moved far have no gradient, so the
+    mean is over the other tokens alone, and need not point where the mean over all of them does.
+    rows: by loss and baseline.
     """
     without = rows["reinforce", "leave_one_out"].tilt_at_a_lag
     less = []
@@ -8520,9 +8559,10 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     )
     difference = largest_difference_at_lag_0(world, old)
     report.check("lag 0: largest difference of a gradient from reinforce", difference, "<", 1e-6)
-    # With and without a baseline the mean should point where the truth points. The mean of n
-    # gradients is off by noise / sqrt(n), as a share of its length, and so by about that angle; and
-    # 1 - cosine of a small angle is half its square. More than that would be a real tilt.
+    # With and without a baseline the mean should point where the truth points, but for chance:
+    # the mean of n gradients misses the true one by about noise / sqrt(n) of its length, so that is
+    # about the angle between both. 1 - cosine of a small angle is half its square, so tilt by
+    # chance is noise**2 / (2 n). Much more than that would be a real tilt.
     over_chance = 0.0
     for row in (without, left_out):
         by_chance = row.noise**2 / (2 * NUM_BATCHES)
@@ -8580,8 +8620,8 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 
 WARM_BATCH = 64  # conversations per supervised step
 WARM_DRAWN = 5  # batches that are drawn at once: it takes less time to tokenize many texts together
-WARM_RATE = 2e-3  # fast at first; from the first right answers on
-WARM_LAST_RATE = 6e-4  # slowly, so that it does not jump past the place where it should stop
+WARM_RATE = 2e-3  # until the first right answers
+WARM_LAST_RATE = 6e-4  # after them: slow, so that it does not jump past the place to stop at
 WARM_NOISE = 0.1  # of the letters that it learns from are random: it must not become too certain
 WARM_UNTIL = 0.11  # of validation prompts right: much room to learn, and something to learn from
 WARM_STEPS = 1000  # then the task is too hard for it
@@ -8761,9 +8801,9 @@ class StepStats:
     # Above MAX_K3, which depends on --dtype, they disagree, and what is learned is wrong.
     mismatch_k3: float | None
     # Effective sample size, as a share: 1 if all tokens weigh the same, near 0 if a few of them
-    # have all the weight, as when samples are too old. (sum of w)**2 / sum of w**2 is how many
-    # equal weights make as much noise as the weights w; over their number it is this, and then
-    # means do as well as sums.
+    # have all the weight, as when samples are too old. A mean over tokens with weights w is as
+    # noisy as one over (sum of w)**2 / sum of w**2 tokens of equal weight. Divided by the number of
+    # tokens, that is (mean of w)**2 / mean of w**2.
     ess: float
     # Of the choice of a token, in nats. It falls as the policy becomes certain; at 0 there is
     # nothing left to compare.
@@ -8886,7 +8926,7 @@ class TrainState:
 
     def prepare_optimizer(self, cfg: Config) -> None:
         """Makes a fresh optimizer and schedule, for a run with this Config."""
-        self.cfg = as_on(self.cfg, cfg)
+        self.cfg = as_on(self.cfg, cfg)  # the run's Config, but for this rank's own device
         assert not cfg.kl or self.reference is not None, "it began without --kl: no reference"
         self.model.zero_grad()  # a step that raised may have left a part of a gradient
         self.entropy_bonus = entropy_bonus(cfg)
@@ -8902,9 +8942,9 @@ class TrainState:
     def count_on(self, version: int) -> None:
         """It has become what it was at this version. Its own version never goes back, though.
 
-        For `become` (11d), when a run begins or goes back to a checkpoint (section 12). Readers of
-        an arena refuse a version that goes back. So a trainer at 57 that becomes what it was at 50
-        is at 58 then.
+        That happens when a run begins, and when one goes back to a checkpoint (section 12). Readers
+        of an arena refuse a version that goes back. So a trainer at 57 that becomes what it was at
+        50 is at 58 then.
         """
         self.version = max(self.version + 1, version)
 
@@ -8965,8 +9005,8 @@ class TrainState:
         """Adds up the gradient of all parts.
 
         near: of each part, what the first pass over the batch found; None: this is the first.
-        Returns, by name, the mean of each column of columns_for_log, of entropy and of kl, over the
-        sampled tokens of all ranks; and the log-probabilities of each part, for `near`.
+        Returns two things: by name, the mean over the sampled tokens of all ranks of entropy, of kl
+        and of each column of columns_for_log; and the log-probabilities of each part, for `near`.
         """
         sums: dict[str, float] = collections.defaultdict(float)
         logps = []
@@ -9019,9 +9059,15 @@ def divergence(
 ) -> torch.Tensor:
     """[N]: how far each token has moved from the reference, a model; 0 if that is None.
 
-    It is k2, half the square of the difference. As a loss k2 has the gradient of the KL divergence.
-    The gradient of k1 is 0 on average, and that of k3 is the gradient of the divergence the other
-    way round (DOCS 5 derives this, and a test compares all three).
+    It is k2, half the square of d = log p - log q, where q is the reference. As a loss it has the
+    right gradient, which k1 and k3, good as estimates, have not. The KL divergence is the sum of
+    p d, so its gradient is the sum of grad p d + p grad d. The second summand is p grad log p =
+    grad p, with the sum 0, and the first is p d grad log p: it is the mean of d grad log p over
+    samples. Now take the gradients of the three, with samples held fixed (a test compares them):
+
+        k1 = d                   grad log p                   its mean is 0: it pulls nowhere
+        k2 = d**2 / 2            d grad log p                 right
+        k3 = exp(-d) - 1 + d     (1 - q / p) grad log p       that of KL(q, p), not of KL(p, q)
 
     All that is so for tokens of lag 0. Older ones were drawn from an older policy, and are not
     weighted here: then k2 still pulls each token towards the reference, by as much as it has moved
@@ -9095,9 +9141,10 @@ def rows_of_parts(
     longest_first = tokens.mask.sum(1).argsort(descending=True, stable=True)
     mine = longest_first[rank :: cfg.trainers]
     # As many parts on every rank, because FSDP gathers weights with all ranks at once and one rank
-    # would wait for ever. And no part may be empty.
+    # would wait for ever. So this counts the whole batch, holes included, which all ranks have.
     num_logits = tokens.ids.numel() * vocab_size // cfg.trainers
     num_parts = math.ceil(num_logits / MAX_LOGITS)
+    # No part may be empty: each rank has so many rows at least, and tensor_split deals them evenly.
     num_parts = min(num_parts, len(longest_first) // cfg.trainers)
     return mine.tensor_split(num_parts)
 
@@ -9171,7 +9218,11 @@ def columns_for_log(
 
 
 def share_of(means: dict[str, float], counted: str, among: str) -> float | None:
-    """The mean of a column over the tokens that another one counts. None: there are none."""
+    """The mean of a column over the tokens that another one counts. None: there are none.
+
+    means: over all tokens. By example, if half of all are of lag 0, "fresh" is 0.5, and "fresh_k3",
+    to which the others add nothing, is half of the mean over those of lag 0.
+    """
     return means[counted] / means[among] if means[among] else None
 
 
@@ -9225,6 +9276,7 @@ def examine(state: TrainState, batch: Rollout) -> Examination:
 
 
 # -- plumbing: what flags leave open ---------------------------------------------------------------
+# (You can skip this part, the next one and 11d, and go on with the workers, 11e.)
 
 
 def max_generators(cfg: Config) -> int:
@@ -9272,6 +9324,9 @@ def device_of(cfg: Config, place: Place, rank: int) -> str:
         critic ranks (14)    have the next ones, if then one is left; else those of the trainer
         all others, that     share those that are left, in turn; if none is, all of them
         is, generators
+
+    With two ranks each of trainer and critic, 8 GPUs are 0 1, 2 3, and 4 to 7 for the generators; 4
+    GPUs are 0 1, 0 1, and 2 3. On a host without a trainer generators share all.
     """
     if cfg.device == "cpu":
         return "cpu"
@@ -9349,8 +9404,9 @@ CRITIC_ALONE = 7
 def share_of_rate(cfg: Config, num_done: int) -> float:
     """The schedule of the learning rate, as a share of it: 1; in the last quarter of --steps to 0.
 
-    With a constant rate a run may end in a dip. Runs of sync_rl have half as many steps, so their
-    rate stays the full one. With a critic it is 0 in the first steps.
+    With a constant rate a run may end in a dip. By example, with --steps 100 it is 1 up to step 75,
+    0.4 at step 90, and 0 at 100. A run of sync_rl ends after half of --steps, here 50, so its rate
+    stays the full one. With a critic it is 0 in the first steps.
     """
     if has_critic(cfg) and num_done < CRITIC_ALONE:
         return 0.0
@@ -9413,8 +9469,9 @@ def compute_layers_again(model: Any) -> None:
 def give_to_fsdp(model: Any, cfg: Config, rank: int) -> None:
     """Makes FSDP units of a model: its layers, and then the rest. All ranks call it at once.
 
-    Only rank 0 has the content of a model. The others get their parts of it, one whole tensor at a
-    time, so that none of them ever has all of it.
+    Only rank 0 has content; the models of the others are on "meta", shapes without memory. They are
+    cut first, and then get memory for their parts alone, which rank 0 fills, one whole tensor at a
+    time. So none of them ever has all of it. A rank that is alone keeps the content that it has.
     """
     whole = model.state_dict() if rank == 0 else {}
     device, _, _ = cfg.device.partition(":")
@@ -9439,6 +9496,8 @@ def loading(cfg: Config) -> dcp.StateDictOptions:
 
 
 # -- 11d. What is saved of a trainer ---------------------------------------------------------------
+# (You can skip this part until section 12, and go on with the workers, 11e.)
+#
 # Every run begins with a checkpoint, that of version 0, which is the policy before RL. So one
 # trainer can serve one run after the other, and a trainer that replaces a lost one can become what
 # that was: that is why reading checkpoints belongs here. (If there was a run before, what this one
@@ -9616,7 +9675,8 @@ def read_together(path: str, cfg: Config, rank: int) -> dict[str, Any]:
 # -- 11e. The workers ------------------------------------------------------------------------------
 # Three kinds of processes: the trainer, generators, judges. An endpoint takes one argument at most,
 # and gives one answer; what has several parts is a record. Besides weights and events this is all
-# that passes between the main process and them:
+# that passes between the main process and them. (A run begins with `begin` and `load`. Its loop
+# needs `rollout`, `judge` and `step` alone; the others are for checks and checkpoints.)
 #
 #     Trainer     meeting_place                -> str             a file for its ranks to meet in
 #                 begin        BeginRequest    -> ArenaHandle     makes optimizer and arena, once
@@ -9767,7 +9827,7 @@ class Trainer(RankedWorker):
     async def supervise(self, request: SuperviseRequest) -> float:
         """A supervised step, on all ranks at once. Answers with its loss, and publishes nothing.
 
-        The moments go with the optimizer when the next run is loaded.
+        The next run does not begin with its moments: to load a checkpoint makes a fresh optimizer.
         """
         state, writer = self._begun()
         if request.is_first:
@@ -9899,7 +9959,9 @@ class SharedWork:
         """Notes work when a request ends: returns the seconds since some was noted last.
 
         Or since the oldest request that is under way has begun, if that is later. So all answers
-        together are as long as this generator was at work, however many requests shared that.
+        together are as long as this generator was at work, however many requests shared that. By
+        example, a is under way from second 0 to 10, and b from 4 to 16. When a ends 10 s are noted,
+        and when b ends the 6 s since then: 16 s in all. If b begins at 12 only, it notes 4 s.
         """
         begin_s = max(min(self.begun_s), self.noted_s)  # mechanism: shared work counts once
         self.recorder.note("rollout", begin_s)
@@ -9982,10 +10044,14 @@ class Generator(Worker):
     def _try_to_enter(self, request: RolloutRequest) -> bool:
         """May its episodes join those that are here? If there are none, this pulls for it.
 
-        All tokens of a request are of one version, which stays leased until the next pull. So it
-        joins only those that have the newest version: among others, the batch might never run
-        empty, and nothing newer be pulled. With is_in_flight each token is of the newest version
-        then; such requests join each other.
+            the version it asks for is not there    it waits; TrainerLost if that never comes
+            nobody is here                          this pulls, and it comes in
+            those here have the newest version      it joins them, if _may_join says so, too
+            those here have an older one, or        it waits until they are over, or there would
+            one of a trainer before                 always be somebody, and nothing newer pulled
+
+        For all tokens of a request are of one version, which stays leased until the next pull. Only
+        those with is_in_flight take new versions as they come, and so always have the newest.
         """
         handle = request.arenas[self.place.host]
         is_empty = not self.decoder.episodes()
@@ -10034,7 +10100,8 @@ class Generator(Worker):
             except WeightMismatch as error:
                 if is_alive(handle.pid):
                     raise
-                # Both of us were replaced, and the request is of the time before.
+                # The handle is of a trainer that has ended, and this generator, which was replaced
+                # too, is too late to attach to its arena.
                 raise self._no_arena() from error
         return self.reader
 
@@ -10059,6 +10126,8 @@ class Generator(Worker):
 
 
 # -- plumbing: a generator of several ranks --------------------------------------------------------
+# (You can skip this part, and go on with the judges, 11g.)
+#
 # With --tensor-parallel N a generator is N processes of one host, its ranks, and each of them has a
 # part of every decoder layer (Megatron-LM, Shoeybi 2019). By example, of two ranks:
 #
@@ -10232,8 +10301,8 @@ class LeadingReader(ShardReader):
 class FollowingReader(ShardReader):
     """The reader of another rank. It leases nothing.
 
-    It has the same number as rank 0's reader. To make it clears that reader's word, which names no
-    slot yet: rank 0 takes its first lease when all ranks have met.
+    It has the number of rank 0's reader, and so the same word for a lease, which it clears when it
+    is made (section 7). No lease is lost by that: rank 0 takes its first one after all have met.
     """
 
     def take(self, slot: int) -> None:
@@ -10309,7 +10378,7 @@ class Follower:
             self.team.meet()
 
     def _compute(self, order: StepOrder) -> None:
-        """What `Decoder.step` does to the cache. The logits are rank 0's to sample from."""
+        """What `Decoder.step` does to the cache, in the same order: so the rows stay rank 0's."""
         parts = []
         for told in order.parts:
             if told.rows is None:
@@ -10321,7 +10390,7 @@ class Follower:
                 echo.ids.extend(ids)
             parts.append(part)
         for part in parts:
-            part.catch_up()
+            part.catch_up()  # the logits are for rank 0 to sample from
         self.cache = RowCache.joined(parts) if parts else RowCache(self.policy.model, [])
 
 
@@ -10560,7 +10629,7 @@ def specs_of(
         num_replicas=cfg.judges,  # with two, one may hang and the other works
         hosts=hosts,
         stuck_after_s=cfg.judge_stuck_after,
-        max_attempts=1,
+        max_attempts=1,  # judge_all asks again itself, for each episode alone
         max_in_flight=1,
     )
     return {spec.name: spec for spec in (trainer, generator, judge)}
@@ -10579,8 +10648,8 @@ def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
 class SamplingCalls:
     """What a Cluster, below, asks of generators and judges.
 
-    It is a part of Cluster, which would be too long in one piece. Cluster's constructor sets these
-    attributes, and its other part, what is asked of the trainer, is there.
+    It is a part of Cluster, which would be too long in one piece, and there is no other use for it.
+    What is asked of the trainer is in Cluster, whose constructor sets these attributes.
     """
 
     cfg: Config
@@ -10632,11 +10701,12 @@ class SamplingCalls:
         return (self.handle,)
 
 
-# A cluster knows two files: `base`, the policy before RL, made once from the first trainer; and
-# `newest`, what a replacement of a lost trainer becomes. To load has four steps: the trainer
-# begins; if there is no base, it is saved; the trainer becomes what a checkpoint says, or the base;
-# generators are told the arena, and the first version that counts. What a cluster remembers of its
-# trainer, from when on, and who sets it:
+# Each run must begin with the same policy, though the trainer has trained since: so a cluster knows
+# a file `base`, the policy before RL, saved once by the first trainer. And if a trainer is lost
+# another one must become what it was: that is in the file `newest`, or, if a run has saved nothing,
+# in the base. To load has four steps: the trainer begins; if there is no base, it is saved; the
+# trainer becomes what a checkpoint says, or the base; generators are told the arena, and the first
+# version that counts. What a cluster remembers of its trainer, from when on, and who sets it:
 #
 #     handle         the arena of the present trainer,          `load`; None before
 #                    which generators read
@@ -10647,6 +10717,8 @@ class SamplingCalls:
 #                    with which every run begins                before
 #     newest         the checkpoint that the next trainer       `load` and `remember`; "" means base
 #                    becomes, if this one is lost
+#
+# Sections 14 to 16 have subclasses. Methods that do next to nothing here are there for these.
 
 
 class Cluster(SamplingCalls):
@@ -10787,8 +10859,8 @@ class Cluster(SamplingCalls):
         self.owner_of_newest = owner
 
     async def rebase(self, path: str, owner: object) -> None:
-        """From now on every run begins with this checkpoint. owner: as in `remember`."""
-        if path != self.base:  # else this is called once more, after a loss in `load`
+        """After --sft-steps: every run begins with this checkpoint. owner: as in `remember`."""
+        if path != self.base:  # else it is called again, because the trainer was lost in `load`
             close_unnamed_file(self.base)
             self.base = path
             self.owner_of_base = owner
@@ -10886,6 +10958,8 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
 
 
 # -- 11i. A run ------------------------------------------------------------------------------------
+# Of a Ledger this section needs `start`, and `settle` as trained or lost; of a Run draw, count,
+# count_sent, add_step and is_over. All else is for sections 12 and 13.
 #
 # Where a group can be. Each arrow is a call of Ledger.start, Ledger.settle or, for the last one in
 # the upper row, Ledger.undo. (Ledger.go_on enters what was lost with a run.)
@@ -10913,6 +10987,7 @@ class Ledger:
 
     # Groups, 20 batches of the usual size. If so many more are lost than trained on, a run does not
     # get on: a loss now and then never comes to so many, a reward function that always raises does.
+    # (That is for what is wrong from the start: after 1,000 trained groups 1,321 must be lost.)
     MAX_FRUITLESS = 320
 
     def __init__(self) -> None:
@@ -11242,7 +11317,7 @@ NO_LOSS = 0.01  # what the loss of a batch of lag 0 is below, if all advantages 
 
 
 def alarms(rows: list[StepRow]) -> Iterator[str]:
-    """Says what it means, for each number of the last steps that is beyond what is healthy."""
+    """Of numbers of the last step that are not healthy, or only seem not to be: what they mean."""
     stats = rows[-1].stats
     # The same limit for all, for alarms know no --dtype: that of MAX_K3 for bf16.
     if stats.mismatch_k3 is not None and stats.mismatch_k3 > 0.01:
@@ -11252,7 +11327,7 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
     if stats.clipped > 0.5:
         yield "clipped > 0.5: most tokens had moved too far, and got no gradient (section 10)"
     if stats.lag_max == 0 and abs(stats.loss) < NO_LOSS:
-        # The lines of a run have no loss, but --log has.
+        # This only seems ill, which is why it is said. The lines of a run have no loss, --log has.
         yield "loss near 0 at lag 0, in --log: with ppo it is by construction (section 10)"
     if stats.entropy < 0.002:
         yield "entropy < 0.002: the policy has no alternatives left to compare"
@@ -11266,6 +11341,8 @@ def alarms(rows: list[StepRow]) -> Iterator[str]:
 
 
 # -- 11j. Training: a run on a cluster -------------------------------------------------------------
+# (The loop itself is `train_sync`, at the end of this part: you may read it first.)
+#
 # The lines that a run prints, column by column (DOCS 9 has each at length):
 #
 #     step       training steps made            reward     mean of the batch, mostly 0 to 1
@@ -11282,7 +11359,7 @@ class Training:
     """A run on a cluster: what is done before it, after each step, and afterwards.
 
     This one begins at version 0, saves nothing, and ends when the trainer is lost. Section 12 has a
-    subclass that goes on.
+    subclass that saves and goes on, for which is_pause_due, newest, in_pause and folder are here.
     """
 
     EVALUATE_EVERY = 25  # steps
@@ -11622,7 +11699,8 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     expect(training, "answers that differ", found.num_different, ">", len(first.said) // 10)
 
     await train_sync(training)
-    # The same batch, scored by what the trainer has become: now it is far from lag 0.
+    # The same batch, scored by what the trainer has become: now it is far from lag 0. If its k3 was
+    # still as small, k3 would not show a lag, and the small ones above would prove nothing.
     stale = await with_retries(cluster, lambda: cluster.examine(first))
     after = await with_retries(cluster, lambda: evaluate(cluster, sampler.heldout))
     # After a run that was over before there is no step to tell it; the first batch does.
