@@ -11572,11 +11572,12 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #   steps that the run has in the end, no prompt is left out, and none counts twice: what was
 #   trained on after the checkpoint is undone with the weights that came of it.
 #
-#   In a synchronous run these are all the causes of what comes next, so a run that goes on equals
-#   one that was never cut off, bit for bit. In an asynchronous run the order in which groups come
-#   is a cause too, which depends on the machine: to save it would not be enough, for it would have
-#   to be forced on the generators again. So such a run goes on with the same prompts, each once,
-#   and with everything that was learned until the checkpoint, but in another order.
+#   In a synchronous run with the same flags these are all the causes of what comes next, so a run
+#   that goes on equals one that was never cut off, bit for bit. In an asynchronous run the order in
+#   which groups come is a cause too, which depends on the machine: to save it would not be enough,
+#   for it would have to be forced on the generators again. So such a run goes on with the same
+#   prompts, each once, and with everything that was learned until the checkpoint, but in another
+#   order.
 # Cost. A write every so many steps; the steps since the newest checkpoint are made again.
 # Not here. Checkpoints over several machines' disks (torch.distributed.checkpoint).
 # Source. The order write, fsync, rename, fsync of the folder: Pillai 2014.
@@ -11587,8 +11588,10 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #       rows 1-50, prompts 0-799                     their prompts are drawn again, in that order
 
 
-# What a run keeps, and what it takes back, when the trainer dies at step 57, with a checkpoint of
-# step 50 and two batches, b58 and b59, at the trainer:
+# What a run keeps, and what it takes back, when the trainer dies after step 57, with a checkpoint
+# of step 50. Two batches, b58 and b59, are at the trainer then: in an asynchronous run (section 13)
+# the next batch already waits there while the trainer works on one. In a synchronous run there is
+# one.
 #
 #     rows of the run       51 to 57 are taken back, and made again (--log has both)
 #     groups of 51 to 57    112 were trained on: now they count as undone
@@ -11614,7 +11617,9 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #     --steps                               the rate of each further step is what it would have been
 #                                           with so many from the start (share_of_rate); fewer than
 #                                           were made are refused
-#     all others                            count
+#     all others                            count. With another --generators the bits differ from
+#                                           then on: each generator has its part of the prompts,
+#                                           and samples it with a seed of its own
 
 
 class Checkpoints:
@@ -11624,7 +11629,9 @@ class Checkpoints:
         """folder: "" for memory. paths: of checkpoints in memory, newest first, now its own."""
         self.folder = folder
         self.paths = list(paths)  # newest first
-        self.in_memory = set(paths)  # the files to close: these, and one that was only begun
+        # All files in memory, which are to be closed: the checkpoints, and any that is none,
+        # because its writing was cut off or it cannot be read.
+        self.in_memory = set(paths)
         if folder:
             found = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True)
             self.paths = [str(path) for path in found]
@@ -11680,7 +11687,7 @@ class Checkpoints:
         return f"now called {aside}; "
 
     def room(self) -> str:
-        """Where to write the next one: over one that was cut off, if there is one.
+        """Where to write the next one: over a file that is no checkpoint, if there is one.
 
         Of a folder only the folder itself is made. If the one above it has gone away, so has its
         lock, and what this run would write into another one of that name might not be alone there.
@@ -11689,8 +11696,8 @@ class Checkpoints:
             with writing(self.folder), contextlib.suppress(FileExistsError):
                 os.mkdir(self.folder)
             return f"{self.folder}/unfinished"
-        cut_off = self.in_memory.difference(self.paths)
-        path = cut_off.pop() if cut_off else unnamed_file("checkpoint")
+        no_checkpoints = self.in_memory.difference(self.paths)
+        path = no_checkpoints.pop() if no_checkpoints else unnamed_file("checkpoint")
         self.in_memory.add(path)
         return path
 
@@ -11901,9 +11908,10 @@ async def judge_that_hangs(report: Report) -> None:
     said = [["a", "a"] for _ in prompts[1:]] + [["hang"]]
     is_truncated = [[False, False] for _ in prompts]
     together = JudgeRequest(prompts=prompts, said=said, is_truncated=is_truncated)
-    # Three requests meet the episode that hangs, and each kills a judge: this one, which has all
-    # 16; the first one of judge_all, which has all 16 again, for they are too few to share out; and
-    # that with which judge_all then asks about this episode alone.
+    # Three requests have the episode that hangs in them, and each kills a judge:
+    #   1. this one, for all 16 episodes; with max_attempts=1 the service does not try it again
+    #   2. the first one of judge_all, also for all 16, which are too few to share out (LEAST_SHARE)
+    #   3. after that loss judge_all asks for each of the 16 alone: the one for this episode
     found = await outcome(lambda: judges.route(Judge.judge, together))
     reply = await judge_all(judges, together)
     status = await judges.status(60.0)
@@ -12096,16 +12104,18 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 #     window    Groups have serial numbers, in the order in which they are started. One may be taken
 #               if its serial number is less than W above that of the oldest group that is not
 #               there yet. So few pass it, none becomes too old, and nothing is dropped. For a very
-#               late one the trainer waits. T = (K + 1) P - P / 2, and so W = P / 2 + 1 (for K = 0
-#               T = P and W = 1).
+#               late one the trainer waits. T = (K + 1) P - P / 2: each ticket less lets one more
+#               group pass, as is shown below, and half a batch of them makes W = P / 2 + 1. (For
+#               K = 0 T = P and W = 1: no group may pass another.)
 #
 # Why the window keeps the bound. By example first, with K = 2, P = 16, T = 40 and W = 9. A group g
 # is started when the trainer is at version v. Before g is taken, others may be:
 #
 #     older ones       39 at most: with that of g 40 tickets are out, and there are no more
 #     younger ones      8 at most: those with serial numbers up to 8 above that of g
-#     together         47, which fill 47 // 16 = 2 batches; each makes a version, and the next batch
-#                      has g. So its lag is 2 at most
+#     together         47: two batches and 15 groups, which are no third batch without g. So g is in
+#                      the third at the latest. The two before it make a version each, so the
+#                      trainer is at v + 2 when it comes to g, at most: a lag of 2
 #
 # In letters: T - 1 older and W - 1 younger ones fill (T + W - 2) // P batches. That is K if
 #
@@ -12287,11 +12297,11 @@ class ReplayBuffer:
     def _drop(self, run_id: int, version: int, first_version: int) -> None:
         """Takes out what the trainer may not be given. The tickets come back by that."""
         too_old = []
-        undone = []
+        of_lost_weights = []  # sampled under a trainer that is lost, or a step that is undone
         usable = []
         for group in self.groups:
             if group.run_id != run_id or group.oldest_version < first_version:
-                undone.append(group.id)
+                of_lost_weights.append(group.id)
             elif not self.is_usable(group, version):
                 too_old.append(group.id)
             else:
@@ -12299,8 +12309,8 @@ class ReplayBuffer:
         self.groups = usable
         if too_old:
             self.ledger.settle("dropped", too_old)
-        if undone:
-            self.ledger.settle("dropped", undone, with_trainer=True)
+        if of_lost_weights:  # nobody has trained on them, so they are dropped, and not undone
+            self.ledger.settle("dropped", of_lost_weights, with_trainer=True)
 
     def _in_order(self) -> list[Group]:
         """The groups that may be taken now, in this order."""
@@ -12315,8 +12325,9 @@ class ReplayBuffer:
         """A batch for a trainer of this run id, when it is at this version.
 
         first_version: the first one that it published after its run began, or last went back to a
-        checkpoint. Older versions are of steps that are undone, and so is what was sampled under
-        them. TrainerLost: a generator has found that it has ended.
+        checkpoint. Older versions are of steps that are undone, and what was sampled under them is
+        dropped. TrainerLost: a generator has found that the trainer has ended, which nothing else
+        tells while no step is under way (RolloutLoop._next_trainer).
         waits for enough groups that may be taken / woken by `put`, `lose` and `has_ended`
         """
         while True:
@@ -12402,8 +12413,9 @@ class RolloutLoop:
 
     def _may_ask(self) -> bool:
         """May another request be made?"""
-        # However many tickets there are, and however small a request is, generators get no more
-        # than they can keep busy with: a few batches each. The rest would only wait in their queue.
+        # Three requests for each generator, of a batch each at most. Mostly there are fewer tickets
+        # than that. Where there are very many, as without a bound on lag, more requests would only
+        # wait in the queues of the generators.
         most = self.NUM_REQUESTS * self.cluster.num_generators * self.flow.batch_groups
         return self._num_wanted() > 0 and len(self.buffer.awaited) < most
 
@@ -12543,8 +12555,9 @@ class AsyncLoops:
         return len(self.sent) < self.max_sent and not self.training.is_pause_due()
 
     # A batch is sent ahead, so there are two things to wait for at once: groups, and the answer to
-    # an earlier batch. If the trainer is lost only that answer tells, and there may be no groups to
-    # wait for: tickets of the batches at the trainer come back only when it has answered.
+    # an earlier batch. To wait for groups alone could last for ever, for the tickets of the batches
+    # at the trainer come back only when it has answered. If the trainer is lost while it has a
+    # batch, its answer raises TrainerLost; if it has none, `take` does, once a generator has told.
 
     async def _training_loop(self) -> None:
         """The training loop.
@@ -12624,7 +12637,8 @@ class AsyncLoops:
 #     the clock        jumps from 0 to 240, and from there to 340: two looks at the timers
 #
 # It tells of the loops alone. What messages, copies and a busy machine cost it leaves out: that is
-# what the real runs, below, are for.
+# what the real runs, below, are for. Both questions are asked in `fleet_rows` and `order_rows`, to
+# which you may skip: before them stand that clock, and generators and a trainer without a model.
 
 
 class JumpingSelector(selectors.SelectSelector):
@@ -12685,7 +12699,8 @@ class SimulatedCluster(Cluster):
     """What the loops need of a cluster: generators and a trainer that let time pass."""
 
     def __init__(self, cfg: Config, world: World) -> None:
-        # Nothing of what Cluster has is needed: it would make services.
+        # Cluster's own __init__ is not called, for it would make services. Here is all that the
+        # loops and `simulate` look at.
         self.cfg = cfg
         self.world = world
         self.first_version = 0
@@ -12944,7 +12959,7 @@ def tell_simulated(report: Report, fleets: list[FleetRow], orders: list[OrderRow
     report.say("simulated, K = 2, lengths with a heavy tail; length: trained / generated:")
     report.table(orders)
     report.check("simulated: largest lag", max(row.lag_max for row in orders), "<=", 2)
-    # Where nothing is dropped all lengths are trained on, which the column `length` shows.
+    # Where nothing is dropped, a run starts no group that it does not train on, so `length` is 1.
     num_dropped = sum(row.dropped for row in orders if row.order == "window")
     report.check("simulated: dropped, window", num_dropped, "==", 0)
 
@@ -12955,9 +12970,10 @@ def tell_simulated(report: Report, fleets: list[FleetRow], orders: list[OrderRow
 # three faults strike. `come`, in which generators are added and taken away. `sync`, synchronous, as
 # long as the first half of `async`, with which it is compared.
 #
-# How much faster the asynchronous run is depends on the machine, and is shown. What is checked is
-# the reason for it: the share of the time for which the trainer works, over that share in the
-# synchronous run, taken over the same number of steps before any fault. Lag and books are counted.
+# How much faster the asynchronous run is depends on the machine, and is shown. It need not be
+# faster at all: on two cores both sides work at the same time, and slow each other down. What is
+# checked is the share of the time for which the trainer works, over that share in the synchronous
+# run, taken over the same number of steps before any fault. Lag and books are counted.
 
 FAULTS = {
     "generator": signal.SIGKILL,
@@ -12982,7 +12998,7 @@ class Faults:
     def __init__(self, cluster: Cluster) -> None:
         self.services = {service.spec.name: service for service in cluster.services}
         self.struck_s: dict[str, float] = {}  # seconds since 1970, by service
-        self.num_others = 0  # replicas that were lost before any was struck
+        self.num_lost_before = 0  # replicas that were lost before any was struck
 
     async def run_to_end(self, loops: AsyncLoops, first_step: int) -> SpeedRow:
         """Runs the loops, and strikes after 10, 40 and 70 % of the steps that follow first_step.
@@ -12995,7 +13011,7 @@ class Faults:
         try:
             await until_step(first_step, run, running)
             speed = speed_of(run, first_step)
-            self.num_others = await num_lost(self.services.values()) - before
+            self.num_lost_before = await num_lost(self.services.values()) - before
             # A generator dies, a judge stands still, the trainer dies; one after the other.
             for name, percent in zip(FAULTS, (10, 40, 70), strict=True):
                 step = first_step + (run.num_steps - first_step) * percent // 100
@@ -13063,9 +13079,10 @@ async def resized(cluster: Cluster, run: Run, number: int) -> ResizeRow:
 
 
 async def num_lost(services: Iterable[Service]) -> int:
-    """How many replicas these have lost so far.
+    """How many replicas these have lost so far by accident.
 
-    Without those that were taken away: they are to be no losses, which `tell_who_came` checks.
+    A service should not list a replica as lost that it was told to take away. `tell_who_came`
+    checks that it does not; here such an entry is left out.
     """
     found = 0
     for service in services:
@@ -13161,11 +13178,14 @@ def tell_speed(
     sync: SpeedRow,
     fast: SpeedRow,
     training: Training,
-    num_others: int,
+    num_lost_before: int,
 ) -> None:
     """Reports how fast the asynchronous run was until the faults, beside the synchronous one.
 
-    num_others: replicas that it has lost until then. To replace them takes time, too.
+    The stage is about one figure: how much more of the time the trainer is busy. It is checked. The
+    others are for --json, and say what limits the speed.
+
+    num_lost_before: replicas that it has lost until then. To replace them takes time, too.
     """
     report.table([sync, fast])
     # In the synchronous run both sides work in turn: of each second generators need g, the trainer
@@ -13175,6 +13195,7 @@ def tell_speed(
     ideal_speedup = in_turn / at_once
     speedup = sync.s / fast.s
     rows = training.run.rows
+    # stall_s: for which a step waited until the copy of the version before it was complete.
     stall_s = sum(row.stats.stall_s for row in rows)
     stall = stall_s / sum(row.stats.step_s for row in rows)
     good = [row.seconds for row in rows if row.heldout is not None and row.heldout >= 0.95]
@@ -13185,8 +13206,8 @@ def tell_speed(
         trainer_stall_share=stall,
         seconds_to_95=good[0] if good else None,
     )
-    if num_others > 0:
-        report.say(f"before any fault was made {num_others} replicas were lost: no comparison")
+    if num_lost_before > 0:
+        report.say(f"before any fault was made {num_lost_before} replicas were lost: no comparison")
     elif training.cfg.max_lag > 0:  # with K = 0 nothing is sent ahead, and both sides take turns
         more = fast.trainer_busy / sync.trainer_busy
         report.check("trainer busy, asynchronous / synchronous", more, ">", 1)
@@ -13280,7 +13301,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     peer = lab.training("sync", num_compared)
     await train_sync(peer)
 
-    tell_speed(report, speed_of(peer.run, num_compared), fast, training, faults.num_others)
+    tell_speed(report, speed_of(peer.run, num_compared), fast, training, faults.num_lost_before)
     tell_lag(report, loose, training)
     tell_books(report, loops)
     tell_faults(report, noticed, len(faults.struck_s))
