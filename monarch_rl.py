@@ -13439,15 +13439,16 @@ def estimate_advantages(
         turn = turn_ids[:, t]
         is_sampled = turn > 0
         ends_turn = turn != next_turn
-        # The whole reward of a turn is paid at its last token. A return is the sum of the rewards
-        # from a turn on. So the reward of this turn is its return, less that of the next turn in
-        # which the policy spoke. If it did not speak in those between, their rewards are left in
-        # the difference, and so are paid to this one.
+        # The whole reward of a turn is paid at its last token: the return from this turn on, less
+        # that from the next turn in which the policy spoke. Say it spoke in turns 1 and 3 alone,
+        # and the rewards of turns 1, 2 and 3 are 0.2, 0.1 and 0.6. Then the returns are 0.9, 0.7
+        # and 0.6, and turn 1 is paid 0.9 - 0.6 = 0.3: its own reward and that of turn 2.
         reward = torch.where(ends_turn, returns[:, t] - next_return, 0.0)
         error = reward + next_value - values[:, t]
         share = torch.where(ends_turn, turn_lambda, token_lambda)
         found = error + share * next_advantage
         advantage[:, t] = torch.where(is_sampled, found, 0.0)
+        # A row whose token here was not sampled keeps what it knows, for the sampled one before.
         next_value = torch.where(is_sampled, values[:, t], next_value)
         next_return = torch.where(is_sampled, returns[:, t], next_return)
         next_advantage = torch.where(is_sampled, found, next_advantage)
@@ -13641,7 +13642,8 @@ class CriticState:
 # of different steps. If it is lost, its calls raise TrainerLost, and the run goes back to the
 # newest checkpoint:
 #
-#     step 57, learn   the critic dies; the step on that batch may have been made by the trainer
+#     step 57, learn   the critic dies. If the trainer has made its step on that batch, that is
+#                      undone with the others since step 50 (section 12)
 #     load             another critic begins, and becomes what step 50 was; so does the trainer
 
 
@@ -13769,8 +13771,10 @@ class CriticCluster(Cluster):
                 await asyncio.wait({learning})  # raises nothing: whichever was lost is raised below
             stats, value_loss = await asyncio.gather(step, learning)
         finally:
+            # Usually both have ended, and this does nothing. If gather has raised the error of one,
+            # or this call was cancelled, the other one may still run, and nobody waits for it.
             for task in tasks:
-                task.cancel()  # if one was lost, or this is cancelled, nobody waits for the other
+                task.cancel()
         return dataclasses.replace(
             stats, explained_variance=advice.explained_variance, value_loss=value_loss
         )
@@ -13848,12 +13852,14 @@ TASKS["users"] = LiveUsers()
 # is of prompts, of samples and of the critic's first weights. Live users in groups of eight are
 # shown for comparison: by what the task means, nobody can have the same conversation eight times.
 #
-# How to read the table. `batch` compares a conversation with what all users gave, so it praises
-# whatever was said to those who grade kindly, right or wrong. `critic` compares it with what such a
-# user gives. `group` compares it with the same user: that is exact, and nothing had to be learned
-# for it. On `repeat` all prompts are equally hard, so there is little for a critic to know.
-# `explained` says how much of what differs the critic foresaw. It says that the critic works, and
-# not that the policy does: it is highest where nothing was learned but the moods of users.
+# How to read the table. It has a row per run: its task, its baseline, answers per prompt, its seed.
+# With `none` a reward is compared with nothing. `batch` compares a conversation with what all users
+# gave, so it praises whatever was said to those who grade kindly, right or wrong. `critic` compares
+# it with what such a user gives. `group` compares it with the same user: that is exact, and nothing
+# had to be learned for it. On `repeat` all prompts are equally hard, so there is little for a
+# critic to know. `explained` is the share of the returns' variance that the critic foresaw. A high
+# one says that the critic works, and not that the policy does: on `users` most of what differs is
+# how a user grades, and that can be foreseen even if no answer gets better.
 
 
 @dataclass(frozen=True)
@@ -14099,10 +14105,11 @@ async def demo_critic(report: Report, cfg: Config) -> None:
 #                    |  WeightWriter                                        beside it the reference
 #                RewardTrainer <- pairs <- people <- two answers to a prompt
 #
-# The reference, the frozen policy of --kl, is no actor: it stays a copy beside the trainer. What it
-# computes is about a third of a step, wherever that is done (DOCS 5), and to have it done elsewhere
-# costs messages as well. On a GPU of its own it could work while the trainer still works on the
-# batch before. The judges stay, too: they evaluate, and say what people prefer (15e).
+# The reference, the frozen policy of --kl, could be an actor, too. It stays a copy beside the
+# trainer, because an actor would compute the same, about a third of a step (DOCS 5), and cost
+# messages on top. Only with a GPU of its own would it pay, for then it could work on the next batch
+# while the trainer is at this one. The judges of section 11 stay: they evaluate, and say what
+# people prefer (15e).
 
 # -- 15a. Preferences ------------------------------------------------------------------------------
 # What people say about two answers to a prompt. Of a model of your own it comes in a file, a line
@@ -14245,9 +14252,10 @@ def pairs_of(
 # -- 15b. The model, and what it learns ------------------------------------------------------------
 # A reward model is a body like the policy's, with a head that makes one number of the last hidden
 # state of each token. The score of an answer is their mean over its sampled tokens. With a sum the
-# length would count, and wrongly: most answers that people see they do not like, so most tokens get
-# a number below 0, and the longer an answer is, the lower its sum. An answer without any letter
-# would score best of these (DOCS 5 has what that does to a run).
+# length would count, and wrongly. Most answers are not liked, and lose more comparisons than they
+# win. So most tokens are seen more often in rejected answers than in chosen ones, and get a number
+# below 0. The longer such an answer is, the lower is its sum, and one without any letter would
+# score best of those that nobody likes (DOCS 5 has what that does to a run).
 #
 # Bradley and Terry: the probability that one answer is preferred is sigmoid(its score - the other
 # one's). So the loss of a pair is -log sigmoid(chosen - rejected), and only differences matter: 0
@@ -14263,7 +14271,10 @@ def pairs_of(
 
 REWARD_RATE = {"tiny": 1e-3, "other": 1e-5}  # learning rates: fresh weights, and pretrained ones
 
-SHARPNESS = 4.0  # times the mean: a head that is still small already tells answers apart
+# Times the mean. The head begins at zero, and with this factor scores differ while its weights are
+# still small; a larger learning rate would change the body faster, too. With 4 an answer of three
+# letters and an end has the score that their sum would be.
+SHARPNESS = 4.0
 REWARD_EPOCHS = 4  # over the first pairs
 REWARD_BATCH = 32  # pairs of an update
 OLD_PER_NEW = 3  # old pairs that are learned again with each new one
@@ -14374,10 +14385,10 @@ class RewardState:
 #
 #     RewardModel       another one scores; its successor reads the newest from the arena
 #     RewardTrainer     its successor becomes what the newest file says, and has the lesson that was
-#                       under way once more. Others judge on meanwhile: their slot of the old arena
-#                       lasts as long as somebody reads it
+#                       under way once more. Others judge on meanwhile from the old arena, whose
+#                       memory lasts as long as a process has it mapped
 #     both              the new RewardModel finds no arena, and raises RewardLost. Another one that
-#                       has a slot of the old arena scores. If there is none, the trainer is made to
+#                       has the old arena mapped scores. If there is none, the trainer is made to
 #                       begin, and the request is made again
 #     Trainer           the run goes back to a checkpoint (section 12), which has both, and so the
 #                       reward model goes back as well
@@ -14590,10 +14601,12 @@ class RewardCluster(CriticCluster):
         self.reward_trainer = Service(specs["reward_trainer"])
         self.reward_models = Service(specs["reward_model"])
         self.services += [self.reward_trainer, self.reward_models]
-        # Of the reward model's trainer: where it publishes, and what it was after each call.
-        self.published_reward: PublishedReward | None = None
-        self.saved_rewards = Checkpoints()
-        self.changing_reward = asyncio.Lock()
+        # The reward model changes in two ways: by a lesson (`learn`), and when a run begins or goes
+        # back (`load`). After each change its trainer writes down what it is, so that one that
+        # begins after a loss can become that. `_change` does all this.
+        self.published_reward: PublishedReward | None = None  # where its newest weights are
+        self.saved_rewards = Checkpoints()  # what it was after the newest two changes, in memory
+        self.changing_reward = asyncio.Lock()  # held by a change, and while a loss is mended
         # What it is at the beginning of every run; None before its first lesson.
         self.base_reward: Checkpoints | None = None
         self.judged_under: int | None = None  # the version of the reward model that judged last
@@ -14862,11 +14875,14 @@ class RewardTraining(SafeTraining):
 # the same reward model. No run is trained on the true reward; people answer by it, and the table
 # shows it.
 #
-# How to read the table. Look at `true`, `best` and `ends at` first, and then at `rises to`, which
-# is all that one would see in earnest: with nothing it is the best of the three runs, and that
-# policy is the worst. Two columns tell. `kl` is how far the policy has gone from where the examples
-# were. `after` is whether the reward model is still right about what the policy says now. With the
-# price it is not, which does little harm as the policy stays; with fresh preferences it is.
+# How to read the table, a row per run (RewardRow, below, has all its columns). First the true
+# reward: `true` in the first steps, `best` in the best ones, `ends at` in the last. Then the
+# learned one, all that one would see in earnest: `learned` in the best steps, `rises to` in the
+# last. In the run that nothing holds it rises most, and the true one ends lowest. Two columns would
+# warn. `kl` is how far the policy has gone from where the examples were. `after` is the share of
+# new comparisons, of what the policy says at the end, about which the reward model is right. With
+# the price that is low, which does little harm as the policy stays; with fresh preferences it is
+# high.
 
 REWARD_STEPS = 100  # of each run
 REWARD_PRICE = 0.5  # --kl, in the second one
@@ -14898,7 +14914,10 @@ class TasteJudge(Judge):
 
 
 class DriftTrainer(Trainer):
-    """A trainer of one rank with a reference, that can tell how far it has gone from it."""
+    """A trainer of one rank that can tell how far it has gone from its reference.
+
+    It has one in every run of the demo, as the cluster is made with --kl, whatever a run pays.
+    """
 
     @endpoint
     async def drift(self, batch: Packed[Rollout]) -> float:
@@ -17779,12 +17798,15 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 
 
 # -- plumbing: a model of your own, before and after RL --------------------------------------------
-# What else is done with a model, each by a flag. (DOCS 7 has a whole course of it.) The last two do
-# it after a run, or by themselves, without training.
+# The story is over: section 16 was the last. Of what follows a learner may still want pass@k (the
+# comment above EVALUATION_ROWS), the table of memory, and `run_stages` and `main`, which run it all.
+#
+# Three flags do something else with a model. (DOCS 7 has a whole course of it.)
 #
 #     --sft-steps   supervised steps before all runs, so that RL has something to begin with
-#     --evaluate    how good the model of a folder, or that of a checkpoint, is
-#     --export      the trained model, in a folder that transformers can read
+#     --evaluate    how good the model of a folder, or that of a checkpoint, is: after a run, or by
+#                   itself, without training
+#     --export      the trained model, in a folder that transformers can read: as --evaluate
 #
 # With --checkpoint saved, this is what lies there after a run of both stages, and who reads it:
 #
@@ -17863,8 +17885,8 @@ def folder_of_run(checkpoint: str) -> str:
 def config_of(path: str, cfg: Config) -> Config:
     """A Config that also says what a checkpoint was made with: its model, its task, and so on.
 
-    So these flags need not be given again; one that is given with its default counts as not given.
-    OtherRun: one of them is given, and is another.
+    So these flags need not be given again. OtherRun: one of them is given, and is another. (A flag
+    that is given its default looks as if it was not given: then the checkpoint's value holds.)
     """
     found = torch.load(path, weights_only=True, mmap=True)["about"]
     given = {name: getattr(cfg, name) for name in about(cfg) if name != "format"}
@@ -18132,14 +18154,21 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 #     arena         c for each slot          the same
 #     trainer       4                        16: weight, gradient, two moments; on GPUs neither
 #     generators    c for each rank          0: they read the arena in place; on GPUs neither
-#     checkpoints   4: version 0             4, and 12 for each that is kept in memory, which are
-#                                            the newest two and the one that is being written
+#     checkpoints   4: version 0             4; without --checkpoint 4 + 3 * 12, for the newest two,
+#                                            and the one that is being written, are in memory
 #     saving                                 12, where rank 0 first collects it from FSDP or a GPU
-#     critic        4                        16, and 12 that the trainer reads when it saves; its
-#                                            part of each checkpoint that is kept in memory is 12
+#     critic        4                        16 + 12: the trainer reads its part when it saves
+#       checkpoints                          3 * 12: its part of those that are in memory
 #
 # With --kl the trainer has 4 more. Processes need PROCESS_BYTES each on top, whatever the model is.
 # What depends on the lengths of answers is not in it. Of a reward model: see reward_needs.
+#
+# By example, 10 ** 9 parameters in fp32, 2 generators (3 at most, so 5 slots), without --checkpoint
+# and without a critic. In GB:
+#
+#     before the first pull    arena 20 + trainer  4 + generators 12 + checkpoints  4    = 40
+#     later                    arena 20 + trainer 16                 + checkpoints 40    = 76
+#     so the run needs         76 + 1.8 for five processes, of which three are generators
 
 PROCESS_BYTES = 350 * MIB  # that a process has for itself when it has imported torch, transformers
 
@@ -18184,15 +18213,19 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
 
 def reward_needs(cfg: Config) -> dict[str, int]:
     """Bytes per parameter of a reward model, by what needs them. It is in fp32."""
-    # Its trainer has weight, gradient and two moments. Before the first pull it has the weight
-    # alone, but then each of those that judge has a network of its own.
-    networks = max(16, 4 + 4 * cfg.judges)
+    # Before the first pull its trainer has the weights alone, and each of those that judge has a
+    # network of its own. Later those that judge have none, and the trainer has weight, gradient and
+    # two moments.
+    before = 4 + 4 * cfg.judges
+    later = 16
+    networks = max(before, later)
     num_slots = 2 if cfg.device != "cpu" else cfg.judges + 2
+    saved = 12  # weight and two moments
+    num_saved = 1 + 3  # what it was before all runs; the newest two, and the one being written
+    num_in_checkpoints = 0 if cfg.checkpoint else 3  # checkpoints of a run, in memory
     return {
         "reward model": 4 * num_slots + (networks if cfg.device == "cpu" else 0),
-        # Weight and two moments: before all runs; the newest two, and the one being written; and
-        # in each checkpoint of a run that is kept in memory.
-        "saved reward models": 4 * 12 + (0 if cfg.checkpoint else 3 * 12),
+        "saved reward models": saved * (num_saved + num_in_checkpoints),
     }
 
 
@@ -18519,9 +18552,11 @@ def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None
     try_hosts(parser, cfg, worker)
     with blaming(parser, "--json, --log, --trace, --report"):
         files = [path for path in (cfg.json, cfg.trace, cfg.report) if path]
-        try_files(
-            [*files, *[written_first(path) for path in files], *([cfg.log] if cfg.log else [])]
-        )
+        # Each of these is first written under another name, so both names are tried.
+        files += [written_first(path) for path in files]
+        if cfg.log:  # to which lines are added, under its own name
+            files.append(cfg.log)
+        try_files(files)
 
 
 def try_checkpoints(cfg: Config, stages: list[Stage]) -> None:
@@ -18828,7 +18863,7 @@ def leave(status: int, line: str = "") -> None:
     LEAVING.set()
     end = time.monotonic() + 10.0
     num_quiet = 0  # looks in a row that found nobody: a process may be on its way while we look
-    # Processes of processes, too: those that Monarch has started belong to each other, not to us.
+    # Children of children, too: a worker with a model is a child of the template, not of us.
     while num_quiet < 5 and time.monotonic() < end:
         found = descendants(os.getpid())
         num_quiet = 0 if found else num_quiet + 1
