@@ -17799,7 +17799,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 
 # -- plumbing: a model of your own, before and after RL --------------------------------------------
 # The story is over: section 16 was the last. Of what follows a learner may still want pass@k (the
-# comment above EVALUATION_ROWS), the table of memory, and `run_stages` and `main`, which run it all.
+# comment above EVALUATION_ROWS), the table of memory, and `run_stages` and `main`, which run all.
 #
 # Three flags do something else with a model. (DOCS 7 has a whole course of it.)
 #
