@@ -11572,12 +11572,11 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #   steps that the run has in the end, no prompt is left out, and none counts twice: what was
 #   trained on after the checkpoint is undone with the weights that came of it.
 #
-#   In a synchronous run with the same flags these are all the causes of what comes next, so a run
+#   In a synchronous run, with the same flags, these are all the causes of what comes next: a run
 #   that goes on equals one that was never cut off, bit for bit. In an asynchronous run the order in
-#   which groups come is a cause too, which depends on the machine: to save it would not be enough,
-#   for it would have to be forced on the generators again. So such a run goes on with the same
-#   prompts, each once, and with everything that was learned until the checkpoint, but in another
-#   order.
+#   which groups come, which depends on the machine, is a cause too. To save it would not be enough:
+#   it would have to be forced on the generators again. So such a run goes on with the same prompts,
+#   each once, and with all that was learned until the checkpoint, but in another order.
 # Cost. A write every so many steps; the steps since the newest checkpoint are made again.
 # Not here. Checkpoints over several machines' disks (torch.distributed.checkpoint).
 # Source. The order write, fsync, rename, fsync of the folder: Pillai 2014.
@@ -13079,10 +13078,9 @@ async def resized(cluster: Cluster, run: Run, number: int) -> ResizeRow:
 
 
 async def num_lost(services: Iterable[Service]) -> int:
-    """How many replicas these have lost so far by accident.
+    """How many replicas these have lost so far, without those that were taken away on purpose.
 
-    A service should not list a replica as lost that it was told to take away. `tell_who_came`
-    checks that it does not; here such an entry is left out.
+    A service should not count those as lost. `tell_who_came` checks that; this does not rely on it.
     """
     found = 0
     for service in services:
@@ -13182,8 +13180,8 @@ def tell_speed(
 ) -> None:
     """Reports how fast the asynchronous run was until the faults, beside the synchronous one.
 
-    The stage is about one figure: how much more of the time the trainer is busy. It is checked. The
-    others are for --json, and say what limits the speed.
+    Of all these ratios the stage is about the first that is checked: how much more of the time the
+    trainer is busy. Those for --json say what limits the speed.
 
     num_lost_before: replicas that it has lost until then. To replace them takes time, too.
     """
@@ -14880,9 +14878,8 @@ class RewardTraining(SafeTraining):
 # learned one, all that one would see in earnest: `learned` in the best steps, `rises to` in the
 # last. In the run that nothing holds it rises most, and the true one ends lowest. Two columns would
 # warn. `kl` is how far the policy has gone from where the examples were. `after` is the share of
-# new comparisons, of what the policy says at the end, about which the reward model is right. With
-# the price that is low, which does little harm as the policy stays; with fresh preferences it is
-# high.
+# new comparisons, of what the policy says at the end, about which the reward model is right: with
+# the price few, which does little harm as the policy stays; with fresh preferences many.
 
 REWARD_STEPS = 100  # of each run
 REWARD_PRICE = 0.5  # --kl, in the second one
