@@ -11724,11 +11724,11 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #   steps that the run has in the end, no prompt is left out, and none counts twice: what was
 #   trained on after the checkpoint is undone with the weights that came of it.
 #
-#   In a synchronous run these are all the causes of what comes next, so a run that goes on equals
-#   one that was never cut off, bit for bit. In an asynchronous run the order in which groups come
-#   is a cause too, which depends on the machine: to save it would not be enough, for it would have
-#   to be forced on the generators again. So such a run goes on with the same prompts, each once,
-#   and with everything that was learned until the checkpoint, but in another order.
+#   In a synchronous run, with the same flags, these are all the causes of what comes next: a run
+#   that goes on equals one that was never cut off, bit for bit. In an asynchronous run the order in
+#   which groups come, which depends on the machine, is a cause too. To save it would not be enough:
+#   it would have to be forced on the generators again. So such a run goes on with the same prompts,
+#   each once, and with all that was learned until the checkpoint, but in another order.
 # Cost. A write every so many steps; the steps since the newest checkpoint are made again.
 # Not here. Checkpoints over several machines' disks (torch.distributed.checkpoint).
 # Source. The order write, fsync, rename, fsync of the folder: Pillai 2014.
@@ -11739,8 +11739,10 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #       rows 1-50, prompts 0-799                     their prompts are drawn again, in that order
 
 
-# What a run keeps, and what it takes back, when the trainer dies at step 57, with a checkpoint of
-# step 50 and two batches, b58 and b59, at the trainer:
+# What a run keeps, and what it takes back, when the trainer dies after step 57, with a checkpoint
+# of step 50. Two batches, b58 and b59, are at the trainer then: in an asynchronous run (section 13)
+# the next batch already waits there while the trainer works on one. In a synchronous run there is
+# one.
 #
 #     rows of the run       51 to 57 are taken back, and made again (--log has both)
 #     groups of 51 to 57    112 were trained on: now they count as undone
@@ -11766,7 +11768,9 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #     --steps                               the rate of each further step is what it would have been
 #                                           with so many from the start (share_of_rate); fewer than
 #                                           were made are refused
-#     all others                            count
+#     all others                            count. With another --generators the bits differ from
+#                                           then on: each generator has its part of the prompts,
+#                                           and samples it with a seed of its own
 
 
 class Checkpoints:
@@ -11776,7 +11780,9 @@ class Checkpoints:
         """folder: "" for memory. paths: of checkpoints in memory, newest first, now its own."""
         self.folder = folder
         self.paths = list(paths)  # newest first
-        self.in_memory = set(paths)  # the files to close: these, and one that was only begun
+        # All files in memory, which are to be closed: the checkpoints, and any that is none,
+        # because its writing was cut off or it cannot be read.
+        self.in_memory = set(paths)
         if folder:
             found = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True)
             self.paths = [str(path) for path in found]
@@ -11832,7 +11838,7 @@ class Checkpoints:
         return f"now called {aside}; "
 
     def room(self) -> str:
-        """Where to write the next one: over one that was cut off, if there is one.
+        """Where to write the next one: over a file that is no checkpoint, if there is one.
 
         Of a folder only the folder itself is made. If the one above it has gone away, so has its
         lock, and what this run would write into another one of that name might not be alone there.
@@ -11841,8 +11847,8 @@ class Checkpoints:
             with writing(self.folder), contextlib.suppress(FileExistsError):
                 os.mkdir(self.folder)
             return f"{self.folder}/unfinished"
-        cut_off = self.in_memory.difference(self.paths)
-        path = cut_off.pop() if cut_off else unnamed_file("checkpoint")
+        no_checkpoints = self.in_memory.difference(self.paths)
+        path = no_checkpoints.pop() if no_checkpoints else unnamed_file("checkpoint")
         self.in_memory.add(path)
         return path
 
@@ -12053,9 +12059,10 @@ async def judge_that_hangs(report: Report) -> None:
     said = [["a", "a"] for _ in prompts[1:]] + [["hang"]]
     is_truncated = [[False, False] for _ in prompts]
     together = JudgeRequest(prompts=prompts, said=said, is_truncated=is_truncated)
-    # Three requests meet the episode that hangs, and each kills a judge: this one, which has all
-    # 16; the first one of judge_all, which has all 16 again, for they are too few to share out; and
-    # that with which judge_all then asks about this episode alone.
+    # Three requests have the episode that hangs in them, and each kills a judge:
+    #   1. this one, for all 16 episodes; with max_attempts=1 the service does not try it again
+    #   2. the first one of judge_all, also for all 16, which are too few to share out (LEAST_SHARE)
+    #   3. after that loss judge_all asks for each of the 16 alone: the one for this episode
     found = await outcome(lambda: judges.route(Judge.judge, together))
     reply = await judge_all(judges, together)
     status = await judges.status(60.0)
@@ -12248,16 +12255,18 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 #     window    Groups have serial numbers, in the order in which they are started. One may be taken
 #               if its serial number is less than W above that of the oldest group that is not
 #               there yet. So few pass it, none becomes too old, and nothing is dropped. For a very
-#               late one the trainer waits. T = (K + 1) P - P / 2, and so W = P / 2 + 1 (for K = 0
-#               T = P and W = 1).
+#               late one the trainer waits. T = (K + 1) P - P / 2: each ticket less lets one more
+#               group pass, as is shown below, and half a batch of them makes W = P / 2 + 1. (For
+#               K = 0 T = P and W = 1: no group may pass another.)
 #
 # Why the window keeps the bound. By example first, with K = 2, P = 16, T = 40 and W = 9. A group g
 # is started when the trainer is at version v. Before g is taken, others may be:
 #
 #     older ones       39 at most: with that of g 40 tickets are out, and there are no more
 #     younger ones      8 at most: those with serial numbers up to 8 above that of g
-#     together         47, which fill 47 // 16 = 2 batches; each makes a version, and the next batch
-#                      has g. So its lag is 2 at most
+#     together         47: two batches and 15 groups, which are no third batch without g. So g is in
+#                      the third at the latest. The two before it make a version each, so the
+#                      trainer is at v + 2 when it comes to g, at most: a lag of 2
 #
 # In letters: T - 1 older and W - 1 younger ones fill (T + W - 2) // P batches. That is K if
 #
@@ -12439,11 +12448,11 @@ class ReplayBuffer:
     def _drop(self, run_id: int, version: int, first_version: int) -> None:
         """Takes out what the trainer may not be given. The tickets come back by that."""
         too_old = []
-        undone = []
+        of_lost_weights = []  # sampled under a trainer that is lost, or a step that is undone
         usable = []
         for group in self.groups:
             if group.run_id != run_id or group.oldest_version < first_version:
-                undone.append(group.id)
+                of_lost_weights.append(group.id)
             elif not self.is_usable(group, version):
                 too_old.append(group.id)
             else:
@@ -12451,8 +12460,8 @@ class ReplayBuffer:
         self.groups = usable
         if too_old:
             self.ledger.settle("dropped", too_old)
-        if undone:
-            self.ledger.settle("dropped", undone, with_trainer=True)
+        if of_lost_weights:  # nobody has trained on them, so they are dropped, and not undone
+            self.ledger.settle("dropped", of_lost_weights, with_trainer=True)
 
     def _in_order(self) -> list[Group]:
         """The groups that may be taken now, in this order."""
@@ -12467,8 +12476,9 @@ class ReplayBuffer:
         """A batch for a trainer of this run id, when it is at this version.
 
         first_version: the first one that it published after its run began, or last went back to a
-        checkpoint. Older versions are of steps that are undone, and so is what was sampled under
-        them. TrainerLost: a generator has found that it has ended.
+        checkpoint. Older versions are of steps that are undone, and what was sampled under them is
+        dropped. TrainerLost: a generator has found that the trainer has ended, which nothing else
+        tells while no step is under way (RolloutLoop._next_trainer).
         waits for enough groups that may be taken / woken by `put`, `lose` and `has_ended`
         """
         while True:
@@ -12554,8 +12564,9 @@ class RolloutLoop:
 
     def _may_ask(self) -> bool:
         """May another request be made?"""
-        # However many tickets there are, and however small a request is, generators get no more
-        # than they can keep busy with: a few batches each. The rest would only wait in their queue.
+        # Three requests for each generator, of a batch each at most. Mostly there are fewer tickets
+        # than that. Where there are very many, as without a bound on lag, more requests would only
+        # wait in the queues of the generators.
         most = self.NUM_REQUESTS * self.cluster.num_generators * self.flow.batch_groups
         return self._num_wanted() > 0 and len(self.buffer.awaited) < most
 
@@ -12695,8 +12706,9 @@ class AsyncLoops:
         return len(self.sent) < self.max_sent and not self.training.is_pause_due()
 
     # A batch is sent ahead, so there are two things to wait for at once: groups, and the answer to
-    # an earlier batch. If the trainer is lost only that answer tells, and there may be no groups to
-    # wait for: tickets of the batches at the trainer come back only when it has answered.
+    # an earlier batch. To wait for groups alone could last for ever, for the tickets of the batches
+    # at the trainer come back only when it has answered. If the trainer is lost while it has a
+    # batch, its answer raises TrainerLost; if it has none, `take` does, once a generator has told.
 
     async def _training_loop(self) -> None:
         """The training loop.
@@ -12776,7 +12788,8 @@ class AsyncLoops:
 #     the clock        jumps from 0 to 240, and from there to 340: two looks at the timers
 #
 # It tells of the loops alone. What messages, copies and a busy machine cost it leaves out: that is
-# what the real runs, below, are for.
+# what the real runs, below, are for. Both questions are asked in `fleet_rows` and `order_rows`, to
+# which you may skip: before them stand that clock, and generators and a trainer without a model.
 
 
 class JumpingSelector(selectors.SelectSelector):
@@ -12837,7 +12850,8 @@ class SimulatedCluster(Cluster):
     """What the loops need of a cluster: generators and a trainer that let time pass."""
 
     def __init__(self, cfg: Config, world: World) -> None:
-        # Nothing of what Cluster has is needed: it would make services.
+        # Cluster's own __init__ is not called, for it would make services. Here is all that the
+        # loops and `simulate` look at.
         self.cfg = cfg
         self.world = world
         self.first_version = 0
@@ -13096,7 +13110,7 @@ def tell_simulated(report: Report, fleets: list[FleetRow], orders: list[OrderRow
     report.say("simulated, K = 2, lengths with a heavy tail; length: trained / generated:")
     report.table(orders)
     report.check("simulated: largest lag", max(row.lag_max for row in orders), "<=", 2)
-    # Where nothing is dropped all lengths are trained on, which the column `length` shows.
+    # Where nothing is dropped, a run starts no group that it does not train on, so `length` is 1.
     num_dropped = sum(row.dropped for row in orders if row.order == "window")
     report.check("simulated: dropped, window", num_dropped, "==", 0)
 
@@ -13107,9 +13121,10 @@ def tell_simulated(report: Report, fleets: list[FleetRow], orders: list[OrderRow
 # three faults strike. `come`, in which generators are added and taken away. `sync`, synchronous, as
 # long as the first half of `async`, with which it is compared.
 #
-# How much faster the asynchronous run is depends on the machine, and is shown. What is checked is
-# the reason for it: the share of the time for which the trainer works, over that share in the
-# synchronous run, taken over the same number of steps before any fault. Lag and books are counted.
+# How much faster the asynchronous run is depends on the machine, and is shown. It need not be
+# faster at all: on two cores both sides work at the same time, and slow each other down. What is
+# checked is the share of the time for which the trainer works, over that share in the synchronous
+# run, taken over the same number of steps before any fault. Lag and books are counted.
 
 FAULTS = {
     "generator": signal.SIGKILL,
@@ -13134,7 +13149,7 @@ class Faults:
     def __init__(self, cluster: Cluster) -> None:
         self.services = {service.spec.name: service for service in cluster.services}
         self.struck_s: dict[str, float] = {}  # seconds since 1970, by service
-        self.num_others = 0  # replicas that were lost before any was struck
+        self.num_lost_before = 0  # replicas that were lost before any was struck
 
     async def run_to_end(self, loops: AsyncLoops, first_step: int) -> SpeedRow:
         """Runs the loops, and strikes after 10, 40 and 70 % of the steps that follow first_step.
@@ -13147,7 +13162,7 @@ class Faults:
         try:
             await until_step(first_step, run, running)
             speed = speed_of(run, first_step)
-            self.num_others = await num_lost(self.services.values()) - before
+            self.num_lost_before = await num_lost(self.services.values()) - before
             # A generator dies, a judge stands still, the trainer dies; one after the other.
             for name, percent in zip(FAULTS, (10, 40, 70), strict=True):
                 step = first_step + (run.num_steps - first_step) * percent // 100
@@ -13215,9 +13230,9 @@ async def resized(cluster: Cluster, run: Run, number: int) -> ResizeRow:
 
 
 async def num_lost(services: Iterable[Service]) -> int:
-    """How many replicas these have lost so far.
+    """How many replicas these have lost so far, without those that were taken away on purpose.
 
-    Without those that were taken away: they are to be no losses, which `tell_who_came` checks.
+    A service should not count those as lost. `tell_who_came` checks that; this does not rely on it.
     """
     found = 0
     for service in services:
@@ -13313,11 +13328,14 @@ def tell_speed(
     sync: SpeedRow,
     fast: SpeedRow,
     training: Training,
-    num_others: int,
+    num_lost_before: int,
 ) -> None:
     """Reports how fast the asynchronous run was until the faults, beside the synchronous one.
 
-    num_others: replicas that it has lost until then. To replace them takes time, too.
+    Of all these ratios the stage is about the first that is checked: how much more of the time the
+    trainer is busy. Those for --json say what limits the speed.
+
+    num_lost_before: replicas that it has lost until then. To replace them takes time, too.
     """
     report.table([sync, fast])
     # In the synchronous run both sides work in turn: of each second generators need g, the trainer
@@ -13327,6 +13345,7 @@ def tell_speed(
     ideal_speedup = in_turn / at_once
     speedup = sync.s / fast.s
     rows = training.run.rows
+    # stall_s: for which a step waited until the copy of the version before it was complete.
     stall_s = sum(row.stats.stall_s for row in rows)
     stall = stall_s / sum(row.stats.step_s for row in rows)
     good = [row.seconds for row in rows if row.heldout is not None and row.heldout >= 0.95]
@@ -13337,8 +13356,8 @@ def tell_speed(
         trainer_stall_share=stall,
         seconds_to_95=good[0] if good else None,
     )
-    if num_others > 0:
-        report.say(f"before any fault was made {num_others} replicas were lost: no comparison")
+    if num_lost_before > 0:
+        report.say(f"before any fault was made {num_lost_before} replicas were lost: no comparison")
     elif training.cfg.max_lag > 0:  # with K = 0 nothing is sent ahead, and both sides take turns
         more = fast.trainer_busy / sync.trainer_busy
         report.check("trainer busy, asynchronous / synchronous", more, ">", 1)
@@ -13432,7 +13451,7 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     peer = lab.training("sync", num_compared)
     await train_sync(peer)
 
-    tell_speed(report, speed_of(peer.run, num_compared), fast, training, faults.num_others)
+    tell_speed(report, speed_of(peer.run, num_compared), fast, training, faults.num_lost_before)
     tell_lag(report, loose, training)
     tell_books(report, loops)
     tell_faults(report, noticed, len(faults.struck_s))
@@ -13570,15 +13589,16 @@ def estimate_advantages(
         turn = turn_ids[:, t]
         is_sampled = turn > 0
         ends_turn = turn != next_turn
-        # The whole reward of a turn is paid at its last token. A return is the sum of the rewards
-        # from a turn on. So the reward of this turn is its return, less that of the next turn in
-        # which the policy spoke. If it did not speak in those between, their rewards are left in
-        # the difference, and so are paid to this one.
+        # The whole reward of a turn is paid at its last token: the return from this turn on, less
+        # that from the next turn in which the policy spoke. Say it spoke in turns 1 and 3 alone,
+        # and the rewards of turns 1, 2 and 3 are 0.2, 0.1 and 0.6. Then the returns are 0.9, 0.7
+        # and 0.6, and turn 1 is paid 0.9 - 0.6 = 0.3: its own reward and that of turn 2.
         reward = torch.where(ends_turn, returns[:, t] - next_return, 0.0)
         error = reward + next_value - values[:, t]
         share = torch.where(ends_turn, turn_lambda, token_lambda)
         found = error + share * next_advantage
         advantage[:, t] = torch.where(is_sampled, found, 0.0)
+        # A row whose token here was not sampled keeps what it knows, for the sampled one before.
         next_value = torch.where(is_sampled, values[:, t], next_value)
         next_return = torch.where(is_sampled, returns[:, t], next_return)
         next_advantage = torch.where(is_sampled, found, next_advantage)
@@ -13772,7 +13792,8 @@ class CriticState:
 # of different steps. If it is lost, its calls raise TrainerLost, and the run goes back to the
 # newest checkpoint:
 #
-#     step 57, learn   the critic dies; the step on that batch may have been made by the trainer
+#     step 57, learn   the critic dies. If the trainer has made its step on that batch, that is
+#                      undone with the others since step 50 (section 12)
 #     load             another critic begins, and becomes what step 50 was; so does the trainer
 
 
@@ -13900,8 +13921,10 @@ class CriticCluster(Cluster):
                 await asyncio.wait({learning})  # raises nothing: whichever was lost is raised below
             stats, value_loss = await asyncio.gather(step, learning)
         finally:
+            # Usually both have ended, and this does nothing. If gather has raised the error of one,
+            # or this call was cancelled, the other one may still run, and nobody waits for it.
             for task in tasks:
-                task.cancel()  # if one was lost, or this is cancelled, nobody waits for the other
+                task.cancel()
         return dataclasses.replace(
             stats, explained_variance=advice.explained_variance, value_loss=value_loss
         )
@@ -13979,12 +14002,14 @@ TASKS["users"] = LiveUsers()
 # is of prompts, of samples and of the critic's first weights. Live users in groups of eight are
 # shown for comparison: by what the task means, nobody can have the same conversation eight times.
 #
-# How to read the table. `batch` compares a conversation with what all users gave, so it praises
-# whatever was said to those who grade kindly, right or wrong. `critic` compares it with what such a
-# user gives. `group` compares it with the same user: that is exact, and nothing had to be learned
-# for it. On `repeat` all prompts are equally hard, so there is little for a critic to know.
-# `explained` says how much of what differs the critic foresaw. It says that the critic works, and
-# not that the policy does: it is highest where nothing was learned but the moods of users.
+# How to read the table. It has a row per run: its task, its baseline, answers per prompt, its seed.
+# With `none` a reward is compared with nothing. `batch` compares a conversation with what all users
+# gave, so it praises whatever was said to those who grade kindly, right or wrong. `critic` compares
+# it with what such a user gives. `group` compares it with the same user: that is exact, and nothing
+# had to be learned for it. On `repeat` all prompts are equally hard, so there is little for a
+# critic to know. `explained` is the share of the returns' variance that the critic foresaw. A high
+# one says that the critic works, and not that the policy does: on `users` most of what differs is
+# how a user grades, and that can be foreseen even if no answer gets better.
 
 
 @dataclass(frozen=True)
@@ -14230,10 +14255,11 @@ async def demo_critic(report: Report, cfg: Config) -> None:
 #                    |  WeightWriter                                        beside it the reference
 #                RewardTrainer <- pairs <- people <- two answers to a prompt
 #
-# The reference, the frozen policy of --kl, is no actor: it stays a copy beside the trainer. What it
-# computes is about a third of a step, wherever that is done (DOCS 5), and to have it done elsewhere
-# costs messages as well. On a GPU of its own it could work while the trainer still works on the
-# batch before. The judges stay, too: they evaluate, and say what people prefer (15e).
+# The reference, the frozen policy of --kl, could be an actor, too. It stays a copy beside the
+# trainer, because an actor would compute the same, about a third of a step (DOCS 5), and cost
+# messages on top. Only with a GPU of its own would it pay, for then it could work on the next batch
+# while the trainer is at this one. The judges of section 11 stay: they evaluate, and say what
+# people prefer (15e).
 
 # -- 15a. Preferences ------------------------------------------------------------------------------
 # What people say about two answers to a prompt. Of a model of your own it comes in a file, a line
@@ -14376,9 +14402,10 @@ def pairs_of(
 # -- 15b. The model, and what it learns ------------------------------------------------------------
 # A reward model is a body like the policy's, with a head that makes one number of the last hidden
 # state of each token. The score of an answer is their mean over its sampled tokens. With a sum the
-# length would count, and wrongly: most answers that people see they do not like, so most tokens get
-# a number below 0, and the longer an answer is, the lower its sum. An answer without any letter
-# would score best of these (DOCS 5 has what that does to a run).
+# length would count, and wrongly. Most answers are not liked, and lose more comparisons than they
+# win. So most tokens are seen more often in rejected answers than in chosen ones, and get a number
+# below 0. The longer such an answer is, the lower is its sum, and one without any letter would
+# score best of those that nobody likes (DOCS 5 has what that does to a run).
 #
 # Bradley and Terry: the probability that one answer is preferred is sigmoid(its score - the other
 # one's). So the loss of a pair is -log sigmoid(chosen - rejected), and only differences matter: 0
@@ -14394,7 +14421,10 @@ def pairs_of(
 
 REWARD_RATE = {"tiny": 1e-3, "other": 1e-5}  # learning rates: fresh weights, and pretrained ones
 
-SHARPNESS = 4.0  # times the mean: a head that is still small already tells answers apart
+# Times the mean. The head begins at zero, and with this factor scores differ while its weights are
+# still small; a larger learning rate would change the body faster, too. With 4 an answer of three
+# letters and an end has the score that their sum would be.
+SHARPNESS = 4.0
 REWARD_EPOCHS = 4  # over the first pairs
 REWARD_BATCH = 32  # pairs of an update
 OLD_PER_NEW = 3  # old pairs that are learned again with each new one
@@ -14505,10 +14535,10 @@ class RewardState:
 #
 #     RewardModel       another one scores; its successor reads the newest from the arena
 #     RewardTrainer     its successor becomes what the newest file says, and has the lesson that was
-#                       under way once more. Others judge on meanwhile: their slot of the old arena
-#                       lasts as long as somebody reads it
+#                       under way once more. Others judge on meanwhile from the old arena, whose
+#                       memory lasts as long as a process has it mapped
 #     both              the new RewardModel finds no arena, and raises RewardLost. Another one that
-#                       has a slot of the old arena scores. If there is none, the trainer is made to
+#                       has the old arena mapped scores. If there is none, the trainer is made to
 #                       begin, and the request is made again
 #     Trainer           the run goes back to a checkpoint (section 12), which has both, and so the
 #                       reward model goes back as well
@@ -14721,10 +14751,12 @@ class RewardCluster(CriticCluster):
         self.reward_trainer = Service(specs["reward_trainer"])
         self.reward_models = Service(specs["reward_model"])
         self.services += [self.reward_trainer, self.reward_models]
-        # Of the reward model's trainer: where it publishes, and what it was after each call.
-        self.published_reward: PublishedReward | None = None
-        self.saved_rewards = Checkpoints()
-        self.changing_reward = asyncio.Lock()
+        # The reward model changes in two ways: by a lesson (`learn`), and when a run begins or goes
+        # back (`load`). After each change its trainer writes down what it is, so that one that
+        # begins after a loss can become that. `_change` does all this.
+        self.published_reward: PublishedReward | None = None  # where its newest weights are
+        self.saved_rewards = Checkpoints()  # what it was after the newest two changes, in memory
+        self.changing_reward = asyncio.Lock()  # held by a change, and while a loss is mended
         # What it is at the beginning of every run; None before its first lesson.
         self.base_reward: Checkpoints | None = None
         self.judged_under: int | None = None  # the version of the reward model that judged last
@@ -14993,11 +15025,13 @@ class RewardTraining(SafeTraining):
 # the same reward model. No run is trained on the true reward; people answer by it, and the table
 # shows it.
 #
-# How to read the table. Look at `true`, `best` and `ends at` first, and then at `rises to`, which
-# is all that one would see in earnest: with nothing it is the best of the three runs, and that
-# policy is the worst. Two columns tell. `kl` is how far the policy has gone from where the examples
-# were. `after` is whether the reward model is still right about what the policy says now. With the
-# price it is not, which does little harm as the policy stays; with fresh preferences it is.
+# How to read the table, a row per run (RewardRow, below, has all its columns). First the true
+# reward: `true` in the first steps, `best` in the best ones, `ends at` in the last. Then the
+# learned one, all that one would see in earnest: `learned` in the best steps, `rises to` in the
+# last. In the run that nothing holds it rises most, and the true one ends lowest. Two columns would
+# warn. `kl` is how far the policy has gone from where the examples were. `after` is the share of
+# new comparisons, of what the policy says at the end, about which the reward model is right: with
+# the price few, which does little harm as the policy stays; with fresh preferences many.
 
 REWARD_STEPS = 100  # of each run
 REWARD_PRICE = 0.5  # --kl, in the second one
@@ -15029,7 +15063,10 @@ class TasteJudge(Judge):
 
 
 class DriftTrainer(Trainer):
-    """A trainer of one rank with a reference, that can tell how far it has gone from it."""
+    """A trainer of one rank that can tell how far it has gone from its reference.
+
+    It has one in every run of the demo, as the cluster is made with --kl, whatever a run pays.
+    """
 
     @endpoint
     async def drift(self, batch: Packed[Rollout]) -> float:
@@ -18073,12 +18110,15 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 
 
 # -- plumbing: a model of your own, before and after RL --------------------------------------------
-# What else can be done with a model, each by a flag. (DOCS 7 does all of it, step by step.) The
-# last two do it after a run, or by themselves, without training.
+# The story is over: section 16 was the last. Of what follows a learner may still want pass@k (the
+# comment above EVALUATION_ROWS), the table of memory, and `run_stages` and `main`, which run all.
+#
+# Three flags do something else with a model. (DOCS 7 has a whole course of it.)
 #
 #     --sft-steps   supervised steps before all runs, so that RL has something to begin with
-#     --evaluate    how good the model of a folder, or that of a checkpoint, is
-#     --export      the trained model, in a folder that transformers can read
+#     --evaluate    how good the model of a folder, or that of a checkpoint, is: after a run, or by
+#                   itself, without training
+#     --export      the trained model, in a folder that transformers can read: as --evaluate
 #
 # With --checkpoint saved, this is what lies there after a run of both stages, and who reads it:
 #
@@ -18445,6 +18485,13 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 # With --kl the trainer has FP32 more, for the reference. Each process needs PROCESS_BYTES on top,
 # whatever the model is. What depends on the lengths of answers is not counted. What a reward model
 # needs says `reward_needs`.
+#
+# By example, 10 ** 9 parameters in fp32, 2 generators (3 at most, so 5 slots), without --checkpoint
+# and without a critic. In GB:
+#
+#     before the first pull    arena 20 + trainer  4 + generators 12 + checkpoints  4    = 40
+#     later                    arena 20 + trainer 16                 + checkpoints 40    = 76
+#     so the run needs         76 + 1.8 for five processes, of which three are generators
 
 FP32 = 4  # bytes of a number
 SAVED = 3 * FP32  # bytes of a parameter in a checkpoint: its weight, and two moments of AdamW
@@ -18495,9 +18542,10 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
 
 def reward_needs(cfg: Config) -> dict[str, int]:
     """Bytes per parameter of a reward model, by what needs them. It is in fp32."""
-    # Its trainer alone, later; or, before the first pull, when that has only the weight, but each
-    # of those that judge has a network of its own.
-    networks = max(TRAINED, FP32 + FP32 * cfg.judges)
+    # Before the first pull its trainer has the weights alone, and each of those that judge has a
+    # network of its own. Later those that judge have none, and the trainer has all.
+    before = FP32 + FP32 * cfg.judges
+    networks = max(before, TRAINED)
     num_slots = 2 if cfg.device != "cpu" else cfg.judges + 2
     # As it was before all runs; the newest two, and the one being written.
     num_saved = 1 + NUM_IN_MEMORY
@@ -18831,9 +18879,11 @@ def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None
     try_hosts(parser, cfg, worker)
     with blaming(parser, "--json, --log, --trace, --report"):
         files = [path for path in (cfg.json, cfg.trace, cfg.report) if path]
-        try_files(
-            [*files, *[written_first(path) for path in files], *([cfg.log] if cfg.log else [])]
-        )
+        # Each of these is first written under another name, so both names are tried.
+        files += [written_first(path) for path in files]
+        if cfg.log:  # to which lines are added, under its own name
+            files.append(cfg.log)
+        try_files(files)
 
 
 def try_checkpoints(cfg: Config, stages: list[Stage]) -> None:
@@ -19140,7 +19190,7 @@ def leave(status: int, line: str = "") -> None:
     LEAVING.set()
     end = time.monotonic() + 10.0
     num_quiet = 0  # looks in a row that found nobody: a process may be on its way while we look
-    # Processes of processes, too: those that Monarch has started belong to each other, not to us.
+    # Children of children, too: a worker with a model is a child of the template, not of us.
     while num_quiet < 5 and time.monotonic() < end:
         found = descendants(os.getpid())
         num_quiet = 0 if found else num_quiet + 1
