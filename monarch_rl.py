@@ -15056,9 +15056,10 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #   crosses once per host: all of it, or what has changed in it where that takes less time. If the
 #   trainer itself is on several hosts, a relay on each reads what it lacks, without a lease. A lost
 #   host is a Host whose life has ended: its replicas are lost, and come back with it.
-# Cost. A worker process on every host, and two slots more in an arena for each relay that leases
-#   from it. To know what has changed, the trainer's host needs memory, at most half of what its
-#   slots take; and after each copy a thread searches for three to four times as long (DOCS A).
+# Cost. A program that waits on every host, and two slots more in an arena for each relay that
+#   leases from it (16c says why two). If only what has changed is to cross (16b): memory at the
+#   trainer's host, at most half of what its slots take; and a search for changes after each copy,
+#   which keeps a thread busy for three to four times as long as the copy did (DOCS A).
 # Not here. Encryption. A critic or a reward model on several hosts. Cards for RDMA were not there
 #   to be tried: what is said of them follows from their rules, and all else was seen over TCP.
 # Source. attach_to_workers of Monarch.
@@ -15066,128 +15067,35 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 # A warning. Whoever can reach the ports that Monarch opens can run any code on these hosts, as your
 # user. So they need a private network; the secret below guards the way in, and not these ports.
 #
-#     this command             host A: --worker                  host B: --worker
-#       Link A  <-- lines -->    Monarch host: Trainer, Generator 0
-#       Link B  <-- lines -------------------------------------->  Monarch host: Generator 1, Relay
-#                                Arena of the trainer  <-- reads --  Relay -> Arena of host B
-
-# -- plumbing: a secret that two hosts share -------------------------------------------------------
-# How a worker and a run find out, as they connect, that they belong together. The idea of this
-# section does not depend on it: you can go on with 16a.
+# The words. A host is a machine; to the code it is an object of the class Host (section 5), here of
+# RemoteHost. A worker is in this section the program `monarch_rl.py --worker`: one waits on each
+# host. (Actors of the class Worker, section 5, go by their kind: trainer, generator, relay.)
+# A Monarch host is a process that the worker starts for a run; it starts the processes of actors.
 #
-# Both sides have a file with the same secret, and neither sends it. Each makes a nonce, a random
-# number that is used for one connection only, and sends that. Then each sends an HMAC: a hash of
-# the secret, of which side it is, and of both nonces. Nobody can compute it without the secret, so
-# it is a proof; and who has overheard it cannot use it again, for the next connection has other
-# nonces. What is said after that is neither encrypted nor signed.
-
-# How many characters of a line are read, if whoever sends it has proved nothing yet; and if it has:
-# enough for the signs of ten thousand processes.
-STRANGER_CHARS = 4096
-LINE_CHARS = 1 << 22
-# Whoever has overheard a proof can try secrets until one fits, so no word of a dictionary will do.
-LEAST_SECRET_BYTES = 16
-
-
-def read_secret(path: str) -> bytes:
-    """The secret in this file, without spaces around it; empty if the path is "": there is none.
-
-    ValueError: it is no file, others can read it, or it is too short.
-    """
-    if not path:
-        return b""
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        raise ValueError("it is no file")
-    if mode & 0o077:  # what a group or all others may do with it
-        raise ValueError("others than its owner have access to it: chmod 600 it")
-    secret = pathlib.Path(path).read_bytes().strip()
-    if len(secret) < LEAST_SECRET_BYTES:
-        raise ValueError(f"it has {len(secret)} bytes; at least {LEAST_SECRET_BYTES} at random")
-    return secret
-
-
-def proof_of(secret: bytes, side: str, nonces: list[str]) -> str:
-    """The proof that this side knows the secret. nonces: of the worker, of the run.
-
-    The name of the side is in it, so that nobody can send back the proof that it was just told as
-    its own. RFC 2104 has HMAC.
-    """
-    words = json.dumps([side, *nonces]).encode()
-    return hmac.new(secret, words, "sha256").hexdigest()
-
-
-def is_proved(told: dict[str, Any], secret: bytes, side: str, nonces: list[str]) -> bool:
-    """Does this line prove that its sender knows the secret?
-
-    The comparison takes as long for every wrong proof. Else its time would tell how many letters
-    were right.
-    """
-    right = proof_of(secret, side, nonces)
-    return hmac.compare_digest(str(told["proof"]).encode(), right.encode())
-
-
-def next_line(lines: Any, most: int = LINE_CHARS) -> str:
-    """The next line, "" at the end. ValueError: it is longer than that many characters."""
-    line = lines.readline(most)
-    if len(line) == most:
-        raise ValueError(f"a line of {most} characters or more")
-    return line
-
-
-def hear_stranger(lines: Any) -> dict[str, Any]:
-    """A line of one who has not proved anything yet. ValueError: no dict in JSON, or too long."""
-    line = next_line(lines, STRANGER_CHARS)
-    if not line:
-        raise ValueError("it has hung up")
-    try:
-        told = json.loads(line)
-    except RecursionError:  # thousands of brackets, one in the other
-        told = None
-    if not isinstance(told, dict):
-        raise ValueError("it does not speak this protocol")
-    return told
-
-
-@contextlib.contextmanager
-def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
-    """Hangs up if the body takes longer than that.
-
-    The socket's own time-out begins anew with each byte, so a stranger who sends one every few
-    seconds could keep us for ever.
-    """
-
-    def hang_up() -> None:
-        with contextlib.suppress(OSError):  # the other side has done so
-            connection.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(longest_s, hang_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
+#     this command             host A                            host B
+#       Link A  <-- lines -->    worker
+#       Link B  <-- lines ------------------------------------>    worker
+#                                Monarch host of the run           Monarch host of the run
+#                                  Trainer, Generator 0              Generator 1, Relay
+#                                  Arena of the trainer <-- reads -- Relay --> Arena of host B
 
 # -- 16a. Links ------------------------------------------------------------------------------------
-# A worker (--worker) waits for connections. For each one that begins a run it starts a Monarch
-# host: a process that listens at a port of its own, and starts other processes for whoever asks. It
-# ends with the connection. (The port is a new one each time. At an old one Monarch would deliver
-# messages that were meant for actors of the run before.) Over the connection both sides speak in
-# lines of JSON:
+# A worker waits for connections. For each one that begins a run it starts a Monarch host, which
+# ends with the connection. It listens at a port of its own, each time a new one: Monarch tries for
+# 30 s to deliver a message, so at the old port the next Monarch host would get what was meant for
+# actors of the one before. Over the connection both sides speak in lines, all but one of JSON:
 #
-#     worker: {"torch": "2.13.0", ...,          once: its versions, which must be those of the run,
-#              "nonce": "5f0c..."}              and its nonce
-#     run:    {"nonce": "a1b7...",              each proves that it knows the secret, without saying
-#              "proof": "90d2..."}              it: how, and what a nonce is, the plumbing above
-#     worker: {"proof": "c43e..."}              says. Without --secret these two are left out
-#     run:    begin
-#     worker: {"host": "tcp://10.0.0.2:40123",  ten times a second: I am here, and so is this host;
-#              "signs": {"4711": {...}}}        and what can be seen of the processes asked about
-#     run:    {"signals": [[4711, 860, 9]],     each time: signals to send, as (process id, when it
-#              "pulses": [[4711, PATH], ...]}   started, number); and where the processes to look at
-#                                               have their pulse
+#     worker  versions, nonce   of torch and others: they must be those of the run
+#     run     nonce, proof      that the run knows the secret
+#     worker  proof             that the worker knows it. Without --secret both proofs are left out
+#     run     begin             from here on there is a Monarch host
+#
+# (How they prove it, and what a nonce is, the next plumbing says.) Then in turn, ten times a second
+#
+#     worker  host      "tcp://10.0.0.2:40123": I am here, and so is this Monarch host
+#             signs     {"4711": {...}}: what was seen of the processes named in the turn before
+#     run     signals   [[4711, 860, 9]]: send 9 to process 4711, if it is the one begun at 860
+#             pulses    [[4711, PATH], ...]: look at process 4711, whose pulse is at PATH
 #
 # Whoever hears nothing for SILENCE_S takes the other side for lost. What follows then:
 #
@@ -15379,8 +15287,9 @@ class Link(threading.Thread):
     def _keep_signs(self, pid: int, seen: Signs) -> None:
         """Keeps what was seen of a process. One that has ended is looked at no more.
 
-        Since the worker was asked, another process may have got this id, and `watch` been called
-        for that one. Then what was seen is not about it, and is dropped.
+        What was seen is dropped if it is of another process than the one watched now: the worker
+        is asked about process 4711; that ends; a new process gets this id, and `watch` is called
+        for it; the answer comes, about the old one.
         """
         if self.pulses.get(pid) is not self.asked.get(pid):  # mechanism: signs of whom was asked
             return
@@ -15416,7 +15325,7 @@ class RemoteHost(Host):
         return link_to(self).monarch_address
 
     def expect_models(self) -> None:
-        """Does nothing: workers there have no template (section 5), each imports what it needs."""
+        """Does nothing: actors there have no template (section 5), each imports what it needs."""
 
     async def present(self) -> Host:
         """Itself, when it is here."""
@@ -15551,8 +15460,9 @@ def start_monarch_host(address: str) -> subprocess.Popen[bytes]:
 
 
 def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
-    """The worker's side of the lines, after `begin`.
+    """The worker's side of the lines, after `begin`: tells, hears, signals, sleeps, and looks.
 
+    So what it tells was seen at the end of the turn before, of those that were asked about then.
     waits for the run's lines / produces a line each time / ends when the run or the host does
     """
     signs: dict[int, dict[str, Any]] = {}  # by process id
@@ -15567,6 +15477,105 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
         for pid, path in asked["pulses"]:
             seen = read_signs(PulseHandle(pid=pid, path=path))
             signs[pid] = dataclasses.asdict(seen)
+
+
+# -- plumbing: a secret that two hosts share -------------------------------------------------------
+# How a worker and a run find out, as they connect, that they belong together. Nothing that follows
+# depends on it: you can go on with 16b.
+#
+# Both sides have a file with the same secret, and neither sends it. Each makes a nonce, a random
+# number that is used for one connection only, and sends that. Then each sends an HMAC: a hash of
+# the secret, of which side it is, and of both nonces. Nobody can compute it without the secret, so
+# it is a proof; and who has overheard it cannot use it again, for the next connection has other
+# nonces. What is said after that is neither encrypted nor signed.
+
+# How many characters of a line are read, if whoever sends it has proved nothing yet; and if it has:
+# enough for the signs of ten thousand processes.
+STRANGER_CHARS = 4096
+LINE_CHARS = 1 << 22
+# Whoever has overheard a proof can try secrets until one fits, so no word of a dictionary will do.
+LEAST_SECRET_BYTES = 16
+
+
+def read_secret(path: str) -> bytes:
+    """The secret in this file, without spaces around it; empty if the path is "": there is none.
+
+    ValueError: it is no file, others can read it, or it is too short.
+    """
+    if not path:
+        return b""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise ValueError("it is no file")
+    if mode & 0o077:  # what a group or all others may do with it
+        raise ValueError("others than its owner have access to it: chmod 600 it")
+    secret = pathlib.Path(path).read_bytes().strip()
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ValueError(f"it has {len(secret)} bytes; at least {LEAST_SECRET_BYTES} at random")
+    return secret
+
+
+def proof_of(secret: bytes, side: str, nonces: list[str]) -> str:
+    """The proof that this side knows the secret. nonces: of the worker, of the run.
+
+    The name of the side is in it, so that nobody can send back the proof that it was just told as
+    its own. RFC 2104 has HMAC.
+    """
+    words = json.dumps([side, *nonces]).encode()
+    return hmac.new(secret, words, "sha256").hexdigest()
+
+
+def is_proved(told: dict[str, Any], secret: bytes, side: str, nonces: list[str]) -> bool:
+    """Does this line prove that its sender knows the secret?
+
+    The comparison takes as long for every wrong proof. Else its time would tell how many letters
+    were right.
+    """
+    right = proof_of(secret, side, nonces)
+    return hmac.compare_digest(str(told["proof"]).encode(), right.encode())
+
+
+def next_line(lines: Any, most: int = LINE_CHARS) -> str:
+    """The next line, "" at the end. ValueError: it is longer than that many characters."""
+    line = lines.readline(most)
+    if len(line) == most:
+        raise ValueError(f"a line of {most} characters or more")
+    return line
+
+
+def hear_stranger(lines: Any) -> dict[str, Any]:
+    """A line of one who has not proved anything yet. ValueError: no dict in JSON, or too long."""
+    line = next_line(lines, STRANGER_CHARS)
+    if not line:
+        raise ValueError("it has hung up")
+    try:
+        told = json.loads(line)
+    except RecursionError:  # thousands of brackets, one in the other
+        told = None
+    if not isinstance(told, dict):
+        raise ValueError("it does not speak this protocol")
+    return told
+
+
+@contextlib.contextmanager
+def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
+    """Hangs up if the body takes longer than that.
+
+    The socket's own time-out begins anew with each byte, so a stranger who sends one every few
+    seconds could keep us for ever.
+    """
+
+    def hang_up() -> None:
+        with contextlib.suppress(OSError):  # the other side has done so
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(longest_s, hang_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 # -- 16b. Only what changed ------------------------------------------------------------------------
