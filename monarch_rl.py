@@ -15090,7 +15090,7 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #     worker  proof             that the worker knows it. Without --secret both proofs are left out
 #     run     begin             from here on there is a Monarch host
 #
-# (How they prove it, and what a nonce is, the next plumbing says.) Then in turn, ten times a second
+# (The next plumbing says how they prove it, and what a nonce is.) Then, ten times a second:
 #
 #     worker  host      "tcp://10.0.0.2:40123": I am here, and so is this Monarch host
 #             signs     {"4711": {...}}: what was seen of the processes named in the turn before
@@ -15579,14 +15579,16 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 
 
 # -- 16b. Only what changed ------------------------------------------------------------------------
-# With a large model the trainer keeps its weights in fp32, and publishes them in bf16. Near 0.02
-# two neighbouring numbers of bf16 are 0.0001 apart, and at a learning rate of 1e-6, as RL has it, a
-# step moves a weight by about 1e-6. So of a hundred weights one or two are rounded to another
-# number than before, and the others stay what they were in bf16. (The demo counts them: "changed"
-# in its table.) On one host that is of no use, for to find out what has changed takes longer than a
-# copy. But between hosts the cable is what costs. So the trainer keeps beside each slot its delta:
-# what differs from the version before. A relay that has the version before reads the delta in place
-# of the slot, unless the cable is so fast that the slot arrives earlier.
+# This is of use for weights that are published in bf16. (The tiny policy of this tour is published
+# in fp32, where each step changes the lower half of every number, and always crosses whole.) With a
+# large model the trainer keeps its weights in fp32, and publishes them in bf16. Near 0.02 two
+# neighbouring numbers of bf16 are 0.0001 apart, and at a learning rate of 1e-6, as RL has it, AdamW
+# moves a weight by about 1e-6. So of a hundred weights one or two are rounded to another number
+# than before, and the others stay what they were in bf16. (The demo counts them: "changed" in its
+# table.) On one host that is of no use, for to find out what has changed takes longer than a copy.
+# But between hosts the cable is what costs. So the trainer keeps beside each slot its delta: what
+# differs from the version before. A relay that has the version before reads the delta in place of
+# the slot, unless the cable is so fast that the slot arrives earlier.
 #
 # A slot is cut into the pieces of section 8, and each piece is taken as a row of words of 16 bits,
 # whatever it holds. Of each piece the delta has
@@ -15602,7 +15604,6 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 # If one word in a hundred has changed, that is 1.9 % of the bytes: for the 512 of a block there are
 # 2 for its count, and 3 for each of 2.56 words. Two kinds of pieces cross whole. The delta of one
 # would be more than half of its bytes: then it is not made, because to unpack it costs time, too.
-# In fp32 all are of this kind, for the lower half of every number is another one after each step.
 # And a piece that has another checksum than it should have, once its delta is unpacked, is read
 # again, whole.
 #
@@ -15639,8 +15640,10 @@ def half_words(memory: torch.Tensor) -> Any:
 def sum_of(piece: torch.Tensor) -> int:
     """A checksum: the sum of all words of 64 bits, modulo 2**64. piece: [num_bytes] uint8.
 
-    It differs if a change is missing, and mostly if one went to a wrong place. A CRC would notice
-    more, such as words that have been exchanged, and takes longer than all the rest of a delta.
+    It is there for mistakes of this file. Torn deltas it need not find: while a slot is leased its
+    delta stays, too, and the version of a delta is written last. The sum differs if one change is
+    missing; and if one went to a wrong place, unless both places held the same number before. A CRC
+    would notice more, such as words that have been exchanged, and takes longer than all the rest.
     """
     return int(piece.view(torch.int64).sum())
 
@@ -15788,8 +15791,10 @@ class RelayedWriter(ShardWriter):
     def _submit(self) -> None:
         """Has the thread make a delta of the version that is there, or is being copied.
 
-        The thread does one thing after the other. So when the delta is begun, the copy and the
-        delta before it have ended, and it gets both to see how.
+        The thread does one job after the other. So the last copy and the last delta have ended when
+        this one is begun. It is given both, to see how:
+
+            copy 8 | delta of 8, given copy 8 and delta of 7 | copy 9 | delta of 9, given copy 9 ...
         """
         self.making = self.thread.submit(self._make_delta, self.copying, self.making)
 
@@ -15800,10 +15805,11 @@ class RelayedWriter(ShardWriter):
     ) -> None:
         """Makes the delta of the newest version.
 
-        copy: of this version. If it has failed there is no such version, and no delta. last_delta:
-        if that one has failed, this one fails as well, when it is made. For `wait` looks only at
-        the newest delta, and the trainer may have begun this version before the last one failed: it
-        would not hear of it.
+            copy has failed          there is no such version: raises that, and makes no delta
+            last_delta has failed    makes this one, for relays wait for it; then raises that
+
+        So an error goes from each delta to the next until `wait` raises it. For `wait` looks at the
+        newest one only, and may have looked before the last one failed.
         """
         if copy:
             copy.result()
@@ -15840,16 +15846,16 @@ class RelayedWriter(ShardWriter):
             self.note("delta", start_s)
 
     def for_relay(self, reader: int) -> RemoteHandle:
-        """What the relay with this number needs.
+        """What the relay with this first lease needs. Only rank 0 is asked (RelayedTrainer.remote).
 
-        From the first time that one asks, deltas are made: of the version that is there, or is
-        being copied, and of all that follow. (The first one says that all is to be read whole: what
-        the version before it was, nobody has kept.)
+        When the first relay asks, deltas begin: of the version that is there, or is being copied,
+        and of all that follow. (That first one says that all is to be read whole: what the version
+        before it was, nobody has kept.) Each later relay gets the same, and leases of its own.
         """
-        if self.rank == 0 and not self.deltas:
+        if not self.deltas:
             slot_bytes = self.arena.handle.manifest.slot_bytes
             self.deltas = [Delta(slot_bytes) for _ in self.arena.slots]
-            if self.copying:
+            if self.copying:  # else no version was ever begun, and `start` submits the first
                 self._submit()
         if self.offer is None:
             self.offer = Offer(self.arena, self.deltas)
@@ -16033,10 +16039,34 @@ class RelayedTrainer(Trainer):
         return writer.for_relay(reader)
 
 
-class Crossing:
-    """What crosses to a relay: it reads and writes words, and counts what else has arrived.
+@dataclass(frozen=True)
+class Traffic:
+    """What a relay has carried, and how it fares."""
 
-    Its figures are read by `traffic` (16d), and say what they mean in Traffic.
+    relay_id: int  # a relay that takes the place of another one has another
+    num_versions: int  # that it has brought
+    read_bytes: int  # of slots and deltas
+    model_bytes: int  # of one version
+    num_second_leases: int  # how often `latest` had moved in step 2
+    num_failures: int  # how often it has begun again, because a read or a write failed
+    num_in_row: int  # of these failures, those since something last went well
+    last_failure: str  # what was said of the last of these; "": there was none
+    silent_s: float  # since the trainer's memory answered last, if an answer is due: mostly ms
+    behind_s: float | None  # since it saw a version that it does not have; None: it has the newest
+    arrived_bytes: int  # of that version, so far
+    due_bytes: int  # of that version, in all, as far as is known
+    num_deltas: int  # versions of which it has read a delta
+    num_refused: int  # pieces whose delta led to another checksum: they were read whole
+    took_s: float  # from when it saw its newest version until it had it
+
+
+class Crossing:
+    """What crosses to a relay: it reads and writes words, and counts for Traffic what has arrived.
+
+    Crossing            by itself it brings nothing
+      RemoteWords       words of an arena on another host: looks at them, and leases slots
+        RemoteReader    and brings its versions into an arena of this host (16d)
+      Completer         brings what an arena of this host still lacks (16g)
     """
 
     LOOK_EVERY_S = 0.005  # a look is a one-sided read; over TCP it is work for both hosts
@@ -16063,7 +16093,8 @@ class Crossing:
     async def fetch_if_new(self) -> None:
         """Brings one version, if there is one that it has not. Subclasses say how.
 
-        As it stands this does nothing: it is for a relay that has nothing to bring (16h).
+        This one does nothing. It is for the relay of a host of the trainer that needs none: one to
+        which the trainer has not come back (16h).
         """
 
     async def _cross(self, transfer: Callable[..., Awaitable[None]], word: torch.Tensor) -> None:
@@ -16113,8 +16144,9 @@ class RemoteWords(Crossing):
         `write_from`, which over TCP returns when the other side has answered that the word is
         written. (A test races a trainer against a relay.) A write that failed may still arrive
         later, but never after the next one, for messages of one sender keep their order. Of cards
-        for RDMA the rules say that a read is carried out after the writes that were sent before it
-        on the same connection. There was no card to try that on.
+        for RDMA the InfiniBand specification says that a read is carried out after the writes that
+        were sent before it on the same connection. If Monarch sends both on the same one, the lease
+        holds there as well; that could not be tried, so what is shown here is TCP.
 
         A lease has the process id of its reader, and of a process on another host the trainer
         cannot ask whether it lives. So here it is the trainer's own id. Such a lease is never given
@@ -16147,27 +16179,6 @@ class RemoteWords(Crossing):
 # step 1. If that fails three times in a row it ends itself, and its service makes another one.
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What a relay has carried, and how it fares."""
-
-    relay_id: int  # a relay that takes the place of another one has another
-    num_versions: int  # that it has brought
-    read_bytes: int  # of slots and deltas
-    model_bytes: int  # of one version
-    num_second_leases: int  # how often `latest` had moved in step 2
-    num_failures: int  # how often it has begun again, because a read or a write failed
-    num_in_row: int  # of these failures, those since something last went well
-    last_failure: str  # what was said of the last of these; "": there was none
-    silent_s: float  # since the trainer's memory answered last, if an answer is due: mostly ms
-    behind_s: float | None  # since it saw a version that it does not have; None: it has the newest
-    arrived_bytes: int  # of that version, so far
-    due_bytes: int  # of that version, in all, as far as is known
-    num_deltas: int  # versions of which it has read a delta
-    num_refused: int  # pieces whose delta led to another checksum: they were read whole
-    took_s: float  # from when it saw its newest version until it had it
-
-
 class RemoteReader(RemoteWords):
     """What a relay reads with: brings versions of the trainer's arena into the relay's own."""
 
@@ -16198,19 +16209,20 @@ class RemoteReader(RemoteWords):
             self.deltas = [Delta(slot_bytes) for _ in arena.slots]
 
     async def fetch_if_new(self) -> None:
-        """Steps 1 to 5: brings one version, if there is one that it has not."""
-        latest = await self._look()
+        """Brings one version, if there is one that it has not, by the steps of 16c."""
+        latest = await self._look()  # 1. look
         mine = self.arena.newest_version()
         if latest // Arena.MAX_SLOTS == mine:
             return
         start = time.monotonic()
         self._has_seen()
-        slot = await self._lease(latest)
+        slot = await self._lease(latest)  # 2. and 3. lease
         free = self.unfinished  # mechanism: nothing stays half written
         if free is None:
             free = self.arena.free_slot()
         self.unfinished = free
-        # If the last look named this slot, it has also told which version the slot holds.
+        # 4. read. A delta helps if I have the version before, and if the last look named the slot
+        # that is leased: else nobody has told which version that slot holds.
         version, named = divmod(int(self.latest_word), Arena.MAX_SLOTS)
         is_next = mine >= 0 and version == mine + 1 and named == slot
         has_delta = is_next and bool(self.remote.deltas)  # mechanism: delta of the next version
@@ -16220,7 +16232,7 @@ class RemoteReader(RemoteWords):
         if way == "changes":
             missing = await self._read_delta(slot, version, free)
         await self._read_whole(slot, free, missing)
-        self._commit(free)
+        self._commit(free)  # 5. commit
         is_partial = len(missing) < len(self.remote.slots[slot])
         if is_partial:
             self.num_deltas += 1
@@ -16384,8 +16396,10 @@ class Relay(VersionCarrier):
     def __init__(self, place: Place, plan: RelayPlan) -> None:
         super().__init__(place)
         self.plan = plan
-        # In a tree (16e): which relay of the level above this one reads from, and which number it
-        # has among all that read from that one.
+        # For a tree: which relay of the level above this one reads from, and its number among all
+        # that do. In the picture of 16e relay 4 is the third of its level, replica 2, and level 0
+        # has two relays. So its parent is relay 1, of which it is number 0. In level 0 itself all
+        # read from the trainer, and `parent` is 0 and not used.
         self.parent, number = divmod(place.replica_id, plan.num_siblings)
         self.first_lease = plan.first_reader + LEASES_PER_RELAY * number
         self.offer: Offer | None = None  # None before a relay has asked
