@@ -15846,7 +15846,7 @@ class RelayedWriter(ShardWriter):
             self.note("delta", start_s)
 
     def for_relay(self, reader: int) -> RemoteHandle:
-        """What the relay with this first lease needs. Only rank 0 is asked (RelayedTrainer.remote).
+        """What the relay with this first lease needs. Only rank 0 calls it (RelayedTrainer.remote).
 
         When the first relay asks, deltas begin: of the version that is there, or is being copied,
         and of all that follow. (That first one says that all is to be read whole: what the version
@@ -16566,14 +16566,15 @@ async def arenas_of(relays: Service) -> list[ArenaHandle | None]:
 # --order in section 13 is another thing.) The demo loses no trainer, but its run begins with
 # checkpoints that cross; tests lose a trainer while one does.
 #
-#     main process                    trainer
-#     file --> window  <==reads==     file in memory --> Trainer.load
-#     file <-- window  <==writes==    file in memory <-- Trainer.save
+#     main process                           trainer
+#     file `path` --> window  <==reads==     file in memory, `there` --> Trainer.load
+#     file `path` <-- window  <==writes==    file in memory, `there` <-- Trainer.save
 #
 # (A double line is a one-sided transfer.) It is always the trainer that moves the bytes, and the
-# main process waits for its answer. So if the trainer is lost half-way, this is noticed at once, as
-# with any other request. However large a checkpoint is, the main process has room for eight pieces
-# of it in memory, and handles for these.
+# main process waits for the answer to a request. If the trainer is lost half-way, the service ends
+# that request as soon as it finds the loss (section 6). A read or write that the main process made
+# itself may wait until its deadline, a minute. However large a checkpoint is, the main process
+# has room for eight pieces of it in memory, and handles for these.
 
 
 class Window:
@@ -16709,10 +16710,10 @@ class SendingCluster(CriticCluster):
             yield [await self._send(path, window) if path else "" for path in paths]
 
     async def save(self, path: str, state: str) -> None:
-        """As in Cluster. The trainer writes it into a file of its own, and that crosses."""
+        """As in Cluster, but the trainer writes it into `there`, which crosses to `path`."""
         async with self._crossing() as window:
             there = await self._ask_trainer(HostsTrainer.make_file)
-            await super().save(there, state)
+            await super().save(there, state)  # by the trainer, on its host
             with writing(path, unfinished=path), open(path, "wb") as file:
                 await self._fetch(there, file, window)
 
@@ -16768,7 +16769,18 @@ class SendingCluster(CriticCluster):
 #
 # What a host lacks, and who has it, is a plan of section 8 in which hosts stand for ranks. Rows of
 # a tensor are one stretch of bytes, which lies at the same offset in every slot; so nothing needs
-# to be packed into parcels.
+# to be packed into parcels. What such a trainer consists of, and in which process it is:
+#
+#     each rank       SpanTrainer   the actor. Its SpanRank knows where this rank is among others
+#     of the trainer  SpanWriter    what it publishes with
+#     each relay of   HomeRelay     the actor
+#     such a host     Completer     reads what its host lacks, which a Completion says
+#     main process    HostSpan      the Host that the trainer is on, of several machines. `span_of`
+#                                   makes it; of its processes `of_life` picks those of one machine
+#                     HomeRelays    the service of the relays
+#                     Board         keeps the Completions, one for each relay
+#
+# Completer, Completion and SpanWriter follow here; the others, which bring them together, in 16h.
 #
 # In 8b the ranks of one host tell each other, by words of their arena, how far they are. Here the
 # relay takes part in that. Five words of the arena of host A change in this order as version 8 is
@@ -16781,16 +16793,20 @@ class SendingCluster(CriticCluster):
 #     `latest`          rank 0 has committed the version, and readers may have it
 #
 # Relay A needs no lease for what it reads of host B, although in section 7 every reader has one.
-# Version 8 is in slot 0 of B, and until relay A has read all of it nothing is written there:
+# For B cannot write into that slot before relay A is done, however long that takes. Time runs down:
 #
-#     B writes 9     into another slot: it has committed 8 before, so slot 0 is its latest
-#     B writes 10    only after it has committed 9. For that it needs the rows of A in version 9,
-#                    which A writes after it has committed 8, and so after relay A has read all of 8
+#     host A                            host B                                   `written`  `latest`
+#                                       has written its rows of 8 into slot 0        8          7
+#     relay A begins to read them       commits 8. Slot 0 is the latest              8          8
+#          ...                          writes its rows of 9 into another slot       9          8
+#     relay A has read all of 8
+#     commits 8, writes its rows of 9
+#                                       relay B reads these, and B commits 9         9          9
+#                                       only now slot 0 is free, for 10
 #
-# In all this time one of two words of B names the slot of version 8. First it is `written`. When
-# the ranks of B have written version 9, which changes `written`, it is `latest`. So a relay looks
-# at both. One that takes the place of another relay begins the version again, because `completed`
-# still names the version before.
+# The two columns on the right are words of B. As long as relay A may look for version 8, one of the
+# two names it; so it looks at both. A relay that takes the place of another one begins the version
+# again, because `completed` still names the version before.
 
 
 def moves_between_hosts(
@@ -16981,9 +16997,9 @@ class Completer(Crossing):
 #     or A is lost                     the same the other way round: ranks 0 and 1 are on B
 #     the lost host is back            It has no rank, so its generators have no arena to read, and
 #                                      requests go to others
-#     the next checkpoint is saved     Now all hosts are here, so the trainer is made again, on A
-#                                      and B. That takes as long as a start, and costs no step: none
-#                                      was made since the checkpoint
+#     the next checkpoint is saved     Now all hosts are here, so `after_checkpoint` (16i) makes the
+#                                      trainer again, on A and B. That takes as long as a start, and
+#                                      costs no step: none was made since the checkpoint
 #
 # The hosts that are left need memory for twice as much of the model. If they lack it, the run ends
 # with the error that says so, and goes on when the same command is given again with all hosts.
@@ -17123,7 +17139,8 @@ class SpanRank:
             names = [spec.name for spec in leading.arena.handle.manifest.stored_specs()]
             self.moves = moves_between_hosts(names, weights, self.num_hosts)
             another = (self.host + 1) % self.num_hosts
-            mine = leading.parts(self._moves(self.host, another))  # the same for all others
+            # Every other host lacks all that this one writes; so parts for one will do for all.
+            mine = leading.parts(self._moves(self.host, another))
         of_ranks: list[Any] = [None] * self.num_ranks
         torch.distributed.all_gather_object(of_ranks, mine)
         self.parts = of_ranks[:: self.per_host]  # what the leading ranks have given
@@ -17265,6 +17282,10 @@ class HomeRelays(Service):
         await self.start()
 
 
+# -- plumbing: the network interface of an address -------------------------------------------------
+# Gloo asks for the name of an interface, and what is known is an address (leave_loopback).
+
+
 def interface_of(name: str) -> str:
     """The network interface that has this address, such as "eth0". OSError: there is none."""
     if is_loopback(name):
@@ -17295,7 +17316,8 @@ def address_of(interface: str) -> str:
 # -- 16i. The cluster ------------------------------------------------------------------------------
 # No request waits for an answer of a relay. So nobody would notice that one is in trouble, and the
 # generators of its host would sample from older and older weights. The main process therefore asks
-# each relay every second how it fares. Within 10 s it prints a line about each kind of trouble:
+# each relay every second how it fares. Within 10 s it prints a line about each kind of trouble (how
+# the lines begin, `RelayNews._troubles` says):
 #
 #     kind        what has happened                          what is done about it
 #     silent      the trainer's memory does not answer:      the relay tries three times, then
@@ -17385,7 +17407,7 @@ class HostsCluster(SendingCluster):
     """The actors of RL on several hosts.
 
     The trainer is on the first of them, or on the first few, and generators and judges go round
-    all. Each host has a relay, except that of a trainer on one host.
+    all. Each host has a relay. Only if the trainer is on one host, that host needs none.
     """
 
     trainer_class = SpanTrainer
@@ -17545,14 +17567,15 @@ class HostsCluster(SendingCluster):
 
 # -- measurement -----------------------------------------------------------------------------------
 # Two workers on loopback addresses are two hosts that happen to be one machine. Three things are
-# measured across them. First a synchronous run: half-way the second host is lost with a generator,
-# a judge and the relay on it; two steps later it is back. Not one step may be lost, for the trainer
-# is on the first host.
+# measured across them. (What is checked stands at the end, in `tell_span`, `tell_deltas` and
+# `demo_hosts`. At a first reading skip to these.) First a synchronous run: half-way the second host
+# is lost with a generator, a judge and the relay on it; two steps later it is back. Not one step
+# may be lost, for the trainer is on the first host.
 #
 # Of deltas that run says nothing, for it publishes fp32, of which every number changes in each
-# step. So, second, a Stepper does to one weight of 16 million elements what RL does to a large
-# model, and a CheckedRelay reads it, the way that it is told. After each version both say the CRC
-# of what they have. Five versions are a row of the table.
+# step. So, second, a Stepper takes AdamW steps on one weight of 16 million elements, along random
+# gradients (in a run of yours more may change, or less), and a CheckedRelay reads it, the way that
+# it is told. After each version both say the CRC of what they have. Five are a row of the table.
 #
 # Third, a trainer with a rank on each host (RowRank): do its relays read what each host lacks, and
 # nothing else?
@@ -17844,8 +17867,7 @@ async def tell_span(report: Report, span: HostSpan) -> None:
         num_wrong += await ranks.route(RowRank.step)
     num_hosts = len(span.members)
     found = [await relays.ask(relay, HomeRelay.traffic) for relay in range(num_hosts)]
-    # Together the hosts have written each version once, and each needs the whole of it. So of n
-    # times the model n - 1 times are lacking.
+    # n hosts need n times the model. What they have written themselves is, together, one model.
     one = found[0]
     lacked_bytes = (num_hosts - 1) * one.num_versions * one.model_bytes
     crossed = sum(traffic.read_bytes for traffic in found) / lacked_bytes
