@@ -15245,9 +15245,10 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #   crosses once per host: all of it, or what has changed in it where that takes less time. If the
 #   trainer itself is on several hosts, a relay on each reads what it lacks, without a lease. A lost
 #   host is a Host whose life has ended: its replicas are lost, and come back with it.
-# Cost. A worker process on every host, and two slots more in an arena for each relay that leases
-#   from it. To know what has changed, the trainer's host needs memory, at most half of what its
-#   slots take; and after each copy a thread searches for three to four times as long (DOCS A).
+# Cost. A program that waits on every host, and two slots more in an arena for each relay that
+#   leases from it (16c says why two). If only what has changed is to cross (16b): memory at the
+#   trainer's host, at most half of what its slots take; and a search for changes after each copy,
+#   which keeps a thread busy for three to four times as long as the copy did (DOCS A).
 # Not here. Encryption. A critic or a reward model on several hosts. Cards for RDMA were not there
 #   to be tried: what is said of them follows from their rules, and all else was seen over TCP.
 # Source. attach_to_workers of Monarch.
@@ -15255,128 +15256,35 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 # A warning. Whoever can reach the ports that Monarch opens can run any code on these hosts, as your
 # user. So they need a private network; the secret below guards the way in, and not these ports.
 #
-#     this command             host A: --worker                  host B: --worker
-#       Link A  <-- lines -->    Monarch host: Trainer, Generator 0
-#       Link B  <-- lines -------------------------------------->  Monarch host: Generator 1, Relay
-#                                Arena of the trainer  <-- reads --  Relay -> Arena of host B
-
-# -- plumbing: a secret that two hosts share -------------------------------------------------------
-# How a worker and a run find out, as they connect, that they belong together. The idea of this
-# section does not depend on it: you can go on with 16a.
+# The words. A host is a machine; to the code it is an object of the class Host (section 5), here of
+# RemoteHost. A worker is in this section the program `monarch_rl.py --worker`: one waits on each
+# host. (Actors of the class Worker, section 5, go by their kind: trainer, generator, relay.)
+# A Monarch host is a process that the worker starts for a run; it starts the processes of actors.
 #
-# Both sides have a file with the same secret, and neither sends it. Each makes a nonce, a random
-# number that is used for one connection only, and sends that. Then each sends an HMAC: a hash of
-# the secret, of which side it is, and of both nonces. Nobody can compute it without the secret, so
-# it is a proof; and who has overheard it cannot use it again, for the next connection has other
-# nonces. What is said after that is neither encrypted nor signed.
-
-# How many characters of a line are read, if whoever sends it has proved nothing yet; and if it has:
-# enough for the signs of ten thousand processes.
-STRANGER_CHARS = 4096
-LINE_CHARS = 1 << 22
-# Whoever has overheard a proof can try secrets until one fits, so no word of a dictionary will do.
-LEAST_SECRET_BYTES = 16
-
-
-def read_secret(path: str) -> bytes:
-    """The secret in this file, without spaces around it; empty if the path is "": there is none.
-
-    ValueError: it is no file, others can read it, or it is too short.
-    """
-    if not path:
-        return b""
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        raise ValueError("it is no file")
-    if mode & 0o077:  # what a group or all others may do with it
-        raise ValueError("others than its owner have access to it: chmod 600 it")
-    secret = pathlib.Path(path).read_bytes().strip()
-    if len(secret) < LEAST_SECRET_BYTES:
-        raise ValueError(f"it has {len(secret)} bytes; at least {LEAST_SECRET_BYTES} at random")
-    return secret
-
-
-def proof_of(secret: bytes, side: str, nonces: list[str]) -> str:
-    """The proof that this side knows the secret. nonces: of the worker, of the run.
-
-    The name of the side is in it, so that nobody can send back the proof that it was just told as
-    its own. RFC 2104 has HMAC.
-    """
-    words = json.dumps([side, *nonces]).encode()
-    return hmac.new(secret, words, "sha256").hexdigest()
-
-
-def is_proved(told: dict[str, Any], secret: bytes, side: str, nonces: list[str]) -> bool:
-    """Does this line prove that its sender knows the secret?
-
-    The comparison takes as long for every wrong proof. Else its time would tell how many letters
-    were right.
-    """
-    right = proof_of(secret, side, nonces)
-    return hmac.compare_digest(str(told["proof"]).encode(), right.encode())
-
-
-def next_line(lines: Any, most: int = LINE_CHARS) -> str:
-    """The next line, "" at the end. ValueError: it is longer than that many characters."""
-    line = lines.readline(most)
-    if len(line) == most:
-        raise ValueError(f"a line of {most} characters or more")
-    return line
-
-
-def hear_stranger(lines: Any) -> dict[str, Any]:
-    """A line of one who has not proved anything yet. ValueError: no dict in JSON, or too long."""
-    line = next_line(lines, STRANGER_CHARS)
-    if not line:
-        raise ValueError("it has hung up")
-    try:
-        told = json.loads(line)
-    except RecursionError:  # thousands of brackets, one in the other
-        told = None
-    if not isinstance(told, dict):
-        raise ValueError("it does not speak this protocol")
-    return told
-
-
-@contextlib.contextmanager
-def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
-    """Hangs up if the body takes longer than that.
-
-    The socket's own time-out begins anew with each byte, so a stranger who sends one every few
-    seconds could keep us for ever.
-    """
-
-    def hang_up() -> None:
-        with contextlib.suppress(OSError):  # the other side has done so
-            connection.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(longest_s, hang_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
+#     this command             host A                            host B
+#       Link A  <-- lines -->    worker
+#       Link B  <-- lines ------------------------------------>    worker
+#                                Monarch host of the run           Monarch host of the run
+#                                  Trainer, Generator 0              Generator 1, Relay
+#                                  Arena of the trainer <-- reads -- Relay --> Arena of host B
 
 # -- 16a. Links ------------------------------------------------------------------------------------
-# A worker (--worker) waits for connections. For each one that begins a run it starts a Monarch
-# host: a process that listens at a port of its own, and starts other processes for whoever asks. It
-# ends with the connection. (The port is a new one each time. At an old one Monarch would deliver
-# messages that were meant for actors of the run before.) Over the connection both sides speak in
-# lines of JSON:
+# A worker waits for connections. For each one that begins a run it starts a Monarch host, which
+# ends with the connection. It listens at a port of its own, each time a new one: Monarch tries for
+# 30 s to deliver a message, so at the old port the next Monarch host would get what was meant for
+# actors of the one before. Over the connection both sides speak in lines, all but one of JSON:
 #
-#     worker: {"torch": "2.13.0", ...,          once: its versions, which must be those of the run,
-#              "nonce": "5f0c..."}              and its nonce
-#     run:    {"nonce": "a1b7...",              each proves that it knows the secret, without saying
-#              "proof": "90d2..."}              it: how, and what a nonce is, the plumbing above
-#     worker: {"proof": "c43e..."}              says. Without --secret these two are left out
-#     run:    begin
-#     worker: {"host": "tcp://10.0.0.2:40123",  ten times a second: I am here, and so is this host;
-#              "signs": {"4711": {...}}}        and what can be seen of the processes asked about
-#     run:    {"signals": [[4711, 860, 9]],     each time: signals to send, as (process id, when it
-#              "pulses": [[4711, PATH], ...]}   started, number); and where the processes to look at
-#                                               have their pulse
+#     worker  versions, nonce   of torch and others: they must be those of the run
+#     run     nonce, proof      that the run knows the secret
+#     worker  proof             that the worker knows it. Without --secret both proofs are left out
+#     run     begin             from here on there is a Monarch host
+#
+# (The next plumbing says how they prove it, and what a nonce is.) Then, ten times a second:
+#
+#     worker  host      "tcp://10.0.0.2:40123": I am here, and so is this Monarch host
+#             signs     {"4711": {...}}: what was seen of the processes named in the turn before
+#     run     signals   [[4711, 860, 9]]: send 9 to process 4711, if it is the one begun at 860
+#             pulses    [[4711, PATH], ...]: look at process 4711, whose pulse is at PATH
 #
 # Whoever hears nothing for SILENCE_S takes the other side for lost. What follows then:
 #
@@ -15568,8 +15476,9 @@ class Link(threading.Thread):
     def _keep_signs(self, pid: int, seen: Signs) -> None:
         """Keeps what was seen of a process. One that has ended is looked at no more.
 
-        Since the worker was asked, another process may have got this id, and `watch` been called
-        for that one. Then what was seen is not about it, and is dropped.
+        What was seen is dropped if it is of another process than the one watched now: the worker
+        is asked about process 4711; that ends; a new process gets this id, and `watch` is called
+        for it; the answer comes, about the old one.
         """
         if self.pulses.get(pid) is not self.asked.get(pid):  # mechanism: signs of whom was asked
             return
@@ -15605,7 +15514,7 @@ class RemoteHost(Host):
         return link_to(self).monarch_address
 
     def expect_models(self) -> None:
-        """Does nothing: workers there have no template (section 5), each imports what it needs."""
+        """Does nothing: actors there have no template (section 5), each imports what it needs."""
 
     async def present(self) -> Host:
         """Itself, when it is here."""
@@ -15740,8 +15649,9 @@ def start_monarch_host(address: str) -> subprocess.Popen[bytes]:
 
 
 def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
-    """The worker's side of the lines, after `begin`.
+    """The worker's side of the lines, after `begin`: tells, hears, signals, sleeps, and looks.
 
+    So what it tells was seen at the end of the turn before, of those that were asked about then.
     waits for the run's lines / produces a line each time / ends when the run or the host does
     """
     signs: dict[int, dict[str, Any]] = {}  # by process id
@@ -15758,15 +15668,116 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
             signs[pid] = dataclasses.asdict(seen)
 
 
+# -- plumbing: a secret that two hosts share -------------------------------------------------------
+# How a worker and a run find out, as they connect, that they belong together. Nothing that follows
+# depends on it: you can go on with 16b.
+#
+# Both sides have a file with the same secret, and neither sends it. Each makes a nonce, a random
+# number that is used for one connection only, and sends that. Then each sends an HMAC: a hash of
+# the secret, of which side it is, and of both nonces. Nobody can compute it without the secret, so
+# it is a proof; and who has overheard it cannot use it again, for the next connection has other
+# nonces. What is said after that is neither encrypted nor signed.
+
+# How many characters of a line are read, if whoever sends it has proved nothing yet; and if it has:
+# enough for the signs of ten thousand processes.
+STRANGER_CHARS = 4096
+LINE_CHARS = 1 << 22
+# Whoever has overheard a proof can try secrets until one fits, so no word of a dictionary will do.
+LEAST_SECRET_BYTES = 16
+
+
+def read_secret(path: str) -> bytes:
+    """The secret in this file, without spaces around it; empty if the path is "": there is none.
+
+    ValueError: it is no file, others can read it, or it is too short.
+    """
+    if not path:
+        return b""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise ValueError("it is no file")
+    if mode & 0o077:  # what a group or all others may do with it
+        raise ValueError("others than its owner have access to it: chmod 600 it")
+    secret = pathlib.Path(path).read_bytes().strip()
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ValueError(f"it has {len(secret)} bytes; at least {LEAST_SECRET_BYTES} at random")
+    return secret
+
+
+def proof_of(secret: bytes, side: str, nonces: list[str]) -> str:
+    """The proof that this side knows the secret. nonces: of the worker, of the run.
+
+    The name of the side is in it, so that nobody can send back the proof that it was just told as
+    its own. RFC 2104 has HMAC.
+    """
+    words = json.dumps([side, *nonces]).encode()
+    return hmac.new(secret, words, "sha256").hexdigest()
+
+
+def is_proved(told: dict[str, Any], secret: bytes, side: str, nonces: list[str]) -> bool:
+    """Does this line prove that its sender knows the secret?
+
+    The comparison takes as long for every wrong proof. Else its time would tell how many letters
+    were right.
+    """
+    right = proof_of(secret, side, nonces)
+    return hmac.compare_digest(str(told["proof"]).encode(), right.encode())
+
+
+def next_line(lines: Any, most: int = LINE_CHARS) -> str:
+    """The next line, "" at the end. ValueError: it is longer than that many characters."""
+    line = lines.readline(most)
+    if len(line) == most:
+        raise ValueError(f"a line of {most} characters or more")
+    return line
+
+
+def hear_stranger(lines: Any) -> dict[str, Any]:
+    """A line of one who has not proved anything yet. ValueError: no dict in JSON, or too long."""
+    line = next_line(lines, STRANGER_CHARS)
+    if not line:
+        raise ValueError("it has hung up")
+    try:
+        told = json.loads(line)
+    except RecursionError:  # thousands of brackets, one in the other
+        told = None
+    if not isinstance(told, dict):
+        raise ValueError("it does not speak this protocol")
+    return told
+
+
+@contextlib.contextmanager
+def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
+    """Hangs up if the body takes longer than that.
+
+    The socket's own time-out begins anew with each byte, so a stranger who sends one every few
+    seconds could keep us for ever.
+    """
+
+    def hang_up() -> None:
+        with contextlib.suppress(OSError):  # the other side has done so
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(longest_s, hang_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 # -- 16b. Only what changed ------------------------------------------------------------------------
-# With a large model the trainer keeps its weights in fp32, and publishes them in bf16. Near 0.02
-# two neighbouring numbers of bf16 are 0.0001 apart, and at a learning rate of 1e-6, as RL has it, a
-# step moves a weight by about 1e-6. So of a hundred weights one or two are rounded to another
-# number than before, and the others stay what they were in bf16. (The demo counts them: "changed"
-# in its table.) On one host that is of no use, for to find out what has changed takes longer than a
-# copy. But between hosts the cable is what costs. So the trainer keeps beside each slot its delta:
-# what differs from the version before. A relay that has the version before reads the delta in place
-# of the slot, unless the cable is so fast that the slot arrives earlier.
+# This is of use for weights that are published in bf16. (The tiny policy of this tour is published
+# in fp32, where each step changes the lower half of every number, and always crosses whole.) With a
+# large model the trainer keeps its weights in fp32, and publishes them in bf16. Near 0.02 two
+# neighbouring numbers of bf16 are 0.0001 apart, and at a learning rate of 1e-6, as RL has it, AdamW
+# moves a weight by about 1e-6. So of a hundred weights one or two are rounded to another number
+# than before, and the others stay what they were in bf16. (The demo counts them: "changed" in its
+# table.) On one host that is of no use, for to find out what has changed takes longer than a copy.
+# But between hosts the cable is what costs. So the trainer keeps beside each slot its delta: what
+# differs from the version before. A relay that has the version before reads the delta in place of
+# the slot, unless the cable is so fast that the slot arrives earlier.
 #
 # A slot is cut into the pieces of section 8, and each piece is taken as a row of words of 16 bits,
 # whatever it holds. Of each piece the delta has
@@ -15782,7 +15793,6 @@ def beat(host: subprocess.Popen[bytes], address: str, lines: Any) -> None:
 # If one word in a hundred has changed, that is 1.9 % of the bytes: for the 512 of a block there are
 # 2 for its count, and 3 for each of 2.56 words. Two kinds of pieces cross whole. The delta of one
 # would be more than half of its bytes: then it is not made, because to unpack it costs time, too.
-# In fp32 all are of this kind, for the lower half of every number is another one after each step.
 # And a piece that has another checksum than it should have, once its delta is unpacked, is read
 # again, whole.
 #
@@ -15819,8 +15829,10 @@ def half_words(memory: torch.Tensor) -> Any:
 def sum_of(piece: torch.Tensor) -> int:
     """A checksum: the sum of all words of 64 bits, modulo 2**64. piece: [num_bytes] uint8.
 
-    It differs if a change is missing, and mostly if one went to a wrong place. A CRC would notice
-    more, such as words that have been exchanged, and takes longer than all the rest of a delta.
+    It is there for mistakes of this file. Torn deltas it need not find: while a slot is leased its
+    delta stays, too, and the version of a delta is written last. The sum differs if one change is
+    missing; and if one went to a wrong place, unless both places held the same number before. A CRC
+    would notice more, such as words that have been exchanged, and takes longer than all the rest.
     """
     return int(piece.view(torch.int64).sum())
 
@@ -15968,8 +15980,10 @@ class RelayedWriter(ShardWriter):
     def _submit(self) -> None:
         """Has the thread make a delta of the version that is there, or is being copied.
 
-        The thread does one thing after the other. So when the delta is begun, the copy and the
-        delta before it have ended, and it gets both to see how.
+        The thread does one job after the other. So the last copy and the last delta have ended when
+        this one is begun. It is given both, to see how:
+
+            copy 8 | delta of 8, given copy 8 and delta of 7 | copy 9 | delta of 9, given copy 9 ...
         """
         self.making = self.thread.submit(self._make_delta, self.copying, self.making)
 
@@ -15980,10 +15994,11 @@ class RelayedWriter(ShardWriter):
     ) -> None:
         """Makes the delta of the newest version.
 
-        copy: of this version. If it has failed there is no such version, and no delta. last_delta:
-        if that one has failed, this one fails as well, when it is made. For `wait` looks only at
-        the newest delta, and the trainer may have begun this version before the last one failed: it
-        would not hear of it.
+            copy has failed          there is no such version: raises that, and makes no delta
+            last_delta has failed    makes this one, for relays wait for it; then raises that
+
+        So an error goes from each delta to the next until `wait` raises it. For `wait` looks at the
+        newest one only, and may have looked before the last one failed.
         """
         if copy:
             copy.result()
@@ -16020,16 +16035,16 @@ class RelayedWriter(ShardWriter):
             self.note("delta", start_s)
 
     def for_relay(self, reader: int) -> RemoteHandle:
-        """What the relay with this number needs.
+        """What the relay with this first lease needs. Only rank 0 calls it (RelayedTrainer.remote).
 
-        From the first time that one asks, deltas are made: of the version that is there, or is
-        being copied, and of all that follow. (The first one says that all is to be read whole: what
-        the version before it was, nobody has kept.)
+        When the first relay asks, deltas begin: of the version that is there, or is being copied,
+        and of all that follow. (That first one says that all is to be read whole: what the version
+        before it was, nobody has kept.) Each later relay gets the same, and leases of its own.
         """
-        if self.rank == 0 and not self.deltas:
+        if not self.deltas:
             slot_bytes = self.arena.handle.manifest.slot_bytes
             self.deltas = [Delta(slot_bytes) for _ in self.arena.slots]
-            if self.copying:
+            if self.copying:  # else no version was ever begun, and `start` submits the first
                 self._submit()
         if self.offer is None:
             self.offer = Offer(self.arena, self.deltas)
@@ -16213,10 +16228,34 @@ class RelayedTrainer(Trainer):
         return writer.for_relay(reader)
 
 
-class Crossing:
-    """What crosses to a relay: it reads and writes words, and counts what else has arrived.
+@dataclass(frozen=True)
+class Traffic:
+    """What a relay has carried, and how it fares."""
 
-    Its figures are read by `traffic` (16d), and say what they mean in Traffic.
+    relay_id: int  # a relay that takes the place of another one has another
+    num_versions: int  # that it has brought
+    read_bytes: int  # of slots and deltas
+    model_bytes: int  # of one version
+    num_second_leases: int  # how often `latest` had moved in step 2
+    num_failures: int  # how often it has begun again, because a read or a write failed
+    num_in_row: int  # of these failures, those since something last went well
+    last_failure: str  # what was said of the last of these; "": there was none
+    silent_s: float  # since the trainer's memory answered last, if an answer is due: mostly ms
+    behind_s: float | None  # since it saw a version that it does not have; None: it has the newest
+    arrived_bytes: int  # of that version, so far
+    due_bytes: int  # of that version, in all, as far as is known
+    num_deltas: int  # versions of which it has read a delta
+    num_refused: int  # pieces whose delta led to another checksum: they were read whole
+    took_s: float  # from when it saw its newest version until it had it
+
+
+class Crossing:
+    """What crosses to a relay: it reads and writes words, and counts for Traffic what has arrived.
+
+    Crossing            by itself it brings nothing
+      RemoteWords       words of an arena on another host: looks at them, and leases slots
+        RemoteReader    and brings its versions into an arena of this host (16d)
+      Completer         brings what an arena of this host still lacks (16g)
     """
 
     LOOK_EVERY_S = 0.005  # a look is a one-sided read; over TCP it is work for both hosts
@@ -16243,7 +16282,8 @@ class Crossing:
     async def fetch_if_new(self) -> None:
         """Brings one version, if there is one that it has not. Subclasses say how.
 
-        As it stands this does nothing: it is for a relay that has nothing to bring (16h).
+        This one does nothing. It is for the relay of a host of the trainer that needs none: one to
+        which the trainer has not come back (16h).
         """
 
     async def _cross(self, transfer: Callable[..., Awaitable[None]], word: torch.Tensor) -> None:
@@ -16293,8 +16333,9 @@ class RemoteWords(Crossing):
         `write_from`, which over TCP returns when the other side has answered that the word is
         written. (A test races a trainer against a relay.) A write that failed may still arrive
         later, but never after the next one, for messages of one sender keep their order. Of cards
-        for RDMA the rules say that a read is carried out after the writes that were sent before it
-        on the same connection. There was no card to try that on.
+        for RDMA the InfiniBand specification says that a read is carried out after the writes that
+        were sent before it on the same connection. If Monarch sends both on the same one, the lease
+        holds there as well; that could not be tried, so what is shown here is TCP.
 
         A lease has the process id of its reader, and of a process on another host the trainer
         cannot ask whether it lives. So here it is the trainer's own id. Such a lease is never given
@@ -16327,27 +16368,6 @@ class RemoteWords(Crossing):
 # step 1. If that fails three times in a row it ends itself, and its service makes another one.
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What a relay has carried, and how it fares."""
-
-    relay_id: int  # a relay that takes the place of another one has another
-    num_versions: int  # that it has brought
-    read_bytes: int  # of slots and deltas
-    model_bytes: int  # of one version
-    num_second_leases: int  # how often `latest` had moved in step 2
-    num_failures: int  # how often it has begun again, because a read or a write failed
-    num_in_row: int  # of these failures, those since something last went well
-    last_failure: str  # what was said of the last of these; "": there was none
-    silent_s: float  # since the trainer's memory answered last, if an answer is due: mostly ms
-    behind_s: float | None  # since it saw a version that it does not have; None: it has the newest
-    arrived_bytes: int  # of that version, so far
-    due_bytes: int  # of that version, in all, as far as is known
-    num_deltas: int  # versions of which it has read a delta
-    num_refused: int  # pieces whose delta led to another checksum: they were read whole
-    took_s: float  # from when it saw its newest version until it had it
-
-
 class RemoteReader(RemoteWords):
     """What a relay reads with: brings versions of the trainer's arena into the relay's own."""
 
@@ -16378,19 +16398,20 @@ class RemoteReader(RemoteWords):
             self.deltas = [Delta(slot_bytes) for _ in arena.slots]
 
     async def fetch_if_new(self) -> None:
-        """Steps 1 to 5: brings one version, if there is one that it has not."""
-        latest = await self._look()
+        """Brings one version, if there is one that it has not, by the steps of 16c."""
+        latest = await self._look()  # 1. look
         mine = self.arena.newest_version()
         if latest // Arena.MAX_SLOTS == mine:
             return
         start = time.monotonic()
         self._has_seen()
-        slot = await self._lease(latest)
+        slot = await self._lease(latest)  # 2. and 3. lease
         free = self.unfinished  # mechanism: nothing stays half written
         if free is None:
             free = self.arena.free_slot()
         self.unfinished = free
-        # If the last look named this slot, it has also told which version the slot holds.
+        # 4. read. A delta helps if I have the version before, and if the last look named the slot
+        # that is leased: else nobody has told which version that slot holds.
         version, named = divmod(int(self.latest_word), Arena.MAX_SLOTS)
         is_next = mine >= 0 and version == mine + 1 and named == slot
         has_delta = is_next and bool(self.remote.deltas)  # mechanism: delta of the next version
@@ -16400,7 +16421,7 @@ class RemoteReader(RemoteWords):
         if way == "changes":
             missing = await self._read_delta(slot, version, free)
         await self._read_whole(slot, free, missing)
-        self._commit(free)
+        self._commit(free)  # 5. commit
         is_partial = len(missing) < len(self.remote.slots[slot])
         if is_partial:
             self.num_deltas += 1
@@ -16564,8 +16585,10 @@ class Relay(VersionCarrier):
     def __init__(self, place: Place, plan: RelayPlan) -> None:
         super().__init__(place)
         self.plan = plan
-        # In a tree (16e): which relay of the level above this one reads from, and which number it
-        # has among all that read from that one.
+        # For a tree: which relay of the level above this one reads from, and its number among all
+        # that do. In the picture of 16e relay 4 is the third of its level, replica 2, and level 0
+        # has two relays. So its parent is relay 1, of which it is number 0. In level 0 itself all
+        # read from the trainer, and `parent` is 0 and not used.
         self.parent, number = divmod(place.replica_id, plan.num_siblings)
         self.first_lease = plan.first_reader + LEASES_PER_RELAY * number
         self.offer: Offer | None = None  # None before a relay has asked
@@ -16732,14 +16755,15 @@ async def arenas_of(relays: Service) -> list[ArenaHandle | None]:
 # --order in section 13 is another thing.) The demo loses no trainer, but its run begins with
 # checkpoints that cross; tests lose a trainer while one does.
 #
-#     main process                    trainer
-#     file --> window  <==reads==     file in memory --> Trainer.load
-#     file <-- window  <==writes==    file in memory <-- Trainer.save
+#     main process                           trainer
+#     file `path` --> window  <==reads==     file in memory, `there` --> Trainer.load
+#     file `path` <-- window  <==writes==    file in memory, `there` <-- Trainer.save
 #
 # (A double line is a one-sided transfer.) It is always the trainer that moves the bytes, and the
-# main process waits for its answer. So if the trainer is lost half-way, this is noticed at once, as
-# with any other request. However large a checkpoint is, the main process has room for eight pieces
-# of it in memory, and handles for these.
+# main process waits for the answer to a request. If the trainer is lost half-way, the service ends
+# that request as soon as it finds the loss (section 6). A read or write that the main process made
+# itself may wait until its deadline, a minute. However large a checkpoint is, the main process
+# has room for eight pieces of it in memory, and handles for these.
 
 
 class Window:
@@ -16875,10 +16899,10 @@ class SendingCluster(CriticCluster):
             yield [await self._send(path, window) if path else "" for path in paths]
 
     async def save(self, path: str, state: str) -> None:
-        """As in Cluster. The trainer writes it into a file of its own, and that crosses."""
+        """As in Cluster, but the trainer writes it into `there`, which crosses to `path`."""
         async with self._crossing() as window:
             there = await self._ask_trainer(HostsTrainer.make_file)
-            await super().save(there, state)
+            await super().save(there, state)  # by the trainer, on its host
             with writing(path, unfinished=path), open(path, "wb") as file:
                 await self._fetch(there, file, window)
 
@@ -16934,7 +16958,18 @@ class SendingCluster(CriticCluster):
 #
 # What a host lacks, and who has it, is a plan of section 8 in which hosts stand for ranks. Rows of
 # a tensor are one stretch of bytes, which lies at the same offset in every slot; so nothing needs
-# to be packed into parcels.
+# to be packed into parcels. What such a trainer consists of, and in which process it is:
+#
+#     each rank       SpanTrainer   the actor. Its SpanRank knows where this rank is among others
+#     of the trainer  SpanWriter    what it publishes with
+#     each relay of   HomeRelay     the actor
+#     such a host     Completer     reads what its host lacks, which a Completion says
+#     main process    HostSpan      the Host that the trainer is on, of several machines. `span_of`
+#                                   makes it; of its processes `of_life` picks those of one machine
+#                     HomeRelays    the service of the relays
+#                     Board         keeps the Completions, one for each relay
+#
+# Completer, Completion and SpanWriter follow here; the others, which bring them together, in 16h.
 #
 # In 8b the ranks of one host tell each other, by words of their arena, how far they are. Here the
 # relay takes part in that. Five words of the arena of host A change in this order as version 8 is
@@ -16947,16 +16982,20 @@ class SendingCluster(CriticCluster):
 #     `latest`          rank 0 has committed the version, and readers may have it
 #
 # Relay A needs no lease for what it reads of host B, although in section 7 every reader has one.
-# Version 8 is in slot 0 of B, and until relay A has read all of it nothing is written there:
+# For B cannot write into that slot before relay A is done, however long that takes. Time runs down:
 #
-#     B writes 9     into another slot: it has committed 8 before, so slot 0 is its latest
-#     B writes 10    only after it has committed 9. For that it needs the rows of A in version 9,
-#                    which A writes after it has committed 8, and so after relay A has read all of 8
+#     host A                            host B                                   `written`  `latest`
+#                                       has written its rows of 8 into slot 0        8          7
+#     relay A begins to read them       commits 8. Slot 0 is the latest              8          8
+#          ...                          writes its rows of 9 into another slot       9          8
+#     relay A has read all of 8
+#     commits 8, writes its rows of 9
+#                                       relay B reads these, and B commits 9         9          9
+#                                       only now slot 0 is free, for 10
 #
-# In all this time one of two words of B names the slot of version 8. First it is `written`. When
-# the ranks of B have written version 9, which changes `written`, it is `latest`. So a relay looks
-# at both. One that takes the place of another relay begins the version again, because `completed`
-# still names the version before.
+# The two columns on the right are words of B. As long as relay A may look for version 8, one of the
+# two names it; so it looks at both. A relay that takes the place of another one begins the version
+# again, because `completed` still names the version before.
 
 
 def moves_between_hosts(
@@ -17147,9 +17186,9 @@ class Completer(Crossing):
 #     or A is lost                     the same the other way round: ranks 0 and 1 are on B
 #     the lost host is back            It has no rank, so its generators have no arena to read, and
 #                                      requests go to others
-#     the next checkpoint is saved     Now all hosts are here, so the trainer is made again, on A
-#                                      and B. That takes as long as a start, and costs no step: none
-#                                      was made since the checkpoint
+#     the next checkpoint is saved     Now all hosts are here, so `after_checkpoint` (16i) makes the
+#                                      trainer again, on A and B. That takes as long as a start, and
+#                                      costs no step: none was made since the checkpoint
 #
 # The hosts that are left need memory for twice as much of the model. If they lack it, the run ends
 # with the error that says so, and goes on when the same command is given again with all hosts.
@@ -17289,7 +17328,8 @@ class SpanRank:
             names = [spec.name for spec in leading.arena.handle.manifest.stored_specs()]
             self.moves = moves_between_hosts(names, weights, self.num_hosts)
             another = (self.host + 1) % self.num_hosts
-            mine = leading.parts(self._moves(self.host, another))  # the same for all others
+            # Every other host lacks all that this one writes; so parts for one will do for all.
+            mine = leading.parts(self._moves(self.host, another))
         of_ranks: list[Any] = [None] * self.num_ranks
         torch.distributed.all_gather_object(of_ranks, mine)
         self.parts = of_ranks[:: self.per_host]  # what the leading ranks have given
@@ -17431,6 +17471,10 @@ class HomeRelays(Service):
         await self.start()
 
 
+# -- plumbing: the network interface of an address -------------------------------------------------
+# Gloo asks for the name of an interface, and what is known is an address (leave_loopback).
+
+
 def interface_of(name: str) -> str:
     """The network interface that has this address, such as "eth0". OSError: there is none."""
     if is_loopback(name):
@@ -17461,7 +17505,8 @@ def address_of(interface: str) -> str:
 # -- 16i. The cluster ------------------------------------------------------------------------------
 # No request waits for an answer of a relay. So nobody would notice that one is in trouble, and the
 # generators of its host would sample from older and older weights. The main process therefore asks
-# each relay every second how it fares. Within 10 s it prints a line about each kind of trouble:
+# each relay every second how it fares. Within 10 s it prints a line about each kind of trouble (how
+# the lines begin, `RelayNews._troubles` says):
 #
 #     kind        what has happened                          what is done about it
 #     silent      the trainer's memory does not answer:      the relay tries three times, then
@@ -17551,7 +17596,7 @@ class HostsCluster(SendingCluster):
     """The actors of RL on several hosts.
 
     The trainer is on the first of them, or on the first few, and generators and judges go round
-    all. Each host has a relay, except that of a trainer on one host.
+    all. Each host has a relay. Only if the trainer is on one host, that host needs none.
     """
 
     trainer_class = SpanTrainer
@@ -17711,14 +17756,15 @@ class HostsCluster(SendingCluster):
 
 # -- measurement -----------------------------------------------------------------------------------
 # Two workers on loopback addresses are two hosts that happen to be one machine. Three things are
-# measured across them. First a synchronous run: half-way the second host is lost with a generator,
-# a judge and the relay on it; two steps later it is back. Not one step may be lost, for the trainer
-# is on the first host.
+# measured across them. (What is checked stands at the end, in `tell_span`, `tell_deltas` and
+# `demo_hosts`. At a first reading skip to these.) First a synchronous run: half-way the second host
+# is lost with a generator, a judge and the relay on it; two steps later it is back. Not one step
+# may be lost, for the trainer is on the first host.
 #
 # Of deltas that run says nothing, for it publishes fp32, of which every number changes in each
-# step. So, second, a Stepper does to one weight of 16 million elements what RL does to a large
-# model, and a CheckedRelay reads it, the way that it is told. After each version both say the CRC
-# of what they have. Five versions are a row of the table.
+# step. So, second, a Stepper takes AdamW steps on one weight of 16 million elements, along random
+# gradients (in a run of yours more may change, or less), and a CheckedRelay reads it, the way that
+# it is told. After each version both say the CRC of what they have. Five are a row of the table.
 #
 # Third, a trainer with a rank on each host (RowRank): do its relays read what each host lacks, and
 # nothing else?
@@ -18010,8 +18056,7 @@ async def tell_span(report: Report, span: HostSpan) -> None:
         num_wrong += await ranks.route(RowRank.step)
     num_hosts = len(span.members)
     found = [await relays.ask(relay, HomeRelay.traffic) for relay in range(num_hosts)]
-    # Together the hosts have written each version once, and each needs the whole of it. So of n
-    # times the model n - 1 times are lacking.
+    # n hosts need n times the model. What they have written themselves is, together, one model.
     one = found[0]
     lacked_bytes = (num_hosts - 1) * one.num_versions * one.model_bytes
     crossed = sum(traffic.read_bytes for traffic in found) / lacked_bytes
