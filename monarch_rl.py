@@ -946,7 +946,6 @@ class Report(Terminal):
         super().__init__()
         self.stages: list[dict[str, Any]] = []  # what --json has of each, the present one last
         self.sweep: list[dict[str, Any]] = []  # runs at several bounds on lag, for --report
-        self.losses: list[Event] = []  # replicas that were lost, for --report
         self.ends: list[Callable[[], Awaitable[object]]] = []  # of what this stage has started
         self.unwritten: list[str] = []  # flags whose files could not be written
 
@@ -1029,6 +1028,22 @@ class Report(Terminal):
         """Keeps for --json how a run went (curve_of)."""
         if self.stages:  # else nobody asks: the run was not made by a stage
             self.stages[-1]["curves"].append(of_run)
+
+    def enter_losses(self, events: list[Event]) -> None:
+        """Adds to each run what was lost while it went on. events: what Telemetry has."""
+        losses = [event for event in events if event.actor.endswith(" lost")]
+        for curve in [curve for found in self.stages for curve in found["curves"]]:
+            for event in losses:
+                second = event.start_s - curve["began_s"]
+                if 0 <= second <= max(curve["seconds"], default=0.0):
+                    curve["lost"].append(
+                        {
+                            "second": round(second, 3),
+                            "replica": event.actor.removesuffix(" lost"),
+                            "why": event.what,
+                            "replaced_after_s": round(event.end_s - event.start_s, 3),
+                        }
+                    )
 
     def _begin(self, name: str, number: int | None, claim: str) -> None:
         entry = {"name": name, "number": number, "claim": claim}
@@ -11518,15 +11533,25 @@ class Training:
 
 
 def curve_of(run: Run, most: int = 400) -> dict[str, Any]:
-    """How a run went, for --json and --report. most: of its steps, evenly spread, are kept."""
-    rows = run.rows[:: math.ceil(max(1, len(run.rows)) / most)]
+    """How a run went: an entry of `curves`, which --json has for each stage, and the page draws.
+
+    most: of its steps, evenly spread and the last among them, are kept.
+    """
+    num_lags = max((len(row.lags) for row in run.rows), default=0)
+    lags = [0] * num_lags
+    for row in run.rows:
+        for lag, num_tokens in enumerate(row.lags):
+            lags[lag] += num_tokens
+    kept = run.rows[:: -math.ceil(max(1, len(run.rows)) / most)][::-1]
     return {
         "run": run.label,
+        "steps": len(run.rows),
         "began_s": time.time() - since(run.began),  # since 1970
-        "seconds": [round(row.seconds, 3) for row in rows],  # since then, at the end of each step
-        "reward": [row.stats.reward for row in rows],
-        "lag_max": [row.stats.lag_max for row in rows],
-        "heldout": [row.heldout for row in rows],
+        "seconds": [round(row.seconds, 3) for row in kept],  # since then, at the end of each step
+        "reward": [round(row.stats.reward, 4) for row in kept],
+        "lag_max": [row.stats.lag_max for row in kept],
+        "lags": lags,  # how many tokens of all steps had lag 0, 1, 2, ...
+        "lost": [],  # replicas: Report.enter_losses
     }
 
 
@@ -18680,6 +18705,7 @@ class Command:
     # checkpoint, or "" for --model as it is. Empty: stages are run.
     sides: dict[str, str]
     passed_over: list[str]  # why newer checkpoints than that one cannot be read
+    beside: dict[str, Any] | None  # what the file of --compare has
 
     def has_tcp(self) -> bool:
         """Does this process use TCP for Monarch's messages, and not Unix sockets?
@@ -18805,6 +18831,10 @@ def parse(argv: list[str] | None) -> Command:
             cfg, sides, passed_over = what_to_evaluate(cfg)
         stages = []
     check_together(parser, cfg, stages, sides)
+    beside = None
+    with blaming(parser, f"--compare {cfg.compare}"):
+        if cfg.compare:
+            beside = read_comparison(cfg.compare)
     try_all(parser, cfg, stages, found.worker)
     check_reward(parser, cfg, stages)
     with blaming(parser, "--checkpoint"):
@@ -18817,6 +18847,7 @@ def parse(argv: list[str] | None) -> Command:
         worker=found.worker,
         sides=sides,
         passed_over=passed_over,
+        beside=beside,
     )
 
 
@@ -18835,11 +18866,9 @@ def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict
     """Finds flags that do not go together."""
     if cfg.compare and not cfg.report:
         parser.error("--compare goes with --report")
-    with blaming(parser, f"--compare {cfg.compare}"):
-        if cfg.compare:
-            try_comparison(cfg.compare)
+    has_sweep = cfg.report and STAGES["async_rl"] in stages
     with blaming(parser, f"--in-flight {cfg.in_flight}"):
-        for max_lag in (cfg.max_lag, *(SWEEP_BOUNDS if cfg.report else ())):
+        for max_lag in (cfg.max_lag, *(SWEEP_BOUNDS if has_sweep else ())):
             Flow.of(cfg, max_lag)
     if cfg.sft_steps and cfg.model == "tiny":
         parser.error("--sft-steps is for a --model of your own; tiny has its warm start")
@@ -19058,15 +19087,14 @@ def try_export(cfg: Config) -> None:
             settings.validate(strict=True)
 
 
-def try_comparison(path: str) -> None:
-    """Can a page show what this file has? Here it stands on both sides. ValueError: it cannot."""
+def read_comparison(path: str) -> dict[str, Any]:
+    """What --json of an earlier command has written. ValueError: the page could not show it."""
     measured = read_measured(path)
-    report = Report()
     try:
-        report.stages = measured["stages"]
-        page_of(report, measured, measured)
+        page_of(measured, [], measured)  # on both sides
     except Exception as error:  # whatever is missing in it
         raise ValueError("not what --json writes, or written by another version") from error
+    return measured
 
 
 def try_files(paths: list[str]) -> None:
@@ -19114,8 +19142,9 @@ async def run_stages(report: Report, command: Command) -> None:
             tell_end(report, error)
         report.end_stage(stage, since(start))
     await tell_trace(report, cfg)
-    if cfg.report:
-        report.losses = [event for event in await read_events() if event.actor.endswith(" lost")]
+    has_runs = any(found["curves"] for found in report.stages)
+    if has_runs and (cfg.json or cfg.report):
+        report.enter_losses(await read_events())
     clock.cancel()
     if len(command.stages) == len(STAGES):
         tell_tour(report)
@@ -19288,7 +19317,7 @@ def main(argv: list[str] | None = None) -> None:
         leave(130, str(error))
     except BrokenPipeError:  # `monarch_rl.py | head` has read enough
         leave(1)
-    finish(report, cfg, noise)
+    finish(report, command, noise)
 
 
 def keep_noise() -> Any:
@@ -19303,11 +19332,12 @@ def keep_noise() -> Any:
     return noise
 
 
-def finish(report: Report, cfg: Config, noise: Any) -> None:
+def finish(report: Report, command: Command, noise: Any) -> None:
     """Writes --json and --report, says what has failed, and leaves.
 
     noise: the file of what workers said.
     """
+    cfg = command.cfg
     cores = len(os.sched_getaffinity(0))
     measured = {
         "version": JSON_VERSION,
@@ -19319,9 +19349,9 @@ def finish(report: Report, cfg: Config, noise: Any) -> None:
         with excusing(report, "--json"):
             write_file(cfg.json, as_json(measured, indent=1))
     if cfg.report:
-        beside = read_measured(cfg.compare) if cfg.compare else None
+        page = page_of(finite(measured), report.sweep, command.beside)
         with excusing(report, "--report"):
-            write_file(cfg.report, page_of(report, finite(measured), beside))
+            write_file(cfg.report, page)
     failed = [found["name"] for found in report.stages if not found["ok"]] + report.unwritten
     unexplained = [found for found in report.stages if not found["ok"] and not is_explained(found)]
     if failed and not unexplained:  # the workers said the same, at length
@@ -19336,10 +19366,9 @@ def finish(report: Report, cfg: Config, noise: Any) -> None:
 
 # -- plumbing: what --trace and --report write -----------------------------------------------------
 # Both show what Telemetry has collected: a trace of the command, for Perfetto (without stage 16
-# where that runs as a command of its own, as in the whole tour); and a page about five asynchronous
-# runs, one at each of five bounds on lag, with a slider to go from one to another. The page is one
-# file and needs no network. As it is HTML, CSS and JavaScript, and not what this file is about, it
-# stands at the very end, as a text.
+# where that runs as a command of its own, as in the whole tour); and a page, for which stage 13
+# makes five more asynchronous runs, one at each of five bounds on lag. A slider on the page goes
+# from one to another.
 
 
 def write_trace(path: str, events: list[Event]) -> None:
@@ -19411,7 +19440,7 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
         columns = dataclasses.asdict(speed)
         del columns["run"], columns["steps"]  # the bound says the one, and the other is the same
         rows.append({"bound": bound, "lag": lag, "exact": after, **columns})
-        runs.append(run_for_page(training, bound, before, after, await read_events(start_s)))
+        runs.append(run_for_page(training, rows[-1], before, await read_events(start_s)))
     report.table(rows)
     num_above = sum(row["lag"] > row["bound"] for row in rows)
     report.check("runs of 5 with a lag above the bound", num_above, "==", 0)
@@ -19421,17 +19450,17 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
 
 def run_for_page(
     training: Training,
-    bound: int,
+    row: dict[str, Any],
     before: float,
-    after: float,
     events: list[Event],
 ) -> dict[str, Any]:
-    """What the page has of one run. before, after: held-out exact."""
+    """What the page has of one run. row: of the printed table; before: held-out exact."""
     return {
-        "max_lag": bound,
+        "max_lag": row["bound"],
         "generators": training.cluster.num_generators,
         "before": before,
-        "after": after,
+        "after": row["exact"],
+        "row": row,
         "groups": training.run.ledger.counts,
         "samples": training.cfg.group_size * training.cfg.batch_groups * training.run.num_steps,
         "rows": [dataclasses.asdict(row) for row in training.run.rows],
@@ -19459,36 +19488,56 @@ def read_measured(path: str) -> dict[str, Any]:
     return measured
 
 
-def page_of(report: Report, measured: dict[str, Any], beside: dict[str, Any] | None) -> str:
-    """The page. measured: what --json has of this command; beside: of the one to compare with."""
-    by_name = {found["name"]: found for found in report.stages}
-    parts = {"Stages": overview_part(report.stages, measured)}
+def page_of(
+    measured: dict[str, Any],
+    sweep: list[dict[str, Any]],
+    beside: dict[str, Any] | None,
+) -> str:
+    """The page.
+
+    measured: what --json has of this command. sweep: runs at several bounds on lag, if there were
+    any. beside: what --json has of another command, to compare with.
+    """
+    stages = {found["name"]: found for found in measured["stages"]}
+    parts = {"This command": overview_part(measured)}
     if beside is not None:
-        parts["Beside an earlier run"] = comparison_part(measured, beside)
-    if "weight_sync" in by_name:
-        parts["Weight sync"] = sync_part(by_name["weight_sync"])
-    if "reshard" in by_name:
+        name = pathlib.Path(measured["args"].get("compare") or "another command").name
+        parts[f"Beside {name}"] = comparison_part(measured, beside)
+    if "weight_sync" in stages:
+        parts["Weight sync"] = sync_part(stages["weight_sync"])
+    if "reshard" in stages:
         parts["Resharding"] = plan_part()
-    for found in report.stages:
-        if found["curves"]:
-            parts[f"Runs of {found['name']}"] = runs_part(found, report.losses)
-    if report.sweep:
+    for name, found in stages.items():
+        if found.get("curves"):
+            parts[f"Runs of {name}"] = runs_part(found)
+    if sweep:
         # There is no "<" in it, so whatever was said in these runs cannot end the script.
-        runs = as_json(report.sweep).replace("<", "\\u003c")
-        parts["From synchronous to asynchronous"] = SWEEP_PART.replace("= RUNS;", f"= {runs};")
-    parts["All that was measured"] = "".join(stage_part(found) for found in report.stages)
+        runs = as_json(sweep).replace("<", "\\u003c")
+        table = html_table([run["row"] for run in sweep], "runs at five bounds on lag")
+        words = SWEEP_PART.replace("TABLE", table).replace("= RUNS;", f"= {runs};")
+        parts["From synchronous to asynchronous"] = words
+    parts["All that was measured"] = "".join(stage_part(found) for found in stages.values())
 
     links = []
     sections = []
     for number, (title, part) in enumerate(parts.items()):
         links.append(f'<a href="#part{number}">{as_text(title)}</a>')
         sections.append(f'<section id="part{number}"><h2>{as_text(title)}</h2>{part}</section>')
-    return f"{PAGE_HEAD}<nav>{' '.join(links)}</nav>{''.join(sections)}</html>\n"
+    nav = f'<nav aria-label="parts of this page">{" ".join(links)}</nav>'
+    return f"{PAGE_HEAD}{nav}<main>{''.join(sections)}</main></html>\n"
 
 
 def as_text(value: Any) -> str:
     """A value as the report prints it, in HTML; whatever it says stays text."""
     return html.escape(visible(show(value)))
+
+
+def number_of(value: Any) -> float | None:
+    """A figure, or what a check found, as a number; None: it is something else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def html_table(rows: Sequence[dict[str, Any]], about: str) -> str:
@@ -19498,81 +19547,195 @@ def html_table(rows: Sequence[dict[str, Any]], about: str) -> str:
     """
     if not rows:
         return ""
-    lines = ["".join(f'<th scope="col">{as_text(name.replace("_", " "))}' for name in rows[0])]
-    for row in rows:
-        cells = []
-        for value in row.values():
-            kind = "word" if isinstance(value, str) else "number"
-            cells.append(f'<td class="{kind}">{as_text(value)}')
-        lines.append("".join(cells))
+    lines = [""] * (1 + len(rows))
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        is_words = any(number_of(value) is None for value in values if value is not None)
+        kind = "word" if is_words else "number"
+        lines[0] += f'<th scope="col" class="{kind}">{as_text(name.replace("_", " "))}'
+        for i, value in enumerate(values, 1):
+            lines[i] += f'<td class="{kind}">{as_text(value)}'
     body = "".join(f"<tr>{line}" for line in lines)
     box = f'<div class="box" tabindex="0" role="region" aria-label="{as_text(about)}">'
     return f"{box}<table>{body}</table></div>"
 
 
-def overview_part(stages: list[dict[str, Any]], measured: dict[str, Any]) -> str:
-    """Where, when and how it was run, and how each stage ended."""
+def verdict_of(found: dict[str, Any]) -> str:
+    """How a stage has ended, in words."""
+    num_checks = len(found["checks"])
+    num_failed = sum(not check["ok"] for check in found["checks"])
+    if found["ok"]:
+        return f"ok, {num_checks} checks"
+    return f"FAILED, {num_failed} of {num_checks} checks"
+
+
+def overview_part(measured: dict[str, Any]) -> str:
+    """What was run, when and on what, and how each stage ended."""
+    command = shlex.join(["monarch_rl.py", *sys.argv[1:]])
+    told = {
+        "command": command,
+        "ended at": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "seed": measured["args"].get("seed"),
+        **measured["machine"],
+    }
+    facts = [{"this command": name, "value": show(value)} for name, value in told.items()]
     rows = []
-    for found in stages:
-        num_ok = sum(check["ok"] for check in found["checks"])
-        rows.append(
-            {
-                "stage": found["name"],
-                "holds": "yes" if found["ok"] else "NO",
-                "checks": f"{num_ok} of {len(found['checks'])}",
-                "seconds": found["seconds"],
-            }
-        )
-    named = ", ".join(f"{name} {value}" for name, value in measured["machine"].items())
-    when = time.strftime("%Y-%m-%d %H:%M")
-    words = f"monarch_rl.py {shlex.join(sys.argv[1:])} on {when}; {named}"
-    return f"<p>{as_text(words)}</p>{html_table(rows, 'stages')}"
+    for found in measured["stages"]:
+        ended = {"how it ended": verdict_of(found), "seconds": found["seconds"]}
+        rows.append({"stage": found["name"], **ended})
+    return html_table(rows, "stages") + html_table(facts, "this command")
 
 
 def stage_part(found: dict[str, Any]) -> str:
     """All that --json has of a stage, folded up unless a check failed."""
     checks = []
     for check in found["checks"]:
-        verdict = "ok" if check["ok"] else "FAIL"
         checks.append(
             {
-                "verdict": verdict,
+                "verdict": "ok" if check["ok"] else "FAIL",
                 "check": check["what"],
                 "found": check["got"],
                 "must be": check["want"],
             }
         )
     figures = [{"figure": name, "value": value} for name, value in found["figures"].items()]
-    tables = [html_table(rows, "what was measured") for rows in found["tables"]]
+    tables = [html_table(rows, f"measured in {found['name']}") for rows in found["tables"]]
     state = "" if found["ok"] else " open"
-    head = f"<summary>{as_text(found['name'])}</summary><p>{as_text(found['claim'])}</p>"
+    title = f"{found['name']}: {verdict_of(found)}"
+    head = f"<summary>{as_text(title)}</summary><p>{as_text(found['claim'])}</p>"
     body = html_table(checks, "checks") + "".join(tables) + html_table(figures, "figures")
     return f"<details{state}>{head}{body}</details>"
 
 
-def bars(rows: Sequence[tuple[str, float, str, str]], about: str) -> str:
-    """Bars from 0, as long as what they stand for.
+def difference(here: dict[str, Any], there: dict[str, Any], about: str) -> str:
+    """A table of the values that differ. here, there: the same things by name."""
+    rows = []
+    for name in {**here, **there}:
+        value = show(here.get(name))
+        other = show(there.get(name))
+        if value != other:
+            rows.append({about: name.replace("_", " "), "this": value, "beside": other})
+    return html_table(rows, f"{about} that differ") or f"<p>Every {about} is the same.</p>"
 
-    rows: the name of each, its value, what to say behind it, and the kind, which is its color.
+
+def figures_of(found: dict[str, Any]) -> dict[str, Any]:
+    """Whatever a stage found, by name: seconds, figures, and what checks got."""
+    figures = {"seconds": found["seconds"], **found["figures"]}
+    for check in found["checks"]:
+        figures[check["what"]] = check["got"]
+    return figures
+
+
+def figures_of_both(found: dict[str, Any], other: dict[str, Any]) -> str:
+    """A table of what a stage found in two commands."""
+    rows = []
+    there = figures_of(other)
+    for name, value in figures_of(found).items():
+        left = number_of(value)
+        right = number_of(there.get(name))
+        times = None if left is None or not right else left / right
+        columns = {"this": value, "beside": there.get(name), "ratio": times}
+        rows.append({"found": name.replace("_", " "), **columns})
+    return html_table(rows, f"{found['name']} of both")
+
+
+# Flags that say where to write: between two commands they differ, and mean nothing.
+WRITTEN_TO = ("json", "log", "trace", "report", "compare")
+
+
+def flags_of(measured: dict[str, Any]) -> dict[str, Any]:
+    """What a command was told, without these flags."""
+    return {name: value for name, value in measured["args"].items() if name not in WRITTEN_TO}
+
+
+def comparison_part(measured: dict[str, Any], beside: dict[str, Any]) -> str:
+    """Two commands, laid side by side, as far as both have the same stages."""
+    parts = [
+        difference(flags_of(measured), flags_of(beside), "flag"),
+        difference(measured["machine"], beside["machine"], "part of the machine"),
+    ]
+    others = {found["name"]: found for found in beside["stages"]}
+    for found in measured["stages"]:
+        other = others.get(found["name"])
+        if other is None:
+            continue
+        parts.append(f"<h3>{as_text(found['name'])}</h3>")
+        if found["name"] == "weight_sync":
+            both = []
+            for pair in itertools.zip_longest(sync_bars(found), sync_bars(other, ", beside")):
+                both += [bar for bar in pair if bar is not None]
+            parts.append(bars(both, "weight sync of both"))
+        curves = curves_of(found, "reward") + curves_of(other, "reward", is_beside=True)
+        parts.append(plot(curves, "Reward of each step, over seconds; the other one dashed"))
+        parts.append(figures_of_both(found, other))
+    return "".join(parts)
+
+
+# -- plumbing: pictures of the page ----------------------------------------------------------------
+# Each is an SVG, a drawing that stands in the page as text: bars, grids, curves and histograms.
+# Whoever cannot see it gets its label, and what it shows stands in a table as well.
+
+
+def svg(kind: str, size: str, about: str, drawn: Iterable[str]) -> str:
+    """A drawing. kind: its class in CSS; size: its attributes for width and height."""
+    head = f'<svg class="{kind}" {size} role="img" aria-label="{as_text(about)}">'
+    return f"{head}{''.join(drawn)}</svg>"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Of a picture: how much something takes, as a bar."""
+
+    name: str
+    value: float  # above 0
+    note: str  # stands under the bar
+    kind: str  # its color
+
+
+def bars(rows: Sequence[Bar], about: str) -> str:
+    """Bars, as long as what they stand for, or as its logarithm if that differs much.
+
+    Their widths are percentages and their words have a size of their own, so that words stay
+    readable in a narrow window.
     """
-    longest = max(value for _, value, _, _ in rows)
-    lines = []
-    for name, value, note, kind in rows:
-        share = 100 * value / longest
-        bar = f'<i style="width:{share:.1f}%;background:var(--{kind})"></i>'
-        lines.append(f'<tr><th scope="row">{as_text(name)}<td>{bar}<span>{as_text(note)}</span>')
-    return f'<table class="bars" aria-label="{as_text(about)}">{"".join(lines)}</table>'
+    if not rows:
+        return ""
+    longest = max(row.value for row in rows)
+    shortest = min(row.value for row in rows)
+    is_log = longest > 10 * shortest
+
+    def share(value: float) -> str:
+        if is_log:
+            start = shortest / 2
+            return f"{100 * math.log(value / start) / math.log(longest / start):.1f}%"
+        return f"{100 * value / longest:.1f}%"
+
+    drawn = []
+    high = 56 * len(rows)
+    for tick in [tick for tick in (1, 10, 100) if shortest / 2 < tick <= longest]:
+        drawn.append(f'<line x1="{share(tick)}" x2="{share(tick)}" y1="0" y2="{high}"/>')
+        drawn.append(f'<text x="{share(tick)}" y="{high + 16}" text-anchor="end">{tick} x</text>')
+    for number, row in enumerate(rows):
+        y = 56 * number
+        fill = f'style="fill:var(--{row.kind})"'
+        drawn.append(f'<text class="name" y="{y + 14}">{as_text(row.name)}</text>')
+        drawn.append(f'<rect y="{y + 19}" width="{share(row.value)}" height="12" {fill}/>')
+        drawn.append(f'<text y="{y + 45}">{as_text(row.note)}</text>')
+    told = "; ".join(f"{row.name}: {row.note}" for row in rows)
+    words = "The scale is logarithmic." if is_log else "The scale begins at 0."
+    drawing = svg("bars", f'width="100%" height="{high + 20}"', f"{about}. {told}", drawn)
+    return f"<figure><figcaption>{words}</figcaption>{drawing}</figure>"
 
 
-def sync_bars(found: dict[str, Any], suffix: str = "") -> list[tuple[str, float, str, str]]:
+def sync_bars(found: dict[str, Any], suffix: str = "") -> list[Bar]:
     """A bar for each road of stage weight_sync."""
     rows = []
     for row in found["tables"][0] if found["tables"] else []:
         note = f"{show(row['ms'])} ms, {show(row['x_memmove'])} x memmove"
         if row["torn"]:
-            note += f", {row['torn']} of {row['reads']} reads torn"
-        kind = "lost" if row["torn"] else "delta" if suffix else "publish"
-        rows.append((row["road"] + suffix, row["x_memmove"], note, kind))
+            note += f", {row['torn']} of {row['reads']} torn"
+        kind = "lost" if row["torn"] else "other" if suffix else "publish"
+        rows.append(Bar(name=row["road"] + suffix, value=row["x_memmove"], note=note, kind=kind))
     return rows
 
 
@@ -19582,192 +19745,201 @@ def sync_part(found: dict[str, Any]) -> str:
     if not rows:
         return "<p>The stage ended before it had measured anything.</p>"
     words = "From the start of a publish until the last generator has the version, in copies of "
-    words += "as many bytes by memmove. Red: reads that hold two versions."
+    words += "as many bytes by memmove. The number behind a road is how many generators there are. "
+    words += "Red, torn: reads that hold two versions."
     return f"<p>{words}</p>{bars(rows, 'weight sync')}"
 
 
+Cells = dict[Index, tuple[int, bool]]  # by its place, an element's rank, and: does it move?
+
+
 def plan_part() -> str:
-    """A plan, drawn: from a trainer of three ranks, by rows, to a generator of two, by columns."""
+    """A plan, drawn: six trainer ranks, of which two have the same rows, and two by columns."""
     shape = (6, 4)
-    source = layout(shape, (3,), (dtensor.Shard(0),))
+    source = layout(shape, (2, 3), (dtensor.Replicate(), dtensor.Shard(0)))
     target = layout(shape, (2,), (dtensor.Shard(1),))
     moves = plan("w", source, target)
-    # For each element: which rank of the source it comes from, and of the target it goes to.
-    from_rank: dict[Index, int] = {}
-    to_rank: dict[Index, int] = {}
-    num_written = 0
+    read: set[tuple[int, Index]] = set()  # pairs of a rank and a place
+    parts: list[Cells] = [{}, {}]  # of each target rank
+    for move in moves:
+        for place in places(move.offset, move.size):
+            read.add((move.source, place))
+            parts[move.target][place] = (move.source, True)
+    num_held = sum(math.prod(box.size()) for held in source for box in held)
+    num_moved = sum(math.prod(move.size) for move in moves)
+    drawn = []
+    for replica in (0, 1):
+        cells: Cells = {}
+        for rank in range(3 * replica, 3 * replica + 3):
+            for box in source[rank]:
+                for place in places(box.start, box.size()):
+                    cells[place] = (rank, (rank, place) in read)
+        drawn.append(grid(shape, cells, f"trainer, copy {replica + 1}: its ranks have rows"))
+    for rank, part in enumerate(parts):
+        drawn.append(grid(shape, part, f"generator rank {rank}: from which rank each comes"))
+    words = "A tensor of 6 x 4 elements, as section 8 plans it. Six trainer ranks hold "
+    words += f"{num_held} elements, each of them twice, and {len(moves)} moves write {num_moved}: "
+    words += "of two copies one is read. What is not read is not filled."
     rows = []
     for move in moves:
-        sides = zip(move.offset, move.size, strict=True)
-        for place in itertools.product(*[range(first, first + length) for first, length in sides]):
-            from_rank[place] = move.source
-            to_rank[place] = move.target
-            num_written += 1
-        columns = dataclasses.asdict(move)
-        del columns["name"]
-        rows.append({name: str(value) for name, value in columns.items()})
-    words = f"A tensor of 6 x 4 elements, as section 8 plans it: {len(moves)} moves write "
-    words += f"{num_written} elements, {len(from_rank)} different ones."
-    grids = grid(shape, from_rank, from_rank, "trainer: rank r0 to r2 has these rows")
-    grids += grid(shape, from_rank, to_rank, "generator: rank r0 and r1 need these columns")
-    return f'<p>{words}</p><div class="two">{grids}</div>{html_table(rows, "moves")}'
+        row = dataclasses.asdict(move)
+        del row["name"]
+        rows.append({**row, "elements": math.prod(move.size)})
+    return f'<p>{words}</p><div class="four">{"".join(drawn)}</div>{html_table(rows, "moves")}'
 
 
-def grid(shape: Index, colors: dict[Index, int], names: dict[Index, int], about: str) -> str:
-    """A drawing of a matrix. colors, names: for each element, the rank that it stands for."""
+def places(start: Index, size: Index) -> Iterator[Index]:
+    """Every place of a cuboid."""
+    sides = zip(start, size, strict=True)
+    return itertools.product(*[range(first, first + length) for first, length in sides])
+
+
+def grid(shape: Index, cells: Cells, about: str) -> str:
+    """A drawing of a matrix, of which some elements are there."""
     num_rows, num_columns = shape
-    cells = []
-    for row, column in itertools.product(range(num_rows), range(num_columns)):
-        place = (row, column)
-        at = f'x="{4 + column * 50}" y="{4 + row * 26}"'
-        middle = f'x="{27 + column * 50}" y="{21 + row * 26}"'
-        color = f"var(--rank{colors[place]})"
-        cells.append(f'<rect {at} width="46" height="22" style="fill:{color}"/>')
-        cells.append(f'<text {middle} text-anchor="middle">r{names[place]}</text>')
-    size = f'viewBox="0 0 {8 + num_columns * 50} {8 + num_rows * 26}"'
-    drawing = f'<svg class="grid" {size} role="img" aria-label="{about}">{"".join(cells)}</svg>'
-    return f"<figure><figcaption>{about}</figcaption>{drawing}</figure>"
-
-
-Curve = tuple[str, list[float], list[float]]  # its name; seconds; a value at each of them
-CURVE_KINDS = ("step", "rollout", "publish", "judge", "delta", "pull")  # colors of curves
-
-
-def plot(curves: list[Curve], marks: Sequence[tuple[str, float]], about: str) -> str:
-    """Curves over seconds. marks: (name of a curve, second) at which something was lost."""
-    longest = max(seconds[-1] for _, seconds, _ in curves)
-    values = [value for _, _, of_one in curves for value in of_one]
-    least = min(0.0, *values)
-    most = max(1.0, *values)
-
-    def point(second: float, value: float) -> tuple[str, str]:
-        height = 160 * (value - least) / (most - least)
-        return f"{34 + 380 * second / longest:.1f}", f"{168 - height:.1f}"
-
     drawn = []
-    keys = []
-    for number, (name, seconds, of_one) in enumerate(curves):
-        kind = CURVE_KINDS[number % len(CURVE_KINDS)]
-        points = [",".join(point(*pair)) for pair in zip(seconds, of_one, strict=True)]
-        drawn.append(f'<polyline points="{" ".join(points)}" style="stroke:var(--{kind})"/>')
-        keys.append(f'<span><i style="background:var(--{kind})"></i>{as_text(name)}</span>')
-        for second in [second for run, second in marks if run == name]:
-            x, y = point(second, of_one[min(bisect.bisect(seconds, second), len(seconds) - 1)])
-            drawn.append(f'<circle cx="{x}" cy="{y}" r="5"/>')
-    if marks:
-        keys.append('<span><i style="background:var(--lost)"></i>a replica was lost</span>')
-    for x, y, words in (
-        (2, 14, show(most)),
-        (2, 168, show(least)),
-        (34, 186, "0 s"),
-        (370, 186, f"{longest:.0f} s"),
-    ):
-        drawn.append(f'<text x="{x}" y="{y}">{words}</text>')
-    head = f'<svg class="plot" viewBox="0 0 420 190" role="img" aria-label="{as_text(about)}">'
-    key = f'<p class="key">{"".join(keys)}</p>'
-    return f"<div><h3>{as_text(about)}</h3>{key}{head}{''.join(drawn)}</svg></div>"
+    for (row, column), (rank, is_moved) in cells.items():
+        at = f'x="{4 + column * 50}" y="{4 + row * 26}"'
+        middle = f'x="{27 + column * 50}" y="{20 + row * 26}"'
+        fill = f"var(--rank{rank})" if is_moved else "none"
+        drawn.append(f'<rect {at} width="46" height="22" style="fill:{fill}"/>')
+        drawn.append(f'<text {middle} text-anchor="middle">r{rank}</text>')
+    size = f'viewBox="0 0 {8 + num_columns * 50} {8 + num_rows * 26}"'
+    return f"<figure><figcaption>{about}</figcaption>{svg('grid', size, about, drawn)}</figure>"
 
 
-def curves_of(found: dict[str, Any], what: str, suffix: str = "") -> list[Curve]:
+CURVE_KINDS = ("step", "rollout", "publish", "judge", "delta")  # colors of curves
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a plot."""
+
+    name: str
+    kind: str  # its color
+    is_dashed: bool
+    points: list[tuple[float, float]]  # second, value
+    lost_s: list[float]  # when something was lost
+
+
+def curves_of(found: dict[str, Any], what: str, is_beside: bool = False) -> list[Curve]:
     """A curve for each run of a stage that has made steps."""
     curves = []
-    for run in found["curves"]:
-        if run["seconds"]:
-            curves.append((run["run"] + suffix, run["seconds"], run[what]))
+    for number, run in enumerate(found.get("curves", [])):
+        pairs = zip(run["seconds"], run[what], strict=True)
+        points = [(second, value) for second, value in pairs if value is not None]
+        if points:
+            curves.append(
+                Curve(
+                    name=run["run"] + (", beside" if is_beside else ""),
+                    kind=CURVE_KINDS[number % len(CURVE_KINDS)],
+                    is_dashed=is_beside,
+                    points=points,
+                    lost_s=[loss["second"] for loss in run["lost"]],
+                )
+            )
     return curves
 
 
-def runs_part(found: dict[str, Any], losses: list[Event]) -> str:
+def value_at(second: float, points: list[tuple[float, float]]) -> float:
+    """Of the line through these points, at this second."""
+    earlier = [point for point in points if point[0] <= second] or points[:1]
+    later = [point for point in points if point[0] > second] or points[-1:]
+    start_s, start = earlier[-1]
+    end_s, end = later[0]
+    share = (second - start_s) / (end_s - start_s) if end_s > start_s else 0.0
+    return start + share * (end - start)
+
+
+def plot(curves: list[Curve], about: str) -> str:
+    """Curves over seconds, with a dot where something was lost; "" if there are none."""
+    if not curves:
+        return ""
+    longest = max(curve.points[-1][0] for curve in curves) or 1.0
+    values = [value for curve in curves for _, value in curve.points]
+    least = min(0.0, *values)
+    most = max(0.0, *values) if any(values) else 1.0
+
+    def at(second: float, value: float) -> tuple[str, str]:
+        height = 150 * (value - least) / (most - least)
+        return f"{46 + 368 * second / longest:.1f}", f"{164 - height:.1f}"
+
+    drawn = []
+    keys = []
+    for value in (least, (least + most) / 2, most):
+        _, y = at(0.0, value)
+        drawn.append(f'<line x1="46" x2="414" y1="{y}" y2="{y}"/>')
+        drawn.append(f'<text x="40" y="{y}" dy="4" text-anchor="end">{show(value)}</text>')
+    drawn.append('<text x="46" y="186">0 s</text>')
+    drawn.append(f'<text x="414" y="186" text-anchor="end">{show(float(longest))} s</text>')
+    for curve in curves:
+        corners = " ".join(",".join(at(*point)) for point in curve.points)
+        dashes = ' stroke-dasharray="5 4"' if curve.is_dashed else ""
+        stroke = f'style="stroke:var(--{curve.kind})"{dashes}'
+        drawn.append(f'<polyline points="{corners}" {stroke}/>')
+        line = f'<svg width="24" height="8"><polyline points="0,4 24,4" {stroke}/></svg>'
+        keys.append(f"<span>{line} {as_text(curve.name)}</span>")
+        for second in curve.lost_s:
+            x, y = at(second, value_at(second, curve.points))
+            drawn.append(f'<circle cx="{x}" cy="{y}" r="5"/>')
+    key = f'<p class="key">{"".join(keys)}</p>'
+    drawing = svg("plot", 'viewBox="0 0 420 192"', about, drawn)
+    return f"<figure><figcaption>{as_text(about)}</figcaption>{key}{drawing}</figure>"
+
+
+def histogram(counts: list[int], about: str) -> str:
+    """How many per cent of all have the value 0, 1, 2, ..."""
+    wide = 280 / max(6, len(counts))
+    every = 1 + len(counts) // 12  # bars have words, or these would overlap
+    shares = [100 * count / max(1, sum(counts)) for count in counts]
+    drawn = []
+    for number, share in enumerate(shares):
+        x = 10 + number * wide
+        y = 130 - share
+        drawn.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{0.9 * wide:.1f}" height="{share:.1f}"/>'
+        )
+        if number % every == 0:
+            middle = f'x="{x + 0.45 * wide:.1f}" text-anchor="middle"'
+            drawn.append(f'<text {middle} y="{y - 5:.1f}">{share:.0f}</text>')
+            drawn.append(f'<text {middle} y="146">{number}</text>')
+    drawing = svg("plot", 'viewBox="0 0 300 150"', about, drawn)
+    return f"<figure><figcaption>{as_text(about)}</figcaption>{drawing}</figure>"
+
+
+def runs_part(found: dict[str, Any]) -> str:
     """Rewards and lag of the runs of a stage, and what was lost meanwhile."""
     rows = []
-    marks = []
     lost = []
+    histograms = []
     for run in found["curves"]:
-        steps = run["reward"] or [None]
-        end_s = max(run["seconds"], default=0.0)
+        first, *_, last = [None, *run["reward"]] if len(run["reward"]) < 2 else run["reward"]
+        num_tokens = sum(run["lags"])
+        weighed = sum(lag * count for lag, count in enumerate(run["lags"]))
         rows.append(
             {
                 "run": run["run"],
-                "steps kept": len(run["reward"]),
-                "seconds": end_s,
-                "reward first": steps[0],
-                "reward last": steps[-1],
-                "largest lag": max(run["lag_max"], default=None),
+                "steps": run["steps"],
+                "seconds": max(run["seconds"], default=0.0),
+                "first reward": first,
+                "last reward": last,
+                "mean lag": weighed / num_tokens if num_tokens else None,
+                "largest lag": len(run["lags"]) - 1 if num_tokens else None,
+                "lost": len(run["lost"]),
             }
         )
-        for event in losses:
-            second = event.start_s - run["began_s"]
-            if 0 <= second <= end_s:
-                marks.append((run["run"], second))
-                lost.append(
-                    {
-                        "run": run["run"],
-                        "second": second,
-                        "lost": event.actor.removesuffix(" lost"),
-                        "why": event.what,
-                        "replaced after s": event.end_s - event.start_s,
-                    }
-                )
-    curves = curves_of(found, "reward")
-    plots = ""
-    if curves:
-        plots = plot(curves, marks, "Reward of each step, over seconds")
-        plots += plot(curves_of(found, "lag_max"), marks, "Largest lag of each step, in versions")
-    about_lost = html_table(lost, "replicas that were lost")
-    return f'<div class="two">{plots}</div>{html_table(rows, "runs")}{about_lost}'
-
-
-def ratio(here: Any, there: Any) -> float | None:
-    """How many times as large one is as the other; None if that cannot be said."""
-    if not isinstance(here, (int, float)) or not isinstance(there, (int, float)) or not there:
-        return None
-    return here / there
-
-
-def difference(here: dict[str, Any], there: dict[str, Any], about: str) -> str:
-    """A table of the values that differ. here, there: the same things by name."""
-    rows = []
-    for name, value in here.items():
-        other = there.get(name)
-        if value != other:
-            rows.append({about: name, "this": show(value), "beside": show(other)})
-    return html_table(rows, f"{about} that differ") or f"<p>Every {about} is the same.</p>"
-
-
-def comparison_part(measured: dict[str, Any], beside: dict[str, Any]) -> str:
-    """Two commands, laid side by side, as far as both have the same stages."""
-    parts = [
-        difference(measured["args"], beside["args"], "flag"),
-        difference(measured["machine"], beside["machine"], "part of the machine"),
-    ]
-    others = {found["name"]: found for found in beside["stages"]}
-    rows = []
-    for found in measured["stages"]:
-        other = others.get(found["name"])
-        if other is None:
-            continue
-        here = {"seconds": found["seconds"], **found["figures"]}
-        there = {"seconds": other["seconds"], **other["figures"]}
-        for name, value in here.items():
-            columns = {"this": value, "beside": there.get(name)}
-            times = ratio(value, there.get(name))
-            rows.append({"stage": found["name"], "figure": name, **columns, "ratio": times})
-        checks = {check["what"]: check["got"] for check in found["checks"]}
-        for check in other["checks"]:
-            if checks.get(check["what"], check["got"]) != check["got"]:
-                columns = {"this": checks[check["what"]], "beside": check["got"]}
-                rows.append(
-                    {"stage": found["name"], "figure": check["what"], **columns, "ratio": None}
-                )
-        if found["name"] == "weight_sync":
-            both = sync_bars(found) + sync_bars(other, ", beside")
-            parts.append(f"<h3>Weight sync</h3>{bars(sorted(both), 'weight sync of both')}")
-        curves = curves_of(found, "reward") + curves_of(other, "reward", ", beside")
-        if curves:
-            drawn = plot(curves, [], f"Rewards of {found['name']}, this run and the other")
-            parts.append(f'<div class="two">{drawn}</div>')
-    parts.append(html_table(rows, "figures of both"))
-    return "".join(parts)
+        lost += [{"run": run["run"], **loss} for loss in run["lost"]]
+        if num_tokens:
+            about = f"{run['run']}: lag of tokens trained on, in versions (per cent of tokens)"
+            histograms.append(histogram(run["lags"], about))
+    plots = plot(curves_of(found, "reward"), "Reward of each step, over seconds")
+    plots += plot(
+        curves_of(found, "lag_max"), "Largest lag of each step, in versions, over seconds"
+    )
+    about_dots = "<p>A red dot: a replica was lost; which one, and why, is in the last table.</p>"
+    drawn = f'<div class="two">{plots}</div>{about_dots if lost else ""}'
+    drawn += f'<div class="four">{"".join(histograms)}</div>'
+    return drawn + html_table(rows, "runs") + html_table(lost, "replicas that were lost")
 
 
 # -- plumbing: the text of the page ----------------------------------------------------------------
@@ -19781,7 +19953,7 @@ PAGE_HEAD = r"""<!doctype html>
 <style>
 :root { color-scheme: light dark; --ink: #1c2330; --pale: #5c6675; --paper: #fff; --line: #d5dae2;
   --rollout: #1f77b4; --judge: #9467bd; --step: #e07b00; --publish: #12805c; --delta: #8a6d3b;
-  --pull: #7fc4f5; --other: #9aa3ad; --lost: #d62728; }
+  --pull: #7fc4f5; --other: #868f9a; --lost: #d62728; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --pale: #a2acba; --paper: #14181f;
   --line: #343c48; --rollout: #4aa3e0; --judge: #b796dc; --step: #ff9f3d; --publish: #3cc795;
   --delta: #c9a55c; --pull: #a9d8fa; --other: #6d7682; --lost: #ff6b6b; } }
@@ -19799,38 +19971,56 @@ svg { display: block; width: 100%; background: var(--paper) } svg text { fill: v
   width: .8rem; height: .8rem; margin-right: .3rem; vertical-align: -.05rem }
 pre { overflow-x: auto; margin: 0 } .two { display: grid; gap: 0 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)) }
-h3 { font-size: .9rem; margin: .8rem 0 .2rem } section { margin-bottom: 2rem }
-nav a { display: inline-block; margin: .2rem .9rem .2rem 0 } a { color: var(--link) }
-:root { --link: #0a58a8; --rank0: #9ecae9; --rank1: #ffbf79; --rank2: #a8d8b9 }
-@media (prefers-color-scheme: dark) { :root { --link: #8ec5ff; --rank0: #24567d; --rank1: #8a5210;
-  --rank2: #1f6b4f } }
+h3 { font-size: .9rem; margin: .8rem 0 .2rem }
+section { margin-bottom: 2rem }
+nav a { display: inline-block; margin: .2rem .9rem .2rem 0 }
+a { color: var(--link) }
+:root { --link: #0a58a8;
+  --rank0: #9ecae9; --rank1: #ffbf79; --rank2: #a8d8b9;
+  --rank3: #d5e8f6; --rank4: #ffe3c2; --rank5: #dcf0e3 }
+@media (prefers-color-scheme: dark) { :root { --link: #8ec5ff;
+  --rank0: #24567d; --rank1: #7a480d; --rank2: #1f6b4f;
+  --rank3: #1d3347; --rank4: #46300f; --rank5: #193b2e } }
 :focus-visible { outline: 3px solid var(--link); outline-offset: 2px }
-.box { overflow-x: auto; margin: .5rem 0 } table { border-collapse: collapse }
-.box th, .box td { padding: .15rem .6rem; border-bottom: 1px solid var(--line); text-align: left }
-.box td.number { text-align: right; font-variant-numeric: tabular-nums }
+.box { overflow-x: auto; margin: .5rem 0; font-size: .9rem }
+table { border-collapse: collapse }
+.box th, .box td { padding: .2rem .4rem; border-bottom: 1px solid var(--line); text-align: left }
+.box .number { text-align: right; font-variant-numeric: tabular-nums }
 .box td { color: var(--ink) }
-summary { cursor: pointer; padding: .3rem 0 } details p { margin-left: 1rem }
-.bars { width: 100% } .bars th { font-weight: normal; text-align: left; width: 30%;
-  padding: .3rem .5rem .3rem 0 } .bars i { display: block; height: .8rem; min-width: 2px }
-.bars span { font-size: .85rem; color: var(--pale) }
-figure { margin: .5rem 0 } figcaption { color: var(--pale) } .grid { max-width: 20rem }
-svg.grid text, svg.plot text { font-size: 12px; fill: var(--ink) }
-svg.plot polyline { fill: none; stroke-width: 2 } svg.plot circle { fill: var(--lost) }
+summary { cursor: pointer; padding: .3rem 0 }
+details p { margin-left: 1rem }
+figure { margin: .5rem 0 }
+figcaption { color: var(--ink); font-size: .9rem }
+svg text { font-size: 13px }
+svg line { stroke: var(--line) }
+svg rect { fill: var(--step) }
+svg polyline { fill: none; stroke-width: 2 }
+svg.bars { max-width: 44rem; overflow: visible }
+svg.bars text { paint-order: stroke; stroke: var(--paper); stroke-width: 3px }
+svg.bars .name { fill: var(--ink) }
+svg.plot { max-width: 36rem }
+svg.plot circle { fill: var(--lost); stroke: var(--paper) }
+svg.grid { max-width: 16rem }
+svg.grid text { fill: var(--ink) }
+svg.grid rect { stroke: var(--other) }
+.key svg { display: inline-block; width: 24px }
+.four { display: grid; gap: 0 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 13rem), 1fr)) }
 </style>
 <h1>monarch_rl: what a run has measured</h1>
 """
 
-SWEEP_PART = r"""<noscript><p>With JavaScript a timeline with a slider stands here. Without it,
-  the table of these runs is below, under async_rl.</p></noscript>
-<div id="live" hidden>
+SWEEP_PART = r"""
 <p>Measured runs, as long as each other, from the same weights. K is how many versions old a sample
   may be when it is trained on. With K = 0 each side waits for the other; a larger K fills the gaps,
   and its price is lag. In each run a generator was killed half-way.</p>
+<noscript><p>With JavaScript a timeline with a slider stands here, too.</p></noscript>
+<div id="live" hidden>
 <label for="bound">Bound on lag: <output id="shown"></output></label>
 <input type="range" id="bound" min="0" value="0" step="1">
 <div class="ends"><span>K = 0, fully synchronous</span><span id="last"></span></div>
 <dl id="numbers" aria-live="polite"></dl>
-<h2>Who did what</h2>
+<h3>Who did what</h3>
 <p class="key" id="key"></p>
 <svg id="timeline" role="img"></svg>
 <label for="from">From second <output id="second"></output></label>
@@ -19840,12 +20030,14 @@ SWEEP_PART = r"""<noscript><p>With JavaScript a timeline with a slider stands he
   <option value="10">10 s</option><option value="1e9">the whole run</option></select></label>
 <ul id="faults"></ul>
 <div class="two">
-<div><h2>Share of the time at work: trainer (orange), generators (blue)</h2>
+<div><h3>Share of the time at work: trainer (orange), generators (blue)</h3>
   <svg id="work" role="img"></svg></div>
-<div><h2>Reward of each step, over seconds</h2><svg id="reward" role="img"></svg></div>
-<div><h2>Lag of the tokens trained on, in versions</h2><svg id="lag" role="img"></svg></div>
-<div><h2>Heard &gt; said, first steps and last</h2><pre id="said"></pre></div>
+<div><h3>Reward of each step, over seconds</h3><svg id="reward" role="img"></svg></div>
+<div><h3>Lag of the tokens trained on, in versions</h3><svg id="lag" role="img"></svg></div>
+<div><h3>Heard &gt; said, first steps and last</h3>
+  <pre id="said" tabindex="0" role="region" aria-label="heard and said"></pre></div>
 </div>
+TABLE
 </div>
 <script>
 document.getElementById("live").hidden = false;

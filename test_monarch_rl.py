@@ -366,8 +366,8 @@ def test_json_has_the_agreed_form(tour: Tour) -> None:
     assert found["args"]["seed"] == 0
     assert found["machine"]["cores"] >= 1
     for number, stage in enumerate(found["stages"], 1):
-        parts = {"name", "number", "claim", "ok", "seconds", "checks", "figures", "tables"}
-        assert set(stage) == parts
+        told = {"name", "number", "claim", "ok", "seconds"}
+        assert set(stage) == told | {"checks", "figures", "tables", "curves"}
         assert stage["number"] == number
         assert stage["checks"]
         assert stage["ok"] is True
@@ -13855,7 +13855,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 def write_a_page(path: str) -> None:
     machine = {"name": "b" * 10**4}
     measured = {"version": m.JSON_VERSION, "args": {}, "machine": machine, "stages": []}
-    m.write_file(path, m.page_of(m.Report(), measured, None))
+    m.write_file(path, m.page_of(measured, [], None))
 
 
 def write_a_trace(path: str) -> None:
@@ -13962,7 +13962,8 @@ def test_a_file_that_cannot_be_written_is_told_once_and_in_the_exit_status(
     assert capsys.readouterr().out == ""
     with mock.patch.object(m, "leave", side_effect=SystemExit) as leave:
         with pytest.raises(SystemExit):
-            m.finish(report, m.Config(json="/dev/full"), io.StringIO())
+            command = dataclasses.replace(m.parse([]), cfg=m.Config(json="/dev/full"))
+            m.finish(report, command, io.StringIO())
         leave.assert_called_once_with(1, "failed: --log, --json")
 
 
@@ -16625,7 +16626,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory, quick_file: pathlib.Path)
 
 
 # Keys by name, with the numbers that the browser's protocol has for them.
-KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "Tab": 9}
+KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, "Enter": 13}
 
 
 class Chromium:
@@ -16709,6 +16710,7 @@ class Chromium:
                 key=key,
                 code=key,
                 windowsVirtualKeyCode=KEYS[key],
+                text="\r" if key == "Enter" else "",
             )
 
     def open(
@@ -16885,12 +16887,14 @@ def test_a_page_that_was_told_to_end_its_script_does_not(
     asyncio.run(m.sweep(report, m.Config(steps=3), lab))
     assert lab.labels == [f"K = {bound}" for bound in (0, 1, 2, 4, 8)]
     assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= m.Report.WIDTH
-    text = m.page_of(report, measured_of(report.stages), None)
+    text = m.page_of(measured_of(report.stages), report.sweep, None)
     assert text.count("</script>") == 1
     assert text.count("<script>") == 1
     # In each of five runs: what was said in two steps, and the event.
     assert text.count("\\u003c/script>") == 15
     assert "<b>" not in text
+    # Where no script runs, there is a table of these runs.
+    assert {str(bound) for bound in m.SWEEP_BOUNDS} <= set(Words(text).texts["td"])
 
 
 def measured_of(stages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -16930,87 +16934,134 @@ ROADS = [
 ]
 CURVE = {
     "run": "async",
+    "steps": 3,
     "began_s": 100.0,
     "seconds": [1.0, 2.0, 3.0],
-    "reward": [0.1, 0.5, 0.9],
+    "reward": [0.1, None, 0.9],  # what was not finite is null
     "lag_max": [0, 1, 2],
-    "heldout": [None, None, 0.5],
+    "lags": [10, 20, 10],
+    "lost": [],
 }
 
 
 @pytest.fixture
-def whole_report() -> m.Report:
+def measured() -> dict[str, Any]:
     """Of a command that has made a sync, a plan and a run, in which a generator was lost."""
     report = m.Report()
     report.stages = [
         a_stage("weight_sync", tables=[ROADS], figures={"torn_reads": 0}),
         a_stage("reshard"),
-        a_stage("async_rl", curves=[CURVE], ok=True, checks=[]),
+        a_stage("async_rl", curves=[{**CURVE, "lost": []}], ok=True, checks=[]),
     ]
-    report.losses = [
-        m.Event(what="died", actor="generator 1 lost", start_s=102.0, end_s=102.5),
-        m.Event(what="died", actor="judge 0 lost", start_s=99.0, end_s=102.5),  # before the run
-    ]
-    return report
+    report.enter_losses(
+        [
+            m.Event(what="died", actor="generator 1 lost", start_s=102.0, end_s=102.5),
+            m.Event(what="died", actor="judge 0 lost", start_s=99.0, end_s=102.5),  # before the run
+            m.Event(what="step", actor="trainer 0", start_s=102.0, end_s=102.5),
+        ]
+    )
+    return measured_of(report.stages)
 
 
-def test_the_page_shows_all_that_was_measured_without_a_script(whole_report: m.Report) -> None:
-    page = m.page_of(whole_report, measured_of(whole_report.stages), None)
+def test_the_page_shows_all_that_was_measured_without_a_script(measured: dict[str, Any]) -> None:
+    page = m.page_of(measured, [], None)
     assert "<script" not in page
     assert "<img" not in page
     assert "http" not in page
     shown = Words(page).texts
-    titles = ["Stages", "Weight sync", "Resharding", "Runs of async_rl", "All that was measured"]
-    assert shown["h2"] == titles == shown["a"]
-    assert {"FAIL", "<img src=x>", "== 2", "torn_reads"} <= set(shown["td"])
+    titles = ["This command", "Weight sync", "Resharding", "Runs of async_rl"]
+    assert shown["h2"] == [*titles, "All that was measured"] == shown["a"]
+    assert {"FAIL", "<img src=x>", "== 2", "torn_reads", "seed"} <= set(shown["td"])
+    assert {"FAILED, 1 of 1 checks", "ok, 0 checks"} <= set(shown["td"])
     assert page.count("<details open>") == 2  # of the two whose checks failed
-    # Bars: each as long as its share of the longest.
-    assert re.findall(r"width:([0-9.]+)%;background:var\(--(\w+)", page) == [
-        ("100.0", "publish"),
-        ("80.0", "lost"),
-    ]
-    assert "7.00 ms, 1.00 x memmove, 9 of 14 reads torn" in shown["span"]
     # Of the two losses the run has one.
     assert {"generator 1", "died", "0.50"} <= set(shown["td"])
     assert "judge 0" not in shown["td"]
     assert page.count("<circle") == 2  # in the plots of reward and of lag
+    # Half of the tokens had lag 1.
+    assert {"25", "50"} <= set(shown["text"])
+    assert "nan" not in page
 
 
-def test_the_page_draws_a_plan_that_writes_each_element_once() -> None:
+@pytest.mark.parametrize(
+    ("slowest", "widths"),
+    [
+        (2.0, ["50.0", "100.0"]),  # shares of the longest
+        # Logarithms, from half of the shortest: of 2 and of 32.
+        (16.0, ["20.0", "100.0"]),
+    ],
+)
+def test_bars_are_as_long_as_their_values_or_as_their_logarithms(
+    slowest: float, widths: list[str]
+) -> None:
+    fast = m.Bar(name="<fast>", value=1.0, note="8 ms", kind="publish")
+    slow = m.Bar(name="slow", value=slowest, note="9 ms", kind="lost")
+    drawn = m.bars([fast, slow], "roads")
+    assert re.findall(r'width="([0-9.]+)%" height="12"', drawn) == widths
+    assert f"{'logarithmic' if slowest > 10 else 'begins at 0'}" in drawn
+    assert 'role="img" aria-label="roads. &lt;fast&gt;: 8 ms; slow: 9 ms"' in drawn
+    assert "<fast>" not in drawn
+
+
+def test_a_sync_is_drawn_with_its_ratios_and_what_was_torn(measured: dict[str, Any]) -> None:
+    fine, torn = m.sync_bars(measured["stages"][0])
+    assert fine.note == "8.00 ms, 1.25 x memmove"
+    assert torn.note == "7.00 ms, 1.00 x memmove, 9 of 14 torn"
+    assert fine.kind != torn.kind == "lost"
+
+
+def test_the_page_draws_a_plan_that_reads_one_of_two_copies() -> None:
     page = m.plan_part()
-    assert "6 moves write 24 elements, 24 different ones." in page
-    assert page.count("<rect") == 2 * 24
-    # Each rank of the source has two rows, and each of the target two columns.
-    names = re.findall(r">(r\d)</text>", page)
-    assert names[:24] == [f"r{row // 2}" for row in range(6) for _ in range(4)]
-    assert names[24:] == [f"r{column // 2}" for _ in range(6) for column in range(4)]
-    colors = re.findall(r"var\(--rank(\d)\)", page)
-    assert colors[:24] == colors[24:]  # an element keeps the color of where it comes from
+    assert "hold 48 elements" in page
+    assert "6 moves write 24" in page
+    # Two copies of the source, and what comes of each: half of a copy is read.
+    assert page.count("<rect") == 24 + 24 + 24
+    assert page.count("fill:none") == 24
+    cells = re.findall(r"fill:([^\"]+).*?>(r\d)</text>", page)
+    source = cells[:48]
+    target = cells[48:]
+    assert collections.Counter(cell for cell in source if cell[0] != "none") == (
+        collections.Counter(target)
+    )
+    assert all(color in ("none", f"var(--rank{name[1]})") for color, name in cells)
 
 
-def test_two_runs_are_laid_side_by_side(whole_report: m.Report) -> None:
-    here = measured_of(whole_report.stages)
-    there = json.loads(json.dumps(here))
+def test_two_runs_are_laid_side_by_side(measured: dict[str, Any]) -> None:
+    there = json.loads(json.dumps(measured))
     there["args"]["steps"] = 7
+    there["args"]["json"] = "other.json"
+    there["machine"]["cores"] = 64
     there["stages"] = there["stages"][::2]  # that one had no stage reshard
     there["stages"][0]["seconds"] = 4.0
     there["stages"][0]["checks"][0]["got"] = "17"
+    del there["stages"][0]["curves"]  # as it was before there were any
     there["stages"][1]["curves"][0]["reward"] = [0.0, 0.0, 0.0]
-    page = m.page_of(whole_report, here, there)
-    part = page[page.index("<h2>Beside an earlier run") : page.index("<h2>Weight sync")]
-    rows = [row.split("<td") for row in part.split("<tr>")]
-    cells = [[cell.partition(">")[2].partition("<")[0] for cell in row[1:]] for row in rows]
-    assert ["steps", "200", "7"] in cells
-    assert ["weight_sync", "seconds", "2.00", "4.00", "0.50"] in cells
-    assert ["weight_sync", "&lt;img src=x&gt;", "1", "17", "-"] in cells
-    assert not any(row and row[0] == "reshard" for row in cells)
-    assert part.count("<polyline") == 2
-    assert part.count('<th scope="row">') == 4  # two roads of each
+    measured["args"]["compare"] = "folder/<b>.json"
+    page = m.page_of(measured, [], there)
+    part = page[page.index("<h2>Beside &lt;b&gt;.json") : page.index("<h2>Weight sync")]
+    rows = [re.findall(r"<t[dh][^>]*>([^<]*)", row) for row in part.split("<tr>")]
+    assert ["steps", "200", "7"] in rows
+    assert ["cores", "2", "64"] in rows
+    assert not any(row and row[0] == "json" for row in rows)
+    assert ["seconds", "2.00", "4.00", "0.50"] in rows
+    assert ["torn reads", "0", "0", "-"] in rows
+    assert ["&lt;img src=x&gt;", "1", "17", "0.059"] in rows
+    assert re.findall(r"<h3>(\w+)", part) == ["weight_sync", "async_rl"]
+    assert part.count("stroke-dasharray") == 2  # the other curve, and in the key
+    assert part.count('class="name"') == 4  # two roads of each
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[]", "{}", "x", '{"version": 1}', '{"version": 2}', '{"version": 2, "stages": [1]}'],
+    [
+        "[]",
+        "{}",
+        "x",
+        '{"version": 1}',
+        '{"version": 2}',
+        '{"version": 2, "stages": [1]}',
+        '{"version": 2, "args": {}, "machine": {}, "stages": [{"name": "<b>"}]}',
+    ],
 )
 def test_what_cannot_be_compared_with_is_refused_before_the_run(
     tmp_path: pathlib.Path, refused: Refused, text: str
@@ -17020,43 +17071,118 @@ def test_what_cannot_be_compared_with_is_refused_before_the_run(
     assert os.listdir(tmp_path) == ["other.json"]
 
 
+def test_a_comparison_needs_a_page(refused: Refused) -> None:
+    assert "--compare goes with --report" in refused("--compare", "other.json")
+
+
+def test_the_bounds_of_the_sweep_are_asked_of_flags_only_where_there_is_one(
+    refused: Refused,
+) -> None:
+    flags = ("--in-flight", "4", "--max-lag", "4", "--order", "window", "--report", "p.html")
+    assert "--in-flight 4" in refused("--only", "async_rl", *flags)
+    assert m.parse(["--only", "losses", *flags]).cfg.report == "p.html"
+
+
 def test_a_command_writes_a_page_about_itself_and_an_earlier_one(tmp_path: pathlib.Path) -> None:
-    first = run_file(tmp_path, "--only", "losses")
+    """Also if it writes over the file of the earlier one."""
+    first = run_file(tmp_path, "--only", "hello_actor")
     assert first.status == 0
-    (tmp_path / "out.json").rename(tmp_path / "first.json")
-    again = ("--only", "losses", "--seed", "1", "--report", "p.html", "--compare", "first.json")
+    again = ("--only", "hello_actor", "--seed", "1", "--report", "p.html", "--compare", "out.json")
     run = run_file(tmp_path, *again)
     assert run.status in (0, 1)
     shown = Words((tmp_path / "p.html").read_text()).texts
-    assert shown["h2"] == ["Stages", "Beside an earlier run", "All that was measured"]
-    assert {"seed", "1", "0", "losses"} <= set(shown["td"])
-    assert any("--seed 1" in words for words in shown["p"])
+    assert shown["h2"] == ["This command", "Beside out.json", "All that was measured"]
+    assert {"seed", "1", "0", "hello_actor"} <= set(shown["td"])
+    assert any("--seed 1" in words for words in shown["td"])
+
+
+def test_a_stage_that_fails_is_on_the_page(tmp_path: pathlib.Path) -> None:
+    """It raises where its demo begins, before it has measured anything."""
+    body = "async def demo_weight_sync(report: Report, cfg: Config) -> None:\n"
+    assert SOURCE.count(body) == 1
+    broken = tmp_path / "monarch_rl.py"
+    doc = '    """Raises."""\n    raise RuntimeError("<b>no")\n'
+    broken.write_text(SOURCE.replace(body, body + doc))
+    run = run_file(tmp_path, "--only", "weight_sync", "--report", "p.html", file=broken)
+    assert run.status == 1
+    page = (tmp_path / "p.html").read_text()
+    assert "<b>" not in page
+    assert page.count("<details open>") == 1
+    shown = Words(page).texts
+    assert {"FAIL", "RuntimeError('<b>no')", "FAILED, 1 of 1 checks"} <= set(shown["td"])
+    assert "The stage ended before it had measured anything." in shown["p"]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 7, 1000])
+def test_a_curve_is_of_modest_size_and_ends_with_the_last_step(num_steps: int) -> None:
+    run = m.Run("async", 1000, m.Sampler("repeat", 0))
+    for version in range(1, num_steps + 1):
+        run.add_step(stats_of(version=version, step_s=0.1), ONE_BATCH, None, 2)
+    curve = m.curve_of(run)
+    assert curve["steps"] == num_steps
+    assert min(num_steps, 300) <= len(curve["seconds"]) <= 400
+    assert len(curve["seconds"]) == len(curve["reward"]) == len(curve["lag_max"])
+    if num_steps:
+        assert curve["seconds"][-1] == round(run.rows[-1].seconds, 3)
+    assert sum(curve["lags"]) == sum(sum(row.lags) for row in run.rows)
+
+
+def test_a_value_between_two_steps_lies_on_the_line_of_a_plot() -> None:
+    points = [(1.0, 0.0), (3.0, 1.0)]
+    assert [m.value_at(second, points) for second in (0.0, 1.0, 2.0, 3.0, 9.0)] == [
+        0.0,
+        0.0,
+        0.5,
+        1.0,
+        1.0,
+    ]
 
 
 @pytest.mark.skipif(not Chromium.PATH, reason="no Chromium is installed")
-@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (800, "dark")])
+@pytest.mark.parametrize(
+    ("width", "scheme", "has_script"),
+    [(360, "light", True), (800, "dark", True), (1280, "light", False)],
+)
 def test_the_whole_page_fits_and_can_be_used_with_the_keyboard(
-    tmp_path: pathlib.Path, whole_report: m.Report, width: int, scheme: str
+    tmp_path: pathlib.Path,
+    measured: dict[str, Any],
+    width: int,
+    scheme: str,
+    has_script: bool,
 ) -> None:
     path = tmp_path / "page.html"
-    measured = measured_of(whole_report.stages)
-    path.write_text(m.page_of(whole_report, measured, measured))
+    path.write_text(m.page_of(measured, [], measured))
     wanted = {"A": 6, "SUMMARY": 3}
     reached: collections.Counter[str] = collections.Counter()
     with Chromium() as browser:
         browser.open(path, width, scheme)
+        browser.ask("Emulation.setScriptExecutionDisabled", value=not has_script)
+        browser.ask("Page.reload")
+        assert wait_until(lambda: browser.js("document.readyState") == "complete", 20)
         assert browser.js("document.documentElement.scrollWidth") <= width
         assert abs(browser.brightness("color") - browser.brightness("backgroundColor")) > 380
+        # No heading skips a level.
+        levels = browser.js("[...document.querySelectorAll('h1, h2, h3')].map(h => +h.tagName[1])")
+        assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
         browser.js("document.querySelectorAll('details').forEach(d => d.open = false)")
-        for _ in range(60):
+        boxes = browser.js(
+            "[...document.querySelectorAll('.box')].filter(b => b.checkVisibility()).length"
+        )
+        for _ in range(80):
             browser.press("Tab")
             name = browser.js("document.activeElement.tagName")
             if name == "BODY":
                 break
             reached[name] += 1
+            style = "getComputedStyle(document.activeElement).outlineStyle"
+            assert browser.js(style) == "solid"
         assert {name: reached[name] for name in wanted} == wanted
-        assert reached["DIV"] >= 4  # the boxes of tables
-        assert browser.requested() == [path.as_uri()]
+        assert reached["DIV"] == boxes >= 8  # the boxes of tables
+        # A closed stage is opened with a key.
+        browser.js("document.querySelector('summary').focus()")
+        browser.press("Enter")
+        assert browser.js("document.querySelector('details').open")
+        assert set(browser.requested()) == {path.as_uri()}
         assert browser.complaints() == []
 
 
