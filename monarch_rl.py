@@ -15797,7 +15797,7 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 # in fp32, where each step changes the lower half of every number, and always crosses whole.) With a
 # large model the trainer keeps its weights in fp32, and publishes them in bf16. Near 0.02 two
 # neighbouring numbers of bf16 are 0.0001 apart, and at a learning rate of 1e-6, as RL has it, AdamW
-# moves a weight by about 1e-6. So of a hundred weights one or two are rounded to another number
+# moves a weight by about 1e-6. So of a hundred weights one to three are rounded to another number
 # than before, and the others stay what they were in bf16. (The demo counts them: "changed" in its
 # table.) On one host that is of no use, for to find out what has changed takes longer than a copy.
 # But between hosts the cable is what costs. So the trainer keeps beside each slot its delta: what
