@@ -18405,10 +18405,7 @@ def parse(argv: list[str] | None) -> Command:
             cfg, sides, passed_over = what_to_evaluate(cfg)
         stages = []
     check_together(parser, cfg, stages, sides)
-    beside = None
-    with blaming(parser, f"--compare {cfg.compare}"):
-        if cfg.compare:
-            beside = read_comparison(cfg.compare)
+    beside = read_comparison(parser, cfg.compare)
     try_all(parser, cfg, stages, found.worker)
     check_reward(parser, cfg, stages)
     with blaming(parser, "--checkpoint"):
@@ -18659,14 +18656,17 @@ def try_export(cfg: Config) -> None:
             settings.validate(strict=True)
 
 
-def read_comparison(path: str) -> dict[str, Any]:
-    """What --json of an earlier command has written. ValueError: the page could not show it."""
-    measured = read_measured(path)
-    try:
-        page_of(measured, [], measured)  # on both sides
-    except Exception as error:  # whatever is missing in it
-        raise ValueError("not what --json writes, or written by another version") from error
-    return measured
+def read_comparison(parser: Parser, path: str) -> dict[str, Any] | None:
+    """What --json of an earlier command has written. None: --compare is not given."""
+    if not path:
+        return None
+    with blaming(parser, f"--compare {path}"):
+        measured = read_measured(path)
+        try:
+            page_of(measured, [], measured)  # on both sides
+        except Exception as error:  # whatever is missing in it
+            raise ValueError("not what --json writes, or written by another version") from error
+        return measured
 
 
 def try_files(paths: list[str]) -> None:
@@ -19186,7 +19186,7 @@ def difference(here: dict[str, Any], there: dict[str, Any], about: str) -> str:
         value = show(here.get(name))
         other = show(there.get(name))
         if value != other:
-            rows.append({about: name.replace("_", " "), "this": value, "beside": other})
+            rows.append({about: name, "this": value, "beside": other})
     return html_table(rows, f"{about} that differ") or f"<p>Every {about} is the same.</p>"
 
 
@@ -19227,10 +19227,11 @@ def comparison_part(measured: dict[str, Any], beside: dict[str, Any]) -> str:
         difference(measured["machine"], beside["machine"], "part of the machine"),
     ]
     others = {found["name"]: found for found in beside["stages"]}
-    for found in measured["stages"]:
-        other = others.get(found["name"])
-        if other is None:
-            continue
+    of_both = [found for found in measured["stages"] if found["name"] in others]
+    if not of_both:
+        parts.append("<p>The two have no stage in common.</p>")
+    for found in of_both:
+        other = others[found["name"]]
         parts.append(f"<h3>{as_text(found['name'])}</h3>")
         if found["name"] == "weight_sync":
             both = []
@@ -19571,6 +19572,7 @@ svg.bars { max-width: 44rem; overflow: visible }
 svg.bars text { paint-order: stroke; stroke: var(--paper); stroke-width: 3px }
 svg.bars .name { fill: var(--ink) }
 svg.plot { max-width: 36rem }
+.four svg.plot { max-width: 18rem }
 svg.plot circle { fill: var(--lost); stroke: var(--paper) }
 svg.grid { max-width: 16rem }
 svg.grid text { fill: var(--ink) }
@@ -19609,8 +19611,8 @@ SWEEP_PART = r"""
 <div><h3>Heard &gt; said, first steps and last</h3>
   <pre id="said" tabindex="0" role="region" aria-label="heard and said"></pre></div>
 </div>
-TABLE
 </div>
+TABLE
 <script>
 document.getElementById("live").hidden = false;
 const RUNS_OF_PAGE = RUNS;
