@@ -18716,7 +18716,8 @@ async def run_stages(report: Report, command: Command) -> None:
     await tell_trace(report, cfg)
     has_runs = any(found["curves"] for found in report.stages)
     if has_runs and (cfg.json or cfg.report):
-        report.enter_losses(await read_events())
+        with contextlib.suppress(ActorError):  # if Telemetry is gone, no loss is marked
+            report.enter_losses(await read_events())
     clock.cancel()
     if len(command.stages) == len(STAGES):
         tell_tour(report)
@@ -19573,13 +19574,14 @@ svg.bars text { paint-order: stroke; stroke: var(--paper); stroke-width: 3px }
 svg.bars .name { fill: var(--ink) }
 svg.plot { max-width: 36rem }
 .four svg.plot { max-width: 18rem }
+.four svg.plot text { font-size: 17px }
 svg.plot circle { fill: var(--lost); stroke: var(--paper) }
 svg.grid { max-width: 16rem }
 svg.grid text { fill: var(--ink) }
 svg.grid rect { stroke: var(--other) }
 .key svg { display: inline-block; width: 24px }
 .four { display: grid; gap: 0 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 13rem), 1fr)) }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 11rem), 1fr)) }
 </style>
 <h1>monarch_rl: what a run has measured</h1>
 """
