@@ -18831,10 +18831,7 @@ def parse(argv: list[str] | None) -> Command:
             cfg, sides, passed_over = what_to_evaluate(cfg)
         stages = []
     check_together(parser, cfg, stages, sides)
-    beside = None
-    with blaming(parser, f"--compare {cfg.compare}"):
-        if cfg.compare:
-            beside = read_comparison(cfg.compare)
+    beside = read_comparison(parser, cfg.compare)
     try_all(parser, cfg, stages, found.worker)
     check_reward(parser, cfg, stages)
     with blaming(parser, "--checkpoint"):
@@ -19087,14 +19084,17 @@ def try_export(cfg: Config) -> None:
             settings.validate(strict=True)
 
 
-def read_comparison(path: str) -> dict[str, Any]:
-    """What --json of an earlier command has written. ValueError: the page could not show it."""
-    measured = read_measured(path)
-    try:
-        page_of(measured, [], measured)  # on both sides
-    except Exception as error:  # whatever is missing in it
-        raise ValueError("not what --json writes, or written by another version") from error
-    return measured
+def read_comparison(parser: Parser, path: str) -> dict[str, Any] | None:
+    """What --json of an earlier command has written. None: --compare is not given."""
+    if not path:
+        return None
+    with blaming(parser, f"--compare {path}"):
+        measured = read_measured(path)
+        try:
+            page_of(measured, [], measured)  # on both sides
+        except Exception as error:  # whatever is missing in it
+            raise ValueError("not what --json writes, or written by another version") from error
+        return measured
 
 
 def try_files(paths: list[str]) -> None:
@@ -19144,7 +19144,8 @@ async def run_stages(report: Report, command: Command) -> None:
     await tell_trace(report, cfg)
     has_runs = any(found["curves"] for found in report.stages)
     if has_runs and (cfg.json or cfg.report):
-        report.enter_losses(await read_events())
+        with contextlib.suppress(ActorError):  # if Telemetry is gone, no loss is marked
+            report.enter_losses(await read_events())
     clock.cancel()
     if len(command.stages) == len(STAGES):
         tell_tour(report)
@@ -19614,7 +19615,7 @@ def difference(here: dict[str, Any], there: dict[str, Any], about: str) -> str:
         value = show(here.get(name))
         other = show(there.get(name))
         if value != other:
-            rows.append({about: name.replace("_", " "), "this": value, "beside": other})
+            rows.append({about: name, "this": value, "beside": other})
     return html_table(rows, f"{about} that differ") or f"<p>Every {about} is the same.</p>"
 
 
@@ -19655,10 +19656,11 @@ def comparison_part(measured: dict[str, Any], beside: dict[str, Any]) -> str:
         difference(measured["machine"], beside["machine"], "part of the machine"),
     ]
     others = {found["name"]: found for found in beside["stages"]}
-    for found in measured["stages"]:
-        other = others.get(found["name"])
-        if other is None:
-            continue
+    of_both = [found for found in measured["stages"] if found["name"] in others]
+    if not of_both:
+        parts.append("<p>The two have no stage in common.</p>")
+    for found in of_both:
+        other = others[found["name"]]
         parts.append(f"<h3>{as_text(found['name'])}</h3>")
         if found["name"] == "weight_sync":
             both = []
@@ -19999,13 +20001,15 @@ svg.bars { max-width: 44rem; overflow: visible }
 svg.bars text { paint-order: stroke; stroke: var(--paper); stroke-width: 3px }
 svg.bars .name { fill: var(--ink) }
 svg.plot { max-width: 36rem }
+.four svg.plot { max-width: 18rem }
+.four svg.plot text { font-size: 17px }
 svg.plot circle { fill: var(--lost); stroke: var(--paper) }
 svg.grid { max-width: 16rem }
 svg.grid text { fill: var(--ink) }
 svg.grid rect { stroke: var(--other) }
 .key svg { display: inline-block; width: 24px }
 .four { display: grid; gap: 0 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 13rem), 1fr)) }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 11rem), 1fr)) }
 </style>
 <h1>monarch_rl: what a run has measured</h1>
 """
@@ -20037,8 +20041,8 @@ SWEEP_PART = r"""
 <div><h3>Heard &gt; said, first steps and last</h3>
   <pre id="said" tabindex="0" role="region" aria-label="heard and said"></pre></div>
 </div>
-TABLE
 </div>
+TABLE
 <script>
 document.getElementById("live").hidden = false;
 const RUNS_OF_PAGE = RUNS;

@@ -16831,6 +16831,21 @@ def test_the_page_of_a_report_in_a_browser(pictures: Pictures, width: int, schem
         assert browser.complaints() == []
 
 
+@pytest.mark.skipif(not Chromium.PATH, reason="no Chromium is installed")
+def test_the_page_of_a_report_without_a_script(pictures: Pictures) -> None:
+    """The table of the five runs is there, and no slider that would do nothing."""
+    with Chromium() as browser:
+        browser.ask("Emulation.setScriptExecutionDisabled", value=True)
+        browser.open(pictures.page, 360, "light")
+        assert "With JavaScript a timeline" in browser.js("document.body.innerText")
+        assert not browser.js("document.getElementById('bound').checkVisibility()")
+        table = "document.querySelector('[aria-label=\"runs at five bounds on lag\"]')"
+        assert browser.js(f"{table}.checkVisibility()")
+        assert browser.js(f"{table}.querySelectorAll('tr').length") == 6
+        assert browser.js("document.querySelectorAll('polyline').length") >= 2
+        assert browser.js("document.documentElement.scrollWidth") <= 360
+
+
 def test_a_run_with_pictures_holds_and_its_lines_are_short(pictures: Pictures) -> None:
     run = pictures.run
     assert run.failed_checks("async_rl") <= TOO_FEW_ASYNC_STEPS, run.out + run.err
@@ -16895,6 +16910,7 @@ def test_a_page_that_was_told_to_end_its_script_does_not(
     assert "<b>" not in text
     # Where no script runs, there is a table of these runs.
     assert {str(bound) for bound in m.SWEEP_BOUNDS} <= set(Words(text).texts["td"])
+    assert text.index('aria-label="runs at five bounds') > text.index('id="said"')
 
 
 def measured_of(stages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -17049,6 +17065,8 @@ def test_two_runs_are_laid_side_by_side(measured: dict[str, Any]) -> None:
     assert re.findall(r"<h3>(\w+)", part) == ["weight_sync", "async_rl"]
     assert part.count("stroke-dasharray") == 2  # the other curve, and in the key
     assert part.count('class="name"') == 4  # two roads of each
+    there["stages"] = []
+    assert "The two have no stage in common." in m.page_of(measured, [], there)
 
 
 @pytest.mark.parametrize(
