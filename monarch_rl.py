@@ -19773,9 +19773,9 @@ def plan_part() -> str:
     for replica in (0, 1):
         cells: Cells = {}
         for rank in range(3 * replica, 3 * replica + 3):
-            for box in source[rank]:
-                for place in places(box.start, box.size()):
-                    cells[place] = (rank, (rank, place) in read)
+            [box] = source[rank]
+            for place in places(box.start, box.size()):
+                cells[place] = (rank, (rank, place) in read)
         drawn.append(grid(shape, cells, f"trainer, copy {replica + 1}: its ranks have rows"))
     for rank, part in enumerate(parts):
         drawn.append(grid(shape, part, f"generator rank {rank}: from which rank each comes"))
