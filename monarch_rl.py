@@ -19810,6 +19810,7 @@ def grid(shape: Index, cells: Cells, about: str) -> str:
     return f"<figure><figcaption>{about}</figcaption>{svg('grid', size, about, drawn)}</figure>"
 
 
+RED_DOT = '<svg width="24" height="12"><circle cx="12" cy="7" r="5"/></svg>'
 CURVE_KINDS = ("step", "rollout", "publish", "judge", "delta")  # colors of curves
 
 
@@ -19884,6 +19885,8 @@ def plot(curves: list[Curve], about: str) -> str:
         for second in curve.lost_s:
             x, y = at(second, value_at(second, curve.points))
             drawn.append(f'<circle cx="{x}" cy="{y}" r="5"/>')
+    if any(curve.lost_s for curve in curves):
+        keys.append(f"<span>{RED_DOT} a replica was lost</span>")
     key = f'<p class="key">{"".join(keys)}</p>'
     drawing = svg("plot", 'viewBox="0 0 420 192"', about, drawn)
     return f"<figure><figcaption>{as_text(about)}</figcaption>{key}{drawing}</figure>"
@@ -19938,8 +19941,7 @@ def runs_part(found: dict[str, Any]) -> str:
     plots += plot(
         curves_of(found, "lag_max"), "Largest lag of each step, in versions, over seconds"
     )
-    about_dots = "<p>A red dot: a replica was lost; which one, and why, is in the last table.</p>"
-    drawn = f'<div class="two">{plots}</div>{about_dots if lost else ""}'
+    drawn = f'<div class="two">{plots}</div>'
     drawn += f'<div class="four">{"".join(histograms)}</div>'
     return drawn + html_table(rows, "runs") + html_table(lost, "replicas that were lost")
 
@@ -20003,7 +20005,7 @@ svg.bars .name { fill: var(--ink) }
 svg.plot { max-width: 36rem }
 .four svg.plot { max-width: 18rem }
 .four svg.plot text { font-size: 17px }
-svg.plot circle { fill: var(--lost); stroke: var(--paper) }
+svg circle { fill: var(--lost); stroke: var(--paper) }
 svg.grid { max-width: 16rem }
 svg.grid text { fill: var(--ink) }
 svg.grid rect { stroke: var(--other) }

@@ -16993,7 +16993,7 @@ def test_the_page_shows_all_that_was_measured_without_a_script(measured: dict[st
     # Of the two losses the run has one.
     assert {"generator 1", "died", "0.50"} <= set(shown["td"])
     assert "judge 0" not in shown["td"]
-    assert page.count("<circle") == 2  # in the plots of reward and of lag
+    assert page.count("<circle") == 2 + 2  # in the plots of reward and of lag, and in their keys
     # Half of the tokens had lag 1.
     assert {"25", "50"} <= set(shown["text"])
     assert "nan" not in page
