@@ -876,6 +876,17 @@ def visible(text: str) -> str:
     return "".join(ch if ch.isprintable() or ch == "\n" else repr(ch)[1:-1] for ch in text)
 
 
+def folded(text: str, width: int, num_spaces: int) -> str:
+    """Text in lines of this width, those behind the first indented. A path stays in one piece."""
+    return textwrap.fill(
+        text,
+        width,
+        subsequent_indent=" " * num_spaces,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 class Terminal:
     """Prints lines of 80 columns, and on a terminal, while all is silent, what is under way."""
 
@@ -897,7 +908,7 @@ class Terminal:
             text = indent + visible(line).rstrip(" ")
             if len(text) > self.WIDTH:
                 num_spaces = max(len(self.INDENT), len(text) - len(text.lstrip()))
-                text = textwrap.fill(text, self.WIDTH, subsequent_indent=" " * num_spaces)
+                text = folded(text, self.WIDTH, num_spaces)
             self._put(text)
 
     def _put(self, text: str, end: str = "\n") -> None:
@@ -1020,14 +1031,18 @@ class Report(Terminal):
         wanted = f"{relation} {show(want)}"
         found = {"what": what, "got": show(got), "want": wanted, "ok": ok}
         self.stages[-1]["checks"].append(found)
-        verdict = "    ok" if ok else "  FAIL"
         expected = "" if ok and relation == "==" else f"  ({wanted})"
-        self.say(f"{verdict} {what}: {show(got)}{expected}", indent="")
+        self.say(f"{what}: {show(got)}{expected}", indent="    ok " if ok else "  FAIL ")
 
     def curve(self, of_run: dict[str, Any]) -> None:
         """Keeps for --json how a run went (curve_of)."""
         if self.stages:  # else nobody asks: the run was not made by a stage
             self.stages[-1]["curves"].append(of_run)
+
+    def keep_sweep(self, runs: list[dict[str, Any]]) -> None:
+        """Keeps runs at several bounds on lag, for the slider, and no longer as curves."""
+        self.sweep = runs
+        del self.stages[-1]["curves"][-len(runs) :]
 
     def enter_losses(self, events: list[Event]) -> None:
         """Adds to each run what was lost while it went on. events: what Telemetry has."""
@@ -1056,7 +1071,7 @@ class Report(Terminal):
         self.doing("starting processes")
         line = line_of_section(stage)
         head = f"[{stage.number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {line})"
-        self.say(textwrap.fill(head, self.WIDTH, subsequent_indent=self.INDENT), indent="")
+        self.say(head, indent="")
 
     def begin_command(self, name: str) -> None:
         """Prints the head of what is no stage: --evaluate or --export by itself."""
@@ -19290,8 +19305,7 @@ def main(argv: list[str] | None = None) -> None:
         width = terminal_width(1000)
         for stage in STAGES.values():
             start = f"{stage.number:2d}  {stage.name:<14s} line {line_of_section(stage):<5} "
-            indent = " " * len(start)
-            print(textwrap.fill(start + stage.claim, width, subsequent_indent=indent))
+            print(folded(start + stage.claim, width, len(start)))
         return
     if command.worker:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -19445,8 +19459,7 @@ async def sweep(report: Report, cfg: Config, lab: Lab) -> None:
     report.table(rows)
     num_above = sum(row["lag"] > row["bound"] for row in rows)
     report.check("runs of 5 with a lag above the bound", num_above, "==", 0)
-    report.sweep = runs
-    del report.stages[-1]["curves"][-len(runs) :]  # the slider shows them
+    report.keep_sweep(runs)
 
 
 def run_for_page(

@@ -85,6 +85,11 @@ class FinishedRun:
     json: dict[str, Any]  # what --json wrote; empty if it wrote nothing
     left: list[int]  # processes of it that still run
 
+    @property
+    def unfolded(self) -> str:
+        """What it printed, in one line: long lines are folded, anywhere."""
+        return " ".join(self.out.split())
+
     def stage(self, name: str) -> dict[str, Any]:
         """What --json has of a stage."""
         [found] = [stage for stage in self.json["stages"] if stage["name"] == name]
@@ -3166,7 +3171,7 @@ def test_a_file_of_200_lines_runs_to_the_end(tmp_path: pathlib.Path, stage: str)
     may_fail |= {"answers that differ", "trainer busy, asynchronous / synchronous"}
     assert run.failed_checks(stage) <= may_fail, run.out + run.err
     assert run.left == []
-    assert f"prompts of {file}" in run.out
+    assert f"prompts of {file}" in run.unfolded
     rows = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert all(row["unjudged"] == 0 for row in rows)
     assert max(row["truncated"] for row in rows) > 0  # it has not learned to end an answer
@@ -3519,13 +3524,14 @@ def test_an_error_of_a_score_in_a_judge_shows_its_place_once_and_the_run_goes_on
     run = run_file(tmp_path, "--only", "sync_rl", "--task", task, *how)
     assert run.failed_checks("sync_rl") <= {TOO_FEW_STEPS, "answers that differ"}, run.out + run.err
     place = line_in(tmp_path / "own.py", 'own_helper.fails("wrong")')
-    assert run.out.count("an episode was not judged: OwnError: wrong is no number") == 1
-    assert run.out.count(f"{tmp_path / 'own.py'}:{place}, in score: own_helper.fails") == 1
+    assert run.unfolded.count("an episode was not judged: OwnError: wrong is no number") == 1
+    where = f"{tmp_path / 'own.py'}:{place}, in score: own_helper.fails"
+    assert run.unfolded.count(where) == 1
     rows = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert len(rows) == 30
     assert all(row["reward"] >= 0.2 for row in rows)  # that of what was judged
     assert rows[-1]["unjudged"] > 0.1
-    assert "unjudged > 0.1: reward is of the episodes that could be judged" in run.out
+    assert "unjudged > 0.1: reward is of the episodes that could be judged" in run.unfolded
     assert 0.03 < run.figures("sync_rl")["heldout_before"] < 0.3  # of all that were asked
 
 
@@ -13370,7 +13376,7 @@ def test_preferences_of_ones_own_train_a_model_of_ones_own_and_a_run_goes_on(
     may_fail = {"k3 of the first batch, 2 steps too late", "answers that differ", TOO_FEW_STEPS}
     run = rewarded(tmp_path, "--steps", "4")
     assert run.failed_checks("sync_rl") <= may_fail, run.out + run.err
-    assert re.search(r"has learned from \d+ preferences; of \d+ others it says", run.out)
+    assert re.search(r"has learned from \d+ preferences; of \d+ others it says", run.unfolded)
     assert run.figures("sync_rl")["reward_accuracy"] is not None
     saved = tmp_path / "saved"
     assert os.listdir(saved / "reward") == ["step-00000000.pt"]
@@ -13380,7 +13386,7 @@ def test_preferences_of_ones_own_train_a_model_of_ones_own_and_a_run_goes_on(
     assert newest["about"]["preferences"] == "pairs.jsonl"
 
     more = rewarded(tmp_path, "--steps", "8")
-    assert "and reads no preferences: saved/reward/step-00000000.pt" in more.out
+    assert "and reads no preferences: saved/reward/step-00000000.pt" in more.unfolded
     assert "goes on after step 2" in more.out
     assert flat(newest_checkpoint(saved / "sync_rl")["reward"]) == flat(base)
     # Its figures are those of the task, and need neither reward model nor preferences.
@@ -13406,7 +13412,7 @@ def test_a_reward_model_that_does_not_pull_is_found_out(tmp_path: pathlib.Path) 
     run = run_file(tmp_path, "--only", "reward_model", file=changed_file(tmp_path, instead))
     assert run.status == 1
     assert run.failed_checks("reward_model") == {"errors that ended the stage"}
-    assert "has judged, and" in run.out
+    assert "has judged, and" in run.unfolded
     assert run.left == []
 
 
@@ -14052,7 +14058,7 @@ def test_a_folder_that_goes_away_while_a_run_writes_there_gets_one_line(
     assert started.process.returncode == 1
     assert err == "monarch_rl: failed: sync_rl, --log, --trace, --json\n"
     why = "No such file or directory"
-    assert f"cannot write gone/saved/sync_rl: {why}" in out
+    assert f"cannot write gone/saved/sync_rl: {why}" in " ".join(out.split())
     for flag in ("--log", "--json", "--trace"):
         assert out.count(f"{flag}: cannot write gone/{flag}: {why}") == 1
     assert os.listdir(tmp_path) == []
