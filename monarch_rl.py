@@ -11557,7 +11557,9 @@ def curve_of(run: Run, most: int = 400) -> dict[str, Any]:
     for row in run.rows:
         for lag, num_tokens in enumerate(row.lags):
             lags[lag] += num_tokens
-    kept = run.rows[:: -math.ceil(max(1, len(run.rows)) / most)][::-1]
+    every = max(1, math.ceil(len(run.rows) / most))
+    first = (len(run.rows) - 1) % every  # so that the last one is kept
+    kept = run.rows[first::every]
     return {
         "run": run.label,
         "steps": len(run.rows),
@@ -19191,7 +19193,8 @@ TOUR_FIGURES = (
 TOUR_END = (
     "{num_ok} of {num_checks} checks hold. A sync took {sync_over_memmove} memmoves, and "
     "{torn_reads} reads were torn.",
-    "Lag was {lag_max} at most; exact answers rose from {heldout_before} to {heldout_after}.",
+    "Lag was {lag_max} at most; exact answers: {heldout_before} before RL, {heldout_after} after "
+    "it.",
     "Next: --only async_rl --model FOLDER --task FILE.jsonl --report PAGE.html",
 )
 
@@ -19931,7 +19934,7 @@ def runs_part(found: dict[str, Any]) -> str:
     lost = []
     histograms = []
     for run in found["curves"]:
-        first, *_, last = [None, *run["reward"]] if len(run["reward"]) < 2 else run["reward"]
+        rewards = run["reward"]
         num_tokens = sum(run["lags"])
         weighed = sum(lag * count for lag, count in enumerate(run["lags"]))
         rows.append(
@@ -19939,8 +19942,8 @@ def runs_part(found: dict[str, Any]) -> str:
                 "run": run["run"],
                 "steps": run["steps"],
                 "seconds": max(run["seconds"], default=0.0),
-                "first reward": first,
-                "last reward": last,
+                "first reward": rewards[0] if rewards else None,
+                "last reward": rewards[-1] if rewards else None,
                 "mean lag": weighed / num_tokens if num_tokens else None,
                 "largest lag": len(run["lags"]) - 1 if num_tokens else None,
                 "lost": len(run["lost"]),
