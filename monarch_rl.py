@@ -14160,7 +14160,7 @@ async def lone_runs(report: Report, seed: int) -> list[LoneRun]:
     spec = ServiceSpec(
         name="learner", replica_class=LoneLearner, args=(), num_replicas=2, max_in_flight=1
     )
-    report.doing("twelve runs in two processes")
+    report.doing("runs on two tasks, in two processes")
     learners = Service(spec)
     report.at_end(learners.close)
     Host().expect_models()
