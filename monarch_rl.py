@@ -45,15 +45,18 @@ and each names the line that you can change to see that for yourself.
    15 reward_model    a policy exploits a learned reward, and what holds it
    16 hosts           adding a host costs a copy of what changed; losing one, its work in progress
 
-How to read it. Each section begins with a lead, the comment under its banner. There are three ways:
+How to read it. Each section begins with a lead, the comment under its banner. There are four ways:
 
-    two hours    this page; the leads, pictures and demos of sections 1 to 3, 5 to 7, 11 and 13; and
-                 the five functions that all of it is about: ServiceActor.route (6), Arena.lease and
-                 WeightReader.pull (7), TrainState.step (11), AsyncLoops._training_loop (13)
-    two days     all leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what
-                 stands under a line `# -- measurement`, which produces the numbers, or under
-                 `# -- plumbing`, which any program needs: up to the next `# --`, `# ==` or demo
-    a week       all of it, some 37 hours for a careful first reader
+    an hour       this page, and the leads of sections 1 to 3, 5 to 7, 11 and 13: comments only,
+                  each with what its stage prints
+    an afternoon  these, with the pictures of 7b and 13a, and the demos of sections 1 to 3, 5, 6 and
+                  11; and the five functions that all of it is about: ServiceActor.route (6),
+                  Arena.lease and WeightReader.pull (7), TrainState.step (11),
+                  AsyncLoops._training_loop (13)
+    two days      all leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what
+                  stands under a line `# -- measurement`, which produces the numbers, or under
+                  `# -- plumbing`, which any program needs: up to the next `# --`, `# ==` or demo
+    a week        all of it, some 35 hours for a careful first reader
 
 Go on from here with `# == 1. HELLO ACTOR`: in between is plumbing, which Python needs first. After
 section 13 you have the whole system on one host; 14 adds a second network, 15 trains on a reward
