@@ -35,7 +35,7 @@ and each names the line that you can change to see that for yourself.
     5 supervision     whose failure is it? The owner replaces a dead process
     6 service         every request is answered, though replicas raise, die and stand still
     7 weight_sync     weights that are never torn, at the cost of about one memory copy
-    8 reshard         from one sharding to another, every needed byte once
+    8 reshard         between two ways of cutting up weights, every needed byte once
     9 rollout         ids and log-probabilities noted while sampling are what the trainer finds
    10 losses          which estimator points where the true gradient points, and how noisily
    11 sync_rl         the RL loop, one thing at a time
@@ -43,7 +43,7 @@ and each names the line that you can change to see that for yourself.
    13 async_rl        two loops and a buffer: both sides work, and lag is bounded
    14 critic          with one answer per prompt, a learned value is the baseline
    15 reward_model    a policy exploits a learned reward, and what holds it
-   16 hosts           adding a host costs a copy of what changed; losing one, its work in progress
+   16 hosts           a version crosses to each host once; a lost host costs what it had begun
 
 How to read it. Each section begins with a lead, the comment under its banner. There are four ways:
 
@@ -94,10 +94,12 @@ The words:
     replica   One of several interchangeable workers, in a process of its own.
     service   What owns replicas and gives requests to them; callers see no replica (section 6).
     judge     A replica that runs the reward function, which is somebody else's code.
+    replay buffer
+              Where groups with rewards wait until there are enough for a batch.
     estimator A loss with a baseline. Its gradient, computed on samples, estimates the true one:
               that of the mean reward over all possible answers (section 10).
-    baseline  What a reward is compared with: the mean of the group, or a value, which is what a
-              second network, the critic, expects at that place (sections 10 and 14).
+    baseline  What a reward is compared with: the mean of the group, or a value, which is the reward
+              that a second network, the critic, expects at that token (sections 10 and 14).
     reward model
               A network that has learned from examples what people prefer, and judges in place of
               a function (section 15).
@@ -121,7 +123,7 @@ import sys
 import time
 
 VERSION = "1.0"
-FIRST_LINE_S = time.monotonic()  # when this file began to run, for began_s
+FIRST_LINE_S = time.monotonic()  # when this file began to run; the report counts from here
 
 # The processors of which section 7 says in what order they load and store, by the system's names.
 PROCESSORS = ("x86_64", "aarch64")
@@ -224,8 +226,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 #
 #     1. The main process starts the template, which imports torch and then waits.
 #     2. Monarch, asked for a worker, starts a shell in its place: the stand-in of that worker. It
-#        writes its process id into the standard input of the template, and then does nothing more
-#        than wait until the template ends.
+#        writes its process id into the standard input of the template, which has a path
+#        (`arguments`, in 5a), and then does nothing more than wait until the template ends.
 #     3. The template reads the id, and forks. The fork takes over the environment variables that
 #        Monarch gave to the stand-in, and goes on as Monarch's own command would: it is the worker.
 #
@@ -276,8 +278,9 @@ def end_with_parent() -> None:
 def serve_as_template(lifeline: int) -> None:
     """What the template does.
 
-    lifeline: its end of a pipe, a descriptor, which the system closes when the template ends. Loops
-    in this file are described by four short answers, with a slash between them: what they wait for,
+    lifeline: its end of a pipe, a descriptor, which the system closes when the template ends; by
+    that the stand-ins, which read from the other end, notice the template's end. Loops in this file
+    are described by four short answers, with a slash between them: what they wait for,
     who wakes them (left out where that is plain), what they produce, when they end. Of this one:
     waits for ids of stand-ins, and for the ends of these and of workers / woken by those who write
     ids, and by the system / produces workers / ends with the main process.
@@ -364,7 +367,10 @@ def variables_of(process_id: int) -> dict[str, str]:
 
 
 def note_start(variables: dict[str, str], worker_id: int) -> None:
-    """Writes the worker's id where its owner looks for it, until the worker can answer."""
+    """Writes the worker's id into a file: there its owner, the main process, reads it.
+
+    It does so only as long as the worker has not set up, and so cannot be asked for its id.
+    """
     # Without the main process there is no such file, and soon no template either.
     with contextlib.suppress(OSError), open(variables[STARTS_FILE], "a", encoding="ascii") as file:
         file.write(f"{variables[STARTS_NAME]} {worker_id}\n")
@@ -686,7 +692,8 @@ class Config:
 #
 #     --log                             a line is added, or nothing
 #     --json, --trace, --report         written into PATH.unfinished, which then gets the name PATH
-#     --checkpoint, --export            the same (sections 12 and after 16)
+#     --checkpoint                      the same (section 12)
+#     --export                          the same (in the part behind section 16)
 #
 # Without a checkpoint a run cannot go on after a power cut, so one that cannot be written ends the
 # stage. Without one of the other files the run is worth as much as before: it goes on, and only the
@@ -1043,12 +1050,12 @@ class Report(Terminal):
             self.stages[-1]["curves"].append(of_run)
 
     def keep_sweep(self, runs: list[dict[str, Any]]) -> None:
-        """Keeps runs at several bounds on lag, for the slider, and no longer as curves."""
+        """Keeps runs at several bounds on lag, for the page's slider, and no longer as curves."""
         self.sweep = runs
         del self.stages[-1]["curves"][-len(runs) :]
 
     def enter_losses(self, events: list[Event]) -> None:
-        """Adds to each run what was lost while it went on. events: what Telemetry has."""
+        """Adds to each run which replicas were lost meanwhile. events: of Telemetry (section 4)."""
         losses = [event for event in events if event.actor.endswith(" lost")]
         for curve in [curve for found in self.stages for curve in found["curves"]]:
             for event in losses:
@@ -1460,7 +1467,7 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 #   answered only when the owner's Python has time.
 # Rule. Two roads. Control travels in messages. Bulk stays where it is: its owner registers the
 #   memory once as an RDMABuffer and sends a handle, of half a kilobyte, in a message. Whoever has
-#   the handle moves the bytes, by a read or a write that is one-sided: only one side's code asks.
+#   the handle moves the bytes, by a read or a write that is one-sided: no code of the owner runs.
 # Cost. The owner must keep the memory alive, and is not told when a reader is done (section 7 is
 #   about that). An RDMABuffer wants memory in one piece. A tensor that is not, such as a column of
 #   a matrix, can only be sent as a copy; and who pushes bytes there fills the copy, not the matrix.
@@ -1833,7 +1840,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # At a first reading go on with `class PulseHandle`. From there on: where a process shows that it
 # lives (PulseHandle and, in the process itself, Pulse), what can be seen of it at one look (Signs),
 # and what its owner makes of its looks (Watch). Before it: how processes are started (Template,
-# Starts), where (Host), and how one is named so that nobody else is meant (open_process).
+# Starts), where (Host), and how one is named, as the system uses ids again (open_process).
 
 # Set by the main process when it is about to end all others. From then on nothing is replaced.
 LEAVING = threading.Event()
@@ -1938,9 +1945,10 @@ class Starts:
 def starts_file() -> str:
     """The path of the file in which all of them note their ids: of this process, while it lives.
 
-    It is one for all, with some 40 bytes for each start. One for each replica would be closed some
-    day. The number of its descriptor, with which its path ends, then goes to the next file that is
-    opened, and a process that starts late would write its id into that.
+    It is one for all, with some 40 bytes for each start, and stays open. Its path ends with the
+    number of its descriptor. If each replica had a file, and that was closed with the replica, the
+    number would go to the next file that is opened. A process that starts late would write its id
+    into that one.
     """
     return unnamed_file("starts")
 
@@ -2438,7 +2446,7 @@ class Replica:
             self.num_fruitless += 1
         if has_moved or self.is_idle() or not self.answers:  # a setup has a deadline
             self.num_fruitless = 0
-        # More than the limit, for a request may have come right before the first of these looks.
+        # n looks may be n - 1 pauses, if a request came just before the first: so one look more.
         if self.num_fruitless > num_looks(spec.stuck_after_s):  # mechanism: endless work
             self.lose("made no progress")
 
@@ -2483,7 +2491,7 @@ class Replica:
 
         By SIGKILL: a polite end takes Python a second or two, and what stands still would never end
         politely. On another host, before its process ids are known, only Monarch's own, polite end
-        is left. By then Monarch has to notice that they are gone, which is what takes time.
+        is left. After the SIGKILL Monarch still has to notice that they are gone: that takes time.
         """
         if not self.host.still_has(self.host_life):
             return  # its processes ended with that life of their host
@@ -2494,9 +2502,10 @@ class Replica:
         self.send_signal(signal.SIGKILL)
         self.pids = []
         self.watches = []
-        # In section 16 only some of a host's machines may be lost: Monarch would wait in vain.
+        # Here this is the same as above. In section 16 some machines of a host may be lost and
+        # others not: these had their signal, and for the lost ones Monarch would wait in vain.
         if self.host.life() != self.host_life:
-            return  # the others have had their signal
+            return
         # ValueError: they could not be made, so there are none. RuntimeError: they were killed
         # while Monarch was making them. It waits for them for half a minute before it raises that.
         with contextlib.suppress(ValueError, RuntimeError):  # mechanism: killed in the making
@@ -2893,9 +2902,10 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #     3. The replica raises. Is the request bad, or the replica? Another one will tell. If that one
 #        raises too, the request is to blame and the exception is its caller's. If that one answers,
 #        the first replica has a mark; three marks in a row, and it is replaced.
-# Cost. One more message, within the main process (the demo's figure `route_overhead_us`: about a
-#   millisecond). A request whose replica was lost or raised runs again, so it must be harmless to
-#   repeat: two attempts may both do their work. Only one is answered.
+# Cost. One more message, within the main process: about a millisecond (the demo has a figure for
+#   it, `route_overhead_us`; it is the difference of two single requests, so only its order of
+#   magnitude counts). A request whose replica was lost or raised runs again, so it must be harmless
+#   to repeat: two attempts may both do their work. Only one is answered.
 # Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 #
 #     caller --- route(Roots.root, 4) ---> ServiceActor
@@ -3172,8 +3182,9 @@ class ResizableKeeper(ReplicaKeeper):
         self._begin_to_keep(replica_ids)
         keepers = [self.keepers[replica_id] for replica_id in replica_ids]
 
-        # A keeper ends if its first replica could not be made: then none of these is to stay. (Of
-        # keepers that `start` has begun `_ready` raises that, but not of these.)
+        # A keeper ends if its first replica could not be made: then none of these is to stay. (For
+        # keepers that `start` has begun `_ready` raises what ended them. It does not look at
+        # these.)
         def is_decided() -> bool:
             return any(keeper.done() for keeper in keepers) or self._has_all(replica_ids)
 
@@ -4092,7 +4103,8 @@ def wait_until(arena: Arena, word: int, least: int) -> int:
     needed to wake me. So a change that comes before I sleep is not missed, but for two cases. It
     compares only the lower 4 bytes, and as each version adds 1024 to a word, these are the same
     again after 2**32 / 1024, some 4 million versions. And who changes a word may die before it
-    wakes me. So a sleep ends after 0.1 s, and I look again. I do not ask who lives.
+    wakes me. So a sleep ends after 0.1 s, and I look again. If the one that should change the word
+    is dead, I look again for ever: it is for those who own the two of us to notice, and to end me.
     """
     while True:
         found = arena.words[word]
@@ -4195,7 +4207,9 @@ class Match:
     name: str  # of the tensor
     in_slot: torch.Tensor
     mine: torch.Tensor
-    is_only_box: bool  # this is all that this process has of the tensor (in section 8 not always)
+    # This is all that this process has of the tensor. A rank of section 8 may have several parts of
+    # one, which are called boxes there.
+    is_only_box: bool
 
 
 @dataclass(frozen=True)
@@ -4227,7 +4241,7 @@ class CopyPlan:
     matches: list[Match]  # that it was made of
     places: list[tuple[Any, ...]]  # where their tensors lay at that time, by lies_at
     blocks: list[Block]
-    others: list[Match]  # that memmove cannot copy: on a GPU, cut by columns, of another dtype
+    others: list[Match]  # that memmove cannot copy: on a GPU, only some columns, of another dtype
     num_bytes: int  # of blocks and others, without gaps
 
 
@@ -5043,7 +5057,9 @@ class Cut:
 
     _StridedShard is FSDP's cut of a dimension that tensor parallelism has cut before, into
     `split_factor` parts. In the mesh FSDP stands first, so here its cut comes first, too. Hence it
-    takes a piece of each part; the Shard that follows leaves a rank the piece of its own part.
+    takes a piece of each part; the Shard that follows leaves a rank the piece of its own part. By
+    example, 12 rows, which tensor parallelism cuts into 0-5 and 6-11: of these FSDP's rank 0 takes
+    0-2 and 6-8. The Shard leaves the first tensor-parallel rank 0-2 of that, and the second 6-8.
     """
 
     mesh_shape: tuple[int, ...]  # such as (2, 4): two rows of four ranks
@@ -5302,11 +5318,14 @@ class ShardReader(WeightReader):
 
 
 # -- 8c. Between hosts: plans and parcels ----------------------------------------------------------
-# At a first reading go on with section 9. A plan says which part of which rank belongs where in
-# another one. Runs use plans if the trainer is on several hosts (16g), and pieces, below, for all
-# that hosts read of each other. What a plan moves can travel as parcels. No run uses these, for to
-# another host section 16 sends slots, or parts of them. They are what one needs if slots would be
-# too large for one host. The demo measures them beside the slots.
+# At a first reading go on with section 9. Three things stand here:
+#
+#     plans     which part of which rank belongs where in another one. Runs use them if the trainer
+#               is on several hosts (16g)
+#     pieces    in which all is read that hosts read of each other: section 16 uses them
+#     parcels   in which what a plan moves can travel. Only the demo uses these, beside the slots:
+#               to another host section 16 sends slots, or parts of them. Parcels are what one needs
+#               if slots would be too large for one host
 #
 #     rank of the source                                rank of the target
 #     tensors --copy--> parcel of (0, 1)  --one read--> its parcel of (0, 1) --copy--> tensors
@@ -5441,10 +5460,9 @@ def moves_into(
 # that are read at the same time cross faster (DOCS 8 has the numbers).
 PIECE_BYTES = 4 * MIB
 # How many are read at the same time. Eight cross as fast as all of them do (DOCS 8 has these
-# numbers, too). More would only wait for each other: the owner makes a copy of each piece that it
-# is asked for, and keeps it until the cable has taken it. If all pieces of a slot were asked for at
-# once, these copies would be as large as the slot; and the last piece would wait for all others, so
-# its deadline would have to grow with the model.
+# numbers, too). More would do harm. The owner makes a copy of each piece that it is asked for, and
+# keeps it until the cable has taken it: for all pieces together, a copy of the whole slot. And each
+# piece waits for those before it: the deadline of the last would have to grow with the model.
 PIECES_UNDER_WAY = 8
 # A read of a piece fails after so long: it is two messages, the request and the piece, and Monarch
 # gives each of them 30 s. However large the model is, at most seven others share the cable with it.
@@ -6748,8 +6766,9 @@ def set_dtype(model: Any, dtype: torch.dtype) -> None:
     """Gives all parameters this dtype, and all floating-point buffers fp32.
 
     Buffers are such things as the frequencies of rotary positions. Trainer and generator must have
-    the same ones. A trainer has its model in fp32; to compute in bf16 it uses FSDP (section 11),
-    which casts parameters and leaves buffers in fp32. So a generator in bf16 leaves them so, too.
+    the same ones. A trainer has its model in fp32. To compute in bf16 it uses FSDP (section 11), on
+    one rank too, for FSDP casts parameters before each pass, and leaves buffers in fp32. So a
+    generator in bf16 leaves them so, too.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -7117,21 +7136,22 @@ def finite_rewards(found: Sequence[float], num_turns: int) -> list[float]:
 #        the log-probability and the version
 #
 # So answers may be of any length. Here X ends its turn with its third token, hears "bc", and goes
-# on; Y speaks all the time; Z is of a request that came meanwhile. After step 4 all rows end with
-# the same column, and shorter ones have holes on their left (a dot):
+# on; Y speaks all the time; Z is of a request that came meanwhile. These are the rows after the
+# third step and after the fourth. After each step all rows end with the same column, and shorter
+# ones have holes on their left (a dot):
 #
-#     step 3   X   <u> d   <e> <a> d   f   <e>
+#     third    X   <u> d   <e> <a> d   f   <e>
 #              Y   <u> g   <e> <a> h   i   j
-#     step 4   X   <u> d   <e> <a> d   f   <e> <u> b   c   <e> <a> p
+#     fourth   X   <u> d   <e> <a> d   f   <e> <u> b   c   <e> <a> p
 #              Y   .   .   .   .   .   <u> g   <e> <a> h   i   j   k
 #              Z   .   .   .   .   .   .   .   .   <u> k   <e> <a> m
 #
 # To come in and to go out copies the cache, so it is not done for every row alone: it is done when
-# a request waits, or a quarter of the rows have ended their turns. As long as it are fewer, rows
-# that have ended their turns are computed with the others, and what comes of them is ignored. They
-# soon lack no token, and then each step gives them a hole behind their last one. When they come
-# back these holes stand in their middle. That does no harm: the mask says where holes are, nothing
-# attends to them, and positions do not count them. Of 64 rows, 56 may say 8 tokens and 8 say 200:
+# a request waits, or a quarter of the rows have ended their turns. While fewer than a quarter have,
+# these are computed with the others, and what comes of them is ignored. They soon lack no token,
+# and then each step gives them a hole behind their last one. When they come back these holes stand
+# in their middle. That does no harm: the mask says where holes are, nothing attends to them, and
+# positions do not count them. Of 64 rows, 56 may say 8 tokens and 8 say 200:
 # that makes 64 x 8 + 8 x 192 tokens, where a batch that nobody leaves computes 64 x 200.
 
 
@@ -7857,7 +7877,7 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #                  `leave_one_out`, which subtracts the mean of the other answers to the prompt.
 #                  `group` subtracts the mean of all of them, the answer itself included, which only
 #                  makes the gradient a little shorter; and it divides by their deviation, which
-#                  tilts it: the demo shows by how much.
+#                  tilts it, that is, turns it away from the true one: the demo shows by how much.
 #     a ratio      r = p now / p when it was sampled weighs each token: samples of the old policy
 #                  are counted as often as the present one would have drawn them. Exact would be
 #                  one weight for the whole answer, the product of the ratios of its tokens. Of a
@@ -8116,8 +8136,9 @@ def gspo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """As ppo, but all tokens of an answer have the same ratio: the geometric mean of theirs.
 
     A reward is for a whole answer, and so is this ratio. Of one token it says little, and the mean
-    has less noise (GSPO, Zheng 2025). It is nearer to 1, so clips are narrower: for answers of
-    hundreds of tokens that paper has 0.0003 and 0.0004.
+    has less noise (GSPO, Zheng 2025). It is nearer to 1, the more so the longer answers are: for
+    hundreds of tokens that paper clips at 0.0003 and 0.0004. Here --clip-low and --clip-high count,
+    as for ppo. Their default of 0.2 is meant for short answers; with long ones, set them.
     """
     mean = mean_over_answers(tokens.logp - tokens.recorded, tokens.answer)
     # Its value is the mean, for the first two summands cancel each other; its gradient is that of
@@ -9093,10 +9114,12 @@ def divergence(
     """[N]: how far each token has moved from the reference, a model; 0 if that is None.
 
     It is k2, half the square of d = log p - log q, where q is the reference. As a loss it has the
-    right gradient, which k1 and k3, good as estimates, have not. The KL divergence is the sum of
-    p d, so its gradient is the sum of grad p d + p grad d. The second summand is p grad log p =
-    grad p, with the sum 0, and the first is p d grad log p: it is the mean of d grad log p over
-    samples. Now take the gradients of the three, with samples held fixed (a test compares them):
+    right gradient, which k1 and k3, good as estimates, have not. (`k3` of section 9 has log q -
+    log p as its d: the same formula, with the sign of d turned round.) The KL divergence is the sum
+    of p d. Its gradient is the sum of (grad p) d and p (grad d). The second of these is p times
+    grad log p, which is grad p, and has the sum 0. The first is p d grad log p: so the gradient is
+    the mean of d grad log p over samples.
+    Now take the gradients of the three, with samples held fixed (a test compares them):
 
         k1 = d                   grad log p                   its mean is 0: it pulls nowhere
         k2 = d**2 / 2            d grad log p                 right
@@ -9989,12 +10012,13 @@ class SharedWork:
             self.begun_s.remove(start_s)
 
     def note(self) -> float:
-        """Notes work when a request ends: returns the seconds since some was noted last.
+        """Notes work when a request ends, and returns how many seconds it was.
 
-        Or since the oldest request that is under way has begun, if that is later. So all answers
-        together are as long as this generator was at work, however many requests shared that. By
-        example, a is under way from second 0 to 10, and b from 4 to 16. When a ends 10 s are noted,
-        and when b ends the 6 s since then: 16 s in all. If b begins at 12 only, it notes 4 s.
+        It counts from the later of two moments: work was last noted; the oldest request under way
+        began. So all answers together are as long as this generator was at work, however many
+        requests shared that. By example, a is under way from second 0 to 10, and b from 4 to 16.
+        When a ends 10 s are noted, and when b ends the 6 s since then: 16 s in all. If b begins at
+        12 only, it notes 4 s.
         """
         begin_s = max(min(self.begun_s), self.noted_s)  # mechanism: shared work counts once
         self.recorder.note("rollout", begin_s)
@@ -10679,10 +10703,11 @@ def seed_of(cfg: Config, prompts: list[Prompt]) -> int:
 
 
 class SamplingCalls:
-    """What a Cluster, below, asks of generators and judges.
+    """The first half of Cluster: what a cluster asks of its generators and judges.
 
-    It is a part of Cluster, which would be too long in one piece, and there is no other use for it.
-    What is asked of the trainer is in Cluster, whose constructor sets these attributes.
+    The other half follows, and inherits from this one: it starts and ends workers, and asks the
+    trainer. Its constructor sets the attributes that are named here. They are two classes only
+    because one would be too long to read.
     """
 
     cfg: Config
@@ -11223,9 +11248,9 @@ class Run:
     ) -> StepRow:
         """Enters a step that the trainer has made with this batch.
 
-        Tickets come back by this, so the trainer's version is entered first. heldout: as in
-        StepRow. num_generators: that there are now.
+        heldout: as in StepRow. num_generators: that there are now.
         """
+        # First, for `settle`, below, gives tickets back, and what these ask for names a version.
         self.version += 1
         assert stats.version == self.version, "the trainer is at another version than was expected"
         seconds = since(self.began)
@@ -11346,7 +11371,7 @@ def mean_reward(rows: list[StepRow]) -> float:
     return statistics.fmean(row.stats.reward for row in rows)
 
 
-NO_LOSS = 0.01  # what the loss of a batch of lag 0 is below, if all advantages add up to 0
+NO_LOSS = 0.01  # at lag 0, with advantages that add up to 0, the loss is smaller than this
 
 
 def alarms(rows: list[StepRow]) -> Iterator[str]:
@@ -11780,8 +11805,8 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #
 #     step 50                     step 57            then
 #     checkpoint: weights 50,     the trainer dies   a trainer begins and becomes what step 50 was;
-#       moments, schedule,                           the groups of steps 51 to 57 are `undone`:
-#       rows 1-50, prompts 0-799                     their prompts are drawn again, in that order
+#       moments, schedule, rows 1-50,                the groups of steps 51 to 57 are `undone`:
+#       the next prompt: some 800                    their prompts are drawn again, in that order
 
 
 # What a run keeps, and what it takes back, when the trainer dies after step 57, with a checkpoint
@@ -11825,8 +11850,8 @@ class Checkpoints:
         """folder: "" for memory. paths: of checkpoints in memory, newest first, now its own."""
         self.folder = folder
         self.paths = list(paths)  # newest first
-        # All files in memory, which are to be closed: the checkpoints, and any that is none,
-        # because its writing was cut off or it cannot be read.
+        # All files in memory, which are to be closed: the checkpoints, and those that are none,
+        # for they are half written, or cannot be read.
         self.in_memory = set(paths)
         if folder:
             found = sorted(pathlib.Path(folder).glob("step-*.pt"), reverse=True)
@@ -11885,8 +11910,9 @@ class Checkpoints:
     def room(self) -> str:
         """Where to write the next one: over a file that is no checkpoint, if there is one.
 
-        Of a folder only the folder itself is made. If the one above it has gone away, so has its
-        lock, and what this run would write into another one of that name might not be alone there.
+        Of a path only the last folder is made. A lock in the folder above it keeps other commands
+        out (`lock_folder`). If that folder has gone away, so has the lock, and in a new one
+        of that name this run might not be alone.
         """
         if self.folder:
             with writing(self.folder), contextlib.suppress(FileExistsError):
@@ -12300,9 +12326,9 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 #     window    Groups have serial numbers, in the order in which they are started. One may be taken
 #               if its serial number is less than W above that of the oldest group that is not
 #               there yet. So few pass it, none becomes too old, and nothing is dropped. For a very
-#               late one the trainer waits. T = (K + 1) P - P / 2: each ticket less lets one more
-#               group pass, as is shown below, and half a batch of them makes W = P / 2 + 1. (For
-#               K = 0 T = P and W = 1: no group may pass another.)
+#               late one the trainer waits. T = (K + 1) P - P / 2, which is P / 2 tickets fewer than
+#               `ready` has. For each of these one more group may pass, as is shown below: W = P / 2
+#               + 1. (For K = 0 T = P and W = 1: no group may pass another.)
 #
 # Why the window keeps the bound. By example first, with K = 2, P = 16, T = 40 and W = 9. A group g
 # is started when the trainer is at version v. Before g is taken, others may be:
@@ -13527,8 +13553,8 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #
 # A batch comes to the critic before it comes to the trainer. Here are two batches, a and b. The
 # main process does not wait for the step on a before it sends b (section 13), and the critic learns
-# from a batch beside the step on it. So the trainer waits for the critic only if that takes longer,
-# to learn from one batch and read the next, than a step does:
+# from a batch beside the step on it. So the trainer waits for the critic only if learning from one
+# batch and reading the next takes longer than a step:
 #
 #     main process             critic                         trainer
 #       a ------------------>    advise: V, advantages
@@ -14289,8 +14315,8 @@ async def demo_critic(report: Report, cfg: Config) -> None:
 #   has a price (--kl): so the policy stays near the answers that people were asked about. Or people
 #   are asked again, now and then, about what the policy says by then, and the network learns on,
 #   from the new answers and from the old ones: so the examples follow the policy.
-# Cost. Two more kinds of workers, with a network each. Then, with the price, part of what could be
-#   gained; with fresh preferences, people's time.
+# Cost. Two more kinds of workers, with a network each. With --kl the policy gains less than it
+#   could. Fresh preferences cost people's time.
 # Not here. Other hosts; a reward for a part of an answer; judges that are language models.
 # Source. Bradley and Terry 1952; Christiano 2017; the overoptimisation of Gao 2022.
 #
@@ -14454,8 +14480,9 @@ def pairs_of(
 #
 # Bradley and Terry: the probability that one answer is preferred is sigmoid(its score - the other
 # one's). So the loss of a pair is -log sigmoid(chosen - rejected), and only differences matter: 0
-# is nothing special, and it moves with every lesson. Within a group that is all one needs; the
-# other baselines take the zero seriously.
+# is nothing special, and it moves with every lesson. A group is compared with its own mean, so this
+# does no harm there. Without a baseline a move counts as a reward for every answer; and a critic,
+# which has learned from earlier batches, takes it for answers that have become better, or worse.
 #
 # How good it is, pairs tell from which it has not learned: the share of which it gives the chosen
 # answer the higher score, its accuracy. A coin has 0.5. That is about answers like those in these
@@ -15245,7 +15272,7 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
     free = Config(
         task="echo", seed=cfg.seed, steps=REWARD_STEPS, generators=1, reward="model", kl=0.0
     )
-    priced = dataclasses.replace(free, kl=REWARD_PRICE)
+    with_price = dataclasses.replace(free, kl=REWARD_PRICE)
     asking = dataclasses.replace(free, ask_every=REWARD_ASK_EVERY)
     # Its trainer has a reference, whether a run needs it or not.
     cluster = TasteCluster(dataclasses.replace(asking, kl=REWARD_PRICE), tell=report.say)
@@ -15255,7 +15282,7 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
     await teach(cluster, report)
     before, _ = await fresh_accuracy(cluster)
     nothing = await held_run(cluster, report, "nothing", free, before)
-    price = await held_run(cluster, report, f"kl {REWARD_PRICE}", priced, before)
+    price = await held_run(cluster, report, f"kl {REWARD_PRICE}", with_price, before)
     fresh = await held_run(cluster, report, f"ask every {REWARD_ASK_EVERY}", asking, before)
     num_losses = await num_lost([cluster.reward_models, cluster.reward_trainer])
     report.table([nothing, price, fresh])
@@ -15315,9 +15342,9 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 
 # -- 16a. Links ------------------------------------------------------------------------------------
 # A worker waits for connections. For each one that begins a run it starts a Monarch host, which
-# ends with the connection. It listens at a port of its own, each time a new one: Monarch tries for
-# 30 s to deliver a message, so at the old port the next Monarch host would get what was meant for
-# actors of the one before. Over the connection both sides speak in lines, all but one of JSON:
+# ends with the connection. That host listens at a port of its own, each time a new one: Monarch
+# tries for 30 s to deliver a message, so at the old port the next Monarch host would get what was
+# meant for actors of the one before. Over the connection they speak in lines, all but one of JSON:
 #
 #     worker  versions, nonce   of torch and others: they must be those of the run
 #     run     nonce, proof      that the run knows the secret
@@ -15936,8 +15963,8 @@ class Delta:
         self.sums = self.numbers[num_pieces:]  # of each piece
         # The changes of one piece after the other, each from a multiple of 8 bytes on.
         self.changes = torch.empty(slot_bytes // 2 + 8 * num_pieces, dtype=torch.uint8)
-        # They cross in parts of this size. Of the last part that has some it is read all, though
-        # most of it may be empty. So a part is small, but not so small that there are very many.
+        # They cross in parts of this size. The last part is read whole, even if changes fill only
+        # its beginning. So a part is small, but not so small that there are very many.
         self.part_bytes = min(PIECE_BYTES, max(MIB // 16, round_up(slot_bytes // 512, 8)))
 
     def clear(self) -> None:
@@ -16042,8 +16069,9 @@ class RelayedWriter(ShardWriter):
             copy has failed          there is no such version: raises that, and makes no delta
             last_delta has failed    makes this one, for relays wait for it; then raises that
 
-        So an error goes from each delta to the next until `wait` raises it. For `wait` looks at the
-        newest one only, and may have looked before the last one failed.
+        `wait` looks at the newest delta only. If it looked while delta 7 was being made, and that
+        failed later, nobody would hear of it. So delta 8 raises it again, and each one after it,
+        until `wait` does.
         """
         if copy:
             copy.result()
@@ -16169,14 +16197,14 @@ class QuickerWay:
 #     trainer     writes 8    | writes 9 into slot 2                        | writes 10
 #     relay         look: 2           lease 2    look: 0    lease 0           look: 2
 #
-# Between the last two looks `latest` has moved. So in that time the trainer has completed a
-# version, here 9. It makes one after the other, so all that it began before are complete as well,
-# whether it saw my first lease or not. All that it begins afterwards, it begins when that lease has
-# long been there. So nobody writes into slot 2, which may hold a newer version than in step 1.
+# Between the last two looks `latest` has moved, so in that time the trainer has completed a
+# version, here 9. It makes one after the other. So what it had begun before my first lease could be
+# seen is complete by then; and what it begins later, it begins when it can see that lease. So
+# nobody writes into slot 2. It may hold a newer version than in step 1.
 #
-# (A relay that other relays read from, 16e, is a trainer to them, and may give up a version when it
-# is half written. Then not all that it began is complete. So it begins the next version in the same
-# slot, which is whole again before another one is begun.)
+# (This needs a trainer that completes each version before it begins the next. A relay that other
+# relays read from, 16e, is a trainer to them, and may give up a version that is half written. So it
+# writes the next one into the same slot: no other is half written.)
 #
 # If the last look names a third slot, nobody has told me which version slot 2 holds by now, and so
 # which delta would lead there: it is read whole. Which version it was is seen then, for that stands
@@ -16304,7 +16332,8 @@ class Crossing:
     """
 
     LOOK_EVERY_S = 0.005  # a look is a one-sided read; over TCP it is work for both hosts
-    # For a word to cross and the answer to come back: what TCP needs on a bad line, many times.
+    # For a word to cross and the answer to come back. That takes milliseconds; on a bad line TCP
+    # sends what was lost again, after 0.2 s, then 0.4 s and so on: six times in this time.
     WORD_DEADLINE_S = 15
 
     def __init__(self, advance: Callable[[], None]) -> None:
@@ -17763,8 +17792,8 @@ class HostsCluster(SendingCluster):
             except NotNow:
                 await asyncio.sleep(BEAT_S)
             # There is another trainer by now. It went on from a checkpoint, so the version that was
-            # asked for may be many steps ahead of it. The versions that it has made itself all do,
-            # and to these Cluster.rollout keeps, by `first_version`.
+            # asked for may be many steps ahead of it. Any version that it has made itself will do;
+            # and no other is taken, for Cluster.rollout asks for `first_version` at least.
             if self.handle != asked_under:
                 min_version = 0
             elif self.handle and self.handle.pid not in (await self.trainer.status()).pids:
