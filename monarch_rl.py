@@ -47,12 +47,11 @@ and each names the line that you can change to see that for yourself.
 
 How to read it. Each section begins with a lead, the comment under its banner. There are four ways:
 
-    an hour       this page, and the leads of sections 1 to 3, 5 to 7, 11 and 13: comments only,
-                  each with what its stage prints
-    an afternoon  these, with the pictures of 7b and 13a, and the demos of sections 1 to 3, 5, 6 and
-                  11; and the five functions that all of it is about: ServiceActor.route (6),
-                  Arena.lease and WeightReader.pull (7), TrainState.step (11),
-                  AsyncLoops._training_loop (13)
+    an hour       this page, and the leads of sections 3, 5 to 7, 11 and 13: comments only
+    an afternoon  these; the pictures of 7b and 13a; the leads and demos of sections 1 to 3, 5, 6
+                  and 11, with what these stages print; and the five functions that all of it is
+                  about: ServiceActor.route (6), Arena.lease and WeightReader.pull (7),
+                  TrainState.step (11), AsyncLoops._training_loop (13)
     two days      all leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what
                   stands under a line `# -- measurement`, which produces the numbers, or under
                   `# -- plumbing`, which any program needs: up to the next `# --`, `# ==` or demo
@@ -3861,7 +3860,8 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 # store that passes nothing before it, such as that by which one gives a lock back. So what is done
 # under a lock stays between the two. But what stands outside may move in, at either end. In the
 # left one of these two programs A and B may both move in, and there B may pass A. In the right one
-# each of them stops at one of the two in the middle, and these keep their order:
+# each of them stops at one of the two in the middle, a release and then an acquire, and on both
+# processors these two keep their order:
 #
 #     taken and given back once        twice
 #     store A   may move down          store A   stays above the first release
@@ -17056,7 +17056,9 @@ class SendingCluster(CriticCluster):
 #     `latest`          rank 0 has committed the version, and readers may have it
 #
 # Relay A needs no lease for what it reads of host B, although in section 7 every reader has one.
-# For B cannot write into that slot before relay A is done, however long that takes. Time runs down:
+# For B cannot write into that slot before relay A is done, however long that takes: B needs it for
+# version 10, begins that when it has committed 9, and can commit 9 only with A's rows of 9. Those A
+# writes after it has committed 8, so after relay A has read all of 8 from B. Time runs down:
 #
 #     host A                            host B                                   `written`  `latest`
 #                                       has written its rows of 8 into slot 0        8          7
