@@ -359,8 +359,8 @@ def variables_of(process_id: int) -> dict[str, str]:
     """The environment variables with which a process was started. OSError: it has ended."""
     found = {}
     for line in pathlib.Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0"):
-        name, is_one, value = os.fsdecode(line).partition("=")
-        if is_one:
+        name, equals_sign, value = os.fsdecode(line).partition("=")
+        if equals_sign:  # else it is the empty piece behind the last variable
             found[name] = value
     return found
 
@@ -1056,18 +1056,9 @@ class Report(Terminal):
     def enter_losses(self, events: list[Event]) -> None:
         """Adds to each run which replicas were lost meanwhile. events: of Telemetry (section 4)."""
         losses = [event for event in events if event.actor.endswith(" lost")]
-        for curve in [curve for found in self.stages for curve in found["curves"]]:
-            for event in losses:
-                second = event.start_s - curve["began_s"]
-                if 0 <= second <= max(curve["seconds"], default=0.0):
-                    curve["lost"].append(
-                        {
-                            "second": round(second, 3),
-                            "replica": event.actor.removesuffix(" lost"),
-                            "why": event.what,
-                            "replaced_after_s": round(event.end_s - event.start_s, 3),
-                        }
-                    )
+        for found in self.stages:
+            for curve in found["curves"]:
+                enter_losses_of_run(losses, curve)
 
     def _begin(self, name: str, number: int | None, claim: str) -> None:
         entry = {"name": name, "number": number, "claim": claim}
@@ -1106,6 +1097,21 @@ class Report(Terminal):
         self.say(hint, f"{len(checks)} checks, {seconds:.1f} s", "")
         ok = all(check["ok"] for check in checks)
         self.stages[-1].update(ok=ok, seconds=round(seconds, 2))
+
+
+def enter_losses_of_run(losses: list[Event], curve: dict[str, Any]) -> None:
+    """Adds to a run the losses that came while it went on."""
+    for event in losses:
+        second = event.start_s - curve["began_s"]
+        if 0 <= second <= max(curve["seconds"], default=0.0):
+            curve["lost"].append(
+                {
+                    "second": round(second, 3),
+                    "replica": event.actor.removesuffix(" lost"),
+                    "why": event.what,
+                    "replaced_after_s": round(event.end_s - event.start_s, 3),
+                }
+            )
 
 
 def lines_of_table(entries: list[dict[str, Any]], folds_heads: bool, gap: int) -> list[str]:
@@ -8550,7 +8556,10 @@ def tell_tilt_at_a_lag(report: Report, rows: Mapping[tuple[str, str], EstimatorR
     for (loss, baseline), row in rows.items():
         if loss != "reinforce" and baseline == "leave_one_out":
             change = f"{loss} {show(row.tilt_at_a_lag / without)}"
-            (less if row.tilt_at_a_lag < without else more).append(change)
+            if row.tilt_at_a_lag < without:
+                less.append(change)
+            else:
+                more.append(change)
     report.say(
         "tilt at a lag / that of reinforce, leave_one_out:",
         f"  less: {', '.join(less) or 'none'}; more: {', '.join(more) or 'none'}",
