@@ -1350,7 +1350,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     num_early = 0
     for earlier, later in itertools.pairwise(additions):
         num_early += later.start_s < earlier.end_s
-    report.check("calls that began before the one sent before had ended", num_early, "==", 0)
+    report.check("calls that began while the previous one still ran", num_early, "==", 0)
 
     # Two actors at the same time, each for half a second. If they were one actor, the second call
     # would begin when the first had ended, and the overlap would be below 0.
@@ -1427,7 +1427,7 @@ async def adverb_row(mesh: Tally, call: str, answers: Sequence[Addition]) -> Adv
 @stage(
     "one call reaches every member; call, call_one, choose, broadcast and slice differ in who "
     "runs and who answers",
-    hint="write `await mesh.add.choose()`: the last row is another one",
+    hint="write `await mesh.add.choose()`: in the last row only one member runs",
     mechanism="every member, no answer",
 )
 async def demo_actor_mesh(report: Report, cfg: Config) -> None:
@@ -8580,9 +8580,9 @@ def tell_length(report: Report, seed: int) -> None:
 
 
 @stage(
-    "a baseline takes away noise and no direction; of the tilt that a lag makes a ratio without a "
-    "clip takes away some; a clip bounds how far a batch can push, no token outweighs a batch, and "
-    "a price keeps answers short",
+    "a baseline takes away noise and no direction; a ratio without a clip takes away some of the "
+    "tilt that a lag makes; a clip bounds how far a batch can push, no token outweighs a batch, "
+    "and a price keeps answers short",
     hint="write `ratio * 0 + 1`: the lag tilts the gradient as if nothing was done about it",
     mechanism="ratio",
 )
