@@ -26,7 +26,8 @@ and each names the line that you can change to see that for yourself.
        +------ tickets come back to the Gate when the new version is in the Arena ---------+
 
       Small things travel as messages between actors (the control plane). The weights, which are
-      large, travel through shared memory or by RDMA (the data plane).
+      large, travel through shared memory or by RDMA (the data plane). "The words", below, says what
+      each word of the picture means.
 
     1 hello_actor     state in a process of its own; one call at a time, in order
     2 actor_mesh      many members, one call: who runs, and who answers
@@ -34,7 +35,7 @@ and each names the line that you can change to see that for yourself.
     4 controllers     find a singleton by its name
     5 supervision     whose failure is it? The owner replaces a dead process
     6 service         every request is answered, though replicas raise, die and stand still
-    7 weight_sync     weights that are never torn, at the cost of about one memory copy
+    7 weight_sync     weights that never mix two versions, at the cost of about one memory copy
     8 reshard         between two ways of cutting up weights, every needed byte once
     9 rollout         ids and log-probabilities noted while sampling are what the trainer finds
    10 losses          which estimator points where the true gradient points, and how noisily
@@ -48,18 +49,21 @@ and each names the line that you can change to see that for yourself.
 How to read it. Each section begins with a lead, the comment under its banner. There are four ways:
 
     an hour       this page, and the leads of sections 3, 5 to 7, 11 and 13: comments only
-    an afternoon  these; the pictures of 7b and 13a; the leads and demos of sections 1 to 3, 5, 6
-                  and 11, with what these stages print; and the five functions that all of it is
-                  about: ServiceActor.route (6), Arena.lease and WeightReader.pull (7),
-                  TrainState.step (11), AsyncLoops._training_loop (13)
-    two days      all leads and pictures, and sections 5 to 7, 9, 11 and 13 whole, without what
-                  stands under a line `# -- measurement`, which produces the numbers, or under
-                  `# -- plumbing`, which any program needs: up to the next `# --`, `# ==` or demo
+    an afternoon  these; the pictures in parts 7b and 13a (headings `# -- 7b.` and `# -- 13a.`); the
+                  leads and demos of sections 1 to 3, 5, 6 and 11, with what these stages print; and
+                  the five functions that all of it is about: ServiceActor.route (6), Arena.lease
+                  and WeightReader.pull (7), TrainState.step (11), AsyncLoops._training_loop (13)
+    two days      all leads and pictures, and sections 5 to 7, 9, 11 and 13 whole. Skip each part
+                  headed `# -- measurement`, which makes the numbers, or `# -- plumbing`, which any
+                  program needs. A part ends at the next `# --` or `# ==`, or at a demo
     a week        all of it, some 35 hours for a careful first reader
 
 Go on from here with `# == 1. HELLO ACTOR`: in between is plumbing, which Python needs first. After
 section 13 you have the whole system on one host; 14 adds a second network, 15 trains on a reward
 that is learned, and 16 adds other hosts. DOCS.md says at length why each part is as it is.
+
+Loops are described by short answers with slashes between them: what a loop consumes, what it waits
+for, who wakes it, what it produces, and when it ends. An answer that is plain is left out.
 
 Left out, and what to use instead: paged attention (vLLM, SGLang); tensor, pipeline and expert
 parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; launchers for Slurm and
@@ -124,7 +128,7 @@ import time
 VERSION = "1.0"
 FIRST_LINE_S = time.monotonic()  # when this file began to run; the report counts from here
 
-# The processors of which section 7 says in what order they load and store, by the system's names.
+# The processors, as the system names them, on whose order of loads and stores section 7 relies.
 PROCESSORS = ("x86_64", "aarch64")
 
 
@@ -224,20 +228,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 # take a fork instead. So a worker with a model begins as two processes:
 #
 #     1. The main process starts the template, which imports torch and then waits.
-#     2. Monarch, asked for a worker, starts a shell in its place: the stand-in of that worker. It
-#        writes its process id into the standard input of the template, which has a path
-#        (`arguments`, in 5a), and then does nothing more than wait until the template ends.
+#     2. Monarch, asked for a worker, starts a shell in its place: the stand-in of that worker. The
+#        shell writes its process id into a pipe that is the template's standard input (by its path:
+#        `arguments`, in 5a), and then does nothing more than wait until the template ends.
 #     3. The template reads the id, and forks. The fork takes over the environment variables that
 #        Monarch gave to the stand-in, and goes on as Monarch's own command would: it is the worker.
 #
-# From then on everybody watches the worker, but for Monarch: it watches the stand-in, which it
-# started itself and takes for the worker. So when one of the two ends, the other must end too, or
-# Monarch would believe that a dead worker lives. And nobody may outlive the main process:
+# From then on Monarch watches the stand-in, which it started itself and takes for the worker.
+# Everybody else watches the worker. So when one of the two ends, the other must end too, or Monarch
+# would believe that a dead worker lives. And nobody may outlive the main process:
 #
 #     what ends          what ends with it      because of
 #     the main process   the template           the system (end_with_parent)
 #     the template       its workers            the system (end_with_parent)
-#     the template       all stand-ins          themselves: that is what they wait for
+#     the template       all stand-ins          themselves: they wait for the template's end
 #     a worker           its stand-in           the template (end_pair)
 #     a stand-in         its worker             the template (end_pair)
 #
@@ -277,12 +281,10 @@ def end_with_parent() -> None:
 def serve_as_template(lifeline: int) -> None:
     """What the template does.
 
-    lifeline: its end of a pipe, a descriptor, which the system closes when the template ends; by
-    that the stand-ins, which read from the other end, notice the template's end. Loops in this file
-    are described by four short answers, with a slash between them: what they wait for,
-    who wakes them (left out where that is plain), what they produce, when they end. Of this one:
-    waits for ids of stand-ins, and for the ends of these and of workers / woken by those who write
-    ids, and by the system / produces workers / ends with the main process.
+    lifeline: the descriptor of the template's end of a pipe. The system closes it when the template
+    ends. The stand-ins read from the other end, and so notice that. The loop (answers as on the
+    first page): waits for ids of stand-ins, and for the ends of these and of workers / woken by
+    those who write ids, and by the system / produces workers / ends with the main process.
     """
     os.setpgid(0, 0)  # Ctrl-C on the terminal is for the main process
     end_with_parent()
@@ -368,7 +370,7 @@ def variables_of(process_id: int) -> dict[str, str]:
 def note_start(variables: dict[str, str], worker_id: int) -> None:
     """Writes the worker's id into a file: there its owner, the main process, reads it.
 
-    It does so only as long as the worker has not set up, and so cannot be asked for its id.
+    The owner needs the file only until the worker itself has told its id (Starts, in section 5).
     """
     # Without the main process there is no such file, and soon no template either.
     with contextlib.suppress(OSError), open(variables[STARTS_FILE], "a", encoding="ascii") as file:
@@ -381,7 +383,8 @@ def become_worker(variables: dict[str, str], template_id: int) -> None:
     variables: of the environment of its stand-in.
     """
     end_with_parent()
-    if os.getppid() != template_id:  # it ended before that call, so another one is the parent now
+    # If the template ended before end_with_parent was called, another process is the parent now.
+    if os.getppid() != template_id:
         os._exit(1)
     os.setpgid(0, 0)  # as Monarch does for each process that it starts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -463,10 +466,10 @@ ENVIRONMENT = {
     # keeps 2 KiB for good (measured in DOCS 6). It would also gain little, for a pidfd tells of the
     # end of a process in milliseconds.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
-    # A look under way when its process dies waits so long for the reply: 30 s unless told.
+    # How long a look that is under way when the process dies waits for a reply: 30 s unless told.
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
-    # For a process to start: 30 s unless told. Those with a model wait until the template has
-    # imported, which on a busy machine may take longer than that.
+    # How long a process may take to start: 30 s unless told. Those with a model wait until the
+    # template has imported, which on a busy machine may take longer than that.
     "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "120s",
     # Copies above 128 KiB bypass the cache, and so do not read what they overwrite (section 7).
     # The C library reads this when a process starts. (On aarch64 it knows no such limit, and passes
@@ -579,8 +582,7 @@ class Config:
     tensor_parallel: int = setting(
         1, "ranks of a generator, among which its layers are cut", least=1
     )
-    # How. Section 13. With K + 1 batches under way none can become older than K; a window has half
-    # a batch less, so that some groups may pass a late one.
+    # How. Section 13, which also says why in_flight has these defaults.
     max_lag: int = setting(2, "K: nothing older than so many versions is trained on", least=0)
     order: str = setting(
         "ready",
@@ -694,9 +696,9 @@ class Config:
 #     --checkpoint                      the same (section 12)
 #     --export                          the same (in the part behind section 16)
 #
-# Without a checkpoint a run cannot go on after a power cut, so one that cannot be written ends the
-# stage. Without one of the other files the run is worth as much as before: it goes on, and only the
-# exit status is 1.
+# Without a checkpoint a run cannot go on after a power cut, so a checkpoint that cannot be written
+# ends the stage. Without one of the other files the run is worth as much as before: it goes on, and
+# only the exit status is 1.
 
 CANNOT_WRITE = "cannot write "  # how the text of a NotWritten begins
 
@@ -709,8 +711,8 @@ class NotWritten(OSError):
 def writing(path: str, unfinished: str = "") -> Iterator[None]:
     """If the body cannot write because of the system, this raises NotWritten.
 
-    path: what is to be written. unfinished: a file or a folder that is removed then: what has been
-    written of it may be what fills the disk.
+    path: what is to be written. unfinished: a file or a folder that is removed whenever the body
+    raises, for what has been written of it may be what fills the disk.
     """
     try:
         yield
@@ -761,7 +763,7 @@ def written_first(path: str) -> str:
 
 
 def write_file(path: str, text: str) -> None:
-    """Writes a file, all of it or nothing: else what stood there before stays."""
+    """Writes all of a file, or leaves what stood there before."""
     place = written_first(path)
     if place == path:
         with writing(path):
@@ -776,12 +778,13 @@ def write_file(path: str, text: str) -> None:
 
 
 def append_line(path: str, line: str) -> None:
-    """Adds a line to a file, all of it or nothing: the next line would be joined to half a line."""
+    """Adds a line to a file, or nothing: never half a line, to which the next would be joined."""
     with writing(path), open(path, "ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         left = f"{line}\n".encode()
         try:
-            while left:  # a write may take only a part; to write the rest fails then, and says why
+            # A write may take only a part. On a full disk the next one raises, and says why.
+            while left:
                 left = left[file.write(left) :]
         except OSError:
             with contextlib.suppress(OSError):  # a pipe has no size
@@ -796,7 +799,7 @@ def append_line(path: str, line: str) -> None:
 # What a stage prints, from top to bottom:
 #
 #     [7/16] weight_sync: the claim, in a sentence  (the line of the file where its section begins)
-#            a table or a few lines of what was measured; if without the rule too, that first
+#            a table or a few lines of what was measured (first without the rule, if that is shown)
 #         ok what is checked: what was found  (what it must be, if that is not plain)
 #            try: what to change in which line to see the claim fail
 #            how many checks, how many seconds
@@ -979,7 +982,8 @@ class Report(Terminal):
     async def end_all(self) -> None:
         """Ends what this stage has started, the last first. Raises the first error of these.
 
-        What does not end within END_WITHIN_S counts as an error, too: it may have been stopped.
+        What does not end within END_WITHIN_S, such as a process that has got a SIGSTOP, counts as
+        an error, too.
         """
         errors = []
         while self.ends:
@@ -1502,7 +1506,8 @@ def checksum(tensor: torch.Tensor) -> int:
 class Owner(Actor):
     """Owns memory and hands out handles to it."""
 
-    # Two bytes, the latch: is it open, and does this process's Python stand before it?
+    # The latch is two bytes, by which Python of this process can be made to wait until somebody
+    # opens it (`sit_until_latch_opens`). One says that it is open, the other that Python waits.
     OPEN = 0
     STUCK = 1
 
@@ -1605,8 +1610,9 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     report.check("largest handle, bytes", max(row.handle_bytes for row in rows), "<", 1024)
 
     # Does the owner's Python take part? Now it is stuck, until a write through a handle opens its
-    # latch. Whatever comes back before that came without it. Three things are sent, in this order:
-    # a call that gets it stuck, a message, which waits behind that call, and a one-sided read.
+    # latch. Whatever comes back before the latch is opened came without the owner's Python. Three
+    # things are sent, in this order: a call that makes the owner stick, a message, which waits
+    # behind that call, and a one-sided read.
     handle = await owner.register.call_one(MIB)
     latch = await owner.register_latch.call_one()
     stuck = asyncio.ensure_future(owner.sit_until_latch_opens.call_one(20.0))
@@ -1644,8 +1650,8 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 # Rule. Ask by name. `get_or_spawn_controller(name, Class)` gives every caller the same actor. One
 #   process, that of the main program, creates it; it answers one request after the other, so the
 #   first request for a name creates the actor, and all later ones find it.
-# Cost. A message each time somebody asks. The actor lives in the main program's process: its work
-#   holds that up, for Python code of one process runs in turn, and it ends with it.
+# Cost. A message each time somebody asks. The actor lives in the main program's process, and ends
+#   with it. While it works, other Python code there waits: that of one process runs in turn.
 # Not here. Actors that outlive that process.      Source. Monarch's get_or_spawn_controller.
 #
 # The actor that is found so in this file is Telemetry. From here on workers tell it what they do,
@@ -1856,6 +1862,7 @@ LEAVING = threading.Event()
 # its stand-in. The plumbing at the top of this file draws them; here is what starts them.
 
 # What a shell does first that starts a worker, or stands in for one.
+# For the shell: echo "$MONARCH_RL_STARTS_NAME $$" >> "$MONARCH_RL_STARTS_FILE"
 NOTE_START = f'echo "${STARTS_NAME} $$" >> "${STARTS_FILE}"'
 
 # States of a process, in the letters of the system.
@@ -1867,8 +1874,9 @@ class Template:
     """Starts the process of which workers with a model are forks, and says how to get one."""
 
     # Three commands for the shell: it notes its process id (Starts), writes it into "$0", which is
-    # the standard input of the template, and reads from "$1", a pipe into which nobody writes: so
-    # it waits until the template ends, which holds that open (`arguments` names the two files).
+    # the standard input of the template, and reads from "$1". That is a pipe into which nobody
+    # writes, and whose other end the template holds open. So the shell waits until the template
+    # ends. (`arguments` names the two files.)
     STAND_IN = f'{NOTE_START} && echo $$ > "$0" && read nothing < "$1"'
 
     def __init__(self) -> None:
@@ -1906,10 +1914,10 @@ TEMPLATE = Template()  # only the main process starts it; elsewhere it stays as 
 class Starts:
     """The processes of one replica of this host, until they have said where their pulse is.
 
-    Until then its owner could not say which they are, for it is Monarch that starts them. If one
-    was stopped in these first moments, nobody would notice. So each notes its id in a file in
-    memory as the first thing that it does; a stand-in does, and the template for its fork. With
-    the id their owner can ask the system whether the process was stopped, and no more.
+    Until then their owner could not say which they are, for it is Monarch that starts them. If one
+    was stopped in these first moments, nobody would notice. So a shell (a stand-in, or one that
+    becomes the worker) first of all notes its id in a file in memory; for a fork the template does
+    that. With the id their owner can ask the system whether the process was stopped, and no more.
     """
 
     # A shell that becomes the worker once it has noted its id, which stays the same.
@@ -1948,12 +1956,12 @@ class Starts:
 
 @functools.cache
 def starts_file() -> str:
-    """The path of the file in which all of them note their ids: of this process, while it lives.
+    """The path of the file in which all of them note their ids. Both end with this process.
 
-    It is one for all, with some 40 bytes for each start, and stays open. Its path ends with the
-    number of its descriptor. If each replica had a file, and that was closed with the replica, the
-    number would go to the next file that is opened. A process that starts late would write its id
-    into that one.
+    There is one file for all, with some 40 bytes for each start, and it stays open. The last part
+    of its path is the number of its descriptor. If each replica had a file, and that was closed
+    with the replica, the number would go to the next file that is opened, and a process that starts
+    late would write its id into that one.
     """
     return unnamed_file("starts")
 
@@ -2006,7 +2014,7 @@ class Host:
         TEMPLATE.start()
 
     async def spawn(self, starts: Starts, num_ranks: int) -> ProcMesh:
-        """Starts processes, one for each rank, in a mesh of that name.
+        """Starts processes, one for each rank, in a mesh with the name that `starts` has.
 
         OSError: all processes are being ended. One that began now might be left behind.
         """
@@ -2130,7 +2138,7 @@ class PulseHandle:
 
 
 class Pulse:
-    """A worker's own side of it: two words of 8 bytes in shared memory.
+    """A worker's own side of its pulse: two words of 8 bytes in shared memory.
 
     Whoever reads them asks nothing of the worker, so they can be read whatever state it is in.
     """
@@ -2280,14 +2288,17 @@ class Worker(Actor):
         return self.own_place
 
     def make_meeting_place(self) -> str:
-        """A file of this host. Ranks may look into it as long as they live: it ends with us."""
+        """A file in memory, for ranks of this host: they may look into it as long as they live.
+
+        So nobody removes it: it ends with this process.
+        """
         return unnamed_file("meeting place")
 
     @endpoint
     async def setup(self, store: Telemetry | None = None, meeting_place: str = "") -> Any:
         """Makes it ready to serve. store: where its events go; None: nowhere.
 
-        meeting_place: of several ranks, where they meet: that of rank 0.
+        meeting_place: if there are several ranks, where they meet: the place that rank 0 made.
 
         A constructor should be cheap: Monarch runs it when the actor is spawned, and nobody waits
         for it. What takes long, or can fail, belongs into `prepare`, which is awaited here.
@@ -2390,7 +2401,6 @@ class Replica:
         # Becomes a Loss when it is lost, and so wakes everybody who waits for this replica.
         self.lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
         self.num_in_flight = 0  # requests it works on
-        # Section 6 uses these.
         self.num_marks = 0  # in a row, for requests on which it raised and another one did not
         self.is_retired = False  # it gets no new requests
 
@@ -2451,12 +2461,13 @@ class Replica:
             self.num_fruitless += 1
         if has_moved or self.is_idle() or not self.answers:  # a setup has a deadline
             self.num_fruitless = 0
-        # n looks may be n - 1 pauses, if a request came just before the first: so one look more.
+        # `>`, not `>=`: the first of these looks may come right after the request, so n of them
+        # cover n - 1 pauses. (A silent look is compared with the look before it: n cover n.)
         if self.num_fruitless > num_looks(spec.stuck_after_s):  # mechanism: endless work
             self.lose("made no progress")
 
     def _look_at_start(self, spec: ServiceSpec) -> None:
-        """Before it has said where its pulse is, only that one was stopped can be seen."""
+        """Before there is a pulse, all that can be seen is whether a process was stopped."""
         is_held_up = not self.watches and self.starts.is_held_up()
         self.num_held_up = self.num_held_up + 1 if is_held_up else 0
         if self.num_held_up >= num_looks(spec.standstill_s):  # mechanism: held up
@@ -2527,18 +2538,18 @@ class ServiceSpec:
     args: tuple[Any, ...]
     num_replicas: int  # at the start; section 6 can change it
     max_replicas: int | None = None  # at most; None: there is no limit
-    # So long a process may show no life: many times the pause between two beats.
+    # For how long a process may show no life: many times the pause between two beats.
     standstill_s: float = 3.0
-    # So long a replica that has requests may go without progress: many times what the largest piece
-    # of its work takes, such as a part of a batch.
+    # For how long a replica that has requests may make no progress: many times what the largest
+    # piece of its work takes, such as a part of a batch.
     stuck_after_s: float = 120.0
     # Processes of one replica.
     num_ranks: int = 1
     # On which replicas are started, in turn.
     hosts: tuple[Host, ...] = (Host(),)
-    # For a replica to become ready: imports on a busy machine take seconds, big models minutes.
-    # A deadline is right here: a setup moves no word of progress, and waits behind nobody's work
-    # (but for a relay's, section 16).
+    # How long a replica may take to become ready: imports on a busy machine take seconds, big
+    # models minutes. A deadline is right here: a setup moves no word of progress, and waits behind
+    # nobody's work (but for a relay's, section 16).
     setup_deadline_s: float = 120.0
     # Of section 6. A request that kills whoever runs it must not go on to kill all replicas, so
     # there is a largest number of attempts.
@@ -2568,7 +2579,7 @@ class Supervisor(Actor):
     has spawned a process.
     """
 
-    # A process has to say that it runs. With a model that is once the template has imported.
+    # How long a process may take to say that it runs. With a model it waits for the template.
     START_WITHIN_S = 120.0
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -2610,7 +2621,7 @@ class Supervisor(Actor):
     async def _within(
         self, limit_s: float, first_answer: Awaitable[None], new: Replica, why: str
     ) -> None:
-        """Waits for one of its first answers. If that takes too long it is lost, and says why."""
+        """Waits for one of its first answers. If that takes too long, it is lost: `why` says so."""
         try:
             await asyncio.wait_for(first_answer, limit_s)
         except asyncio.TimeoutError:
@@ -2618,9 +2629,9 @@ class Supervisor(Actor):
             raise ReplicaLost(f"{new.name}: {why}") from None
 
     async def _find(self, new: Replica) -> None:
-        """Waits until it says where its pulse is. From then on its processes are watched by that.
+        """Waits until it says where its pulse is. From then on its processes are watched by pulse.
 
-        Whoever was stopped before shows in what it noted first (Starts).
+        One that was stopped earlier is found by the id that was noted for it (Starts).
         """
         pulses = await self._call(new, "find_pulse", ())
         new.runs_in(pulses)
@@ -2706,7 +2717,7 @@ class Supervisor(Actor):
 
 
 class Roots(Worker):
-    """A worker to fail, here and in section 6: it computes square roots.
+    """A worker that can be made to fail, here and in section 6. It computes square roots.
 
     Asked for the root of a negative number, it raises; that request is bad. As replica 1 it also
     raises for the numbers from 100 to 199, as a worker does whose machine is not well: those
@@ -2736,13 +2747,13 @@ class Roots(Worker):
 
     @endpoint
     async def toil(self, how: str, wanted_s: float) -> float:
-        """Is busy for about so long, in one of three ways. Returns how long it was, in seconds."""
+        """Is busy for about wanted_s, in one of three ways. Returns how long it was, in seconds."""
         start = time.monotonic()
         if how == "C, without the GIL":
             time.sleep(wanted_s)  # lets go of the GIL, as torch does while it computes
         elif how == "C, holding the GIL":
-            # `sum` adds up a range in C, without a pause. The first shows how fast that is here; so
-            # the second takes about wanted_s.
+            # `sum` adds up a range in C, without a pause. The first one shows how fast that is
+            # here, so that the second can be made to take about wanted_s.
             sum(range(10**7))
             sum(range(int(10**7 * wanted_s / since(start))))
         while since(start) < wanted_s:  # "Python": all of it is here
@@ -2933,8 +2944,9 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # -- 6a. As many replicas as there should be -------------------------------------------------------
 # At a first reading this part can wait: the three outcomes are in 6b, in `ServiceActor.route`.
 #
-# That number may change while requests go on. With n replicas the ids are 0 to n - 1: the highest
-# leave, and who is added later gets their ids again. By example, from one to three, then to two:
+# The number of replicas may change while requests go on. With n replicas the ids are 0 to n - 1:
+# the highest leave, and who is added later gets their ids again. By example, from one to three,
+# then to two:
 #
 #     resize(3)   keepers of 1 and 2 begin; each gets requests as soon as it is ready
 #     resize(2)   replica 2 gets no new requests, and answers those that it has; then it is ended.
@@ -3138,7 +3150,10 @@ class ReplicaKeeper(Supervisor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Ends all replicas. Requests that wait for one, or that one has, get NoReplica."""
+        """Ends all replicas. Requests that wait for one, or are at one, raise NoReplica.
+
+        For a request at its last attempt it is RequestLost, and for an `ask` ReplicaLost.
+        """
         await self._stop_keepers()
         self.changed.notify()
         replicas = self.replicas
@@ -3203,7 +3218,7 @@ class ResizableKeeper(ReplicaKeeper):
         self.num_replicas = replica_ids.stop
 
     async def _take_away(self, num_replicas: int, patience_s: float | None) -> None:
-        """Takes away all but so many.
+        """Takes away all replicas but num_replicas of them.
 
         It waits until those that stay are ready, for one of them may just be being replaced.
         """
@@ -3382,7 +3397,7 @@ class ServiceActor(ResizableKeeper):
 
     @concurrent_endpoint
     async def status(self, wait_s: float = 0.0) -> ServiceStatus:
-        """How it is: once all replicas are ready that can be, or wait_s have passed."""
+        """Its state, when all replicas that can be ready are ready, or else after wait_s."""
         await self.changed.wait_for(self._is_complete, wait_s)
         ready = self._ready()
         return ServiceStatus(
@@ -3525,7 +3540,7 @@ async def storm(
     """Sends 400 requests and looks at the answers.
 
     ask: the request for the root of a number. faults: for some numbers, what is done just before
-    the request of that number. deadline_s: after so long a caller gives up; None: never.
+    the request of that number. deadline_s: after that time a caller gives up; None: never.
     """
     took_ms: list[float] = []
 
@@ -3695,8 +3710,9 @@ def require(holds: Any, otherwise: str) -> None:
 #     norm.weight      (40,)      norm.weight        1536          80     1536 = 24 cache lines
 #     at the end of the slot: a checksum for each name, also a tied one, 8 bytes; then the version
 
-# What most processors read and write at once. Some take 128, such as those of a Mac, on which this
-# runs in a container: there two words share a line, which costs time and breaks nothing.
+# Processors read and write memory in lines, and most have lines of this size. Some have lines of
+# 128 bytes, such as those of a Mac, on which this runs in a container: on them two words share a
+# line, which costs time and breaks nothing.
 CACHE_LINE_BYTES = 64
 
 
@@ -3922,8 +3938,8 @@ class Arena:
     # In any word: nothing published, nothing leased. Divided by MAX_SLOTS it reads as version -1
     # in slot 1023, and as a lease of process -1; there is neither such a slot nor such a process.
     NOTHING = -1
-    # A reader that gives its lease back wakes nobody, for that would cost each of them a system
-    # call. So a writer that waits for a slot, in `free_slot`, looks again after so long.
+    # A reader that gives its lease back wakes nobody, for that would cost a system call each time.
+    # So a writer that waits for a slot, in `free_slot`, looks again after this time.
     LOOK_AGAIN_S = 0.0002
 
     def __init__(self, handle: ArenaHandle, descriptor: int) -> None:
@@ -3988,7 +4004,8 @@ class Arena:
 
     def commit(self, version: int, slot: int) -> None:
         """For the writer, when the slot is complete: makes it the latest, for all readers."""
-        stamps_of(self)[slot] = version  # only a relay needs it (section 16)
+        # The version at the end of the slot (7a). Only a relay reads it (section 16).
+        stamps_of(self)[slot] = version
         # `tell` is `put`, and wakes those who sleep until this word changes (they stand below).
         tell(self, self.LATEST, version * self.MAX_SLOTS + slot)
 
@@ -4059,7 +4076,8 @@ class Arena:
 def stamps_of(arena: Arena) -> torch.Tensor:
     """[num_slots] int64: which version each slot holds, a view of its last 8 bytes.
 
-    A relay (section 16) does not always know which version it has leased. This crosses with it.
+    A relay (section 16) copies slots from another host, and does not always know which version it
+    has leased there. The version crosses with the other bytes of the slot, and so tells it.
     """
     return arena.slots[:, -8:].view(torch.int64)[:, 0]
 
@@ -4614,7 +4632,8 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 #
 #     row                             trainer held, of a run on two cores
 #     "gloo broadcast, 2"             37 ms: it waits for the transfer
-#     "gloo broadcast, 2, one late"   67 ms: also for the last to come, who is 50 ms late
+#     "gloo broadcast, 2, one late"   67 ms: also for the last to come, 50 ms late, by when the
+#                                     other has been served
 #     "slots, 2"                      0.06 ms: for nobody (the sync took 1.2 times as long as a
 #                                     memmove, in a thread)
 #
@@ -4635,7 +4654,7 @@ class SyncRoad:
 
     kind: str
     num_generators: int
-    late_s: float = 0.0  # the first of them comes so late
+    late_s: float = 0.0  # how late the first of the generators comes
     is_race: bool = False  # meanwhile the trainer goes on publishing, without a pause
 
     def name(self) -> str:
@@ -4992,9 +5011,10 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 # == 8. RESHARD ====================================================================================
 # Problem. A trainer of several ranks cuts each weight one way (FSDP: by rows), a generator of
 #   several ranks cuts it another way (tensor parallel: by columns). The usual way is to gather: all
-#   ranks first get the whole tensor, and then cut it. Each of N ranks has 1/N of it and gets the
-#   rest from the others, which moves N - 1 wholes; and then more to the generator. And plans that
-#   take sizes to divide evenly lose what is left over, such as the last of 23 columns on 2 ranks.
+#   ranks first get the whole tensor, and then cut it. Each of N ranks has 1/N of it, and gets the
+#   other (N - 1)/N, so N - 1 whole tensors move. And then the generator still has to get its part.
+#   Besides, plans that take sizes to divide evenly lose what is left over, such as the last of 23
+#   columns on 2 ranks.
 #   (FSDP, in torch, gives each rank of a trainer a part of every weight. A weight of which a rank
 #   has a part is a DTensor; its placement says how it is cut, as Cut below does.)
 # Rule. Say which boxes of the whole tensor each rank has. On one host a slot holds whole tensors:
@@ -5062,10 +5082,11 @@ class Cut:
     it: Shard(0) cuts the tensor's rows among the ranks, Replicate() gives all of them the same.
 
     _StridedShard is FSDP's cut of a dimension that tensor parallelism has cut before, into
-    `split_factor` parts. In the mesh FSDP stands first, so here its cut comes first, too. Hence it
-    takes a piece of each part; the Shard that follows leaves a rank the piece of its own part. By
-    example, 12 rows, which tensor parallelism cuts into 0-5 and 6-11: of these FSDP's rank 0 takes
-    0-2 and 6-8. The Shard leaves the first tensor-parallel rank 0-2 of that, and the second 6-8.
+    `split_factor` parts. But FSDP stands first in the mesh, so its cut is applied first here.
+    Hence each FSDP rank takes a piece of every part, and the Shard that follows picks from these
+    the one that lies in the part of the tensor-parallel rank. By example, 12 rows, which tensor
+    parallelism cuts into 0-5 and 6-11: FSDP's rank 0 takes 0-2 and 6-8. From these the Shard picks
+    0-2 for the first tensor-parallel rank, and 6-8 for the second.
     """
 
     mesh_shape: tuple[int, ...]  # such as (2, 4): two rows of four ranks
@@ -5288,7 +5309,10 @@ class ShardWriter(WeightWriter):
         self.arena.commit(version, slot)
 
     def _await_others(self, version: int, slot: int) -> None:
-        """Returns when all others have written into that slot."""
+        """Returns when all others have written into that slot.
+
+        slot: only SpanWriter looks at it (section 16).
+        """
         for rank in range(1, self.num_ranks):
             self._word_of(rank, version)  # mechanism: wait for all
 
@@ -5470,7 +5494,7 @@ PIECE_BYTES = 4 * MIB
 # keeps it until the cable has taken it: for all pieces together, a copy of the whole slot. And each
 # piece waits for those before it: the deadline of the last would have to grow with the model.
 PIECES_UNDER_WAY = 8
-# A read of a piece fails after so long: it is two messages, the request and the piece, and Monarch
+# How long a read of a piece may take. It is two messages, the request and the piece, and Monarch
 # gives each of them 30 s. However large the model is, at most seven others share the cable with it.
 # So all is well if 8 x 4 MiB cross in 30 s: 1.1 MB/s.
 PIECE_DEADLINE_S = 60
@@ -5912,7 +5936,8 @@ class Task:
     letters = "abcdefghijklmnop"  # a token each: all that the tiny policy can hear and say
     num_turns = 2
     max_new_tokens = 4  # sampled in a turn, its end included
-    # max_new_tokens counts letters; a real tokenizer may need so many tokens for one of them.
+    # The tiny policy has a token for each letter. A pretrained tokenizer may need as many as this
+    # for one letter, so with such a policy max_new_tokens is multiplied by it.
     tokens_per_letter = 3
 
     def conversation(self, rng: random.Random) -> tuple[Turn, ...]:
@@ -6307,7 +6332,7 @@ class FileTask(Task):
 
     num_turns = 1
     max_new_tokens = 256
-    tokens_per_letter = 1  # they are tokens here
+    tokens_per_letter = 1  # max_new_tokens counts tokens here, of any tokenizer
 
     def __init__(self, path: str) -> None:
         """Reads it all. ValueError: names the first line that cannot be used."""
@@ -6439,7 +6464,7 @@ def is_answer(text: str, answer: str) -> bool:
     3. If not, both must be the same words, whatever their case.
 
     The answer "3 + 4 = 7 #### 7" is found in "He has 7." and in "#### 7.0 apples", and not in "7 of
-    10", whose last number is 10. The answer "Paris" is found in "paris." alone.
+    10", whose last number is 10. The answer "Paris" is found in "paris.", not in "Paris, France".
     """
     wanted = marked_part(answer)
     found = marked_part(text)
@@ -6700,7 +6725,7 @@ class Policy:
         self.model.eval()
         self.end_id: int = self.tokenizer.eos_token_id  # ends a turn
         self.tokenizer.pad_token = self.tokenizer.eos_token  # fills holes, which nobody looks at
-        # The task counts letters; a pretrained tokenizer may need several tokens for one.
+        # A task counts letters as tokens; a pretrained tokenizer may need several for a letter.
         tokens_per_letter = 1 if is_tiny else self.task.tokens_per_letter
         of_task = self.task.max_new_tokens * tokens_per_letter
         self.max_new_tokens: int = cfg.max_new_tokens or of_task
@@ -7003,7 +7028,7 @@ class Episode:
         self.is_speaking = False
 
     def close(self) -> None:
-        """Its request has ended, maybe before it was over. A decoder lets it go."""
+        """Ends it with its request, maybe before its last turn. A decoder then drops it."""
         self.is_speaking = False
         self.is_over = True
         with task_errors():
@@ -7995,7 +8020,9 @@ def priced(
 
 @dataclass(frozen=True)
 class Sampled:
-    """N sampled tokens, as a loss sees them: [N] float32 each (of any shape in SmallWorld).
+    """N sampled tokens, as a loss sees them: [N] float32 each.
+
+    (In the measurement below, SmallWorld uses it with other shapes.)
 
     Where the first three fields are equal, that is at lag 0 and before the first update, all losses
     have the same gradient, that of `reinforce`.
@@ -8933,9 +8960,10 @@ class Work:
     def objective(self, cfg: Config, part: Part, found: TokenLoss, for_all: torch.Tensor) -> Any:
         """The share of a part in what is made smaller: a scalar.
 
-        for_all: [N], what needs no signal. The loss is a mean over the tokens with one. If the sum
-        was divided by the number of all tokens, steps would get shorter as more and more groups
-        have only right answers, and so no signal.
+        for_all: [N], what each token adds, with or without a signal: the terms for entropy and
+        divergence. The loss is a mean over the tokens with a signal. If its sum was divided by the
+        number of all tokens, steps would get shorter as more and more groups have only right
+        answers, and so no signal.
         """
         mean = (found.loss * part.has_signal).sum() / self.num_with_signal
         mean = mean + for_all.sum() / self.num_tokens
