@@ -113,13 +113,14 @@ The words:
 from __future__ import annotations
 
 # -- plumbing: before Monarch starts ---------------------------------------------------------------
-# One process of a run is started by you: the main process. All others come from it. The workers
-# among them import this file under its name, and find the classes of the actors in it.
+# One process of a run is started by you: the main process. All others come from it, or on another
+# host from the program that waits there (section 16). The workers among them import this file under
+# its name, and find the classes of the actors in it.
 #
 # So importing this file must do nothing but define things. Whatever has an effect (environment
-# variables, signal handlers, printing) happens in `main`, which only the main process runs. There
-# are three exceptions, and all only if the file is run: the handler and the refusal below, which
-# must come before `main` can run, and the template for workers, which the next part explains.
+# variables, signal handlers, printing) happens in `main`, which no worker runs. There are three
+# exceptions, and all only if the file is run: the handler and the refusal below, which must come
+# before `main` can run, and the template for workers, which the next part explains.
 import os
 import signal
 import sys
@@ -462,9 +463,9 @@ MIB = 1 << 20  # bytes
 # for is best understood after section 5, which says how a dead process is noticed.
 ENVIRONMENT = {
     # How often Monarch looks whether a process still lives: every 10 s unless told. More often than
-    # this would cost memory: each look sends a message to each process, and of each message Monarch
-    # keeps 2 KiB for good (measured in DOCS 6). It would also gain little, for a pidfd tells of the
-    # end of a process in milliseconds.
+    # this would cost memory: each look asks each process, and of each message that wants a reply
+    # Monarch keeps 2 KiB for good (measured in DOCS 6). It would also gain little, for a pidfd
+    # tells of the end of a process in milliseconds.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     # How long a look that is under way when the process dies waits for a reply: 30 s unless told.
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
@@ -660,7 +661,7 @@ class Config:
     )
     # Section 5.
     stuck_after: float = setting(
-        120.0, "seconds trainer, critic or generator may make no progress", least=1
+        120.0, "seconds a worker other than a judge may make no progress", least=1
     )
     judge_stuck_after: float = setting(5.0, "seconds that a reward may take", least=0.5)
     # Sections 7 and 8; then 16.
@@ -1534,16 +1535,24 @@ class Owner(Actor):
 
     @endpoint
     async def sit_until_latch_opens(self, give_up_s: float) -> bool:
-        """Holds up this process's Python until somebody opens the latch.
+        """Holds up all Python of this process until somebody opens the latch.
 
-        It neither awaits nor answers messages meanwhile, so only a one-sided write can open it.
-        Returns False if nobody has for give_up_s seconds.
+        The actor answers no messages meanwhile, so only a one-sided write can open it. Nor does any
+        other thread run Python, for this one keeps the lock that a thread needs to do so, the GIL.
+        Returns False if nobody has opened it for give_up_s seconds.
         """
+        # A thread that wants the GIL waits for its turn, which comes after the switch interval, or
+        # when the lock is given back. `time.sleep` and torch give it back. What is called here does
+        # not: calls by PyDLL keep it, and so does a look at the latch's bytes by ctypes.
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(2 * give_up_s)
+        latch = (ctypes.c_uint8 * 2).from_address(self.latch.data_ptr())
         start = time.monotonic()
-        self.latch[self.STUCK] = 1
-        while self.latch[self.OPEN] == 0 and since(start) < give_up_s:
-            time.sleep(0.001)
-        return bool(self.latch[self.OPEN] == 1)
+        latch[self.STUCK] = 1
+        while latch[self.OPEN] == 0 and since(start) < give_up_s:
+            ctypes.PyDLL(None).usleep(1000)
+        sys.setswitchinterval(interval_s)
+        return latch[self.OPEN] == 1
 
 
 @dataclass(frozen=True)
@@ -1821,8 +1830,8 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #     it works for ever    ReplicaLost       its progress, after a limit       killed, and replaced
 #     it works for long    the answer        nobody                            the actor lives on
 #   (A replica is one of several workers that do the same; ReplicaLost is an exception of 5b.)
-# Cost. A thread in every worker. A replacement takes a second or so (`cure ms` in the demo), with a
-#   big model minutes.
+# Cost. A thread in every worker. A replacement takes about half a second (`cure ms` in the demo),
+#   with a big model minutes.
 # Not here. Who restarts the owner: here all owners live in the main process, and end with it.
 # Source. Supervisors of Erlang (Armstrong 2003); pidfd_open(2).
 #
@@ -2070,9 +2079,12 @@ def open_process(pulse: PulseHandle) -> int:
 
 
 def start_of(pid: int) -> int:
-    """When this process of this host started, as the system counts it; -1: it has ended."""
+    """When this process of this host started, as the system counts it; -1: it is gone.
+
+    One that has ended is not gone before its parent has noticed that.
+    """
     entries = status_of(pid)
-    if len(entries) < 20:  # of a process that has ended there is only the state
+    if len(entries) < 20:  # of a process that is gone there is only the state
         return -1
     # The twentieth entry: proc_pid_stat(5) has it as the 22nd, for the id and the name come first.
     *_, started = entries[:20]
@@ -3025,10 +3037,10 @@ class ReplicaKeeper(Supervisor):
         super().__init__(spec)
         self.recorder = Recorder(spec.name)
         self.changed = ChangeNotice()  # a replica became ready, free or lost, or all are closed
-        # By replica id: from start until close, or until the replica is taken away.
-        self.keepers: dict[int, asyncio.Task[None]] = {}
+        self.keepers: dict[int, asyncio.Task[None]] = {}  # by id, of the replicas that are kept
         self.lost_replicas: list[Loss] = []
         self.num_replicas = spec.num_replicas  # that there should be
+        self.num_closings = 0  # a start that began before the newest of them gives up
         self.resizing = asyncio.Lock()
 
     @concurrent_endpoint
@@ -3038,11 +3050,13 @@ class ReplicaKeeper(Supervisor):
         Called again, it replaces them all; requests that they have go to the next ones. Raises what
         the setup of one of them raised; NoReplica if all are closed meanwhile.
         """
+        num_closings = self.num_closings
         async with self.resizing:
             await self._stop_keepers()
             for replica in self.replicas.values():
                 replica.lose("taken away")
-            self._begin_to_keep(range(self.num_replicas))
+            if num_closings == self.num_closings:  # mechanism: closed meanwhile
+                self._begin_to_keep(range(self.num_replicas))
             await self.changed.wait_for(lambda: not self.keepers or self._is_complete())
             if not self.keepers:
                 raise NoReplica(f"{self.spec.name} is closed")
@@ -3105,9 +3119,8 @@ class ReplicaKeeper(Supervisor):
         made = self.replicas.get(replica_id)  # None: not even a process was asked for
         host = made.host if made else self._host_of(replica_id)
         life = host.life()
-        is_away = life == ""
         was_away = made is not None and made.host_life != life  # it has been started again since
-        if is_away or was_away:
+        if life == "" or was_away:  # "": it is away now
             return Loss(
                 replica_id=replica_id,
                 why=f"setup failed: {cause(error)}",
@@ -3154,6 +3167,7 @@ class ReplicaKeeper(Supervisor):
 
         For a request at its last attempt it is RequestLost, and for an `ask` ReplicaLost.
         """
+        self.num_closings += 1
         await self._stop_keepers()
         self.changed.notify()
         replicas = self.replicas
@@ -3639,7 +3653,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     report.check("requests of 400 lost by the service", 400 - served.answered_right, "==", 0)
     report.check("answers that the service gave", num_answers, "==", 400)
     report.check("requests that replicas finished", num_finished, "==", 400)
-    # It may also be below 0: what is sent to a replica that has just died fails, and never begins.
+    # It may also be below 0: what waits at a replica that is lost fails, and has never begun.
     num_needless = num_begun - num_failed - 400
     report.check("attempts beyond one per request and failure", num_needless, "<=", 0)
     kinds = sorted({loss.why for loss in after.lost_replicas})
@@ -3849,11 +3863,11 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 #     reading, then 3          the same, while it reads: it would learn of it when it is too late
 #     2 without its fence      the processor may do 3 before others can see 2: as if exchanged
 #
-# How long a lease lasts does not matter, nor how many slots there are: only a slot that no word
-# names is written. Every word is changed by `put`, which begins with a fence: all that its process
-# did before comes first, for everybody. So when others see that a reader's word names another slot,
-# or none, its last read of the old slot is over; and when they see `latest` name a slot, the bytes
-# of that slot are there.
+# How long a lease lasts does not matter, nor how many slots there are: only a slot that no word of
+# a living process names is written. Every word is changed by `put`, which begins with a fence: all
+# that its process did before comes first, for everybody. So when others see that a reader's word
+# names another slot, or none, its last read of the old slot is over; and when they see `latest`
+# name a slot, the bytes of that slot are there.
 #
 # In which order others see what I do. At a first reading go on with `class ArenaHandle`: the rest
 # of this part only says what a fence is made of, and why one is needed at all. The proof above says
@@ -4040,9 +4054,9 @@ class Arena:
             pid, slot = divmod(self.words[self.LEASES + reader], self.MAX_SLOTS)
             pids[slot].append(pid)
         others = [slot for slot in range(self.handle.num_slots) if slot != latest]
-        # First those that nobody leases. Only if there are none it matters who lives, and to ask
-        # that takes 0.1 ms for each reader. A copy of 64 MiB takes some 6 ms (DOCS 2), so with four
-        # readers to ask always would make it 7 % longer.
+        # First those that nobody leases. Only if there are none it matters who lives. To ask that
+        # takes 0.02 ms for each reader, and 0.2 ms while another thread of this process runs Python
+        # (2026-11-24), as that of a trainer does; a copy of 64 MiB takes some 6 ms (DOCS 2).
         for slot in sorted(others, key=lambda slot: len(pids[slot])):
             if not any(is_alive(pid) for pid in pids[slot]):  # what has ended leases nothing
                 return slot
@@ -4072,7 +4086,8 @@ class Arena:
                 return version, slot
 
 
-# At a first reading go on with `create_arena`. Sections 8 and 16 use what stands in between.
+# At a first reading go on with `create_arena`. What stands in between is for those who wait for a
+# word of an arena: in the measurement of this section, and in sections 8 and 16.
 def stamps_of(arena: Arena) -> torch.Tensor:
     """[num_slots] int64: which version each slot holds, a view of its last 8 bytes.
 
@@ -5495,8 +5510,8 @@ PIECE_BYTES = 4 * MIB
 # piece waits for those before it: the deadline of the last would have to grow with the model.
 PIECES_UNDER_WAY = 8
 # How long a read of a piece may take. It is two messages, the request and the piece, and Monarch
-# gives each of them 30 s. However large the model is, at most seven others share the cable with it.
-# So all is well if 8 x 4 MiB cross in 30 s: 1.1 MB/s.
+# gives each of them 30 s. However large the model is, at most seven others of its reader share the
+# cable with it. So all is well if 8 x 4 MiB cross in 30 s: 1.1 MB/s for each reader on that cable.
 PIECE_DEADLINE_S = 60
 
 
@@ -5612,7 +5627,8 @@ async def receive(parcels: list[Parcel], handles: list[list[RDMABuffer]]) -> Non
 
 
 # A trainer of two ranks and a generator of two ranks, in two processes that have one of each. On
-# three roads versions go from one to the other, and each time all elements are compared.
+# three roads versions go from one to the other, seven on each; then all elements of the last one
+# are compared.
 #
 # The sizes are odd on purpose: 1025 columns on two ranks are 513 and 512, and the numbers of rows
 # differ from matrix to matrix. The columns "sent" and "written" count bytes, over those that the
@@ -5928,7 +5944,7 @@ class Task:
     the user says depends on the answers. The other methods are for special cases, which their
     docstrings name. The main process calls `numbered` and `set_aside`, which call `conversation`;
     a generator `open`, whose Session calls `user`; a judge (section 11) `rewards`, which calls
-    `score`.
+    `score`. In its warm start (11a) a trainer calls all of them.
     """
 
     system = ""  # a message of the system's before the conversation; "": the template's own, if any
@@ -7955,7 +7971,8 @@ class Credit:
 
     advantage: torch.Tensor  # float32: how much better it was than expected
     # bool: False if all answers with which it was compared, itself included, are alike, or if it
-    # had no such turn: then there is nothing to learn. With `none` nothing is compared: True.
+    # had no such turn: then there is nothing to learn. With `none` nothing is compared: True if it
+    # had that turn.
     has_signal: torch.Tensor
 
 
@@ -8068,7 +8085,7 @@ class TokenLoss:
 # In cispo and dppo no gradient flows through w. dppo's second summand is a gentle pull back to the
 # samples, for tokens that its limit does not stop. There are two bounds, because there are two
 # reasons for them: max_weight, a flag, is how far a sample is trusted to stand for several; 3, of
-# bad tokens, is explained below.
+# bad tokens (in dppo of all), is explained below.
 
 # By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and the
 # loss of ppo, -r, has a gradient: the token becomes likelier still. At 0.65 r is 1.3, beyond 1.2,
@@ -8607,9 +8624,9 @@ def tell_length(report: Report, seed: int) -> None:
 
 
 @stage(
-    "a baseline takes away noise and no direction; a ratio without a clip takes away some of the "
-    "tilt that a lag makes; a clip bounds how far a batch can push, no token outweighs a batch, "
-    "and a price keeps answers short",
+    "the mean of the other answers as a baseline takes away noise and no direction; a ratio "
+    "without a clip takes away some of the tilt that a lag makes; a clip bounds how far a batch "
+    "can push, no token outweighs a batch, and a price keeps answers short",
     hint="write `ratio * 0 + 1`: the lag tilts the gradient as if nothing was done about it",
     mechanism="ratio",
 )
@@ -9237,7 +9254,8 @@ def rows_of_parts(
     # would wait for ever. So this counts the whole batch, holes included, which all ranks have.
     num_logits = tokens.ids.numel() * vocab_size // cfg.trainers
     num_parts = math.ceil(num_logits / MAX_LOGITS)
-    # No part may be empty: each rank has so many rows at least, and tensor_split deals them evenly.
+    # No part may be empty: each rank has so many rows at least (check_together sees to that), and
+    # tensor_split deals them evenly.
     num_parts = min(num_parts, len(longest_first) // cfg.trainers)
     return mine.tensor_split(num_parts)
 
@@ -9415,11 +9433,11 @@ def device_of(cfg: Config, place: Place, rank: int) -> str:
 
         trainer ranks        have the first ones, one each
         critic ranks (14)    have the next ones, if then one is left; else those of the trainer
-        all others, that     share those that are left, in turn; if none is, all of them
-        is, generators
+        all others           share those that are left, in turn; if none is, all of them
 
     With two ranks each of trainer and critic, 8 GPUs are 0 1, 2 3, and 4 to 7 for the generators; 4
-    GPUs are 0 1, 0 1, and 2 3. On a host without a trainer generators share all.
+    GPUs are 0 1, 0 1, and 2 3. On a host without a trainer generators share all. (The others are
+    generators, and the workers of a reward model.)
     """
     if cfg.device == "cpu":
         return "cpu"
@@ -9515,8 +9533,9 @@ def share_of_rate(cfg: Config, num_done: int) -> float:
 #     after it has computed       the whole one is thrown away
 #     in the backward pass        the same; and its gradient goes to the parts, added up in fp32
 #
-# So one layer is whole at a time, and of what lies around the layers (embedding, last matrix) one
-# more whole. A generator's weights are the same ones, cast the same way, so both round alike.
+# So one layer is whole at a time (two in the backward pass, where FSDP fetches the next one while
+# one is computed), and besides what lies around the layers: the embedding and the last matrix. A
+# generator's weights are the same ones, cast the same way, so both round alike.
 
 
 def as_on(here: Config, cfg: Config) -> Config:
@@ -9728,6 +9747,9 @@ def read_checkpoint(path: str, cfg: Config | None) -> dict[str, Any]:
     except Exception as error:  # whatever a strange file does to these libraries
         if isinstance(error, OSError) and error.errno in PASSING_ERRORS:
             raise
+        # Where Python raises MemoryError, torch has only this text.
+        if isinstance(error, RuntimeError) and "allocate memory" in str(error):
+            raise MemoryError(str(error)) from error
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"{path} is no checkpoint, or damaged: {why}") from error
     if cfg is not None:
@@ -9767,9 +9789,10 @@ def read_together(path: str, cfg: Config, rank: int) -> dict[str, Any]:
 
 # -- 11e. The workers ------------------------------------------------------------------------------
 # Three kinds of processes: the trainer, generators, judges. An endpoint takes one argument at most,
-# and gives one answer; what has several parts is a record. Besides weights and events this is all
-# that passes between the main process and them. (A run begins with `begin` and `load`. Its loop
-# needs `rollout`, `judge` and `step` alone; the others are for checks and checkpoints.)
+# and gives one answer; what has several parts is a record. Besides weights, events, and what 5b
+# asks of every worker, this is all that passes between the main process and them. (A run begins
+# with `meeting_place`, `begin`, `load` and `published`. Its loop needs `rollout`, `judge` and
+# `step` alone; the others are for checks and checkpoints.)
 #
 #     Trainer     meeting_place                -> str             a file for its ranks to meet in
 #                 begin        BeginRequest    -> ArenaHandle     makes optimizer and arena, once
@@ -18968,6 +18991,10 @@ def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict
         parser.error("--group-size 1 leaves no group: take --baseline critic, batch or none")
     if max(cfg.turn_lambda, cfg.token_lambda) > 1:
         parser.error("--turn-lambda and --token-lambda must be at most 1")
+    # Of a group whose answers could not all be judged two are enough (Flow.least_rows).
+    num_rows = cfg.batch_groups * min(2, cfg.group_size)
+    if num_rows < cfg.trainers:
+        parser.error(f"--trainers {cfg.trainers}: a batch may have only {num_rows} episodes")
 
 
 def check_reward(parser: Parser, cfg: Config, stages: list[Stage]) -> None:

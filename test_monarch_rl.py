@@ -3614,6 +3614,21 @@ def test_a_missing_end_counts_as_a_wrong_letter_in_built_in_tasks_alone() -> Non
 # -- sessions --------------------------------------------------------------------------------------
 
 
+def test_no_python_of_the_owner_runs_while_it_is_stuck() -> None:
+    """Another thread of its process wants to run after 0.1 s, and does only when it is over."""
+    owner = m.Owner.__new__(m.Owner)
+    owner.latch = torch.zeros(2, dtype=torch.uint8)
+    start = time.monotonic()
+    ran_after_s: list[float] = []
+    other = threading.Timer(0.1, lambda: ran_after_s.append(time.monotonic() - start))
+    other.start()
+    was_opened = asyncio.run(m.Owner.sit_until_latch_opens._method(owner, 1.0))
+    other.join()
+    assert not was_opened  # so it was held up for the whole second
+    assert min(ran_after_s) >= 1.0
+    assert sys.getswitchinterval() < 1.0
+
+
 class Guessing(m.Task):
     """Each episode has a state of its own, which no reward function could know."""
 
@@ -12171,6 +12186,14 @@ async def resize_scene() -> dict[str, Any]:
     found["impatient"] = await of.meanwhile(2, lambda: of.resize(1, patience_s=0.1), seconds=2.0)
     after = await of.service.status()
     found["failed then"] = after.num_failed_attempts - before.num_failed_attempts
+    # A second start has to end the keepers of the first one, and meanwhile all are closed.
+    starting = asyncio.ensure_future(error_of(of.service.start))
+    again = asyncio.ensure_future(error_of(of.service.start))
+    await asyncio.sleep(0.2)
+    await of.service.close()
+    found["closed starts"] = [await starting, await again]
+    found["left then"] = (await of.service.status()).pids
+    await of.service.start()
     # All are closed while some are being added, and taken away.
     growing = asyncio.ensure_future(of.resize(4))
     await asyncio.sleep(0.2)
@@ -12308,6 +12331,8 @@ def test_replicas_come_and_go_while_one_is_being_replaced(service_scenes: dict[s
 def test_a_service_that_cannot_grow_goes_on_as_it_was(service_scenes: dict[str, Any]) -> None:
     found = service_scenes["resize"]
     assert found["cannot grow"] == [1, "OSError: no process"]
+    assert [error["type"] for error in found["closed starts"]] == ["NoReplica", "NoReplica"]
+    assert found["left then"] == []
     assert found["closed"] == "NoReplica: roots is closed"
     assert found["left"] == 0
 
@@ -13841,6 +13866,24 @@ def test_an_evaluation_uses_the_older_one_too_and_moves_nothing(tmp_path: pathli
     [line] = command.passed_over
     assert "step-00000002.pt is no checkpoint, or damaged: " in line
     assert len(os.listdir(folder)) == 2
+
+
+def test_too_little_memory_does_not_make_a_checkpoint_a_damaged_one(
+    tmp_path: pathlib.Path,
+) -> None:
+    """torch says it by a RuntimeError, whose text is that of its allocator."""
+    path = tmp_path / "step-00000001.pt"
+    save_checkpoint_of_nobody(path)
+    no_memory = RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 400000000 bytes. Error code 12 (Cannot allocate memory)"
+    )
+    with mock.patch.object(m.torch, "load", side_effect=no_memory):
+        with pytest.raises(MemoryError, match="400000000 bytes"):
+            m.read_checkpoint(str(path), None)
+    with mock.patch.object(m.torch, "load", side_effect=RuntimeError("invalid header")):
+        with pytest.raises(ValueError, match="damaged: invalid header"):
+            m.read_checkpoint(str(path), None)
 
 
 def test_flags_that_are_wrong_leave_no_folder_behind(
@@ -17276,6 +17319,7 @@ BAD_INPUT = [
     "--group-size 1",
     "--group-size 1 --baseline leave_one_out",
     "--turn-lambda 1.5 --baseline critic",
+    "--trainers 4 --batch-groups 1",
     "--token-lambda -1 --baseline critic",
     "--critic-lr nan",
     "--loss x",
