@@ -13871,18 +13871,19 @@ def test_an_evaluation_uses_the_older_one_too_and_moves_nothing(tmp_path: pathli
 def test_too_little_memory_does_not_make_a_checkpoint_a_damaged_one(
     tmp_path: pathlib.Path,
 ) -> None:
-    """torch says it by a RuntimeError, whose text is that of its allocator."""
+    """What torch raises then is a RuntimeError, whose text is that of its allocator."""
     path = tmp_path / "step-00000001.pt"
     save_checkpoint_of_nobody(path)
     no_memory = RuntimeError(
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
         "you tried to allocate 400000000 bytes. Error code 12 (Cannot allocate memory)"
     )
-    with mock.patch.object(m.torch, "load", side_effect=no_memory):
-        with pytest.raises(MemoryError, match="400000000 bytes"):
-            m.read_checkpoint(str(path), None)
-    with mock.patch.object(m.torch, "load", side_effect=RuntimeError("invalid header")):
-        with pytest.raises(ValueError, match="damaged: invalid header"):
+    for error, expected, words in (
+        (no_memory, MemoryError, "400000000 bytes"),
+        (RuntimeError("invalid header"), ValueError, "damaged: invalid header"),
+    ):
+        raising = mock.patch.object(m.torch, "load", side_effect=error)
+        with raising, pytest.raises(expected, match=words):
             m.read_checkpoint(str(path), None)
 
 
