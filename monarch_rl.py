@@ -23,7 +23,7 @@ and each names the line that you can change to see that for yourself.
        |                               |                                                   |
        |                               +---------- Arena: slots, leases <------------------+
        |                                                                                   |
-       +------ tickets come back to the Gate when the new version is in the Arena ---------+
+       +--- tickets come back to the Gate when the trainer has stepped on their groups ----+
 
       Small things travel as messages between actors (the control plane). The weights, which are
       large, travel through shared memory or by RDMA (the data plane). "The words", below, says what
@@ -91,8 +91,8 @@ The words:
     lease     A reader's note "I am reading slot 3", for the writer to see.
     torn      Of weights that were read: some tensors are of version 6 and some of version 7.
     ticket    The permission to generate one group. There are few, so little is under way. The
-              Gate hands them out. A ticket comes back when generators can pull the version that
-              its group has helped to make, or at once if the group is dropped.
+              Gate hands them out. A ticket comes back when the trainer has made its step on
+              that group, or when the group is dropped or lost.
     sampler   Draws prompts, always the same one for the same number.
     replica   One of several interchangeable workers, in a process of its own.
     service   What owns replicas and gives requests to them; callers see no replica (section 6).
@@ -11310,7 +11310,7 @@ class Run:
 
         heldout: as in StepRow. num_generators: that there are now.
         """
-        # First, for `settle`, below, gives tickets back, and what these ask for names a version.
+        # Before `settle`, which gives tickets back: requests made with these name this version.
         self.version += 1
         assert stats.version == self.version, "the trainer is at another version than was expected"
         seconds = since(self.began)
@@ -12344,12 +12344,12 @@ async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
 #   and samples grow old: when the trainer sees one, the policy that made it may be many versions
 #   behind, and nothing bounds how many.
 # Rule. Two loops and a buffer. The rollout loop: take tickets, have groups sampled for them, which
-#   go into the buffer. The training loop: take a batch, step, publish. Tickets limit what is under
-#   way to K + 1 batches, where K is the bound on lag (--max-lag): one that the trainer works on,
-#   and K behind it, of which the last will be K versions old when its turn comes. That alone does
-#   not bound lag, for a group that takes long is overtaken by others; so a group more than K
-#   versions old is dropped when a batch is taken. Its ticket comes back: else a run would have
-#   fewer and fewer tickets, and stop.
+#   go into the buffer. The training loop: take a batch, step, publish. The tickets of a batch come
+#   back when its step is made. Tickets limit what is under way to K + 1 batches, where K is the
+#   bound on lag (--max-lag): one that the trainer works on, and K behind it, of which the last will
+#   be K versions old when its turn comes. That alone does not bound lag, for a group that takes
+#   long is overtaken by others; so a group more than K versions old is dropped when a batch is
+#   taken. Its ticket comes back, too; otherwise a run would have fewer and fewer tickets, and stop.
 # Cost. Lag: samples are off-policy, that is, of an older policy than the one in training, and the
 #   loss has to bear it (section 10).
 # Not here. Finishing a rollout that another generator has begun.
@@ -12472,8 +12472,8 @@ class Flow:
 class Gate:
     """Hands out tickets, one per group. Those that are out are the groups in flight.
 
-    So it keeps no count of its own: the Ledger has it, and a group that is settled there gives its
-    ticket back by that.
+    The Ledger knows these groups, so the Gate keeps no count of its own: a group that is settled in
+    the Ledger has given its ticket back.
     """
 
     def __init__(self, ledger: Ledger, num_tickets: int) -> None:
@@ -12577,7 +12577,7 @@ class ReplayBuffer:
         return version - group.oldest_version <= self.flow.max_lag  # mechanism: lag bound
 
     def _drop(self, run_id: int, version: int, first_version: int) -> None:
-        """Takes out what the trainer may not be given. The tickets come back by that."""
+        """Takes out what the trainer may not be given, and gives the tickets of these back."""
         too_old = []
         of_lost_weights = []  # sampled under a trainer that is lost, or a step that is undone
         usable = []
@@ -12722,9 +12722,9 @@ class RolloutLoop:
     async def _request(self, prompts: list[Prompt]) -> None:
         """A request, from its tickets until each group of it is in the buffer, or lost.
 
-        Tickets come back with a step, and what is asked for with them is to be sampled under the
-        version that this step has made. That may still be being copied, so the request names it,
-        and the generator waits until it can be pulled.
+        Tickets come back when a step is made, and what is asked for with them is to be sampled
+        under the version of this step. The trainer may still be copying that version. So the
+        request names it, and the generator waits until it can be pulled.
         """
         group_ids = [prompt.id for prompt in prompts]
         assert self.cluster.handle is not None  # the trainer has begun before the loops do
@@ -12883,7 +12883,7 @@ class AsyncLoops:
     async def _enter_step(self) -> None:
         """Waits for the answer to the oldest step that was sent, and enters it into the books.
 
-        The tickets of a batch come back only by this, when the step is made. Take the example
+        The tickets of a batch come back only here, when the step is made. Take the example
         above, with v = 5: if the tickets of batch a came back when a is sent, c would always be
         sampled under 5, one version older than the example says. Two answers may come at the same
         moment, and in any order; they are entered in the order of the steps.
