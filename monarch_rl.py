@@ -8975,7 +8975,7 @@ class Work:
     no_signal: float  # as in StepStats
 
     def objective(self, cfg: Config, part: Part, found: TokenLoss, for_all: torch.Tensor) -> Any:
-        """The share of a part in what is made smaller: a scalar.
+        """What a part adds to the objective, which an update makes smaller: a scalar.
 
         for_all: [N], what each token adds, with or without a signal: the terms for entropy and
         divergence. The loss is a mean over the tokens with a signal. If its sum was divided by the
@@ -9131,7 +9131,7 @@ class TrainState:
                 answer=part.answer,
             )
             found = LOSSES[self.cfg.loss](tokens, limits_of(self.cfg))
-            reference = self.reference if self.cfg.kl else None  # in supervised steps it is 0
+            reference = self.reference if self.cfg.kl else None  # supervised steps have kl 0
             kl = divergence(reference, logp, part, self.cfg.temperature)
             for_all = -self.entropy_bonus * entropy  # [N]
             for_all = for_all + self.cfg.kl * kl  # mechanism: divergence
@@ -9692,7 +9692,8 @@ def about(cfg: Config) -> dict[str, Any]:
 def other_flags(found: dict[str, Any], cfg: Config) -> str:
     """The flags without which a run cannot go on from a checkpoint; "": it can, with these.
 
-    found: the checkpoint's "about". If that is older than a flag, it was made with its default.
+    found: the checkpoint's "about". If the checkpoint is older than a flag, it counts as
+    made with the flag's default.
     """
     flags = []
     for name, mine in about(cfg).items():
@@ -10059,7 +10060,7 @@ class SharedWork:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.begun_s: list[float] = []  # when those under way began, in seconds since 1970
-        self.noted_s = 0.0  # until then it was noted
+        self.noted_s = 0.0  # up to when work has been noted
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
@@ -10159,16 +10160,16 @@ class Generator(Worker):
             await asyncio.sleep(0 if self.decoder.episodes() else 0.001)
 
     def _try_to_enter(self, request: RolloutRequest) -> bool:
-        """May its episodes join those that are here? If there are none, this pulls for it.
+        """May the request's episodes join those that are here? If none are, this pulls for it.
 
             the version it asks for is not there    it waits; TrainerLost if that never comes
             nobody is here                          this pulls, and it comes in
             those here have the newest version      it joins them, if _may_join says so, too
-            those here have an older one, or        it waits until they are over, or there would
-            one of a trainer before                 always be somebody, and nothing newer pulled
+            those here have an older one,           it waits until they are over; otherwise somebody
+            or one of a trainer before              would always be here, and nothing newer pulled
 
-        For all tokens of a request are of one version, which stays leased until the next pull. Only
-        those with is_in_flight take new versions as they come, and so always have the newest.
+        All tokens of a request are of one version, which stays leased until the next pull. Only
+        requests with is_in_flight take new versions as they come, and so always have the newest.
         """
         handle = request.arenas[self.place.host]
         is_empty = not self.decoder.episodes()
@@ -10317,7 +10318,7 @@ class Team:
         self.words: Any = torch.distributed.new_group(backend="gloo", timeout=self.PATIENCE)
 
     def cut(self, model: Any, device: str) -> None:
-        """Makes DTensors of the parameters of its layers, of which this rank keeps its part.
+        """Makes DTensors of the parameters of a model's layers. This rank keeps its part of each.
 
         Their modules compute with that part, and where it says so add up. device: "cpu" or "cuda".
         """
@@ -10419,7 +10420,7 @@ class FollowingReader(ShardReader):
     """The reader of another rank. It leases nothing.
 
     It has the number of rank 0's reader, and so the same word for a lease, which it clears when it
-    is made (section 7). No lease is lost by that: rank 0 takes its first one after all have met.
+    is made (section 7). This takes no lease away: rank 0 has its first one only after all have met.
     """
 
     def take(self, slot: int) -> None:
@@ -10680,7 +10681,8 @@ async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
             rewards[at] = reply.rewards
             errors.extend(reply.errors)
 
-    # Every second one, say: so the episodes of a group, which take equally long, go to all judges.
+    # With two requests, each has every second episode. So those of a group, which take about equally
+    # long, go to both judges.
     shares = [slice(first, None, num_requests) for first in range(num_requests)]
     await asyncio.gather(*[judge(share) for share in shares])
     return JudgeReply(rewards=rewards, errors=errors)
@@ -11599,7 +11601,7 @@ class Training:
         return max((row.stats.lag_max for row in rows_since(self.run)), default=0)
 
     def largest_k3(self) -> float | None:
-        """The same of the mean k3 of a step over its tokens of lag 0; None: there were none."""
+        """The largest mean k3 of tokens of lag 0 in a step of this command; None: there is none."""
         found = []
         for row in rows_since(self.run):
             if row.stats.mismatch_k3 is not None:
@@ -11663,8 +11665,8 @@ def curve_of(run: Run, most: int = 400) -> dict[str, Any]:
 def expect(training: Training, what: str, got: float, relation: str, want: float) -> None:
     """Checks what tells of learning, which only the tiny policy can promise.
 
-    What a model of your own learns depends on that model, its task and its rate: it is shown. So
-    does what is learned from a reward model.
+    What a model of your own learns depends on that model, its task and its rate, and what is
+    learned from a reward model depends on the reward model as well. Both are only shown.
     """
     if training.cfg.model == "tiny" and training.cfg.reward == "task":
         training.report.check(what, got, relation, want)
@@ -11675,9 +11677,9 @@ def expect(training: Training, what: str, got: float, relation: str, want: float
 async def train_sync(training: Training) -> None:
     """The synchronous loop: sample, step, publish, one after the other.
 
-    What to do when the trainer is lost, the Training knows. If a request to the generators is lost
-    for good, that is, with every replica that tried it, the run ends: the same request would do so
-    again.
+    The Training knows what to do when the trainer is lost. If a request to the generators is lost
+    for good, that is, with every replica that tried it, the run ends: the same request would be
+    lost again.
     """
     run = training.run
     async with training:
@@ -11833,7 +11835,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
     # still as small, k3 would not show a lag, and the small ones above would prove nothing.
     stale = await with_retries(cluster, lambda: cluster.examine(first))
     after = await with_retries(cluster, lambda: evaluate(cluster, sampler.heldout))
-    # After a run that was over before there is no step to tell it; the first batch does.
+    # If the run was already over, this command made no step; then the first batch tells the k3.
     largest_k3 = training.largest_k3() if rows_since(training.run) else found.mean_k3
     gained = training.tell_learning(before, after, largest_k3)
     late = f"k3 of the first batch, {training.run.num_steps} steps too late"
@@ -12070,7 +12072,7 @@ class SafeTraining(Training):
             path = self.checkpoints.newest(self.cfg, self.report.say)
             try:
                 saved = await self.cluster.load(path)
-            except TrainerLost as error:  # another one
+            except TrainerLost as error:  # the trainer that was to load it
                 self._count_loss(error)
             else:
                 self.cluster.remember(path, self.checkpoints)
@@ -12911,7 +12913,8 @@ class AsyncLoops:
 # Two questions are answered with it. Do the loops keep any number of generators at work? And what
 # do both orders cost when answers are of very uneven lengths?
 #
-# By example, two generators take 30 ms for a group, and are asked for 8 groups each:
+# By example, two generators take 30 ms for a group, and are asked for 8 groups each; the trainer
+# takes 100 ms for a step:
 #
 #     simulated time   0 ms      240 ms                        340 ms
 #     generators       begin     have their 8 groups, begin    work
@@ -13642,8 +13645,9 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #     b          1   0.5     0.7      0.0                          0.2    0.2 + 0.8 * 0.20 = 0.36
 #     c          2   0.7     0.0      0.9                          0.2                       0.20
 #
-# What V should have said is V + advantage, and that is what the critic learns: of a 0.86, where the
-# return was 0.9. So it learns partly from its own later values, and these must not be far off.
+# What V should have said is V + advantage, and that is what the critic learns: for token a it is
+# 0.4 + 0.46 = 0.86, where the return was 0.9. So it learns partly from its own later values, and
+# these must not be far off.
 #
 # The critic could share the policy's layers, with a head of its own. Then one forward pass would do
 # for both. But each would pull these layers its way, and how much either may pull would be one more
@@ -14540,22 +14544,24 @@ def pairs_of(
 #
 # Bradley and Terry: the probability that one answer is preferred is sigmoid(its score - the other
 # one's). So the loss of a pair is -log sigmoid(chosen - rejected), and only differences matter: 0
-# is nothing special, and it moves with every lesson. A group is compared with its own mean, so this
-# does no harm there. Without a baseline a move counts as a reward for every answer; and a critic,
-# which has learned from earlier batches, takes it for answers that have become better, or worse.
+# is nothing special, and every lesson may move all scores together. A group is compared with its
+# own mean, so such a move does no harm there. Without a baseline it counts as a reward for every
+# answer; and a critic, which has learned from earlier batches, takes it for answers that have
+# become better, or worse.
 #
-# How good it is, pairs tell from which it has not learned: the share of which it gives the chosen
-# answer the higher score, its accuracy. A coin has 0.5. That is about answers like those in these
-# pairs, and nothing else. Once the policy says other things, it must be measured anew.
+# Pairs from which it has not learned tell how good it is. Its accuracy is the share of them in
+# which it gives the chosen answer the higher score. A coin has 0.5. That is about answers like
+# those in these pairs, and nothing else. Once the policy says other things, it must be measured
+# anew.
 #
 # By example, scores 1.0 and 0.2: the first is preferred with probability sigmoid(0.8) = 0.69. If it
 # was, the loss is 0.37; if the other one was, 1.17.
 
 REWARD_RATE = {"tiny": 1e-3, "other": 1e-5}  # learning rates: fresh weights, and pretrained ones
 
-# Times the mean. The head begins at zero, and with this factor scores differ while its weights are
-# still small; a larger learning rate would change the body faster, too. With 4 an answer of three
-# letters and an end has the score that their sum would be.
+# The score is this times the mean. The head begins at zero, and with this factor scores differ
+# while its weights are still small; a larger learning rate would change the body faster, too. With
+# 4 an answer of three letters and an end has the score that their sum would be.
 SHARPNESS = 4.0
 REWARD_EPOCHS = 4  # over the first pairs
 REWARD_BATCH = 32  # pairs of an update
@@ -14600,8 +14606,9 @@ class RewardState:
     def learn(self, fresh: Answers, num_epochs: int) -> None:
         """A lesson: trains on these pairs, and on OLD_PER_NEW times as many old ones.
 
-        Without the old ones it would forget what they say: where the policy has been, and may come
-        back. Everything random in it follows from the seed and the number of the lesson.
+        Without the old ones it would forget what they say about answers that the policy gave
+        before, and may give again. Everything random in it follows from the seed and the number of
+        the lesson.
         """
         rng = random.Random(f"lesson {self.cfg.seed} {self.num_lessons}")
         pairs = fresh
@@ -14727,7 +14734,8 @@ class RewardTrainer(RankedWorker):
         "": stays as it is.
         """
         if path:
-            found = torch.load(path, weights_only=True, mmap=True)  # of which it reads its part
+            # mmap: of a run's checkpoint only what is used here is read.
+            found = torch.load(path, weights_only=True, mmap=True)
             self.state.become(found["reward"])
         self.has_begun = True
         return self._publish()
@@ -14938,7 +14946,10 @@ class RewardCluster(CriticCluster):
             self.published_reward = await self.reward_trainer.route(RewardTrainer.begin, path)
 
     async def _restore_after(self, published: PublishedReward) -> None:
-        """The same, unless another caller has done it since it was found that this one is lost."""
+        """As `_restore`, unless another caller has done that already.
+
+        published: what the caller had when it found the loss. A `_restore` publishes another one.
+        """
         async with self.changing_reward:
             if self.published_reward is published:
                 await self._restore()
@@ -15422,8 +15433,8 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 #
 #     the link        its Monarch address becomes "", and it tries to connect twice a second
 #     RemoteHost      life() is "" from now on
-#     keepers         find that at their next look: their replicas there are lost, "host lost", and
-#                     each waits until the host is here
+#     the owner       finds that at its next look: the replicas there are lost, "host lost". Their
+#                     keepers wake, and each waits until the host is here
 #     route           requests that were under way there go to replicas on other hosts
 #     the worker      is back, with another Monarch host: life() is another address
 #     keepers         make their replicas again, there
@@ -15521,8 +15532,8 @@ class Link(threading.Thread):
         self.address = address
         self.secret_file = secret_file
         self.say = say
-        # The thread alone uses these two: was there a connection before, so that it is "back" now?
-        # And why was none made, as it was said last?
+        # The thread alone uses these two. Was the worker here before? Then it is "back" next time.
+        # And why no connection was made, as it was told last; the same is not told twice.
         self.was_here = False
         self.refusal = ""
         self.is_closed = False
@@ -15961,7 +15972,7 @@ def half_words(memory: torch.Tensor) -> Any:
 def sum_of(piece: torch.Tensor) -> int:
     """A checksum: the sum of all words of 64 bits, modulo 2**64. piece: [num_bytes] uint8.
 
-    It is there for mistakes of this file. Torn deltas it need not find: while a slot is leased its
+    It is there for mistakes of this file. It need not find torn deltas: while a slot is leased its
     delta stays, too, and the version of a delta is written last. The sum differs if one change is
     missing; and if one went to a wrong place, unless both places held the same number before. A CRC
     would notice more, such as words that have been exchanged, and takes longer than all the rest.
@@ -15990,7 +16001,7 @@ def changes_of(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor | None:
 
 
 def change(piece: torch.Tensor, changes: torch.Tensor) -> None:
-    """Makes a piece what it is now, of what it was before. changes: from `changes_of`."""
+    """Turns a piece of the version before into that of the new one. changes: from `changes_of`."""
     if not len(changes):
         return
     words = half_words(piece)
@@ -16004,7 +16015,7 @@ def change(piece: torch.Tensor, changes: torch.Tensor) -> None:
 
 
 class Delta:
-    """What makes of the version before the one that a slot holds now.
+    """What turns the version before into the one that a slot holds now.
 
     One side fills it, in memory of its own; the other reads it over the cable, and unpacks it. A
     relay that other relays read from (16e) has both sides: what it has read it passes on.
@@ -16720,9 +16731,9 @@ class Relay(VersionCarrier):
         super().__init__(place)
         self.plan = plan
         # For a tree: which relay of the level above this one reads from, and its number among all
-        # that do. In the picture of 16e relay 4 is the third of its level, replica 2, and level 0
-        # has two relays. So its parent is relay 1, of which it is number 0. In level 0 itself all
-        # read from the trainer, and `parent` is 0 and not used.
+        # that do. In the picture of 16e relay 4 is the third of its level, replica 2, and two read
+        # from each relay. So its parent is relay 2 // 2 = 1, of which it is number 0. In level 0
+        # all read from the trainer, and `parent` is 0 and not used.
         self.parent, number = divmod(place.replica_id, plan.num_siblings)
         self.first_lease = plan.first_reader + LEASES_PER_RELAY * number
         self.offer: Offer | None = None  # None before a relay has asked
@@ -16800,7 +16811,7 @@ class RelayTree:
         self.hosts = hosts
         self.fanout = cfg.relay_fanout or max(1, len(hosts))  # else all read from the trainer
         self.levels: list[Service] = []
-        self.starting: dict[int, asyncio.Task[None]] = {}  # by level, its start, but of the first
+        self.starting: dict[int, asyncio.Task[None]] = {}  # of each level but the first, its start
         num_placed = 0
         while num_placed < len(hosts):
             level = self._level(cfg, trainer, num_placed)
@@ -17116,9 +17127,10 @@ class SendingCluster(CriticCluster):
 #     `latest`          rank 0 has committed the version, and readers may have it
 #
 # Relay A needs no lease for what it reads of host B, although in section 7 every reader has one.
-# For B cannot write into that slot before relay A is done, however long that takes: B needs it for
-# version 10, begins that when it has committed 9, and can commit 9 only with A's rows of 9. Those A
-# writes after it has committed 8, so after relay A has read all of 8 from B. Time runs down:
+# For B cannot write into that slot before relay A is done, however long that takes. B needs the
+# slot again for version 10, which it begins after it has committed 9. For 9 it needs A's rows of 9.
+# A writes these after it has committed 8, that is, after relay A has read all of 8 from B. Time
+# runs down:
 #
 #     host A                            host B                                   `written`  `latest`
 #                                       has written its rows of 8 into slot 0        8          7
@@ -17223,7 +17235,7 @@ class SpanWriter(RelayedWriter):
         require(found != self.FAILED, "arena: the copy on another host failed")
 
     def parts(self, moves: list[Move]) -> HostParts:
-        """For the relays of other hosts. moves: to one of them, for all lack the same of this."""
+        """For the relays of other hosts. moves: to any one other host; all lack the same rows."""
         pieces = []
         for slot in range(self.arena.handle.num_slots):
             pieces.append([RDMABuffer(piece) for piece in pieces_in(slot, self.arena, moves)])
@@ -17341,7 +17353,7 @@ class HostSpan(Host):
     members: tuple[RemoteHost, ...]
     ranks_per_host: int
 
-    # It waits so long for members that are missing, and then goes on without them. So a network
+    # How long it waits for members that are missing; then it goes on without them. So a network
     # that was cut for a moment does not leave the trainer with fewer ranks.
     WAITS_FOR_ALL_S: ClassVar[float] = 5.0
 
@@ -17900,7 +17912,7 @@ class HostsCluster(SendingCluster):
 # Of deltas that run says nothing, for it publishes fp32, of which every number changes in each
 # step. So, second, a Stepper takes AdamW steps on one weight of 16 million elements, along random
 # gradients (in a run of yours more may change, or less), and a CheckedRelay reads it, the way that
-# it is told. After each version both say the CRC of what they have. Five are a row of the table.
+# it is told. After each version both say the CRC of what they have. Five versions make a row.
 #
 # Third, a trainer with a rank on each host (RowRank): do its relays read what each host lacks, and
 # nothing else?
@@ -18532,7 +18544,8 @@ async def evaluation(cluster: Cluster, prompts: list[Prompt], num_samples: int) 
     right = is_right(sampled)
     num_right = [sum(right[row] for row in rows[prompt.id]) for prompt in prompts]
     # k = 1, 2, 4, 8 and so on, and N itself.
-    for k in sorted({1 << i for i in range(num_samples.bit_length())} | {num_samples}):
+    powers = {1 << i for i in range(num_samples.bit_length())}
+    for k in sorted({*powers, num_samples}):
         passed = [pass_at(k, num_samples, of_prompt) for of_prompt in num_right]
         figures[f"pass_at_{k}"] = estimate(passed)
     columns = {
@@ -20284,6 +20297,7 @@ draw();
 
 
 if __name__ == "__main__":
-    # Once more, as a module of that name. A class travels as the name of its module and its own; in
-    # a worker `__main__` is another program, which has no such class.
+    # This file is imported once more, as the module monarch_rl. For a class travels as the name of
+    # its module and its own name, and in a worker `__main__` is another program, which has no such
+    # class.
     importlib.import_module("monarch_rl").main()
