@@ -10320,7 +10320,8 @@ class Team:
     def cut(self, model: Any, device: str) -> None:
         """Makes DTensors of the parameters of a model's layers. This rank keeps its part of each.
 
-        Their modules compute with that part, and where it says so add up. device: "cpu" or "cuda".
+        Modules compute with that part, and those that `cuts_of` names "rowwise" add up what all
+        ranks have. device: "cpu" or "cuda".
         """
         mesh = device_mesh.init_device_mesh(device, (self.num_ranks,))
         tensor_parallel.apply_tensor_parallelism(model, mesh, cuts_of(model, self.num_ranks))
@@ -10681,8 +10682,8 @@ async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
             rewards[at] = reply.rewards
             errors.extend(reply.errors)
 
-    # With two requests, each has every second episode. So those of a group, which take about equally
-    # long, go to both judges.
+    # With two requests, each has every second episode. So those of a group, which take about
+    # equally long, go to both judges.
     shares = [slice(first, None, num_requests) for first in range(num_requests)]
     await asyncio.gather(*[judge(share) for share in shares])
     return JudgeReply(rewards=rewards, errors=errors)
@@ -11067,8 +11068,8 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
             for answer in ranks:
                 is_seat = isinstance(answer, Seat)
                 life = answer.life if is_seat else lives[place.host]
-                # What a judge answers is None, for it needs no device.
-                devices[life].append(answer.device if is_seat else answer or "cpu")
+                device = answer.device if is_seat else answer
+                devices[life].append(device or "cpu")  # a judge, which needs none, answers None
         for life, row in zip(lives, rows, strict=True):
             row[service.spec.name] = ", ".join(devices[life])
     if cluster.cfg.kl:
@@ -11331,7 +11332,7 @@ class Run:
             lags=lags.bincount().tolist(),
             truncated=int(batch.is_truncated.sum()) / max(1, num_answers),
             unjudged=self.num_unjudged / max(1, self.num_unjudged + self.num_judged),
-            heard=" ".join(" ".join(turn.user.split()) for turn in batch.prompts[0].turns)[:100],
+            heard=as_heard(batch.prompts[0]),
             said=as_shown(batch.said[0], batch.is_truncated[0].tolist()),
             stats=stats,
         )
@@ -11412,6 +11413,12 @@ def speed_of(run: Run, num_steps: int) -> SpeedRow:
         trainer_busy=sum(row.stats.step_s for row in rows) / seconds,
         reward=mean_reward(rows[9 * num_steps // 10 :]),
     )
+
+
+def as_heard(prompt: Prompt) -> str:
+    """What the user is to say in an episode, as a line for people."""
+    turns = [" ".join(turn.user.split()) for turn in prompt.turns]
+    return " ".join(turns)[:100]
 
 
 def as_shown(said: list[str], is_truncated: list[bool]) -> str:
@@ -17041,7 +17048,10 @@ class SendingCluster(CriticCluster):
         It may be on another host, so they are sent into files in its memory.
         """
         async with self._crossing() as window:
-            yield [await self._send(path, window) if path else "" for path in paths]
+            there = []
+            for path in paths:
+                there.append(await self._send(path, window) if path else "")
+            yield there
 
     async def save(self, path: str, state: str) -> None:
         """As in Cluster, but the trainer writes it into `there`, which crosses to `path`."""
@@ -18542,7 +18552,9 @@ async def evaluation(cluster: Cluster, prompts: list[Prompt], num_samples: int) 
     for row, group_id in enumerate(sampled.group_ids.tolist()):
         rows[group_id].append(row)
     right = is_right(sampled)
-    num_right = [sum(right[row] for row in rows[prompt.id]) for prompt in prompts]
+    num_right = []  # of each prompt
+    for prompt in prompts:
+        num_right.append(sum(right[row] for row in rows[prompt.id]))
     # k = 1, 2, 4, 8 and so on, and N itself.
     powers = {1 << i for i in range(num_samples.bit_length())}
     for k in sorted({*powers, num_samples}):
@@ -18554,12 +18566,13 @@ async def evaluation(cluster: Cluster, prompts: list[Prompt], num_samples: int) 
         "not_judged": (~sampled.rewards.isfinite().all(1)).float(),
     }
     for name, column in columns.items():
-        figures[name] = estimate([float(column[rows[prompt.id]].mean()) for prompt in prompts])
+        means = [float(column[rows[prompt.id]].mean()) for prompt in prompts]
+        figures[name] = estimate(means)
     samples = []
     for prompt in prompts[:NUM_SHOWN]:
         row = rows[prompt.id][0]
-        said = " / ".join(" ".join(text.split()) for text in sampled.said[row])
-        samples.append(f"{float(sampled.rewards[row].sum()):.2f} {said}")
+        answers = [" ".join(text.split()) for text in sampled.said[row]]
+        samples.append(f"{float(sampled.rewards[row].sum()):.2f} {' / '.join(answers)}")
     return Evaluation(figures=figures, samples=samples)
 
 
@@ -18715,11 +18728,13 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
         "checkpoints": FP32,
     }
     in_memory = SAVED * NUM_IN_MEMORY * num_networks
+    # An evaluation of a checkpoint loads its moments as well.
+    trainer = TRAINED if trains or cfg.checkpoint else 0
+    critic = SAVED if is_on_gpu else SAVED + TRAINED
     later = {
         "arena": arena,
-        # An evaluation of a checkpoint loads its moments as well.
-        "trainer": 0 if is_on_gpu else TRAINED * (trains or bool(cfg.checkpoint)) + reference,
-        "critic": (SAVED if is_on_gpu else SAVED + TRAINED) * num_critics * trains,
+        "trainer": 0 if is_on_gpu else trainer + reference,
+        "critic": critic * num_critics if trains else 0,
         "checkpoints": FP32 if cfg.checkpoint or not trains else FP32 + in_memory,
         "saving": SAVED if is_on_gpu or needs_group(cfg) else 0,
     }
@@ -18987,9 +19002,11 @@ def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict
     """Finds flags that do not go together."""
     if cfg.compare and not cfg.report:
         parser.error("--compare goes with --report")
-    has_sweep = cfg.report and STAGES["async_rl"] in stages
+    bounds = [cfg.max_lag]
+    if cfg.report and STAGES["async_rl"] in stages:
+        bounds += SWEEP_BOUNDS  # at each of which `sweep` makes a run
     with blaming(parser, f"--in-flight {cfg.in_flight}"):
-        for max_lag in (cfg.max_lag, *(SWEEP_BOUNDS if has_sweep else ())):
+        for max_lag in bounds:
             Flow.of(cfg, max_lag)
     if cfg.sft_steps and cfg.model == "tiny":
         parser.error("--sft-steps is for a --model of your own; tiny has its warm start")
@@ -19087,7 +19104,10 @@ def try_all(parser: Parser, cfg: Config, stages: list[Stage], worker: str | None
 
 def try_checkpoints(cfg: Config, stages: list[Stage]) -> None:
     """Can runs go on from what lies in the folder of --checkpoint? Raises ValueError if not."""
-    for name in ("sync_rl", "async_rl", *(["sft"] if cfg.sft_steps else [])):
+    names = ["sync_rl", "async_rl"]
+    if cfg.sft_steps:
+        names.append("sft")
+    for name in names:
         path, _ = Checkpoints(f"{cfg.checkpoint}/{name}").look(cfg)
         if not path or STAGES.get(name) not in stages:
             continue
@@ -19115,7 +19135,8 @@ def try_hosts(parser: Parser, cfg: Config, worker: str | None) -> None:
             parser.error("--baseline critic is of one host: it does not go with --trainer-hosts")
     with blaming(parser, f"--secret {cfg.secret}"):
         read_secret(cfg.secret)
-    for address in cfg.hosts.split(",") if cfg.hosts else ():
+    addresses = cfg.hosts.split(",") if cfg.hosts else []
+    for address in addresses:
         with blaming(parser, f"--hosts {address}"):
             connect(address, cfg.secret)
     with blaming(parser, f"--worker {worker}"):
@@ -19137,9 +19158,10 @@ def lock_folder(folder: str) -> None:
     except BlockingIOError:
         os.close(descriptor)
         raise ValueError(f"another command trains into {folder}") from None
-    runs = [f"{folder}/{name}" for name in ("sync_rl", "async_rl", "sft", "reward")]
-    for place in [folder, *[run for run in runs if os.path.isdir(run)]]:
-        tempfile.TemporaryFile(dir=place).close()
+    tempfile.TemporaryFile(dir=folder).close()
+    for name in ("sync_rl", "async_rl", "sft", "reward"):
+        if os.path.isdir(f"{folder}/{name}"):
+            tempfile.TemporaryFile(dir=f"{folder}/{name}").close()
 
 
 def try_model(parser: Parser, cfg: Config) -> None:
@@ -19237,16 +19259,25 @@ def try_files(paths: list[str]) -> None:
 # -- plumbing: running the stages ------------------------------------------------------------------
 
 
+def lab_for(report: Report, cfg: Config) -> Lab:
+    """A Lab with the Cluster and the Training that these flags need."""
+    cluster_class = CriticCluster
+    training_class = SafeTraining
+    if cfg.reward == "model":
+        cluster_class = RewardCluster
+        training_class = RewardTraining
+    if cfg.hosts:
+        cluster_class = HostsCluster
+    return Lab(report, cluster_class(cfg, tell=report.say), training_class)
+
+
 async def run_stages(report: Report, command: Command) -> None:
     """Runs stages, one after the other.
 
     An exception in a demo is a failed check of its stage, and the next stage runs.
     """
     cfg = command.cfg
-    is_learned = cfg.reward == "model"
-    cluster_class = HostsCluster if cfg.hosts else RewardCluster if is_learned else CriticCluster
-    cluster = cluster_class(cfg, tell=report.say)
-    lab = Lab(report, cluster, RewardTraining if is_learned else SafeTraining)
+    lab = lab_for(report, cfg)
     clock = asyncio.ensure_future(report.keep_clock())
     # The actors of RL end with the last stage that needs them.
     with_lab = [stage for stage in command.stages if stage.needs_lab]
@@ -19506,7 +19537,8 @@ def write_trace(path: str, events: list[Event]) -> None:
     It has a row per actor, one for the copies that run beside a trainer's steps, and one per
     replica that was lost, for the time for which it was missing.
     """
-    numbers = {actor: i for i, actor in enumerate(dict.fromkeys(event.actor for event in events))}
+    actors = dict.fromkeys(event.actor for event in events)  # each of them once
+    numbers = {actor: i for i, actor in enumerate(actors)}
     entries: list[dict[str, Any]] = []
     for actor, number in numbers.items():
         name = {"name": actor}
@@ -19841,7 +19873,9 @@ def bars(rows: Sequence[Bar], about: str) -> str:
 
     drawn = []
     high = 56 * len(rows)
-    for tick in [tick for tick in (1, 10, 100) if shortest / 2 < tick <= longest]:
+    for tick in (1, 10, 100):
+        if not shortest / 2 < tick <= longest:
+            continue
         drawn.append(f'<line x1="{share(tick)}" x2="{share(tick)}" y1="0" y2="{high}"/>')
         drawn.append(f'<text x="{share(tick)}" y="{high + 16}" text-anchor="end">{tick} x</text>')
     for number, row in enumerate(rows):
@@ -19858,12 +19892,15 @@ def bars(rows: Sequence[Bar], about: str) -> str:
 
 def sync_bars(found: dict[str, Any], suffix: str = "") -> list[Bar]:
     """A bar for each road of stage weight_sync."""
-    rows = []
-    for row in found["tables"][0] if found["tables"] else []:
+    rows: list[Bar] = []
+    if not found["tables"]:  # the stage ended before
+        return rows
+    for row in found["tables"][0]:
         note = f"{show(row['ms'])} ms, {show(row['x_memmove'])} x memmove"
+        kind = "other" if suffix else "publish"
         if row["torn"]:
             note += f", {row['torn']} of {row['reads']} torn"
-        kind = "lost" if row["torn"] else "other" if suffix else "publish"
+            kind = "lost"
         rows.append(Bar(name=row["road"] + suffix, value=row["x_memmove"], note=note, kind=kind))
     return rows
 
