@@ -9254,7 +9254,7 @@ def rows_of_parts(
     # would wait for ever. So this counts the whole batch, holes included, which all ranks have.
     num_logits = tokens.ids.numel() * vocab_size // cfg.trainers
     num_parts = math.ceil(num_logits / MAX_LOGITS)
-    # No part may be empty: each rank has so many rows at least (check_together sees to that), and
+    # No part may be empty: each rank has so many rows at least (check_numbers sees to that), and
     # tensor_split deals them evenly.
     num_parts = min(num_parts, len(longest_first) // cfg.trainers)
     return mine.tensor_split(num_parts)
@@ -18970,6 +18970,7 @@ def parse(argv: list[str] | None) -> Command:
             cfg, sides, passed_over = what_to_evaluate(cfg)
         stages = []
     check_together(parser, cfg, stages, sides)
+    check_numbers(parser, cfg)
     beside = read_comparison(parser, cfg.compare)
     try_all(parser, cfg, stages, found.worker)
     check_reward(parser, cfg, stages)
@@ -19015,6 +19016,10 @@ def check_together(parser: Parser, cfg: Config, stages: list[Stage], sides: dict
         parser.error("--evaluate is of stages sync_rl and async_rl, or goes without a stage")
     if cfg.export and "checkpoint" not in sides and not is_trained:
         parser.error("--export is of stages sync_rl and async_rl, or goes with --checkpoint alone")
+
+
+def check_numbers(parser: Parser, cfg: Config) -> None:
+    """Finds numbers that do not go together."""
     if max_generators(cfg) < cfg.generators:
         parser.error("--max-generators must be at least --generators")
     if cfg.group_size == 1 and cfg.baseline in ("group", "leave_one_out"):
