@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # /// script
 # requires-python = ">=3.10,<3.14"
-# dependencies = ["torch==2.13.0", "transformers==5.20.2", "torchmonarch==0.7.0"]
+# dependencies = ["torch==2.14.1", "transformers==5.20.2", "torchmonarch==0.7.0"]
 # ///
 """monarch_rl: an asynchronous RL system for language models, in one file that teaches itself.
 
