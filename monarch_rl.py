@@ -10162,7 +10162,8 @@ class Generator(Worker):
     def _try_to_enter(self, request: RolloutRequest) -> bool:
         """May the request's episodes join those that are here? If none are, this pulls for it.
 
-            the version it asks for is not there    it waits; TrainerLost if that never comes
+            the version it asks for is not there    it waits; if it never comes, _no_arena says
+                                                    what is raised
             nobody is here                          this pulls, and it comes in
             those here have the newest version      it joins them, if _may_join says so, too
             those here have an older one,           it waits until they are over; otherwise somebody
@@ -10177,9 +10178,11 @@ class Generator(Worker):
             self.reader = self._reader_of(handle)
         arena = self.reader.arena
         newest = arena.newest_version()
-        # Whoever asks knows that the trainer has made this version. It may still be being copied.
+        is_same_arena = handle is not None and handle.run_id == arena.handle.run_id
+        # Whoever asks knows that the trainer has made this version. It may still be being copied;
+        # or those here have the arena of a trainer before, which says nothing about this one.
         if newest < request.min_version:
-            if not is_alive(arena.handle.pid):  # mechanism: it never comes
+            if is_same_arena and not is_alive(arena.handle.pid):  # mechanism: it never comes
                 raise self._no_arena()
             return False
         if is_empty:
@@ -10187,7 +10190,6 @@ class Generator(Worker):
             self.is_closed = request.is_alone
             self._pull(self.reader)  # mechanism: pull
             return True
-        is_same_arena = handle is not None and handle.run_id == arena.handle.run_id
         has_newest = self.takes_newest or self.reader.version == newest
         return is_same_arena and has_newest and self._may_join(request)
 

@@ -14950,6 +14950,53 @@ def test_a_version_that_never_comes_is_told_at_once(tmp_path: pathlib.Path) -> N
     )  # only when it is patient no more
 
 
+def waits_for_episodes_of_a_lost_trainer(module: Any) -> bool:
+    """Does a request of the next trainer wait until they are over, and then come in?"""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    old_arena = types.SimpleNamespace(
+        handle=types.SimpleNamespace(pid=gone.pid, run_id=1),
+        newest_version=lambda: 100,
+    )
+    new_arena = types.SimpleNamespace(
+        handle=types.SimpleNamespace(pid=os.getpid(), run_id=2),
+        newest_version=lambda: 101,
+    )
+    episodes = [[object()]] * 5 + [[]] * 9  # at each look
+    generator: Any = types.SimpleNamespace(
+        cfg=m.Config(),
+        place=m.Place(service="generator", replica_id=0),
+        pulse=mock.Mock(),
+        reader=types.SimpleNamespace(arena=old_arena, version=100),
+        takes_newest=False,
+        decoder=types.SimpleNamespace(episodes=lambda: episodes.pop(0)),
+        _reader_of=lambda _: types.SimpleNamespace(arena=new_arena, version=-1),
+        _pull=mock.Mock(),
+    )
+    for name in ("_try_to_enter", "_no_arena"):
+        method = functools.partial(getattr(module.Generator, name), generator)
+        setattr(generator, name, method)
+    request: Any = types.SimpleNamespace(
+        arenas=(new_arena.handle,), min_version=101, is_in_flight=False, is_alone=False
+    )
+    try:
+        asyncio.run(module.Generator._enter(generator, request))
+    except module.TrainerLost:
+        return False
+    [pull] = generator._pull.call_args_list
+    return pull.args[0].arena is new_arena
+
+
+def test_a_generator_with_episodes_of_a_lost_trainer_says_nothing_of_the_next_one(
+    tmp_path: pathlib.Path,
+) -> None:
+    """The next trainer is well, and a run told of its loss would never find another one."""
+    assert waits_for_episodes_of_a_lost_trainer(m)
+    as_before = "if not is_alive(arena.handle.pid):"
+    changed = changed_module(tmp_path, {"it never comes": as_before})
+    assert not waits_for_episodes_of_a_lost_trainer(changed)
+
+
 def test_a_request_waits_for_a_relay_that_is_being_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
