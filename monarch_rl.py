@@ -11492,8 +11492,8 @@ class Training:
     """
 
     EVALUATE_EVERY = 25  # steps
-    # Steps in a row whose gradient was not finite: then the run ends. One may be an odd batch; as
-    # nothing changes in such a step, after ten of them there is no hope for the next.
+    # Steps in a row of which no gradient was finite, in any pass: then the run ends. One may be an
+    # odd batch; as nothing changes in such a step, after ten of them there is no hope for the next.
     MAX_SKIPPED = 10
     HEAD = "      step reward exact  lag max    k3 nats  gen train tok/s  heard > said"
     INDENT = " " * 4  # of these lines, which need the room
@@ -11561,9 +11561,9 @@ class Training:
             if meaning not in self.alarms_told:  # once per run
                 self.alarms_told.add(meaning)
                 self.report.say(f"{self.run.label} {row.step}: {meaning}")
-        recent = self.run.rows[-self.MAX_SKIPPED :]
-        if len(recent) == self.MAX_SKIPPED and all(row.stats.skipped for row in recent):
-            raise RuntimeError(f"{self.MAX_SKIPPED} gradients in a row were not finite")
+        skipped = [row.stats.skipped for row in self.run.rows[-self.MAX_SKIPPED :]]  # by step
+        if skipped == [self.cfg.passes] * self.MAX_SKIPPED:
+            raise RuntimeError(f"in {self.MAX_SKIPPED} steps in a row no gradient was finite")
         if row.step % self.EVALUATE_EVERY == 0:
             self.evaluations.append(asyncio.ensure_future(self._evaluate()))
         self._show(row)
