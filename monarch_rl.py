@@ -18266,11 +18266,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     report.at_end(functools.partial(asyncio.to_thread, workers.close))
     first, second = workers.processes
     report.say(f"two workers on this machine, {first} and {second}; about 40 s")
-    own = Config(
-        seed=cfg.seed,
-        hosts=f"{first},{second}",
-        steps=num_steps,
-    )
+    own = Config(seed=cfg.seed, hosts=f"{first},{second}", steps=num_steps)
     cluster = HostsCluster(own, is_warm=False, tell=report.say)  # it need not learn
     report.at_end(cluster.close)
     first_host, away = cluster.hosts  # the second is the one that will be lost
@@ -18280,14 +18276,17 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     await cluster.start()
     report.table(await placement(cluster))
     running = asyncio.ensure_future(train_sync(training))
-    # 1. Half of the steps, with both hosts.
-    await until_step(num_steps // 2, run, running)
-    traffic = await cluster.relays.ask(0, Relay.traffic)
-    # 2. Two steps without the second host. 3. The others; meanwhile it comes back.
-    workers.lose(second)
-    await until_step(num_steps // 2 + 2, run, running)
-    workers.start(second)
-    await running
+    try:
+        # 1. Half of the steps, with both hosts.
+        await until_step(num_steps // 2, run, running)
+        traffic = await cluster.relays.ask(0, Relay.traffic)
+        # 2. Two steps without the second host. 3. The others; meanwhile it comes back.
+        workers.lose(second)
+        await until_step(num_steps // 2 + 2, run, running)
+        workers.start(second)
+        await running
+    finally:
+        await end_task(running)
     # 4. Does it sample again, from the weights of the trainer?
     report.doing("waiting for the second host")
     lost = await until_replaced(cluster.relays.levels[0], away)

@@ -7214,6 +7214,48 @@ def test_each_trouble_of_a_relay_is_told_once_and_so_is_its_end() -> None:
     assert len(news.relays) == 2
 
 
+def demo_without_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+    of_relay: Sequence[m.Traffic | Exception],
+    of_steps: Sequence[bool | Exception] = (True, True),
+) -> m.HostsCluster:
+    """Prepares the demo of section 16: nothing is started, and its run makes no step.
+
+    of_relay: what its relay answers, call by call. of_steps: the same of `until_step`.
+    """
+
+    async def run_for_ever(_: m.Training) -> None:
+        await asyncio.Event().wait()
+
+    addresses = ["tcp://a:1", "tcp://b:1"]
+    cluster: Any = m.HostsCluster.__new__(m.HostsCluster)
+    cluster.hosts = tuple(m.RemoteHost(address=one) for one in addresses)
+    cluster.homes = None
+    cluster.news = [m.RelayNews("tcp://b:1")]
+    cluster.relays = mock.Mock(ask=mock.AsyncMock(side_effect=of_relay))
+    cluster.start = mock.AsyncMock()
+    workers = mock.Mock(processes=dict.fromkeys(addresses))
+    monkeypatch.setattr(m, "LocalWorkers", lambda _: workers)
+    monkeypatch.setattr(m, "HostsCluster", lambda *_, **__: cluster)
+    monkeypatch.setattr(m, "SafeTraining", mock.Mock())
+    monkeypatch.setattr(m, "placement", mock.AsyncMock())
+    monkeypatch.setattr(m, "train_sync", run_for_ever)
+    monkeypatch.setattr(m, "until_step", mock.AsyncMock(side_effect=of_steps))
+    return cluster
+
+
+def test_a_demo_of_hosts_that_fails_ends_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would print steps behind the error, and send requests to a closed cluster."""
+    demo_without_hosts(monkeypatch, of_relay=[m.ReplicaLost("it is just being replaced")])
+
+    async def scene() -> set[asyncio.Task[Any]]:
+        with pytest.raises(m.ReplicaLost):
+            await m.demo_hosts(mock.Mock(), m.Config())
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(scene()) == set()
+
+
 class Publisher(m.Worker):
     """A trainer that publishes when it is told to, and does nothing else."""
 
