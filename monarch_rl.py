@@ -17846,7 +17846,7 @@ class HostsCluster(SendingCluster):
             self.tell(*lines)
 
     async def relay_figures(self) -> dict[str, int]:
-        """What all relays so far have carried and suffered, for --json."""
+        """Sums over all relays so far, of what each said when it was last asked, for --json."""
         for relay in range(len(self.news)):
             await self._ask_relay(relay)
         lives = [traffic for news in self.news for traffic in news.relays.values()]
@@ -18280,6 +18280,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
         # 1. Half of the steps, with both hosts.
         await until_step(num_steps // 2, run, running)
         traffic = await cluster.relays.ask(0, Relay.traffic)
+        await cluster.relay_figures()  # it counts what this relay has carried, while it is there
         # 2. Two steps without the second host. 3. The others; meanwhile it comes back.
         workers.lose(second)
         await until_step(num_steps // 2 + 2, run, running)

@@ -7256,6 +7256,23 @@ def test_a_demo_of_hosts_that_fails_ends_its_run(monkeypatch: pytest.MonkeyPatch
     assert asyncio.run(scene()) == set()
 
 
+def test_what_a_relay_had_carried_before_its_host_was_lost_is_in_the_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The demo is so quick that nobody else may have asked that relay by then."""
+    first = traffic_of(num_versions=9)
+    of_relay = [first, first, traffic_of(relay_id=2, num_versions=1)]
+    of_steps = [True, TimeoutError("enough has been seen")]
+    cluster = demo_without_hosts(monkeypatch, of_relay, of_steps)
+
+    async def scene() -> dict[str, int]:
+        with pytest.raises(TimeoutError):
+            await m.demo_hosts(mock.Mock(), m.Config())
+        return await cluster.relay_figures()
+
+    assert asyncio.run(scene())["relay_versions"] == 10
+
+
 class Publisher(m.Worker):
     """A trainer that publishes when it is told to, and does nothing else."""
 
