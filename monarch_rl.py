@@ -15451,6 +15451,9 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 SILENCE_S = 8.0  # within this time a stranger must have proved that it knows the secret, too
 BEAT_S = 0.1
 RECONNECT_S = 0.5
+# Of a worker: one for each run that it serves, and two for each stranger. More strangers have to
+# wait, so they cannot use up the files that may be open, mostly 1024, which a run needs, too.
+MAX_THREADS = 64
 PACKAGES = ("torch", "transformers", "torchmonarch")
 
 
@@ -15714,13 +15717,6 @@ def is_loopback(name: str) -> bool:
     return name == "localhost"
 
 
-def check_door(address: str, secret_file: str) -> None:
-    """May a worker listen there? ValueError: not without a secret."""
-    name, _ = name_and_port(address)
-    if not secret_file and not is_loopback(name):
-        raise ValueError("others than this machine can reach it: give --secret FILE")
-
-
 def serve(address: str, secret_file: str) -> None:
     """What --worker does, until somebody ends this process."""
     check_door(address, secret_file)
@@ -15731,12 +15727,14 @@ def serve(address: str, secret_file: str) -> None:
     who = "knows the secret, or reaches a run's ports," if secret else "reaches it"
     print(f"{address} is open: whoever {who} can run any code here, as this user", flush=True)
     while True:
-        client, _ = server.accept()
-        threading.Thread(
-            target=attend,
-            args=(client, secret),
-            daemon=True,
-        ).start()
+        while threading.active_count() >= MAX_THREADS:  # mechanism: room for runs
+            time.sleep(BEAT_S)
+        try:
+            client, _ = server.accept()
+        except OSError:  # too many are open, or it has hung up: that ends no run
+            time.sleep(BEAT_S)
+            continue
+        threading.Thread(target=attend, args=(client, secret), daemon=True).start()
 
 
 def attend(client: socket.socket, secret: bytes) -> None:
@@ -15836,6 +15834,13 @@ STRANGER_CHARS = 4096
 LINE_CHARS = 1 << 22
 # Whoever has overheard a proof can try secrets until one fits, so no word of a dictionary will do.
 LEAST_SECRET_BYTES = 16
+
+
+def check_door(address: str, secret_file: str) -> None:
+    """May a worker listen there? ValueError: not without a secret."""
+    name, _ = name_and_port(address)
+    if not secret_file and not is_loopback(name):
+        raise ValueError("others than this machine can reach it: give --secret FILE")
 
 
 def read_secret(path: str) -> bytes:

@@ -16598,6 +16598,54 @@ def test_a_run_that_breaks_off_ends_no_thread_of_a_worker_with_an_error(door: Do
     assert raised == []
 
 
+def serve_scripted(
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    knocks: list[tuple[str, None] | OSError],
+    attend: Callable[[str, bytes], None],
+) -> None:
+    """Has a worker serve these connections, with `attend`, until Ctrl-C ends it."""
+    accept = mock.Mock(side_effect=[*knocks, KeyboardInterrupt])
+    monkeypatch.setattr(socket, "create_server", lambda *_, **__: mock.Mock(accept=accept))
+    monkeypatch.setattr(module, "attend", attend)
+    with pytest.raises(KeyboardInterrupt):
+        module.serve("tcp://127.0.0.1:26600", "")
+
+
+def test_a_connection_that_fails_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger may open as many as there may be files, or hang up before he is heard."""
+    too_many = OSError(errno.EMFILE, "Too many open files")
+    knocks = [too_many, ConnectionAbortedError(), ("a client", None)]
+    attended: list[str] = []
+    serve_scripted(monkeypatch, m, knocks, lambda client, _: attended.append(client))
+    assert wait_until(lambda: attended == ["a client"])
+
+
+def most_threads(monkeypatch: pytest.MonkeyPatch, module: Any) -> int:
+    """The most threads at once of a worker that may have 4, when 20 strangers come together."""
+    num_before = threading.active_count()
+    found: list[int] = []
+
+    def attend(client: str, secret: bytes) -> None:
+        found.append(threading.active_count() - num_before)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(module, "MAX_THREADS", num_before + 4)
+    serve_scripted(monkeypatch, module, [("a stranger", None)] * 20, attend)
+    assert wait_until(lambda: len(found) == 20)  # each of them is served
+    assert wait_until(lambda: threading.active_count() <= num_before)
+    return max(found)
+
+
+def test_strangers_leave_a_worker_what_it_needs_for_its_runs(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens files to look at processes, and a run whose worker cannot loses its host."""
+    assert most_threads(monkeypatch, m) <= 4
+    changed = changed_module(tmp_path, {"room for runs": "while False:"})
+    assert most_threads(monkeypatch, changed) > 4
+
+
 ANSWER = json.dumps({"nonce": "00", "proof": "00"}).encode() + b"\n"
 
 
