@@ -9651,6 +9651,16 @@ def follow_flags(state: TrainState) -> None:
         group.update(initial_lr=full, lr=full * share)  # mechanism: rate of these flags
 
 
+def copy_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Gives it memory of its own for its moments: torch has left them in the file that was read.
+
+    A file in memory would else stay as long as they do.
+    """
+    for moments in optimizer.state.values():
+        for name, tensor in moments.items():
+            moments[name] = tensor.clone()
+
+
 def become(
     state: TrainState,
     found: dict[str, Any],
@@ -9669,6 +9679,7 @@ def become(
     if found["schedule"] is not None:
         moments = found["moments"]
         dcp.set_optimizer_state_dict(state.model, state.optimizer, moments, options=options)
+        copy_moments(state.optimizer)
         state.schedule.load_state_dict(found["schedule"])
         follow_flags(state)
     if state.reference is not None:
@@ -9733,6 +9744,10 @@ def read_checkpoint(path: str, cfg: Config | None) -> dict[str, Any]:
     cfg: of the run that is to go on from it; None: of any run. Nothing in it is executed. Raises
     OtherRun if it is whole, and another ValueError, which says why, if what is there is no
     checkpoint. MemoryError, or an OSError of PASSING_ERRORS: it may be as good as ever.
+
+    Its tensors are mapped: each lies in the file, and is read when it is used. So to become what a
+    checkpoint says takes no more memory than to be trained. As long as somebody has one of these
+    tensors, nobody may write into the file.
     """
     try:
         with open(path, "rb") as file:
@@ -9740,8 +9755,7 @@ def read_checkpoint(path: str, cfg: Config | None) -> dict[str, Any]:
             damaged = zipfile.ZipFile(file).testzip()
             if damaged:
                 raise ValueError(f"damaged in {damaged}")
-            file.seek(0)
-            found = torch.load(file, weights_only=True)
+        found = torch.load(path, weights_only=True, mmap=True)
         made_with = dict(found["about"])
     except MemoryError:
         raise  # the file may be as good as ever
@@ -10011,9 +10025,9 @@ class Trainer(RankedWorker):
 
 
 def read_part(path: str) -> dict[str, Any]:
-    """What somebody else on this host has written, for the checkpoint of all."""
+    """What somebody else on this host has written, for the checkpoint of all. It is mapped, too."""
     try:
-        return torch.load(path, weights_only=True)
+        return torch.load(path, weights_only=True, mmap=True)
     except (FileNotFoundError, PermissionError) as error:  # a critic's file ends with its process
         raise TrainerLost("the critic was lost before the checkpoint was written") from error
 
@@ -13915,6 +13929,7 @@ class CriticState:
         dcp.set_model_state_dict(self.network, dict(found["weights"]), options=options)
         moments = found["moments"]
         dcp.set_optimizer_state_dict(self.network, self.optimizer, moments, options=options)
+        copy_moments(self.optimizer)
         for group in self.optimizer.param_groups:
             group.update(lr=critic_rate(self.cfg))  # of these flags, not of those it was saved with
 
@@ -14662,6 +14677,7 @@ class RewardState:
         self.num_lessons = found["num_lessons"]
         self.network.load_state_dict(found["weights"])
         self.optimizer.load_state_dict(found["moments"])
+        copy_moments(self.optimizer)
         self.old = Answers(**found["old"]) if found["old"] else None
         self.version += 1
 
@@ -18682,23 +18698,35 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 # -- plumbing: the memory of this host -------------------------------------------------------------
 # What a run needs is computed before it starts: a run that is killed for memory says nothing, and
 # may be killed after hours. It is computed for two moments, because a run needs most either before
-# the generators first pull, when each still has a network of its own, or later, when the optimizer
-# has its moments. These are bytes of host memory per parameter of the model. The words in capitals
-# are the constants below; c, in the code `number_bytes`, is 4 in fp32 and 2 in bf16:
+# the generators first pull, when each still has a network of its own, or later, when memory has its
+# checkpoints. These are bytes of host memory per parameter of the model. The words in capitals are
+# the constants below; c, in the code `number_bytes`, is 4 in fp32 and 2 in bf16:
 #
 #                  before the first pull   later
 #     arena        c for each slot         the same
-#     trainer      FP32                    TRAINED. On GPUs it needs none, before and later
+#     trainer      FP32, or TRAINED        TRAINED. On GPUs it needs none, before and later
+#                  (see below)
 #     generators   c for each rank         none: they read the arena in place. On GPUs never any
 #     checkpoints  FP32: version 0         the same. Without --checkpoint they are in memory, so
 #                                          SAVED for each of NUM_IN_MEMORY on top
 #     saving       none                    SAVED, where rank 0 first collects it, from FSDP or a GPU
-#     critic       FP32                    TRAINED, and SAVED that the trainer reads when it saves.
-#                                          Its part of each checkpoint in memory is SAVED as well
+#     critic       as the trainer          TRAINED, and SAVED for the file in memory from which the
+#                                          trainer reads its part of a checkpoint. That part is in
+#                                          each checkpoint in memory as well: SAVED
+#
+# A trainer needs TRAINED before the first pull in two cases. After --sft-steps it has been trained.
+# With --checkpoint it may have to go on, when the command is given again, and then it loads its
+# moments before anybody pulls. So a run that would fit only until it is cut off is refused.
+#
+# To read a checkpoint needs nothing on top, because the file is mapped. (Measured with 29 million
+# parameters: while a trainer becomes what a checkpoint says, it has 16.0 bytes for each, which is
+# TRAINED. When it read the whole file first, it had 28.0.)
 #
 # With --kl the trainer has FP32 more, for the reference. Each process needs PROCESS_BYTES on top,
-# whatever the model is. What depends on the lengths of answers is not counted. What a reward model
-# needs says `reward_needs`.
+# whatever the model is. Two things are not counted. One depends on the lengths of answers. The
+# other is needed for a while after a loss: the network of a new generator until that pulls, and the
+# arena of a lost trainer until no generator reads it. What a reward model needs says
+# `reward_needs`.
 #
 # By example, 10 ** 9 parameters in fp32, 2 generators (3 at most, so 5 slots), without --checkpoint
 # and without a critic. In GB:
@@ -18706,6 +18734,12 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 #     before the first pull    arena 20 + trainer  4 + generators 12 + checkpoints  4    = 40
 #     later                    arena 20 + trainer 16                 + checkpoints 40    = 76
 #     so the run needs         76 + 1.8 for five processes, of which three are generators
+#
+# And the same run with --checkpoint:
+#
+#     before the first pull    arena 20 + trainer 16 + generators 12 + checkpoints  4    = 52
+#     later                    arena 20 + trainer 16                 + checkpoints  4    = 40
+#     so the run needs         52 + 1.8
 
 FP32 = 4  # bytes of a number
 SAVED = 3 * FP32  # bytes of a parameter in a checkpoint: its weight, and two moments of AdamW
@@ -18717,7 +18751,7 @@ PROCESS_BYTES = 350 * MIB  # that a process has for itself when it has imported 
 def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, int]:
     """Bytes that a run needs on this host, by what needs them, when it needs most.
 
-    trains: else it is an evaluation alone, of a model or of a checkpoint.
+    trains: else it is an evaluation alone, of a model, or of a checkpoint with its moments.
     """
     number_bytes = dtype_of(cfg).itemsize
     is_on_gpu = cfg.device != "cpu"
@@ -18725,23 +18759,23 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
     num_slots = num_readers_of_trainer(cfg) - num_copying_per_host(cfg) + 2
     arena = number_bytes * num_slots
     reference = FP32 if cfg.kl else 0
-    num_critics = 1 if has_critic(cfg) else 0
+    num_critics = 1 if trains and has_critic(cfg) else 0
     num_networks = 1 + num_critics  # that are trained
+    at_first = TRAINED if cfg.checkpoint or cfg.sft_steps else FP32
     before = {
         "arena": arena,
-        "trainer": 0 if is_on_gpu else FP32 + reference,
-        "critic": 0 if is_on_gpu else FP32 * num_critics,
+        "trainer": 0 if is_on_gpu else at_first + reference,
+        "critic": 0 if is_on_gpu else at_first * num_critics,
         "generators": 0 if is_on_gpu else number_bytes * max_generators(cfg) * cfg.tensor_parallel,
         "checkpoints": FP32,
     }
     in_memory = SAVED * NUM_IN_MEMORY * num_networks
-    # An evaluation of a checkpoint loads its moments as well.
-    trainer = TRAINED if trains or cfg.checkpoint else 0
+    trainer = TRAINED if trains else at_first
     critic = SAVED if is_on_gpu else SAVED + TRAINED
     later = {
         "arena": arena,
         "trainer": 0 if is_on_gpu else trainer + reference,
-        "critic": critic * num_critics if trains else 0,
+        "critic": critic * num_critics,
         "checkpoints": FP32 if cfg.checkpoint or not trains else FP32 + in_memory,
         "saving": SAVED if is_on_gpu or needs_group(cfg) else 0,
     }
@@ -18758,10 +18792,9 @@ def memory_needs(cfg: Config, num_parameters: int, trains: bool) -> dict[str, in
 
 def reward_needs(cfg: Config) -> dict[str, int]:
     """Bytes per parameter of a reward model, by what needs them. It is in fp32."""
-    # Before the first pull its trainer has the weights alone, and each of those that judge has a
-    # network of its own. Later those that judge have none, and the trainer has all.
-    before = FP32 + FP32 * cfg.judges
-    networks = max(before, TRAINED)
+    # The first lesson comes before the first pull, so each of those that judge still has a network
+    # of its own then.
+    networks = TRAINED + FP32 * cfg.judges
     num_slots = 2 if cfg.device != "cpu" else cfg.judges + 2
     # As it was before all runs; the newest two, and the one being written.
     num_saved = 1 + NUM_IN_MEMORY

@@ -3010,20 +3010,29 @@ def test_what_a_run_needs_follows_its_flags() -> None:
     # Five slots, as there is room for a third generator, and sixteen; version 0, two checkpoints
     # and a third.
     assert needed() == 5 * 4 + 16 + 4 + 36
-    assert needed(checkpoint="folder") == 5 * 4 + 16 + 4
-    assert needed(checkpoint="folder", kl=0.1) == 5 * 4 + 20 + 4
+    # On the disk they need no memory. When the run goes on, it has moments before three generators
+    # pull.
+    assert needed(checkpoint="folder") == 5 * 4 + 16 + 3 * 4 + 4
+    assert needed(checkpoint="folder", kl=0.1) == 5 * 4 + 20 + 3 * 4 + 4
     assert needed(checkpoint="folder", dtype="bfloat16") == 5 * 2 + 16 + 4 + 12
     assert needed(checkpoint="folder", device="cuda") == 2 * 2 + 4 + 12
-    # A critic is a second trainer without an arena. The trainer reads its part of a checkpoint.
+    # A critic is a second trainer without an arena. Its part of a checkpoint is in a file in
+    # memory, which it does not have before the generators pull.
     critic = {"checkpoint": "folder", "baseline": "critic"}
-    two = m.memory_needs(m.Config(**critic), 1, trains=True)
-    one = m.memory_needs(m.Config(checkpoint="folder"), 1, trains=True)
+    two = m.memory_needs(m.Config(**critic, dtype="bfloat16"), 1, trains=True)
+    one = m.memory_needs(m.Config(checkpoint="folder", dtype="bfloat16"), 1, trains=True)
     assert two.pop("processes") == one.pop("processes") + m.PROCESS_BYTES
     assert sum(two.values()) - sum(one.values()) == 16 + 12
     kept = m.memory_needs(m.Config(baseline="critic"), 1, trains=True)
     assert kept["checkpoints"] == 4 + 2 * 36
-    # With many generators the most is needed before they have pulled.
-    assert needed(checkpoint="folder", generators=20) == 23 * 4 + 4 + 21 * 4 + 4
+    # With many generators the most is needed before they have pulled, also without a checkpoint.
+    assert needed(checkpoint="folder", generators=20) == 23 * 4 + 16 + 21 * 4 + 4
+    assert needed(generators=20) == 23 * 4 + 4 + 21 * 4 + 4
+    assert needed(generators=20, sft_steps=1) == 23 * 4 + 16 + 21 * 4 + 4
+    # An evaluation of a checkpoint loads its moments.
+    for folder, trainer in (("", 4), ("folder", 16)):
+        needs = m.memory_needs(m.Config(checkpoint=folder), 1, trains=False)
+        assert needs["trainer"] == trainer
 
 
 def build_rank(rank: int, model: str, place: str, pipe: Any) -> None:
@@ -3055,22 +3064,99 @@ def peak_bytes() -> int:
     return int(kib) * 1024
 
 
-@long
-def test_no_rank_but_the_first_ever_has_the_whole_model(tmp_path: pathlib.Path) -> None:
-    """Of 200 MB the second rank has its half, and one layer or embedding at a time."""
+def save_wide_model(folder: pathlib.Path, num_layers: int) -> Any:
+    """Writes a model of 5 million parameters per layer into this folder. Returns it."""
     tokenizer, _ = m.tiny_policy(m.Task.letters)
     config = m.transformers.Qwen2Config(
         vocab_size=2000,
         hidden_size=640,
         intermediate_size=1920,
-        num_hidden_layers=10,
+        num_hidden_layers=num_layers,
         num_attention_heads=10,
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )
     model = m.transformers.Qwen2ForCausalLM(config)
-    tokenizer.save_pretrained(tmp_path)
-    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return model
+
+
+def anonymous_bytes(pid: int) -> int:
+    """The memory of this process that is no file's: not that of a file which it has mapped."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    _, _, behind = status.partition("RssAnon:")
+    kib, *_ = behind.split()
+    return int(kib) * 1024
+
+
+def trained_alone(model: str) -> m.TrainState:
+    """A trainer of this model, outside of any actor."""
+    m.prepare_environment()
+    torch.set_num_threads(1)
+    cfg = m.Config(model=model)
+    state = m.TrainState(cfg, m.Policy(cfg, torch.float32))
+    m.move_together(m.weights_of(state.model))
+    return state
+
+
+def save_with_moments(model: str, path: str) -> None:
+    """Writes a checkpoint of a trainer that has made a step."""
+    state = trained_alone(model)
+    for parameter in state.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.optimizer.step()
+    found = m.checkpoint_of(state, with_optimizer=True)
+    torch.save({**found, "about": m.about(state.cfg)}, path)
+
+
+def become_saved(model: str, path: str, pipe: Any) -> None:
+    """Becomes what that file says; then says what memory it has at its end, and maps the file."""
+    state = trained_alone(model)
+    pipe.send(anonymous_bytes(os.getpid()))
+    pipe.recv()
+    found = m.read_checkpoint(path, state.cfg)
+    m.become(state, found, found, state.cfg)
+    del found
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    moments = [part["exp_avg"] for part in state.optimizer.state.values()]
+    pipe.send((path in maps, min(moment.min().item() for moment in moments)))
+    pipe.recv()
+
+
+def test_to_go_on_needs_no_more_memory_than_to_train(tmp_path: pathlib.Path) -> None:
+    """A checkpoint is read as it is used. Else it would be in memory beside the moments."""
+    model = save_wide_model(tmp_path, num_layers=4)
+    num_parameters = m.num_parameters(model)
+    path = str(tmp_path / "step-00000001.pt")
+    writer = SPAWN.Process(target=save_with_moments, args=(str(tmp_path), path))
+    writer.start()
+    writer.join()
+    mine, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=become_saved, args=(str(tmp_path), path, theirs))
+    process.start()
+    # What the process has at first are the weights and what every process has.
+    without_weights = mine.recv() - m.FP32 * num_parameters
+    mine.send("begin")
+    most = 0
+    while not mine.poll(0.001):
+        most = max(most, anonymous_bytes(process.pid or 0))
+    is_mapped, least_moment = mine.recv()
+    mine.send("end")
+    process.join()
+    measured = (most - without_weights) / num_parameters
+    print(f"{measured:.2f} bytes for each of {num_parameters} parameters")
+    needs = m.memory_needs(m.Config(model="folder", checkpoint="folder"), 1, trains=True)
+    assert 12 < measured < needs["trainer"] + 1
+    # It has moments, not those of a fresh optimizer, in memory of its own.
+    assert least_moment > 0
+    assert not is_mapped
+
+
+@long
+def test_no_rank_but_the_first_ever_has_the_whole_model(tmp_path: pathlib.Path) -> None:
+    """Of 200 MB the second rank has its half, and one layer or embedding at a time."""
+    model = save_wide_model(tmp_path, num_layers=10)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     place = m.unnamed_file("meeting place")
     found = []
@@ -4462,8 +4548,9 @@ def test_a_reward_model_needs_memory() -> None:
     with_reward = m.memory_needs(m.Config(reward="model"), 10**6, trains=True)
     more = set(with_reward) - set(plain)
     assert more == {"reward model", "saved reward models"}
-    # Weight, gradient and two moments; a slot of each of two readers, and two more; seven files.
-    assert sum(with_reward[what] for what in more) == (16 + 4 * 4 + 84) * 10**6
+    # Weight, gradient and two moments; networks of two that judge; a slot of each of these readers,
+    # and two more; seven files.
+    assert sum(with_reward[what] for what in more) == (16 + 2 * 4 + 4 * 4 + 84) * 10**6
     assert with_reward["processes"] - plain["processes"] == 3 * m.PROCESS_BYTES
 
 
