@@ -10667,7 +10667,7 @@ async def rewards_of_one(
     return finite_rewards(found, task.num_turns)
 
 
-LEAST_SHARE = 64  # episodes; a request costs this process a millisecond, whatever its size
+LEAST_SHARE = 64  # episodes; however small a request is, it costs this process 1.5 ms (DOCS 10)
 
 
 async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
@@ -10855,13 +10855,13 @@ class SamplingCalls:
 #     newest         the checkpoint that the next trainer       `load` and `remember`; "" means base
 #                    becomes, if this one is lost
 #
-# Sections 14 to 16 have subclasses. Methods that do next to nothing here are there for these.
+# Sections 13 to 16 have subclasses. Methods that do next to nothing here are there for these.
 
 
 class Cluster(SamplingCalls):
     """The actors of RL, and typed calls to them. It leads no run: it serves one after the other."""
 
-    trainer_class: ClassVar[type[Trainer]] = Trainer  # section 16 has another one
+    trainer_class: ClassVar[type[Trainer]] = Trainer  # sections 15 and 16 have others
     judge_class: ClassVar[type[Judge] | None] = None  # None: Judge; the demo of 15 has another one
 
     def __init__(self, cfg: Config, is_warm: bool = True, tell: Tell = tell_nobody) -> None:
@@ -11095,8 +11095,8 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
 
 
 # -- 11i. A run ------------------------------------------------------------------------------------
-# Of a Ledger this section needs `start`, and `settle` as trained or lost; of a Run draw, count,
-# count_sent, add_step and is_over. All else is for sections 12 and 13.
+# Of a Ledger this section needs `start`, and `settle` as trained or lost; of a Run `begin`, `draw`,
+# `count`, `count_sent`, `add_step` and `is_over`. All else is for sections 12 and 13.
 #
 # Where a group can be. Each arrow is a call of Ledger.start, Ledger.settle or, for the last one in
 # the upper row, Ledger.undo. (Ledger.go_on enters what was lost with a run.)
@@ -11104,7 +11104,8 @@ async def placement(cluster: Cluster) -> list[dict[str, str]]:
 #     drawn ---start---> in flight ---trained---> trained ---the trainer is lost---> undone
 #                           |  |
 #                           |  +------dropped---> dropped    too old when a batch was taken, or
-#                           |                                sampled with a lost trainer's weights
+#                           |                                sampled or asked for under a trainer
+#                           |                                that was lost meanwhile
 #                           +---------lost------> lost       no answer, not judged, at the trainer
 #                                                            when that was lost, or in flight when
 #                                                            the run was
@@ -11124,7 +11125,9 @@ class Ledger:
 
     # Groups, 20 batches of the usual size. If so many more are lost than trained on, a run does not
     # get on: a loss now and then never comes to so many, a reward function that always raises does.
-    # (That is for what is wrong from the start: after 1,000 trained groups 1,321 must be lost.)
+    # (That is for what is wrong from the start: after 1,000 trained groups 1,321 must be lost. Only
+    # an asynchronous run asks this. A synchronous one ends when next to nothing of one batch could
+    # be judged, `sample_batch`.)
     MAX_FRUITLESS = 320
 
     def __init__(self) -> None:
@@ -11133,7 +11136,7 @@ class Ledger:
             "started": 0,
             "trained": 0,
             "undone": 0,  # trained on by a trainer that was lost, and not in any checkpoint used
-            "dropped": 0,  # too old, or of a lost trainer, when a batch was taken (section 13)
+            "dropped": 0,  # too old for a batch, or of a trainer that was lost (section 13)
             "lost": 0,  # no answer, too little of it judged, or lost with the trainer or the run
         }
         self.in_flight: set[int] = set()  # ids: in a generator, at a judge, in the buffer, ...
@@ -11725,7 +11728,9 @@ async def sample_batch(cluster: Cluster, run: Run) -> Rollout:
     prompts = run.draw(cluster.cfg.batch_groups)
     parts = await sample(cluster, prompts, run.version)
     batch = Rollout.join([run.count(part) for part in parts])
-    # A group of which nothing could be judged is not in the batch.
+    # A group of which nothing could be judged is not in the batch. One of which a single episode
+    # was judged stays in it, with nothing to be compared with. (In an asynchronous run that one is
+    # lost as well, Flow.least_rows, and another group takes its place. Here there is no other.)
     judged = set(batch.group_ids.tolist())
     unjudged = [prompt.id for prompt in prompts if prompt.id not in judged]
     run.ledger.settle("lost", unjudged)
@@ -11875,15 +11880,16 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 # Rule. Save all that the next step depends on, together: weights, the optimizer's moments, the
 #   learning rate's schedule, which prompts come next. The seeds of sampling follow from those. A
 #   checkpoint is complete on the disk before it gets its name, and two are kept, so at any moment
-#   there is a good one. What was under way when the run was cut off is drawn again. So, of the
-#   steps that the run has in the end, no prompt is left out, and none counts twice: what was
-#   trained on after the checkpoint is undone with the weights that came of it.
+#   there is a good one. What was under way when the run was cut off is drawn again. So no prompt
+#   is left out because of the cut, and in the steps that the run has in the end none counts twice:
+#   what was trained on after the checkpoint is undone with the weights that came of it.
 #
 #   In a synchronous run, with the same flags, these are all the causes of what comes next: a run
 #   that goes on equals one that was never cut off, bit for bit. In an asynchronous run the order in
 #   which groups come, which depends on the machine, is a cause too. To save it would not be enough:
-#   it would have to be forced on the generators again. So such a run goes on with the same prompts,
-#   each once, and with all that was learned until the checkpoint, but in another order.
+#   it would have to be forced on the generators again. So such a run goes on with all that was
+#   learned until the checkpoint, and with all prompts that were still to come, but in another
+#   order. (Cut off or not, it leaves out prompts whose groups come too late, section 13.)
 # Cost. A write every so many steps; the steps since the newest checkpoint are made again.
 # Not here. Checkpoints over several machines' disks (torch.distributed.checkpoint).
 # Source. The order write, fsync, rename, fsync of the folder: Pillai 2014.
@@ -11903,7 +11909,7 @@ async def demo_sync_rl(report: Report, cfg: Config, lab: Lab) -> None:
 #     groups of 51 to 57    112 were trained on: now they count as undone
 #     groups of b58, b59    32 count as lost
 #     prompts of all these  144 are drawn again, before new ones, in the same order
-#     next number to draw   stays: no prompt is left out, and none comes twice
+#     next number to draw   stays: so the loss leaves no prompt out, and no other prompt comes twice
 
 # What lies in the folder, and what a run goes on from if it is cut off there:
 #
@@ -12169,7 +12175,8 @@ class SafeTraining(Training):
 
 
 # -- measurement -----------------------------------------------------------------------------------
-# Two accidents: a run that is cut off, and a reward function that hangs.
+# Three accidents: a run that is cut off, a checkpoint that is damaged, and a reward function that
+# hangs.
 #
 # A run of 12 steps is cut off, and goes on three times from what is left: from the weights alone,
 # from weights and moments, and from all of it. Each time it is compared with a run that was not cut
@@ -12281,7 +12288,7 @@ class CutOff:
         step = 2 * self.SAVE_EVERY + self.rng.randint(1, self.SAVE_EVERY - 1)
         running = asyncio.ensure_future(train_sync(training))
         await until_step(step, training.run, running)
-        # Somewhere within the next step: with the tiny policy one takes longer than these 0.05 s.
+        # Somewhere within the next step, or on a fast machine within the one after it.
         await asyncio.sleep(self.rng.random() * 0.05)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -12323,14 +12330,15 @@ async def until_step(
 
 @stage(
     "a synchronous run that is cut off, here at a random moment, goes on as if it had not been, "
-    "bit for bit; a judge that hangs costs one reward, not the run",
+    "bit for bit; of 16 episodes judged together, only the one that hangs its judge has "
+    "no reward",
     hint="write `0`: the run draws its first prompts again, and learns something else",
     mechanism="prompts go on",
     needs_lab=True,
 )
 async def demo_recovery(report: Report, cfg: Config, lab: Lab) -> None:
     """Cuts a run off and lets it go on, damages a checkpoint, and lets a judge hang."""
-    report.say(f"synchronous runs of {CutOff.NUM_STEPS} steps; seed {cfg.seed} (about 20 s)")
+    report.say(f"synchronous runs of {CutOff.NUM_STEPS} steps; seed {cfg.seed} (about 10 s)")
     cut_off = CutOff(lab, cfg.seed)
     whole = await cut_off.end_of(cut_off.training("whole"))
     cut = await cut_off.strike()
@@ -12635,7 +12643,7 @@ class ReplayBuffer:
         checkpoint. Older versions are of steps that are undone, and what was sampled under them is
         dropped. TrainerLost: a generator has found that the trainer has ended, which nothing else
         tells while no step is under way (RolloutLoop._next_trainer).
-        waits for enough groups that may be taken / woken by `put`, `lose` and `has_ended`
+        waits for enough groups that may be taken / woken by `put`, `lose`, `give_up`, `has_ended`
         """
         while True:
             if run_id == self.lost_run_id:  # mechanism: told by generators
@@ -12682,7 +12690,7 @@ class RolloutLoop:
 
     consumes tickets / waits for them, and for generators that have less than they may have / woken
     by Ledger.settle and by the end of a request / produces requests, each of which puts groups into
-    the buffer / ends when it is cancelled
+    the buffer / ends when it is cancelled, or when a request raises what ends the run
     """
 
     NUM_REQUESTS = 3  # of each generator
@@ -13583,7 +13591,8 @@ async def demo_async_rl(report: Report, cfg: Config, lab: Lab) -> None:
     cluster = lab.cluster
     # Steps to compare with the synchronous run. The faults come after them.
     num_compared = max(1, cfg.steps // 2)
-    report.say(f"seed {cfg.seed}; about half a minute")
+    report.say(f"seed {cfg.seed}; with the tiny policy about half a minute")
+    report.say("this stage strikes its run with three faults, and makes three other runs")
     # 1. Without the rule: there are tickets for all, and nothing is ever too old.
     loose = lab.training("loose", min(40, num_compared))
     heldout = loose.run.sampler.heldout
@@ -15942,15 +15951,15 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 
 # -- 16b. Only what changed ------------------------------------------------------------------------
 # This is of use for weights that are published in bf16. (The tiny policy of this tour is published
-# in fp32, where each step changes the lower half of every number, and always crosses whole.) With a
-# large model the trainer keeps its weights in fp32, and publishes them in bf16. Near 0.02 two
-# neighbouring numbers of bf16 are 0.0001 apart, and at a learning rate of 1e-6, as RL has it, AdamW
-# moves a weight by about 1e-6. So of a hundred weights one to three are rounded to another number
-# than before, and the others stay what they were in bf16. (The demo counts them: "changed" in its
-# table.) On one host that is of no use, for to find out what has changed takes longer than a copy.
-# But between hosts the cable is what costs. So the trainer keeps beside each slot its delta: what
-# differs from the version before. A relay that has the version before reads the delta in place of
-# the slot, unless the cable is so fast that the slot arrives earlier.
+# in fp32. There each step changes the lower half of every number, so what a step has made always
+# crosses whole.) With a large model the trainer keeps its weights in fp32, and publishes them in
+# bf16. Near 0.02 two neighbouring numbers of bf16 are 0.0001 apart, and at a learning rate of 1e-6,
+# as RL has it, AdamW moves a weight by about 1e-6. So of a hundred weights one to three are rounded
+# to another number than before, and the others stay what they were in bf16. (The demo counts them:
+# "changed" in its table.) On one host that is of no use, for to find out what has changed takes
+# longer than a copy. But between hosts the cable is what costs. So the trainer keeps beside each
+# slot its delta: what differs from the version before. A relay that has the version before reads
+# the delta in place of the slot, unless the cable is so fast that the slot arrives earlier.
 #
 # A slot is cut into the pieces of section 8, and each piece is taken as a row of words of 16 bits,
 # whatever it holds. Of each piece the delta has
@@ -15982,8 +15991,9 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 #
 # Generators of the trainer's host wait for no delta, because `latest` names version 8 before its
 # delta is begun. Nor does the optimizer: a delta is made of two slots, and reads no parameter. Both
-# slots stay what they are meanwhile, because nobody writes into slots but this thread, and it is
-# busy. A relay that sees version 8 before its delta is there looks again until it is.
+# slots stay what they are meanwhile. For this thread alone says which slot is written next, by
+# itself and by the other ranks of this host, and it is busy. A relay that sees version 8 before its
+# delta is there looks again until it is.
 
 WORDS_PER_BLOCK = 256  # so a place in a block is one byte
 WHOLE = -1  # in place of the number of bytes: this piece has no delta
@@ -15994,7 +16004,7 @@ REST = 15  # versions: where searches are of no use, or take too long, one versi
 def half_words(memory: torch.Tensor) -> Any:
     """[num_bytes / 2] uint16 for numpy, the same memory. memory: [num_bytes] uint8.
 
-    numpy finds what differs in a fifth of the time that torch takes.
+    numpy finds what differs in a quarter of the time that torch takes (DOCS 8).
     """
     return memory.numpy().view("uint16")
 
@@ -17942,13 +17952,13 @@ class HostsCluster(SendingCluster):
 # is lost with a generator, a judge and the relay on it; two steps later it is back. Not one step
 # may be lost, for the trainer is on the first host.
 #
-# Of deltas that run says nothing, for it publishes fp32, of which every number changes in each
-# step. So, second, a Stepper takes AdamW steps on one weight of 16 million elements, along random
-# gradients (in a run of yours more may change, or less), and a CheckedRelay reads it, the way that
-# it is told. After each version both say the CRC of what they have. Five versions make a row.
+# Of deltas that run says next to nothing, for it publishes fp32, of which every number changes in
+# each step. (Only version 1 is a delta: with it a run begins, and it is version 0 once more.) So,
+# second, a Stepper takes AdamW steps on one weight of 16 million elements, along random gradients
+# (in a run of yours more may change, or less), and a CheckedRelay reads it, the way that it is
+# told. After each version both say the CRC of what they have. Five versions make a row.
 #
-# Third, a trainer with a rank on each host (RowRank): do its relays read what each host lacks, and
-# nothing else?
+# Third, a trainer with a rank on each host (RowRank): do relays read just what a host lacks?
 
 
 class LocalWorkers:
@@ -18350,7 +18360,8 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 #
 #     saved/sft/step-00000100.pt         the weights after 100 supervised steps: every later command
 #                                        with these flags begins with them
-#     saved/sync_rl/step-00000100.pt     a run goes on from the newest one (section 12)
+#     saved/sync_rl/step-00000050.pt     a run goes on from the newest one (section 12)
+#     saved/sync_rl/step-00000100.pt
 #     saved/async_rl/step-00000150.pt
 #     saved/async_rl/step-00000200.pt    the trained model: --evaluate and --export take this one
 #
@@ -18498,10 +18509,11 @@ def write_whole(folder: str, model: Any, tokenizer: Any) -> None:
 #     pass@2   1 - C(3, 2) / C(4, 2) = 1 - 3/6 = 0.50    the other way: 1 - (3/4) ** 2 = 0.44
 #     pass@4   1 - C(3, 4) / C(4, 4) = 1 - 0/1 = 1.00    the other way: 1 - (3/4) ** 4 = 0.68
 #
-# pass@1 tells how well the policy does, and pass@N what RL has to work with: a prompt of which no
-# sample is right teaches nothing. Each figure is a mean over prompts, because they, and not the
-# samples, are what was drawn at random from all that could have been asked: samples of one prompt
-# resemble each other, and counting them all would make the error look too small.
+# pass@1 tells how well the policy does, and pass@N what RL has to work with: where a reward is 0 or
+# 1, a prompt of which no sample is right teaches nothing. Each figure is a mean over prompts,
+# because they, and not the samples, are what was drawn at random from all that could have been
+# asked: samples of one prompt resemble each other, and counting them all would make the error look
+# too small.
 
 # Conversations of a request: so few fit into a generator at once, and with so many requests no
 # generator is without work.
@@ -18869,7 +18881,8 @@ def what_memory_lacks(cfg: Config, num_parameters: int, trains: bool) -> str:
 #     --evaluate 16 --model better                      how good that is
 #     --only weight_sync --model-mb 1024 --json f.json  a measurement
 #
-# Exit status: 0 all checks hold, 1 a check failed or the run died, 2 wrong usage, 130 Ctrl-C.
+# Exit status: 0 all checks hold; 1 a check failed, the run died, or a file could not be written; 2
+# wrong usage; 130 Ctrl-C (of a worker 0).
 
 
 @dataclass(frozen=True)
@@ -19988,8 +20001,8 @@ def plan_part() -> str:
         drawn.append(grid(shape, cells, f"trainer, copy {replica + 1}: its ranks have rows"))
     for rank, part in enumerate(parts):
         drawn.append(grid(shape, part, f"generator rank {rank}: from which rank each comes"))
-    words = "A tensor of 6 x 4 elements, as section 8 plans it. Six trainer ranks hold "
-    words += f"{num_held} elements, each of them twice, and {len(moves)} moves write {num_moved}: "
+    words = "A tensor of 6 x 4 elements, as section 8 plans it. Six trainer ranks hold each of its "
+    words += f"elements twice, {num_held} in all, and {len(moves)} moves write {num_moved}: "
     words += "of two copies one is read. What is not read is not filled."
     rows = []
     for move in moves:
