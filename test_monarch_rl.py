@@ -10668,6 +10668,29 @@ def test_a_window_moves_on_when_a_late_group_is_lost() -> None:
     asyncio.run(scene())
 
 
+def test_a_forgotten_group_ends_a_run_that_would_wait_for_it() -> None:
+    """One that is dropped, and not settled: its ticket would never come back."""
+
+    async def scene(forgets: bool) -> None:
+        ledger = m.Ledger()
+        buffer = m.ReplayBuffer(ledger, flow_of(max_lag=0))
+        every = list(range(20))
+        ledger.start(every)
+        buffer.expect(every)
+        for group_id in every[:18]:
+            put_one(buffer, group_id)
+        await buffer.take(1, version=0)  # 16; two wait, and two are awaited
+        if forgets:
+            ledger.settle = lambda *_: None  # pyright: ignore
+        # The two that wait are too old now, and dropped.
+        with pytest.raises(RuntimeError, match="2 groups in flight that nobody works on"):
+            await asyncio.wait_for(buffer.take(1, version=1), 0.2)
+
+    asyncio.run(scene(forgets=True))
+    with pytest.raises(asyncio.TimeoutError):  # else it waits, for the others may still come
+        asyncio.run(scene(forgets=False))
+
+
 def test_ready_groups_are_taken_oldest_first() -> None:
     async def scene() -> None:
         ledger = m.Ledger()
