@@ -48,7 +48,7 @@ and each names the line that you can change to see that for yourself.
 
 How to read it. Each section begins with a lead, the comment under its banner. There are four ways:
 
-    an hour       this page, and the leads of sections 3, 6, 7, 11 and 13: comments only
+    an hour       this page, and the leads of sections 3, 7, 11 and 13: comments only
     an afternoon  these; the pictures in parts 7b and 13a (headings `# -- 7b.` and `# -- 13a.`); the
                   leads and demos of sections 1 to 3, 5, 6 and 11, with what these stages print; and
                   the five functions that all of it is about: ServiceActor.route (6), Arena.lease
