@@ -62,8 +62,8 @@ Go on from here with `# == 1. HELLO ACTOR`: in between is plumbing, which Python
 section 13 you have the whole system on one host; 14 adds a second network, 15 trains on a reward
 that is learned, and 16 adds other hosts. DOCS.md says at length why each part is as it is.
 
-Loops are described by short answers with slashes between them: what a loop consumes, what it waits
-for, who wakes it, what it produces, and when it ends. An answer that is plain is left out.
+The docstring of a loop gives short answers, with slashes between them: what it consumes / what it
+waits for / who wakes it / what it produces / when it ends. An answer that is plain is left out.
 
 Left out, and what to use instead: paged attention (vLLM, SGLang); tensor, pipeline and expert
 parallel training (torchtitan, Megatron); LoRA (peft); sandboxes for tools; launchers for Slurm and
@@ -76,9 +76,9 @@ The words:
               which takes no part in it (section 3).
     policy    The language model that is trained: given a text, it has a probability for each token
               that may come next.
-    episode   One conversation between a user and the policy. Example: the user says "abc", the
-              policy answers "abc", the user says "dfa", the policy answers "dfb" (one letter is
-              wrong, so its reward is less than 1).
+    episode   One conversation between a user and the policy. Example, where the task is to repeat
+              what the user says: the user says "abc", the policy answers "abc", the user says
+              "dfa", the policy answers "dfb" (one letter is wrong, so its reward is less than 1).
     group     The episodes sampled from one prompt, here eight. Their rewards are compared with
               each other, and the better ones are made likelier.
     rollout   What one request to a generator brings back: the episodes of some groups.
@@ -94,7 +94,7 @@ The words:
               Gate hands them out. A ticket comes back when the trainer has made its step on
               that group, or when the group is dropped or lost.
     sampler   Draws prompts, always the same one for the same number.
-    replica   One of several interchangeable workers, in a process of its own.
+    replica   One of several interchangeable actors, each in a process of its own.
     service   What owns replicas and gives requests to them; callers see no replica (section 6).
     judge     A replica that runs the reward function, which is somebody else's code.
     replay buffer
@@ -139,6 +139,7 @@ def end_where_it_cannot_run() -> None:
     It comes before the imports: other systems lack some of Python's modules, and a part of Monarch.
     """
     lacks = ""
+    # A memfd is a file in memory (section 7), a pidfd a file descriptor for a process (section 5).
     if sys.platform != "linux":
         lacks = f"{sys.platform}, without Linux's memfd and pidfd; a Linux container has them"
     elif os.uname().machine not in PROCESSORS:
@@ -149,7 +150,8 @@ def end_where_it_cannot_run() -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C during the imports below ends the command at once, without a traceback.
+    # Ctrl-C during the imports below ends the command at once, without a traceback. 130 is the exit
+    # status that shells give to a command that Ctrl-C has ended: 128, and 2 for SIGINT.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     end_where_it_cannot_run()
 
@@ -230,8 +232,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 #
 #     1. The main process starts the template, which imports torch and then waits.
 #     2. Monarch, asked for a worker, starts a shell in its place: the stand-in of that worker. The
-#        shell writes its process id into a pipe that is the template's standard input (by its path:
-#        `arguments`, in 5a), and then does nothing more than wait until the template ends.
+#        shell writes its process id into the template's standard input, a pipe that it opens by
+#        path (`arguments`, in 5a), and then does nothing more than wait until the template ends.
 #     3. The template reads the id, and forks. The fork takes over the environment variables that
 #        Monarch gave to the stand-in, and goes on as Monarch's own command would: it is the worker.
 #
@@ -251,15 +253,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 # so the template must not import it. That is why these functions stand before that import.
 
 TEMPLATE_FLAG = "--template"  # by which a process knows that it is one
-# Environment variables of a process that starts: the file in which it says so, and as what (Starts,
-# in section 5).
+# When a process starts, a line with a name and its id is added to a file. These two environment
+# variables of the process say which file, and which name (Starts, in section 5).
 STARTS_FILE = "MONARCH_RL_STARTS_FILE"
 STARTS_NAME = "MONARCH_RL_STARTS_NAME"
 WORKER_MODULE = "monarch._src.actor.bootstrap_main"  # what Monarch runs in each process it starts
-# And of a process on another host: the life of that host (Host.life, in section 5).
+# An environment variable of a process on another host: in which life of that host it was started. A
+# life is the time from a start of the host until it is lost (Host.life, in section 5).
 LIFE_VARIABLE = "MONARCH_RL_LIFE"
 
-# What trainers and generators of the tiny policy import. Those of other models need most of it too.
+# What trainers and generators import if the policy is the tiny one of this tour. Those of other
+# models need most of it too.
 SLOW_IMPORTS = (
     "torch",
     "torch.distributed.checkpoint.state_dict",
@@ -346,8 +350,9 @@ def fork_for(stand_in_id: int, selector: selectors.BaseSelector, lifeline: int) 
 def end_pair(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
     """One of a worker and its stand-in has ended, so the other one must."""
     # One `select` may report both ends. Then the first report has closed both descriptors, and at
-    # the second there is nothing left to do. By then its number may be that of a new descriptor, of
-    # another pair: so this looks for the very key that was reported, not for its number.
+    # the second there is nothing left to do. By then the number of the closed descriptor may be
+    # that of a new one, of another pair. So this looks for the very key that was reported, not for
+    # its number.
     registered_now = selector.get_map().get(key.fd)
     if registered_now is not key:
         return
@@ -389,9 +394,10 @@ def become_worker(variables: dict[str, str], template_id: int) -> None:
         os._exit(1)
     os.setpgid(0, 0)  # as Monarch does for each process that it starts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Standard input is still the template's pipe, and a worker must not read ids out of it.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(variables)
-    sys.argv = sys.argv[:1]
+    sys.argv = sys.argv[:1]  # without the template's arguments: Monarch's command has none
     runpy.run_module(WORKER_MODULE, run_name="__main__", alter_sys=True)
     os._exit(0)
 
@@ -467,7 +473,7 @@ ENVIRONMENT = {
     # Monarch keeps 2 KiB for good (measured in DOCS 6). It would also gain little, for a pidfd
     # tells of the end of a process in milliseconds.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
-    # How long a look that is under way when the process dies waits for a reply: 30 s unless told.
+    # How long a look waits for the reply of a process that dies meanwhile: 30 s unless told.
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     # How long a process may take to start: 30 s unless told. Those with a model wait until the
     # template has imported, which on a busy machine may take longer than that.
@@ -476,11 +482,12 @@ ENVIRONMENT = {
     # The C library reads this when a process starts. (On aarch64 it knows no such limit, and passes
     # over the name.)
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x20000",
-    # Several processes share the cores, so none of them computes in several threads, but for
-    # trainers and generators of a large model (--threads).
+    # Several processes share the cores, so each computes in one thread, except trainers and
+    # generators of a large model (--threads).
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Process groups need only the loopback, except that of a trainer over hosts (section 16).
+    # The network interface of gloo, by which torch moves tensors between processes on CPUs. `lo`
+    # reaches this host alone. A trainer over several hosts takes another (section 16).
     "GLOO_SOCKET_IFNAME": "lo",
     # Monarch asks for this when it registers GPU memory for RDMA.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -526,9 +533,9 @@ def setting(
     value that is allowed, if there is one. choices: the only values that are allowed, separated by
     spaces; "": any. kind: of the value; None: that of the default.
 
-    is_kept: must a run that goes on from a checkpoint (section 12) keep the value? True: with
-    another one it would be another run, so that is refused, in a line. False: another value counts
-    from the next step on.
+    is_kept: must a run that goes on from a checkpoint (section 12) keep the value? True: a run with
+    another value would be another run, so another value is refused, in one line. False: another
+    value counts from the next step on.
     """
     kind = kind or type(default)
     metadata = {"meaning": meaning, "least": least, "choices": choices.split(), "kind": kind}
@@ -731,8 +738,8 @@ def writing(path: str, unfinished: str = "") -> Iterator[None]:
 def reason_of_system(error: BaseException) -> str:
     """Why the system refused, as "No space left on device"; "": the error is not of the system.
 
-    torch raises an exception of its own while it handles that of the system. safetensors, which is
-    not written in Python, has it only in its text.
+    torch raises an exception of its own while it handles that of the system. An exception of
+    safetensors, which is written in Rust, has the number of the system's error only in its text.
     """
     in_text = re.search(r"\(os error (\d+)\)", str(error))
     if in_text:
@@ -748,12 +755,12 @@ def flush_to_disk(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    finally:  # or a file that is removed because the disk is full would still fill it
+    finally:  # also after an error: a removed file keeps its space while a descriptor is open
         os.close(descriptor)
 
 
 def written_first(path: str) -> str:
-    """Where the content of this file is written, before that gets its name.
+    """The path where a file is written first. Afterwards the file is renamed to `path`.
 
     It is the path itself for what cannot be renamed: a device, a pipe, or a file that has no name
     in any folder (`unnamed_file`, below).
@@ -886,6 +893,7 @@ def visible(text: str) -> str:
     A policy can say anything, and a task, a worker or another host can quote it. A terminal obeys
     some characters: they move the cursor, rename the window, turn the order of letters round.
     """
+    # [1:-1] takes the quotes off what repr returns.
     return "".join(ch if ch.isprintable() or ch == "\n" else repr(ch)[1:-1] for ch in text)
 
 
@@ -920,8 +928,8 @@ class Terminal:
         for line in lines:
             text = indent + visible(line).rstrip(" ")
             if len(text) > self.WIDTH:
-                num_spaces = max(len(self.INDENT), len(text) - len(text.lstrip()))
-                text = folded(text, self.WIDTH, num_spaces)
+                own_indent = len(text) - len(text.lstrip())
+                text = folded(text, self.WIDTH, max(len(self.INDENT), own_indent))
             self._put(text)
 
     def _put(self, text: str, end: str = "\n") -> None:
@@ -1045,7 +1053,7 @@ class Report(Terminal):
         wanted = f"{relation} {show(want)}"
         found = {"what": what, "got": show(got), "want": wanted, "ok": ok}
         self.stages[-1]["checks"].append(found)
-        expected = "" if ok and relation == "==" else f"  ({wanted})"
+        expected = "" if ok and relation == "==" else f"  ({wanted})"  # "0  (== 0)" says it twice
         self.say(f"{what}: {show(got)}{expected}", indent="    ok " if ok else "  FAIL ")
 
     def curve(self, of_run: dict[str, Any]) -> None:
@@ -1206,8 +1214,9 @@ def began_s() -> float:
 def cause(error: BaseException) -> BaseException:
     """The exception that an endpoint raised, out of the ActorErrors that carried it here.
 
-    Monarch wraps what an endpoint raises into an ActorError, whose text begins with other things.
-    If the endpoint was called by another endpoint, there are several around each other.
+    An endpoint is a method of an actor that messages may call (section 1). Monarch wraps what it
+    raises into an ActorError, whose text begins with other things. If the endpoint was called by
+    another endpoint, there are several around each other.
     """
     while isinstance(error, ActorError):
         error = error.exception
@@ -1275,7 +1284,8 @@ class Tally(Actor):
 
     `@endpoint` marks what messages may call; anything else is an ordinary method, for the actor
     itself. To spawn actors is to make them, in processes of their own. `current_rank()` is the
-    place of an actor among those that were spawned together; its `rank` is that as a single number.
+    place of an actor among those that were spawned together, and `current_rank().rank` is that
+    place as a single number: 0, 1, 2 and so on.
     """
 
     def __init__(self) -> None:
@@ -1482,7 +1492,7 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 #   about that). An RDMABuffer wants memory in one piece. A tensor that is not, such as a column of
 #   a matrix, can only be sent as a copy; and who pushes bytes there fills the copy, not the matrix.
 # Not here. GPU memory, which the same handle covers where there is an RDMA card.
-# Source. Monarch, libibverbs.
+# Source. Monarch; libibverbs, Linux's library for RDMA cards.
 #
 # A handle says where the bytes are: which process has them, at what address, how many there are,
 # and a key with which a card, if there is one, lets others in. It holds none of the bytes.
@@ -1860,7 +1870,8 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # At a first reading go on with `class PulseHandle`. From there on: where a process shows that it
 # lives (PulseHandle and, in the process itself, Pulse), what can be seen of it at one look (Signs),
 # and what its owner makes of its looks (Watch). Before it: how processes are started (Template,
-# Starts), where (Host), and how one is named, as the system uses ids again (open_process).
+# Starts), where (Host), and how one is told from others, for the system gives the id of a process
+# that has ended to a new one (open_process).
 
 # Set by the main process when it is about to end all others. From then on nothing is replaced.
 LEAVING = threading.Event()
@@ -1965,12 +1976,12 @@ class Starts:
 
 @functools.cache
 def starts_file() -> str:
-    """The path of the file in which all of them note their ids. Both end with this process.
+    """The path of the file in which all processes that start note their ids.
 
-    There is one file for all, with some 40 bytes for each start, and it stays open. The last part
-    of its path is the number of its descriptor. If each replica had a file, and that was closed
-    with the replica, the number would go to the next file that is opened, and a process that starts
-    late would write its id into that one.
+    There is one file for all, with some 40 bytes for each start. It stays open until this process
+    ends, and so long the path is good: its last part is the number of the descriptor. If each
+    replica had a file, and that was closed with the replica, the number would go to the next file
+    that is opened, and a process that starts late would write its id into that one.
     """
     return unnamed_file("starts")
 
@@ -1989,8 +2000,8 @@ class Host:
     """Where processes can be started: this machine.
 
     Section 16 has other kinds of Host, which do the same on other machines. Those can be lost, and
-    that is what `life`, `is_here`, `still_has` and `present` are about. Of this machine their
-    answers never change, so until then only `spawn`, `watch`, `signs` and `signal` matter.
+    that is what `life`, `is_here`, `still_has` and `present` are about. For this machine these
+    never change their answers, so until then only `spawn`, `watch`, `signs` and `signal` matter.
     """
 
     address = ""  # of this machine there is none
@@ -2060,7 +2071,7 @@ class Host:
             with contextlib.suppress(ProcessLookupError):
                 descriptor = open_process(pulse)
                 try:
-                    signal.pidfd_send_signal(descriptor, number)
+                    signal.pidfd_send_signal(descriptor, number)  # `signal`, the module
                 finally:
                     os.close(descriptor)
 
@@ -2087,8 +2098,8 @@ def start_of(pid: int) -> int:
     if len(entries) < 20:  # of a process that is gone there is only the state
         return -1
     # The twentieth entry: proc_pid_stat(5) has it as the 22nd, for the id and the name come first.
-    *_, started = entries[:20]
-    return int(started)
+    twentieth = 19  # counted from 0
+    return int(entries[twentieth])
 
 
 def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
@@ -2386,7 +2397,7 @@ class Replica:
     """
 
     MAX_MARKS = 3  # in a row, until a replica that raises is replaced
-    END_WITHIN_S = 30.0  # for Monarch to notice that they have ended: mostly milliseconds
+    END_WITHIN_S = 30.0  # for Monarch to notice that its processes ended: mostly milliseconds
 
     def __init__(
         self,
@@ -2473,8 +2484,8 @@ class Replica:
             self.num_fruitless += 1
         if has_moved or self.is_idle() or not self.answers:  # a setup has a deadline
             self.num_fruitless = 0
-        # `>`, not `>=`: the first of these looks may come right after the request, so n of them
-        # cover n - 1 pauses. (A silent look is compared with the look before it: n cover n.)
+        # `>`, not `>=`: the first look may come right after the request began, so n looks are sure
+        # to span only n - 1 pauses. (A silent look is a comparison with the one before it.)
         if self.num_fruitless > num_looks(spec.stuck_after_s):  # mechanism: endless work
             self.lose("made no progress")
 
@@ -2487,7 +2498,7 @@ class Replica:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """While somebody waits for its answer to a request. The end of one is progress, too."""
+        """Counts a request as in flight while it is. That a request ends is progress, too."""
         self.num_in_flight += 1
         try:
             yield
@@ -2523,15 +2534,15 @@ class Replica:
         """
         if not self.host.still_has(self.host_life):
             return  # its processes ended with that life of their host
-        # Without a pulse only the ids are known that they have noted. By now such an id may be that
-        # of somebody else, so of these only what descends from this process is killed.
+        # Without a pulse we know only the ids that its processes noted. Such an id may be somebody
+        # else's by now, so of these only processes that descend from this one are killed.
         if not self.watches:
             kill(set(self.starts.pids()) & set(descendants(os.getpid())))
         self.send_signal(signal.SIGKILL)
         self.pids = []
         self.watches = []
-        # Here this is the same as above. In section 16 some machines of a host may be lost and
-        # others not: these had their signal, and for the lost ones Monarch would wait in vain.
+        # On one machine this asks what `still_has` did. In section 16 some machines of a host may
+        # be lost. The others had their signal; for the lost ones Monarch would wait in vain.
         if self.host.life() != self.host_life:
             return
         # ValueError: they could not be made, so there are none. RuntimeError: they were killed
@@ -2560,8 +2571,8 @@ class ServiceSpec:
     # On which replicas are started, in turn.
     hosts: tuple[Host, ...] = (Host(),)
     # How long a replica may take to become ready: imports on a busy machine take seconds, big
-    # models minutes. A deadline is right here: a setup moves no word of progress, and waits behind
-    # nobody's work (but for a relay's, section 16).
+    # models minutes. A deadline is right here: a setup moves no word of progress, and waits for
+    # nobody else's work (only the setup of a relay does, section 16).
     setup_deadline_s: float = 120.0
     # Of section 6. A request that kills whoever runs it must not go on to kill all replicas, so
     # there is a largest number of attempts.
@@ -2617,6 +2628,8 @@ class Supervisor(Actor):
         place = self.spec.place(replica_id)
         host = await self.spec.hosts[place.host].present()
         life = host.life()
+        # No name is used twice: by it the ids that processes noted, and Monarch's news of a
+        # failure, are told from those of the replica before.
         name = f"{self.spec.name}_{replica_id}_{time.monotonic_ns()}"
         starts = Starts(name, self.spec.replica_class.has_model)
         procs = await host.spawn(starts, self.spec.num_ranks)
@@ -2936,7 +2949,8 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #   to repeat: two attempts may both do their work. Only one is answered.
 # Not here. Sessions, priorities, autoscaling (Ray Serve).   Source. "Let it crash", as in Erlang.
 #
-#     caller --- route(Roots.root, 4) ---> ServiceActor
+#     caller --- route(Roots.root, 4) ---> ServiceActor      (Roots.root, of section 5, is an
+#                                              |              endpoint: it computes a square root)
 #                                              | root(4) ---> replica 0    is lost: its keeper
 #                                              |                           makes another
 #                                              | root(4) ---> replica 1    answers
@@ -2945,8 +2959,8 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # What runs in it, beside the looks of section 5: a `route` or `ask` per request; a keeper per
 # replica, which sleeps until that is lost, makes another one, and sleeps again; and calls of start,
 # resize and status, which wait until all are ready. A loss wakes whoever waits for that replica
-# (Replica.lost). All other changes are told by the ChangeNotice below. By example, the drawing in
-# time: of two replicas, replica 0 dies in the middle of a request:
+# (Replica.lost). All other changes are told by the ChangeNotice below. The drawing again, in time:
+# there are two replicas, and replica 0 dies in the middle of a request.
 #
 #     route of that request    sleeps in _call; wakes because the replica is lost; picks the other
 #     keeper of replica 0      sleeps; wakes because it is lost; makes another, which takes seconds
@@ -3040,7 +3054,7 @@ class ReplicaKeeper(Supervisor):
         self.keepers: dict[int, asyncio.Task[None]] = {}  # by id, of the replicas that are kept
         self.lost_replicas: list[Loss] = []
         self.num_replicas = spec.num_replicas  # that there should be
-        self.num_closings = 0  # a start that began before the newest of them gives up
+        self.num_closings = 0  # calls of `close` so far; a start during which it grows gives up
         self.resizing = asyncio.Lock()
 
     @concurrent_endpoint
@@ -3119,8 +3133,8 @@ class ReplicaKeeper(Supervisor):
         made = self.replicas.get(replica_id)  # None: not even a process was asked for
         host = made.host if made else self._host_of(replica_id)
         life = host.life()
-        was_away = made is not None and made.host_life != life  # it has been started again since
-        if life == "" or was_away:  # "": it is away now
+        was_away = made is not None and made.host_life != life
+        if life == "" or was_away:  # it is away now, or was lost after the replica was made
             return Loss(
                 replica_id=replica_id,
                 why=f"setup failed: {cause(error)}",
@@ -3290,7 +3304,7 @@ class ServiceActor(ResizableKeeper):
         nobody else may try; NoReplica; RequestLost; and what ended a keeper.
         """
         first_to_raise: Replica | None = None  # on this request
-        to_blame: Replica | None = None  # the same, unless it raised NobodyToBlame
+        to_blame: Replica | None = None  # the same replica; None if it raised NobodyToBlame
         # A replica that is lost, or raises, costs an attempt; waiting for a free one costs none.
         for number in range(self.spec.max_attempts):  # mechanism: another attempt
             is_last = number == self.spec.max_attempts - 1
@@ -3374,17 +3388,18 @@ class ServiceActor(ResizableKeeper):
             may_try = self._may_try(other_than)
             free = [one for one in may_try if one.num_in_flight < self.spec.max_in_flight]
             if free:
-                # No `await` from here until `_call` counts this request in, so no other one can
-                # get the same place.
+                # No `await` until `_call` counts this request in: no other one gets this place.
                 self.num_picks += 1
                 return min(free, key=self._order)
             if may_try:
                 # Woken when one has ended a request, was lost, or became ready; or all are closed.
                 await self.changed.wait()
-            elif not await self.changed.wait_for(
+                continue
+            may_go_on = await self.changed.wait_for(
                 lambda: bool(self._may_try(other_than)) or not self.keepers,
                 self.spec.setup_deadline_s,
-            ):
+            )
+            if not may_go_on:
                 raise NoReplica(f"{self.spec.name}: all replicas that could try are lost")
         raise NoReplica(f"{self.spec.name} is closed")
 
@@ -3463,8 +3478,9 @@ class Service:
 
         request: what the endpoint takes, here at most one record or number. (That it may be
         several, or keywords, stands in the signature because type checkers ask for it.) Raises what
-        the endpoint raised, from the error that has the worker's traceback; NoReplica; RequestLost.
-        It takes as long as the work takes. A caller with less time uses asyncio.wait_for.
+        the endpoint raised (its __cause__ is the ActorError, which has the worker's traceback);
+        NoReplica; RequestLost. It takes as long as the work takes. A caller with less time uses
+        asyncio.wait_for.
         """
         if keywords:
             raise TypeError("a request has no keywords")
@@ -3701,7 +3717,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
 class WeightMismatch(ValueError):
     """The two sides do not mean the same weights, or a rule of the arena would be broken.
 
-    What readers have has not changed.
+    When it is raised, the weights that readers have are what they were before.
     """
 
 
@@ -3798,9 +3814,9 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
     for name, tensor in tensors.items():
         is_cast = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
         stored_dtype = dtype if dtype and is_cast else tensor.dtype
-        # Tied tensors share their memory. An empty tensor has no address, and neither has one of
-        # which this rank has nothing: such a tensor is tied to none, so what stands for its address
-        # is a number that no other one has.
+        # Tied tensors share their memory. An empty tensor, or one of which this rank has nothing,
+        # has the address 0, and is tied to none. So its `id` stands for its address: no other
+        # tensor has that number.
         where = local(tensor).data_ptr()
         if where == 0:
             where = id(tensor)
@@ -3866,11 +3882,11 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 # (The demo shows what happens without step 2. The other three are too rare for it, because the
 # moment in which they do harm is so short: tests go through every order of events.)
 #
-# How long a lease lasts does not matter, nor how many slots there are: only a slot that no word of
-# a living process names is written. Every word is changed by `put`, which begins with a fence: all
-# that its process did before comes first, for everybody. So when others see that a reader's word
-# names another slot, or none, its last read of the old slot is over; and when they see `latest`
-# name a slot, the bytes of that slot are there.
+# How long a lease lasts does not matter, nor how many slots there are: the writer writes only into
+# a slot that no word of a living process names. Every word is changed by `put`, which begins with a
+# fence: all that its process did before comes first, for everybody. So when others see that a
+# reader's word names another slot, or none, its last read of the old slot is over; and when they
+# see `latest` name a slot, the bytes of that slot are there.
 #
 # In which order others see what I do. At a first reading go on with `class ArenaHandle`: the rest
 # of this part only says what a fence is made of, and why one is needed at all. The proof above says
@@ -3889,18 +3905,18 @@ def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = No
 # (*) But for the streaming stores by which memmove copies large blocks. It puts a fence behind them
 # itself (see WeightWriter._write).
 #
-# On both, a store that depends on what a load finds is seen only after that load, because nobody
-# could take it back. So the writer needs nothing between its look at the leases and its stores into
-# the slot that it chooses.
+# On both, a store that depends on what a load finds is never seen before the load is done. If it
+# were, and the load then found something else, the store could not be taken back. So the writer
+# needs nothing between its look at the leases and its stores into the slot that it chooses.
 #
 # Where an order matters there must be a fence: what stands before it takes effect before what
 # stands behind it, whatever it is. That is full order, and there are two halves of it. An acquire
-# is a load that nothing behind it may pass, such as that by which one takes a lock. A release is a
-# store that passes nothing before it, such as that by which one gives a lock back. So what is done
-# under a lock stays between the two. But what stands outside may move in, at either end. In the
-# left one of these two programs A and B may both move in, and there B may pass A. In the right one
-# each of them stops at one of the two in the middle, a release and then an acquire, and on both
-# processors these two keep their order:
+# is a load that takes effect before all that stands behind it, such as that by which one takes a
+# lock. A release is a store that takes effect after all that stands before it, such as that by
+# which one gives a lock back. So what is done under a lock stays between the two. But what stands
+# outside may move in, at either end. In the left one of these two programs A and B may both move
+# in, and there B may pass A. In the right one each of them stops at one of the two in the middle, a
+# release and then an acquire, and on both processors these two keep their order:
 #
 #     taken and given back once        twice
 #     store A   may move down          store A   stays above the first release
@@ -3934,7 +3950,7 @@ class ArenaHandle:
 class Arena:
     """One process's mapping of the shared memory: words of 8 bytes, then slots.
 
-    A word, but for the run id, holds two numbers in one, so that both change at once: version 7 in
+    Every word except the run id holds two numbers, so that both change at once: version 7 in
     slot 2 is the word 7 * 1024 + 2. CPython reads and writes an item of `words`, a memoryview, with
     one memcpy of 8 bytes (in memoryobject.c), which compilers make one instruction. Of 8 aligned
     bytes it is done in one piece (Intel SDM vol. 3, 9.1.1; Arm ARM, B2.2.1): nobody sees a half.
@@ -4295,7 +4311,8 @@ def move_together(tensors: dict[str, torch.Tensor]) -> None:
 
         parameters of another dtype than the first   torch.save refuses memory of two dtypes
         buffers                                      copy.deepcopy of a model copies for each buffer
-                                                     all memory that it is a view of: the block
+                                                     all memory that it is a view of: the block;
+                                                     of a parameter only its own elements
 
     Only one tensor's memory is needed twice: each old tensor is freed when it has moved, and a page
     of the block takes memory only when it is written.
@@ -4468,6 +4485,7 @@ class WeightWriter(Side):
         matches = self.matches_with(slot)
         places = [lies_at(match.mine) for match in matches]
         plan = self.plans.get(slot)
+        # After `switch_to` the matches are another list. (`!=` would compare the tensors in them.)
         if plan is None or plan.matches is not matches or plan.places != places:
             plan = self._new_plan(matches, places)
             self.plans[slot] = plan
@@ -4650,8 +4668,8 @@ def form_group(meeting_place: str, rank: int, num_ranks: int) -> None:
 #
 #     row                             trainer held, of a run on two cores
 #     "gloo broadcast, 2"             37 ms: it waits for the transfer
-#     "gloo broadcast, 2, one late"   67 ms: also for the last to come, 50 ms late, by when the
-#                                     other has been served
+#     "gloo broadcast, 2, one late"   67 ms: 50 ms until the late one comes, in which the other one
+#                                     is served, and 17 ms in which the late one is served
 #     "slots, 2"                      0.06 ms: for nobody (the sync took 1.2 times as long as a
 #                                     memmove, in a thread)
 #
@@ -4732,8 +4750,8 @@ class Bench(Worker):
         # For the broadcast. Also the ranks that are not in this smaller group have to make it.
         self.trainer_and_two: Any = torch.distributed.new_group([0, 1, 2])
         self.block = torch.empty(num_mb * MIB, dtype=torch.uint8)
-        # 289 cuts at random places make 290 tensors. A multiple of 32 elements is a cache line, so
-        # they lie as in a slot: as those of a trainer, after `move_together`.
+        # 289 cuts at random places make 290 tensors. 32 elements are a cache line, so tensors that
+        # begin at multiples of 32 lie as in a slot: as those of a trainer, after `move_together`.
         places = range(32, num_mb * MIB // 2, 32)
         cuts = sorted(random.Random(seed).sample(places, self.NUM_TENSORS - 1))
         parts = self.block.view(torch.bfloat16).tensor_split(cuts)
@@ -4877,7 +4895,7 @@ class SyncBench:
 
         Mostly generators are asked before the trainer sends: they wait for the version, or for the
         trainer in the broadcast. A generator that reads live weights waits for nothing. So it is
-        asked only when the trainer is done, but for a race, in which it is to read while the
+        asked only when the trainer is done, except in a race, in which it is to read while the
         trainer writes.
         """
         made = await self.trainer.make_version.call_one()
@@ -4992,6 +5010,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     close_unnamed_file(meeting_place)
 
     report.table(rows)
+    # In the order of SYNC_ROADS. The one that is left out is slots, of which one reader is late.
     unsafe, one, two, four, _, group, late_group, direct = rows
     report.say(
         f"all in ms; a memmove of {num_mb} MiB takes {show(two.ms / two.x_memmove)}. held: for how "
@@ -5100,11 +5119,11 @@ class Cut:
     it: Shard(0) cuts the tensor's rows among the ranks, Replicate() gives all of them the same.
 
     _StridedShard is FSDP's cut of a dimension that tensor parallelism has cut before, into
-    `split_factor` parts. But FSDP stands first in the mesh, so its cut is applied first here.
-    Hence each FSDP rank takes a piece of every part, and the Shard that follows picks from these
-    the one that lies in the part of the tensor-parallel rank. By example, 12 rows, which tensor
-    parallelism cuts into 0-5 and 6-11: FSDP's rank 0 takes 0-2 and 6-8. From these the Shard picks
-    0-2 for the first tensor-parallel rank, and 6-8 for the second.
+    `split_factor` parts. By example, tensor parallelism has cut 12 rows into 0-5 and 6-11. FSDP
+    cuts both parts in two, and gives its rank 0 the rows 0-2 and 6-8. In the mesh FSDP stands
+    first, so here its cut is applied first, and gives 0-2 and 6-8; the Shard that follows picks
+    from these 0-2 for the first tensor-parallel rank, and 6-8 for the second. In general, each FSDP
+    rank has a piece of every part, and Shard picks those that lie in the rank's own part.
     """
 
     mesh_shape: tuple[int, ...]  # such as (2, 4): two rows of four ranks
@@ -5179,7 +5198,7 @@ def stretches_of(index: torch.Tensor) -> list[Stretch]:
     stretches = []
     first = 0
     for end in ends:
-        if end > first:
+        if end > first:  # else the list is empty: the rank has nothing of the tensor
             start = int(index[first])
             last = int(index[end - 1])
             stretches.append(Stretch(start=start, end=last + 1, place=first))
@@ -5229,6 +5248,11 @@ def box_matches(
             )
         )
     return matches
+
+
+def rank_word(rank: int) -> int:
+    """Which word of the arena is that of this rank: the last one is that of rank 0."""
+    return Arena.NUM_WORDS - 1 - rank
 
 
 class ShardWriter(WeightWriter):
@@ -5301,6 +5325,7 @@ class ShardWriter(WeightWriter):
         if not cut.placements:  # a plain tensor, such as a buffer: all ranks have it
             return self.rank == 0
         pairs = zip(cut.placements, cut.coordinates, strict=True)
+        # Along each dimension of the mesh that replicates it must be number 0.
         return all(i == 0 for placement, i in pairs if placement.is_replicate())
 
     def _copy(self, version: int) -> None:
@@ -5342,12 +5367,12 @@ class ShardWriter(WeightWriter):
 
     def _say(self, word: int) -> None:
         """Tells the other ranks, in this rank's word."""
-        tell(self.arena, Arena.NUM_WORDS - 1 - self.rank, word)
+        tell(self.arena, rank_word(self.rank), word)
 
     def _word_of(self, rank: int, version: int) -> int:
         """Waits until that rank has come to this version, and returns its word."""
         least = version * Arena.MAX_SLOTS
-        word = wait_until(self.arena, Arena.NUM_WORDS - 1 - rank, least)
+        word = wait_until(self.arena, rank_word(rank), least)
         require(word != self.FAILED, f"arena: the copy of rank {rank} failed")
         return word
 
@@ -5437,7 +5462,7 @@ def overlap(have: Box, need: Box) -> Box | None:
     start = tuple(max(pair) for pair in starts)
     end = tuple(min(pair) for pair in ends)
     shared = Box(start=start, end=end, local=have.place_of(start))
-    has_elements = all(length > 0 for length in shared.size())  # of apart boxes some are below 0
+    has_elements = all(length > 0 for length in shared.size())  # below 0 where they lie apart
     return shared if has_elements else None
 
 
@@ -5449,7 +5474,7 @@ def plan(
 ) -> list[Move]:
     """Moves that give every target rank its boxes, each element once.
 
-    If several source ranks have the same box, the one is read that has the least to send so far.
+    If several source ranks have the same box, the one with the least to send so far is read.
     sent: how many elements each source rank sends by earlier plans, which this one adds to. Raises
     WeightMismatch if nobody has some element, or if the two sides are not cut from tensors of the
     same shape.
@@ -5525,7 +5550,7 @@ class Unreachable(RuntimeError):
 async def answered(transfer: Awaitable[None]) -> None:
     """Awaits a one-sided read or write. Raises Unreachable if it fails.
 
-    Whatever goes wrong on the way Monarch raises as a plain Exception, so nothing but this wait
+    Monarch raises a plain Exception for whatever goes wrong on the way, so nothing but this wait
     stands in the `try`. A mistake of ours, such as a room that is too small, is raised where the
     transfer is made, before it is awaited here; and so the two cannot be taken for each other.
     """
@@ -5630,8 +5655,8 @@ async def receive(parcels: list[Parcel], handles: list[list[RDMABuffer]]) -> Non
 
 
 # A trainer of two ranks and a generator of two ranks, in two processes that have one of each. On
-# three roads versions go from one to the other, seven on each; then all elements of the last one
-# are compared.
+# five roads, of three kinds, versions go from one to the other, seven on each; then all elements of
+# the last one are compared.
 #
 # The sizes are odd on purpose: 1025 columns on two ranks are 513 and 512, and the numbers of rows
 # differ from matrix to matrix. The columns "sent" and "written" count bytes, over those that the
@@ -5778,7 +5803,8 @@ class Cutter(Worker):
     async def _parcels(self) -> int:
         """Returns the bytes that were sent. To be called before `_slots`, never after it.
 
-        That one points the generator's tensors elsewhere, and the parcels hold views of them.
+        `_slots` points the generator's tensors at a slot. The parcels hold views of the memory that
+        they had before.
         """
         for parcel in self.sending:
             parcel.copy()
@@ -5864,7 +5890,7 @@ RESHARD_ROADS = [
     mechanism="uneven shards",
 )
 async def demo_reshard(report: Report, cfg: Config) -> None:
-    """Sends versions from one way to cut to another on three roads, and counts bytes."""
+    """Sends versions from one way to cut to another on five roads, and counts bytes."""
     num_rows = cfg.model_mb * MIB // (8 * 2 * 1025)  # 8 matrices of 1,025 columns of 2 bytes
     shapes = {f"layer.{i}": (num_rows + i, 1025) for i in range(8)}
     needed_bytes = sum(2 * math.prod(shape) for shape in shapes.values())
@@ -5943,14 +5969,14 @@ class Task:
 
     For a task of your own, write a subclass into a file and say --task FILE.py:CLASS; or write
     prompts and answers into a file, and say --task FILE.jsonl (DOCS 7). A subclass must have
-    `conversation` alone. Most have `score`, too, for this one compares letters; and `user`, if what
-    the user says depends on the answers. The other methods are for special cases, which their
-    docstrings name. The main process calls `numbered` and `set_aside`, which call `conversation`;
-    a generator `open`, whose Session calls `user`; a judge (section 11) `rewards`, which calls
-    `score`. In its warm start (11a) a trainer calls all of them.
+    `conversation` alone. Most have `score`, too, because that of Task compares letters; and `user`,
+    if what the user says depends on the answers. The other methods are for special cases, which
+    their docstrings name. The main process calls `numbered` and `set_aside`, which call
+    `conversation`; a generator `open`, whose Session calls `user`; a judge (section 11) `rewards`,
+    which calls `score`. In its warm start (11a) a trainer calls all of them.
     """
 
-    system = ""  # a message of the system's before the conversation; "": the template's own, if any
+    system = ""  # the system's message, which comes first; "": that of the chat template, if any
     instruction = ""  # for pretrained models; the tiny policy learns from examples what to do
     letters = "abcdefghijklmnop"  # a token each: all that the tiny policy can hear and say
     num_turns = 2
@@ -6024,14 +6050,14 @@ class Session:
     This one keeps nothing, so what its user says follows from what was said. An environment that
     has a state, such as a game or a machine on which commands are run, is opened in the constructor
     of a subclass. However the request ends, `close` is called once; only a killed process calls
-    nothing.
+    nothing. By example, a game of chess of 3 turns, with 1/3 for each legal move:
 
         task.open(turns)              a session begins, one for each episode of a request
         session.user([])              -> "e4?"            what the policy hears first, of 3 turns
         session.user(["e5"])          -> "Nf3?"           what it hears after its first answer
         session.user(["e5", "x"])     -> None             over: the policy made no legal move
         session.rewards(["e5", "x"], [False, False, False])
-                                      -> [0.5, 0.0, 0.0]  one per turn, had or not; or None: a judge
+                                      -> [1/3, 0.0, 0.0]  one per turn, had or not; or None: a judge
                                                           is to say
         session.close()
     """
@@ -6117,6 +6143,7 @@ TASKS: dict[str, Task] = {  # section 14 adds `users`, whose users grade the ans
 
 def task_of(name: str) -> Task:
     """The task of this name: a built-in one, FILE.jsonl, or FILE.py:CLASS."""
+    # FileTask, task_errors and class_in_file stand below, under `plumbing`.
     if name.endswith(".jsonl"):
         return FileTask(name)
     path, _, class_name = name.rpartition(":")
@@ -6291,12 +6318,12 @@ def class_in_file(path: str, name: str) -> type[Task]:
 #     {"prompt": "Tom has 3 apples and buys 4. How many has he?",
 #      "answer": "He has 3 + 4 = 7 apples. #### 7"}
 #
-# A prompt is on one of two sides: trained on, or held out. Held out are those whose hash, from 0 to
-# 1, is below 0.1: about a tenth, and of a small file at least the two with the lowest. A hash
-# follows from the prompt alone: a prompt stays on its side for all seeds, on every machine, and
-# mostly also when lines are added, and a prompt that stands there twice is on one side. Of those
-# held out a large file has more than are needed: 512 are used, which `set_aside` returns and
-# Sampler halves, and the others are neither trained on nor tested with.
+# A prompt is on one of two sides: trained on, or held out. It is held out if its hash, a number
+# from 0 to 1, is below 0.1. That is about a tenth of the prompts, and of a small file at least the
+# two with the lowest hashes. A hash follows from the prompt alone: a prompt stays on its side for
+# all seeds, on every machine, and mostly also when lines are added, and a prompt that stands there
+# twice is on one side. A large file has more held-out prompts than are needed: 512 are used, which
+# `set_aside` returns and Sampler halves, and the others are neither trained on nor tested with.
 #
 #     prompt              hash, as a share     side
 #     "Tom has 3 ..."     0.41                 trained on
@@ -6420,11 +6447,11 @@ def read_lines(path: str, read_one: Callable[[str], Read]) -> list[Read]:
 
 def lines_of(path: str) -> list[Line]:
     """All lines of a task in a file. ValueError: names the first that cannot be used."""
-    systems: list[str] = []
+    systems: list[str] = []  # of the lines that have been read
 
     def read_like_the_first(text: str) -> Line:
         line = read_line(text)
-        systems.append(line.system)
+        systems.append(line.system)  # so the first line is compared with itself
         if line.system != systems[0]:
             raise ValueError("another system message than in the lines before")
         return line
@@ -6652,7 +6679,8 @@ class Rollout:
     def num_per_turn(self) -> torch.Tensor:
         """[B, turns] int64: how many tokens the policy chose in each turn."""
         turns = torch.arange(1, self.rewards.shape[1] + 1)
-        return (self.tokens.turn_ids[:, :, None] == turns).sum(1)
+        is_of_turn = self.tokens.turn_ids[:, :, None] == turns  # [B, T, turns]
+        return is_of_turn.sum(1)
 
     def sampled(self) -> torch.Tensor:
         """[B, T] bool: as Tokens.is_sampled."""
@@ -6769,6 +6797,8 @@ class Policy:
         if self.task.system:
             chat.insert(0, {"role": "system", "content": self.task.system})
         whole = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        # `_` stands behind the first user's words, `after` behind the last user's. Of the two
+        # `after` is used, because there the answer is still to come.
         before_first, _, before_later, after = whole.split("SAID")
         self.before_first = before_first + instruction
         self.before_later = before_later
@@ -6900,7 +6930,8 @@ def trainer_logprobs(model: Any, tokens: Tokens, temperature: float = 1.0) -> to
     """[N] float32: the trainer's log-probabilities of all sampled tokens, row by row."""
     chosen = tokens.is_sampled()[:, 1:]  # the token of column t is predicted in column t - 1
     every = score_tokens(model, tokens.ids, chosen, temperature)
-    return every.gather(1, tokens.ids[:, 1:][chosen][:, None]).squeeze(1)
+    sampled_ids = tokens.ids[:, 1:][chosen]  # [N]
+    return every.gather(1, sampled_ids[:, None]).squeeze(1)
 
 
 def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
@@ -7122,7 +7153,8 @@ def tokens_of(episodes: list[Episode]) -> Tokens:
     lengths = torch.tensor([len(episode.ids) for episode in episodes])
     is_token = torch.arange(int(lengths.max())) < lengths[:, None]  # [B, longest]
     turn_ids = filled_in(is_token, [episode.turn_ids for episode in episodes])
-    # Before turn_ids of cut episodes become 0: their lists have entries for these places, too.
+    # Computed before the turn_ids of cut episodes become 0 (below), because the logprobs and
+    # versions of these episodes have entries for these places, too.
     is_sampled = turn_ids > 0
     is_cut = torch.tensor([episode.is_cut for episode in episodes])
     logprobs = [episode.logprobs for episode in episodes]
@@ -7452,14 +7484,14 @@ class Decoder:
         Going on: their turns go on, and they lack the token that was sampled last. Returning: their
         turns have ended, and their users have said more. New: nothing of them is computed yet.
         """
-        rows = self.cache.episodes
-        silent = [row for row, episode in enumerate(rows) if not episode.is_speaking]
-        if not self.waiting and 4 * len(silent) < len(rows):
+        episodes = self.cache.episodes  # one for each row
+        silent = [row for row, episode in enumerate(episodes) if not episode.is_speaking]
+        if not self.waiting and 4 * len(silent) < len(episodes):
             return [self.cache]  # nobody comes in or goes out: silent rows are computed too
-        going_on = [row for row, episode in enumerate(rows) if episode.is_speaking]
+        going_on = [row for row, episode in enumerate(episodes) if episode.is_speaking]
         # Here users speak, to all whose turn it is not. Who has heard something speaks from now on.
-        self._hear([*rows, *self.waiting])
-        returning = [row for row in silent if rows[row].is_speaking]
+        self._hear([*episodes, *self.waiting])
+        returning = [row for row in silent if episodes[row].is_speaking]
         new = [episode for episode in self.waiting if episode.is_speaking]
         parts = [self.cache.part(which) for which in (going_on, returning) if which]
         if new:
@@ -7759,7 +7791,7 @@ class StaticDecoder(Decoder):
         policy: Policy,
         pull: Callable[[], int] = version_0,
     ) -> None:
-        self.steps = steps  # first, because the other one calls new_cache
+        self.steps = steps  # first, because Decoder.__init__ calls new_cache, which needs it
         super().__init__(policy, pull)
 
     def new_cache(self, episodes: list[Episode]) -> RowCache:
@@ -7786,7 +7818,7 @@ def decoder_for(policy: Policy) -> Callable[..., Decoder]:
 # -- measurement -----------------------------------------------------------------------------------
 # Four ways to break the rule, which public code has done, too (DOCS 5 describes them): three
 # decoders, and text in place of ids. For each decoder the trainer recomputes the log-probabilities
-# that the generator has recorded. The two are compared by their k3, which should be 0, but for
+# that the generator has recorded. The two are compared by their k3, which should be 0, except for
 # rounding.
 
 
@@ -7929,9 +7961,9 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #                  makes the gradient a little shorter; and it divides by their deviation, which
 #                  tilts it, that is, turns it away from the true one: the demo shows by how much.
 #     a ratio      r = p now / p when it was sampled weighs each token: samples of the old policy
-#                  are counted as often as the present one would have drawn them. Exact would be
-#                  one weight for the whole answer, the product of the ratios of its tokens. Of a
-#                  long answer that is mostly next to 0, or huge, so each token has its own ratio
+#                  are counted as often as the present one would have drawn them. One weight for
+#                  the whole answer, the product of the ratios of its tokens, would be exact. For a
+#                  long answer it is mostly next to 0, or huge, so each token has its own ratio
 #                  alone, and large ones are cut off. That leaves some tilt, with less noise.
 #     a clip       a token that has moved far enough gets no more gradient. It does not correct a
 #                  direction; it limits how far one batch can push.
@@ -7973,9 +8005,9 @@ class Credit:
     """For each turn of each answer: what it is praised or blamed for. [..., B, turns] each."""
 
     advantage: torch.Tensor  # float32: how much better it was than expected
-    # bool: False if all answers with which it was compared, itself included, are alike, or if it
-    # had no such turn: then there is nothing to learn. With `none` nothing is compared: True if it
-    # had that turn.
+    # bool: is there something to learn? Not if the answer had no such turn, and not if all answers
+    # with which it was compared, itself included, are alike. With `none`, which compares nothing,
+    # only the first counts.
     has_signal: torch.Tensor
 
 
@@ -8076,10 +8108,12 @@ class TokenLoss:
 #     ppo         loss -min(A r, A clip(r)), where clip cuts r off at 1 - clip_low and 1 + clip_high
 #                 w = r        stops if A > 0 and r > 1 + clip_high, if A < 0 and r < 1 - clip_low,
 #                              and, which is a bound, if A < 0 and r > 3
-#     decoupled   loss v ppo(s), where p near is that before the first update with this batch, and
-#                 s = p now / p near, v = p near / p recorded, but max_weight at most
+#     decoupled   loss v times that of ppo with s in place of r, where p near is that before the
+#                 first update with this batch, s = p now / p near, and
+#                 v = p near / p recorded, but max_weight at most
 #                 w = v s      stops as ppo does, by s
-#     gspo        loss ppo(g), where g is the geometric mean of r over the tokens of the answer
+#     gspo        loss that of ppo with g in place of r, where g is the geometric mean of r over the
+#                 tokens of the answer
 #                 w = g        stops as ppo does, by g
 #     cispo       loss -A w log p                         w = r, max_weight at most  never stops
 #     dppo        loss -A w log p + PULL_BACK (log r)**2  w = r, 3 at most
@@ -8087,16 +8121,16 @@ class TokenLoss:
 #
 # In cispo and dppo no gradient flows through w. dppo's second summand is a gentle pull back to the
 # samples, for tokens that its limit does not stop. There are two bounds, because there are two
-# reasons for them: max_weight, a flag, is how far a sample is trusted to stand for several; 3, of
-# bad tokens (in dppo of all), is explained below.
+# reasons for them: max_weight, a flag, is how far a sample is trusted to stand for several; and 3,
+# the bound for bad tokens (in dppo for all tokens), is explained below.
 
 # By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and the
 # loss of ppo, -r, has a gradient: the token becomes likelier still. At 0.65 r is 1.3, beyond 1.2,
 # and the loss -min(1.3, 1.2) is a constant, without a gradient. A bad token (A = -1) at 0.65 has
 # the loss -min(-1.3, -1.2) = 1.3: its gradient stays, and makes it less likely. So a clip stops a
 # token only on its way out, and never on its way back. What is stopped is counted: `clipped` in the
-# log says for which share of the tokens that had a gradient to lose. If it is large, the samples
-# are too old or the steps too long.
+# log is the share of stopped tokens among those with an advantage, which have a gradient to lose.
+# If it is large, the samples are too old or the steps too long.
 #
 # So a clip sets no limit on the way back. Suppose that a bad token is a hundred times as likely now
 # as when it was sampled. Its gradient is then a hundred times as long as that of another token; and
@@ -8165,7 +8199,8 @@ def ppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     is_good = tokens.advantage > 0
     is_too_far_back = ~is_good & (ratio > limits.most_back)
     is_outside = torch.where(is_good, ratio > highest, ratio < lowest) | is_too_far_back
-    # The smaller of both: outside that is the clipped one, a constant, so there is no gradient.
+    # The smaller of both. Once the token is outside, it is the clipped one: a constant, which has
+    # no gradient.
     gain = torch.min(tokens.advantage * ratio, tokens.advantage * clipped)
     # A constant, too. (The measurement below has a most_back of infinity, which is no number to
     # compute with.)
@@ -8188,10 +8223,11 @@ def decoupled_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
 def gspo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """As ppo, but all tokens of an answer have the same ratio: the geometric mean of theirs.
 
-    A reward is for a whole answer, and so is this ratio. Of one token it says little, and the mean
-    has less noise (GSPO, Zheng 2025). It is nearer to 1, the more so the longer answers are: for
-    hundreds of tokens that paper clips at 0.0003 and 0.0004. Here --clip-low and --clip-high count,
-    as for ppo. Their default of 0.2 is meant for short answers; with long ones, set them.
+    A reward is for a whole answer, and so is this ratio. The ratio of one token says little about
+    the answer, and the mean has less noise (GSPO, Zheng 2025). It is nearer to 1, the more so the
+    longer answers are: in the paper, whose answers have hundreds of tokens, the clips are 0.0003
+    and 0.0004. Here --clip-low and --clip-high count, as for ppo. Their default of 0.2 is meant for
+    short answers; with long ones, set them.
     """
     mean = mean_over_answers(tokens.logp - tokens.recorded, tokens.answer)
     # Its value is the mean, for the first two summands cancel each other; its gradient is that of
@@ -8223,8 +8259,8 @@ def dppo_loss(tokens: Sampled, limits: Limits) -> TokenLoss:
     """As ppo, but distance is a difference of probabilities instead of a ratio.
 
     For a rare token a ratio of 2 is nothing: from 0.001 to 0.002 the policy hardly changes. For a
-    frequent one 1.2 is much. (After DPPO, Qi 2026.) What was very rare may be within the limit, and
-    have any ratio; so a token weighs most_back at most.
+    frequent one 1.2 is much. (After DPPO, Qi 2026.) A token that was very rare may have any ratio
+    and still be within the limit; so a token weighs most_back at most.
     """
     shift = (tokens.logp.exp() - tokens.recorded.exp()).detach()
     weight = ratio_of(tokens.logp.detach(), tokens.recorded).clamp(max=limits.most_back)
@@ -8287,7 +8323,7 @@ class SmallWorld:
     def first_policy(self) -> torch.Tensor:
         """[prompts, beginnings, symbols] float32: logits to begin with.
 
-        They are random, but for a liking of the right answers that grows from prompt to prompt.
+        They are random, except for a liking of the right answers that grows from prompt to prompt.
         Prompt 0 is hard, prompt 3 is easy: a baseline that knows the prompt has something to do.
         """
         shape = (NUM_PROMPTS, self.num_beginnings, NUM_SYMBOLS)
@@ -8324,7 +8360,9 @@ class SmallWorld:
     def sample(self, table: torch.Tensor, num_batches: int) -> torch.Tensor:
         """[batches, 32] int64: sampled answers by their numbers, eight to each prompt."""
         p = self.logp(table).sum(-1).exp()
-        found = torch.multinomial(p, num_batches * NUM_ANSWERS, True, generator=self.rng)
+        found = torch.multinomial(
+            p, num_batches * NUM_ANSWERS, replacement=True, generator=self.rng
+        )
         by_batch = found.view(NUM_PROMPTS, num_batches, NUM_ANSWERS).transpose(0, 1)
         return by_batch.reshape(num_batches, -1)
 
@@ -8527,7 +8565,8 @@ def draw_answers(p: torch.Tensor, rng: torch.Generator) -> tuple[torch.Tensor, t
     """
     drawn = torch.multinomial(p.flatten(0, 1), 1, generator=rng).view(p.shape[:2])
     is_end = drawn == NUM_LETTERS
-    return drawn, is_end.cumsum(1) - is_end.long() > 0
+    num_ends_before = is_end.cumsum(1) - is_end.long()
+    return drawn, num_ends_before > 0
 
 
 def ramble(penalty: float, seed: int) -> RambleRow:
@@ -8545,8 +8584,8 @@ def ramble(penalty: float, seed: int) -> RambleRow:
         drawn, has_ended = draw_answers(every.detach().exp(), rng)
         length = (~has_ended).sum(1, keepdim=True)  # [64, 1]
         letters = drawn.masked_fill(has_ended, -1)
-        is_in = (letters[:, :, None] == right[group_ids][:, None, :]).any(1)  # [64, 3]
-        score = is_in.float().mean(1, keepdim=True)  # [64, 1]
+        is_same = letters[:, :, None] == right[group_ids][:, None, :]  # [64, places, right ones]
+        score = is_same.any(1).float().mean(1, keepdim=True)  # [64, 1]: share of 3 that is anywhere
         # An answer is one turn here, so its return is its reward, which is given to all its tokens.
         credit = credit_for(priced(score, length, penalty, num_free=4), group_ids)
         logp = every.gather(2, drawn[:, :, None]).squeeze(2)
@@ -8732,7 +8771,7 @@ WARM_BATCH = 64  # conversations per supervised step
 WARM_DRAWN = 5  # batches that are drawn at once: it takes less time to tokenize many texts together
 WARM_RATE = 2e-3  # until the first right answers
 WARM_LAST_RATE = 6e-4  # after them: slow, so that it does not jump past the place to stop at
-WARM_NOISE = 0.1  # of the letters that it learns from are random: it must not become too certain
+WARM_NOISE = 0.1  # share of letters that are random, or the policy would become too certain
 WARM_UNTIL = 0.11  # of validation prompts right: much room to learn, and something to learn from
 WARM_STEPS = 1000  # then the task is too hard for it
 
@@ -8748,7 +8787,7 @@ def warm_start(policy: Policy, advance: Callable[[], None] = lambda: None) -> No
     optimizer = torch.optim.AdamW(policy.model.parameters(), WARM_RATE, weight_decay=0.0)
     share = 0.0
     look_every = 3  # steps
-    looked_at = sampler.validation[:WARM_BATCH]  # a look at few shows when the end is near
+    looked_at = sampler.validation[:WARM_BATCH]  # at first few: enough to see that the end is near
     for step in range(WARM_STEPS):
         logp = trainer_logprobs(policy.model, next(batches))
         (-logp.mean()).backward()
@@ -8852,7 +8891,8 @@ def exact_share(policy: Policy, prompts: list[Prompt]) -> float:
 def judged_alone(policy: Policy, prompts: list[Prompt]) -> JudgeReply:
     """The rewards of the likeliest answers, without generators and judges.
 
-    For a trainer in its warm start. There a reward function that hangs or dies takes it along.
+    For a trainer in its warm start. There a reward function that hangs or dies takes the trainer
+    along.
     """
     rollout = generate(policy, prompts, group_size=1)
     if rollout.rewards.isfinite().all():  # the sessions know them
@@ -8881,8 +8921,9 @@ def is_exact(reward: float) -> bool:
 
 MAX_GRAD_NORM = 1.0  # a longer gradient is shortened to this: one odd batch must not do much harm
 MAX_LOGITS = 1 << 27  # that a forward pass of the trainer may make: half a GiB in fp32
-# Of generator and trainer, which round differently. In fp32 the tiny policy stays below 1e-10,
-# which section 9 checks; this limit is for any model, and the sums of a large one are longer.
+# How far generator and trainer may differ, in k3, for they round differently. In fp32 the tiny
+# policy stays below 1e-10, which section 9 checks; this limit is for any model, and the sums of a
+# large one are longer.
 MAX_K3 = {"float32": 1e-6, "bfloat16": 1e-2}
 
 
@@ -8923,8 +8964,8 @@ class StepStats:
     # The same, of those of lag 0, before the first update: what rounding alone has moved. None:
     # there were none.
     clipped_at_lag_0: float | None
-    # Share of episodes without a signal in any turn: all alike with which they were compared, or
-    # cut by the context. Of these there is nothing to learn.
+    # Share of episodes without a signal in any turn: they and those with which they were compared
+    # were all alike, or the context cut them. Of these there is nothing to learn.
     no_signal: float
     # Divergence from the policy before RL, nats per token; 0 without --kl.
     kl: float
@@ -8949,7 +8990,7 @@ class StepStats:
 class Valued(Rollout):
     """A batch of which it is known how much better than expected each token was.
 
-    A critic has said so (section 14). Of other batches `credit_for` says it.
+    The advantages come from a critic (section 14); those of other batches from `credit_for`.
     """
 
     advantage: torch.Tensor  # [B, T] float32; it means nothing where no token was sampled
@@ -9051,7 +9092,7 @@ class TrainState:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share)
 
     def count_on(self, version: int) -> None:
-        """It has become what it was at this version. Its own version never goes back, though.
+        """Counts on after the weights of `version` were loaded: its own version never goes back.
 
         That happens when a run begins, and when one goes back to a checkpoint (section 12). Readers
         of an arena refuse a version that goes back. So a trainer at 57 that becomes what it was at
@@ -9268,13 +9309,16 @@ def parts_of(state: TrainState, batch: Rollout, credit: Credit) -> Iterator[Part
     cfg = state.cfg
     num_turns = batch.rewards.shape[1]
     for rows in rows_of_parts(cfg, state.rank, batch, state.model.config.vocab_size):
-        # Rows of a part are about as long as each other, so it has few holes.
+        # Rows of a part are about as long as each other, so it has few holes. (rows=rows: so the
+        # lambda keeps the rows of this round of the loop, whenever it is called.)
         of_rows = batch.tokens.each(lambda tensor, rows=rows: tensor[rows]).without_empty_columns()
         of_rows = of_rows.each(lambda tensor: tensor.to(cfg.device))
         width = of_rows.ids.shape[1]
         advantage = credit.advantage[rows, 1:width].to(cfg.device)
         has_signal = credit.has_signal[rows, 1:width].to(cfg.device)
         first_answer = torch.arange(len(rows), device=cfg.device)[:, None] * num_turns  # [b, 1]
+        # [b, t - 1]: row * num_turns + turn, both from 0 (turn_ids count from 1).
+        answer = first_answer + of_rows.turn_ids[:, 1:] - 1
         chosen = of_rows.is_sampled()[:, 1:]  # the token of column t is predicted at t - 1
         yield Part(
             ids=of_rows.ids,
@@ -9282,7 +9326,7 @@ def parts_of(state: TrainState, batch: Rollout, credit: Credit) -> Iterator[Part
             recorded=of_rows.logprobs[:, 1:][chosen],
             advantage=advantage[chosen],
             has_signal=has_signal[chosen],
-            answer=(first_answer + of_rows.turn_ids[:, 1:] - 1)[chosen],
+            answer=answer[chosen],
             is_fresh=of_rows.versions[:, 1:][chosen] == state.version,
         )
 
@@ -9397,18 +9441,20 @@ def max_generators(cfg: Config) -> int:
     """How many generators there can be at the same time: --max-generators.
 
     Each may hold a slot of the arena, and these exist from the start, for the first write to a page
-    costs several copies (DOCS 2). So room costs memory, and there is little of it unless told.
+    costs several copies (DOCS 2). So room costs memory: without --max-generators there is room for
+    one more than --generators.
     """
     return cfg.max_generators or cfg.generators + 1
 
 
 def trainers_per_host(cfg: Config) -> int:
-    """How many ranks of the trainer each host has that has some."""
+    """How many ranks of the trainer are on each of its hosts."""
     return cfg.trainers // cfg.trainer_hosts
 
 
 def generators_per_host(cfg: Config) -> int:
-    """How many of them a host has at most, for they go round the hosts."""
+    """How many generators a host has at most: they are placed on the hosts in turn."""
+    # Without --hosts the split makes [""]: one host, this machine. (The same holds below.)
     return math.ceil(max_generators(cfg) / len(cfg.hosts.split(",")))
 
 
@@ -9420,7 +9466,8 @@ LEASES_PER_RELAY = 2
 def num_readers_of_trainer(cfg: Config) -> int:
     """How many leases the trainer's arena has: of the generators of its host, and of relays."""
     num_relays = len(cfg.hosts.split(",")) - cfg.trainer_hosts
-    num_here = min(num_relays, cfg.relay_fanout or num_relays)  # the others read from relays
+    # All of them, or as many as --relay-fanout allows: then the others read from relays.
+    num_here = min(num_relays, cfg.relay_fanout or num_relays)
     return generators_per_host(cfg) + LEASES_PER_RELAY * num_here
 
 
@@ -9516,7 +9563,7 @@ CRITIC_ALONE = 7
 
 
 def share_of_rate(cfg: Config, num_done: int) -> float:
-    """The schedule of the learning rate, as a share of it: 1; in the last quarter of --steps to 0.
+    """What share of the learning rate counts: 1, which falls to 0 in the last quarter of --steps.
 
     With a constant rate a run may end in a dip. By example, with --steps 100 it is 1 up to step 75,
     0.4 at step 90, and 0 at 100. A run of sync_rl ends after half of --steps, here 50, so its rate
@@ -9536,8 +9583,8 @@ def share_of_rate(cfg: Config, num_done: int) -> float:
 #     after it has computed       the whole one is thrown away
 #     in the backward pass        the same; and its gradient goes to the parts, added up in fp32
 #
-# So one layer is whole at a time (two in the backward pass, where FSDP fetches the next one while
-# one is computed), and besides what lies around the layers: the embedding and the last matrix. A
+# So at any time one layer is whole (two in the backward pass, where FSDP fetches the next one while
+# one is computed), and with it what lies around the layers: the embedding and the last matrix. A
 # generator's weights are the same ones, cast the same way, so both round alike.
 
 
@@ -9657,7 +9704,7 @@ def follow_flags(state: TrainState) -> None:
 def copy_moments(optimizer: torch.optim.Optimizer) -> None:
     """Gives it memory of its own for its moments: torch has left them in the file that was read.
 
-    A file in memory would else stay as long as they do.
+    Otherwise a file in memory would stay as long as the moments do.
     """
     for moments in optimizer.state.values():
         for name, tensor in moments.items():
@@ -9699,7 +9746,7 @@ class OtherRun(ValueError):
 
 def about(cfg: Config) -> dict[str, Any]:
     """What a checkpoint must have been made with for this run to go on from it."""
-    kept = [setting.name for setting in dataclasses.fields(Config) if setting.metadata["is_kept"]]
+    kept = [entry.name for entry in dataclasses.fields(Config) if entry.metadata["is_kept"]]
     return {"format": CHECKPOINT_FORMAT, **{name: getattr(cfg, name) for name in kept}}
 
 
@@ -10068,7 +10115,7 @@ class RolloutReply:
     """The answer to a RolloutRequest."""
 
     rollout: Rollout  # not judged yet
-    busy_s: float  # that a generator worked on it; what requests share counts for one of them
+    busy_s: float  # of a generator's work; seconds that requests share count for one of them only
 
 
 class SharedWork:
@@ -10270,14 +10317,15 @@ class Generator(Worker):
 #
 #     matrix         rank 0 views      rank 1 views       with it a rank computes
 #     q, k, v        the upper half    the lower half     what half of the heads attend to
-#     o              the left half     the right half     what its heads add to each number
-#     gate, up       the upper half    the lower half     half of the numbers between the two
-#     down           the left half     the right half     what its numbers add to each number
+#     o              the left half     the right half     what its heads add to each hidden number
+#     gate, up       the upper half    the lower half     half of the numbers inside the MLP
+#     down           the left half     the right half     what these add to each hidden number
 #     all else       the whole         the whole          the same as the other one
 #
-# (A row of the weight makes one number of what comes out, a column takes one of what comes in.)
-# Behind o, and behind down, all ranks add up what they have, and that is all that passes between
-# them in a layer. Keys and values are those of a rank's own heads.
+# (A row of the weight makes one number of what comes out, a column takes one of what comes in.
+# Hidden numbers are those that go from layer to layer.) Behind o, and behind down, all ranks add up
+# what they have, and that is all that passes between them in a layer. Keys and values are those of
+# a rank's own heads.
 #
 # The halves are boxes of section 8. Each rank views its own in the slot, whatever ranks of the
 # trainer have written there, so to pull costs as little as with one rank: nothing is copied. (On
@@ -10300,7 +10348,8 @@ class Generator(Worker):
 # How the plan of a model in transformers calls these two ways to cut a matrix.
 CUT_STYLES = ("colwise", "rowwise")
 # What else a plan may say. These are left whole: an embedding and the last matrix, which are often
-# tied and need not divide evenly; and norms of each head, of which it says how to train them.
+# tied and need not divide evenly; and the norms of each head, for which the plan says only how they
+# are trained.
 WHOLE_STYLES = ("embedding_rowwise", "colwise_gather_output", "replicated_with_grad_allreduce")
 
 
@@ -10323,7 +10372,7 @@ def cuts_of(model: Any, num_ranks: int) -> dict[str, str]:
 
 
 class Team:
-    """The ranks of a generator, for one of them. What rank 0 tells the others hear, in order."""
+    """The ranks of a generator, for one of them. Rank 0 tells, and the others hear it in order."""
 
     # A generator that has no request hears nothing for as long as training takes. So there is no
     # limit in practice. That a rank was lost is found by its owner (section 5), which kills all.
@@ -10558,11 +10607,13 @@ class ShardedGenerator(Generator):
 # -- 11g. Judges -----------------------------------------------------------------------------------
 # A reward function is somebody else's code. A rollout's way to its rewards, and what may go wrong:
 #
-#     the episodes whose sessions knew no rewards    judge_unknown    all known: no judge is asked
-#     are shared out among all judges                judge_all        a judge is lost: each of its
-#                                                                     episodes again, alone
-#     each of which scores one after the other,      rewards_of       the function raises: nan, and
-#     or waits for several at once                                    the error is told once
+#     what happens                              where            what else may happen
+#     Episodes whose sessions knew no           judge_unknown    All are known: no judge is asked.
+#     rewards are sent to be judged.
+#     They are shared out among all judges.     judge_all        A judge is lost: each of its
+#                                                                episodes is sent again, alone.
+#     Each judge scores one after the other,    rewards_of       The function raises: its rewards
+#     or waits for several at once.                              are nan, the error is told once.
 
 
 @dataclass(frozen=True)
@@ -10585,7 +10636,8 @@ class JudgeReply:
     """The answer to a JudgeRequest."""
 
     rewards: list[list[float]]  # of each turn of each episode; nan: not judged
-    errors: list[str]  # why not, as told_of says it; of one judge each different one once
+    # Why some were not judged, as told_of says it. For its share a judge tells a mistake once.
+    errors: list[str]
 
 
 class Judge(Worker):
@@ -10695,7 +10747,7 @@ async def judge_all(judges: Service, request: JudgeRequest) -> JudgeReply:
             if len(share.prompts) == 1:
                 rewards[at] = [[math.nan] * len(share.prompts[0].turns)]
             else:
-                places = range(num_episodes)[at]
+                places = range(num_episodes)[at]  # the episodes that this slice means
                 await asyncio.gather(*[judge(slice(i, i + 1)) for i in places])
         else:
             rewards[at] = reply.rewards
@@ -10737,7 +10789,7 @@ def specs_of(
     cfg: Config, hosts: tuple[Host, ...], trainer_class: type[Trainer]
 ) -> dict[str, ServiceSpec]:
     """What services an RL run needs, by name."""
-    # --stuck-after is raised for a large model, and that also takes longer to load.
+    # A large model needs a larger --stuck-after, and it takes longer to load, too.
     setup_deadline_s = max(ServiceSpec.setup_deadline_s, cfg.stuck_after)
     trainer = ServiceSpec(
         name="trainer",
@@ -10846,17 +10898,18 @@ class SamplingCalls:
 # another one must become what it was: that is in the file `newest`, or, if a run has saved nothing,
 # in the base. To load has four steps: the trainer begins; if there is no base, it is saved; the
 # trainer becomes what a checkpoint says, or the base; generators are told the arena, and the first
-# version that counts. What a cluster remembers of its trainer, from when on, and who sets it:
+# version that counts. What a cluster remembers of its trainer:
 #
-#     handle         the arena of the present trainer,          `load`; None before
+#     name           what it is                                 who sets it; what it is before
+#     handle         the arena of the present trainer,          `load`; None
 #                    which generators read
-#     first_version  at which the present run began; older      `load`; 0 before
+#     first_version  at which the present run began; older      `load`; 0
 #                    ones, maybe still in the arena, are of
 #                    another run, and of no use for this one
 #     base           the weights before RL, as a checkpoint,    the first `load`, and `rebase`; ""
-#                    with which every run begins                before
-#     newest         the checkpoint that the next trainer       `load` and `remember`; "" means base
-#                    becomes, if this one is lost
+#                    with which every run begins
+#     newest         the checkpoint that the next trainer       `load` and `remember`; ""
+#                    becomes, if this one is lost; "" is base
 #
 # Sections 13 to 16 have subclasses. Methods that do next to nothing here are there for these.
 
@@ -10967,7 +11020,7 @@ class Cluster(SamplingCalls):
     async def _become(self, load: LoadRequest, is_fresh: bool) -> str:
         """Whoever is trained becomes what a checkpoint says. Returns the run's part of it.
 
-        is_fresh: it is the policy before RL, which has nothing of others than the trainer.
+        is_fresh: it is the policy before RL, a checkpoint with no part but the trainer's.
         """
         return await self._ask_trainer(Trainer.load, load)
 
@@ -11000,7 +11053,7 @@ class Cluster(SamplingCalls):
 
     async def rebase(self, path: str, owner: object) -> None:
         """After --sft-steps: every run begins with this checkpoint. owner: as in `remember`."""
-        if path != self.base:  # else it is called again, because the trainer was lost in `load`
+        if path != self.base:  # equal if this is called again, after the trainer was lost in `load`
             close_unnamed_file(self.base)
             self.base = path
             self.owner_of_base = owner
@@ -11222,8 +11275,8 @@ class StepRow:
     step: int  # from 1
     # Seconds since the run began.
     seconds: float
-    # Seconds for which generators have worked since then (but for evaluations), and for which they
-    # were there, those of all of them added up.
+    # Seconds for which generators have worked since then (except on evaluations), and for which
+    # they were there, those of all of them added up.
     busy_s: float
     generator_s: float
     # Share of held-out prompts answered exactly, by the last evaluation that has come back; None:
@@ -11279,7 +11332,7 @@ class Run:
         self.next_number = 0  # of the prompt to draw next
         self.busy_s = 0.0  # of generators
         self.generator_s = 0.0  # as in StepRow; how many there are may change
-        self.counted_until_s = 0.0  # since it began: until when that was added up
+        self.counted_until_s = 0.0  # the second of the run up to which generator_s is added up
         self.num_judged = 0  # episodes that came back, and were judged
         self.num_unjudged = 0  # that came back, and could not be
         self.num_cut = 0  # episodes that did not fit into the context
@@ -11295,7 +11348,7 @@ class Run:
         self.num_sent += 1
 
     def version_of_next_batch(self) -> int:
-        """At which the trainer will be when it begins the batch that is sent to it next.
+        """The version at which the trainer will begin the batch that is sent to it next.
 
         Steps that it was told to make, and has not answered yet, come before that.
         """
@@ -11466,7 +11519,7 @@ NO_LOSS = 0.01  # at lag 0, with advantages that add up to 0, the loss is smalle
 
 
 def alarms(rows: list[StepRow]) -> Iterator[str]:
-    """Of numbers of the last step that are not healthy, or only seem not to be: what they mean."""
+    """What it means when a number of the last step is not healthy, or only seems not to be."""
     stats = rows[-1].stats
     # The same limit for all, for alarms know no --dtype: that of MAX_K3 for bf16.
     if stats.mismatch_k3 is not None and stats.mismatch_k3 > 0.01:
@@ -11574,14 +11627,14 @@ class Training:
         self.report.doing(f"run {self.run.label}, step {row.step} of {self.run.num_steps}")
         if self.cfg.log:
             line = dataclasses.asdict(row)
-            line.update(line.pop("stats"))
+            line.update(line.pop("stats"))  # the fields of stats stand beside the others
             with excusing(self.report, "--log"):
                 append_line(self.cfg.log, as_json(line))
         for meaning in alarms(self.run.rows):
             if meaning not in self.alarms_told:  # once per run
                 self.alarms_told.add(meaning)
                 self.report.say(f"{self.run.label} {row.step}: {meaning}")
-        skipped = [row.stats.skipped for row in self.run.rows[-self.MAX_SKIPPED :]]  # by step
+        skipped = [one.stats.skipped for one in self.run.rows[-self.MAX_SKIPPED :]]  # by step
         if skipped == [self.cfg.passes] * self.MAX_SKIPPED:
             raise RuntimeError(f"in {self.MAX_SKIPPED} steps in a row no gradient was finite")
         if row.step % self.EVALUATE_EVERY == 0:
@@ -11959,8 +12012,9 @@ class Checkpoints:
     def look(self, cfg: Config | None) -> tuple[str, dict[str, str]]:
         """The newest that can be read, and why newer ones cannot, by path. "": there are none.
 
-        cfg: as in read_checkpoint. Raises OtherRun, because what is whole is not passed over. Other
-        ValueError: there are some, and none can be read. To begin again is for people to decide.
+        cfg: as in read_checkpoint. Raises OtherRun for a whole one of another run: only damaged
+        ones are passed over. Other ValueError: there are some, and none can be read. To begin again
+        is for people to decide.
         """
         damaged: dict[str, str] = {}
         for path in self.paths:
@@ -11986,7 +12040,8 @@ class Checkpoints:
         path, damaged = self.look(cfg)
         for bad, why in damaged.items():
             self.paths.remove(bad)
-            say(f"{why}; {self._move_aside(bad)}used instead: {path}")
+            moved = self._move_aside(bad)  # "now called ...; ", or ""
+            say(f"{why}; {moved}used instead: {path}")
         return path
 
     def _move_aside(self, path: str) -> str:
@@ -12117,7 +12172,7 @@ class SafeTraining(Training):
             raise RuntimeError(f"again and again: {error}") from error
 
     def newest(self) -> str:
-        """After the last step this is the one of the trained model."""
+        """The path of the newest checkpoint; after the last step, that of the trained model."""
         return self.checkpoints.paths[0] if self.checkpoints.paths else ""
 
     def _say_where(self) -> None:
@@ -12580,7 +12635,7 @@ class ReplayBuffer:
         self.ledger.settle(fate, group_ids, with_trainer)
 
     def has_ended(self, run_id: int) -> None:
-        """Is told that the trainer of this run id has ended. Wakes `take`, which raises that."""
+        """Notes that the trainer of this run id has ended. Wakes `take`: it raises TrainerLost."""
         self.lost_run_id = run_id
         self.ledger.changed.notify()
 
@@ -12657,6 +12712,7 @@ class ReplayBuffer:
             if len(taken) == self.flow.batch_groups:
                 taken_ids = {group.id for group in taken}
                 self.groups = [group for group in self.groups if group.id not in taken_ids]
+                # Those of earlier batches are forgotten when they are in flight no longer.
                 self.taken = (self.taken & self.ledger.in_flight) | taken_ids
                 return joined(taken)
             self._require_none_forgotten()
@@ -12787,7 +12843,7 @@ class RolloutLoop:
         except Exception as error:  # no replica, no judge, or what the request raised
             self.errors.say(f"{len(prompts)} groups lost: ", error)
             # Whatever is the matter needs a moment. With its tickets the loop would ask again at
-            # once, so they come back after that.
+            # once, so they come back after that. (NoReplica ends the run: nobody asks again.)
             await asyncio.sleep(0.0 if isinstance(error, NoReplica) else 0.5)
             self.buffer.lose(group_ids)
             if isinstance(error, NoReplica) or self.ledger.is_fruitless():
@@ -12933,10 +12989,10 @@ class AsyncLoops:
     async def _enter_step(self) -> None:
         """Waits for the answer to the oldest step that was sent, and enters it into the books.
 
-        The tickets of a batch come back only here, when the step is made. Take the example
-        above, with v = 5: if the tickets of batch a came back when a is sent, c would always be
-        sampled under 5, one version older than the example says. Two answers may come at the same
-        moment, and in any order; they are entered in the order of the steps.
+        The tickets of a batch come back only here, when the step is made. Take the example in the
+        lead of this section, at v = 5: if the tickets of batch a came back when a is sent, c would
+        always be sampled under 5, one version older than the example says. Two answers may come at
+        the same moment, and in any order; they are entered in the order of the steps.
         """
         stats = await self.sent[0].answer  # raises TrainerLost
         step = self.sent.popleft()
@@ -13102,6 +13158,7 @@ class SimulatedCluster(Cluster):
         version = len(self.complete_s)  # after this step
         self.complete_s.append(asyncio.get_running_loop().time() + self.world.copy_s)
         lags = (version - 1 - batch.tokens.versions).float()
+        # Three figures are set. The others are of no use here, and stay 0.
         figures: dict[str, Any] = {entry.name: 0 for entry in dataclasses.fields(StepStats)}
         figures["version"] = version
         figures["lag_max"] = int(lags.max())
@@ -13157,7 +13214,7 @@ class Simulation:
         return self.training.run.num_steps - self.LAST_STEPS
 
     def seconds(self) -> float:
-        """For these steps, in simulated time."""
+        """Until the last of these steps was answered, before its copy; in simulated time."""
         return self.cluster.complete_s[self.num_timed()] - self.cluster.world.copy_s
 
     def steps_per_s(self) -> float:
@@ -13463,8 +13520,9 @@ async def come_and_go(lab: Lab) -> None:
 async def resized_run(lab: Lab) -> ResizedRun:
     """A run that begins with one generator, gets two more, and loses one on purpose.
 
-    So it is with --generators 2. Else it gets as many as there is room for, and ends with as many
-    as it should have. The run goes on until that is done, and then for a few steps.
+    So it is with --generators 2, the default. In general it goes from 1 to as many as there is room
+    for (max_generators), and from these to --generators. The run goes on until that is done, and
+    then for a few steps.
     """
     cluster = lab.cluster
     cfg = cluster.cfg
@@ -13514,7 +13572,7 @@ def tell_speed(
 ) -> None:
     """Reports how fast the asynchronous run was until the faults, beside the synchronous one.
 
-    Of all these ratios the stage is about the first that is checked: how much more of the time the
+    The ratio that this stage is about is the first that is checked: how much more of the time the
     trainer is busy. Those for --json say what limits the speed.
 
     num_lost_before: replicas that it has lost until then. To replace them takes time, too.
@@ -14009,10 +14067,10 @@ class Critic(RankedWorker):
 
     @endpoint
     async def load(self, request: LoadRequest) -> None:
-        """Becomes what a checkpoint says. Without one, or if that has no critic, it begins afresh.
+        """Becomes what a checkpoint says; a fresh critic without one, or if it has no critic.
 
-        If a run that had none goes on with a critic, the policy follows what that says at once: the
-        steps in which the critic learns alone are the first ones of a run.
+        If a run that had no critic goes on with one, the policy follows what the critic says at
+        once: the steps in which a critic learns alone are the first ones of a run.
         """
         state = self._begun()
         found: dict[str, Any] = {}
@@ -14089,7 +14147,7 @@ class CriticCluster(Cluster):
         """One training step, as in the picture.
 
         waits for the critic, and then for the trainer / woken by their answers. The lock is held
-        until the critic has learned, so that it reads the next batch as one that knows this one.
+        until the critic has learned, so it has learned from this batch before it reads the next.
         The trainer's answer is awaited without it, so the next batch can be sent ahead.
         """
         if self.critic is None:
@@ -14099,7 +14157,7 @@ class CriticCluster(Cluster):
             async with self.critic_turn:
                 packed = await self._ask_critic(Critic.advise, Packed.of(batch))
                 advice = packed.unpacked()
-                valued = Valued(**vars(batch), advantage=advice.advantage)
+                valued = Valued(**vars(batch), advantage=advice.advantage)  # one field more
                 step = asyncio.ensure_future(super().step(valued))
                 learning = asyncio.ensure_future(self._ask_critic(Critic.learn))
                 tasks = [step, learning]
@@ -14120,9 +14178,10 @@ class CriticCluster(Cluster):
 # A task that needs a critic. It can be trained on as any other: --task users --baseline critic
 # --group-size 1. A user says three letters and wants to hear them, twice. The first thing that a
 # user says is a digit, the scale on which this user grades: a conversation in which all is wrong is
-# worth -0.7 to one who says 0, -0.5 to one who says 1, and so on up to 0.7. All right is worth 1 to
-# everybody, and a part of it a part of the way. Before the second turn a user says + or -, for the
-# answer to the first. By example, a user with a 6, to whom wrong answers are worth 0.5:
+# worth -0.7 to one who says 0, -0.5 to one who says 1, and so on up to 0.7. One in which all is
+# right is worth 1 to everybody. In between, its worth rises evenly with the share of letters that
+# are right. Before the second turn a user says + or -, for the answer to the first. By example, a
+# user with a 6, to whom wrong answers are worth 0.5:
 #
 #     the user says    6abc          +dfa
 #     is answered           abc           dfb     5 of 6 letters: 0.5 + 0.5 * 5/6 = 0.92
@@ -14213,7 +14272,7 @@ class LoneRun:
 
 LONE_EPISODES = 64  # per step
 LONE_STEPS = 36  # with a critic the policy learns in 29 of them (CRITIC_ALONE)
-LEAST_REWARD = 0.05  # smaller ones of `batch` count as this where they are divided by
+LEAST_REWARD = 0.05  # a smaller one of `batch` counts as this where something is divided by it
 
 
 def lone_config(task: str, baseline: str, group_size: int, seed: int) -> Config:
@@ -14243,7 +14302,9 @@ async def lone_run(policy: Policy, cfg: Config, advance: Callable[[], None]) -> 
     for _ in range(cfg.steps):
         prompts = list(itertools.islice(stream, cfg.batch_groups))
         seed = seed_of(cfg, prompts)
-        batch = generate(policy, prompts, cfg.group_size, seed, False, lambda: state.version)
+        batch = generate(
+            policy, prompts, cfg.group_size, seed, greedy=False, pull=lambda: state.version
+        )
         if batch.rewards.isnan().any():  # the sessions do not know them
             reply = await rewards_of(policy.task, request_of(batch))
             batch = dataclasses.replace(batch, rewards=torch.tensor(reply.rewards))
@@ -14294,6 +14355,7 @@ class LoneLearner(Worker):
     async def learn(self, request: LoneRequest) -> LoneRun:
         """Makes a run."""
         policy = Policy(request.cfg, torch.float32)
+        # Not strict: a tied tensor has two names here, and was sent under one of them.
         policy.model.load_state_dict(request.weights.unpacked(), strict=False)
         return await lone_run(policy, request.cfg, self.pulse.advance)
 
@@ -14345,6 +14407,7 @@ def tell_lone_runs(report: Report, runs: list[LoneRun]) -> None:
     report.say(f"the critic takes {statistics.fmean(costs):.2f} times the CPU of `batch`, in a run")
     for run in runs:  # where eight answers can be had: is a critic better than a group?
         if run.baseline == "group":
+            # Of the runs on its task the first one with a critic has the same seed.
             alone = next(one for one in runs if (one.task, one.baseline) == (run.task, "critic"))
             report.say(
                 f"group of 8 / critic, on `{run.task}`: reward {show(run.reward)} / "
@@ -14453,8 +14516,8 @@ async def demo_critic(report: Report, cfg: Config) -> None:
 #     {"prompt": "Name a river.", "chosen": "The Rhine.",
 #      "rejected": "Rivers are long, and there are many of them."}
 #
-# Held out are the lines whose prompt has a hash below 0.1, and at least one. Where that share is
-# enough, a prompt that is held out of --task FILE.jsonl (9a) is held out here as well.
+# Held out are the lines whose prompt has a hash below 0.1, and at least one. If two prompts or more
+# of --task FILE.jsonl (9a) have such a hash, those that are held out there are held out here, too.
 #
 # As tokens, a pair is two rows of a table: each has the prompt, and behind it one of the answers.
 # (In a task of several turns an answer is all that the policy said in a conversation.)
@@ -15224,12 +15287,12 @@ class RewardTraining(SafeTraining):
 # learned one, all that one would see in earnest: `learned` in the best steps, `rises to` in the
 # last. In the run that nothing holds it rises most, and the true one ends lowest. Two columns would
 # warn. `kl` is how far the policy has gone from where the examples were. `after` is the share of
-# new comparisons, of what the policy says at the end, about which the reward model is right: with
-# the price few, which does little harm as the policy stays; with fresh preferences many.
+# new comparisons, of what the policy says at the end, about which the reward model is right. With
+# the price it is small: little harm, as the policy stays near. With fresh preferences it is large.
 
 REWARD_STEPS = 100  # of each run
 REWARD_PRICE = 0.5  # --kl, in the second one
-REWARD_ASK_EVERY = 4  # steps, in the third one
+REWARD_ASK_EVERY = 3  # steps, in the third one
 NUM_COMPARED = 256  # prompts, with two answers each, for the accuracy
 BEST_OF = 5  # steps in a row, over which the best true reward is a mean
 
@@ -15259,7 +15322,8 @@ class TasteJudge(Judge):
 class DriftTrainer(Trainer):
     """A trainer of one rank that can tell how far it has gone from its reference.
 
-    It has one in every run of the demo, as the cluster is made with --kl, whatever a run pays.
+    It has a reference in every run of the demo, because the cluster is made with --kl, whatever
+    --kl a run itself has.
     """
 
     @endpoint
@@ -15314,7 +15378,7 @@ async def liked_share(cluster: Cluster, batch: Rollout) -> float:
 
 
 def best_window(values: list[float], num: int) -> slice:
-    """Where the largest mean of so many values in a row is."""
+    """The place of those `num` values in a row whose mean is the largest."""
     firsts = range(len(values) - num + 1)
     best = max(firsts, key=lambda first: statistics.fmean(values[first : first + num]))
     return slice(best, best + num)
@@ -15334,8 +15398,9 @@ class RewardRow:
     rises_to: float
     # Divergence from the policy before RL, in nats per answer, at the end.
     kl: float
-    # Of pairs of answers of which people like one: the share of which the reward model says so;
-    # before the run, of the policy before it; and after it. None: all answers are alike.
+    # Of pairs of answers of which people like one, the share in which the reward model scores that
+    # one higher. `before` is for answers of the policy before all runs, with the first reward
+    # model; `after` for those at the end of this run. None: all answers are alike.
     before: float | None
     after: float | None
     # Preferences from which the reward model has learned.
@@ -15493,8 +15558,9 @@ async def demo_reward_model(report: Report, cfg: Config) -> None:
 SILENCE_S = 8.0  # within this time a stranger must have proved that it knows the secret, too
 BEAT_S = 0.1
 RECONNECT_S = 0.5
-# Of a worker: one for each run that it serves, and two for each stranger. More strangers have to
-# wait, so they cannot use up the files that may be open, mostly 1024, which a run needs, too.
+# Threads of a worker: one for each run that it serves, and two for each stranger. More strangers
+# have to wait, so they cannot use up the files that may be open, mostly 1024, which a run needs,
+# too.
 MAX_THREADS = 64
 PACKAGES = ("torch", "transformers", "torchmonarch")
 
@@ -15586,10 +15652,9 @@ class Link(threading.Thread):
         self.address = address
         self.secret_file = secret_file
         self.say = say
-        # The thread alone uses these two. Was the worker here before? Then it is "back" next time.
-        # And why no connection was made, as it was told last; the same is not told twice.
-        self.was_here = False
-        self.refusal = ""
+        # The thread alone uses these two.
+        self.was_here = False  # the worker, before: then it is said to be "back" next time
+        self.refusal = ""  # why there was no connection, as told last: the same is not told twice
         self.is_closed = False
         self.lock = threading.Lock()  # for all that follows
         self.monarch_address = ""  # of the Monarch host there; "" while it is lost
@@ -15733,8 +15798,8 @@ class RemoteHost(Host):
     def watch(self, pulses: list[PulseHandle], on_end: Callable[[str], None]) -> None:
         """Asks the worker there for the signs of these processes. on_end is never called.
 
-        For the pidfds by which processes of this machine are watched do not reach another host.
-        That a process has ended is found in its signs, or told by Monarch's own detector; and that
+        Of processes of this machine a pidfd tells that, and no pidfd reaches another host. That a
+        process has ended is found in its signs, or told by Monarch's own detector; and that
         the host is lost is found in its life (Replica.look).
         """
         link_to(self).watch(pulses)
@@ -15990,10 +16055,10 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 #     a checksum     of all words as they are now
 #
 # If one word in a hundred has changed, that is 1.9 % of the bytes: for the 512 of a block there are
-# 2 for its count, and 3 for each of 2.56 words. Two kinds of pieces cross whole. The delta of one
-# would be more than half of its bytes: then it is not made, because to unpack it costs time, too.
-# And a piece that has another checksum than it should have, once its delta is unpacked, is read
-# again, whole.
+# 2 for its count, and 3 for each of 2.56 words. In two cases a piece crosses whole. If its delta
+# would be more than half of its bytes, none is made, because to unpack one costs time, too. And if
+# the piece has another checksum than it should have, once its delta is unpacked, it is read again,
+# whole.
 #
 # A search takes time on the trainer's host, and may be for nothing. It may find that nearly all
 # pieces must cross whole. Or it takes so long that the copy of the next version, which is made by
@@ -16008,9 +16073,9 @@ def patience(connection: socket.socket, longest_s: float) -> Iterator[None]:
 #
 # Generators of the trainer's host wait for no delta, because `latest` names version 8 before its
 # delta is begun. Nor does the optimizer: a delta is made of two slots, and reads no parameter. Both
-# slots stay what they are meanwhile. For this thread alone says which slot is written next, by
-# itself and by the other ranks of this host, and it is busy. A relay that sees version 8 before its
-# delta is there looks again until it is.
+# slots stay what they are meanwhile. For a slot is written, by this thread and by the other ranks
+# of this host, only when this thread has chosen it, and it chooses none until the delta is made. A
+# relay that sees version 8 before its delta is there looks again until it is.
 
 WORDS_PER_BLOCK = 256  # so a place in a block is one byte
 WHOLE = -1  # in place of the number of bytes: this piece has no delta
@@ -16068,7 +16133,8 @@ def change(piece: torch.Tensor, changes: torch.Tensor) -> None:
     places_at = values_at + 2 * int(counts.sum())
     values = changes[values_at:places_at].numpy().view("uint16")
     places = changes[places_at:].numpy()
-    words[numpy.repeat(starts, counts) + places] = values
+    starts_of_changed = numpy.repeat(starts, counts)  # for each changed word, that of its block
+    words[starts_of_changed + places] = values
 
 
 class Delta:
@@ -16086,13 +16152,14 @@ class Delta:
         """
         num_pieces = math.ceil(slot_bytes / PIECE_BYTES)
         self.version = torch.full([1], -1)  # to which it leads
-        self.numbers = torch.full([2 * num_pieces], -1)
+        self.numbers = torch.full([2 * num_pieces], -1)  # these two, so that they cross in one read
         self.sizes = self.numbers[:num_pieces]  # bytes of each piece's changes, or WHOLE
         self.sums = self.numbers[num_pieces:]  # of each piece
         # The changes of one piece after the other, each from a multiple of 8 bytes on.
         self.changes = torch.empty(slot_bytes // 2 + 8 * num_pieces, dtype=torch.uint8)
-        # They cross in parts of this size. The last part is read whole, even if changes fill only
-        # its beginning. So a part is small, but not so small that there are very many.
+        # They cross in parts of this size: a 512th of a slot, but at least 64 KiB, and at most a
+        # piece. The last part is read whole, even if changes fill only its beginning. So a part is
+        # small, but not so small that there are very many.
         self.part_bytes = min(PIECE_BYTES, max(MIB // 16, round_up(slot_bytes // 512, 8)))
 
     def clear(self) -> None:
@@ -16220,7 +16287,7 @@ class RelayedWriter(ShardWriter):
         start_s = time.time()
         delta.clear()
         slot = self.arena.slots[number]
-        before_version, before = self.newest or (None, slot)
+        before_version, before = self.newest or (None, slot)  # None: this is the first
         self.newest = (version, slot)
         if before_version != version - 1:  # one was skipped, or this is the first
             return
@@ -16433,7 +16500,7 @@ class RelayedTrainer(Trainer):
 class Traffic:
     """What a relay has carried, and how it fares."""
 
-    relay_id: int  # a relay that takes the place of another one has another
+    relay_id: int  # its own: a relay that takes the place of another one has a new id
     num_versions: int  # that it has brought
     read_bytes: int  # of slots and deltas
     model_bytes: int  # of one version
@@ -16484,8 +16551,8 @@ class Crossing:
     async def fetch_if_new(self) -> None:
         """Brings one version, if there is one that it has not. Subclasses say how.
 
-        This one does nothing. It is for the relay of a host of the trainer that needs none: one to
-        which the trainer has not come back (16h).
+        This one does nothing. A host of the trainer to which it has not come back (16h) has a relay
+        with nothing to bring, and that relay has this class itself.
         """
 
     async def _cross(self, transfer: Callable[..., Awaitable[None]], word: torch.Tensor) -> None:
@@ -17046,7 +17113,8 @@ class HostsTrainer(RelayedTrainer):
         if self.rank > 0:
             return
         with self._moving(part) as file:
-            # Of the last piece more is read than belongs to the part, and not written.
+            # The last piece is read whole, though the part may end within it. The rest of that
+            # piece is not written.
             num_pieces = math.ceil(part.num_bytes / PIECE_BYTES)
             pieces = part.window[:num_pieces]
             rooms = self.room.split(PIECE_BYTES)[:num_pieces]
@@ -17310,7 +17378,7 @@ class SpanWriter(RelayedWriter):
 
 
 # Which words of the arena these are. Counted from the last one backwards: the words of the ranks of
-# a host, of rank 0 first; `written`; `completed`.
+# a host, of rank 0 first (rank_word, in 8b); `written`; `completed`.
 def written_word(ranks_per_host: int) -> int:
     """Which word says that the ranks of this host have written their boxes."""
     return Arena.NUM_WORDS - 1 - ranks_per_host
@@ -17334,7 +17402,7 @@ class Completer(Crossing):
 
     async def fetch_if_new(self) -> None:
         """Completes the version that the leading rank has named, unless that is done."""
-        word = self.arena.words[Arena.NUM_WORDS - 1]
+        word = self.arena.words[rank_word(0)]
         # It is complete; or none has been begun; or this host's own copy has failed.
         if word in (self.arena.words[self.mine], Arena.NOTHING, SpanWriter.FAILED):
             return
@@ -17897,13 +17965,13 @@ class HostsCluster(SendingCluster):
         """Sums over all relays so far, of what each said when it was last asked, for --json."""
         for relay in range(len(self.news)):
             await self._ask_relay(relay)
-        lives = [traffic for news in self.news for traffic in news.relays.values()]
+        said = [traffic for news in self.news for traffic in news.relays.values()]
         return {
-            "relay_versions": sum(traffic.num_versions for traffic in lives),
-            "relay_deltas": sum(traffic.num_deltas for traffic in lives),
-            "relay_refused": sum(traffic.num_refused for traffic in lives),
-            "relay_second_leases": sum(traffic.num_second_leases for traffic in lives),
-            "relay_failures": sum(traffic.num_failures for traffic in lives),
+            "relay_versions": sum(traffic.num_versions for traffic in said),
+            "relay_deltas": sum(traffic.num_deltas for traffic in said),
+            "relay_refused": sum(traffic.num_refused for traffic in said),
+            "relay_second_leases": sum(traffic.num_second_leases for traffic in said),
+            "relay_failures": sum(traffic.num_failures for traffic in said),
             "relay_mistakes": sum(news.num_mistakes for news in self.news),
         }
 
@@ -17970,10 +18038,10 @@ class HostsCluster(SendingCluster):
 # may be lost, for the trainer is on the first host.
 #
 # Of deltas that run says next to nothing, for it publishes fp32, of which every number changes in
-# each step. (Only version 1 is a delta: with it a run begins, and it is version 0 once more.) So,
-# second, a Stepper takes AdamW steps on one weight of 16 million elements, along random gradients
-# (in a run of yours more may change, or less), and a CheckedRelay reads it, the way that it is
-# told. After each version both say the CRC of what they have. Five versions make a row.
+# each step. (Only version 1 crosses as a delta: it is version 0, published once more as a run
+# begins.) So, second, a Stepper takes AdamW steps on one weight of 16 million elements, along
+# random gradients (in a run of yours more may change, or less), and a CheckedRelay reads it, the
+# way that it is told. Both say the CRC of each version. Five versions make a row.
 #
 # Third, a trainer with a rank on each host (RowRank): do relays read just what a host lacks?
 
@@ -18532,8 +18600,8 @@ def write_whole(folder: str, model: Any, tokenizer: Any) -> None:
 # asked: samples of one prompt resemble each other, and counting them all would make the error look
 # too small.
 
-# Conversations of a request: so few fit into a generator at once, and with so many requests no
-# generator is without work.
+# Conversations of a request: few enough to fit into a generator at once, so that an evaluation is
+# many requests, and no generator is without work.
 EVALUATION_ROWS = 64
 NUM_SHOWN = 20  # prompts of which a sampled answer is printed
 
@@ -18754,8 +18822,8 @@ async def evaluate_alone(report: Report, command: Command) -> None:
 # With --kl the trainer has FP32 more, for the reference. Each process needs PROCESS_BYTES on top,
 # whatever the model is. Two things are not counted. One depends on the lengths of answers. The
 # other is needed for a while after a loss: the network of a new generator until that pulls, and the
-# arena of a lost trainer until no generator reads it. What a reward model needs says
-# `reward_needs`.
+# arena of a lost trainer until no generator reads it. (`reward_needs` says what a reward model
+# needs.)
 #
 # By example, 10 ** 9 parameters in fp32, 2 generators (3 at most, so 5 slots), without --checkpoint
 # and without a critic. In GB:
@@ -18999,18 +19067,18 @@ def make_parser() -> Parser:
 
 def add_settings(parser: Parser) -> None:
     """A flag for each field of Config."""
-    for setting in dataclasses.fields(Config):
-        flag = flag_of(setting.name)
-        meaning = f"{setting.metadata['meaning']} [{setting.default}]"
-        if setting.default is False:
+    for entry in dataclasses.fields(Config):
+        flag = flag_of(entry.name)
+        meaning = f"{entry.metadata['meaning']} [{entry.default}]"
+        if entry.default is False:
             parser.add_argument(flag, action="store_true", help=meaning)
             continue
-        kind = setting.metadata["kind"]
+        kind = entry.metadata["kind"]
         parser.add_argument(
             flag,
             type=kind,
-            default=setting.default,
-            choices=setting.metadata["choices"] or None,
+            default=entry.default,
+            choices=entry.metadata["choices"] or None,
             metavar=kind.__name__,
             help=meaning,
         )
@@ -19020,13 +19088,13 @@ def parse(argv: list[str] | None) -> Command:
     """Finds everything that can be wrong with the arguments before a process is started."""
     parser = make_parser()
     found = parser.flags(argv)
-    for setting in dataclasses.fields(Config):
-        value = getattr(found, setting.name)
-        least = setting.metadata["least"]
+    for entry in dataclasses.fields(Config):
+        value = getattr(found, entry.name)
+        least = entry.metadata["least"]
         # Not `value < least`, for a value of nan must fail too.
         if least is not None and value is not None and not value >= least:
-            parser.error(f"{flag_of(setting.name)} must be at least {least}")
-    names = [setting.name for setting in dataclasses.fields(Config)]
+            parser.error(f"{flag_of(entry.name)} must be at least {least}")
+    names = [entry.name for entry in dataclasses.fields(Config)]
     cfg = Config(**{name: getattr(found, name) for name in names})
     last = STAGES[found.stage].number if found.stage else len(STAGES)
     stages = list(STAGES.values())[:last]
@@ -19356,6 +19424,7 @@ async def run_stages(report: Report, command: Command) -> None:
     clock = asyncio.ensure_future(report.keep_clock())
     # The actors of RL end with the last stage that needs them.
     with_lab = [stage for stage in command.stages if stage.needs_lab]
+    last_with_lab = with_lab[-1] if with_lab else None
     for stage in command.stages:
         if stage.needs_tcp and not command.has_tcp():
             await run_as_own_command(stage, report, cfg)
@@ -19368,7 +19437,7 @@ async def run_stages(report: Report, command: Command) -> None:
                 await after_training(report, lab)
         except Exception as error:
             tell_end(report, error)
-        if stage in with_lab[-1:]:
+        if stage is last_with_lab:
             report.at_end(lab.close)
         try:
             await report.end_all()
@@ -19416,8 +19485,9 @@ TOUR_END = (
 )
 
 
-# The check that fails when an error in somebody's task ends a stage begins so. Such an error is
-# told in full: what workers said last, which is shown after other failures, would add nothing.
+# When an error in somebody's task ends a stage, a check fails, and what it has got begins with
+# these words. Such an error is told in full: what workers said last, which is shown after other
+# failures, would add nothing.
 IN_THE_TASK = "in the task: "
 
 
@@ -19530,7 +19600,7 @@ def main(argv: list[str] | None = None) -> None:
     if command.worker:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: leave(0))
-        serve(command.worker, command.cfg.secret)
+        serve(command.worker, command.cfg.secret)  # never returns
     # How messages travel. Other hosts must be able to answer, so this one needs an address that
     # they can reach: the one from which it reaches them.
     cfg = command.cfg
@@ -20100,7 +20170,7 @@ def plot(curves: list[Curve], about: str) -> str:
     longest = max(curve.points[-1][0] for curve in curves) or 1.0
     values = [value for curve in curves for _, value in curve.points]
     least = min(0.0, *values)
-    most = max(0.0, *values) if any(values) else 1.0
+    most = max(0.0, *values) if any(values) else 1.0  # all are 0: the scale must have a length
 
     def at(second: float, value: float) -> tuple[str, str]:
         height = 150 * (value - least) / (most - least)
@@ -20134,7 +20204,7 @@ def plot(curves: list[Curve], about: str) -> str:
 def histogram(counts: list[int], about: str) -> str:
     """How many per cent of all have the value 0, 1, 2, ..."""
     wide = 280 / max(6, len(counts))
-    every = 1 + len(counts) // 12  # bars have words, or these would overlap
+    every = 1 + len(counts) // 12  # only every so many bars have words, else these overlap
     shares = [100 * count / max(1, sum(counts)) for count in counts]
     drawn = []
     for number, share in enumerate(shares):
@@ -20295,6 +20365,8 @@ const names = {rollout: "generate", judge: "judge", step: "train", publish: "pub
   lost: "lost, until replaced"};
 const kind = e => e.actor.endsWith(" lost") ? "lost"
   : Object.hasOwn(names, e.what) ? e.what : "other";
+// Times count from the first rollout. An actor has a lane, in which its copies and losses are
+// drawn, too; each rank from 1 on has a lane of its own.
 const runs = RUNS_OF_PAGE.map(run => {
   const events = run.events.map(([what, start, end, actor]) => ({what, start, end, actor}));
   const began = events.filter(e => kind(e) == "rollout").map(e => e.start);
@@ -20368,6 +20440,8 @@ function drawTimeline(run, from, to) {
     ${safe(e.what)} at ${e.start.toFixed(1)} s, replaced after
     ${(e.end - e.start).toFixed(1)} s</li>`).join("");
 }
+// Three pictures: how busy trainer and generators were, in 24 parts of the run (half: of a part);
+// the reward, with that of other runs pale; and what share of the tokens had each lag.
 function drawCurves(run) {
   const bins = [...Array(24).keys()].map(i => i * run.seconds / 24), half = run.seconds / 48;
   const side = which => bins.map(b => [(b + half) / longest,
