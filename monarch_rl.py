@@ -20372,7 +20372,7 @@ const runs = RUNS_OF_PAGE.map(run => {
   const began = events.filter(e => kind(e) == "rollout").map(e => e.start);
   const zero = began.reduce((a, b) => Math.min(a, b), Infinity);
   events.forEach(e => { e.start -= zero; e.end -= zero; e.kind = kind(e);
-    const rank = /\.[1-9]/.exec(e.actor) || "";
+    const rank = /\.[1-9]\d*/.exec(e.actor) || "";
     e.lane = e.actor.split(".")[0].replace(/ (lost|copies)$/, "") + rank; });
   const seconds = run.rows.at(-1).seconds;
   const shown = events.filter(e => e.start < seconds && e.end > 0);
