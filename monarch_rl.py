@@ -1979,7 +1979,7 @@ def starts_file() -> str:
     """The path of the file in which all processes that start note their ids.
 
     There is one file for all, with some 40 bytes for each start. It stays open until this process
-    ends, and so long the path is good: its last part is the number of the descriptor. If each
+    ends, and the path is good until then: its last part is the number of the descriptor. If each
     replica had a file, and that was closed with the replica, the number would go to the next file
     that is opened, and a process that starts late would write its id into that one.
     """
@@ -12721,8 +12721,8 @@ class ReplayBuffer:
     def _require_none_forgotten(self) -> None:
         """RuntimeError: a group is in flight, and nowhere. Its ticket would never come back.
 
-        A run would wait for it for ever, and at the latest before its last step: that needs all
-        groups that the books say are on their way.
+        A run would wait for it for ever: before its last step at the latest, which needs every
+        group that the books count as under way.
         """
         known = self.awaited.keys() | self.taken | {group.id for group in self.groups}
         forgotten = self.ledger.in_flight - known
