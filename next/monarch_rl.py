@@ -1,0 +1,1623 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["torch==2.14.1", "transformers==5.24.0", "torchmonarch==0.7.0"]
+# ///
+"""monarch_rl: an asynchronous RL system for language models, in one file that you can finish.
+
+A generator samples while the trainer learns. Samples are never more than K versions old, weights
+are never half updated, a process that dies costs time and nothing else. Every claim is a stage:
+
+    python monarch_rl.py                      the tour: all stages, about 90 seconds on two cores
+    python monarch_rl.py --stage weight_sync  stages 1 to 7
+    python monarch_rl.py --train --model FOLDER_OR_HUB_ID --task FILE.jsonl    your own run
+
+    prompts -> Generator -> list[Episode] -> RewardWorker -> Group -> ReplayBuffer -> batch
+                   ^                                                                    |
+                   |                                                                    v
+              WeightReader <------ Arena: slots, leases <------ WeightWriter <------ Trainer
+
+Small things travel as messages between actors; the main process sends them all. Weights are large
+and travel through shared memory. Each stage shows what fails without its rule, then the rule.
+
+     1 hello_actor     state in one process, one call at a time: no addition is lost
+     2 actor_mesh      one call reaches every member of a mesh
+     3 rdma_transfer   pass a handle, pull the bytes; the owner's Python takes no part
+     4 controllers     actors that never met find one singleton by its name
+     5 supervision     exception, death, standstill, endless work: who hears of each, and how soon
+     6 service         every request is answered once, although replicas raise, die and stand still
+     7 weight_sync     never torn, and a sync costs one memory copy
+     8 reshard         from one sharding to another, each byte that is needed is written once
+     9 rollout         what was recorded while sampling is what the trainer recomputes
+    10 losses          which estimator follows the true gradient, and how noisily
+    11 sync_rl         the loop, one thing at a time
+    12 async_rl        two loops and a buffer, with bounded staleness, under faults
+
+How to read it. From top to bottom, in an afternoon: each section is a problem, a rule, its code and
+a demo. Part I is the whole system on one host. Part II is for your own model and data.
+After a section, run its stage, and make the change that its last line proposes: the stage fails.
+
+Words. An *episode* is one conversation: the user says "abc", the policy responds "abc". A *group*
+is the episodes sampled from one prompt; their rewards are compared with each other. A *rollout* is
+the work of one request to a generator. A *version* numbers the weights: each training step makes
+the next one. *Staleness* is the trainer's version minus the version that sampled the tokens.
+
+What is left out, because it would hide what is taught, and what has it: paged attention and
+continuous batching (vLLM, SGLang); tensor, pipeline and expert parallelism (torchtitan, Megatron);
+LoRA (peft); sandboxes and environment hubs; trainers over several hosts; experiment trackers.
+It runs on Linux with Python 3.11 to 3.13. It has not been run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import difflib
+import fcntl
+import importlib.util
+import itertools
+import json
+import math
+import mmap
+import multiprocessing
+import operator
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import typing
+import zlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
+from monarch.actor import Actor, ActorError, MeshFailure, ProcMesh, concurrent_endpoint
+from monarch.actor import current_rank, endpoint, get_or_spawn_controller, this_host, this_proc
+from monarch.rdma import RDMABuffer
+from tabulate import tabulate
+
+THIS_FILE = Path(__file__).resolve()
+
+
+class Lazy:
+    """A module that is imported at its first use: torch takes a second, in each process."""
+
+    def __init__(self, name: str) -> None:
+        self.module_name = name
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(importlib.import_module(self.module_name), name)
+        setattr(self, name, found)
+        return found
+
+
+if typing.TYPE_CHECKING:
+    import torch
+    import transformers
+else:
+    torch = Lazy("torch")
+    transformers = Lazy("transformers")
+
+# -- plumbing: flags, stages, report ---------------------------------------------------------------
+# What any program needs. Go on with section 1 if you like, and come back when you miss something.
+
+
+class UsageError(Exception):
+    """The command asks for what cannot be: printed as one line, exit status 2."""
+
+
+def flag(default: Any, text: str, choices: Iterable[str] = ()) -> Any:
+    """A field of Config, with the help of its flag."""
+    return field(default=default, metadata={"help": text, "choices": tuple(choices) or None})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a command can be told. Each field is a flag: `max_staleness` --max-staleness.
+
+    0 or "" as a default means that the run chooses; the help says how.
+    """
+
+    stage: str = flag("", "run all stages up to this one")
+    only: str = flag("", "run this stage alone")
+    list: bool = flag(False, "list the stages and their lines")
+    train: bool = flag(False, "train --model on --task: one run, and nothing else")
+    evaluate: int = flag(0, "pass@k of --model on --task, with so many samples a prompt")
+    export: str = flag("", "after the run, write the model to this folder")
+
+    model: str = flag("", "a folder or hub id with a causal language model; default: a tiny one")
+    task: str = flag("repeat", "repeat, count or pattern; FILE.jsonl; FILE.py:CLASS")
+    reward: str = flag("", "FILE.py:FUNCTION(prompt, response, answer), in place of the task's")
+    dtype: str = flag("float32", "what forward passes compute in", ("float32", "bfloat16"))
+    device: str = flag("", "cpu or cuda; default: cuda if there is one")
+    seed: int = flag(0, "of prompts, sampling and fresh models")
+
+    steps: int = flag(100, "updates of the policy")
+    prompts_per_step: int = flag(16, "groups in a batch")
+    group_size: int = flag(8, "samples of each prompt")
+    max_new_tokens: int = flag(0, "tokens of a response; default: what the task needs, or 256")
+    temperature: float = flag(1.0, "of sampling")
+    tokens_per_pass: int = flag(8192, "tokens, padding included, in one forward and backward pass")
+
+    generators: int = flag(2, "processes that sample")
+    reward_workers: int = flag(1, "processes that compute rewards")
+    trainers: int = flag(1, "ranks of the trainer (FSDP2)")
+
+    max_staleness: int = flag(2, "K, in versions; 0: synchronous")
+    order: str = flag(
+        "ready", "train on what is ready, or in the order of start", ("ready", "fifo")
+    )
+    pull: str = flag("rollout", "when a generator takes new weights", ("rollout", "token"))
+
+    loss: str = flag("ppo", "see section 10", ("reinforce", "ppo", "decoupled", "cispo"))
+    advantage: str = flag("group", "see section 10", ("group", "leave_one_out", "none"))
+    passes: int = flag(1, "updates from each batch")
+    clip_low: float = flag(0.2, "of the importance ratio, below 1")
+    clip_high: float = flag(0.2, "of the importance ratio, above 1")
+    kl: float = flag(0.0, "weight of the divergence from the first version (k2)")
+    entropy: float = flag(0.0, "weight of an entropy bonus")
+    lr: float = flag(0.0, "learning rate; default: 1e-3 for the tiny policy, 1e-6 for others")
+    sft_steps: int = flag(0, "supervised steps on right answers before RL")
+
+    reward_deadline: float = flag(60.0, "seconds that one group's rewards may take")
+    mask_truncated: bool = flag(False, "do not train on responses without an end")
+
+    eval_every: int = flag(0, "steps between evaluations; default: first and last only")
+    eval_prompts: int = flag(256, "held-out prompts of an evaluation")
+
+    log: str = flag("", "a line of JSON for every step, in this file")
+    json: str = flag("", "checks and figures of the whole command, in this file")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One concept: its claim, its demo, and the one-line change that makes the claim false."""
+
+    name: str
+    claim: str
+    instead: str  # replaces the statement on the line that ends with `# mechanism: NAME`
+    demo: Callable[[Report, Config], Awaitable[None]]
+
+
+STAGES: dict[str, Stage] = {}
+
+
+def stage(claim: str, instead: str) -> Callable[..., Any]:
+    """Registers `demo_NAME` as the stage NAME. Stages run in the order of the file."""
+
+    def register(demo: Callable[[Report, Config], Awaitable[None]]) -> Any:
+        name = demo.__name__.removeprefix("demo_")
+        STAGES[name] = Stage(name, claim, instead, demo)
+        return demo
+
+    return register
+
+
+def line_with(text: str) -> int:
+    """The number of the first line of this file that contains the text."""
+    for number, line in enumerate(THIS_FILE.read_text().splitlines(), 1):
+        if text in line:
+            return number
+    raise ValueError(f"no line has {text!r}")
+
+
+RELATIONS = {
+    "==": operator.eq,
+    ">": operator.gt,
+    "<": operator.lt,
+    ">=": operator.ge,
+    "<=": operator.le,
+}
+
+
+class Report:
+    """Prints what is found, and keeps it for --json."""
+
+    def __init__(self, folder: Path, pool: Pool) -> None:
+        self.folder = folder  # of this command; it is removed at the end
+        self.pool = pool  # processes, which stages share (section 6)
+        self.stages: list[dict[str, Any]] = []
+
+    def say(self, text: str) -> None:
+        """Prints a line under the head of the stage."""
+        print(f"       {text}", flush=True)
+
+    def table(self, rows: list[dict[str, Any]]) -> None:
+        """Prints records as a table, with their keys as its head."""
+        for line in tabulate(rows, headers="keys", tablefmt="plain", floatfmt=".3g").splitlines():
+            self.say(line)
+
+    def check(self, what: str, value: Any, relation: str, bound: Any) -> None:
+        """Compares a measured value with what the claim says it is."""
+        holds = bool(RELATIONS[relation](value, bound))
+        self.stages[-1]["checks"].append({"what": what, "ok": holds})
+        shown = f"{value:.3g}" if isinstance(value, float) else value
+        print(
+            f"    {'ok' if holds else 'FAIL':<4}{what}: {shown}  ({relation} {bound:g})", flush=True
+        )
+
+    def figure(self, **values: Any) -> None:
+        """Keeps figures of this stage."""
+        self.stages[-1]["figures"].update(values)
+
+    async def run(self, number: int, stage: Stage, cfg: Config) -> bool:
+        """Runs a stage; says whether all of its checks hold. An exception is one that does not."""
+        banner = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
+        print(
+            f"\n[{number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {banner})", flush=True
+        )
+        found: dict[str, Any] = {"name": stage.name, "checks": [], "figures": {}}
+        self.stages.append(found)
+        start = time.monotonic()
+        try:
+            await stage.demo(self, cfg)
+        except Exception as error:
+            traceback.print_exc()
+            self.check(f"errors that ended the stage ({cause_of(error)})", 1, "==", 0)
+        found["seconds"] = round(time.monotonic() - start, 2)
+        changed = line_with("# mechanism: " + stage.name)
+        self.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
+        self.say(f"{len(found['checks'])} checks, {found['seconds']:.1f} s")
+        return all(check["ok"] for check in found["checks"])
+
+
+def cause_of(error: BaseException) -> str:
+    """The last line of an error: for one that an actor raised, what it raised."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, ActorError) and lines:
+        return lines[-1]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+
+
+async def median_ms(call: Callable[[], Awaitable[Any]], times: int = 21) -> float:
+    """The median time of an awaited call, in milliseconds."""
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        await call()
+        found.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(found)
+
+
+# ==== PART I: the system ==========================================================================
+
+# == 1. HELLO ACTOR ================================================================================
+# Problem. Threads share an object. Each reads it, pauses, and writes back what it made of it.
+#   Updates vanish, without an error, and not every time.
+# Rule. Put the object into an actor: an instance that lives in one process and is reached only by
+#   messages. Messages wait in the actor's mailbox, and its endpoints run one at a time.
+# Cost. A message and its answer take the time of thousands of function calls.
+#
+#     main process                              process of the actor
+#     counter.add.call_one()   -- message -->   waits in the mailbox until earlier calls are done
+#     await ...                <-- answer --    add() has run from its first line to its last
+
+
+class Counter(Actor):
+    """A counter. `@endpoint` marks the methods that messages may call."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    @endpoint  # mechanism: hello_actor
+    async def add(self, pause_s: float = 0.0005) -> int:
+        """Adds one, with a pause between reading and writing. Returns the id of its process."""
+        total = self.total
+        await asyncio.sleep(pause_s)  # here another thread, or coroutine, would read the same total
+        self.total = total + 1
+        return os.getpid()
+
+    @endpoint
+    async def take(self) -> int:
+        """The additions since the last call of this."""
+        total = self.total
+        self.total = 0
+        return total
+
+
+async def lost_by_threads(num_additions: int) -> int:
+    """How many additions are lost when threads do what Counter.add does."""
+    box = {"total": 0}
+
+    def add() -> None:
+        total = box["total"]
+        time.sleep(0.0005)
+        box["total"] = total + 1
+
+    await asyncio.gather(*[asyncio.to_thread(add) for _ in range(num_additions)])
+    return num_additions - box["total"]
+
+
+@stage(
+    "an actor's state lives in one process, and its calls run one at a time",
+    instead="@concurrent_endpoint",
+)
+async def demo_hello_actor(report: Report, cfg: Config) -> None:
+    """Loses additions with threads, and none with an actor."""
+    report.check("additions of 200 lost by threads", await lost_by_threads(200), ">", 0)
+
+    # A process on this host, and an actor in it. `spawn` returns a reference at once. `call_one`
+    # sends a message, and returns something to await for the answer.
+    procs = this_host().spawn_procs(per_host={"worker": 1})
+    counter = procs.spawn("counter", Counter)
+    process_ids = await asyncio.gather(*[counter.add.call_one() for _ in range(200)])
+    report.check("additions of 200 lost by the actor", 200 - await counter.take.call_one(), "==", 0)
+    report.check("processes in which they ran", len({*process_ids}), "==", 1)
+    message_ms = await median_ms(counter.take.call_one)
+    report.say(f"a message to another process and its answer: {message_ms:.2f} ms")
+    report.figure(message_ms=message_ms)
+    await procs.stop()
+
+
+# == 2. ACTOR MESH =================================================================================
+# Problem. A run has many generators, and a trainer many ranks. To call one after another takes as
+#   long as all of them together.
+# Rule. Actors that are spawned together are a mesh, an array with named dimensions. A call of a
+#   mesh is one message that all members get. The adverb says who runs, and who answers:
+#
+#     mesh.add.call(...)                    every member runs; the answers come with their places
+#     mesh.add.broadcast(...)               every member runs; nobody answers
+#     mesh.add.choose(...)                  one member runs, drawn at random
+#     mesh.slice(worker=2).add.call_one()   this member runs
+#
+# Cost. `call` is as slow as its slowest member, and fails if one fails. `broadcast` does not even
+#   say that something failed.
+
+
+@stage(
+    "one call reaches every member of a mesh; its adverb says who runs and who answers",
+    instead="mesh = members.slice(worker=0)",
+)
+async def demo_actor_mesh(report: Report, cfg: Config) -> None:
+    """Calls a mesh of four by each adverb, and counts who ran."""
+    procs = this_host().spawn_procs(per_host={"worker": 4})
+    members = procs.spawn("counters", Counter)
+    mesh = members  # mechanism: actor_mesh
+    pause_s = 0.1
+
+    async def one_by_one() -> None:
+        for worker in range(4):
+            await members.slice(worker=worker).add.call_one(pause_s)
+
+    await members.take.call()  # the first call waits until all processes have started
+    rows = []
+    for adverb, send, num_answers in (
+        ("call_one, in a loop", one_by_one, 4),
+        ("call", lambda: mesh.add.call(pause_s), 4),
+        ("choose", lambda: mesh.add.choose(pause_s), 1),
+    ):
+        start = time.perf_counter()
+        await send()
+        took_ms = (time.perf_counter() - start) * 1e3
+        totals = await members.take.call()
+        ran = sum(total for _, total in totals.items())
+        rows.append({"adverb": adverb, "ran": ran, "answered": num_answers, "ms": round(took_ms)})
+    mesh.add.broadcast(pause_s)  # no answer to wait for: it returns before anybody has run
+    totals = await members.take.call()  # waits in each mailbox behind the broadcast
+    ran = sum(total for _, total in totals.items())
+    rows.append({"adverb": "broadcast", "ran": ran, "answered": 0, "ms": 0})
+    report.table(rows)
+    ran_by = {row["adverb"]: row["ran"] for row in rows}
+    report.check("members of 4 that ran under `call`", ran_by["call"], "==", 4)
+    report.check("members of 4 that ran under `choose`", ran_by["choose"], "==", 1)
+    report.check("members of 4 that ran under `broadcast`", ran_by["broadcast"], "==", 4)
+    await procs.stop()
+
+
+# == 3. RDMA TRANSFER ==============================================================================
+# Problem. Weights are gigabytes. A message is pickled, copied, queued and unpickled, and its
+#   answer waits until the owner's Python has time.
+# Rule. Two roads. Control travels in messages. Bulk stays where it is: its owner registers the
+#   memory once, as an RDMABuffer, and sends the handle in a message. The receiver moves the bytes.
+#   The operation is one-sided: no Python of the owner runs.
+# Cost. The owner must keep the memory alive, and does not hear when a reader is done. Section 7 is
+#   about that.
+#
+#     owner                                           reader
+#     memory = torch.zeros(...)
+#     RDMABuffer(memory)  ---- handle, a message ---->  handle.read_into(mine)   pulls the bytes
+#                                                       handle.write_from(mine)  pushes bytes
+#
+# RDMA is remote direct memory access: a network card reads the memory of another machine without
+# that machine's processor. A handle says which process has the bytes, at what address, and how
+# many; it holds none of them. Without such a card Monarch does the same over TCP, by threads in
+# Rust: slower than a card, by the same contract.
+
+
+class Owner(Actor):
+    """Owns memory that others want."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
+
+    @endpoint
+    async def handle(self) -> RDMABuffer:
+        """The new road: where the bytes are."""
+        return RDMABuffer(self.memory)
+
+    @endpoint
+    async def as_message(self) -> torch.Tensor:
+        """The old road: the bytes themselves."""
+        return self.memory
+
+    @endpoint
+    async def compute(self) -> float:
+        """Keeps this process's Python busy for about a second; returns when it was done."""
+        sum(range(10**8))  # one call into C: no other Python code of the process runs meanwhile
+        return time.time()
+
+
+@stage(
+    "a handle of half a kilobyte moves any number of bytes while the owner's Python is busy",
+    instead="mine.copy_(await owner.as_message.call_one())",
+)
+async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
+    """Moves 1 and 32 MiB by both roads, and then 32 MiB from an owner that is busy."""
+    procs = this_host().spawn_procs(per_host={"worker": 1})
+    rows = []
+    handle_bytes = 0
+    for num_mib in (1, 32):
+        owner = procs.spawn(f"owner_{num_mib}", Owner, num_mib << 20)
+        handle = await owner.handle.call_one()
+        mine = torch.zeros(num_mib << 20, dtype=torch.uint8)
+        message_ms = await median_ms(owner.as_message.call_one, 3)
+        pull_ms = await median_ms(lambda: handle.read_into(mine), 3)
+        handle_bytes = len(cloudpickle.dumps(handle))
+        rows.append(
+            {
+                "MiB": num_mib,
+                "handle bytes": handle_bytes,
+                "message ms": message_ms,
+                "pull ms": pull_ms,
+            }
+        )
+    report.table(rows)
+    report.check("bytes of the handle to 32 MiB", handle_bytes, "<", 1024)
+
+    expected = await owner.as_message.call_one()
+    mine.zero_()
+    busy = asyncio.ensure_future(owner.compute.call_one())
+    await asyncio.sleep(0.2)  # now the owner is inside of `sum`
+    await handle.read_into(mine)  # mechanism: rdma_transfer
+    pulled_s = time.time()
+    computed_s = await busy
+    report.check(
+        "s by which the pull ended before the owner was free", computed_s - pulled_s, ">", 0
+    )
+    report.check("bytes that differ", int((mine != expected).sum()), "==", 0)
+    await procs.stop()
+
+
+# == 4. CONTROLLERS ================================================================================
+# Problem. Actors in many processes have to meet, at one log of what happened, say. Two creators
+#   would make two half-filled logs.
+# Rule. Ask by name. `get_or_spawn_controller(name, Class)` gives every caller the same actor: the
+#   first request for a name creates it, in the main process, and later ones find it.
+# Cost. One more message for each lookup; all callers share one process.
+#
+# In the rest of the file only the main process looks the Timeline up, and passes it to its workers:
+# a worker that is killed in the middle of a lookup would take the registry of names with it.
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of work. Times are seconds since 1970, the same clock in all processes of a host."""
+
+    who: str  # "trainer_0"
+    what: str  # "step"
+    start_s: float
+    end_s: float
+
+
+class Timeline(Actor):
+    """Who did what, and when. Workers send it their spans; the demos compute busy shares of it."""
+
+    def __init__(self) -> None:
+        self.spans: deque[Span] = deque(maxlen=100_000)
+
+    @endpoint
+    async def add(self, spans: list[Span]) -> None:
+        """Takes note of what somebody did."""
+        self.spans.extend(spans)
+
+    @endpoint
+    async def take(self, who: str = "") -> list[Span]:
+        """The spans of workers whose name begins like this."""
+        return [span for span in self.spans if span.who.startswith(who)]
+
+
+class Witness(Actor):
+    """Has been given no reference to anything."""
+
+    @endpoint
+    async def report(self) -> None:
+        """Finds the timeline by its name, and notes a span."""
+        timeline = await get_or_spawn_controller("timeline", Timeline)  # mechanism: controllers
+        rank = current_rank().rank
+        await timeline.add.call_one([Span(f"witness_{rank}", "report", time.time(), time.time())])
+
+
+@stage(
+    "actors that never met find one singleton by its name",
+    instead='timeline = this_proc().spawn("timeline", Timeline)',
+)
+async def demo_controllers(report: Report, cfg: Config) -> None:
+    """Has three processes report to a timeline that none of them was told of."""
+    procs = this_host().spawn_procs(per_host={"worker": 3})
+    await procs.spawn("witnesses", Witness).report.call()
+    timeline = await get_or_spawn_controller("timeline", Timeline)
+    spans = await timeline.take.call_one("witness")
+    report.check("witnesses of 3 in the timeline of this process", len(spans), "==", 3)
+    await procs.stop()
+
+
+# == 5. SUPERVISION ================================================================================
+# Problem. Processes raise, die, stand still, and work for ever. If nobody is responsible, a caller
+#   waits for ever. And a worker that has not answered for ten minutes may be well: its step is long.
+# Rule. An exception belongs to the caller; the actor lives on. A process belongs to its owner, who
+#   kills and replaces it. Each trouble has a detector of its own, and none of them is "it is slow":
+#
+#     what happens         its caller            its owner hears by
+#     an endpoint raises   gets the exception    nothing: the actor lives on
+#     the process dies     waits, then an error  a pidfd, in milliseconds
+#     it stands still      waits, then an error  pings without an answer, after `unresponsive_s`
+#     it works for ever    waits                 nothing: only a deadline helps
+#     it works for long    waits                 nothing, and rightly
+#
+# Cost. A thread in each worker, and a ping every half second. A worker whose C code holds the GIL
+#   for longer than `unresponsive_s` is killed although it is well: 30 s in runs, 2 s in demos.
+#
+# Monarch supervises by itself, more slowly: it asks its processes every 2 s whether they live
+# (ENVIRONMENT, at the end of the file), gives one that does not answer 5 s, and then calls
+# `__supervise__` of the actor that spawned it. The demo measures both.
+
+
+class Worker(Actor):
+    """An actor that computes in a thread of its own, so that it can answer a ping meanwhile.
+
+    Subclasses have plain methods, and messages run them through `call`, one after another. The
+    first one is `setup`: what is slow or can fail belongs there, not into a constructor.
+    """
+
+    def __init__(self, name: str, timeline: Timeline | None = None) -> None:
+        self.name = name
+        self.timeline = timeline
+        self.spans: list[Span] = []
+        self.thread = ThreadPoolExecutor(1)
+        # The head of a process group: its children end with it, and Ctrl-C does not reach it.
+        os.setpgid(0, 0)
+
+    @concurrent_endpoint  # runs beside other calls of this actor
+    async def ping(self) -> int:
+        """Answers: the id of this process."""
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def call(self, method: str, *args: Any) -> Any:
+        """Runs a method in the thread, and returns what it returns."""
+        loop = asyncio.get_running_loop()
+        start_s = time.time()
+        result = await loop.run_in_executor(self.thread, getattr(self, method), *args)
+        self.spans.append(Span(self.name, method, start_s, time.time()))
+        if self.timeline and (len(self.spans) == 32 or method == "release"):
+            self.timeline.add.broadcast(self.spans)
+            self.spans = []
+        return result
+
+    def import_models(self) -> None:
+        """Takes the time now that the first use of a model would take."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+        from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
+
+    def setup(self, *args: Any) -> Any:
+        """Imports and loads what later calls need. Returns what its owner has to know."""
+
+    def release(self) -> None:
+        """The last call, before another actor uses this process."""
+
+
+def when_it_ends(process_id: int, then: Callable[[], None]) -> Callable[[], None]:
+    """Has `then` called when the process ends. Returns a function that stops watching.
+
+    A pidfd is a file descriptor of a process; it becomes readable when the process ends.
+    """
+    loop = asyncio.get_running_loop()
+    pidfd = os.pidfd_open(process_id)
+    is_open = True
+
+    def stop_watching() -> None:
+        nonlocal is_open
+        if is_open:
+            is_open = False
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+    def has_ended() -> None:
+        stop_watching()
+        then()
+
+    loop.add_reader(pidfd, has_ended)
+    return stop_watching
+
+
+async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
+    """Pings the worker twice a second. Returns the reason when it is no longer well."""
+    while True:
+        try:
+            await asyncio.wait_for(worker.ping.call(), unresponsive_s)  # mechanism: supervision
+        except TimeoutError:
+            return f"has not answered a ping for {unresponsive_s:g} s"
+        except Exception as error:  # Monarch's, of several types: the process has gone
+            return cause_of(error)
+        await asyncio.sleep(0.5)
+
+
+class Supervisor(Actor):
+    """Owns processes, and notes when Monarch says that something has happened to one of them."""
+
+    def __init__(self) -> None:
+        self.heard_s: dict[str, float] = {}
+
+    @endpoint
+    async def start(self, trouble: str) -> Any:
+        """A worker in a process that this actor owns. Both have the name of the trouble."""
+        return this_host().spawn_procs(name=trouble).spawn(trouble, TroubledWorker, trouble)
+
+    async def __supervise__(self, failure: MeshFailure) -> bool:
+        """Monarch calls this; it must be `async def`. True: the failure ends here."""
+        self.heard_s.setdefault(failure.mesh_name.split("-")[0], time.time())
+        return True
+
+    @endpoint
+    async def take(self, trouble: str) -> float | None:
+        """When it heard of this trouble, in seconds since 1970."""
+        return self.heard_s.get(trouble)
+
+
+class TroubledWorker(Worker):
+    """Gets into the trouble after which it is named, or waits until that is done to it."""
+
+    def work(self) -> None:
+        """Raises, works for ever, or sleeps."""
+        if self.name == "exception":
+            raise ValueError("a bad request")
+        while self.name == "endless":
+            pass
+        time.sleep(3600)
+
+
+async def who_hears(trouble: str, supervisor: Any) -> dict[str, float]:
+    """Gets a worker into trouble, and returns after how many seconds who heard of it."""
+    worker = await supervisor.start.call_one(trouble)
+    process_id = await worker.ping.call_one()
+    heard_s: dict[str, float] = {}
+
+    def note(who: str) -> None:
+        heard_s.setdefault(who, time.time())
+
+    stop_watching = when_it_ends(process_id, lambda: note("pidfd"))
+    ping = asyncio.ensure_future(until_unresponsive(worker, 2.0))
+    ping.add_done_callback(lambda _: note("ping"))
+    start_s = time.time()
+    call = asyncio.ensure_future(worker.call.call_one("work"))
+    call.add_done_callback(lambda _: note("caller"))
+    await asyncio.sleep(0.5)
+    if trouble in ("death", "standstill"):
+        start_s = time.time()
+        os.kill(process_id, signal.SIGKILL if trouble == "death" else signal.SIGSTOP)
+    await asyncio.sleep(8)
+    supervise_s = await supervisor.take.call_one(trouble)
+    if supervise_s:
+        heard_s["supervise"] = supervise_s
+    # A ping that fails because the process is known to be dead has found nothing out.
+    if "ping" in heard_s and not ping.result().startswith("has not answered"):
+        del heard_s["ping"]
+    stop_watching()
+    ping.cancel()
+    call.cancel()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process_id, signal.SIGKILL)
+    return {who: round(when_s - start_s, 2) for who, when_s in heard_s.items()}
+
+
+@stage(
+    "exception, death, standstill, endless work: each has its detector, and slowness is none",
+    instead="await worker.ping.call()",
+)
+async def demo_supervision(report: Report, cfg: Config) -> None:
+    """Gets four workers into trouble while a caller waits for each, and shows who hears when."""
+    supervisor = this_proc().spawn("supervisor", Supervisor)
+    troubles = ("exception", "death", "standstill", "endless")
+    found = await asyncio.gather(*[who_hears(trouble, supervisor) for trouble in troubles])
+    heard = dict(zip(troubles, found, strict=True))
+    report.say("seconds until this one heard of it; - is not within 8 s")
+    rows = []
+    for trouble in troubles:
+        row: dict[str, Any] = {"trouble": trouble}
+        for who in ("caller", "supervise", "pidfd", "ping"):
+            row[who] = heard[trouble].get(who, "-")
+        rows.append(row)
+    report.table(rows)
+    report.check(
+        "exceptions that reached the caller, and nobody else", len(heard["exception"]), "==", 1
+    )
+    report.check("deaths that the pidfd told", int("pidfd" in heard["death"]), "==", 1)
+    report.check("standstills that the ping told", int("ping" in heard["standstill"]), "==", 1)
+    report.check("detectors that told of endless work", len(heard["endless"]), "==", 0)
+
+
+# == 6. SERVICE ====================================================================================
+# Problem. A call shares the fate of the actor that it was sent to. If one of four is lost, a
+#   quarter of the requests are lost, and each caller has to know who is left.
+# Rule. The caller asks a service. The service owns replicas, which are interchangeable, and gives
+#   a request to the replica with the fewest in flight. An attempt has one of three outcomes:
+#     1. The replica answers. The caller gets the answer, once.
+#     2. The replica is lost (section 5): it is replaced, and another one gets the request.
+#     3. The replica raises. Another one tries: if that raises too, the request is at fault, and the
+#        exception is the caller's.
+# Cost. A request may run twice, so it must be harmless to repeat. Only one run is answered.
+#
+#     caller --- request("root", 4) ---> Service ---> replica 0   is lost: another one replaces it
+#                                            \------> replica 1   answers
+#            <------- 2.0 -----------------------------------/
+#
+# The service is a plain object of the main process. As an actor it would have to pickle each
+# request and each answer once more, which costs half of the main process's CPU time.
+#
+# -- 6a. Processes ---------------------------------------------------------------------------------
+#
+# A process that has imported torch and a model class has cost 4 s of CPU time. A new actor in such
+# a process is ready after 16 ms. So processes outlive their actors: they go back to a pool.
+
+
+@dataclass
+class Processes:
+    """Processes of one mesh: one, or one per rank of a trainer."""
+
+    mesh: ProcMesh
+    ids: list[int]
+
+    async def kill(self) -> None:
+        """Ends them, and the processes that they have started."""
+        for process_id in self.ids:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process_id, signal.SIGKILL)
+        await self.mesh.stop()  # returns at once now; of a stopped process it would not return
+
+
+class Pool:
+    """Processes without an actor. One of them, the spare, has imported what replicas need."""
+
+    def __init__(self) -> None:
+        self.idle: list[Processes] = []
+        self.num_started = 0
+        self.making_spare: asyncio.Task[None] | None = None
+
+    async def take(self, num_ranks: int) -> Processes:
+        """Idle processes, or new ones."""
+        for processes in self.idle:
+            is_alive = all(os.path.exists(f"/proc/{process_id}") for process_id in processes.ids)
+            if is_alive and len(processes.ids) == num_ranks:
+                self.idle.remove(processes)
+                return processes
+        return await self._start(num_ranks, "ping")
+
+    async def _start(self, num_ranks: int, first_call: str) -> Processes:
+        self.num_started += 1
+        name = f"process{self.num_started}"
+        mesh = this_host().spawn_procs(per_host={"rank": num_ranks}, name=name)
+        worker = mesh.spawn(f"{name}_first", Worker, name)
+        answers = await worker.ping.call()
+        if first_call != "ping":
+            await worker.call.call(first_call)
+        await worker.stop()
+        return Processes(mesh, [process_id for _, process_id in answers.items()])
+
+    def keep_spare(self) -> None:
+        """Sees to it that a process is idle, so that a lost replica is replaced at once."""
+        is_making = self.making_spare and not self.making_spare.done()
+        if not is_making and not self.idle:
+            self.making_spare = asyncio.ensure_future(self._make_spare())
+
+    async def _make_spare(self) -> None:
+        self.idle.append(await self._start(1, "import_models"))
+
+    async def close(self) -> None:
+        """Ends all idle processes."""
+        if self.making_spare:
+            await asyncio.wait([self.making_spare])
+        await asyncio.gather(*[processes.kill() for processes in self.idle])
+        self.idle = []
+
+
+# -- 6b. Replicas and requests ---------------------------------------------------------------------
+
+
+class ReplicaLost(RuntimeError):
+    """The replica that had the request died, or stands still; nobody else could take it."""
+
+
+@dataclass
+class Replica:
+    """A worker in processes of its own, and what the service knows of it."""
+
+    name: str  # "generator_0"
+    number: int
+    processes: Processes
+    worker: Any  # the actor, or the mesh of actors, one for each rank
+    lost: asyncio.Future[str]  # the reason, once it is lost
+    in_flight: int = 0
+    watches: list[Callable[[], None]] = field(default_factory=list)  # each stops when called
+
+
+@dataclass
+class Loss:
+    """A replica that was lost. Times are seconds since 1970."""
+
+    name: str
+    reason: str
+    noticed_s: float
+    replaced_s: float | None = None
+
+
+class Service:
+    """Replicas of one worker class, and the requests to them.
+
+    setup_args: every replica begins with setup(number, *setup_args); `begin` returns the results.
+    unresponsive_s: a replica that answers no ping for so long is killed.
+    replaces: whether lost replicas are replaced; if not, requests raise ReplicaLost.
+    """
+
+    def __init__(
+        self,
+        worker_class: type[Worker],
+        num_replicas: int,
+        pool: Pool,
+        setup_args: tuple[Any, ...] = (),
+        num_ranks: int = 1,
+        unresponsive_s: float = 30.0,
+        replaces: bool = True,
+    ) -> None:
+        self.worker_class = worker_class
+        self.num_replicas = num_replicas
+        self.pool = pool
+        self.setup_args = setup_args
+        self.num_ranks = num_ranks
+        self.unresponsive_s = unresponsive_s
+        self.replaces = replaces
+        self.replicas: dict[int, Replica] = {}  # the ready ones, by number
+        self.losses: list[Loss] = []
+        self.num_failed = 0  # attempts that were lost or raised
+        self.error: Exception | None = None  # why no replica will ever be ready again
+        self.num_started = 0
+        self.changed = asyncio.Condition()  # of `replicas` or `error`
+        self.tasks: set[asyncio.Task[Any]] = set()  # asyncio itself does not keep tasks alive
+
+    async def begin(self) -> list[Any]:
+        """Starts all replicas, and returns what their `setup` returned, in their order."""
+        return await asyncio.gather(*[self._start(number) for number in range(self.num_replicas)])
+
+    async def request(self, method: str, *args: Any) -> Any:
+        """Has a replica run worker.method(*args), and returns the answer.
+
+        Waits for a ready replica, and for the answer. Raises what the method raised (ActorError),
+        or ReplicaLost after three losses.
+        """
+        num_losses = 0
+        raised_by: Replica | None = None
+        while True:
+            replica = await self._pick(raised_by)
+            replica.in_flight += 1
+            try:
+                return await self._ask(replica, method, *args)
+            except ReplicaLost:  # outcome 2
+                self.num_failed += 1
+                num_losses += 1
+                if num_losses == 3 or not self.replaces:
+                    raise
+            except ActorError:  # outcome 3
+                self.num_failed += 1
+                if raised_by or self.num_replicas == 1:
+                    raise
+                raised_by = replica  # mechanism: service
+            finally:
+                replica.in_flight -= 1
+
+    async def _pick(self, not_this: Replica | None) -> Replica:
+        """A ready replica with the fewest requests in flight; another than `not_this`, if any."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.error or self.replicas)
+        if self.error:
+            raise self.error
+        others = [replica for replica in self.replicas.values() if replica is not not_this]
+        return min(others or self.replicas.values(), key=lambda replica: replica.in_flight)
+
+    async def _ask(self, replica: Replica, method: str, *args: Any) -> Any:
+        """One attempt: the answer of rank 0, or what it raised, or ReplicaLost."""
+        call = asyncio.ensure_future(replica.worker.call.call(method, *args))
+        await asyncio.wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
+        if replica.lost.done():
+            call.cancel()
+            raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
+        try:
+            answers = call.result()
+        except ActorError:
+            raise
+        except Exception as error:  # Monarch's, of several types: it cannot reach the process
+            self._lose(replica, cause_of(error))
+            raise ReplicaLost(f"{replica.name}: {cause_of(error)}") from error
+        return next(iter(answers.values()))
+
+    # -- 6c. Starting, losing and replacing --------------------------------------------------------
+
+    async def _start(self, number: int) -> Any:
+        """Makes a replica ready, and returns what its `setup` returned."""
+        for _ in range(3):
+            replica = await self._spawn(number)
+            try:
+                result = await self._ask(replica, "setup", number, *self.setup_args)
+            except ReplicaLost:
+                continue
+            async with self.changed:
+                self.replicas[number] = replica
+                self.changed.notify_all()
+            return result
+        raise ReplicaLost(f"{replica.name} was lost three times while it started")
+
+    async def _spawn(self, number: int) -> Replica:
+        """A worker that is watched, but not set up."""
+        name = f"{self.worker_class.__name__.lower()}_{number}"
+        timeline = await get_or_spawn_controller("timeline", Timeline)
+        processes = await self.pool.take(self.num_ranks)
+        actor_name = f"{name}_{time.time_ns()}"
+        worker = processes.mesh.spawn(actor_name, self.worker_class, name, timeline)
+        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        replica = Replica(name, number, processes, worker, lost)
+        for process_id in processes.ids:
+            stop_watching = when_it_ends(process_id, lambda: self._lose(replica, "has died"))
+            replica.watches.append(stop_watching)
+        ping = self._later(until_unresponsive(worker, self.unresponsive_s))
+        ping.add_done_callback(lambda _: ping.cancelled() or self._lose(replica, ping.result()))
+        replica.watches.append(ping.cancel)
+        return replica
+
+    def _lose(self, replica: Replica, reason: str) -> None:
+        """Its requests go to other replicas, and a new one gets its number."""
+        if replica.lost.done():
+            return
+        replica.lost.set_result(reason)
+        self._later(self._end(replica))
+        loss = Loss(replica.name, reason, time.time())
+        self.losses.append(loss)
+        if self.replicas.get(replica.number) is replica:
+            del self.replicas[replica.number]
+            self._later(self._replace(replica.number, loss))
+
+    async def _replace(self, number: int, loss: Loss) -> None:
+        try:
+            if not self.replaces:
+                raise ReplicaLost(f"{loss.name} {loss.reason}")
+            await self._start(number)
+            loss.replaced_s = time.time()
+            self.pool.keep_spare()
+        except Exception as error:  # also what `setup` raised: it would raise again
+            self.error = error
+            async with self.changed:
+                self.changed.notify_all()
+
+    async def _end(self, replica: Replica) -> None:
+        for stop_watching in replica.watches:
+            stop_watching()
+        await replica.processes.kill()
+
+    def _later(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Ends the replicas. Those that have nothing to do leave their processes to the pool."""
+        self.replaces = False
+        for replica in self.replicas.values():
+            if replica.in_flight:
+                await self._end(replica)
+                continue
+            await self._ask(replica, "release")
+            for stop_watching in replica.watches:
+                stop_watching()
+            await replica.worker.stop()
+            self.pool.idle.append(replica.processes)
+        self.replicas = {}
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+class RootWorker(Worker):
+    """Computes square roots, and writes a diary of what it began and what it finished."""
+
+    def setup(self, number: int, diary: str) -> None:
+        """diary: a file that all replicas append to, a line at a time."""
+        self.number = number
+        self.diary = diary
+
+    def root(self, number: float) -> float:
+        """The square root. Replica 1 raises for some numbers; for a negative one all of them do."""
+        self._write(f"began {number}")
+        time.sleep(0.002)
+        if self.number == 1 and 100 <= number < 200:
+            raise RuntimeError("a bad replica")
+        result = math.sqrt(number)
+        self._write(f"finished {number}")
+        return result
+
+    def _write(self, line: str) -> None:
+        with open(self.diary, "a") as file:
+            file.write(line + "\n")
+
+
+@stage(
+    "every request is answered once, although replicas raise, die and stand still",
+    instead="raise",
+)
+async def demo_service(report: Report, cfg: Config) -> None:
+    """Sends 400 requests to four replicas; one raises, one is killed, one is stopped."""
+    diary = report.folder / "diary"
+    service = Service(RootWorker, 4, report.pool, (str(diary),), unresponsive_s=2.0)
+    await service.begin()
+    try:
+        await service.request("root", -1)
+    except ActorError as error:
+        report.say(f"a bad request: its caller gets `{cause_of(error)}`, and no replica is blamed")
+    num_failed_before = service.num_failed
+    struck_s: dict[str, float] = {}
+
+    async def ask(number: int) -> float | None:
+        await asyncio.sleep(number * 0.002)
+        if number in (100, 200):
+            victim = service.replicas[2 if number == 100 else 3]
+            struck_s[victim.name] = time.time()
+            strike = signal.SIGKILL if number == 100 else signal.SIGSTOP
+            os.kill(victim.processes.ids[0], strike)
+        try:
+            return await service.request("root", number)
+        except (ActorError, ReplicaLost):
+            return None
+
+    answers = await asyncio.gather(*[ask(number) for number in range(400)])
+    while len(service.replicas) < 4:  # the replacements are still on their way
+        await asyncio.sleep(0.05)
+    lines = diary.read_text().splitlines()
+    finished = {line for line in lines if line.startswith("finished")}
+    num_right = sum(answer == math.sqrt(number) for number, answer in enumerate(answers))
+    num_failed = service.num_failed - num_failed_before
+    rows = []
+    for loss in service.losses:
+        notice_ms = (loss.noticed_s - struck_s[loss.name]) * 1e3
+        replace_ms = (loss.replaced_s - loss.noticed_s) * 1e3 if loss.replaced_s else None
+        rows.append(
+            {
+                "replica": loss.name,
+                "what": loss.reason,
+                "noticed after ms": notice_ms,
+                "replaced after ms": replace_ms,
+            }
+        )
+    report.table(rows)
+    report.check("requests of 400 with the right answer", num_right, "==", 400)
+    report.check("requests of 400 that some replica finished", len(finished), "==", 400)
+    report.check("attempts that failed, each a lost request without a service", num_failed, ">", 0)
+    report.check("replicas that were replaced", len(service.losses), "==", 2)
+    report.figure(requests=400, answered_once=num_right)
+    for row in rows:
+        report.figure(notice_ms=row["noticed after ms"], replace_ms=row["replaced after ms"])
+        break
+    await service.close()
+
+
+# == 7. WEIGHT SYNC ================================================================================
+# Problem. The trainer rewrites its weights while generators read them. A reader that looks during
+#   the write has some tensors of version 6 and some of version 7: torn weights. There is no error,
+#   only samples of a policy that nobody has trained.
+# Rule. The trainer fills a slot of shared memory that nobody reads, and then makes it the latest. A
+#   reader leases the latest slot, and reads it until it leases another.
+# Cost. One copy of the weights per version, and memory for readers + 2 slots.
+# Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is bytes.
+#
+# The usual way is a broadcast in a process group: all members call the same operation, which begins
+# when the last one has come and ends when the bytes are there. It couples both sides. Below, a dot
+# is waiting, X is the broadcast, P the copy into a slot, f a pull:
+#
+#     trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
+#       a thread                                                       PPPP   PPPP   PPPP
+#     generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
+#     generator 1   long rollout...XXXX long rollout...XXXX     long rollout f long rollout f
+#
+# -- 7a. What lies in a slot -----------------------------------------------------------------------
+
+
+class WeightMismatch(ValueError):
+    """The two sides do not have the same weights in mind. Nothing has been taken over."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Where one tensor lies in a slot."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int  # bytes from the start of the slot
+    num_bytes: int
+
+    def view(self, slot: torch.Tensor) -> torch.Tensor:
+        """This tensor in a slot, [slot bytes] uint8, without a copy."""
+        return slot[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
+
+
+Manifest = tuple[TensorSpec, ...]
+
+
+def manifest_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> Manifest:
+    """The layout of these tensors, in their order. Both sides compute it, and compare.
+
+    dtype: of floating-point tensors in the slot; None: their own.
+    """
+    specs = []
+    offset = 0
+    for name, tensor in tensors.items():
+        in_slot = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        num_bytes = tensor.numel() * in_slot.itemsize
+        specs.append(TensorSpec(name, tuple(tensor.shape), in_slot, offset, num_bytes))
+        offset += math.ceil(num_bytes / 64) * 64  # each tensor begins with a cache line
+    return tuple(specs)
+
+
+# -- 7b. The arena: slots and leases ---------------------------------------------------------------
+#
+# The arena of two readers, while version 8 is being written:
+#
+#     header   version 7   latest slot 2   lease of reader 0: slot 2   lease of reader 1: slot 1
+#
+#     slots    slot 0   version 8 is being written into it
+#              slot 1   version 6   reader 1 reads it
+#              slot 2   version 7   the latest; reader 0 reads it
+#              slot 3   version 5   free
+#
+# Readers + 2 slots are enough: each reader holds one at most, one is the latest, one is written.
+#
+# Why no read is torn. The header changes under a lock. A slot that is to be written is neither the
+# latest nor leased, and only the latest can be newly leased; so nobody can begin to read it before
+# `commit`. A reader keeps its lease until its next one, so nobody writes what it reads.
+#
+# The kernel gives the lock back when its holder dies. The lease of a dead reader belongs to its
+# number: the successor with that number overwrites it. A process that is *stopped* in the 5
+# microseconds in which it has the lock holds up the others until its owner kills it (section 5).
+
+
+@dataclass(frozen=True)
+class ArenaHandle:
+    """How another process of this host finds the arena, and what it must expect there."""
+
+    path: str  # /proc/<process of the writer>/fd/<number>
+    manifest: Manifest
+    slot_bytes: int
+    num_readers: int
+
+
+class Arena:
+    """One process's mapping of the shared memory: a page of 8-byte words, then the slots."""
+
+    HEADER_BYTES = 4096
+    VERSION = 0  # words of the header
+    LATEST = 1  # a slot
+    LEASES = 2  # this and the following, one of each reader: a slot
+    NOTHING = -1
+
+    def __init__(self, handle: ArenaHandle) -> None:
+        # A lock belongs to an open file, so each process opens the file for itself.
+        self.file = open(handle.path, "r+b", buffering=0)
+        self.num_readers = handle.num_readers
+        self.num_slots = handle.num_readers + 2
+        memory = mmap.mmap(
+            self.file.fileno(), self.HEADER_BYTES + self.num_slots * handle.slot_bytes
+        )
+        self.words = memoryview(memory)[: self.HEADER_BYTES].cast("q")
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self.slots = whole[self.HEADER_BYTES :].view(self.num_slots, handle.slot_bytes)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """The header is read and changed under this lock."""
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+
+    def lease(self, reader: int) -> tuple[int, int]:
+        """(version, slot) of the latest weights; nobody writes them until this reader's next lease.
+
+        Both are NOTHING if there are none yet.
+        """
+        with self.locked():
+            slot = self.words[self.LATEST]
+            self.words[self.LEASES + reader] = slot  # mechanism: weight_sync
+            return self.words[self.VERSION], slot
+
+    def free_slot(self) -> int:
+        """For the writer: a slot that is neither the latest nor leased."""
+        with self.locked():
+            leases = self.words[self.LEASES : self.LEASES + self.num_readers].tolist()
+            taken = {self.words[self.LATEST], *leases}
+        return min(set(range(self.num_slots)) - taken)
+
+    def commit(self, version: int, slot: int) -> None:
+        """For the writer, when the slot is complete: makes it the latest."""
+        with self.locked():
+            self.words[self.VERSION] = version
+            self.words[self.LATEST] = slot
+
+
+def create_arena(manifest: Manifest, num_readers: int) -> tuple[ArenaHandle, Arena]:
+    """An arena in memory of this process, which others can map while this process lives."""
+    last = manifest[-1]
+    slot_bytes = math.ceil((last.offset + last.num_bytes) / mmap.PAGESIZE) * mmap.PAGESIZE
+    descriptor = os.memfd_create("weights")  # a file without a name: it ends with its last user
+    os.ftruncate(descriptor, Arena.HEADER_BYTES + (num_readers + 2) * slot_bytes)
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    handle = ArenaHandle(path, manifest, slot_bytes, num_readers)
+    arena = Arena(handle)
+    for word in range(Arena.LEASES + num_readers):
+        arena.words[word] = Arena.NOTHING
+    arena.slots.zero_()  # the kernel makes pages at their first use, which costs more than a copy
+    return handle, arena
+
+
+# -- 7c. The writer and the readers ----------------------------------------------------------------
+
+
+class WeightWriter:
+    """The trainer's side. `publish` copies beside whatever follows, in a thread.
+
+    tensors: by name; their memory moves into one block with the layout of a slot, so that a publish
+    is a single memory copy. On a GPU, or with another dtype, they stay, and each is copied by itself.
+    """
+
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], num_readers: int, dtype: torch.dtype | None = None
+    ) -> None:
+        self.tensors = tensors
+        manifest = manifest_of(tensors, dtype)
+        self.handle, self.arena = create_arena(manifest, num_readers)
+        self.block: torch.Tensor | None = None
+        if manifest == manifest_of(tensors) and not any(t.is_cuda for t in tensors.values()):
+            self.block = torch.zeros(self.handle.slot_bytes, dtype=torch.uint8)
+            for spec in manifest:
+                view = spec.view(self.block)
+                view.copy_(tensors[spec.name].detach())
+                tensors[spec.name].data = view
+        self.thread = ThreadPoolExecutor(1)
+        self.copying: Future[None] | None = None
+
+    def publish(self, version: int) -> None:
+        """Begins to make the tensors, as they are now, the latest version. Returns at once.
+
+        Nobody may change them until `wait` has returned.
+        """
+        self.wait()
+        self.copying = self.thread.submit(self._copy, version)
+
+    def wait(self) -> None:
+        """Returns when nothing is being copied. Raises what the copy raised."""
+        if self.copying:
+            self.copying.result()
+            self.copying = None
+
+    def _copy(self, version: int) -> None:
+        slot = self.arena.free_slot()
+        self.write(self.arena.slots[slot])
+        self.arena.commit(version, slot)  # the last thing: from now on readers can get it
+
+    def write(self, slot: torch.Tensor) -> None:
+        """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
+        if self.block is not None:
+            # copy_ reads what it overwrites, as any store does that goes through the cache. memmove
+            # of a large block does not, so it takes a third less time.
+            ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
+            return
+        with torch.no_grad():
+            for spec in self.handle.manifest:
+                spec.view(slot).copy_(self.tensors[spec.name])
+
+
+class WeightReader:
+    """A generator's side: `pull` makes its tensors the latest version.
+
+    On a CPU the tensors become views of the slot, so nothing is copied. On a GPU they are filled.
+    Raises WeightMismatch if the writer's tensors are others, or if the writer has gone.
+    """
+
+    def __init__(self, handle: ArenaHandle, reader: int, tensors: dict[str, torch.Tensor]) -> None:
+        for theirs, mine in itertools.zip_longest(handle.manifest, manifest_of(tensors)):
+            if theirs != mine:
+                raise WeightMismatch(f"the writer has {theirs}, the reader {mine}")
+        if not 0 <= reader < handle.num_readers:
+            raise WeightMismatch(f"there is no reader {reader} of {handle.num_readers}")
+        try:
+            self.arena = Arena(handle)
+        except OSError as error:
+            raise WeightMismatch("the writer has ended") from error
+        self.handle = handle
+        self.reader = reader
+        self.tensors = tensors
+        self.slot = Arena.NOTHING  # which the tensors are, or were filled from
+        # Made once: to make the views of a slot takes longer than all the rest of a pull.
+        self.views = [[spec.view(slot) for spec in handle.manifest] for slot in self.arena.slots]
+
+    def pull(self) -> int:
+        """Makes the tensors the latest version, which is returned; -1 if there is none yet."""
+        version, slot = self.arena.lease(self.reader)
+        if slot not in (self.slot, Arena.NOTHING):
+            self.slot = slot
+            for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
+                if tensor.is_cuda:
+                    tensor.data.copy_(view)
+                else:
+                    tensor.data = view
+        return version
+
+
+# -- 7d. Measurement -------------------------------------------------------------------------------
+
+
+def blocks_of(num_mib: int) -> dict[str, torch.Tensor]:
+    """Weights of so many MiB, in 32 tensors."""
+    return {f"block{i}": torch.zeros(num_mib << 13) for i in range(32)}
+
+
+class ReaderWorker(Worker):
+    """Reads weights of which each version is filled with one number."""
+
+    def setup(self, number: int, handle: ArenaHandle, num_mib: int) -> None:
+        """Attaches to the arena as the reader of this number."""
+        self.tensors = blocks_of(num_mib)
+        self.reader = WeightReader(handle, number, self.tensors)
+
+    def pull(self) -> float:
+        """One pull: its milliseconds."""
+        start = time.perf_counter()
+        self.reader.pull()
+        return (time.perf_counter() - start) * 1e3
+
+    def count_torn(self, num_reads: int, keeps_lease: bool) -> int:
+        """Pulls and reads so often. A read is torn if two of its numbers differ."""
+        num_torn = 0
+        for _ in range(num_reads):
+            version = self.reader.pull()
+            if not keeps_lease:
+                self.reader.arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
+            numbers = {version}
+            for tensor in self.tensors.values():
+                numbers.update(extreme.item() for extreme in tensor.aminmax())
+                time.sleep(0.0005)  # a generator reads its weights for as long as it samples
+            num_torn += len(numbers) > 1
+        return num_torn
+
+    def join(self, meeting_file: str, rank: int, num_ranks: int) -> None:
+        """Joins a process group."""
+        form_group(meeting_file, rank, num_ranks)
+
+    def broadcast(self, late_s: float) -> None:
+        """Comes late to a broadcast, as a generator does that is in the middle of a rollout."""
+        time.sleep(late_s)
+        for tensor in self.tensors.values():
+            torch.distributed.broadcast(tensor, 0)
+
+
+def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
+    """Makes this process a member of a gloo process group. Waits until all have come."""
+    meeting = f"file://{meeting_file}"
+    torch.distributed.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=num_ranks
+    )
+
+
+async def torn_reads(
+    service: Service, writer: WeightWriter, num_readers: int, keeps_lease: bool
+) -> int:
+    """Publishes one version after the other while the readers make 100 reads in all."""
+
+    def publish(version: int) -> None:
+        for tensor in writer.tensors.values():
+            tensor.fill_(version)
+        writer.publish(version)
+        writer.wait()
+
+    version = 1000
+    publish(version)
+    requests = []
+    for replica in service.replicas.values():
+        call = replica.worker.call.call_one("count_torn", 100 // num_readers, keeps_lease)
+        requests.append(asyncio.ensure_future(call))
+    reading = asyncio.gather(*requests)
+    while not reading.done():
+        version += 1
+        publish(version)
+        await asyncio.sleep(0)
+    return sum(reading.result())
+
+
+async def measure_slots(service: Service, writer: WeightWriter) -> dict[str, float]:
+    """Medians over 20 versions: publish over memmove; what the trainer and a generator wait for."""
+    block = writer.block
+    scratch = torch.ones_like(block)
+    matrix = torch.ones(512, 512)
+    ratios = []
+    trainer_ms = []
+    pull_ms = []
+    for version in range(20):
+        start = time.perf_counter()
+        ctypes.memmove(scratch.data_ptr(), block.data_ptr(), block.nbytes)
+        memmove_s = time.perf_counter() - start
+        start = time.perf_counter()
+        writer.publish(2 * version)
+        writer.wait()
+        ratios.append((time.perf_counter() - start) / memmove_s)
+        writer.publish(2 * version + 1)
+        end = time.perf_counter() + 4 * memmove_s
+        while time.perf_counter() < end:
+            matrix @ matrix  # the next forward and backward pass
+        start = time.perf_counter()
+        writer.wait()  # before the optimizer changes the weights
+        trainer_ms.append((time.perf_counter() - start) * 1e3)
+        pulls = [replica.worker.call.call_one("pull") for replica in service.replicas.values()]
+        pull_ms += await asyncio.gather(*pulls)
+    return {
+        "x memmove": statistics.median(ratios),
+        "trainer waits ms": statistics.median(trainer_ms),
+        "generator waits ms": statistics.median(pull_ms),
+    }
+
+
+async def measure_broadcast(service: Service, folder: Path, num_mib: int) -> dict[str, float]:
+    """The same for a gloo broadcast to two generators, of which one comes 30 ms late."""
+    workers = [replica.worker for replica in service.replicas.values()]
+    meeting_file = str(folder / "meeting")
+    joins = []
+    for rank, worker in enumerate(workers, 1):
+        joins.append(worker.call.call_one("join", meeting_file, rank, 3))
+    await asyncio.gather(asyncio.to_thread(form_group, meeting_file, 0, 3), *joins)
+    tensors = blocks_of(num_mib)
+    trainer_ms = []
+    memmove_s = []
+    scratch = torch.ones(num_mib << 20, dtype=torch.uint8)
+    other = torch.ones_like(scratch)
+
+    def broadcast() -> None:
+        for tensor in tensors.values():
+            torch.distributed.broadcast(tensor, 0)
+
+    for _ in range(6):
+        start = time.perf_counter()
+        ctypes.memmove(other.data_ptr(), scratch.data_ptr(), scratch.nbytes)
+        memmove_s.append(time.perf_counter() - start)
+        calls = []
+        for worker, late_s in zip(workers, (0.0, 0.03), strict=True):
+            calls.append(asyncio.ensure_future(worker.call.call_one("broadcast", late_s)))
+        start = time.perf_counter()
+        await asyncio.to_thread(broadcast)
+        trainer_ms.append((time.perf_counter() - start) * 1e3)
+        await asyncio.gather(*calls)
+    torch.distributed.destroy_process_group()
+    waits_ms = statistics.median(trainer_ms)
+    return {
+        "x memmove": waits_ms / 1e3 / statistics.median(memmove_s),
+        "trainer waits ms": waits_ms,
+        "generator waits ms": waits_ms,
+    }
+
+
+@stage(
+    "a generator never samples from half-updated weights, and a sync is one memory copy",
+    instead="pass",
+)
+async def demo_weight_sync(report: Report, cfg: Config) -> None:
+    """Publishes 64 MiB to 1, 2 and 4 readers, with and without leases, and by a broadcast."""
+    num_mib = 64
+    torch.set_num_threads(1)
+    report.say(f"{num_mib} MiB of weights; torn reads of 100")
+    rows = []
+    for num_readers in (1, 2, 4):
+        writer = WeightWriter(blocks_of(num_mib), num_readers)
+        setup_args = (writer.handle, num_mib)
+        service = Service(ReaderWorker, num_readers, report.pool, setup_args)
+        await service.begin()
+        found = await measure_slots(service, writer)
+        if num_readers == 2:
+            num_torn = await torn_reads(service, writer, num_readers, keeps_lease=False)
+            rows.append({"road": "slots, no leases, 2", **found, "torn": num_torn})
+        num_torn = await torn_reads(service, writer, num_readers, keeps_lease=True)
+        rows.append({"road": f"slots, {num_readers}", **found, "torn": num_torn})
+        report.figure(**{f"publish_over_memmove_{num_readers}": found["x memmove"]})
+        report.figure(pull_ms=found["generator waits ms"])
+        if num_readers == 2:
+            found = await measure_broadcast(service, report.folder, num_mib)
+            broadcast = {"road": "gloo broadcast, 2", **found, "torn": 0}
+        await service.close()
+    report.table([*rows, broadcast])
+    torn_without = sum(row["torn"] for row in rows if "no leases" in row["road"])
+    torn = sum(row["torn"] for row in rows if "no leases" not in row["road"])
+    report.check("torn reads of 100 without leases", torn_without, ">", 0)
+    report.check("torn reads of 300 with leases", torn, "==", 0)
+    report.figure(torn_reads=torn, torn_reads_without_leases=torn_without)
+
+
+# ==== PART II: further ============================================================================
+
+
+async def run_stages(cfg: Config) -> int:
+    names = [cfg.only] if cfg.only else [*STAGES]
+    if cfg.stage:
+        names = names[: names.index(cfg.stage) + 1]
+    with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
+        pool = Pool()
+        report = Report(Path(folder), pool)
+        for name in names:
+            number = [*STAGES].index(name) + 1
+            await report.run(number, STAGES[name], cfg)
+        await pool.close()
+    return 0
+
+
+ENVIRONMENT = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    for k, v in ENVIRONMENT.items():
+        os.environ.setdefault(k, v)
+    os.environ["PYTHONPATH"] = f"{THIS_FILE.parent}:{os.environ.get('PYTHONPATH', '')}".strip(":")
+    reload_config_from_env()
+    monarch.actor.unhandled_fault_hook = lambda failure: None
+    parser = argparse.ArgumentParser()
+    for f in fields(Config):
+        if isinstance(f.default, bool):
+            parser.add_argument("--" + f.name.replace("_", "-"), action="store_true")
+        else:
+            parser.add_argument(
+                "--" + f.name.replace("_", "-"), type=type(f.default), default=f.default
+            )
+    cfg = Config(**vars(parser.parse_args(argv)))
+    if cfg.train:
+        return asyncio.run(run_own(cfg))
+    return asyncio.run(run_stages(cfg))
+
+
+if __name__ == "__main__":
+    import monarch_rl
+
+    sys.exit(monarch_rl.main())
