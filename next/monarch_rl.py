@@ -53,11 +53,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import difflib
 import fcntl
-import importlib.util
+import importlib
 import itertools
+import inspect
 import json
 import math
 import mmap
@@ -108,9 +110,11 @@ class Lazy:
 
 if typing.TYPE_CHECKING:
     import torch
+    import torch.distributed.tensor as dtensor
     import transformers
 else:
     torch = Lazy("torch")
+    dtensor = Lazy("torch.distributed.tensor")
     transformers = Lazy("transformers")
 
 # -- plumbing: flags, stages, report ---------------------------------------------------------------
@@ -611,8 +615,9 @@ class Worker(Actor):
     async def call(self, method: str, *args: Any) -> Any:
         """Runs a method in the thread, and returns what it returns."""
         loop = asyncio.get_running_loop()
+        run = contextvars.copy_context().run  # a thread would not know which actor it belongs to
         start_s = time.time()
-        result = await loop.run_in_executor(self.thread, getattr(self, method), *args)
+        result = await loop.run_in_executor(self.thread, run, getattr(self, method), *args)
         self.spans.append(Span(self.name, method, start_s, time.time()))
         if self.timeline and (len(self.spans) == 32 or method == "release"):
             self.timeline.add.broadcast(self.spans)
@@ -1567,6 +1572,1019 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.check("torn reads of 100 without leases", torn_without, ">", 0)
     report.check("torn reads of 300 with leases", torn, "==", 0)
     report.figure(torn_reads=torn, torn_reads_without_leases=torn_without)
+
+
+# == 8. RESHARD ====================================================================================
+# Problem. The trainer's ranks cut the weights in one way, say by rows, and the generator's ranks in
+#   another, say by columns. To gather the whole on one rank, and to cut it anew, moves every byte
+#   several times, and needs memory for the whole.
+# Rule. Describe what a rank has as a box of the whole tensor. Through a slot, each trainer rank
+#   writes its boxes and each generator rank views its own: the slot is the whole, and no rank has to
+#   hold it. Between machines one move is made where a box of one side meets a box of the other.
+# Cost. A box by columns is not contiguous, so it is copied row by row.
+#
+# By example, a matrix of 5 x 23, of a trainer of two ranks by rows, of a generator by columns. As in
+# torch.chunk all pieces are equally long except the last ones, which may be shorter, or empty:
+#
+#     trainer rank 0     rows 0-2, all columns       writes this box into the slot
+#     trainer rank 1     rows 3-4, all columns       writes this box into the same slot
+#     generator rank 0   all rows, columns 0-11      views this box of the slot
+#     generator rank 1   all rows, columns 12-22     views this box of the slot
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: in each dimension a range, from `start` to just before `end`."""
+
+    start: Index
+    end: Index
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """What to index the whole tensor with to get the box."""
+        return tuple(slice(first, end) for first, end in zip(self.start, self.end, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Its elements; 0 for an empty box."""
+        lengths = [end - first for first, end in zip(self.start, self.end, strict=True)]
+        return 0 if min(lengths) <= 0 else math.prod(lengths)
+
+    def overlap(self, other: Box) -> Box:
+        """The part that both have."""
+        start = [max(pair) for pair in zip(self.start, other.start, strict=True)]
+        end = [min(pair) for pair in zip(self.end, other.end, strict=True)]
+        return Box(tuple(start), tuple(end))
+
+
+def box_of(shape: Index, mesh_shape: Index, placements: Any, coordinate: Index) -> Box:
+    """What the rank at this coordinate of a mesh has of a tensor, by the rules of DTensor.
+
+    placements: for each dimension of the mesh, Shard(dim of the tensor) or Replicate().
+    """
+    start = [0] * len(shape)
+    end = list(shape)
+    for placement, num_ranks, rank in zip(placements, mesh_shape, coordinate, strict=True):
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard():
+            raise WeightMismatch(f"{placement}: its ranks have summands, or strides, and not boxes")
+        dim = placement.dim
+        length = math.ceil((end[dim] - start[dim]) / num_ranks)  # mechanism: reshard
+        start[dim] = min(start[dim] + rank * length, end[dim])
+        end[dim] = min(start[dim] + length, end[dim])
+    return Box(tuple(start), tuple(end))
+
+
+@dataclass(frozen=True)
+class Move:
+    """What one rank sends to another rank, if they share no memory."""
+
+    source: int
+    target: int
+    box: Box
+
+
+def plan(sources: list[Box], targets: list[Box]) -> list[Move]:
+    """The moves that give each target rank its box, each element once.
+
+    Of source ranks with the same box, the first sends it.
+    """
+    moves = []
+    for target, wanted in enumerate(targets):
+        for source, held in enumerate(sources):
+            shared = held.overlap(wanted)
+            if shared.size and held not in sources[:source]:
+                moves.append(Move(source, target, shared))
+    return moves
+
+
+class ShardedWriter(WeightWriter):
+    """One rank of a trainer of several ranks. All write their boxes into the same slot.
+
+    It shares `publish` and `wait` with WeightWriter. tensors: DTensors. dtype: of the slot.
+    """
+
+    def __init__(
+        self, tensors: dict[str, Any], num_readers: int, dtype: torch.dtype | None = None
+    ) -> None:
+        # A group of its own: the copy of a version runs beside the next step's collectives.
+        self.group = torch.distributed.new_group(backend="gloo")
+        self.rank = torch.distributed.get_rank()
+        told: list[Any] = [None]
+        if self.rank == 0:
+            told[0], self.arena = create_arena(manifest_of(tensors, dtype), num_readers)
+        torch.distributed.broadcast_object_list(told, 0, self.group)
+        self.handle = told[0]
+        if self.rank > 0:
+            self.arena = Arena(self.handle)
+        self.tensors = tensors
+        self.written_bytes = 0
+        self.thread = ThreadPoolExecutor(1)
+        self.copying = None
+
+    def _copy(self, version: int) -> None:
+        slot = torch.tensor([self.arena.free_slot() if self.rank == 0 else 0])
+        torch.distributed.broadcast(slot, 0, self.group)
+        self.write(self.arena.slots[int(slot)])
+        torch.distributed.barrier(self.group)  # all have written
+        if self.rank == 0:
+            self.arena.commit(version, int(slot))
+
+    def write(self, slot: torch.Tensor) -> None:
+        """Writes this rank's boxes. Of ranks that have the same box, the first one writes it."""
+        for spec in self.handle.manifest:
+            tensor = self.tensors[spec.name]
+            mesh = tensor.device_mesh
+            is_first = True
+            for placement, rank in zip(tensor.placements, mesh.get_coordinate(), strict=True):
+                is_first = is_first and (placement.is_shard() or rank == 0)
+            box = box_of(spec.shape, mesh.shape, tensor.placements, tuple(mesh.get_coordinate()))
+            if is_first and box.size:
+                target = spec.view(slot)[box.region]
+                target.copy_(tensor.to_local().detach())
+                self.written_bytes += target.nbytes
+
+
+# -- measurement -----------------------------------------------------------------------------------
+
+SHAPES = {"uneven": (5, 23), "wide": (130, 512), "bias": (7,)}
+
+
+def weights_of(version: int) -> dict[str, torch.Tensor]:
+    """Whole weights, in which no two elements are equal."""
+    weights = {}
+    for name, shape in SHAPES.items():
+        weights[name] = (torch.arange(math.prod(shape)) + 1000.0 * version).view(shape)
+    return weights
+
+
+class ShardWorker(Worker):
+    """A rank of a trainer by rows."""
+
+    def setup(self, number: int, meeting_file: str, num_ranks: int) -> ArenaHandle:
+        """Forms the group, cuts the weights by rows, and makes the arena together."""
+        form_group(meeting_file, current_rank().rank, num_ranks)
+        mesh = torch.distributed.init_device_mesh("cpu", (num_ranks,))
+        self.tensors = {}
+        for name, whole in weights_of(0).items():
+            rows = [dtensor.Shard(0)]
+            self.tensors[name] = dtensor.distribute_tensor(whole, mesh, rows)
+        self.writer = ShardedWriter(self.tensors, 1)
+        return self.writer.handle
+
+    def publish(self, version: int) -> dict[str, int]:
+        """Publishes a version, and returns the bytes that this rank and a gather would move."""
+        received_bytes = 0
+        for name, whole in weights_of(version).items():
+            mesh = self.tensors[name].device_mesh
+            rows = self.tensors[name].placements
+            new = dtensor.distribute_tensor(whole, mesh, rows)
+            self.tensors[name].to_local().copy_(new.to_local())
+            received_bytes += whole.nbytes - new.to_local().nbytes  # if this rank gathers the whole
+        self.writer.publish(version)
+        self.writer.wait()
+        return {"written": self.writer.written_bytes, "gathered": received_bytes}
+
+    def release(self) -> None:
+        """Leaves the process group."""
+        torch.distributed.destroy_process_group()
+
+
+@stage(
+    "from one sharding to another, each byte that is needed is written once",
+    instead="length = (end[dim] - start[dim]) // num_ranks",
+)
+async def demo_reshard(report: Report, cfg: Config) -> None:
+    """Two ranks by rows publish; two ranks by columns read their boxes of the slot."""
+    shard = dtensor.Shard
+    boxes: dict[str, list[Box]] = {}
+    for cut, dim in (("rows", 0), ("columns", 1)):
+        boxes[cut] = [box_of((5, 23), (2,), [shard(dim)], (rank,)) for rank in range(2)]
+    rows = []
+    for move in plan(boxes["rows"], boxes["columns"]):
+        where = f"[{move.box.start[0]}:{move.box.end[0]}, {move.box.start[-1]}:{move.box.end[-1]}]"
+        rows.append({"from": move.source, "to": move.target, "box": where, "size": move.box.size})
+    report.say("the moves of the example, if the two sides shared no memory")
+    report.table(rows)
+    num_moved = sum(row["size"] for row in rows)
+    report.check("elements moved, of 115 that are needed", num_moved, "==", 115)
+
+    setup_args = (str(report.folder / "shards"), 2)
+    service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
+    (handle,) = await service.begin()
+    ranks = service.replicas[0].worker
+    answers = await ranks.call.call("publish", 1)
+    moved = [answer for _, answer in answers.items()]
+    arena = Arena(handle)
+    version, slot = arena.lease(0)
+    num_wrong = 0
+    for spec in handle.manifest:
+        for rank in range(2):
+            last = len(spec.shape) - 1
+            box = box_of(spec.shape, (2,), [shard(last)], (rank,))
+            mine = spec.view(arena.slots[slot])[box.region]
+            num_wrong += int((mine != weights_of(version)[spec.name][box.region]).sum())
+    report.check("elements that differ from the trainer's", num_wrong, "==", 0)
+    needed_bytes = sum(spec.num_bytes for spec in handle.manifest)
+    written = sum(rank["written"] for rank in moved) / needed_bytes
+    gathered = sum(rank["gathered"] for rank in moved) / needed_bytes + 1
+    report.say(f"a gather on both ranks, and one write: {gathered:.2f} times the bytes")
+    report.check("bytes written / bytes needed", written, "==", 1)
+    report.figure(written_over_needed=written, gather_over_needed=gathered)
+    await service.close()
+
+
+# == 9. ROLLOUT ====================================================================================
+# Problem. In RL the same network runs in two programs. The generator samples token by token, and
+#   keeps what attention has computed for earlier tokens in a cache. The trainer scores whole
+#   conversations at once, for a gradient. If they disagree about what was sampled, or how likely it
+#   was, the gradient is that of samples that nobody drew. No error says so.
+# Rule. Record while sampling, and reconstruct nothing afterwards. Of each sampled token:
+#     its id               a later turn continues the exact ids of earlier ones; text is for people
+#     its log-probability  in fp32, under the distribution that it was drawn from
+#     its version          of the weights; and new weights mean a new cache
+# Cost. Three more numbers per token. A new cache is one pass over what has been said.
+#
+# -- 9a. Tasks and prompts -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the user says in one turn, as messages of a chat template, and what would be right."""
+
+    messages: tuple[dict[str, str], ...]  # {"role": "user", "content": "abc"}
+    answer: Any
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation to be had. Its number is also that of its group."""
+
+    number: int
+    turns: tuple[Turn, ...]
+
+    @property
+    def is_held_out(self) -> bool:
+        """One prompt in ten, by a checksum of its text, is evaluated and never trained on."""
+        text = json.dumps([turn.messages for turn in self.turns])
+        return zlib.crc32(text.encode()) % 10 == 0
+
+
+def user_turn(text: str, answer: Any) -> Turn:
+    """A turn in which the user says this."""
+    return Turn(({"role": "user", "content": text},), answer)
+
+
+class Task:
+    """What the policy is asked, and what its responses are worth. Tasks of your own derive from it."""
+
+    max_new_tokens = 256  # of one response, unless --max-new-tokens says otherwise
+
+    def prompt(self, number: int) -> Prompt:
+        """The prompt of this number, 0, 1, 2 ...: always the same one."""
+        raise NotImplementedError
+
+    def score(self, prompt: Prompt, responses: list[str]) -> Any:
+        """The reward of each turn, or one number for all. They add up to 1 if all is right."""
+        raise NotImplementedError
+
+
+LETTERS = "abcdefghijklmnop"
+
+
+class LetterTask(Task):
+    """For the tiny policy, which hears and says letters, in a ring of sixteen.
+
+    For each letter that the user says, the right response has the letters that lie so many places
+    on: [0] repeats what the user says, [1, 2, 3] makes "bcd" of "a".
+    """
+
+    max_new_tokens = 4  # three letters and an end; a fourth letter is one too many
+
+    def __init__(self, seed: int, places_on: list[int], num_turns: int) -> None:
+        self.seed = seed
+        self.places_on = places_on
+        self.num_turns = num_turns
+
+    def prompt(self, number: int) -> Prompt:
+        """Random letters."""
+        rng = random.Random(f"{self.seed} {number}")
+        turns = []
+        for _ in range(self.num_turns):
+            text = "".join(rng.choices(LETTERS, k=3 // len(self.places_on)))
+            answer = ""
+            for letter in text:
+                at = LETTERS.index(letter)
+                answer += "".join(LETTERS[(at + places) % 16] for places in self.places_on)
+            turns.append(user_turn(text, answer))
+        return Prompt(number, tuple(turns))
+
+    def score(self, prompt: Prompt, responses: list[str]) -> list[float]:
+        """Of each turn the share of letters that are right; one that is too much counts as wrong."""
+        rewards = []
+        for turn, response in zip(prompt.turns, responses, strict=True):
+            num_right = sum(a == b for a, b in zip(turn.answer, response, strict=False))
+            num_letters = max(len(turn.answer), len(response))
+            rewards.append(num_right / num_letters / len(prompt.turns))
+        return rewards
+
+
+WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle ember feather forest
+    garden harbor hammer island jacket kettle ladder lemon lion market meadow mirror mountain ocean
+    orange paper pencil pepper piano planet rabbit river rocket silver spider table window""".split()
+
+
+class WordTask(Task):
+    """The same three tasks for a chat model, which hears and says words."""
+
+    max_new_tokens = 24
+
+    def __init__(self, seed: int, kind: str) -> None:
+        self.seed = seed
+        self.kind = kind
+        self.max_new_tokens = 24 if kind == "count" else 6
+
+    def prompt(self, number: int) -> Prompt:
+        """Random words, or numbers."""
+        rng = random.Random(f"{self.seed} {number}")
+        if self.kind == "repeat":
+            first, second = rng.sample(WORDS, 2)
+            asked = f"I will say a word, and you repeat it. Say nothing else. {first}"
+            return Prompt(number, (user_turn(asked, first), user_turn(second, second)))
+        if self.kind == "count":
+            start = rng.randint(1, 20)
+            numbers = [str(start + i) for i in range(rng.randint(3, 6))]
+            asked = (
+                f"Count from {numbers[0]} to {numbers[-1]}. Write only the numbers, with commas."
+            )
+            return Prompt(number, (user_turn(asked, ", ".join(numbers)),))
+        one, other, of_one, of_other = rng.sample(WORDS, 4)
+        rule = f"When I say {one}, you say {of_one}. When I say {other}, you say {of_other}."
+        said, answer = rng.choice([(one, of_one), (other, of_other)])
+        messages = (
+            {"role": "user", "content": rule},
+            {"role": "assistant", "content": "OK."},
+            {"role": "user", "content": said},
+        )
+        return Prompt(number, (Turn(messages, answer),))
+
+    def score(self, prompt: Prompt, responses: list[str]) -> list[float]:
+        """Of each turn 1 for the answer, half of it with other marks around it, or a share."""
+        rewards = []
+        for turn, response in zip(prompt.turns, responses, strict=True):
+            right = re.findall(r"\w+", turn.answer.lower())
+            said = re.findall(r"\w+", response.lower())
+            num_right = sum(a == b for a, b in zip(right, said, strict=False))
+            reward = num_right / max(len(right), len(said)) / 2
+            if response.strip() == turn.answer:
+                reward = 1.0
+            rewards.append(reward / len(prompt.turns))
+        return rewards
+
+
+def named_task(cfg: Config) -> Task:
+    """The task of this name: in letters for the tiny policy, in words for a model of one's own."""
+    if cfg.model:
+        return WordTask(cfg.seed, cfg.task)
+    places_on = {"repeat": [0], "count": [1, 2, 3], "pattern": [8]}[cfg.task]
+    return LetterTask(cfg.seed, places_on, num_turns=2)
+
+
+# -- 9b. What is recorded --------------------------------------------------------------------------
+#
+# Episodes are rows of tokens, and no row is ever tokenized again. Here are two of them. (<u> and <a>
+# begin a turn of the user and of the assistant, <e> ends one; u is a letter of the user; a to g
+# were sampled.)
+#
+#     ids       <u> u u u <e> <a>  a b c <e>  <u> u u u <e> <a>  d e f <e>
+#     turn_of    0  0 0 0  0   0   1 1 1  1    0  0 0 0  0   0   2 2 2  2
+#
+#     ids       <u> u u u <e> <a>  a <e>  <u> u u u <e> <a>  d e f  g
+#     turn_of    0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2
+#
+# A response has at most four tokens here, so the last one was truncated after g: it has no end.
+
+
+@dataclass
+class Episode:
+    """One conversation, token by token. Plain lists: it travels in messages as it is."""
+
+    prompt: Prompt
+    ids: list[int] = field(default_factory=list)
+    turn_of: list[int] = field(default_factory=list)  # 0: not sampled; else the turn, from 1
+    logprobs: list[float] = field(default_factory=list)  # 0.0 where not sampled
+    versions: list[int] = field(default_factory=list)  # -1 where not sampled
+    responses: list[str] = field(default_factory=list)  # of each turn
+    truncated: list[bool] = field(default_factory=list)  # of each turn: it has no end token
+    rewards: list[float] | None = None  # of each turn; None: nobody could tell
+
+    def add(self, ids: list[int], turn: int, logprobs: list[float], versions: list[int]) -> None:
+        """Appends tokens of one turn."""
+        self.ids += ids
+        self.turn_of += [turn] * len(ids)
+        self.logprobs += logprobs
+        self.versions += versions
+
+    def add_prompt(self, ids: list[int]) -> None:
+        """Appends tokens that were not sampled."""
+        self.add(ids, 0, [0.0] * len(ids), [-1] * len(ids))
+
+
+# -- 9c. The policy --------------------------------------------------------------------------------
+
+
+def tiny_policy(seed: int, merges: list[tuple[str, str]]) -> tuple[Any, Any]:
+    """(tokenizer, model) with which everything here runs at the speed of a laptop.
+
+    A Qwen2 of 30 thousand parameters, with real attention and a real cache, and a token per letter.
+    merges: pairs of letters that have a token of their own, too, as in real tokenizers.
+    """
+    tokens = ["<user>", "<assistant>", "<end>", *LETTERS]
+    tokens += [first + second for first, second in merges]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    tokenizer = transformers.Qwen2Tokenizer(
+        {token: i for i, token in enumerate(tokens)},
+        merges,
+        extra_special_tokens=["<user>", "<assistant>"],
+        unk_token="<end>",
+        eos_token="<end>",
+        chat_template=template + "{% if add_generation_prompt %}<assistant>{% endif %}",
+    )
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokens),
+        hidden_size=40,
+        intermediate_size=80,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
+        attn_implementation="eager",  # attention in plain torch: the fastest for so small a model
+    )
+    torch.manual_seed(seed)
+    return tokenizer, transformers.Qwen2ForCausalLM(config)
+
+
+def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(tokenizer, model) of a folder or hub id. Raises UsageError if it cannot be trained."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    if not tokenizer.chat_template:
+        raise UsageError(f"--model {name}: its tokenizer has no chat template")
+    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, output_loading_info=True
+    )
+    lacking = [*loaded["missing_keys"], *loaded["mismatched_keys"]]
+    if lacking:
+        raise UsageError(
+            f"--model {name}: {len(lacking)} weights are missing, such as {lacking[0]}"
+        )
+    return tokenizer, model
+
+
+class Policy:
+    """A causal language model, its tokenizer, and what its chat template means in tokens.
+
+    dtype: of the parameters. Forward passes compute in cfg.dtype, whatever the parameters are.
+    """
+
+    def __init__(self, cfg: Config, task: Task, dtype: torch.dtype) -> None:
+        if cfg.model:
+            self.tokenizer, model = pretrained(cfg.model, dtype)
+        else:
+            self.tokenizer, model = tiny_policy(cfg.seed, [])
+        self.device = torch.device(cfg.device)
+        self.model = model.to(self.device, dtype).eval()  # without dropout, which samples lack
+        self.dtype = getattr(torch, cfg.dtype)
+        self.temperature = cfg.temperature
+        config = model.config.get_text_config()
+        self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.max_new_tokens = cfg.max_new_tokens or min(task.max_new_tokens, self.context // 2)
+        if self.max_new_tokens >= self.context:
+            raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.end_ids = self._end_ids()
+
+    def _end_ids(self) -> set[int]:
+        """Every token that ends a response: of the model, the tokenizer, and the template."""
+        of_model = self.model.generation_config.eos_token_id
+        ends = {self.tokenizer.eos_token_id}
+        ends.update(of_model if isinstance(of_model, list) else [of_model])
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        after = self._render(chat[:1], True) + "b"
+        whole = self._render(chat, False)
+        if whole.startswith(after):
+            closing = self._tokenize(whole[len(after) :])
+            ends.update(i for i in closing[:1] if i in self.tokenizer.all_special_ids)
+        ends.discard(None)
+        if not ends:
+            raise UsageError("the tokenizer has no token that ends a response (eos_token)")
+        return ends
+
+    def _render(self, messages: Any, add_generation_prompt: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    def _tokenize(self, text: str, is_plain: bool = False) -> list[int]:
+        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_plain)
+        return encoded["input_ids"]
+
+    def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
+        """The ids that a turn, from 0, appends to the conversation.
+
+        The first turn is what the chat template makes of its messages. A later one is what the
+        template adds for it behind the last response, the end of that response included. Raises
+        UsageError if the template rewrites earlier turns, so that nothing can be appended.
+        """
+        messages = list(prompt.turns[0].messages)
+        before = ""
+        for later in prompt.turns[1 : turn + 1]:
+            before = self._render(messages, True) + "response"
+            messages += [{"role": "assistant", "content": "response"}, *later.messages]
+        whole = self._render(messages, True)
+        if not whole.startswith(before):
+            raise UsageError("the chat template rewrites earlier turns: use tasks of one turn")
+        return self._without_control(whole[len(before) :], prompt.turns[turn].messages)
+
+    def _without_control(self, text: str, messages: Iterable[dict[str, str]]) -> list[int]:
+        """The ids of a rendered text; control tokens in what people say are plain text."""
+        ids = []
+        for content in [message["content"].strip() for message in messages]:
+            if any(token in content for token in self.tokenizer.get_added_vocab()):
+                before, _, text = text.partition(content)
+                ids += self._tokenize(before) + self._tokenize(content, is_plain=True)
+        return ids + self._tokenize(text)
+
+    def text_of(self, ids: list[int]) -> str:
+        """A response as people read it."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def forward(self, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Logits of ids [B, T], for the positions in `logits_to_keep`, as the model returns them."""
+        parameters = dict(self.model.named_parameters())
+        if next(iter(parameters.values())).dtype == self.dtype:
+            return self.model(input_ids=ids, **inputs).logits
+        cast = {name: parameter.to(self.dtype) for name, parameter in parameters.items()}
+        return torch.func.functional_call(
+            self.model, cast, kwargs={"input_ids": ids, **inputs}
+        ).logits
+
+
+# -- 9d. Sampling ----------------------------------------------------------------------------------
+
+
+def left_padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids [B, T] and mask [B, T], 1 where there is a token. Padding is on the left."""
+    width = max(len(row) for row in rows)
+    ids = [[0] * (width - len(row)) + row for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+class Decoder:
+    """The cache of a batch, and what is needed to go on by one token."""
+
+    def __init__(self, policy: Policy, rows: list[list[int]]) -> None:
+        """Computes the cache of these rows of ids; equal rows are computed once."""
+        self.policy = policy
+        self.cache = transformers.DynamicCache(config=policy.model.config)
+        unique = list(dict.fromkeys(tuple(row) for row in rows))
+        ids, self.mask = left_padded([list(row) for row in unique], policy.device)
+        self.logits = self._forward(ids)
+        place = {row: i for i, row in enumerate(unique)}
+        self.select([place[tuple(row)] for row in rows])
+
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] of the token after the last."""
+        inputs: dict[str, Any] = {"attention_mask": self.mask, "cache": self.cache}
+        if self.policy.takes_positions:
+            inputs["position_ids"] = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        return self.policy.forward(ids, use_cache=True, logits_to_keep=1, **inputs)[:, -1]
+
+    def select(self, rows: list[int]) -> None:
+        """Keeps these rows, in this order; a row may be kept several times."""
+        index = torch.tensor(rows, device=self.mask.device)
+        self.cache.reorder_cache(index)
+        self.mask = self.mask[index]
+        self.logits = self.logits[index]
+
+    def append(self, tokens: list[int]) -> None:
+        """One more token for each row."""
+        ids = torch.tensor(tokens, device=self.mask.device)[:, None]
+        self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
+        self.logits = self._forward(ids)
+
+    def draw(self, rng: torch.Generator | None) -> tuple[list[int], list[float]]:
+        """A token for each row, and its log-probability. rng None: the likeliest token."""
+        logp = (self.logits.float() / self.policy.temperature).log_softmax(-1)
+        if rng is None:
+            token = logp.argmax(-1, keepdim=True)
+        else:
+            # A line, cut into pieces as long as the probabilities, and a random place on it.
+            ends = logp.exp().double().cumsum(-1)
+            place = torch.rand(len(ends), 1, dtype=ends.dtype, device=ends.device, generator=rng)
+            token = torch.searchsorted(ends, place * ends[:, -1:], right=True)
+        return token.flatten().tolist(), logp.gather(1, token).flatten().tolist()
+
+
+def respond(
+    policy: Policy,
+    episodes: list[Episode],
+    turn: int,
+    rng: torch.Generator | None,
+    pull: Callable[[], int],
+) -> None:
+    """Samples a response for each episode, in one batch. A row that has ended leaves the batch.
+
+    pull: called before each token; makes the policy's weights the newest, and returns their version.
+    """
+    said: list[list[int]] = [[] for _ in episodes]
+    logprobs: list[list[float]] = [[] for _ in episodes]
+    versions: list[list[int]] = [[] for _ in episodes]
+    rows = list(range(len(episodes)))  # which episode each row of the batch belongs to
+    version: int | None = None
+    tokens: list[int] = []
+    for _ in range(policy.max_new_tokens):
+        newest = pull()
+        if newest != version:  # mechanism: rollout
+            decoder = Decoder(policy, [episodes[row].ids + said[row] for row in rows])
+            version = newest
+        else:
+            decoder.append(tokens)
+        drawn, drawn_logprobs = decoder.draw(rng)
+        tokens = []
+        going_on = []
+        for place, row in enumerate(rows):
+            said[row].append(drawn[place])
+            logprobs[row].append(drawn_logprobs[place])
+            versions[row].append(newest)
+            if drawn[place] not in policy.end_ids:
+                going_on.append(place)
+                tokens.append(drawn[place])
+        if not going_on:
+            break
+        if len(going_on) < len(rows):
+            rows = [rows[place] for place in going_on]
+            decoder.select(going_on)
+    for row, episode in enumerate(episodes):
+        episode.add(said[row], turn + 1, logprobs[row], versions[row])
+        episode.truncated.append(said[row][-1] not in policy.end_ids)
+        episode.responses.append(policy.text_of(said[row]))
+
+
+def rollout(
+    policy: Policy,
+    prompts: list[Prompt],
+    group_size: int,
+    seed: int | None,
+    pull: Callable[[], int],
+) -> list[Episode]:
+    """Has each conversation group_size times. seed None: with the likeliest tokens.
+
+    A conversation that does not fit into the context is left out.
+    """
+    rng = None
+    if seed is not None:
+        rng = torch.Generator(policy.device).manual_seed(seed)
+    episodes = [Episode(prompt) for prompt in prompts for _ in range(group_size)]
+    last_turn = max(len(prompt.turns) for prompt in prompts)
+    with torch.inference_mode():
+        for turn in range(last_turn):
+            new_ids = {}
+            for prompt in prompts:
+                if turn < len(prompt.turns):
+                    new_ids[prompt.number] = policy.prompt_ids(prompt, turn)
+            speaking = []
+            for episode in episodes:
+                if episode.prompt.number in new_ids:
+                    ids = new_ids[episode.prompt.number]
+                    if turn > 0 and episode.ids[-1] == ids[0]:
+                        ids = ids[1:]  # the end of the response has been sampled already
+                    episode.add_prompt(ids)
+                    speaking.append(episode)
+            longest = policy.context - policy.max_new_tokens
+            left_out = {id(episode) for episode in speaking if len(episode.ids) > longest}
+            episodes = [episode for episode in episodes if id(episode) not in left_out]
+            speaking = [episode for episode in speaking if id(episode) not in left_out]
+            if speaking:
+                respond(policy, speaking, turn, rng, pull)
+    return episodes
+
+
+# -- 9e. What the trainer sees ---------------------------------------------------------------------
+
+
+def token_logprobs(
+    policy: Policy, ids: torch.Tensor, is_sampled: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [N] and entropies [N] of the sampled tokens, in one forward pass.
+
+    ids: [B, T], padded on the right. is_sampled: [B, T - 1], of the tokens from the second on.
+    """
+    columns = is_sampled.any(0).nonzero().flatten()
+    logits = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)
+    logp = (logits[is_sampled[:, columns]].float() / policy.temperature).log_softmax(-1)  # [N, V]
+    chosen = logp.gather(1, ids[:, 1:][is_sampled][:, None]).squeeze(1)
+    # In a bfloat16 run a word may have log-probability -inf, and 0 * -inf would be nan.
+    return chosen, -(logp.exp() * logp.clamp(min=-100)).sum(-1)
+
+
+def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
+    """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
+
+    Its mean over sampled tokens estimates the KL divergence of the two. So does the mean of -d, but
+    that has both signs; exp(d) - 1 has the mean 0, and with it no summand is negative. By example, a
+    token with probability 0.50 that is recomputed as 0.40: d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
+    (Schulman 2020, who calls -d k1, and d**2 / 2 k2.)
+    """
+    d = (recomputed - recorded).detach().double()
+    return d.exp() - 1 - d
+
+
+def scored(policy: Policy, episodes: list[Episode]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N] log-probabilities of sampled tokens: as they were recorded, and by the trainer's pass."""
+    recorded = []
+    recomputed = []
+    for episode in episodes:
+        is_sampled = torch.tensor([episode.turn_of[1:]]) > 0
+        with torch.no_grad():
+            logp, _ = token_logprobs(policy, torch.tensor([episode.ids]), is_sampled)
+        recomputed.append(logp)
+        recorded.append(torch.tensor(episode.logprobs[1:])[is_sampled[0]])
+    return torch.cat(recorded), torch.cat(recomputed)
+
+
+@stage(
+    "what was recorded while sampling is what the trainer recomputes",
+    instead="if version is None:",
+)
+async def demo_rollout(report: Report, cfg: Config) -> None:
+    """Samples 64 conversations with weights that change meanwhile, and recomputes them."""
+    cfg = replace(cfg, model="", task="repeat", device="cpu", dtype="float32", temperature=1.0)
+    task = named_task(cfg)
+    policy = Policy(cfg, task, torch.float32)
+    prompts = [task.prompt(number) for number in range(16)]
+    weights = [{n: p + 0.1 * v for n, p in policy.model.state_dict().items()} for v in range(2)]
+    num_pulls = 0
+
+    def pull() -> int:
+        """Brings new weights in the middle of each response."""
+        nonlocal num_pulls
+        num_pulls += 1
+        version = num_pulls // 2 % 2
+        policy.model.load_state_dict(weights[version])
+        return version
+
+    episodes = rollout(policy, prompts, 4, seed=0, pull=pull)
+    # Each token is compared with a pass by the weights of its version.
+    found = torch.zeros(0, dtype=torch.float64)
+    for version in range(2):
+        policy.model.load_state_dict(weights[version])
+        of_version = torch.tensor([v == version for e in episodes for v in e.versions if v >= 0])
+        recorded, recomputed = scored(policy, episodes)
+        found = torch.cat([found, k3(recorded, recomputed)[of_version]])
+    rounded = recomputed.bfloat16().float()
+    # A fresh policy samples any token. If there are tokens for pairs, text gives back other ids.
+    tokenizer, _ = tiny_policy(0, list(itertools.product(LETTERS, LETTERS)))
+    rng = random.Random(0)
+    num_changed = 0
+    for _ in range(64):
+        ids = rng.choices(range(3, len(tokenizer)), k=4)
+        num_changed += tokenizer(tokenizer.decode(ids))["input_ids"] != ids
+    report.table(
+        [
+            {"the trainer takes": "recorded ids, a cache per version", "k3": float(found.mean())},
+            {
+                "the trainer takes": "log-probabilities in bfloat16",
+                "k3": float(k3(recomputed, rounded).mean()),
+            },
+        ]
+    )
+    report.check("k3 of recorded and recomputed", float(found.mean()), "<", 1e-10)
+    report.check("responses of 64 that come back from text as other ids", num_changed, ">", 0)
+    report.figure(k3=float(found.mean()))
+
+
+# == 10. LOSSES ====================================================================================
+# Problem. What should grow is J, the mean reward of the policy. Samples give its gradient, but
+#   noisily; and samples of an older policy give the gradient of something else.
+# Rule. Three remedies, each for a reason of its own:
+#     a baseline   removes noise. In place of the reward stands the advantage A: how much better the
+#                  response was than others to the same prompt.
+#     a ratio      r = p now / p when sampled removes bias: samples of an old policy count as often
+#                  as the present one would have drawn them.
+#     a clip       bounds the push. It corrects no direction; it limits how far one batch can move
+#                  a token.
+# Cost. Ratios make noise, for a few tokens may have most of the weight. A clip silences tokens.
+#
+# Where the gradient comes from. J is the sum of p R over all responses, and grad log p = grad p / p:
+#
+#     grad J = sum of R grad p = sum of p (R grad log p) = mean of R grad log p over samples
+#
+# Why a baseline b does no harm. It adds the mean of -b grad log p, which is -b times the sum of
+# grad p, the gradient of the sum of p. That sum is always 1, so its gradient is 0.
+#
+# Why the loss prints 0. With r = 1 the loss of a token is -A, and the advantages of a group add up
+# to 0. So its value says nothing; only its gradient does. Watch the reward and held-out accuracy.
+
+
+def advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
+    """Rewards [..., G] of groups -> advantages [..., G].
+
+    By example, the groups 1 1 1 0 (an easy prompt) and 0 0 0 1 (a hard one):
+
+        none            1     1     1     0         0     0     0     1
+        leave_one_out   0.33  0.33  0.33 -1        -0.33 -0.33 -0.33  1     (RLOO, Ahmadian 2024)
+        group           0.58  0.58  0.58 -1.73     -0.58 -0.58 -0.58  1.73  (GRPO, Shao 2024)
+
+    leave_one_out subtracts the mean of the *others*, which does not depend on the response itself.
+    group subtracts the mean of all, and divides by their deviation.
+    """
+    if kind == "none":
+        return rewards
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    if kind == "leave_one_out":
+        num = rewards.shape[-1]
+        return centred * num / max(num - 1, 1)
+    return centred / (rewards.std(-1, correction=0, keepdim=True) + 1e-4)
+
+
+# Losses take four tensors [N], with an element for each sampled token, and return [N]:
+#     logp        its log-probability now, with a gradient
+#     recorded    when it was sampled, by an older policy
+#     near        before this batch's first update; equal to logp.detach() in that update
+#     advantage   of its response
+Loss4 = Callable[[Any, Any, Any, Any, Config], Any]
+
+MAX_RATIO = 2.0  # what one sample may count for in decoupled and cispo
+MAX_BAD_RATIO = 3.0  # beyond this a token with A < 0 has no gradient: see ppo
+
+
+def ratio_of(logp: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """p now / p when sampled, without overflow."""
+    return (logp - recorded).clamp(max=20).exp()
+
+
+def reinforce(
+    logp: torch.Tensor,
+    recorded: torch.Tensor,
+    near: torch.Tensor,
+    advantage: torch.Tensor,
+    cfg: Config,
+) -> torch.Tensor:
+    """Williams 1992. No ratio: right for fresh samples only."""
+    return -advantage * logp
+
+
+def ppo(
+    logp: torch.Tensor,
+    recorded: torch.Tensor,
+    near: torch.Tensor,
+    advantage: torch.Tensor,
+    cfg: Config,
+) -> torch.Tensor:
+    """Schulman 2017, with the dual clip of Ye 2020.
+
+    By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and
+    the loss -r has a gradient: the token becomes likelier still. At 0.65 r is 1.3, and the loss
+    -min(1.3, 1.2) is a constant, without a gradient. A *bad* token (A = -1) at 0.65 has the loss
+    -min(-1.3, -1.2) = 1.3, and keeps its gradient. So a clip stops a token on its way out, and
+    never on its way back. That is why a bad token needs a bound of its own: one that is a hundred
+    times as likely now as when it was sampled would outweigh all others in the batch.
+    """
+    ratio = ratio_of(logp, recorded)
+    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    gain = torch.min(advantage * ratio, advantage * clipped)  # mechanism: losses
+    return -torch.where(advantage < 0, gain.clamp(min=MAX_BAD_RATIO * advantage), gain)
+
+
+def decoupled(
+    logp: torch.Tensor,
+    recorded: torch.Tensor,
+    near: torch.Tensor,
+    advantage: torch.Tensor,
+    cfg: Config,
+) -> torch.Tensor:
+    """AReaL (Fu 2025): clips what this batch does, and weighs by how old the sample was.
+
+    With one pass over a batch logp is near, so its clip never acts.
+    """
+    return ratio_of(near, recorded).clamp(max=MAX_RATIO) * ppo(logp, near, near, advantage, cfg)
+
+
+def cispo(
+    logp: torch.Tensor,
+    recorded: torch.Tensor,
+    near: torch.Tensor,
+    advantage: torch.Tensor,
+    cfg: Config,
+) -> torch.Tensor:
+    """MiniMax-M1 (2025): REINFORCE with a truncated ratio as its weight, which has no gradient."""
+    weight = ratio_of(logp, recorded).clamp(max=MAX_RATIO).detach()
+    return -advantage * weight * logp
+
+
+LOSSES: dict[str, Loss4] = {
+    "reinforce": reinforce,
+    "ppo": ppo,
+    "decoupled": decoupled,
+    "cispo": cispo,
+}
+
+# -- measurement: a policy of which everything is known --------------------------------------------
+# It is a table [4, 16]: 4 prompts, 16 responses of one token. So J and its gradient can be computed
+# from all responses, and estimates can be compared with it.
+
+
+def true_gradient(table: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """The gradient [4 * 16] of the mean reward, from all responses and their probabilities."""
+    table = table.clone().requires_grad_()
+    mean_reward = (table.softmax(-1) * rewards).sum(-1).mean()
+    return torch.autograd.grad(mean_reward, table)[0].flatten()
+
+
+def estimates(
+    loss: str,
+    kind: str,
+    old: torch.Tensor,
+    now: torch.Tensor,
+    rewards: torch.Tensor,
+    num_batches: int,
+    rng: torch.Generator,
+) -> torch.Tensor:
+    """[num_batches, 4 * 16]: gradients, each from 8 responses to each prompt, sampled by `old`."""
+    drawn = torch.multinomial(old.softmax(-1), num_batches * 8, True, generator=rng)
+    drawn = drawn.view(4, num_batches, 8).transpose(0, 1)  # [batches, prompts, 8]
+    tables = now.expand(num_batches, 4, 16).clone().requires_grad_()
+    logp = tables.log_softmax(-1).gather(2, drawn)
+    recorded = old.log_softmax(-1).expand(num_batches, 4, 16).gather(2, drawn)
+    advantage = advantages(rewards.expand(num_batches, 4, 16).gather(2, drawn), kind)
+    losses = LOSSES[loss](logp, recorded, logp.detach(), advantage, Config())
+    return -torch.autograd.grad(losses.sum() / 32, tables)[0].flatten(1)
+
+
+def bias_and_deviation(found: torch.Tensor, truth: torch.Tensor) -> dict[str, float]:
+    """Of estimates [batches, 64]: degrees between their mean and the truth; spread over the mean."""
+    mean = found.mean(0)
+    cosine = torch.cosine_similarity(mean, truth, dim=0).clamp(max=1)
+    spread = (found - mean).square().sum(1).mean().sqrt() / mean.norm()
+    return {"degrees off": math.degrees(math.acos(cosine)), "deviation": float(spread)}
+
+
+def push(loss: str, old: torch.Tensor, rewards: torch.Tensor, rng: torch.Generator) -> float:
+    """How far (KL) 100 updates on one and the same batch move the policy."""
+    drawn = torch.multinomial(old.softmax(-1), 8, True, generator=rng)
+    table = old.clone().requires_grad_()
+    optimizer = torch.optim.Adam([table], 0.1)
+    recorded = old.log_softmax(-1).gather(1, drawn)
+    advantage = advantages(rewards.gather(1, drawn), "group")
+    for _ in range(100):
+        logp = table.log_softmax(-1).gather(1, drawn)
+        optimizer.zero_grad()
+        LOSSES[loss](logp, recorded, recorded, advantage, Config()).mean().backward()
+        optimizer.step()
+    difference = old.log_softmax(-1) - table.detach().log_softmax(-1)
+    return float((old.softmax(-1) * difference).sum(-1).mean())
+
+
+@stage(
+    "a baseline removes noise, a ratio removes the bias of staleness, a clip bounds the push",
+    instead="gain = advantage * ratio",
+)
+async def demo_losses(report: Report, cfg: Config) -> None:
+    """Compares 2,000 estimates of each kind with the true gradient, and pushes with each loss."""
+    rng = torch.Generator().manual_seed(0)
+    rewards = torch.rand(4, 16, generator=rng).square()
+    fresh = torch.randn(4, 16, generator=rng) + torch.arange(4)[:, None] * rewards
+    now = fresh
+    for _ in range(8):  # eight updates later, what `fresh` samples is stale
+        step = estimates("reinforce", "leave_one_out", now, now, rewards, 1, rng).view(4, 16)
+        now = now + 0.7 * step / step.norm()
+    rows = []
+    for staleness, policy, loss, kind in (
+        (0, fresh, "reinforce", "none"),
+        (0, fresh, "reinforce", "group"),
+        (0, fresh, "reinforce", "leave_one_out"),
+        (8, now, "reinforce", "leave_one_out"),
+        (8, now, "cispo", "leave_one_out"),
+    ):
+        found = estimates(loss, kind, fresh, policy, rewards, 2000, rng)
+        row = {"staleness": staleness, "loss": loss, "advantage": kind}
+        rows.append(row | bias_and_deviation(found, true_gradient(policy, rewards)))
+    report.table(rows)
+    pushes = {loss: push(loss, fresh, rewards, rng) for loss in LOSSES}
+    shown = ", ".join(f"{loss} {nats:.2f}" for loss, nats in pushes.items())
+    report.say(f"100 updates on one batch move the policy by, in nats: {shown}")
+    noise = {row["advantage"]: row["deviation"] for row in rows[:3]}
+    bias = {row["loss"]: row["degrees off"] for row in rows[3:]}
+    smaller = noise["leave_one_out"] / noise["none"]
+    report.check("deviation with a baseline / without", smaller, "<", 0.8)
+    report.check("degrees off with a ratio / without", bias["cispo"] / bias["reinforce"], "<", 0.9)
+    clipped = pushes["ppo"] / pushes["reinforce"]
+    report.check("push with a clip / without", clipped, "<", 0.2)
+    report.figure(deviation_ratio=smaller, push_ratio=clipped)
 
 
 # ==== PART II: further ============================================================================
