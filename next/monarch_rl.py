@@ -54,9 +54,11 @@ import argparse
 import asyncio
 import contextlib
 import contextvars
+import copy
 import ctypes
 import difflib
 import fcntl
+import functools
 import importlib
 import itertools
 import inspect
@@ -631,6 +633,10 @@ class Worker(Actor):
 
     def setup(self, *args: Any) -> Any:
         """Imports and loads what later calls need. Returns what its owner has to know."""
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU time that this process has used."""
+        return time.process_time()
 
     def release(self) -> None:
         """The last call, before another actor uses this process."""
@@ -2065,19 +2071,19 @@ class Policy:
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.end_ids = self._end_ids()
+        self.end_id = self.end_ids[0]
 
-    def _end_ids(self) -> set[int]:
-        """Every token that ends a response: of the model, the tokenizer, and the template."""
-        of_model = self.model.generation_config.eos_token_id
-        ends = {self.tokenizer.eos_token_id}
-        ends.update(of_model if isinstance(of_model, list) else [of_model])
+    def _end_ids(self) -> list[int]:
+        """Every token that ends a response: of the template, the tokenizer, and the model."""
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         after = self._render(chat[:1], True) + "b"
         whole = self._render(chat, False)
-        if whole.startswith(after):
-            closing = self._tokenize(whole[len(after) :])
-            ends.update(i for i in closing[:1] if i in self.tokenizer.all_special_ids)
-        ends.discard(None)
+        closing = self._tokenize(whole[len(after) :]) if whole.startswith(after) else []
+        ends = [i for i in closing[:1] if i in self.tokenizer.get_added_vocab().values()]
+        of_model = self.model.generation_config.eos_token_id
+        ends.append(self.tokenizer.eos_token_id)
+        ends += of_model if isinstance(of_model, list) else [of_model]
+        ends = [end for end in dict.fromkeys(ends) if end is not None]
         if not ends:
             raise UsageError("the tokenizer has no token that ends a response (eos_token)")
         return ends
@@ -2116,6 +2122,10 @@ class Policy:
                 before, _, text = text.partition(content)
                 ids += self._tokenize(before) + self._tokenize(content, is_plain=True)
         return ids + self._tokenize(text)
+
+    def answer_ids(self, text: str) -> list[int]:
+        """The ids of a right response, with its end."""
+        return [*self._tokenize(text, is_plain=True), self.end_id]
 
     def text_of(self, ids: list[int]) -> str:
         """A response as people read it."""
@@ -2585,6 +2595,1015 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     clipped = pushes["ppo"] / pushes["reinforce"]
     report.check("push with a clip / without", clipped, "<", 0.2)
     report.figure(deviation_ratio=smaller, push_ratio=clipped)
+
+
+# == 11. SYNC RL ===================================================================================
+# Problem. Sampling, scoring and updating run in different programs. They need each other's results
+#   in the right order, with the right weights, for thousands of steps.
+# Rule. One loop, one thing at a time. Generators pull before they sample, so staleness is 0. The
+#   reward function is somebody else's code: "not scored" is not a reward of 0. One object counts
+#   where every group is that was started.
+# Cost. Each side waits while the other works (section 12).
+#
+#     main process   1. draws prompts; their groups count as started
+#     generators     2. pull the newest weights, and sample a group of responses to each prompt
+#     rewards        3. give each response its reward
+#     trainer        4. makes an update, and publishes the new weights
+#     main process   5. counts the groups as trained
+#
+# -- 11a. The learner ------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """Episodes as tensors: B rows, T columns, N sampled tokens, row by row."""
+
+    ids: torch.Tensor  # [B, T], padded on the right
+    is_sampled: torch.Tensor  # [B, T - 1], of the tokens from the second on
+    recorded: torch.Tensor  # [N] log-probabilities
+    advantage: torch.Tensor  # [N]
+
+
+def advantages_of(episodes: list[Episode], kind: str) -> list[list[float]]:
+    """Of each episode, of each turn: what its rewards from that turn on say, within its group."""
+    groups: dict[int, list[int]] = {}
+    for place, episode in enumerate(episodes):
+        groups.setdefault(episode.prompt.number, []).append(place)
+    found: list[list[float]] = [[] for _ in episodes]
+    for places in groups.values():
+        rewards = torch.tensor([episodes[place].rewards for place in places]).T  # [turns, G]
+        returns = rewards.flip(0).cumsum(0).flip(0)
+        for place, of_turns in zip(places, advantages(returns, kind).T.tolist(), strict=True):
+            found[place] = of_turns
+    return found
+
+
+def is_trained_on(episode: Episode, skip_truncated: bool) -> list[bool]:
+    """Of each token: was it sampled, and does its turn count?"""
+    counts = [False]  # of turn 0, which is not sampled
+    counts += [not (skip_truncated and is_cut) for is_cut in episode.truncated]
+    return [counts[turn] for turn in episode.turn_of]
+
+
+def collate(
+    episodes: list[Episode],
+    advantage: list[list[float]],
+    skip_truncated: bool,
+    device: torch.device,
+) -> Batch:
+    """Makes tensors of episodes, and of the advantage of each of their turns."""
+    width = max(len(episode.ids) for episode in episodes)
+    ids = []
+    is_sampled = []
+    recorded = []
+    of_tokens = []
+    for episode, of_turns in zip(episodes, advantage, strict=True):
+        padding = width - len(episode.ids)
+        chosen = is_trained_on(episode, skip_truncated)
+        ids.append(episode.ids + [0] * padding)
+        is_sampled.append(chosen[1:] + [False] * padding)
+        for place, is_chosen in enumerate(chosen):
+            if is_chosen:
+                recorded.append(episode.logprobs[place])
+                of_tokens.append(of_turns[episode.turn_of[place] - 1])
+    return Batch(
+        torch.tensor(ids, device=device),
+        torch.tensor(is_sampled, device=device),
+        torch.tensor(recorded, device=device),
+        torch.tensor(of_tokens, device=device),
+    )
+
+
+def rows_of_passes(
+    episodes: list[Episode], tokens_per_pass: int, rank: int, num_ranks: int
+) -> list[list[int]]:
+    """Which episodes a rank takes in each of its passes, as places in the list.
+
+    Sorted by length, so that there is little padding, and dealt to the ranks like cards. All ranks
+    make as many passes, because FSDP gathers each layer on all of them at once.
+    """
+    order = sorted(range(len(episodes)), key=lambda place: -len(episodes[place].ids))
+    rows_per_pass = max(2, tokens_per_pass // len(episodes[order[0]].ids))
+    num_passes = math.ceil(len(order) / rows_per_pass / num_ranks)
+    mine = order[rank::num_ranks]
+    ends = [len(mine) * i // num_passes for i in range(num_passes + 1)]
+    return [mine[start:end] for start, end in itertools.pairwise(ends)]
+
+
+@dataclass
+class StepStats:
+    """What one update says of itself. Means are over the sampled tokens; of rank 0, if several."""
+
+    num_tokens: int = 0
+    loss: float = 0.0  # near 0 in a healthy run: section 10
+    entropy: float = 0.0  # nats per token; if it falls to 0 the policy no longer tries anything
+    k3: float = 0.0  # between recorded and recomputed log-probabilities
+    clipped: float = 0.0  # share of tokens whose ratio is outside of the clip's range
+    grad_norm: float = 0.0  # before it is cut to 1
+    seconds: float = 0.0
+
+
+Objective = Callable[[int, Batch, Any, Any], Any]  # part, batch, logp [N], entropy [N] -> loss [N]
+
+
+class Learner:
+    """A policy, its optimizer, and its updates. Parameters, gradients and moments are in fp32.
+
+    In bfloat16 an update at a rate of 1e-6 would move one weight in fifty: the rest is rounded off.
+    rank, num_ranks: of a trainer of several ranks, which all call the same methods.
+    """
+
+    def __init__(self, policy: Policy, cfg: Config, rank: int = 0, num_ranks: int = 1) -> None:
+        self.policy = policy
+        self.cfg = cfg
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.reference = frozen_copy(policy) if cfg.kl else None
+        if num_ranks > 1:
+            shard(policy.model, num_ranks, policy.dtype)
+        self.optimizer = self._new_optimizer(cfg.lr)
+
+    def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.policy.model.parameters(), lr, weight_decay=0.0)
+
+    def step(self, episodes: list[Episode]) -> StepStats:
+        """cfg.passes updates on the same episodes. Returns what the first one found.
+
+        Episodes of a group with equal rewards have the advantage 0, and no gradient: without an
+        entropy bonus or a divergence they are left out of the passes, but stay in the denominator.
+        """
+        cfg = self.cfg
+        advantage = advantages_of(episodes, cfg.advantage)
+        near: list[torch.Tensor] = []
+
+        def objective(part: int, batch: Batch, logp: Any, entropy: Any) -> Any:
+            if part == len(near):
+                near.append(logp.detach())
+            loss = LOSSES[cfg.loss](logp, batch.recorded, near[part], batch.advantage, cfg)
+            loss = loss - cfg.entropy * entropy
+            if self.reference:
+                loss = loss + cfg.kl * divergence(self.reference, batch, logp)
+            return loss
+
+        num_tokens = sum(sum(is_trained_on(e, cfg.mask_truncated)) for e in episodes)
+        chosen = range(len(episodes))
+        if not cfg.entropy and not cfg.kl:
+            with_signal = [place for place in chosen if any(advantage[place])]
+            chosen = with_signal if len(with_signal) >= self.num_ranks else chosen
+        episodes = [episodes[place] for place in chosen]
+        advantage = [advantage[place] for place in chosen]
+        found = self._update(episodes, advantage, objective, self.optimizer, num_tokens)
+        for _ in range(cfg.passes - 1):
+            self._update(episodes, advantage, objective, self.optimizer, num_tokens)
+        return found
+
+    def _update(
+        self,
+        episodes: list[Episode],
+        advantage: list[list[float]],
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        num_tokens: int,
+    ) -> StepStats:
+        """One update, in as many forward and backward passes as tokens_per_pass asks for."""
+        cfg = self.cfg
+        start = time.perf_counter()
+        stats = StepStats(num_tokens=num_tokens)
+        parts = rows_of_passes(episodes, cfg.tokens_per_pass, self.rank, self.num_ranks)
+        num_mine = 0
+        for part, rows in enumerate(parts):
+            mine = [episodes[row] for row in rows]
+            of_mine = [advantage[row] for row in rows]
+            batch = collate(mine, of_mine, cfg.mask_truncated, self.policy.device)
+            logp, entropy = token_logprobs(self.policy, batch.ids, batch.is_sampled)
+            loss = objective(part, batch, logp, entropy)
+            (loss.sum() / max(num_tokens, 1) * self.num_ranks).backward()  # FSDP takes the mean
+            ratio = ratio_of(logp.detach(), batch.recorded)
+            is_outside = (ratio < 1 - cfg.clip_low) | (ratio > 1 + cfg.clip_high)
+            num_mine += len(logp)
+            stats.loss += float(loss.detach().sum())
+            stats.entropy += float(entropy.detach().sum())
+            stats.k3 += float(k3(batch.recorded, logp).sum())
+            stats.clipped += float(is_outside.sum())
+        for name in ("loss", "entropy", "k3", "clipped"):
+            setattr(stats, name, getattr(stats, name) / max(num_mine, 1))
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), 1.0)
+        stats.grad_norm = float(norm.full_tensor() if isinstance(norm, dtensor.DTensor) else norm)
+        if math.isfinite(stats.grad_norm):
+            optimizer.step()
+        optimizer.zero_grad()
+        stats.seconds = time.perf_counter() - start
+        return stats
+
+    def supervise(self, task: Task, num_steps: int) -> None:
+        """Supervised steps on right answers, at twice the rate of RL: the warm start."""
+        optimizer = self._new_optimizer(2 * self.cfg.lr)
+        prompts = training_prompts(task)
+        for _ in range(num_steps):
+            batch = [next(prompts) for _ in range(4 * self.cfg.prompts_per_step)]
+            episodes = [right_episode(self.policy, prompt) for prompt in batch]
+            num_tokens = sum(sum(is_trained_on(e, False)) for e in episodes)
+            advantage = [[0.0] * len(e.responses) for e in episodes]
+            self._update(
+                episodes, advantage, lambda part, b, logp, entropy: -logp, optimizer, num_tokens
+            )
+
+
+def training_prompts(task: Task) -> Iterator[Prompt]:
+    """The prompts of a task in their order, without those that are held out."""
+    for number in itertools.count():
+        prompt = task.prompt(number)
+        if not prompt.is_held_out:
+            yield prompt
+
+
+def right_episode(policy: Policy, prompt: Prompt) -> Episode:
+    """The conversation in which every response is the right one."""
+    episode = Episode(prompt)
+    for turn, asked in enumerate(prompt.turns):
+        ids = policy.prompt_ids(prompt, turn)
+        episode.add_prompt(ids[1:] if turn > 0 else ids)  # the end is part of the response
+        ids = policy.answer_ids(str(asked.answer))
+        episode.add(ids, turn + 1, [0.0] * len(ids), [-1] * len(ids))
+        episode.responses.append(str(asked.answer))
+        episode.truncated.append(False)
+    return episode
+
+
+def frozen_copy(policy: Policy) -> Policy:
+    """The policy as it is now, for good."""
+    frozen = copy.copy(policy)
+    frozen.model = copy.deepcopy(policy.model).requires_grad_(False)
+    return frozen
+
+
+def divergence(reference: Policy, batch: Batch, logp: torch.Tensor) -> torch.Tensor:
+    """[N]: k2, half the square of d = log p - log q, where q is the reference.
+
+    As an estimate k3 is better, but as a loss k2 has the right gradient. With the samples fixed:
+
+        k1 = d                   grad log p                   its mean is 0: it pulls nowhere
+        k2 = d**2 / 2            d grad log p                 that of KL(p, q)
+        k3 = exp(-d) - 1 + d     (1 - q / p) grad log p       that of KL(q, p)
+    """
+    with torch.no_grad():
+        of_reference, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
+    return (logp - of_reference).square() / 2
+
+
+def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
+    """FSDP2: each rank keeps a part of every weight. A layer is whole only while it computes."""
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    mesh = torch.distributed.init_device_mesh("cpu", (num_ranks,))
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    for unit in [*max(lists, key=len), model]:
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
+
+
+# -- 11b. The actors of a run ----------------------------------------------------------------------
+
+MakeTask = Callable[[Config], Task]
+
+
+class Trainer(Worker):
+    """Learns, and publishes."""
+
+    def setup(
+        self, number: int, cfg: Config, make_task: MakeTask, meeting_file: str
+    ) -> ArenaHandle:
+        """Loads the policy, makes the supervised steps, and publishes version 0."""
+        torch.set_num_threads(num_threads(cfg))
+        rank = current_rank().rank
+        if cfg.trainers > 1:
+            form_group(meeting_file, rank, cfg.trainers)
+        task = make_task(cfg)
+        self.policy = Policy(cfg, task, torch.float32)
+        self.learner = Learner(self.policy, cfg, rank, cfg.trainers)
+        self.learner.supervise(task, cfg.sft_steps)
+        writer_class = WeightWriter if cfg.trainers == 1 else ShardedWriter
+        weights = dict(self.policy.model.named_parameters())
+        self.writer = writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
+        # The copy of a version runs beside the next step, up to the moment that changes the weights.
+        self.learner.optimizer.register_step_pre_hook(lambda *_: self.writer.wait())
+        self.version = 0
+        self.writer.publish(0)
+        self.writer.wait()
+        return self.writer.handle
+
+    def step(self, episodes: list[Episode], waits: bool) -> StepStats:
+        """One batch: updates, and a new version. waits: until readers can have it."""
+        stats = self.learner.step(episodes)
+        self.version += 1
+        self.writer.publish(self.version)
+        if waits:
+            self.writer.wait()
+        return stats
+
+    def export(self, folder: str) -> None:
+        """Writes a folder that transformers loads."""
+        states = importlib.import_module("torch.distributed.checkpoint.state_dict")
+        whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = states.get_model_state_dict(self.policy.model, options=whole)
+        if self.learner.rank == 0:
+            self.policy.model.save_pretrained(folder, state_dict=state)
+            self.policy.tokenizer.save_pretrained(folder)
+
+    def release(self) -> None:
+        """Leaves the process group."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+class Generator(Worker):
+    """Samples with the newest weights."""
+
+    def setup(self, number: int, cfg: Config, make_task: MakeTask) -> None:
+        """Loads the policy; its weights come with the first pull."""
+        torch.set_num_threads(num_threads(cfg))
+        self.number = number
+        self.cfg = cfg
+        self.policy = Policy(cfg, make_task(cfg), getattr(torch, cfg.dtype))
+        self.reader: WeightReader | None = None
+
+    def rollout(
+        self, handle: ArenaHandle, prompts: list[Prompt], group_size: int, seed: int | None
+    ) -> list[Episode]:
+        """The episodes of these prompts. The handle says where the trainer's weights are now."""
+        if self.reader is None or self.reader.handle != handle:
+            weights = dict(self.policy.model.named_parameters())
+            self.reader = WeightReader(handle, self.number, weights)
+        version = self.reader.pull()  # mechanism: sync_rl
+        pull = self.reader.pull if self.cfg.pull == "token" else lambda: version
+        return rollout(self.policy, prompts, group_size, seed, pull)
+
+
+@dataclass
+class Scores:
+    """The rewards of a group: of each episode, of each turn; None where there are none, and why."""
+
+    rewards: list[list[float] | None]
+    errors: list[str] = field(default_factory=list)
+
+
+Asked = list[tuple[Prompt, list[str]]]  # of each episode of a group: its prompt and its responses
+
+
+@functools.cache
+def task_of_process(make_task: MakeTask, cfg: Config) -> Task:
+    """The task, made once in each process."""
+    return make_task(cfg)
+
+
+def score_group(make_task: MakeTask, cfg: Config, asked: Asked) -> Scores:
+    """Calls task.score for each episode. It may return a coroutine; a group's run together."""
+    task = task_of_process(make_task, cfg)
+    scores = Scores([])
+    results: list[Any] = []
+    for prompt, responses in asked:
+        try:
+            results.append(task.score(prompt, responses))
+        except (Exception, SystemExit) as error:
+            results.append(error)
+    if any(inspect.isawaitable(result) for result in results):
+        results = asyncio.run(all_of(results))
+    for (prompt, _), result in zip(asked, results, strict=True):
+        try:
+            scores.rewards.append(rewards_from(result, len(prompt.turns)))
+        except Exception as error:
+            scores.rewards.append(None)
+            scores.errors.append(place_of(error))
+    return scores
+
+
+async def all_of(results: list[Any]) -> list[Any]:
+    """The results of those that are coroutines; what they raise is their result."""
+
+    async def one(result: Any) -> Any:
+        return await result if inspect.isawaitable(result) else result
+
+    return await asyncio.gather(*[one(result) for result in results], return_exceptions=True)
+
+
+def rewards_from(result: Any, num_turns: int) -> list[float] | None:
+    """What `score` returned, as a reward for each turn. A single number is for the last turn."""
+    if isinstance(result, BaseException):
+        raise result
+    if result is None:
+        return None
+    if hasattr(result, "tolist"):  # of torch or numpy
+        result = result.tolist()
+    if not isinstance(result, (list, tuple)):
+        result = [0.0] * (num_turns - 1) + [result]
+    rewards = [float(reward) for reward in result]
+    if len(rewards) != num_turns:
+        raise ValueError(f"score returned {len(rewards)} rewards for {num_turns} turns")
+    if not all(abs(reward) < 1e30 for reward in rewards):  # also false for nan
+        raise ValueError(f"score returned {rewards}: not a finite number")
+    return rewards
+
+
+def place_of(error: BaseException) -> str:
+    """An error, and the file and line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = frames[-1] if frames else None
+    where = f"{frame.filename}, line {frame.lineno}: " if frame else ""
+    return f"{where}{type(error).__name__}: {error}"
+
+
+class RewardWorker(Worker):
+    """Runs the reward function, by an executor that may be a thread or a process."""
+
+    def setup(
+        self,
+        number: int,
+        cfg: Config,
+        make_task: MakeTask,
+        make_executor: Callable[[], Executor],
+    ) -> None:
+        """Nothing is started before there is something to score."""
+        self.cfg = cfg
+        self.make_task = make_task
+        self.make_executor = make_executor
+        self.executor: Executor | None = None
+
+    def score(self, groups: list[Asked]) -> list[Scores]:
+        """The rewards of each group. One that takes too long, or kills its process, has none."""
+        found = []
+        for asked in groups:
+            self.executor = self.executor or self.make_executor()
+            future = self.executor.submit(score_group, self.make_task, self.cfg, asked)
+            try:
+                found.append(future.result(self.cfg.reward_deadline))
+            except (TimeoutError, BrokenExecutor) as error:
+                reason = f"no reward within {self.cfg.reward_deadline:g} s"
+                if isinstance(error, BrokenExecutor):
+                    reason = "the process of the reward function has died"
+                found.append(Scores([None] * len(asked), [reason]))
+                self.release()
+        return found
+
+    def release(self) -> None:
+        """Ends the executor, and what the reward function has started."""
+        if self.executor:
+            self.executor.shutdown(wait=False, cancel_futures=True)
+            self.executor = None
+
+
+def num_threads(cfg: Config) -> int:
+    """Of torch, in each process. Threads that outnumber the cores wait for each other by spinning.
+
+    Two threads in each of four processes on two cores make a run 12 times slower.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // (cfg.generators + cfg.trainers))
+
+
+# -- 11c. A run ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """The episodes of one prompt that have rewards."""
+
+    episodes: list[Episode]
+
+    @property
+    def version(self) -> int:
+        """The oldest version that has sampled a token of it."""
+        versions = [v for episode in self.episodes for v in episode.versions if v >= 0]
+        return min(versions)
+
+
+class RunError(RuntimeError):
+    """The run cannot go on. The text says why, and what to look at."""
+
+
+class Actors:
+    """The three services of a run, and typed calls to them.
+
+    make_executor: what runs the reward function. folder: for a file in which ranks meet.
+    unresponsive_s: when a worker that answers no ping is replaced.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        pool: Pool,
+        folder: Path,
+        make_task: MakeTask = named_task,
+        make_executor: Callable[[], Executor] = functools.partial(ThreadPoolExecutor, 1),
+        unresponsive_s: float = 30.0,
+    ) -> None:
+        self.cfg = cfg
+        self.pool = pool
+        meeting_file = str(folder / f"meeting_{time.time_ns()}")
+        for_trainer = (cfg, make_task, meeting_file)
+        service = functools.partial(Service, pool=pool, unresponsive_s=unresponsive_s)
+        self.trainer = service(
+            Trainer, 1, setup_args=for_trainer, num_ranks=cfg.trainers, replaces=False
+        )
+        self.generators = service(Generator, cfg.generators, setup_args=(cfg, make_task))
+        for_rewards = (cfg, make_task, make_executor)
+        self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=for_rewards)
+        self.services = [self.trainer, self.generators, self.reward_workers]
+
+    async def begin(self) -> None:
+        """Starts all workers at the same time, and then a spare process."""
+        results = await asyncio.gather(*[service.begin() for service in self.services])
+        (self.handle,) = results[0]
+        self.pool.keep_spare()
+
+    async def close(self) -> None:
+        """Ends them."""
+        await asyncio.gather(*[service.close() for service in self.services])
+
+    async def cpu_s(self) -> float:
+        """Seconds of CPU time that all workers and this process have used so far."""
+        replicas = [r for service in self.services for r in service.replicas.values()]
+        answers = await asyncio.gather(*[r.worker.call.call_one("cpu_s") for r in replicas])
+        return sum(answers) + time.process_time()
+
+    async def rollout(
+        self, prompts: list[Prompt], group_size: int, seed: int | None
+    ) -> list[Episode]:
+        """What one generator samples; see `rollout` in section 9."""
+        request = (self.handle, prompts, group_size, seed)
+        return await self.generators.request("rollout", *request)
+
+    async def score(self, groups: list[list[Episode]]) -> list[Scores]:
+        """The rewards of these groups, which the reward workers share among them."""
+        asked = [[(e.prompt, e.responses) for e in episodes] for episodes in groups]
+        size = math.ceil(len(asked) / self.cfg.reward_workers)
+        requests = []
+        for start in range(0, len(asked), size):
+            requests.append(self.reward_workers.request("score", asked[start : start + size]))
+        found = await asyncio.gather(*requests)
+        return [scores for answer in found for scores in answer]
+
+    async def step(self, groups: list[Group], waits: bool) -> StepStats:
+        """One update of the trainer."""
+        episodes = [episode for group in groups for episode in group.episodes]
+        return await self.trainer.request("step", episodes, waits)
+
+
+@dataclass
+class Accounting:
+    """Where all groups are: started = trained + dropped + lost + in flight."""
+
+    started: int = 0
+    trained: int = 0
+    dropped: int = 0  # too old when a batch was taken, or left at the end of the run
+    lost: int = 0  # no rewards, or too long for the context, or their request failed
+
+    @property
+    def in_flight(self) -> int:
+        """Being sampled or scored, in the buffer, or in the batch that is trained on."""
+        return self.started - self.trained - self.dropped - self.lost
+
+
+class Run:
+    """What a run knows of itself: prompts drawn, groups counted, versions, and a row for each step.
+
+    say: prints a line.
+    """
+
+    def __init__(self, cfg: Config, actors: Actors, task: Task, say: Callable[[str], None]) -> None:
+        self.cfg = cfg
+        self.actors = actors
+        self.say = say
+        self.accounting = Accounting()
+        self.prompts = training_prompts(task)
+        self.held_out = held_out_prompts(task, cfg.eval_prompts)
+        self.version = 0  # of the trainer, when it has made the steps that were sent to it
+        self.rows: list[dict[str, Any]] = []
+        self.errors: dict[str, int] = {}  # of reward functions: how often
+        self.num_too_long = 0  # episodes that did not fit into the context
+        self.num_fruitless = 0  # requests in a row of which no group got rewards
+
+    def draw(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts. Their groups count as started."""
+        self.accounting.started += num_prompts
+        return [next(self.prompts) for _ in range(num_prompts)]
+
+    async def sample(self, prompts: list[Prompt]) -> list[Group]:
+        """One request: groups with rewards. Prompts that come to nothing count as lost."""
+        groups: list[Group] = []
+        try:
+            seed = hash((self.cfg.seed, prompts[0].number)) % 2**32
+            episodes = await self.actors.rollout(prompts, self.cfg.group_size, seed)
+            self.num_too_long += len(prompts) * self.cfg.group_size - len(episodes)
+            groups = await self.with_rewards(episodes)
+        except (ReplicaLost, ActorError) as error:
+            self.note_error(cause_of(error))
+        self.accounting.lost += len(prompts) - len(groups)
+        self.num_fruitless = 0 if groups else self.num_fruitless + 1
+        return groups
+
+    def raise_if_fruitless(self) -> None:
+        """Raises RunError after 20 requests in a row without a single reward."""
+        if self.num_fruitless >= 20:
+            reason = f"the last error: {[*self.errors][-1]}" if self.errors else "no prompt fits"
+            raise RunError(f"20 requests in a row brought no reward; {reason}")
+
+    async def with_rewards(self, episodes: list[Episode]) -> list[Group]:
+        """Groups of the episodes that got rewards. A group of which less than two did is left out."""
+        by_prompt: dict[int, list[Episode]] = {}
+        for episode in episodes:
+            by_prompt.setdefault(episode.prompt.number, []).append(episode)
+        sampled = list(by_prompt.values())
+        groups = []
+        for members, scores in zip(sampled, await self.actors.score(sampled), strict=True):
+            for error in scores.errors:
+                self.note_error(error)
+            for episode, rewards in zip(members, scores.rewards, strict=True):
+                episode.rewards = rewards
+            scored = [episode for episode in members if episode.rewards is not None]
+            if len(scored) >= min(2, len(members)):
+                groups.append(Group(scored))
+        return groups
+
+    def note_error(self, error: str) -> None:
+        """Counts an error, and shows each kind of it once."""
+        if error not in self.errors:
+            self.say(f"not scored: {error}")
+        self.errors[error] = self.errors.get(error, 0) + 1
+
+    async def step(self, groups: list[Group], waits: bool) -> None:
+        """Trains on a batch, counts it, and adds a row."""
+        stats = await self.actors.step(groups, waits)
+        staleness = max(self.version - group.version for group in groups)
+        self.version += 1
+        self.accounting.trained += len(groups)
+        episodes = [episode for group in groups for episode in group.episodes]
+        turns = [is_cut for episode in episodes for is_cut in episode.truncated]
+        self.rows.append(
+            {
+                "step": self.version,
+                "time": time.time(),
+                "reward": statistics.fmean(sum(episode.rewards) for episode in episodes),
+                "truncated": statistics.fmean(turns),
+                "staleness": staleness,
+                **asdict(stats),
+                **asdict(self.accounting),
+                "too_long": self.num_too_long,
+                "not_scored": sum(self.errors.values()),
+            }
+        )
+
+    async def evaluate(self) -> float | None:
+        """Held-out accuracy: the share of prompts whose likeliest responses earn all of 1."""
+        size = max(1, min(64, math.ceil(len(self.held_out) / self.cfg.generators)))
+        requests = []
+        for start in range(0, len(self.held_out), size):
+            prompts = self.held_out[start : start + size]
+            requests.append(self.actors.rollout(prompts, 1, None))
+        episodes = [episode for found in await asyncio.gather(*requests) for episode in found]
+        groups = await self.with_rewards(episodes)
+        num_right = sum(sum(group.episodes[0].rewards) > 0.999 for group in groups)
+        return num_right / len(self.held_out) if self.held_out else None
+
+
+def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
+    """The first held-out prompts of a task, each once. A small task has fewer."""
+    found: dict[Any, Prompt] = {}
+    for number in range(50 * num_prompts):
+        prompt = task.prompt(number)
+        if prompt.is_held_out:
+            text = json.dumps([turn.messages for turn in prompt.turns])
+            found.setdefault(text, prompt)
+        if len(found) == num_prompts:
+            break
+    return list(found.values())
+
+
+async def train_sync(run: Run, num_steps: int) -> None:
+    """The loop, one thing at a time: sample and score, then train."""
+    cfg = run.cfg
+    size = math.ceil(cfg.prompts_per_step / cfg.generators)
+    while num_steps > 0:
+        prompts = run.draw(cfg.prompts_per_step)
+        requests = []
+        for start in range(0, len(prompts), size):
+            requests.append(run.sample(prompts[start : start + size]))
+        answers = await asyncio.gather(*requests)
+        groups = [group for answer in answers for group in answer]
+        run.raise_if_fruitless()
+        if groups:
+            await run.step(groups, waits=True)  # generators can have the new version now
+            num_steps -= 1
+
+
+# -- measurement -----------------------------------------------------------------------------------
+
+
+def for_demo(cfg: Config, report: Report) -> Config:
+    """The tiny policy on `repeat`. The first demo makes its warm start, and leaves it in a folder."""
+    warm = report.folder / "warm"
+    return replace(
+        cfg,
+        model=str(warm) if warm.exists() else "",
+        sft_steps=0 if warm.exists() else 60,
+        task="repeat",
+        device="cpu",
+        dtype="float32",
+        lr=1e-3,
+        entropy=0.01,
+    )
+
+
+async def begin_demo(cfg: Config, report: Report) -> Run:
+    """The actors of a demo, and its run."""
+    actors = Actors(cfg, report.pool, report.folder, letter_task, unresponsive_s=2.0)
+    await actors.begin()
+    if cfg.sft_steps:
+        await actors.trainer.request("export", str(report.folder / "warm"))
+    return Run(cfg, actors, letter_task(cfg), report.say)
+
+
+def letter_task(cfg: Config) -> Task:
+    """The task in letters, for a tiny policy that comes from a folder."""
+    return named_task(replace(cfg, model=""))
+
+
+async def busy_share(who: str, start_s: float, end_s: float) -> float:
+    """Of a stretch of time the share in which workers of this kind were at work, by the timeline."""
+    timeline = await get_or_spawn_controller("timeline", Timeline)
+    spans = await timeline.take.call_one(who)
+    busy_s = sum(max(0.0, min(s.end_s, end_s) - max(s.start_s, start_s)) for s in spans)
+    return busy_s / (end_s - start_s)
+
+
+@stage(
+    "the loop, one thing at a time: both programs agree, and the reward rises",
+    instead="version = 0",
+)
+async def demo_sync_rl(report: Report, cfg: Config) -> None:
+    """100 synchronous steps with the tiny policy."""
+    cfg = for_demo(cfg, report)
+    start_s = time.time()
+    run = await begin_demo(cfg, report)
+    before = await run.evaluate()
+    report.say(
+        f"actors ready, and held-out accuracy {before:.3f}, after {time.time() - start_s:.1f} s"
+    )
+    start_s = time.time()
+    await train_sync(run, 100)
+    end_s = time.time()
+    after = await run.evaluate()
+    shown = ("step", "reward", "staleness", "loss", "k3")
+    report.table([{name: row[name] for name in shown} for row in run.rows[::33]])
+    report.say("loss is near 0 all the time, for the advantages of a group add up to 0: section 10")
+    k3_max = max(row["k3"] for row in run.rows)
+    report.check("largest k3 of recorded and recomputed", k3_max, "<", 1e-10)
+    report.check("largest staleness", max(row["staleness"] for row in run.rows), "==", 0)
+    report.check(f"held-out accuracy of {len(run.held_out)} prompts", after, ">", before + 0.2)
+    report.check("groups in flight at the end", run.accounting.in_flight, "==", 0)
+    await run.actors.close()
+    report.figure(
+        steps_per_s=100 / (end_s - start_s),
+        trainer_busy_share=await busy_share("trainer", start_s, end_s),
+        heldout_before=before,
+        heldout_after=after,
+    )
+
+
+# == 12. ASYNC RL ==================================================================================
+# Problem. In the synchronous loop one side always waits for the other. If both run all the time,
+#   samples grow old: the policy that made them is many versions behind, and nothing bounds it.
+# Rule. Two loops and a buffer. The first has groups sampled, as long as less than (K + 1) batches
+#   are in flight. The second takes a batch, and trains. A group more than K versions old is dropped.
+# Cost. Staleness: the loss has to bear it (section 10). And to drop costs the work that was done.
+#
+# Why (K + 1) batches: one is trained on, and K wait; the last of them is K versions old when its
+# turn comes. Why that alone is no bound: a group that takes long is overtaken by others. By example,
+# with K = 1 (v is the trainer's version):
+#
+#     v = 5   batches a and b are sampled under 5; two batches are in flight
+#     v = 5   the trainer steps on a (staleness 0): v = 6; batch c begins, under 6
+#     v = 6   the trainer steps on b (staleness 1): v = 7; batch d begins, under 7
+#     v = 7   c is late, and d comes first: the trainer steps on d (staleness 0): v = 8
+#     v = 8   now c comes, of 6. It would be trained on with a staleness of 2: it is dropped
+#
+# --order chooses between two ways to keep the bound, and each has its price:
+#     ready   takes what is there. What became too old is dropped, and that is the long responses:
+#             the policy is trained on shorter ones than it produces.
+#     fifo    takes groups in the order in which they were started. Of (K + 1) batches in flight at
+#             most K can be before any group, so nothing is ever dropped; the trainer waits for
+#             stragglers instead.
+
+
+class ReplayBuffer:
+    """Groups that wait for the trainer, and the bound on what is in flight.
+
+    Everything that changes it happens in the main process's event loop, so it needs no lock; the
+    condition wakes the two loops.
+    """
+
+    def __init__(self, run: Run, max_staleness: int) -> None:
+        self.run = run
+        self.max_staleness = max_staleness
+        self.limit = (max_staleness + 1) * run.cfg.prompts_per_step  # groups in flight
+        self.order: list[int] = []  # numbers of groups that were started and not taken
+        self.ready: dict[int, Group] = {}  # by their number
+        self.changed = asyncio.Condition()
+
+    async def room(self, num_groups: int) -> None:
+        """Waits until so many groups more may be in flight."""
+        async with self.changed:
+            await self.changed.wait_for(
+                lambda: self.run.accounting.in_flight + num_groups <= self.limit
+            )
+
+    def start(self, prompts: list[Prompt]) -> None:
+        """Their groups have been started."""
+        self.order += [prompt.number for prompt in prompts]
+
+    async def put(self, prompts: list[Prompt], groups: list[Group]) -> None:
+        """A request for these prompts has brought these groups; others of them are lost."""
+        for group in groups:
+            self.ready[group.episodes[0].prompt.number] = group
+        for prompt in prompts:
+            if prompt.number not in self.ready:
+                self.order.remove(prompt.number)
+        await self.wake()
+
+    async def wake(self) -> None:
+        """Something that somebody waits for may have changed."""
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def take(self, size: int, version: int) -> list[Group]:
+        """Waits for a batch of so many groups, to be trained on when the trainer is at `version`."""
+        async with self.changed:
+            while True:
+                self._drop_old(version)
+                numbers = self.order[:size]
+                if self.run.cfg.order == "ready":
+                    numbers = list(self.ready)[:size]
+                if len(numbers) == size and all(number in self.ready for number in numbers):
+                    self.order = [number for number in self.order if number not in numbers]
+                    return [self.ready.pop(number) for number in numbers]
+                await self.changed.wait()
+
+    def _drop_old(self, version: int) -> None:
+        for number, group in list(self.ready.items()):
+            if version - group.version > self.max_staleness:  # mechanism: async_rl
+                del self.ready[number]
+                self.order.remove(number)
+                self.run.accounting.dropped += 1
+                self.changed.notify_all()  # there is room now
+
+
+class AsyncRun:
+    """The two loops. It owns their buffer and their tasks."""
+
+    def __init__(self, run: Run, max_staleness: int) -> None:
+        cfg = run.cfg
+        self.run = run
+        self.buffer = ReplayBuffer(run, max_staleness)
+        # A request costs 8 ms and 1 ms for each group. So it is for a whole batch, if there are as
+        # many batches as generators; more generators than that share a batch.
+        share = max(1, max_staleness) * cfg.prompts_per_step // cfg.generators
+        self.request_size = max(1, min(cfg.prompts_per_step, share))
+        self.num_ahead = min(
+            1, max_staleness - 1
+        )  # batches that wait at the trainer while it works
+        self.requests: set[asyncio.Task[None]] = set()
+
+    async def train(self, num_steps: int) -> None:
+        """Runs both loops until so many steps are made. Groups that are left then are dropped."""
+        generating = asyncio.ensure_future(self._generate())
+        learning = asyncio.ensure_future(self._learn(num_steps))
+        try:
+            await asyncio.wait([generating, learning], return_when=asyncio.FIRST_COMPLETED)
+            if generating.done():
+                generating.result()  # it ends by an exception only
+            await learning
+        finally:
+            generating.cancel()
+            learning.cancel()
+            await asyncio.gather(generating, learning, *self.requests, return_exceptions=True)
+        self.run.accounting.dropped += len(self.buffer.ready)
+
+    async def _generate(self) -> None:
+        """The first loop.
+
+        Consumes prompts. Waits for room in the buffer. Produces requests, each of which puts its
+        groups into the buffer. Ends when it is cancelled, or when nothing can be scored.
+        """
+        while True:
+            await self.buffer.room(self.request_size)
+            prompts = self.run.draw(self.request_size)
+            self.buffer.start(prompts)
+            request = asyncio.ensure_future(self._request(prompts))
+            self.requests.add(request)
+            request.add_done_callback(self.requests.discard)
+            self.run.raise_if_fruitless()
+
+    async def _request(self, prompts: list[Prompt]) -> None:
+        groups = await self.run.sample(prompts)
+        await self.buffer.put(prompts, groups)
+
+    async def _learn(self, num_steps: int) -> None:
+        """The second loop.
+
+        Consumes batches. Waits for one, and for the trainer. Produces versions, and room in the
+        buffer. Ends after so many steps.
+        """
+        at_trainer: deque[asyncio.Task[None]] = deque()
+        first = self.run.version
+        for number in range(num_steps):
+            batch = await self.buffer.take(self.run.cfg.prompts_per_step, first + number)
+            at_trainer.append(asyncio.ensure_future(self.run.step(batch, waits=False)))
+            if len(at_trainer) > self.num_ahead:
+                await at_trainer.popleft()
+                await self.buffer.wake()
+        await asyncio.gather(*at_trainer)
+
+
+# -- measurement -----------------------------------------------------------------------------------
+
+
+async def measure(run: Run, training: Awaitable[None], num_steps: int) -> dict[str, Any]:
+    """Speed and busy shares of so many steps."""
+    start_s = time.time()
+    start_cpu_s = await run.actors.cpu_s()
+    await training
+    seconds = time.time() - start_s
+    cpu_s = await run.actors.cpu_s() - start_cpu_s
+    num_cores = len(os.sched_getaffinity(0))
+    return {
+        "steps/s": num_steps / seconds,
+        "trainer busy": await busy_share("trainer", start_s, start_s + seconds),
+        "generators busy": await busy_share("generator", start_s, start_s + seconds)
+        / run.cfg.generators,
+        "of CPU limit": cpu_s / seconds / num_cores,
+    }
+
+
+async def strike(run: Run, service: Service, at_step: int, number: signal.Signals) -> str:
+    """Sends a signal to the process of replica 0 of a service, when this step has been made."""
+    while run.version < at_step:
+        await asyncio.sleep(0.01)
+    replica = service.replicas[0]
+    os.kill(replica.processes.ids[0], number)
+    return replica.name
+
+
+@stage(
+    "two loops and a buffer: both sides work at once, staleness is bounded, a fault costs time only",
+    instead="if False:",
+)
+async def demo_async_rl(report: Report, cfg: Config) -> None:
+    """60 synchronous steps, 140 asynchronous ones, 60 under faults, and 30 without a bound."""
+    cfg = for_demo(cfg, report)
+    bound = cfg.max_staleness
+    run = await begin_demo(cfg, report)
+    before = await run.evaluate()
+    rows = [{"loop": "synchronous"} | await measure(run, train_sync(run, 60), 60)]
+    rows.append({"loop": "asynchronous"} | await measure(run, AsyncRun(run, bound).train(140), 140))
+    after = await run.evaluate()
+    report.table(rows)
+    report.say(f"held-out accuracy {before:.3f}, after 200 steps {after:.3f}")
+
+    generators = run.actors.generators
+    reward_workers = run.actors.reward_workers
+    strikes = [
+        asyncio.ensure_future(strike(run, generators, run.version + 10, signal.SIGKILL)),
+        asyncio.ensure_future(strike(run, reward_workers, run.version + 30, signal.SIGSTOP)),
+    ]
+    await AsyncRun(run, bound).train(60)
+    await asyncio.gather(*strikes)
+    for loss in [*generators.losses, *reward_workers.losses]:
+        replace_s = (loss.replaced_s or time.time()) - loss.noticed_s
+        report.say(f"{loss.name} {loss.reason}; another took over {replace_s:.2f} s later")
+    with_rule = [row["staleness"] for row in run.rows]
+    await AsyncRun(run, 10).train(30)
+    without_rule = [row["staleness"] for row in run.rows[len(with_rule) :]]
+    counts = run.accounting
+    found = {name: getattr(counts, name) for name in ("started", "trained", "dropped", "lost")}
+    report.say(", ".join(f"{name} {value}" for name, value in found.items()))
+
+    report.check("largest staleness", max(with_rule), "<=", bound)
+    report.check("largest staleness with ten more batches in flight", max(without_rule), ">", bound)
+    num_lost = len(generators.losses) + len(reward_workers.losses)
+    report.check("workers lost and replaced", num_lost, "==", 2)
+    report.check("groups lost with them", counts.lost, "==", 0)
+    report.check("groups in flight at the end", counts.in_flight, "==", 0)
+    report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
+    report.figure(
+        steps_per_s=rows[1]["steps/s"],
+        sync_steps_per_s=rows[0]["steps/s"],
+        of_cpu_limit=rows[1]["of CPU limit"],
+        trainer_busy_share=rows[1]["trainer busy"],
+        heldout_before=before,
+        heldout_after=after,
+        staleness_max=max(with_rule),
+        staleness_max_without_rule=max(without_rule),
+        in_flight=counts.in_flight,
+        **found,
+    )
+    await run.actors.close()
 
 
 # ==== PART II: further ============================================================================
