@@ -6,7 +6,7 @@
 """monarch_rl: an asynchronous RL system for language models, in one file that you can finish.
 
 A generator samples while the trainer learns. Samples are never more than K versions old, weights
-are never half updated, a process that dies costs time and nothing else. Every claim is a stage:
+are never half updated, and a process that dies costs time, nothing else. Every claim is a stage:
 
     python monarch_rl.py                      the tour: all stages, about 90 seconds on two cores
     python monarch_rl.py --stage weight_sync  stages 1 to 7
@@ -17,8 +17,8 @@ are never half updated, a process that dies costs time and nothing else. Every c
                    |                                                                    v
               WeightReader <------ Arena: slots, leases <------ WeightWriter <------ Trainer
 
-Small things travel as messages between actors; the main process sends them all. Weights are large
-and travel through shared memory. Each stage shows what fails without its rule, then the rule.
+Small things travel as messages between actors; the main process sends them all. Weights are large,
+and travel through shared memory. Each stage shows what fails without its rule, and then the rule:
 
      1 hello_actor     state in one process, one call at a time: no addition is lost
      2 actor_mesh      one call reaches every member of a mesh
@@ -33,19 +33,19 @@ and travel through shared memory. Each stage shows what fails without its rule, 
     11 sync_rl         the loop, one thing at a time
     12 async_rl        two loops and a buffer, with bounded staleness, under faults
 
-How to read it. From top to bottom, in an afternoon: each section is a problem, a rule, its code and
-a demo. Part I is the whole system on one host. Part II is for your own model and data.
-After a section, run its stage, and make the change that its last line proposes: the stage fails.
+How to read it: from top to bottom, in an afternoon. Each section is a problem, a rule, its code and
+a demo. Part I is the whole system on one host; Part II is for your own model and data. After a
+section, run its stage, and then make the change that its last line proposes: the stage fails.
 
 Words. An *episode* is one conversation: the user says "abc", the policy responds "abc". A *group*
-is the episodes sampled from one prompt; their rewards are compared with each other. A *rollout* is
-the work of one request to a generator. A *version* numbers the weights: each training step makes
-the next one. *Staleness* is the trainer's version minus the version that sampled the tokens.
+is the episodes sampled from one prompt, whose rewards are compared with each other. A *rollout* is
+what one request to a generator brings back. A *version* numbers the weights: each training step
+makes the next one. *Staleness* is the trainer's version minus the version that sampled a token.
 
-What is left out, because it would hide what is taught, and what has it: paged attention and
-continuous batching (vLLM, SGLang); tensor, pipeline and expert parallelism (torchtitan, Megatron);
-LoRA (peft); sandboxes and environment hubs; trainers over several hosts; experiment trackers.
-It runs on Linux with Python 3.11 to 3.13. It has not been run on a GPU yet.
+Left out, because it would hide what is taught, and what has it: paged attention and continuous
+batching (vLLM, SGLang); tensor, pipeline and expert parallelism (torchtitan, Megatron); LoRA
+(peft); sandboxes; trainers over several hosts; experiment trackers. It runs on Linux with Python
+3.11 to 3.13, and has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ import traceback
 import typing
 import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -120,7 +120,7 @@ else:
     transformers = Lazy("transformers")
 
 # -- plumbing: flags, stages, report ---------------------------------------------------------------
-# What any program needs. Go on with section 1 if you like, and come back when you miss something.
+# What any program needs. Read section 1 first, if you like.
 
 
 class UsageError(Exception):
@@ -214,14 +214,6 @@ def stage(claim: str, instead: str) -> Callable[..., Any]:
     return register
 
 
-def line_with(text: str) -> int:
-    """The number of the first line of this file that contains the text."""
-    for number, line in enumerate(THIS_FILE.read_text().splitlines(), 1):
-        if text in line:
-            return number
-    raise ValueError(f"no line has {text!r}")
-
-
 RELATIONS = {
     "==": operator.eq,
     ">": operator.gt,
@@ -261,44 +253,6 @@ class Report:
         """Keeps figures of this stage."""
         self.stages[-1]["figures"].update(values)
 
-    async def run(self, number: int, stage: Stage, cfg: Config) -> bool:
-        """Runs a stage; says whether all of its checks hold. An exception is one that does not."""
-        banner = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
-        print(
-            f"\n[{number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {banner})", flush=True
-        )
-        found: dict[str, Any] = {"name": stage.name, "checks": [], "figures": {}}
-        self.stages.append(found)
-        start = time.monotonic()
-        try:
-            await stage.demo(self, cfg)
-        except Exception as error:
-            traceback.print_exc()
-            self.check(f"errors that ended the stage ({cause_of(error)})", 1, "==", 0)
-        found["seconds"] = round(time.monotonic() - start, 2)
-        changed = line_with("# mechanism: " + stage.name)
-        self.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
-        self.say(f"{len(found['checks'])} checks, {found['seconds']:.1f} s")
-        return all(check["ok"] for check in found["checks"])
-
-
-def cause_of(error: BaseException) -> str:
-    """The last line of an error: for one that an actor raised, what it raised."""
-    lines = str(error).strip().splitlines()
-    if isinstance(error, ActorError) and lines:
-        return lines[-1]
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
-
-
-async def median_ms(call: Callable[[], Awaitable[Any]], times: int = 21) -> float:
-    """The median time of an awaited call, in milliseconds."""
-    found = []
-    for _ in range(times):
-        start = time.perf_counter()
-        await call()
-        found.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(found)
-
 
 # ==== PART I: the system ==========================================================================
 
@@ -334,6 +288,16 @@ class Counter(Actor):
         total = self.total
         self.total = 0
         return total
+
+
+async def median_ms(call: Callable[[], Awaitable[Any]], times: int = 21) -> float:
+    """The median time of an awaited call, in milliseconds."""
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        await call()
+        found.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(found)
 
 
 async def lost_by_threads(num_additions: int) -> int:
@@ -396,32 +360,33 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     mesh = members  # mechanism: actor_mesh
     pause_s = 0.1
 
-    async def one_by_one() -> None:
+    async def num_ran() -> int:
+        totals = await members.take.call()
+        return sum(total for _, total in totals.items())
+
+    async def loop() -> None:
         for worker in range(4):
             await members.slice(worker=worker).add.call_one(pause_s)
 
     await members.take.call()  # the first call waits until all processes have started
     rows = []
-    for adverb, send, num_answers in (
-        ("call_one, in a loop", one_by_one, 4),
-        ("call", lambda: mesh.add.call(pause_s), 4),
-        ("choose", lambda: mesh.add.choose(pause_s), 1),
+    ran_by: dict[str, int] = {}
+    for adverb, send in (
+        ("call_one, in a loop", loop),
+        ("call", lambda: mesh.add.call(pause_s)),
+        ("choose", lambda: mesh.add.choose(pause_s)),
     ):
         start = time.perf_counter()
         await send()
         took_ms = (time.perf_counter() - start) * 1e3
-        totals = await members.take.call()
-        ran = sum(total for _, total in totals.items())
-        rows.append({"adverb": adverb, "ran": ran, "answered": num_answers, "ms": round(took_ms)})
-    mesh.add.broadcast(pause_s)  # no answer to wait for: it returns before anybody has run
-    totals = await members.take.call()  # waits in each mailbox behind the broadcast
-    ran = sum(total for _, total in totals.items())
-    rows.append({"adverb": "broadcast", "ran": ran, "answered": 0, "ms": 0})
+        ran_by[adverb] = await num_ran()
+        rows.append({"adverb": adverb, "members that ran": ran_by[adverb], "ms": took_ms})
     report.table(rows)
-    ran_by = {row["adverb"]: row["ran"] for row in rows}
+    mesh.add.broadcast(pause_s)  # no answer to wait for: it returns before anybody has run
     report.check("members of 4 that ran under `call`", ran_by["call"], "==", 4)
     report.check("members of 4 that ran under `choose`", ran_by["choose"], "==", 1)
-    report.check("members of 4 that ran under `broadcast`", ran_by["broadcast"], "==", 4)
+    # This question waits in each mailbox behind the broadcast.
+    report.check("members of 4 that ran under `broadcast`", await num_ran(), "==", 4)
     await procs.stop()
 
 
@@ -484,14 +449,8 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
         message_ms = await median_ms(owner.as_message.call_one, 3)
         pull_ms = await median_ms(lambda: handle.read_into(mine), 3)
         handle_bytes = len(cloudpickle.dumps(handle))
-        rows.append(
-            {
-                "MiB": num_mib,
-                "handle bytes": handle_bytes,
-                "message ms": message_ms,
-                "pull ms": pull_ms,
-            }
-        )
+        row = {"MiB": num_mib, "handle bytes": handle_bytes}
+        rows.append(row | {"message ms": message_ms, "pull ms": pull_ms})
     report.table(rows)
     report.check("bytes of the handle to 32 MiB", handle_bytes, "<", 1024)
 
@@ -502,9 +461,7 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     await handle.read_into(mine)  # mechanism: rdma_transfer
     pulled_s = time.time()
     computed_s = await busy
-    report.check(
-        "s by which the pull ended before the owner was free", computed_s - pulled_s, ">", 0
-    )
+    report.check("s from the pull's end to the owner's", computed_s - pulled_s, ">", 0)
     report.check("bytes that differ", int((mine != expected).sum()), "==", 0)
     await procs.stop()
 
@@ -642,6 +599,14 @@ class Worker(Actor):
         """The last call, before another actor uses this process."""
 
 
+def cause_of(error: BaseException) -> str:
+    """The last line of an error; for one that an actor raised, what it raised."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, ActorError) and lines:
+        return lines[-1]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+
+
 def when_it_ends(process_id: int, then: Callable[[], None]) -> Callable[[], None]:
     """Has `then` called when the process ends. Returns a function that stops watching.
 
@@ -695,9 +660,9 @@ class Supervisor(Actor):
         return True
 
     @endpoint
-    async def take(self, trouble: str) -> float | None:
-        """When it heard of this trouble, in seconds since 1970."""
-        return self.heard_s.get(trouble)
+    async def take(self) -> dict[str, float]:
+        """When it heard of which trouble, in seconds since 1970."""
+        return self.heard_s
 
 
 class TroubledWorker(Worker):
@@ -717,33 +682,27 @@ async def who_hears(trouble: str, supervisor: Any) -> dict[str, float]:
     worker = await supervisor.start.call_one(trouble)
     process_id = await worker.ping.call_one()
     heard_s: dict[str, float] = {}
-
-    def note(who: str) -> None:
-        heard_s.setdefault(who, time.time())
-
-    stop_watching = when_it_ends(process_id, lambda: note("pidfd"))
-    ping = asyncio.ensure_future(until_unresponsive(worker, 2.0))
-    ping.add_done_callback(lambda _: note("ping"))
     start_s = time.time()
     call = asyncio.ensure_future(worker.call.call_one("work"))
-    call.add_done_callback(lambda _: note("caller"))
-    await asyncio.sleep(0.5)
+    call.add_done_callback(lambda _: heard_s.update(caller=time.time()))
+    when_it_ends(process_id, lambda: heard_s.update(pidfd=time.time()))
+    ping = asyncio.ensure_future(until_unresponsive(worker, 2.0))
+    ping.add_done_callback(lambda _: heard_s.update(ping=time.time()))
     if trouble in ("death", "standstill"):
+        await asyncio.sleep(0.5)
         start_s = time.time()
         os.kill(process_id, signal.SIGKILL if trouble == "death" else signal.SIGSTOP)
     await asyncio.sleep(8)
-    supervise_s = await supervisor.take.call_one(trouble)
-    if supervise_s:
-        heard_s["supervise"] = supervise_s
+    heard_s["supervise"] = (await supervisor.take.call_one()).get(trouble, 0)
     # A ping that fails because the process is known to be dead has found nothing out.
-    if "ping" in heard_s and not ping.result().startswith("has not answered"):
+    if ping.done() and not ping.result().startswith("has not answered"):
         del heard_s["ping"]
-    stop_watching()
+    found = {who: round(when_s - start_s, 2) for who, when_s in heard_s.items() if when_s}
     ping.cancel()
     call.cancel()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process_id, signal.SIGKILL)
-    return {who: round(when_s - start_s, 2) for who, when_s in heard_s.items()}
+    return found
 
 
 @stage(
@@ -756,17 +715,13 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     troubles = ("exception", "death", "standstill", "endless")
     found = await asyncio.gather(*[who_hears(trouble, supervisor) for trouble in troubles])
     heard = dict(zip(troubles, found, strict=True))
-    report.say("seconds until this one heard of it; - is not within 8 s")
+    report.say("seconds until each heard of it; - stands for not within 8 s")
     rows = []
-    for trouble in troubles:
-        row: dict[str, Any] = {"trouble": trouble}
-        for who in ("caller", "supervise", "pidfd", "ping"):
-            row[who] = heard[trouble].get(who, "-")
-        rows.append(row)
+    for trouble, by in heard.items():
+        row = {who: by.get(who, "-") for who in ("caller", "supervise", "pidfd", "ping")}
+        rows.append({"trouble": trouble, **row})
     report.table(rows)
-    report.check(
-        "exceptions that reached the caller, and nobody else", len(heard["exception"]), "==", 1
-    )
+    report.check("who heard of the exception: its caller alone", len(heard["exception"]), "==", 1)
     report.check("deaths that the pidfd told", int("pidfd" in heard["death"]), "==", 1)
     report.check("standstills that the ping told", int("ping" in heard["standstill"]), "==", 1)
     report.check("detectors that told of endless work", len(heard["endless"]), "==", 0)
@@ -868,12 +823,15 @@ class Replica:
     """A worker in processes of its own, and what the service knows of it."""
 
     name: str  # "generator_0"
-    number: int
     processes: Processes
-    worker: Any  # the actor, or the mesh of actors, one for each rank
+    worker: Any  # the actor; for a trainer of several ranks the mesh of actors
     lost: asyncio.Future[str]  # the reason, once it is lost
-    in_flight: int = 0
-    watches: list[Callable[[], None]] = field(default_factory=list)  # each stops when called
+    in_flight: dict[str, float] = field(default_factory=dict)  # requests, and since when
+
+    def lose(self, reason: str) -> None:
+        """Whoever waits for this replica hears of it; the first reason counts."""
+        if not self.lost.done():
+            self.lost.set_result(reason)
 
 
 @dataclass
@@ -914,40 +872,38 @@ class Service:
         self.replicas: dict[int, Replica] = {}  # the ready ones, by number
         self.losses: list[Loss] = []
         self.num_failed = 0  # attempts that were lost or raised
-        self.error: Exception | None = None  # why no replica will ever be ready again
-        self.num_started = 0
+        self.error: Exception | None = None  # why there will be no replica
         self.changed = asyncio.Condition()  # of `replicas` or `error`
-        self.tasks: set[asyncio.Task[Any]] = set()  # asyncio itself does not keep tasks alive
+        self.keepers: list[asyncio.Task[None]] = []
 
     async def begin(self) -> list[Any]:
-        """Starts all replicas, and returns what their `setup` returned, in their order."""
-        return await asyncio.gather(*[self._start(number) for number in range(self.num_replicas)])
+        """Starts all replicas, and returns what their first `setup` returned, in their order."""
+        loop = asyncio.get_running_loop()
+        results = [loop.create_future() for _ in range(self.num_replicas)]
+        for number, result in enumerate(results):
+            self.keepers.append(asyncio.ensure_future(self._keep(number, result)))
+        return await asyncio.gather(*results)
 
     async def request(self, method: str, *args: Any) -> Any:
         """Has a replica run worker.method(*args), and returns the answer.
 
-        Waits for a ready replica, and for the answer. Raises what the method raised (ActorError),
+        Waits for a ready replica, and for its answer. Raises what the method raised (ActorError),
         or ReplicaLost after three losses.
         """
         num_losses = 0
         raised_by: Replica | None = None
         while True:
             replica = await self._pick(raised_by)
-            replica.in_flight += 1
             try:
                 return await self._ask(replica, method, *args)
             except ReplicaLost:  # outcome 2
-                self.num_failed += 1
                 num_losses += 1
                 if num_losses == 3 or not self.replaces:
                     raise
             except ActorError:  # outcome 3
-                self.num_failed += 1
                 if raised_by or self.num_replicas == 1:
                     raise
                 raised_by = replica  # mechanism: service
-            finally:
-                replica.in_flight -= 1
 
     async def _pick(self, not_this: Replica | None) -> Replica:
         """A ready replica with the fewest requests in flight; another than `not_this`, if any."""
@@ -956,108 +912,116 @@ class Service:
         if self.error:
             raise self.error
         others = [replica for replica in self.replicas.values() if replica is not not_this]
-        return min(others or self.replicas.values(), key=lambda replica: replica.in_flight)
+        return min(others or self.replicas.values(), key=lambda replica: len(replica.in_flight))
 
     async def _ask(self, replica: Replica, method: str, *args: Any) -> Any:
         """One attempt: the answer of rank 0, or what it raised, or ReplicaLost."""
+        what = f"{method} {time.monotonic_ns()}"
+        replica.in_flight[what] = time.time()
         call = asyncio.ensure_future(replica.worker.call.call(method, *args))
-        await asyncio.wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
-        if replica.lost.done():
-            call.cancel()
-            raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
         try:
+            await asyncio.wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
+            if replica.lost.done():
+                raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
             answers = call.result()
-        except ActorError:
-            raise
-        except Exception as error:  # Monarch's, of several types: it cannot reach the process
-            self._lose(replica, cause_of(error))
+            return next(iter(answers.values()))
+        except Exception as error:
+            self.num_failed += 1
+            if isinstance(error, (ActorError, ReplicaLost)):
+                raise
+            replica.lose(cause_of(error))  # Monarch's, of several types: it cannot be reached
             raise ReplicaLost(f"{replica.name}: {cause_of(error)}") from error
-        return next(iter(answers.values()))
+        finally:
+            call.cancel()
+            del replica.in_flight[what]
 
-    # -- 6c. Starting, losing and replacing --------------------------------------------------------
+    async def _keep(self, number: int, first_result: asyncio.Future[Any]) -> None:
+        """Has a replica of this number ready, one after the other.
 
-    async def _start(self, number: int) -> Any:
-        """Makes a replica ready, and returns what its `setup` returned."""
-        for _ in range(3):
+        Waits for the loss of one. Ends when it is cancelled, or when there can be no other.
+        """
+        loss: Loss | None = None
+        while not self.error:
             replica = await self._spawn(number)
             try:
-                result = await self._ask(replica, "setup", number, *self.setup_args)
+                # Imports keep the GIL for seconds, so there is more patience with a setup.
+                async with self._watched(replica, max(30.0, self.unresponsive_s)):
+                    result = await self._ask(replica, "setup", number, *self.setup_args)
+                if not first_result.done():
+                    first_result.set_result(result)
+                if loss:
+                    loss.replaced_s = time.time()
+                    self.pool.keep_spare()
+                async with self._watched(replica, self.unresponsive_s):
+                    await self._set(number, replica)
+                    await replica.lost
             except ReplicaLost:
-                continue
-            async with self.changed:
-                self.replicas[number] = replica
-                self.changed.notify_all()
-            return result
-        raise ReplicaLost(f"{replica.name} was lost three times while it started")
+                pass  # in its setup
+            except Exception as error:  # of its setup: that of another one would raise it, too
+                replica.lose(cause_of(error))
+                await self._fail(error, first_result)
+            finally:
+                if replica.lost.done() or number not in self.replicas:
+                    await self._set(number, None)
+                    await replica.processes.kill()
+            loss = Loss(replica.name, replica.lost.result(), time.time())
+            self.losses.append(loss)
+            if not self.replaces:
+                await self._fail(ReplicaLost(f"{loss.name} {loss.reason}"), first_result)
 
     async def _spawn(self, number: int) -> Replica:
-        """A worker that is watched, but not set up."""
+        """A worker that is not set up yet."""
         name = f"{self.worker_class.__name__.lower()}_{number}"
         timeline = await get_or_spawn_controller("timeline", Timeline)
         processes = await self.pool.take(self.num_ranks)
-        actor_name = f"{name}_{time.time_ns()}"
+        actor_name = f"{name}_{time.monotonic_ns()}"
         worker = processes.mesh.spawn(actor_name, self.worker_class, name, timeline)
         lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        replica = Replica(name, number, processes, worker, lost)
-        for process_id in processes.ids:
-            stop_watching = when_it_ends(process_id, lambda: self._lose(replica, "has died"))
-            replica.watches.append(stop_watching)
-        ping = self._later(until_unresponsive(worker, self.unresponsive_s))
-        ping.add_done_callback(lambda _: ping.cancelled() or self._lose(replica, ping.result()))
-        replica.watches.append(ping.cancel)
-        return replica
+        return Replica(name, processes, worker, lost)
 
-    def _lose(self, replica: Replica, reason: str) -> None:
-        """Its requests go to other replicas, and a new one gets its number."""
-        if replica.lost.done():
-            return
-        replica.lost.set_result(reason)
-        self._later(self._end(replica))
-        loss = Loss(replica.name, reason, time.time())
-        self.losses.append(loss)
-        if self.replicas.get(replica.number) is replica:
-            del self.replicas[replica.number]
-            self._later(self._replace(replica.number, loss))
-
-    async def _replace(self, number: int, loss: Loss) -> None:
+    @contextlib.asynccontextmanager
+    async def _watched(self, replica: Replica, unresponsive_s: float) -> AsyncIterator[None]:
+        """Inside of this, death and standstill of the replica are noticed (section 5)."""
+        ids = replica.processes.ids
+        watches = [when_it_ends(process_id, lambda: replica.lose("has died")) for process_id in ids]
+        ping = asyncio.ensure_future(until_unresponsive(replica.worker, unresponsive_s))
+        ping.add_done_callback(lambda _: ping.cancelled() or replica.lose(ping.result()))
         try:
-            if not self.replaces:
-                raise ReplicaLost(f"{loss.name} {loss.reason}")
-            await self._start(number)
-            loss.replaced_s = time.time()
-            self.pool.keep_spare()
-        except Exception as error:  # also what `setup` raised: it would raise again
-            self.error = error
-            async with self.changed:
-                self.changed.notify_all()
+            yield
+        finally:
+            ping.cancel()
+            for stop_watching in watches:
+                stop_watching()
 
-    async def _end(self, replica: Replica) -> None:
-        for stop_watching in replica.watches:
-            stop_watching()
-        await replica.processes.kill()
+    async def _set(self, number: int, replica: Replica | None) -> None:
+        """Makes this the ready replica of that number; None: there is none."""
+        async with self.changed:
+            self.replicas.pop(number, None)
+            if replica:
+                self.replicas[number] = replica
+            self.changed.notify_all()
 
-    def _later(self, work: Any) -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
+    async def _fail(self, error: Exception, first_result: asyncio.Future[Any]) -> None:
+        """There will be no replica: all who wait for one get this error."""
+        self.error = error
+        if not first_result.done():
+            first_result.set_exception(error)
+        async with self.changed:
+            self.changed.notify_all()
 
     async def close(self) -> None:
         """Ends the replicas. Those that have nothing to do leave their processes to the pool."""
-        self.replaces = False
-        for replica in self.replicas.values():
-            if replica.in_flight:
-                await self._end(replica)
-                continue
-            await self._ask(replica, "release")
-            for stop_watching in replica.watches:
-                stop_watching()
-            await replica.worker.stop()
-            self.pool.idle.append(replica.processes)
-        self.replicas = {}
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        ready = list(self.replicas.values())
+        for keeper in self.keepers:
+            keeper.cancel()
+        await asyncio.gather(*self.keepers, return_exceptions=True)
+        for replica in ready:
+            if replica.in_flight or replica.lost.done():
+                await replica.processes.kill()
+            else:
+                await self._ask(replica, "release")
+                await replica.worker.stop()
+                self.pool.idle.append(replica.processes)
 
 
 class RootWorker(Worker):
@@ -1104,15 +1068,15 @@ async def demo_service(report: Report, cfg: Config) -> None:
         if number in (100, 200):
             victim = service.replicas[2 if number == 100 else 3]
             struck_s[victim.name] = time.time()
-            strike = signal.SIGKILL if number == 100 else signal.SIGSTOP
-            os.kill(victim.processes.ids[0], strike)
+            how = signal.SIGKILL if number == 100 else signal.SIGSTOP
+            os.kill(victim.processes.ids[0], how)
         try:
             return await service.request("root", number)
         except (ActorError, ReplicaLost):
             return None
 
     answers = await asyncio.gather(*[ask(number) for number in range(400)])
-    while len(service.replicas) < 4:  # the replacements are still on their way
+    while len(service.replicas) < 4:  # the last replacement is on its way
         await asyncio.sleep(0.05)
     lines = diary.read_text().splitlines()
     finished = {line for line in lines if line.startswith("finished")}
@@ -1121,24 +1085,17 @@ async def demo_service(report: Report, cfg: Config) -> None:
     rows = []
     for loss in service.losses:
         notice_ms = (loss.noticed_s - struck_s[loss.name]) * 1e3
-        replace_ms = (loss.replaced_s - loss.noticed_s) * 1e3 if loss.replaced_s else None
-        rows.append(
-            {
-                "replica": loss.name,
-                "what": loss.reason,
-                "noticed after ms": notice_ms,
-                "replaced after ms": replace_ms,
-            }
-        )
+        replace_ms = (loss.replaced_s - loss.noticed_s) * 1e3
+        row = {"replica": loss.name, "what": loss.reason}
+        rows.append(row | {"noticed, ms": notice_ms, "replaced, ms": replace_ms})
     report.table(rows)
     report.check("requests of 400 with the right answer", num_right, "==", 400)
     report.check("requests of 400 that some replica finished", len(finished), "==", 400)
-    report.check("attempts that failed, each a lost request without a service", num_failed, ">", 0)
+    report.check("failed attempts, each a lost request without a service", num_failed, ">", 0)
     report.check("replicas that were replaced", len(service.losses), "==", 2)
+    killed = rows[0]
     report.figure(requests=400, answered_once=num_right)
-    for row in rows:
-        report.figure(notice_ms=row["noticed after ms"], replace_ms=row["replaced after ms"])
-        break
+    report.figure(notice_ms=killed["noticed, ms"], replace_ms=killed["replaced, ms"])
     await service.close()
 
 
@@ -1395,12 +1352,27 @@ class WeightReader:
         return version
 
 
-# -- 7d. Measurement -------------------------------------------------------------------------------
+# -- measurement -----------------------------------------------------------------------------------
 
 
 def blocks_of(num_mib: int) -> dict[str, torch.Tensor]:
     """Weights of so many MiB, in 32 tensors."""
     return {f"block{i}": torch.zeros(num_mib << 13) for i in range(32)}
+
+
+def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
+    """Makes this process a member of a gloo process group. Waits until all have come."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
+    )
+
+
+def broadcast(tensors: dict[str, torch.Tensor]) -> float:
+    """Sends all tensors from rank 0 to the other members. Returns the milliseconds it took."""
+    start = time.perf_counter()
+    for tensor in tensors.values():
+        torch.distributed.broadcast(tensor, 0)
+    return (time.perf_counter() - start) * 1e3
 
 
 class ReaderWorker(Worker):
@@ -1421,39 +1393,27 @@ class ReaderWorker(Worker):
         """Pulls and reads so often. A read is torn if two of its numbers differ."""
         num_torn = 0
         for _ in range(num_reads):
-            version = self.reader.pull()
+            numbers = {self.reader.pull()}
             if not keeps_lease:
                 self.reader.arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
-            numbers = {version}
             for tensor in self.tensors.values():
                 numbers.update(extreme.item() for extreme in tensor.aminmax())
                 time.sleep(0.0005)  # a generator reads its weights for as long as it samples
             num_torn += len(numbers) > 1
         return num_torn
 
-    def join(self, meeting_file: str, rank: int, num_ranks: int) -> None:
-        """Joins a process group."""
-        form_group(meeting_file, rank, num_ranks)
-
-    def broadcast(self, late_s: float) -> None:
-        """Comes late to a broadcast, as a generator does that is in the middle of a rollout."""
-        time.sleep(late_s)
-        for tensor in self.tensors.values():
-            torch.distributed.broadcast(tensor, 0)
-
-
-def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
-    """Makes this process a member of a gloo process group. Waits until all have come."""
-    meeting = f"file://{meeting_file}"
-    torch.distributed.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=num_ranks
-    )
+    def join_and_broadcast(self, meeting_file: str, rank: int) -> float:
+        """Comes 30 ms late to a broadcast if it is rank 2, as a generator in a rollout does."""
+        form_group(meeting_file, rank, 3)
+        broadcast(self.tensors)
+        time.sleep(0.03 * (rank == 2))
+        waits_ms = broadcast(self.tensors)
+        torch.distributed.destroy_process_group()
+        return waits_ms
 
 
-async def torn_reads(
-    service: Service, writer: WeightWriter, num_readers: int, keeps_lease: bool
-) -> int:
-    """Publishes one version after the other while the readers make 100 reads in all."""
+async def count_torn(service: Service, writer: WeightWriter, keeps_lease: bool) -> int:
+    """Publishes one version after the other while the readers make 60 reads in all."""
 
     def publish(version: int) -> None:
         for tensor in writer.tensors.values():
@@ -1465,9 +1425,9 @@ async def torn_reads(
     publish(version)
     requests = []
     for replica in service.replicas.values():
-        call = replica.worker.call.call_one("count_torn", 100 // num_readers, keeps_lease)
-        requests.append(asyncio.ensure_future(call))
-    reading = asyncio.gather(*requests)
+        num_reads = 60 // service.num_replicas
+        requests.append(replica.worker.call.call_one("count_torn", num_reads, keeps_lease))
+    reading = asyncio.gather(*[asyncio.ensure_future(request) for request in requests])
     while not reading.done():
         version += 1
         publish(version)
@@ -1476,14 +1436,14 @@ async def torn_reads(
 
 
 async def measure_slots(service: Service, writer: WeightWriter) -> dict[str, float]:
-    """Medians over 20 versions: publish over memmove; what the trainer and a generator wait for."""
+    """Medians over 15 versions: publish over memmove, and what trainer and generator wait for."""
     block = writer.block
     scratch = torch.ones_like(block)
     matrix = torch.ones(512, 512)
     ratios = []
     trainer_ms = []
     pull_ms = []
-    for version in range(20):
+    for version in range(15):
         start = time.perf_counter()
         ctypes.memmove(scratch.data_ptr(), block.data_ptr(), block.nbytes)
         memmove_s = time.perf_counter() - start
@@ -1507,42 +1467,24 @@ async def measure_slots(service: Service, writer: WeightWriter) -> dict[str, flo
     }
 
 
-async def measure_broadcast(service: Service, folder: Path, num_mib: int) -> dict[str, float]:
-    """The same for a gloo broadcast to two generators, of which one comes 30 ms late."""
-    workers = [replica.worker for replica in service.replicas.values()]
-    meeting_file = str(folder / "meeting")
-    joins = []
-    for rank, worker in enumerate(workers, 1):
-        joins.append(worker.call.call_one("join", meeting_file, rank, 3))
-    await asyncio.gather(asyncio.to_thread(form_group, meeting_file, 0, 3), *joins)
-    tensors = blocks_of(num_mib)
-    trainer_ms = []
-    memmove_s = []
-    scratch = torch.ones(num_mib << 20, dtype=torch.uint8)
-    other = torch.ones_like(scratch)
+async def measure_broadcast(service: Service, meeting_file: str, num_mib: int) -> dict[str, Any]:
+    """The same for a gloo broadcast to two generators."""
+    calls = []
+    for rank, replica in enumerate(service.replicas.values(), 1):
+        call = replica.worker.call.call_one("join_and_broadcast", meeting_file, rank)
+        calls.append(asyncio.ensure_future(call))
 
-    def broadcast() -> None:
-        for tensor in tensors.values():
-            torch.distributed.broadcast(tensor, 0)
+    def as_trainer() -> float:
+        form_group(meeting_file, 0, 3)
+        broadcast(blocks_of(num_mib))
+        waits_ms = broadcast(blocks_of(num_mib))
+        torch.distributed.destroy_process_group()
+        return waits_ms
 
-    for _ in range(6):
-        start = time.perf_counter()
-        ctypes.memmove(other.data_ptr(), scratch.data_ptr(), scratch.nbytes)
-        memmove_s.append(time.perf_counter() - start)
-        calls = []
-        for worker, late_s in zip(workers, (0.0, 0.03), strict=True):
-            calls.append(asyncio.ensure_future(worker.call.call_one("broadcast", late_s)))
-        start = time.perf_counter()
-        await asyncio.to_thread(broadcast)
-        trainer_ms.append((time.perf_counter() - start) * 1e3)
-        await asyncio.gather(*calls)
-    torch.distributed.destroy_process_group()
-    waits_ms = statistics.median(trainer_ms)
-    return {
-        "x memmove": waits_ms / 1e3 / statistics.median(memmove_s),
-        "trainer waits ms": waits_ms,
-        "generator waits ms": waits_ms,
-    }
+    trainer_ms = await asyncio.to_thread(as_trainer)
+    generator_ms = max(await asyncio.gather(*calls))
+    row = {"road": "gloo broadcast, 2", "x memmove": "-", "trainer waits ms": trainer_ms}
+    return row | {"generator waits ms": generator_ms, "torn": 0}
 
 
 @stage(
@@ -1553,31 +1495,30 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     """Publishes 64 MiB to 1, 2 and 4 readers, with and without leases, and by a broadcast."""
     num_mib = 64
     torch.set_num_threads(1)
-    report.say(f"{num_mib} MiB of weights; torn reads of 100")
+    report.say(f"{num_mib} MiB of weights; torn reads of 60")
     rows = []
+    torn = {True: 0, False: 0}
     for num_readers in (1, 2, 4):
         writer = WeightWriter(blocks_of(num_mib), num_readers)
         setup_args = (writer.handle, num_mib)
         service = Service(ReaderWorker, num_readers, report.pool, setup_args)
         await service.begin()
         found = await measure_slots(service, writer)
-        if num_readers == 2:
-            num_torn = await torn_reads(service, writer, num_readers, keeps_lease=False)
-            rows.append({"road": "slots, no leases, 2", **found, "torn": num_torn})
-        num_torn = await torn_reads(service, writer, num_readers, keeps_lease=True)
-        rows.append({"road": f"slots, {num_readers}", **found, "torn": num_torn})
         report.figure(**{f"publish_over_memmove_{num_readers}": found["x memmove"]})
         report.figure(pull_ms=found["generator waits ms"])
+        for keeps_lease in (False, True) if num_readers == 2 else (True,):
+            num_torn = await count_torn(service, writer, keeps_lease)
+            torn[keeps_lease] += num_torn
+            road = f"slots, {num_readers}" if keeps_lease else "slots, 2, without leases"
+            rows.append({"road": road, **found, "torn": num_torn})
         if num_readers == 2:
-            found = await measure_broadcast(service, report.folder, num_mib)
-            broadcast = {"road": "gloo broadcast, 2", **found, "torn": 0}
+            meeting_file = str(report.folder / "meeting")
+            by_broadcast = await measure_broadcast(service, meeting_file, num_mib)
         await service.close()
-    report.table([*rows, broadcast])
-    torn_without = sum(row["torn"] for row in rows if "no leases" in row["road"])
-    torn = sum(row["torn"] for row in rows if "no leases" not in row["road"])
-    report.check("torn reads of 100 without leases", torn_without, ">", 0)
-    report.check("torn reads of 300 with leases", torn, "==", 0)
-    report.figure(torn_reads=torn, torn_reads_without_leases=torn_without)
+    report.table([*rows, by_broadcast])
+    report.check("torn reads of 60 without leases", torn[False], ">", 0)
+    report.check("torn reads of 180 with leases", torn[True], "==", 0)
+    report.figure(torn_reads=torn[True], torn_reads_without_leases=torn[False])
 
 
 # == 8. RESHARD ====================================================================================
@@ -1644,26 +1585,17 @@ def box_of(shape: Index, mesh_shape: Index, placements: Any, coordinate: Index) 
     return Box(tuple(start), tuple(end))
 
 
-@dataclass(frozen=True)
-class Move:
-    """What one rank sends to another rank, if they share no memory."""
+def plan(sources: list[Box], targets: list[Box]) -> list[tuple[int, int, Box]]:
+    """(source rank, target rank, box): moves that give each target its box, each element once.
 
-    source: int
-    target: int
-    box: Box
-
-
-def plan(sources: list[Box], targets: list[Box]) -> list[Move]:
-    """The moves that give each target rank its box, each element once.
-
-    Of source ranks with the same box, the first sends it.
+    It is for ranks that share no memory. Of sources with the same box, the first sends it.
     """
     moves = []
     for target, wanted in enumerate(targets):
         for source, held in enumerate(sources):
             shared = held.overlap(wanted)
             if shared.size and held not in sources[:source]:
-                moves.append(Move(source, target, shared))
+                moves.append((source, target, shared))
     return moves
 
 
@@ -1769,13 +1701,11 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     boxes: dict[str, list[Box]] = {}
     for cut, dim in (("rows", 0), ("columns", 1)):
         boxes[cut] = [box_of((5, 23), (2,), [shard(dim)], (rank,)) for rank in range(2)]
-    rows = []
-    for move in plan(boxes["rows"], boxes["columns"]):
-        where = f"[{move.box.start[0]}:{move.box.end[0]}, {move.box.start[-1]}:{move.box.end[-1]}]"
-        rows.append({"from": move.source, "to": move.target, "box": where, "size": move.box.size})
-    report.say("the moves of the example, if the two sides shared no memory")
-    report.table(rows)
-    num_moved = sum(row["size"] for row in rows)
+    num_moved = 0
+    for source, target, box in plan(boxes["rows"], boxes["columns"]):
+        where = ", ".join(f"{part.start}:{part.stop}" for part in box.region)
+        report.say(f"without shared memory: rank {source} sends [{where}] to rank {target}")
+        num_moved += box.size
     report.check("elements moved, of 115 that are needed", num_moved, "==", 115)
 
     setup_args = (str(report.folder / "shards"), 2)
@@ -1898,63 +1828,8 @@ class LetterTask(Task):
         return rewards
 
 
-WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle ember feather forest
-    garden harbor hammer island jacket kettle ladder lemon lion market meadow mirror mountain ocean
-    orange paper pencil pepper piano planet rabbit river rocket silver spider table window""".split()
-
-
-class WordTask(Task):
-    """The same three tasks for a chat model, which hears and says words."""
-
-    max_new_tokens = 24
-
-    def __init__(self, seed: int, kind: str) -> None:
-        self.seed = seed
-        self.kind = kind
-        self.max_new_tokens = 24 if kind == "count" else 6
-
-    def prompt(self, number: int) -> Prompt:
-        """Random words, or numbers."""
-        rng = random.Random(f"{self.seed} {number}")
-        if self.kind == "repeat":
-            first, second = rng.sample(WORDS, 2)
-            asked = f"I will say a word, and you repeat it. Say nothing else. {first}"
-            return Prompt(number, (user_turn(asked, first), user_turn(second, second)))
-        if self.kind == "count":
-            start = rng.randint(1, 20)
-            numbers = [str(start + i) for i in range(rng.randint(3, 6))]
-            asked = (
-                f"Count from {numbers[0]} to {numbers[-1]}. Write only the numbers, with commas."
-            )
-            return Prompt(number, (user_turn(asked, ", ".join(numbers)),))
-        one, other, of_one, of_other = rng.sample(WORDS, 4)
-        rule = f"When I say {one}, you say {of_one}. When I say {other}, you say {of_other}."
-        said, answer = rng.choice([(one, of_one), (other, of_other)])
-        messages = (
-            {"role": "user", "content": rule},
-            {"role": "assistant", "content": "OK."},
-            {"role": "user", "content": said},
-        )
-        return Prompt(number, (Turn(messages, answer),))
-
-    def score(self, prompt: Prompt, responses: list[str]) -> list[float]:
-        """Of each turn 1 for the answer, half of it with other marks around it, or a share."""
-        rewards = []
-        for turn, response in zip(prompt.turns, responses, strict=True):
-            right = re.findall(r"\w+", turn.answer.lower())
-            said = re.findall(r"\w+", response.lower())
-            num_right = sum(a == b for a, b in zip(right, said, strict=False))
-            reward = num_right / max(len(right), len(said)) / 2
-            if response.strip() == turn.answer:
-                reward = 1.0
-            rewards.append(reward / len(prompt.turns))
-        return rewards
-
-
-def named_task(cfg: Config) -> Task:
-    """The task of this name: in letters for the tiny policy, in words for a model of one's own."""
-    if cfg.model:
-        return WordTask(cfg.seed, cfg.task)
+def letter_task(cfg: Config) -> Task:
+    """The task of this name."""
     places_on = {"repeat": [0], "count": [1, 2, 3], "pattern": [8]}[cfg.task]
     return LetterTask(cfg.seed, places_on, num_turns=2)
 
@@ -2259,28 +2134,29 @@ def rollout(
     if seed is not None:
         rng = torch.Generator(policy.device).manual_seed(seed)
     episodes = [Episode(prompt) for prompt in prompts for _ in range(group_size)]
-    last_turn = max(len(prompt.turns) for prompt in prompts)
     with torch.inference_mode():
-        for turn in range(last_turn):
-            new_ids = {}
-            for prompt in prompts:
-                if turn < len(prompt.turns):
-                    new_ids[prompt.number] = policy.prompt_ids(prompt, turn)
-            speaking = []
-            for episode in episodes:
-                if episode.prompt.number in new_ids:
-                    ids = new_ids[episode.prompt.number]
-                    if turn > 0 and episode.ids[-1] == ids[0]:
-                        ids = ids[1:]  # the end of the response has been sampled already
-                    episode.add_prompt(ids)
-                    speaking.append(episode)
+        for turn in range(max(len(prompt.turns) for prompt in prompts)):
+            speaking = [episode for episode in episodes if turn < len(episode.prompt.turns)]
+            prompted(policy, speaking, turn)
             longest = policy.context - policy.max_new_tokens
-            left_out = {id(episode) for episode in speaking if len(episode.ids) > longest}
-            episodes = [episode for episode in episodes if id(episode) not in left_out]
-            speaking = [episode for episode in speaking if id(episode) not in left_out]
+            speaking = [episode for episode in speaking if len(episode.ids) <= longest]
+            episodes = [episode for episode in episodes if len(episode.ids) <= longest]
             if speaking:
                 respond(policy, speaking, turn, rng, pull)
     return episodes
+
+
+def prompted(policy: Policy, episodes: list[Episode], turn: int) -> None:
+    """Appends what the user says in this turn; the same for all episodes of a prompt."""
+    ids_of: dict[int, list[int]] = {}
+    for episode in episodes:
+        number = episode.prompt.number
+        if number not in ids_of:
+            ids_of[number] = policy.prompt_ids(episode.prompt, turn)
+        ids = ids_of[number]
+        if turn > 0 and episode.ids[-1] == ids[0]:
+            ids = ids[1:]  # the end of the response has been sampled already
+        episode.add_prompt(ids)
 
 
 # -- 9e. What the trainer sees ---------------------------------------------------------------------
@@ -2333,7 +2209,7 @@ def scored(policy: Policy, episodes: list[Episode]) -> tuple[torch.Tensor, torch
 async def demo_rollout(report: Report, cfg: Config) -> None:
     """Samples 64 conversations with weights that change meanwhile, and recomputes them."""
     cfg = replace(cfg, model="", task="repeat", device="cpu", dtype="float32", temperature=1.0)
-    task = named_task(cfg)
+    task = letter_task(cfg)
     policy = Policy(cfg, task, torch.float32)
     prompts = [task.prompt(number) for number in range(16)]
     weights = [{n: p + 0.1 * v for n, p in policy.model.state_dict().items()} for v in range(2)]
@@ -2421,14 +2297,13 @@ def advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
     return centred / (rewards.std(-1, correction=0, keepdim=True) + 1e-4)
 
 
-# Losses take four tensors [N], with an element for each sampled token, and return [N]:
+# A loss takes tensors [N], with an element for each sampled token, and returns [N]. For each token:
 #     logp        its log-probability now, with a gradient
 #     recorded    when it was sampled, by an older policy
-#     near        before this batch's first update; equal to logp.detach() in that update
-#     advantage   of its response
-Loss4 = Callable[[Any, Any, Any, Any, Config], Any]
+#     near        before the first update on this batch; in that update it is logp.detach()
+#     A           the advantage of its response
 
-MAX_RATIO = 2.0  # what one sample may count for in decoupled and cispo
+MAX_RATIO = 2.0  # what one sample may count for, in decoupled and cispo
 MAX_BAD_RATIO = 3.0  # beyond this a token with A < 0 has no gradient: see ppo
 
 
@@ -2437,24 +2312,12 @@ def ratio_of(logp: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     return (logp - recorded).clamp(max=20).exp()
 
 
-def reinforce(
-    logp: torch.Tensor,
-    recorded: torch.Tensor,
-    near: torch.Tensor,
-    advantage: torch.Tensor,
-    cfg: Config,
-) -> torch.Tensor:
+def reinforce(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> torch.Tensor:
     """Williams 1992. No ratio: right for fresh samples only."""
-    return -advantage * logp
+    return -A * logp
 
 
-def ppo(
-    logp: torch.Tensor,
-    recorded: torch.Tensor,
-    near: torch.Tensor,
-    advantage: torch.Tensor,
-    cfg: Config,
-) -> torch.Tensor:
+def ppo(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> torch.Tensor:
     """Schulman 2017, with the dual clip of Ye 2020.
 
     By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and
@@ -2466,37 +2329,25 @@ def ppo(
     """
     ratio = ratio_of(logp, recorded)
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    gain = torch.min(advantage * ratio, advantage * clipped)  # mechanism: losses
-    return -torch.where(advantage < 0, gain.clamp(min=MAX_BAD_RATIO * advantage), gain)
+    gain = torch.min(A * ratio, A * clipped)  # mechanism: losses
+    return -torch.where(A < 0, gain.clamp(min=MAX_BAD_RATIO * A), gain)
 
 
-def decoupled(
-    logp: torch.Tensor,
-    recorded: torch.Tensor,
-    near: torch.Tensor,
-    advantage: torch.Tensor,
-    cfg: Config,
-) -> torch.Tensor:
+def decoupled(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> torch.Tensor:
     """AReaL (Fu 2025): clips what this batch does, and weighs by how old the sample was.
 
     With one pass over a batch logp is near, so its clip never acts.
     """
-    return ratio_of(near, recorded).clamp(max=MAX_RATIO) * ppo(logp, near, near, advantage, cfg)
+    return ratio_of(near, recorded).clamp(max=MAX_RATIO) * ppo(logp, near, near, A, cfg)
 
 
-def cispo(
-    logp: torch.Tensor,
-    recorded: torch.Tensor,
-    near: torch.Tensor,
-    advantage: torch.Tensor,
-    cfg: Config,
-) -> torch.Tensor:
-    """MiniMax-M1 (2025): REINFORCE with a truncated ratio as its weight, which has no gradient."""
+def cispo(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> torch.Tensor:
+    """MiniMax-M1 (2025): REINFORCE, weighed by a truncated ratio that has no gradient."""
     weight = ratio_of(logp, recorded).clamp(max=MAX_RATIO).detach()
-    return -advantage * weight * logp
+    return -A * weight * logp
 
 
-LOSSES: dict[str, Loss4] = {
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "reinforce": reinforce,
     "ppo": ppo,
     "decoupled": decoupled,
@@ -2516,15 +2367,13 @@ def true_gradient(table: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
 
 
 def estimates(
-    loss: str,
-    kind: str,
-    old: torch.Tensor,
-    now: torch.Tensor,
-    rewards: torch.Tensor,
-    num_batches: int,
-    rng: torch.Generator,
+    how: tuple[str, str], old: Any, now: Any, rewards: Any, num_batches: int, rng: Any
 ) -> torch.Tensor:
-    """[num_batches, 4 * 16]: gradients, each from 8 responses to each prompt, sampled by `old`."""
+    """[num_batches, 4 * 16]: gradients, each from 8 responses to each prompt, sampled by `old`.
+
+    how: a loss, and a kind of advantage.
+    """
+    loss, kind = how
     drawn = torch.multinomial(old.softmax(-1), num_batches * 8, True, generator=rng)
     drawn = drawn.view(4, num_batches, 8).transpose(0, 1)  # [batches, prompts, 8]
     tables = now.expand(num_batches, 4, 16).clone().requires_grad_()
@@ -2561,7 +2410,7 @@ def push(loss: str, old: torch.Tensor, rewards: torch.Tensor, rng: torch.Generat
 
 @stage(
     "a baseline removes noise, a ratio removes the bias of staleness, a clip bounds the push",
-    instead="gain = advantage * ratio",
+    instead="gain = A * ratio",
 )
 async def demo_losses(report: Report, cfg: Config) -> None:
     """Compares 2,000 estimates of each kind with the true gradient, and pushes with each loss."""
@@ -2570,7 +2419,7 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     fresh = torch.randn(4, 16, generator=rng) + torch.arange(4)[:, None] * rewards
     now = fresh
     for _ in range(8):  # eight updates later, what `fresh` samples is stale
-        step = estimates("reinforce", "leave_one_out", now, now, rewards, 1, rng).view(4, 16)
+        step = estimates(("reinforce", "leave_one_out"), now, now, rewards, 1, rng).view(4, 16)
         now = now + 0.7 * step / step.norm()
     rows = []
     for staleness, policy, loss, kind in (
@@ -2580,7 +2429,7 @@ async def demo_losses(report: Report, cfg: Config) -> None:
         (8, now, "reinforce", "leave_one_out"),
         (8, now, "cispo", "leave_one_out"),
     ):
-        found = estimates(loss, kind, fresh, policy, rewards, 2000, rng)
+        found = estimates((loss, kind), fresh, policy, rewards, 2000, rng)
         row = {"staleness": staleness, "loss": loss, "advantage": kind}
         rows.append(row | bias_and_deviation(found, true_gradient(policy, rewards)))
     report.table(rows)
@@ -2638,19 +2487,13 @@ def advantages_of(episodes: list[Episode], kind: str) -> list[list[float]]:
     return found
 
 
-def is_trained_on(episode: Episode, skip_truncated: bool) -> list[bool]:
-    """Of each token: was it sampled, and does its turn count?"""
-    counts = [False]  # of turn 0, which is not sampled
-    counts += [not (skip_truncated and is_cut) for is_cut in episode.truncated]
-    return [counts[turn] for turn in episode.turn_of]
+def without_truncated(episode: Episode) -> Episode:
+    """The same, with truncated responses as if they had not been sampled."""
+    cut = {turn for turn, is_cut in enumerate(episode.truncated, 1) if is_cut}
+    return replace(episode, turn_of=[0 if turn in cut else turn for turn in episode.turn_of])
 
 
-def collate(
-    episodes: list[Episode],
-    advantage: list[list[float]],
-    skip_truncated: bool,
-    device: torch.device,
-) -> Batch:
+def collate(episodes: list[Episode], advantage: list[list[float]], device: torch.device) -> Batch:
     """Makes tensors of episodes, and of the advantage of each of their turns."""
     width = max(len(episode.ids) for episode in episodes)
     ids = []
@@ -2658,20 +2501,24 @@ def collate(
     recorded = []
     of_tokens = []
     for episode, of_turns in zip(episodes, advantage, strict=True):
-        padding = width - len(episode.ids)
-        chosen = is_trained_on(episode, skip_truncated)
-        ids.append(episode.ids + [0] * padding)
-        is_sampled.append(chosen[1:] + [False] * padding)
-        for place, is_chosen in enumerate(chosen):
-            if is_chosen:
-                recorded.append(episode.logprobs[place])
-                of_tokens.append(of_turns[episode.turn_of[place] - 1])
+        padding = [0] * (width - len(episode.ids))
+        ids.append(episode.ids + padding)
+        is_sampled.append([turn > 0 for turn in episode.turn_of[1:] + padding])
+        for turn, logprob in zip(episode.turn_of, episode.logprobs, strict=True):
+            if turn > 0:
+                recorded.append(logprob)
+                of_tokens.append(of_turns[turn - 1])
     return Batch(
         torch.tensor(ids, device=device),
         torch.tensor(is_sampled, device=device),
         torch.tensor(recorded, device=device),
         torch.tensor(of_tokens, device=device),
     )
+
+
+def num_sampled(episodes: list[Episode]) -> int:
+    """Their sampled tokens."""
+    return sum(turn > 0 for episode in episodes for turn in episode.turn_of)
 
 
 def rows_of_passes(
@@ -2692,7 +2539,7 @@ def rows_of_passes(
 
 @dataclass
 class StepStats:
-    """What one update says of itself. Means are over the sampled tokens; of rank 0, if several."""
+    """What one update says of itself. Means are over the tokens of rank 0."""
 
     num_tokens: int = 0
     loss: float = 0.0  # near 0 in a healthy run: section 10
@@ -2702,8 +2549,20 @@ class StepStats:
     grad_norm: float = 0.0  # before it is cut to 1
     seconds: float = 0.0
 
-
-Objective = Callable[[int, Batch, Any, Any], Any]  # part, batch, logp [N], entropy [N] -> loss [N]
+    def add(self, batch: Batch, loss: Any, logp: Any, entropy: Any, cfg: Config) -> None:
+        """Takes the tokens of one more pass into the means."""
+        ratio = ratio_of(logp, batch.recorded)
+        is_outside = (ratio < 1 - cfg.clip_low) | (ratio > 1 + cfg.clip_high)
+        share = len(logp) / max(self.num_tokens + len(logp), 1)
+        self.num_tokens += len(logp)
+        for name, values in (
+            ("loss", loss),
+            ("entropy", entropy),
+            ("k3", k3(batch.recorded, logp)),
+            ("clipped", is_outside.float()),
+        ):
+            mean = float(values.sum()) / max(len(logp), 1)
+            setattr(self, name, (1 - share) * getattr(self, name) + share * mean)
 
 
 class Learner:
@@ -2729,12 +2588,20 @@ class Learner:
     def step(self, episodes: list[Episode]) -> StepStats:
         """cfg.passes updates on the same episodes. Returns what the first one found.
 
-        Episodes of a group with equal rewards have the advantage 0, and no gradient: without an
-        entropy bonus or a divergence they are left out of the passes, but stay in the denominator.
+        Episodes of a group with equal rewards have the advantage 0, and no gradient. Without an
+        entropy bonus or a divergence they are left out, but their tokens stay in the denominator.
         """
         cfg = self.cfg
+        if cfg.mask_truncated:
+            episodes = [without_truncated(episode) for episode in episodes]
         advantage = advantages_of(episodes, cfg.advantage)
-        near: list[torch.Tensor] = []
+        num_tokens = num_sampled(episodes)
+        chosen = [place for place, of_turns in enumerate(advantage) if any(of_turns)]
+        if cfg.entropy or cfg.kl or len(chosen) < 2 * self.num_ranks:
+            chosen = list(range(len(episodes)))
+        episodes = [episodes[place] for place in chosen]
+        advantage = [advantage[place] for place in chosen]
+        near: list[torch.Tensor] = []  # of each part, before the first update
 
         def objective(part: int, batch: Batch, logp: Any, entropy: Any) -> Any:
             if part == len(near):
@@ -2745,48 +2612,47 @@ class Learner:
                 loss = loss + cfg.kl * divergence(self.reference, batch, logp)
             return loss
 
-        num_tokens = sum(sum(is_trained_on(e, cfg.mask_truncated)) for e in episodes)
-        chosen = range(len(episodes))
-        if not cfg.entropy and not cfg.kl:
-            with_signal = [place for place in chosen if any(advantage[place])]
-            chosen = with_signal if len(with_signal) >= self.num_ranks else chosen
-        episodes = [episodes[place] for place in chosen]
-        advantage = [advantage[place] for place in chosen]
-        found = self._update(episodes, advantage, objective, self.optimizer, num_tokens)
-        for _ in range(cfg.passes - 1):
-            self._update(episodes, advantage, objective, self.optimizer, num_tokens)
-        return found
+        found = [
+            self._update(self.optimizer, episodes, advantage, num_tokens, objective)
+            for _ in range(cfg.passes)
+        ]
+        return found[0]
+
+    def supervise(self, task: Task, num_steps: int) -> None:
+        """Supervised steps on right responses, at twice the rate of RL: the warm start."""
+        optimizer = self._new_optimizer(2 * self.cfg.lr)
+        prompts = training_prompts(task)
+        for _ in range(num_steps):
+            batch = itertools.islice(prompts, 4 * self.cfg.prompts_per_step)
+            episodes = [right_episode(self.policy, prompt) for prompt in batch]
+            advantage = [[1.0] * len(episode.responses) for episode in episodes]
+            num_tokens = num_sampled(episodes)
+            self._update(optimizer, episodes, advantage, num_tokens, lambda *found: -found[-2])
 
     def _update(
         self,
+        optimizer: torch.optim.Optimizer,
         episodes: list[Episode],
         advantage: list[list[float]],
-        objective: Objective,
-        optimizer: torch.optim.Optimizer,
         num_tokens: int,
+        objective: Callable[[int, Batch, Any, Any], Any],
     ) -> StepStats:
-        """One update, in as many forward and backward passes as tokens_per_pass asks for."""
+        """One update, in as many forward and backward passes as cfg.tokens_per_pass asks for.
+
+        objective: (number of the pass, batch, log-probabilities [N], entropies [N]) -> losses [N].
+        """
         cfg = self.cfg
         start = time.perf_counter()
-        stats = StepStats(num_tokens=num_tokens)
+        stats = StepStats()
         parts = rows_of_passes(episodes, cfg.tokens_per_pass, self.rank, self.num_ranks)
-        num_mine = 0
         for part, rows in enumerate(parts):
             mine = [episodes[row] for row in rows]
-            of_mine = [advantage[row] for row in rows]
-            batch = collate(mine, of_mine, cfg.mask_truncated, self.policy.device)
+            batch = collate(mine, [advantage[row] for row in rows], self.policy.device)
             logp, entropy = token_logprobs(self.policy, batch.ids, batch.is_sampled)
             loss = objective(part, batch, logp, entropy)
-            (loss.sum() / max(num_tokens, 1) * self.num_ranks).backward()  # FSDP takes the mean
-            ratio = ratio_of(logp.detach(), batch.recorded)
-            is_outside = (ratio < 1 - cfg.clip_low) | (ratio > 1 + cfg.clip_high)
-            num_mine += len(logp)
-            stats.loss += float(loss.detach().sum())
-            stats.entropy += float(entropy.detach().sum())
-            stats.k3 += float(k3(batch.recorded, logp).sum())
-            stats.clipped += float(is_outside.sum())
-        for name in ("loss", "entropy", "k3", "clipped"):
-            setattr(stats, name, getattr(stats, name) / max(num_mine, 1))
+            # FSDP takes the mean of the ranks' gradients; what is wanted is their sum.
+            (loss.sum() / max(num_tokens, 1) * self.num_ranks).backward()
+            stats.add(batch, loss.detach(), logp.detach(), entropy.detach(), cfg)
         norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), 1.0)
         stats.grad_norm = float(norm.full_tensor() if isinstance(norm, dtensor.DTensor) else norm)
         if math.isfinite(stats.grad_norm):
@@ -2794,19 +2660,6 @@ class Learner:
         optimizer.zero_grad()
         stats.seconds = time.perf_counter() - start
         return stats
-
-    def supervise(self, task: Task, num_steps: int) -> None:
-        """Supervised steps on right answers, at twice the rate of RL: the warm start."""
-        optimizer = self._new_optimizer(2 * self.cfg.lr)
-        prompts = training_prompts(task)
-        for _ in range(num_steps):
-            batch = [next(prompts) for _ in range(4 * self.cfg.prompts_per_step)]
-            episodes = [right_episode(self.policy, prompt) for prompt in batch]
-            num_tokens = sum(sum(is_trained_on(e, False)) for e in episodes)
-            advantage = [[0.0] * len(e.responses) for e in episodes]
-            self._update(
-                episodes, advantage, lambda part, b, logp, entropy: -logp, optimizer, num_tokens
-            )
 
 
 def training_prompts(task: Task) -> Iterator[Prompt]:
@@ -2863,21 +2716,46 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
 
 # -- 11b. The actors of a run ----------------------------------------------------------------------
 
-MakeTask = Callable[[Config], Task]
+Asked = list[tuple[Prompt, list[str]]]  # of each episode of a group: its prompt and its responses
+
+
+@dataclass
+class Scores:
+    """The rewards of a group: of each episode, of each turn; None where there are none, and why."""
+
+    rewards: list[list[float] | None]
+    errors: list[str] = field(default_factory=list)
+
+
+def score_group(task: Task, asked: Asked) -> Scores:
+    """Calls task.score for each episode of a group."""
+    return Scores([task.score(prompt, responses) for prompt, responses in asked])
+
+
+def one_thread() -> Executor:
+    """Runs a reward function that can be trusted."""
+    return ThreadPoolExecutor(1)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where prompts and rewards come from: functions, which each process calls for itself."""
+
+    make_task: Callable[[Config], Task] = letter_task
+    score_group: Callable[[Task, Asked], Scores] = score_group
+    make_executor: Callable[[], Executor] = one_thread
 
 
 class Trainer(Worker):
     """Learns, and publishes."""
 
-    def setup(
-        self, number: int, cfg: Config, make_task: MakeTask, meeting_file: str
-    ) -> ArenaHandle:
+    def setup(self, number: int, cfg: Config, env: Environment, meeting_file: str) -> ArenaHandle:
         """Loads the policy, makes the supervised steps, and publishes version 0."""
         torch.set_num_threads(num_threads(cfg))
         rank = current_rank().rank
         if cfg.trainers > 1:
             form_group(meeting_file, rank, cfg.trainers)
-        task = make_task(cfg)
+        task = env.make_task(cfg)
         self.policy = Policy(cfg, task, torch.float32)
         self.learner = Learner(self.policy, cfg, rank, cfg.trainers)
         self.learner.supervise(task, cfg.sft_steps)
@@ -2918,12 +2796,12 @@ class Trainer(Worker):
 class Generator(Worker):
     """Samples with the newest weights."""
 
-    def setup(self, number: int, cfg: Config, make_task: MakeTask) -> None:
+    def setup(self, number: int, cfg: Config, env: Environment) -> None:
         """Loads the policy; its weights come with the first pull."""
         torch.set_num_threads(num_threads(cfg))
         self.number = number
         self.cfg = cfg
-        self.policy = Policy(cfg, make_task(cfg), getattr(torch, cfg.dtype))
+        self.policy = Policy(cfg, env.make_task(cfg), getattr(torch, cfg.dtype))
         self.reader: WeightReader | None = None
 
     def rollout(
@@ -2938,102 +2816,33 @@ class Generator(Worker):
         return rollout(self.policy, prompts, group_size, seed, pull)
 
 
-@dataclass
-class Scores:
-    """The rewards of a group: of each episode, of each turn; None where there are none, and why."""
-
-    rewards: list[list[float] | None]
-    errors: list[str] = field(default_factory=list)
-
-
-Asked = list[tuple[Prompt, list[str]]]  # of each episode of a group: its prompt and its responses
-
-
 @functools.cache
-def task_of_process(make_task: MakeTask, cfg: Config) -> Task:
+def task_of_process(env: Environment, cfg: Config) -> Task:
     """The task, made once in each process."""
-    return make_task(cfg)
+    return env.make_task(cfg)
 
 
-def score_group(make_task: MakeTask, cfg: Config, asked: Asked) -> Scores:
-    """Calls task.score for each episode. It may return a coroutine; a group's run together."""
-    task = task_of_process(make_task, cfg)
-    scores = Scores([])
-    results: list[Any] = []
-    for prompt, responses in asked:
-        try:
-            results.append(task.score(prompt, responses))
-        except (Exception, SystemExit) as error:
-            results.append(error)
-    if any(inspect.isawaitable(result) for result in results):
-        results = asyncio.run(all_of(results))
-    for (prompt, _), result in zip(asked, results, strict=True):
-        try:
-            scores.rewards.append(rewards_from(result, len(prompt.turns)))
-        except Exception as error:
-            scores.rewards.append(None)
-            scores.errors.append(place_of(error))
-    return scores
-
-
-async def all_of(results: list[Any]) -> list[Any]:
-    """The results of those that are coroutines; what they raise is their result."""
-
-    async def one(result: Any) -> Any:
-        return await result if inspect.isawaitable(result) else result
-
-    return await asyncio.gather(*[one(result) for result in results], return_exceptions=True)
-
-
-def rewards_from(result: Any, num_turns: int) -> list[float] | None:
-    """What `score` returned, as a reward for each turn. A single number is for the last turn."""
-    if isinstance(result, BaseException):
-        raise result
-    if result is None:
-        return None
-    if hasattr(result, "tolist"):  # of torch or numpy
-        result = result.tolist()
-    if not isinstance(result, (list, tuple)):
-        result = [0.0] * (num_turns - 1) + [result]
-    rewards = [float(reward) for reward in result]
-    if len(rewards) != num_turns:
-        raise ValueError(f"score returned {len(rewards)} rewards for {num_turns} turns")
-    if not all(abs(reward) < 1e30 for reward in rewards):  # also false for nan
-        raise ValueError(f"score returned {rewards}: not a finite number")
-    return rewards
-
-
-def place_of(error: BaseException) -> str:
-    """An error, and the file and line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = frames[-1] if frames else None
-    where = f"{frame.filename}, line {frame.lineno}: " if frame else ""
-    return f"{where}{type(error).__name__}: {error}"
+def score_here(env: Environment, cfg: Config, asked: Asked) -> Scores:
+    """What the executor of a reward worker runs, in its thread or process."""
+    return env.score_group(task_of_process(env, cfg), asked)
 
 
 class RewardWorker(Worker):
-    """Runs the reward function, by an executor that may be a thread or a process."""
+    """Has the reward function run by an executor."""
 
-    def setup(
-        self,
-        number: int,
-        cfg: Config,
-        make_task: MakeTask,
-        make_executor: Callable[[], Executor],
-    ) -> None:
+    def setup(self, number: int, cfg: Config, env: Environment) -> None:
         """Nothing is started before there is something to score."""
         self.cfg = cfg
-        self.make_task = make_task
-        self.make_executor = make_executor
+        self.env = env
         self.executor: Executor | None = None
 
     def score(self, groups: list[Asked]) -> list[Scores]:
         """The rewards of each group. One that takes too long, or kills its process, has none."""
         found = []
         for asked in groups:
-            self.executor = self.executor or self.make_executor()
-            future = self.executor.submit(score_group, self.make_task, self.cfg, asked)
+            self.executor = self.executor or self.env.make_executor()
             try:
+                future = self.executor.submit(score_here, self.env, self.cfg, asked)
                 found.append(future.result(self.cfg.reward_deadline))
             except (TimeoutError, BrokenExecutor) as error:
                 reason = f"no reward within {self.cfg.reward_deadline:g} s"
@@ -3081,30 +2890,25 @@ class RunError(RuntimeError):
 class Actors:
     """The three services of a run, and typed calls to them.
 
-    make_executor: what runs the reward function. folder: for a file in which ranks meet.
-    unresponsive_s: when a worker that answers no ping is replaced.
+    folder: for a file in which ranks meet. unresponsive_s: see Service.
     """
 
     def __init__(
-        self,
-        cfg: Config,
-        pool: Pool,
-        folder: Path,
-        make_task: MakeTask = named_task,
-        make_executor: Callable[[], Executor] = functools.partial(ThreadPoolExecutor, 1),
-        unresponsive_s: float = 30.0,
+        self, cfg: Config, env: Environment, pool: Pool, folder: Path, unresponsive_s: float = 30.0
     ) -> None:
         self.cfg = cfg
         self.pool = pool
-        meeting_file = str(folder / f"meeting_{time.time_ns()}")
-        for_trainer = (cfg, make_task, meeting_file)
+        meeting_file = str(folder / f"meeting_{time.monotonic_ns()}")
         service = functools.partial(Service, pool=pool, unresponsive_s=unresponsive_s)
         self.trainer = service(
-            Trainer, 1, setup_args=for_trainer, num_ranks=cfg.trainers, replaces=False
+            Trainer,
+            1,
+            setup_args=(cfg, env, meeting_file),
+            num_ranks=cfg.trainers,
+            replaces=False,
         )
-        self.generators = service(Generator, cfg.generators, setup_args=(cfg, make_task))
-        for_rewards = (cfg, make_task, make_executor)
-        self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=for_rewards)
+        self.generators = service(Generator, cfg.generators, setup_args=(cfg, env))
+        self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=(cfg, env))
         self.services = [self.trainer, self.generators, self.reward_workers]
 
     async def begin(self) -> None:
@@ -3313,16 +3117,11 @@ def for_demo(cfg: Config, report: Report) -> Config:
 
 async def begin_demo(cfg: Config, report: Report) -> Run:
     """The actors of a demo, and its run."""
-    actors = Actors(cfg, report.pool, report.folder, letter_task, unresponsive_s=2.0)
+    actors = Actors(cfg, Environment(), report.pool, report.folder, unresponsive_s=2.0)
     await actors.begin()
     if cfg.sft_steps:
         await actors.trainer.request("export", str(report.folder / "warm"))
     return Run(cfg, actors, letter_task(cfg), report.say)
-
-
-def letter_task(cfg: Config) -> Task:
-    """The task in letters, for a tiny policy that comes from a folder."""
-    return named_task(replace(cfg, model=""))
 
 
 async def busy_share(who: str, start_s: float, end_s: float) -> float:
@@ -3618,9 +3417,36 @@ async def run_stages(cfg: Config) -> int:
         report = Report(Path(folder), pool)
         for name in names:
             number = [*STAGES].index(name) + 1
-            await report.run(number, STAGES[name], cfg)
+            await run_stage(report, number, STAGES[name], cfg)
         await pool.close()
     return 0
+
+
+def line_with(text: str) -> int:
+    """The number of the first line of this file that contains the text."""
+    for number, line in enumerate(THIS_FILE.read_text().splitlines(), 1):
+        if text in line:
+            return number
+    raise ValueError(f"no line has {text!r}")
+
+
+async def run_stage(report: Report, number: int, stage: Stage, cfg: Config) -> bool:
+    """Runs a stage; says whether all of its checks hold. An exception is one that does not."""
+    banner = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
+    print(f"\n[{number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {banner})", flush=True)
+    found: dict[str, Any] = {"name": stage.name, "checks": [], "figures": {}}
+    report.stages.append(found)
+    start = time.monotonic()
+    try:
+        await stage.demo(report, cfg)
+    except Exception as error:
+        traceback.print_exc()
+        report.check(f"errors that ended the stage ({cause_of(error)})", 1, "==", 0)
+    found["seconds"] = round(time.monotonic() - start, 2)
+    changed = line_with("# mechanism: " + stage.name)
+    report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
+    report.say(f"{len(found['checks'])} checks, {found['seconds']:.1f} s")
+    return all(check["ok"] for check in found["checks"])
 
 
 ENVIRONMENT = {
