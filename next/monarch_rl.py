@@ -60,6 +60,7 @@ import difflib
 import fcntl
 import functools
 import importlib
+import importlib.util
 import itertools
 import inspect
 import json
@@ -70,14 +71,18 @@ import operator
 import os
 import random
 import re
+import select
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import typing
+import unicodedata
+import warnings
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -1828,10 +1833,12 @@ class LetterTask(Task):
         return rewards
 
 
+TASKS = {"repeat": [0], "count": [1, 2, 3], "pattern": [8]}
+
+
 def letter_task(cfg: Config) -> Task:
     """The task of this name."""
-    places_on = {"repeat": [0], "count": [1, 2, 3], "pattern": [8]}[cfg.task]
-    return LetterTask(cfg.seed, places_on, num_turns=2)
+    return LetterTask(cfg.seed, TASKS[cfg.task], num_turns=2)
 
 
 # -- 9b. What is recorded --------------------------------------------------------------------------
@@ -2966,15 +2973,11 @@ class Accounting:
 
 
 class Run:
-    """What a run knows of itself: prompts drawn, groups counted, versions, and a row for each step.
+    """What a run knows of itself: prompts drawn, groups counted, versions, a row for each step."""
 
-    say: prints a line.
-    """
-
-    def __init__(self, cfg: Config, actors: Actors, task: Task, say: Callable[[str], None]) -> None:
+    def __init__(self, cfg: Config, actors: Actors, task: Task) -> None:
         self.cfg = cfg
         self.actors = actors
-        self.say = say
         self.accounting = Accounting()
         self.prompts = training_prompts(task)
         self.held_out = held_out_prompts(task, cfg.eval_prompts)
@@ -3027,9 +3030,7 @@ class Run:
         return groups
 
     def note_error(self, error: str) -> None:
-        """Counts an error, and shows each kind of it once."""
-        if error not in self.errors:
-            self.say(f"not scored: {error}")
+        """Counts an error."""
         self.errors[error] = self.errors.get(error, 0) + 1
 
     async def step(self, groups: list[Group], waits: bool) -> None:
@@ -3039,30 +3040,33 @@ class Run:
         self.version += 1
         self.accounting.trained += len(groups)
         episodes = [episode for group in groups for episode in group.episodes]
-        turns = [is_cut for episode in episodes for is_cut in episode.truncated]
-        self.rows.append(
-            {
-                "step": self.version,
-                "time": time.time(),
-                "reward": statistics.fmean(sum(episode.rewards) for episode in episodes),
-                "truncated": statistics.fmean(turns),
-                "staleness": staleness,
-                **asdict(stats),
-                **asdict(self.accounting),
-                "too_long": self.num_too_long,
-                "not_scored": sum(self.errors.values()),
-            }
-        )
+        first = episodes[0]
+        row = {
+            "step": self.version,
+            "time": time.time(),
+            "reward": statistics.fmean(sum(episode.rewards) for episode in episodes),
+            "staleness": staleness,
+            "truncated": statistics.fmean(any(episode.truncated) for episode in episodes),
+            "sample": f"{first.prompt.turns[-1].messages[-1]['content']!r} -> "
+            f"{first.responses[-1]!r} ({sum(first.rewards):.2f})",
+            "tokens_per_s": stats.num_tokens / stats.seconds,
+            "too_long": self.num_too_long,
+            "not_scored": sum(self.errors.values()),
+        }
+        self.rows.append(row | asdict(stats) | asdict(self.accounting))
+
+    async def judged(self, prompts: list[Prompt], group_size: int, seed: int | None) -> list[Group]:
+        """Groups of these prompts, with rewards, which count for nothing else."""
+        size = max(1, min(64, math.ceil(len(prompts) / self.cfg.generators)))
+        requests = []
+        for start in range(0, len(prompts), size):
+            requests.append(self.actors.rollout(prompts[start : start + size], group_size, seed))
+        answers = await asyncio.gather(*requests)
+        return await self.with_rewards([episode for answer in answers for episode in answer])
 
     async def evaluate(self) -> float | None:
         """Held-out accuracy: the share of prompts whose likeliest responses earn all of 1."""
-        size = max(1, min(64, math.ceil(len(self.held_out) / self.cfg.generators)))
-        requests = []
-        for start in range(0, len(self.held_out), size):
-            prompts = self.held_out[start : start + size]
-            requests.append(self.actors.rollout(prompts, 1, None))
-        episodes = [episode for found in await asyncio.gather(*requests) for episode in found]
-        groups = await self.with_rewards(episodes)
+        groups = await self.judged(self.held_out, 1, seed=None)
         num_right = sum(sum(group.episodes[0].rewards) > 0.999 for group in groups)
         return num_right / len(self.held_out) if self.held_out else None
 
@@ -3121,7 +3125,7 @@ async def begin_demo(cfg: Config, report: Report) -> Run:
     await actors.begin()
     if cfg.sft_steps:
         await actors.trainer.request("export", str(report.folder / "warm"))
-    return Run(cfg, actors, letter_task(cfg), report.say)
+    return Run(cfg, actors, letter_task(cfg))
 
 
 async def busy_share(who: str, start_s: float, end_s: float) -> float:
@@ -3406,20 +3410,458 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
 
 
 # ==== PART II: further ============================================================================
+# The system is complete. What follows makes it yours: your model, your data, your reward function.
+
+# == YOUR OWN MODEL AND DATA =======================================================================
+# Problem. A reward function is somebody else's code: it raises, hangs, forks, uses signals, and
+#   returns what it likes. Data has lines that are wrong. A run must not end by either.
+# Rule. It runs in the main thread of a process of its own, which can be killed with all that it has
+#   started. An episode without a reward is left out of its group; it does not count as 0.
+# Cost. That process, and a message to it for each group.
+#
+# -- tasks -----------------------------------------------------------------------------------------
+
+WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle ember feather forest
+    garden harbor hammer island jacket kettle ladder lemon lion market meadow mirror mountain ocean
+    orange paper pencil pepper piano planet rabbit river rocket silver spider table window""".split()
 
 
-async def run_stages(cfg: Config) -> int:
-    names = [cfg.only] if cfg.only else [*STAGES]
-    if cfg.stage:
-        names = names[: names.index(cfg.stage) + 1]
-    with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
-        pool = Pool()
-        report = Report(Path(folder), pool)
-        for name in names:
-            number = [*STAGES].index(name) + 1
-            await run_stage(report, number, STAGES[name], cfg)
-        await pool.close()
+class WordTask(Task):
+    """`repeat`, `count` and `pattern` for a chat model, which hears and says words."""
+
+    def __init__(self, seed: int, kind: str) -> None:
+        self.seed = seed
+        self.kind = kind
+        self.max_new_tokens = 24 if kind == "count" else 6
+
+    def prompt(self, number: int) -> Prompt:
+        """Random words, or numbers."""
+        rng = random.Random(f"{self.seed} {number}")
+        if self.kind == "repeat":
+            first, second = rng.sample(WORDS, 2)
+            asked = f"I will say a word, and you repeat it. Say nothing else. {first}"
+            return Prompt(number, (user_turn(asked, first), user_turn(second, second)))
+        if self.kind == "count":
+            start = rng.randint(1, 20)
+            numbers = [str(start + i) for i in range(rng.randint(3, 6))]
+            span = f"from {numbers[0]} to {numbers[-1]}"
+            asked = f"Count {span}. Write only the numbers, with commas."
+            return Prompt(number, (user_turn(asked, ", ".join(numbers)),))
+        one, other, of_one, of_other = rng.sample(WORDS, 4)
+        rule = f"When I say {one}, you say {of_one}. When I say {other}, you say {of_other}."
+        said, answer = rng.choice([(one, of_one), (other, of_other)])
+        messages = (
+            {"role": "user", "content": rule},
+            {"role": "assistant", "content": "OK."},
+            {"role": "user", "content": said},
+        )
+        return Prompt(number, (Turn(messages, answer),))
+
+    def score(self, prompt: Prompt, responses: list[str]) -> list[float]:
+        """Of each turn 1 for exactly the answer, and at most half for its words among others."""
+        rewards = []
+        for turn, response in zip(prompt.turns, responses, strict=True):
+            right = re.findall(r"\w+", turn.answer)
+            said = re.findall(r"\w+", response.lower())
+            num_right = sum(a == b for a, b in zip(right, said, strict=False))
+            reward = num_right / max(len(right), len(said)) / 2
+            if response.strip() == turn.answer:
+                reward = 1.0
+            rewards.append(reward / len(prompt.turns))
+        return rewards
+
+
+def prompt_of(number: int, record: Any, where: str) -> Prompt:
+    """A prompt from {"prompt": text or messages, "answer": ...}, or from a Prompt."""
+    if isinstance(record, Prompt):
+        return replace(record, number=number)
+    asked = record.get("prompt") if isinstance(record, dict) else record
+    if isinstance(asked, str) and asked:
+        messages = ({"role": "user", "content": asked},)
+    elif isinstance(asked, list) and asked and all(isinstance(m, dict) for m in asked):
+        messages = tuple(asked)
+    else:
+        raise UsageError(f'{where}: "prompt" is neither a text nor a list of messages')
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise UsageError(f'{where}: a message needs "role" and "content", both texts')
+    return Prompt(
+        number, (Turn(messages, record.get("answer") if isinstance(record, dict) else None),)
+    )
+
+
+class FileTask(Task):
+    """The lines of a FILE.jsonl, in another order in each epoch."""
+
+    def __init__(self, path: str, seed: int) -> None:
+        self.seed = seed
+        self.prompts: list[Prompt] = []
+        try:
+            lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--task {path}: {error}") from error
+        for place, line in enumerate(lines, 1):
+            where = f"--task {path}, line {place}"
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise UsageError(f"{where}: not JSON: {error}") from error
+                if not isinstance(record, dict):
+                    raise UsageError(f'{where}: not an object with "prompt" and "answer"')
+                self.prompts.append(prompt_of(len(self.prompts), record, where))
+        if all(prompt.is_held_out for prompt in self.prompts):
+            raise UsageError(f"--task {path}: {len(self.prompts)} prompts are too few to train on")
+
+    def prompt(self, number: int) -> Prompt:
+        """Each prompt once in every epoch."""
+        epoch, place = divmod(number, len(self.prompts))
+        return replace(self.prompts[self._order(epoch)[place]], number=number)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 a task lives as long as its process
+    def _order(self, epoch: int) -> list[int]:
+        return random.Random(f"{self.seed} {epoch}").sample(
+            range(len(self.prompts)), len(self.prompts)
+        )
+
+    def score(self, prompt: Prompt, responses: list[str]) -> list[float]:
+        """1 or 0: see `is_answer`."""
+        pairs = zip(prompt.turns, responses, strict=True)
+        return [float(is_answer(response, turn.answer)) for turn, response in pairs]
+
+
+def is_answer(response: str, answer: Any) -> bool:
+    """Whether a response gives this answer: as the same text, or as the same last number.
+
+    What counts is what follows a </think>, in the last \\\\boxed{...} or behind the last ####, if
+    there is one. Case, blanks and a full stop at the end do not count.
+    """
+
+    def normal(text: str) -> str:
+        return unicodedata.normalize("NFC", text).strip().strip(".").strip().casefold()
+
+    final = response.rsplit("</think>", 1)[-1].rsplit("####", 1)[-1]
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", final)
+    final = boxed[-1] if boxed else final
+    wanted = normal(str(answer))
+    if normal(final) == wanted:
+        return True
+    numbers = [found.replace(",", "") for found in re.findall(r"-?\d[\d,]*(?:\.\d+)?", final)]
+    try:
+        return bool(numbers) and float(numbers[-1]) == float(wanted.replace(",", ""))
+    except ValueError:
+        return False
+
+
+def load_python(spec: str, of_flag: str) -> Any:
+    """What FILE.py:NAME names. The file's folder can be imported from, and its child processes can
+    import the file."""
+    path, _, name = spec.rpartition(":")
+    file = Path(path).resolve()
+    if not path.endswith(".py") or not file.is_file():
+        raise UsageError(f"{of_flag} {spec}: there is no file {path!r}; give FILE.py:NAME")
+    sys.path.append(str(file.parent))
+    is_free = importlib.util.find_spec(file.stem) is None or file.stem not in sys.modules
+    found = importlib.util.spec_from_file_location(
+        file.stem if is_free else f"own_{file.stem}", file
+    )
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    try:
+        found.loader.exec_module(module)
+        return getattr(module, name)
+    except Exception as error:
+        raise UsageError(f"{of_flag} {spec}: {place_of(error)}") from error
+
+
+class OwnTask(Task):
+    """A task with prompts, or rewards, from a file of the user's."""
+
+    def __init__(self, task: Any, reward: Callable[..., Any] | None) -> None:
+        self.task = task
+        self.reward = reward
+        self.max_new_tokens = getattr(task, "max_new_tokens", Task.max_new_tokens)
+
+    def prompt(self, number: int) -> Prompt:
+        """What the user's task returns: a Prompt, or a record as in a FILE.jsonl."""
+        return prompt_of(number, self.task.prompt(number), f"prompt({number})")
+
+    def score(self, prompt: Prompt, responses: list[str]) -> Any:
+        """What the user's function returns for each turn; or the user's task, for all of them."""
+        if self.reward is None:
+            return self.task.score(prompt, responses)
+        rewards = []
+        for turn, response in zip(prompt.turns, responses, strict=True):
+            text = turn.messages[0]["content"]
+            asked = text if len(turn.messages) == 1 else list(turn.messages)
+            rewards.append(self.reward(asked, response, turn.answer))
+        return rewards[0] if len(rewards) == 1 else rewards
+
+
+def own_task(cfg: Config) -> Task:
+    """The task of --task and --reward. Raises UsageError."""
+    if not cfg.model:
+        return letter_task(cfg)
+    if cfg.task in TASKS:
+        task: Any = WordTask(cfg.seed, cfg.task)
+    elif cfg.task.endswith(".jsonl"):
+        task = FileTask(cfg.task, cfg.seed)
+    else:
+        task = load_python(cfg.task, "--task")()
+    reward = load_python(cfg.reward, "--reward") if cfg.reward else None
+    return OwnTask(task, reward)
+
+
+# -- rewards from code that is not ours ------------------------------------------------------------
+
+
+def score_own_group(task: Task, asked: Asked) -> Scores:
+    """Calls task.score for each episode. It may return a coroutine; a group's run together."""
+    results: list[Any] = []
+    for prompt, responses in asked:
+        try:
+            results.append(task.score(prompt, responses))
+        except (Exception, SystemExit) as error:
+            results.append(error)
+    if any(inspect.isawaitable(result) for result in results):
+        results = asyncio.run(all_of(results))
+    scores = Scores([])
+    for (prompt, _), result in zip(asked, results, strict=True):
+        rewards = None
+        try:
+            rewards = rewards_from(result, len(prompt.turns))
+        except (Exception, SystemExit) as error:
+            scores.errors.append(place_of(error))
+        scores.rewards.append(rewards)
+    return scores
+
+
+async def all_of(results: list[Any]) -> list[Any]:
+    """The results of those that are coroutines; what they raise is their result."""
+
+    async def one(result: Any) -> Any:
+        return await result if inspect.isawaitable(result) else result
+
+    return await asyncio.gather(*[one(result) for result in results], return_exceptions=True)
+
+
+def rewards_from(result: Any, num_turns: int) -> list[float] | None:
+    """What `score` returned, as a reward for each turn. A single number is for the last turn."""
+    if isinstance(result, BaseException):
+        raise result
+    if result is None:
+        return None
+    if hasattr(result, "tolist"):  # of torch or numpy
+        result = result.tolist()
+    if not isinstance(result, (list, tuple)):
+        result = [0.0] * (num_turns - 1) + [result]
+    rewards = [float(reward) for reward in result]
+    if len(rewards) != num_turns:
+        raise ValueError(f"score returned {len(rewards)} rewards for {num_turns} turns")
+    if not all(abs(reward) < 1e30 for reward in rewards):  # also false for nan
+        raise ValueError(f"score returned {rewards}, which is not finite")
+    return rewards
+
+
+def place_of(error: BaseException) -> str:
+    """An error, and the file and line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != str(THIS_FILE)] or frames
+    where = f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""
+    return f"{where}{type(error).__name__}: {error}"
+
+
+class OwnProcess(ProcessPoolExecutor):
+    """A process whose main thread runs the user's code. It and its children end together."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        super().__init__(1, mp_context=spawn, initializer=lead_process_group)
+        self.process_id = self.submit(os.getpid).result()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Kills the process, whatever it is doing, and its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process_id, signal.SIGKILL)
+        super().shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+def lead_process_group() -> None:
+    """Makes this process the head of a group that ends with the process that started it."""
+    os.setpgid(0, 0)
+    multiprocessing.set_start_method("fork", force=True)  # Monarch has chosen another
+    parent = os.pidfd_open(os.getppid())
+
+    def end_with_parent() -> None:
+        select.select([parent], [], [])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+# -- a run of one's own ----------------------------------------------------------------------------
+
+
+async def narrate(run: Run) -> None:
+    """Prints what a run does: a line for each step, a sample now and then, and who is waited for.
+
+    Also evaluates every cfg.eval_every steps, beside the run. Ends when it is cancelled.
+    """
+    cfg = run.cfg
+    num_told = 0
+    last_s = time.time()
+    with open(cfg.log or os.devnull, "a") as log:
+        while True:
+            await asyncio.sleep(0.1)
+            for row in run.rows[num_told:]:
+                num_told += 1
+                last_s = time.time()
+                print(step_line(row), flush=True)
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+                if num_told % 10 == 1:
+                    print(f"         {row['sample']}", flush=True)
+                if cfg.eval_every and num_told % cfg.eval_every == 0 and num_told < cfg.steps:
+                    accuracy = await run.evaluate()
+                    print(f"         held-out accuracy {show(accuracy)}", flush=True)
+            if time.time() - last_s > 30:
+                last_s = time.time()
+                print(f"         waiting: {who_is_waited_for(run.actors)}", flush=True)
+
+
+def show(accuracy: float | None) -> str:
+    """A held-out accuracy, which a task of few prompts does not have."""
+    return "-" if accuracy is None else f"{accuracy:.3f}"
+
+
+def step_line(row: dict[str, Any]) -> str:
+    """What a person wants to see of a step."""
+    line = f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
+    line += (
+        f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  {row['tokens_per_s']:.0f} tokens/s"
+    )
+    for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
+        if row[name]:
+            line += f"  {name} {row[name]:.3g}"
+    return line
+
+
+def who_is_waited_for(actors: Actors) -> str:
+    """The requests in flight, oldest first; and where the worker of an old one stands."""
+    waits = []
+    for service in actors.services:
+        for replica in service.replicas.values():
+            for what, since_s in replica.in_flight.items():
+                waits.append((time.time() - since_s, f"{replica.name} {what.split()[0]}", replica))
+    waits.sort(key=lambda wait: -wait[0])
+    text = ", ".join(f"{what} for {seconds:.0f} s" for seconds, what, _ in waits[:4])
+    if waits and waits[0][0] > 120:
+        process_id = waits[0][-1].processes.ids[0]
+        command = ["py-spy", "dump", "--pid", str(process_id)]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            dump = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+            text += f"; {waits[0][1]} stands at\n{dump}"
+    return text or "for a worker to be ready"
+
+
+async def run_own(cfg: Config, report: Report) -> int:
+    """--train, --evaluate and --export: one run, and nothing beside it."""
+    is_named = cfg.task in TASKS and not cfg.reward
+    env = Environment(own_task, score_own_group, one_thread if is_named else OwnProcess)
+    task = own_task(cfg)
+    actors = Actors(cfg, env, report.pool, report.folder)
+    run = Run(cfg, actors, task)
+    what = (
+        f"{cfg.trainers} trainer, {cfg.generators} generators, {cfg.reward_workers} reward workers"
+    )
+    print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting {what}", flush=True)
+    start_s = time.time()
+    await actors.begin()
+    print(f"ready after {time.time() - start_s:.1f} s", flush=True)
+    found: dict[str, Any] = {}
+    try:
+        if cfg.train:
+            found = await train_own(run)
+        if cfg.evaluate:
+            found["evaluation"] = await evaluate_own(run, cfg.evaluate)
+        if cfg.export:
+            await actors.trainer.request("export", cfg.export)
+            print(f"the model is in {cfg.export}")
+    finally:
+        await actors.close()
+    if cfg.json:
+        Path(cfg.json).write_text(json.dumps({"stages": [], "train": found}, indent=1))
     return 0
+
+
+async def train_own(run: Run) -> dict[str, Any]:
+    """Trains, between two evaluations. Returns the figures of --json."""
+    cfg = run.cfg
+    before = await run.evaluate()
+    print(f"held-out accuracy {show(before)}, of {len(run.held_out)} prompts", flush=True)
+    start_s = time.time()
+    narrator = asyncio.ensure_future(narrate(run))
+    try:
+        if cfg.max_staleness == 0:
+            await train_sync(run, cfg.steps)
+        else:
+            await AsyncRun(run, cfg.max_staleness).train(cfg.steps)
+        await asyncio.sleep(0.2)  # the narrator has a last line to print
+    finally:
+        narrator.cancel()
+    seconds = time.time() - start_s
+    after = await run.evaluate()
+    print(f"held-out accuracy {show(before)} -> {show(after)} in {seconds:.0f} s", flush=True)
+    for error, times in run.errors.items():
+        print(f"not scored {times} times: {error}")
+    losses = [loss for service in run.actors.services for loss in service.losses]
+    return {
+        "steps": run.version,
+        "seconds": seconds,
+        "heldout_before": before,
+        "heldout_after": after,
+        **asdict(run.accounting),
+        "in_flight": run.accounting.in_flight,
+        "workers_replaced": len(losses),
+        "staleness_max": max(row["staleness"] for row in run.rows),
+        "k3_max": max(row["k3"] for row in run.rows),
+        "tokens_per_s": sum(row["num_tokens"] for row in run.rows) / seconds,
+    }
+
+
+async def evaluate_own(run: Run, num_samples: int) -> dict[str, float]:
+    """pass@k of the held-out prompts: how likely it is that one of k samples is all right."""
+    groups = await run.judged(run.held_out, num_samples, seed=0)
+    found = {"greedy": await run.evaluate()}
+    k = 1
+    while k <= num_samples:
+        chances = []
+        for group in groups:
+            n = len(group.episodes)
+            num_right = sum(sum(episode.rewards) > 0.999 for episode in group.episodes)
+            if n >= k:
+                chances.append(1 - math.comb(n - num_right, k) / math.comb(n, k))
+        found[f"pass@{k}"] = statistics.fmean(chances) if chances else None
+        k *= 2
+    shown = "  ".join(f"{name} {show(value)}" for name, value in found.items())
+    print(f"of {len(run.held_out)} held-out prompts: {shown}", flush=True)
+    return found
+
+
+# == THE COMMAND LINE ==============================================================================
+
+ENVIRONMENT = {
+    # How soon Monarch notices what a pidfd and a ping have not (section 5).
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
+    # Threads of torch that outnumber the cores wait for each other by spinning: 12 times slower.
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
 
 
 def line_with(text: str) -> int:
@@ -3430,10 +3872,15 @@ def line_with(text: str) -> int:
     raise ValueError(f"no line has {text!r}")
 
 
-async def run_stage(report: Report, number: int, stage: Stage, cfg: Config) -> bool:
+def banner_of(stage: Stage) -> int:
+    """The line where its section begins."""
+    return line_with(f". {stage.name.replace('_', ' ').upper()} ===")
+
+
+async def run_stage(report: Report, stage: Stage, cfg: Config) -> bool:
     """Runs a stage; says whether all of its checks hold. An exception is one that does not."""
-    banner = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
-    print(f"\n[{number}/{len(STAGES)}] {stage.name}: {stage.claim}  (line {banner})", flush=True)
+    place = f"[{[*STAGES].index(stage.name) + 1}/{len(STAGES)}]"
+    print(f"\n{place} {stage.name}: {stage.claim}  (line {banner_of(stage)})", flush=True)
     found: dict[str, Any] = {"name": stage.name, "checks": [], "figures": {}}
     report.stages.append(found)
     start = time.monotonic()
@@ -3449,38 +3896,155 @@ async def run_stage(report: Report, number: int, stage: Stage, cfg: Config) -> b
     return all(check["ok"] for check in found["checks"])
 
 
-ENVIRONMENT = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
-    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
+async def run_stages(cfg: Config, report: Report) -> int:
+    """Runs the stages that were asked for, and sums up."""
+    names = [*STAGES]
+    if cfg.stage:
+        names = names[: names.index(cfg.stage) + 1]
+    if cfg.only:
+        names = [cfg.only]
+    print(f"{len(names)} stages; each fails first, then holds", flush=True)
+    start = time.monotonic()
+    failed = [name for name in names if not await run_stage(report, STAGES[name], cfg)]
+    num_checks = sum(len(stage["checks"]) for stage in report.stages)
+    seconds = time.monotonic() - start
+    print(f"\n{len(names)} stages, {num_checks} checks, {seconds:.0f} s", flush=True)
+    print(f"failed: {', '.join(failed)}" if failed else "all checks hold", flush=True)
+    if cfg.json:
+        Path(cfg.json).write_text(json.dumps({"stages": report.stages, "train": {}}, indent=1))
+    return int(bool(failed))
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and what is nearest to it."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Exits with status 2."""
+        raise UsageError(message)
+
+
+def read_flags(argv: list[str] | None) -> Config:
+    """The flags of a command, checked. Raises UsageError."""
+    parser = Parser("monarch_rl.py", allow_abbrev=False, description=__doc__.splitlines()[0])
+    for each in fields(Config):
+        name = "--" + each.name.replace("_", "-")
+        text = f"{each.metadata['help']} ({each.default})"
+        if isinstance(each.default, bool):
+            parser.add_argument(name, action="store_true", help=each.metadata["help"])
+        else:
+            choices = each.metadata["choices"]
+            kind = type(each.default)
+            parser.add_argument(name, type=kind, default=each.default, choices=choices, help=text)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = ["--" + each.name.replace("_", "-") for each in fields(Config)]
+        near = difflib.get_close_matches(unknown[0], flags, 1)
+        raise UsageError(f"unknown: {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+    cfg = Config(**vars(known))
+    for name in (cfg.stage, cfg.only):
+        if name and name not in STAGES:
+            near = difflib.get_close_matches(name, STAGES, 1) or ["--list"]
+            raise UsageError(f"there is no stage {name}; did you mean {near[0]}?")
+    return checked(cfg)
+
+
+def checked(cfg: Config) -> Config:
+    """The configuration with the defaults that depend on others. Raises UsageError."""
+    for name in (
+        "steps",
+        "prompts_per_step",
+        "group_size",
+        "tokens_per_pass",
+        "generators",
+        "reward_workers",
+        "trainers",
+        "passes",
+        "eval_prompts",
+        "reward_deadline",
+    ):
+        if getattr(cfg, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("max_staleness", "max_new_tokens", "temperature", "lr", "kl", "entropy"):
+        if getattr(cfg, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} must not be negative")
+    if cfg.temperature == 0:
+        raise UsageError("--temperature 0 samples one response only, from which nothing is learned")
+    if cfg.advantage != "none" and cfg.group_size < 2:
+        raise UsageError(f"--advantage {cfg.advantage} compares responses: --group-size 2 or more")
+    is_own = cfg.reward or cfg.task not in TASKS
+    if is_own and not cfg.model:
+        raise UsageError("--task and --reward of your own need a --model")
+    if is_own and not cfg.task.endswith(".jsonl") and ".py:" not in cfg.task + cfg.reward:
+        raise UsageError(
+            f"--task {cfg.task}: give one of {', '.join(TASKS)}, FILE.jsonl or FILE.py:CLASS"
+        )
+    is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
+    if is_path and not Path(cfg.model).is_dir():
+        raise UsageError(f"--model {cfg.model}: there is no such folder")
+    return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
+
+
+def prepare_environment() -> None:
+    """What Monarch, torch and the workers read from the environment."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    paths = [str(THIS_FILE.parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # workers import this file
+    reload_config_from_env()
+    warnings.simplefilter("ignore")
+    # A death ends no command: the owner of the process hears of it (section 5).
+    monarch.actor.unhandled_fault_hook = lambda failure: None
+
+
+async def run_command(cfg: Config) -> int:
+    """Runs what was asked for; a signal ends it in order. Returns the exit status."""
+    task = asyncio.current_task()
+    received: list[int] = []
+
+    def end(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, end, number)
+    pool = Pool()
+    try:
+        with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
+            report = Report(Path(folder), pool)
+            if cfg.train or cfg.evaluate or cfg.export:
+                return await run_own(cfg, report)
+            return await run_stages(cfg, report)
+    except asyncio.CancelledError:
+        print(f"ended by {signal.Signals(received[0]).name}", flush=True)
+        return 128 + received[0]
+    finally:
+        await pool.close()
 
 
 def main(argv: list[str] | None = None) -> int:
-    for k, v in ENVIRONMENT.items():
-        os.environ.setdefault(k, v)
-    os.environ["PYTHONPATH"] = f"{THIS_FILE.parent}:{os.environ.get('PYTHONPATH', '')}".strip(":")
-    reload_config_from_env()
-    monarch.actor.unhandled_fault_hook = lambda failure: None
-    parser = argparse.ArgumentParser()
-    for f in fields(Config):
-        if isinstance(f.default, bool):
-            parser.add_argument("--" + f.name.replace("_", "-"), action="store_true")
-        else:
-            parser.add_argument(
-                "--" + f.name.replace("_", "-"), type=type(f.default), default=f.default
-            )
-    cfg = Config(**vars(parser.parse_args(argv)))
-    if cfg.train:
-        return asyncio.run(run_own(cfg))
-    return asyncio.run(run_stages(cfg))
+    """The command. Exit status: 0 all well, 1 a failure, 2 wrong usage, 128 + n after signal n."""
+    try:
+        cfg = read_flags(argv)
+        if cfg.list:
+            for stage in STAGES.values():
+                print(f"line {banner_of(stage):5}  {stage.name:15} {stage.claim}")
+            return 0
+        prepare_environment()
+        if cfg.train or cfg.evaluate or cfg.export:
+            has_gpu = torch.cuda.is_available()
+            cfg = replace(cfg, device=cfg.device or ("cuda" if has_gpu else "cpu"))
+        return asyncio.run(run_command(cfg))
+    except UsageError as error:
+        print(f"monarch_rl.py: {error}", file=sys.stderr)
+        return 2
+    except (RunError, ReplicaLost, ActorError) as error:
+        cause = cause_of(error)
+        print(f"monarch_rl.py: {cause.removeprefix('monarch_rl.')}", file=sys.stderr)
+        return 2 if "UsageError: " in cause else 1
 
 
 if __name__ == "__main__":
-    import monarch_rl
+    import monarch_rl  # so that workers find the classes under this name
 
     sys.exit(monarch_rl.main())
