@@ -545,56 +545,59 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #     the process dies     waits, then an error  a pidfd, in milliseconds
 #     it stands still      waits, then an error  pings without an answer, after `unresponsive_s`
 #     it works for ever    waits                 nothing: only a deadline helps
-#     it works for long    waits                 nothing, and rightly
 #
-# Cost. A thread in each worker, and a ping every half second. A worker whose C code holds the GIL
-#   for longer than `unresponsive_s` is killed although it is well: 30 s in runs, 2 s in demos.
+# Cost. A thread in each worker, and two pings a second. A worker whose C code holds the GIL for
+#   longer than `unresponsive_s` is killed although it is well: 30 s in runs, 2 s in demos.
 #
-# Monarch supervises by itself, more slowly: it asks its processes every 2 s whether they live
-# (ENVIRONMENT, at the end of the file), gives one that does not answer 5 s, and then calls
-# `__supervise__` of the actor that spawned it. The demo measures both.
+# Monarch supervises, too: it looks after its processes every 2 s, gives one that does not answer 5 s
+# (ENVIRONMENT, at the end of the file), and then calls `__supervise__` of the actor that spawned it.
 
 
 class Worker(Actor):
     """An actor that computes in a thread of its own, so that it can answer a ping meanwhile.
 
     Subclasses have plain methods, and messages run them through `call`, one after another. The
-    first one is `setup`: what is slow or can fail belongs there, not into a constructor.
+    first one is `setup`: what is slow, or can fail, belongs there.
     """
 
     def __init__(self, name: str, timeline: Timeline | None = None) -> None:
         self.name = name
         self.timeline = timeline
-        self.spans: list[Span] = []
+        self.spans: list[Span] = []  # not yet sent to the timeline
         self.thread = ThreadPoolExecutor(1)
         # The head of a process group: its children end with it, and Ctrl-C does not reach it.
         os.setpgid(0, 0)
 
     @concurrent_endpoint  # runs beside other calls of this actor
     async def ping(self) -> int:
-        """Answers: the id of this process."""
+        """Answers with the id of this process."""
         return os.getpid()
 
     @concurrent_endpoint
     async def call(self, method: str, *args: Any) -> Any:
         """Runs a method in the thread, and returns what it returns."""
-        loop = asyncio.get_running_loop()
         run = contextvars.copy_context().run  # a thread would not know which actor it belongs to
-        start_s = time.time()
-        result = await loop.run_in_executor(self.thread, run, getattr(self, method), *args)
-        self.spans.append(Span(self.name, method, start_s, time.time()))
-        if self.timeline and (len(self.spans) == 32 or method == "release"):
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(self.thread, run, self._timed, method, args)
+        if self.timeline and time.time() - self.spans[0].end_s > 0.2:
             self.timeline.add.broadcast(self.spans)
             self.spans = []
         return result
 
+    def _timed(self, method: str, args: tuple[Any, ...]) -> Any:
+        start_s = time.time()
+        try:
+            return getattr(self, method)(*args)
+        finally:
+            self.spans.append(Span(self.name, method, start_s, time.time()))
+
     def import_models(self) -> None:
         """Takes the time now that the first use of a model would take."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-        from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
+        importlib.import_module("transformers.models.qwen2.modeling_qwen2")
+        importlib.import_module("transformers.models.auto.modeling_auto")
 
     def setup(self, *args: Any) -> Any:
-        """Imports and loads what later calls need. Returns what its owner has to know."""
+        """Loads what later calls need. Returns what its owner has to know."""
 
     def cpu_s(self) -> float:
         """Seconds of CPU time that this process has used."""
@@ -606,10 +609,8 @@ class Worker(Actor):
 
 def cause_of(error: BaseException) -> str:
     """The last line of an error; for one that an actor raised, what it raised."""
-    lines = str(error).strip().splitlines()
-    if isinstance(error, ActorError) and lines:
-        return lines[-1]
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1] if isinstance(error, ActorError) else f"{type(error).__name__}: {lines[-1]}"
 
 
 def when_it_ends(process_id: int, then: Callable[[], None]) -> Callable[[], None]:
@@ -619,21 +620,16 @@ def when_it_ends(process_id: int, then: Callable[[], None]) -> Callable[[], None
     """
     loop = asyncio.get_running_loop()
     pidfd = os.pidfd_open(process_id)
-    is_open = True
-
-    def stop_watching() -> None:
-        nonlocal is_open
-        if is_open:
-            is_open = False
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
+    watching = contextlib.ExitStack()
+    watching.callback(os.close, pidfd)
+    watching.callback(loop.remove_reader, pidfd)
 
     def has_ended() -> None:
-        stop_watching()
+        watching.close()
         then()
 
     loop.add_reader(pidfd, has_ended)
-    return stop_watching
+    return watching.close
 
 
 async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
@@ -646,6 +642,9 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
         except Exception as error:  # Monarch's, of several types: the process has gone
             return cause_of(error)
         await asyncio.sleep(0.5)
+
+
+# -- measurement -----------------------------------------------------------------------------------
 
 
 class Supervisor(Actor):
@@ -666,7 +665,7 @@ class Supervisor(Actor):
 
     @endpoint
     async def take(self) -> dict[str, float]:
-        """When it heard of which trouble, in seconds since 1970."""
+        """When it heard of which trouble."""
         return self.heard_s
 
 
@@ -720,7 +719,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     troubles = ("exception", "death", "standstill", "endless")
     found = await asyncio.gather(*[who_hears(trouble, supervisor) for trouble in troubles])
     heard = dict(zip(troubles, found, strict=True))
-    report.say("seconds until each heard of it; - stands for not within 8 s")
+    report.say("seconds until each heard of it, or - if not within 8 s")
     rows = []
     for trouble, by in heard.items():
         row = {who: by.get(who, "-") for who in ("caller", "supervise", "pidfd", "ping")}
@@ -735,21 +734,21 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # == 6. SERVICE ====================================================================================
 # Problem. A call shares the fate of the actor that it was sent to. If one of four is lost, a
 #   quarter of the requests are lost, and each caller has to know who is left.
-# Rule. The caller asks a service. The service owns replicas, which are interchangeable, and gives
-#   a request to the replica with the fewest in flight. An attempt has one of three outcomes:
+# Rule. The caller asks a service. It owns replicas, which are interchangeable, and gives a request to
+#   the one with the fewest in flight. An attempt has one of three outcomes:
 #     1. The replica answers. The caller gets the answer, once.
-#     2. The replica is lost (section 5): it is replaced, and another one gets the request.
-#     3. The replica raises. Another one tries: if that raises too, the request is at fault, and the
+#     2. The replica is lost (section 5). It is replaced, and another one gets the request.
+#     3. The replica raises. Another one tries; if that raises too, the request is at fault, and the
 #        exception is the caller's.
-# Cost. A request may run twice, so it must be harmless to repeat. Only one run is answered.
+# Cost. A request may run twice, so it must be harmless to repeat.
 #
-#     caller --- request("root", 4) ---> Service ---> replica 0   is lost: another one replaces it
+#     caller --- request("root", 4) ---> Service ---> replica 0   is lost: it is replaced
 #                                            \------> replica 1   answers
-#            <------- 2.0 -----------------------------------/
+#            <------- 2.0 -----------------------------/
 #
-# The service is a plain object of the main process. As an actor it would have to pickle each
-# request and each answer once more, which costs half of the main process's CPU time.
-#
+# The service is a plain object of the main process. As an actor it would pickle each request and
+# each answer once more, which costs half of the main process's CPU time.
+
 # -- 6a. Processes ---------------------------------------------------------------------------------
 #
 # A process that has imported torch and a model class has cost 4 s of CPU time. A new actor in such
@@ -758,7 +757,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 
 @dataclass
 class Processes:
-    """Processes of one mesh: one, or one per rank of a trainer."""
+    """Processes of one mesh: one, or one for each rank of a trainer."""
 
     mesh: ProcMesh
     ids: list[int]
@@ -768,7 +767,7 @@ class Processes:
         for process_id in self.ids:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process_id, signal.SIGKILL)
-        await self.mesh.stop()  # returns at once now; of a stopped process it would not return
+        await self.mesh.stop()  # of a stopped process it would not return
 
 
 class Pool:
@@ -786,16 +785,16 @@ class Pool:
             if is_alive and len(processes.ids) == num_ranks:
                 self.idle.remove(processes)
                 return processes
-        return await self._start(num_ranks, "ping")
+        return await self._start(num_ranks)
 
-    async def _start(self, num_ranks: int, first_call: str) -> Processes:
+    async def _start(self, num_ranks: int, imports: bool = False) -> Processes:
         self.num_started += 1
         name = f"process{self.num_started}"
         mesh = this_host().spawn_procs(per_host={"rank": num_ranks}, name=name)
         worker = mesh.spawn(f"{name}_first", Worker, name)
         answers = await worker.ping.call()
-        if first_call != "ping":
-            await worker.call.call(first_call)
+        if imports:
+            await worker.call.call("import_models")
         await worker.stop()
         return Processes(mesh, [process_id for _, process_id in answers.items()])
 
@@ -806,21 +805,20 @@ class Pool:
             self.making_spare = asyncio.ensure_future(self._make_spare())
 
     async def _make_spare(self) -> None:
-        self.idle.append(await self._start(1, "import_models"))
+        self.idle.append(await self._start(1, imports=True))
 
     async def close(self) -> None:
         """Ends all idle processes."""
         if self.making_spare:
             await asyncio.wait([self.making_spare])
         await asyncio.gather(*[processes.kill() for processes in self.idle])
-        self.idle = []
 
 
 # -- 6b. Replicas and requests ---------------------------------------------------------------------
 
 
 class ReplicaLost(RuntimeError):
-    """The replica that had the request died, or stands still; nobody else could take it."""
+    """The replica that had the request was lost, and no other one could take it."""
 
 
 @dataclass
@@ -829,12 +827,12 @@ class Replica:
 
     name: str  # "generator_0"
     processes: Processes
-    worker: Any  # the actor; for a trainer of several ranks the mesh of actors
+    worker: Any  # the actor, or a mesh with an actor for each rank
     lost: asyncio.Future[str]  # the reason, once it is lost
     in_flight: dict[str, float] = field(default_factory=dict)  # requests, and since when
 
     def lose(self, reason: str) -> None:
-        """Whoever waits for this replica hears of it; the first reason counts."""
+        """Tells all that wait for this replica. The first reason counts."""
         if not self.lost.done():
             self.lost.set_result(reason)
 
@@ -941,9 +939,9 @@ class Service:
             del replica.in_flight[what]
 
     async def _keep(self, number: int, first_result: asyncio.Future[Any]) -> None:
-        """Has a replica of this number ready, one after the other.
+        """Has a replica of this number ready, and after its loss another one.
 
-        Waits for the loss of one. Ends when it is cancelled, or when there can be no other.
+        Ends when it is cancelled, or when there can be no other one.
         """
         loss: Loss | None = None
         while not self.error:
@@ -1739,10 +1737,10 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 
 
 # == 9. ROLLOUT ====================================================================================
-# Problem. In RL the same network runs in two programs. The generator samples token by token, and
-#   keeps what attention has computed for earlier tokens in a cache. The trainer scores whole
-#   conversations at once, for a gradient. If they disagree about what was sampled, or how likely it
-#   was, the gradient is that of samples that nobody drew. No error says so.
+# Problem. In RL the same network runs in two programs. The generator samples token by token, with a
+#   cache of what attention has computed before. The trainer scores whole conversations at once. If
+#   they disagree about what was sampled, or how likely it was, the gradient is that of samples that
+#   nobody drew. No error says so.
 # Rule. Record while sampling, and reconstruct nothing afterwards. Of each sampled token:
 #     its id               a later turn continues the exact ids of earlier ones; text is for people
 #     its log-probability  in fp32, under the distribution that it was drawn from
@@ -1799,27 +1797,26 @@ LETTERS = "abcdefghijklmnop"
 class LetterTask(Task):
     """For the tiny policy, which hears and says letters, in a ring of sixteen.
 
-    For each letter that the user says, the right response has the letters that lie so many places
-    on: [0] repeats what the user says, [1, 2, 3] makes "bcd" of "a".
+    To each letter of the user the right response has the letters that lie so many places on: [0]
+    repeats what the user says, [1, 2, 3] makes "bcd" of "a".
     """
 
     max_new_tokens = 4  # three letters and an end; a fourth letter is one too many
 
-    def __init__(self, seed: int, places_on: list[int], num_turns: int) -> None:
+    def __init__(self, seed: int, places_on: list[int]) -> None:
         self.seed = seed
         self.places_on = places_on
-        self.num_turns = num_turns
 
     def prompt(self, number: int) -> Prompt:
-        """Random letters."""
+        """Two turns of random letters."""
         rng = random.Random(f"{self.seed} {number}")
         turns = []
-        for _ in range(self.num_turns):
+        for _ in range(2):
             text = "".join(rng.choices(LETTERS, k=3 // len(self.places_on)))
             answer = ""
             for letter in text:
-                at = LETTERS.index(letter)
-                answer += "".join(LETTERS[(at + places) % 16] for places in self.places_on)
+                for places in self.places_on:
+                    answer += LETTERS[(LETTERS.index(letter) + places) % 16]
             turns.append(user_turn(text, answer))
         return Prompt(number, tuple(turns))
 
@@ -1828,8 +1825,7 @@ class LetterTask(Task):
         rewards = []
         for turn, response in zip(prompt.turns, responses, strict=True):
             num_right = sum(a == b for a, b in zip(turn.answer, response, strict=False))
-            num_letters = max(len(turn.answer), len(response))
-            rewards.append(num_right / num_letters / len(prompt.turns))
+            rewards.append(num_right / max(len(turn.answer), len(response)) / 2)
         return rewards
 
 
@@ -1838,7 +1834,7 @@ TASKS = {"repeat": [0], "count": [1, 2, 3], "pattern": [8]}
 
 def letter_task(cfg: Config) -> Task:
     """The task of this name."""
-    return LetterTask(cfg.seed, TASKS[cfg.task], num_turns=2)
+    return LetterTask(cfg.seed, TASKS[cfg.task])
 
 
 # -- 9b. What is recorded --------------------------------------------------------------------------
@@ -1942,7 +1938,7 @@ class Policy:
             self.tokenizer, model = pretrained(cfg.model, dtype)
         else:
             self.tokenizer, model = tiny_policy(cfg.seed, [])
-        self.device = torch.device(cfg.device)
+        self.device = torch.device(cfg.device or "cpu")
         self.model = model.to(self.device, dtype).eval()  # without dropout, which samples lack
         self.dtype = getattr(torch, cfg.dtype)
         self.temperature = cfg.temperature
@@ -1952,19 +1948,19 @@ class Policy:
         if self.max_new_tokens >= self.context:
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.control_tokens = self.tokenizer.get_added_vocab()
         self.end_ids = self._end_ids()
-        self.end_id = self.end_ids[0]
 
     def _end_ids(self) -> list[int]:
         """Every token that ends a response: of the template, the tokenizer, and the model."""
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        after = self._render(chat[:1], True) + "b"
+        opened = self._render(chat[:1], True) + "b"
         whole = self._render(chat, False)
-        closing = self._tokenize(whole[len(after) :]) if whole.startswith(after) else []
-        ends = [i for i in closing[:1] if i in self.tokenizer.get_added_vocab().values()]
+        closing = self._tokenize(whole[len(opened) :]) if whole.startswith(opened) else []
+        ends = [i for i in closing[:1] if i in self.control_tokens.values()]
         of_model = self.model.generation_config.eos_token_id
-        ends.append(self.tokenizer.eos_token_id)
         ends += of_model if isinstance(of_model, list) else [of_model]
+        ends.insert(1, self.tokenizer.eos_token_id)
         ends = [end for end in dict.fromkeys(ends) if end is not None]
         if not ends:
             raise UsageError("the tokenizer has no token that ends a response (eos_token)")
@@ -1972,7 +1968,7 @@ class Policy:
 
     def _render(self, messages: Any, add_generation_prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
     def _tokenize(self, text: str, is_plain: bool = False) -> list[int]:
@@ -1982,9 +1978,9 @@ class Policy:
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
         """The ids that a turn, from 0, appends to the conversation.
 
-        The first turn is what the chat template makes of its messages. A later one is what the
-        template adds for it behind the last response, the end of that response included. Raises
-        UsageError if the template rewrites earlier turns, so that nothing can be appended.
+        The first turn is what the chat template makes of its messages. A later one is what it adds
+        behind the last response, the end of that response included. Raises UsageError if the
+        template rewrites earlier turns, so that nothing can be appended.
         """
         messages = list(prompt.turns[0].messages)
         before = ""
@@ -1994,20 +1990,18 @@ class Policy:
         whole = self._render(messages, True)
         if not whole.startswith(before):
             raise UsageError("the chat template rewrites earlier turns: use tasks of one turn")
-        return self._without_control(whole[len(before) :], prompt.turns[turn].messages)
-
-    def _without_control(self, text: str, messages: Iterable[dict[str, str]]) -> list[int]:
-        """The ids of a rendered text; control tokens in what people say are plain text."""
+        text = whole[len(before) :]
         ids = []
-        for content in [message["content"].strip() for message in messages]:
-            if any(token in content for token in self.tokenizer.get_added_vocab()):
-                before, _, text = text.partition(content)
-                ids += self._tokenize(before) + self._tokenize(content, is_plain=True)
+        # What people say is plain text, also if it looks like a control token.
+        for content in [message["content"].strip() for message in prompt.turns[turn].messages]:
+            if any(token in content for token in self.control_tokens):
+                of_template, _, text = text.partition(content)
+                ids += self._tokenize(of_template) + self._tokenize(content, is_plain=True)
         return ids + self._tokenize(text)
 
     def answer_ids(self, text: str) -> list[int]:
         """The ids of a right response, with its end."""
-        return [*self._tokenize(text, is_plain=True), self.end_id]
+        return [*self._tokenize(text, is_plain=True), self.end_ids[0]]
 
     def text_of(self, ids: list[int]) -> str:
         """A response as people read it."""
@@ -2019,9 +2013,8 @@ class Policy:
         if next(iter(parameters.values())).dtype == self.dtype:
             return self.model(input_ids=ids, **inputs).logits
         cast = {name: parameter.to(self.dtype) for name, parameter in parameters.items()}
-        return torch.func.functional_call(
-            self.model, cast, kwargs={"input_ids": ids, **inputs}
-        ).logits
+        inputs["input_ids"] = ids
+        return torch.func.functional_call(self.model, cast, kwargs=inputs).logits
 
 
 # -- 9d. Sampling ----------------------------------------------------------------------------------
@@ -2068,8 +2061,8 @@ class Decoder:
         self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
         self.logits = self._forward(ids)
 
-    def draw(self, rng: torch.Generator | None) -> tuple[list[int], list[float]]:
-        """A token for each row, and its log-probability. rng None: the likeliest token."""
+    def draw(self, rng: torch.Generator | None) -> Iterator[tuple[int, float]]:
+        """For each row a token and its log-probability. rng None: the likeliest token."""
         logp = (self.logits.float() / self.policy.temperature).log_softmax(-1)
         if rng is None:
             token = logp.argmax(-1, keepdim=True)
@@ -2078,7 +2071,17 @@ class Decoder:
             ends = logp.exp().double().cumsum(-1)
             place = torch.rand(len(ends), 1, dtype=ends.dtype, device=ends.device, generator=rng)
             token = torch.searchsorted(ends, place * ends[:, -1:], right=True)
-        return token.flatten().tolist(), logp.gather(1, token).flatten().tolist()
+        chosen = logp.gather(1, token)
+        return zip(token.flatten().tolist(), chosen.flatten().tolist(), strict=True)
+
+
+@dataclass
+class Response:
+    """What is being sampled for one episode."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
 
 def respond(
@@ -2092,38 +2095,33 @@ def respond(
 
     pull: called before each token; makes the policy's weights the newest, and returns their version.
     """
-    said: list[list[int]] = [[] for _ in episodes]
-    logprobs: list[list[float]] = [[] for _ in episodes]
-    versions: list[list[int]] = [[] for _ in episodes]
+    responses = [Response() for _ in episodes]
     rows = list(range(len(episodes)))  # which episode each row of the batch belongs to
     version: int | None = None
-    tokens: list[int] = []
     for _ in range(policy.max_new_tokens):
         newest = pull()
         if newest != version:  # mechanism: rollout
-            decoder = Decoder(policy, [episodes[row].ids + said[row] for row in rows])
+            decoder = Decoder(policy, [episodes[row].ids + responses[row].ids for row in rows])
             version = newest
         else:
-            decoder.append(tokens)
-        drawn, drawn_logprobs = decoder.draw(rng)
-        tokens = []
+            decoder.append([responses[row].ids[-1] for row in rows])
         going_on = []
-        for place, row in enumerate(rows):
-            said[row].append(drawn[place])
-            logprobs[row].append(drawn_logprobs[place])
-            versions[row].append(newest)
-            if drawn[place] not in policy.end_ids:
+        for place, (token, logprob) in enumerate(decoder.draw(rng)):
+            response = responses[rows[place]]
+            response.ids.append(token)
+            response.logprobs.append(logprob)
+            response.versions.append(newest)
+            if token not in policy.end_ids:
                 going_on.append(place)
-                tokens.append(drawn[place])
-        if not going_on:
-            break
         if len(going_on) < len(rows):
             rows = [rows[place] for place in going_on]
             decoder.select(going_on)
-    for row, episode in enumerate(episodes):
-        episode.add(said[row], turn + 1, logprobs[row], versions[row])
-        episode.truncated.append(said[row][-1] not in policy.end_ids)
-        episode.responses.append(policy.text_of(said[row]))
+        if not rows:
+            break
+    for episode, response in zip(episodes, responses, strict=True):
+        episode.add(response.ids, turn + 1, response.logprobs, response.versions)
+        episode.truncated.append(response.ids[-1] not in policy.end_ids)
+        episode.responses.append(policy.text_of(response.ids))
 
 
 def rollout(
