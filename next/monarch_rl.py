@@ -480,8 +480,8 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
 #   first request for a name creates it, in the main process, and later ones find it.
 # Cost. One more message for each lookup; all callers share one process.
 #
-# In the rest of the file only the main process looks it up, and passes it to the workers: one that is
-# killed in the middle of a lookup would take the registry of names with it.
+# In the rest of the file only the main process looks it up, and passes it to the workers: one that
+# is killed in the middle of a lookup would take the registry of names with it.
 
 
 @dataclass(frozen=True)
@@ -539,7 +539,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 
 # == 5. SUPERVISION ================================================================================
 # Problem. Processes raise, die, stand still, and work for ever. If nobody is responsible, a caller
-#   waits for ever. And a worker that has not answered for ten minutes may be well: its step is long.
+#   waits for ever. But a worker that has not answered for ten minutes may be well, and busy.
 # Rule. An exception belongs to the caller; the actor lives on. A process belongs to its owner, who
 #   kills and replaces it. Each trouble has a detector of its own, and none of them is "it is slow":
 #
@@ -552,8 +552,8 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 # Cost. A thread in each worker, and two pings a second. A worker whose C code holds the GIL for
 #   longer than `unresponsive_s` is killed although it is well: 30 s in runs, 2 s in demos.
 #
-# Monarch supervises, too: it looks after its processes every 2 s, gives one that does not answer 5 s
-# (ENVIRONMENT, at the end of the file), and then calls `__supervise__` of the actor that spawned it.
+# Monarch supervises, too: it asks its processes every 2 s, gives one that does not answer 5 s more
+# (ENVIRONMENT, at the end of the file), and calls `__supervise__` of the actor that spawned it.
 
 
 class Worker(Actor):
@@ -644,10 +644,9 @@ def when_it_ends(process_id: int, then: Callable[[], None]) -> Callable[[], None
 async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
     """Pings the worker twice a second. Returns the reason when it is no longer well."""
     while True:
+        ping = worker.ping.call()
         try:
-            await asyncio.wait_for(
-                worker.ping.call(), unresponsive_s
-            )  # mechanism: supervision
+            await asyncio.wait_for(ping, unresponsive_s)  # mechanism: supervision
         except TimeoutError:
             return f"has not answered a ping for {unresponsive_s:g} s"
         except Exception as error:  # Monarch's, of several types: the process has gone
@@ -724,7 +723,7 @@ async def who_hears(trouble: str, supervisor: Any) -> dict[str, float]:
 
 @stage(
     "exception, death, standstill, endless work: each has its detector, and slowness is none",
-    instead="await worker.ping.call()",
+    instead="await ping",
 )
 async def demo_supervision(report: Report, cfg: Config) -> None:
     """Gets four workers into trouble while a caller waits for each, and shows who hears when."""
@@ -753,8 +752,8 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # == 6. SERVICE ====================================================================================
 # Problem. A call shares the fate of the actor that it was sent to. If one of four is lost, a
 #   quarter of the requests are lost, and each caller has to know who is left.
-# Rule. The caller asks a service. It owns replicas, which are interchangeable, and gives a request to
-#   the one with the fewest in flight. An attempt has one of three outcomes:
+# Rule. The caller asks a service. It owns replicas, which are interchangeable, and gives a request
+#   to the one with the fewest in flight. An attempt has one of three outcomes:
 #     1. The replica answers. The caller gets the answer, once.
 #     2. The replica is lost (section 5). It is replaced, and another one gets the request.
 #     3. The replica raises. Another one tries; if that raises too, the request is at fault, and the
@@ -883,37 +882,27 @@ class Loss:
     replaced_s: float | None = None
 
 
+@dataclass(eq=False)
 class Service:
-    """Replicas of one worker class, and the requests to them.
+    """Replicas of one worker class, and the requests to them."""
 
-    setup_args: every replica begins with setup(number, *setup_args); `begin` returns the results.
-    unresponsive_s: a replica that answers no ping for so long is killed.
-    replaces: whether lost replicas are replaced; if not, requests raise ReplicaLost.
-    """
-
-    def __init__(
-        self,
-        worker_class: type[Worker],
-        num_replicas: int,
-        pool: Pool,
-        setup_args: tuple[Any, ...] = (),
-        num_ranks: int = 1,
-        unresponsive_s: float = 30.0,
-        replaces: bool = True,
-    ) -> None:
-        self.worker_class = worker_class
-        self.num_replicas = num_replicas
-        self.pool = pool
-        self.setup_args = setup_args
-        self.num_ranks = num_ranks
-        self.unresponsive_s = unresponsive_s
-        self.replaces = replaces
-        self.replicas: dict[int, Replica] = {}  # the ready ones, by number
-        self.losses: list[Loss] = []
-        self.num_failed = 0  # attempts that were lost or raised
-        self.error: Exception | None = None  # why there will be no replica
-        self.changed = asyncio.Condition()  # of `replicas` or `error`
-        self.keepers: list[asyncio.Task[None]] = []
+    worker_class: type[Worker]
+    num_replicas: int
+    pool: Pool
+    setup_args: tuple[
+        Any, ...
+    ] = ()  # a replica begins with setup(its number, *setup_args)
+    num_ranks: int = 1
+    unresponsive_s: float = 30.0  # a replica that answers no ping for so long is killed
+    replaces: bool = True  # if not, requests raise ReplicaLost after a loss
+    replicas: dict[int, Replica] = field(
+        default_factory=dict
+    )  # the ready ones, by number
+    losses: list[Loss] = field(default_factory=list)
+    num_failed: int = 0  # attempts that were lost or raised
+    error: Exception | None = None  # why there will be no replica
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # of the above
+    keepers: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def begin(self) -> list[Any]:
         """Starts all replicas, and returns what their first `setup` returned, in their order."""
@@ -1305,7 +1294,7 @@ class WeightWriter:
     """The trainer's side. `publish` copies beside whatever follows, in a thread.
 
     tensors: by name; their memory moves into one block with the layout of a slot, so that a publish
-    is a single memory copy. On a GPU, or with another dtype, they stay, and each is copied by itself.
+    is a single memory copy. On a GPU, or with another dtype, each is copied by itself.
     """
 
     def __init__(
@@ -1536,11 +1525,11 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
 #   another, say by columns. To gather the whole on one rank, and to cut it anew, moves every byte
 #   several times, and needs memory for the whole.
 # Rule. Describe what a rank has as a box of the whole tensor. Through a slot, each trainer rank
-#   writes its boxes and each generator rank views its own: the slot is the whole, and no rank has to
-#   hold it. Between machines one move is made where a box of one side meets a box of the other.
+#   writes its boxes and each generator rank views its own: the slot is the whole, and no rank holds
+#   it. Between machines one move is made where a box of one side meets a box of the other.
 # Cost. A box by columns is not contiguous, so it is copied row by row.
 #
-# By example, a matrix of 5 x 23, of a trainer of two ranks by rows, of a generator by columns. As in
+# By example, a matrix of 5 x 23; two trainer ranks have rows, two generator ranks columns. As in
 # torch.chunk all pieces are equally long except the last ones, which may be shorter, or empty:
 #
 #     trainer rank 0     rows 0-2, all columns       writes this box into the slot
@@ -1787,7 +1776,7 @@ def user_turn(text: str, answer: Any) -> Turn:
 
 
 class Task:
-    """What the policy is asked, and what its responses are worth. Tasks of your own derive from it."""
+    """What the policy is asked, and what its responses are worth."""
 
     max_new_tokens = 256  # of one response, unless --max-new-tokens says otherwise
 
@@ -1830,7 +1819,7 @@ class LetterTask(Task):
         return Prompt(number, tuple(turns))
 
     def score(self, prompt: Prompt, responses: list[str]) -> list[float]:
-        """Of each turn the share of letters that are right; one that is too much counts as wrong."""
+        """Of each turn the share of letters that are right; a surplus one counts as wrong."""
         rewards = []
         for turn, response in zip(prompt.turns, responses, strict=True):
             num_right = sum(a == b for a, b in zip(turn.answer, response, strict=False))
@@ -1848,7 +1837,7 @@ def letter_task(cfg: Config) -> Task:
 
 # -- 9b. What is recorded --------------------------------------------------------------------------
 #
-# Episodes are rows of tokens, and no row is ever tokenized again. Here are two of them. (<u> and <a>
+# Episodes are rows of tokens, and no row is tokenized again. Here are two of them. (<u> and <a>
 # begin a turn of the user and of the assistant, <e> ends one; u is a letter of the user; a to g
 # were sampled.)
 #
@@ -2039,7 +2028,7 @@ class Policy:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def forward(self, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """Logits of ids [B, T], for the positions in `logits_to_keep`, as the model returns them."""
+        """Logits of ids [B, T], at the positions in `logits_to_keep`."""
         parameters = dict(self.model.named_parameters())
         if next(iter(parameters.values())).dtype == self.dtype:
             return self.model(input_ids=ids, **inputs).logits
@@ -2054,7 +2043,7 @@ class Policy:
 def left_padded(
     rows: list[list[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids [B, T] and mask [B, T], 1 where there is a token. Padding is on the left."""
+    """Ids [B, T] and mask [B, T], 1 where there is a token. Padding is on the left."""
     width = max(len(row) for row in rows)
     ids = [[0] * (width - len(row)) + row for row in rows]
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
@@ -2130,7 +2119,7 @@ def respond(
 ) -> None:
     """Samples a response for each episode, in one batch. A row that has ended leaves the batch.
 
-    pull: called before each token; makes the policy's weights the newest, and returns their version.
+    pull: called before each token; makes the weights the newest, and returns their version.
     """
     responses = [Response() for _ in episodes]
     rows = list(range(len(episodes)))  # which episode each row of the batch belongs to
@@ -2229,8 +2218,8 @@ def k3(recorded: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
     """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
     Its mean over sampled tokens estimates the KL divergence of the two. So does the mean of -d, but
-    that has both signs; exp(d) - 1 has the mean 0, and with it no summand is negative. By example, a
-    token with probability 0.50 that is recomputed as 0.40: d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
+    that has both signs; exp(d) - 1 has the mean 0, and with it no summand is negative. By example,
+    a token with probability 0.50, recomputed as 0.40: d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
     (Schulman 2020, who calls -d k1, and d**2 / 2 k2.)
     """
     d = (recomputed - recorded).detach().double()
@@ -2324,7 +2313,7 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 #                  a token.
 # Cost. Ratios make noise, for a few tokens may have most of the weight. A clip silences tokens.
 #
-# Where the gradient comes from. J is the sum of p R over all responses, and grad log p = grad p / p:
+# Where the gradient comes from. J is the sum of p R over all responses; grad log p = grad p / p:
 #
 #     grad J = sum of R grad p = sum of p (R grad log p) = mean of R grad log p over samples
 #
@@ -2367,7 +2356,7 @@ MAX_BAD_RATIO = 3.0  # beyond this a token with A < 0 has no gradient: see ppo
 
 
 def ratio_of(logp: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
-    """p now / p when sampled, without overflow."""
+    """The ratio p now / p when sampled, without overflow."""
     return (logp - recorded).clamp(max=20).exp()
 
 
@@ -2709,7 +2698,7 @@ def estimates(
 
 
 def bias_and_deviation(found: torch.Tensor, truth: torch.Tensor) -> dict[str, float]:
-    """Of estimates [batches, 64]: degrees between their mean and the truth; spread over the mean."""
+    """Of estimates [batches, 64]: degrees from their mean to the truth; spread over the mean."""
     mean = found.mean(0)
     cosine = torch.cosine_similarity(mean, truth, dim=0).clamp(max=1)
     spread = (found - mean).square().sum(1).mean().sqrt() / mean.norm()
@@ -2841,7 +2830,7 @@ class Trainer(Worker):
         writer_class = WeightWriter if cfg.trainers == 1 else ShardedWriter
         weights = dict(self.policy.model.named_parameters())
         self.writer = writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
-        # The copy of a version runs beside the next step, up to the moment that changes the weights.
+        # The copy of a version runs beside the next step, until that changes the weights.
         self.learner.optimizer.register_step_pre_hook(lambda *_: self.writer.wait())
         self.version = 0
         self.writer.publish(0)
@@ -3196,7 +3185,7 @@ async def train_sync(run: Run, num_steps: int) -> None:
 
 
 def for_demo(cfg: Config, report: Report) -> Config:
-    """The tiny policy on `repeat`. The first demo makes its warm start, and leaves it in a folder."""
+    """The tiny policy on `repeat`. The first demo leaves its warm start in a folder."""
     warm = report.folder / "warm"
     return replace(
         cfg,
@@ -3220,7 +3209,7 @@ async def begin_demo(cfg: Config, report: Report) -> Run:
 
 
 async def busy_share(who: str, start_s: float, end_s: float) -> float:
-    """Of a stretch of time the share in which workers of this kind were at work, by the timeline."""
+    """The share of a stretch of time in which workers of this kind were at work."""
     timeline = await get_or_spawn_controller("timeline", Timeline)
     spans = await timeline.take.call_one(who)
     busy_s = sum(max(0.0, min(s.end_s, end_s) - max(s.start_s, start_s)) for s in spans)
@@ -3269,12 +3258,12 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 # Problem. In the synchronous loop one side always waits for the other. If both run all the time,
 #   samples grow old: the policy that made them is many versions behind, and nothing bounds it.
 # Rule. Two loops and a buffer. The first has groups sampled, as long as less than (K + 1) batches
-#   are in flight. The second takes a batch, and trains. A group more than K versions old is dropped.
+#   are in flight. The second takes a batch, and trains. A group older than K versions is dropped.
 # Cost. Staleness: the loss has to bear it (section 10). And to drop costs the work that was done.
 #
 # Why (K + 1) batches: one is trained on, and K wait; the last of them is K versions old when its
-# turn comes. Why that alone is no bound: a group that takes long is overtaken by others. By example,
-# with K = 1 (v is the trainer's version):
+# turn comes. Why that alone is no bound: a slow group is overtaken by others. By example, with
+# K = 1 (v is the trainer's version):
 #
 #     v = 5   batches a and b are sampled under 5; two batches are in flight
 #     v = 5   the trainer steps on a (staleness 0): v = 6; batch c begins, under 6
@@ -3331,7 +3320,7 @@ class ReplayBuffer:
             self.changed.notify_all()
 
     async def take(self, size: int, version: int) -> list[Group]:
-        """Waits for a batch of so many groups, to be trained on when the trainer is at `version`."""
+        """Waits for a batch of so many groups, for a trainer that will be at `version`."""
         async with self.changed:
             while True:
                 self._drop_old(version)
@@ -3457,7 +3446,7 @@ async def strike(run: Run, service: Service, at_step: int, number: signal.Signal
 
 
 @stage(
-    "two loops and a buffer: both sides work at once, staleness is bounded, a fault costs time only",
+    "two loops and a buffer: both sides work, staleness is bounded, a fault costs time only",
     instead="if False:",
 )
 async def demo_async_rl(report: Report, cfg: Config) -> None:
@@ -3533,9 +3522,10 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
 #
 # -- tasks -----------------------------------------------------------------------------------------
 
-WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle ember feather forest
-    garden harbor hammer island jacket kettle ladder lemon lion market meadow mirror mountain ocean
-    orange paper pencil pepper piano planet rabbit river rocket silver spider table window""".split()
+WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle ember feather
+    forest garden harbor hammer island jacket kettle ladder lemon lion market meadow mirror
+    mountain ocean orange paper pencil pepper piano planet rabbit river rocket silver spider
+    table window""".split()
 
 
 class WordTask(Task):
@@ -3864,7 +3854,8 @@ def step_line(row: dict[str, Any]) -> str:
     line = (
         f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
     )
-    line += f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  {row['tokens_per_s']:.0f} tokens/s"
+    line += f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}"
+    line += f"  {row['tokens_per_s']:.0f} tokens/s"
     for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
         if row[name]:
             line += f"  {name} {row[name]:.3g}"
@@ -3901,7 +3892,7 @@ async def run_own(cfg: Config, report: Report) -> int:
     task = own_task(cfg)
     actors = Actors(cfg, env, report.pool, report.folder)
     run = Run(cfg, actors, task)
-    what = f"{cfg.trainers} trainer, {cfg.generators} generators, {cfg.reward_workers} reward workers"
+    what = f"{cfg.trainers} trainer, {cfg.generators} generators, {cfg.reward_workers} rewards"
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting {what}", flush=True)
     start_s = time.time()
     await actors.begin()
