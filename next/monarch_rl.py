@@ -1582,7 +1582,7 @@ def box_of(shape: Index, mesh_shape: Index, placements: Any, coordinate: Index) 
                 f"{placement}: its ranks have summands, or strides, and not boxes"
             )
         dim = placement.dim
-        length = math.ceil((end[dim] - start[dim]) / num_ranks)  # mechanism: reshard
+        length = math.ceil((end[dim] - start[dim]) / num_ranks)
         start[dim] = min(start[dim] + rank * length, end[dim])
         end[dim] = min(start[dim] + length, end[dim])
     return Box(tuple(start), tuple(end))
@@ -1596,7 +1596,7 @@ def plan(sources: list[Box], targets: list[Box]) -> list[tuple[int, int, Box]]:
     moves = []
     for target, wanted in enumerate(targets):
         for source, held in enumerate(sources):
-            shared = held.overlap(wanted)
+            shared = held.overlap(wanted)  # mechanism: reshard
             if shared.size and held not in sources[:source]:
                 moves.append((source, target, shared))
     return moves
@@ -1629,8 +1629,16 @@ class ShardedWriter(WeightWriter):
     def _copy(self, version: int) -> None:
         slot = torch.tensor([self.arena.free_slot() if self.rank == 0 else 0])
         torch.distributed.broadcast(slot, 0, self.group)
-        self.write(self.arena.slots[int(slot)])
-        torch.distributed.barrier(self.group)  # all have written
+        failure: Exception | None = None
+        try:
+            self.write(self.arena.slots[int(slot)])
+        except Exception as error:
+            failure = error
+        # Waits until all have written, and tells each rank whether one of them has failed.
+        num_failed = torch.tensor([int(failure is not None)])
+        torch.distributed.all_reduce(num_failed, group=self.group)
+        if num_failed > 0:
+            raise failure or RuntimeError("the copy of another rank has failed")
         if self.rank == 0:
             self.arena.commit(version, int(slot))
 
@@ -1697,7 +1705,7 @@ class ShardWorker(Worker):
 
 @stage(
     "from one sharding to another, each byte that is needed is written once",
-    instead="length = (end[dim] - start[dim]) // num_ranks",
+    instead="shared = wanted",
 )
 async def demo_reshard(report: Report, cfg: Config) -> None:
     """Two ranks by rows publish; two ranks by columns read their boxes of the slot."""
@@ -2141,11 +2149,11 @@ def respond(
             response.versions.append(newest)
             if token not in policy.end_ids:
                 going_on.append(place)
+        if not going_on:
+            break
         if len(going_on) < len(rows):
             rows = [rows[place] for place in going_on]
             decoder.select(going_on)
-        if not rows:
-            break
     for episode, response in zip(episodes, responses, strict=True):
         episode.add(response.ids, turn + 1, response.logprobs, response.versions)
         episode.truncated.append(response.ids[-1] not in policy.end_ids)
