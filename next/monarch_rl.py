@@ -3360,13 +3360,14 @@ class AsyncRun:
         cfg = run.cfg
         self.run = run
         self.buffer = ReplayBuffer(run, max_staleness)
-        # A request costs 8 ms and 1 ms for each group. So it is for a whole batch, if there are as
-        # many batches as generators; more generators than that share a batch.
-        share = max(1, max_staleness) * cfg.prompts_per_step // cfg.generators
+        self.num_ahead = min(1, max_staleness - 1)  # batches that wait at the trainer
+        # A request costs 8 ms and 1 ms a group, so it is large: a whole batch, if there are as
+        # many batches as generators. More generators share the batches that are not at the trainer.
+        num_batches = max(1, max_staleness)
+        if cfg.generators > num_batches:
+            num_batches = max(1, max_staleness - self.num_ahead)
+        share = num_batches * cfg.prompts_per_step // cfg.generators
         self.request_size = max(1, min(cfg.prompts_per_step, share))
-        self.num_ahead = min(
-            1, max_staleness - 1
-        )  # batches that wait at the trainer while it works
         self.requests: set[asyncio.Task[None]] = set()
 
     async def train(self, num_steps: int) -> None:
