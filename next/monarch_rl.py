@@ -584,7 +584,7 @@ class Worker(Actor):
         )  # a thread would not know which actor it belongs to
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(self.thread, run, self._timed, method, args)
-        if self.timeline and time.time() - self.spans[0].end_s > 0.2:
+        if self.timeline and self.spans and time.time() - self.spans[0].end_s > 0.2:
             self.timeline.add.broadcast(self.spans)
             self.spans = []
         return result
@@ -1328,9 +1328,10 @@ class WeightWriter:
 
     def wait(self) -> None:
         """Returns when nothing is being copied. Raises what the copy raised."""
-        if self.copying:
-            self.copying.result()
-            self.copying = None
+        copying = self.copying
+        self.copying = None  # a copy that failed is told once
+        if copying:
+            copying.result()
 
     def _copy(self, version: int) -> None:
         slot = self.arena.free_slot()
