@@ -1129,9 +1129,10 @@ async def demo_service(report: Report, cfg: Config) -> None:
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
 # Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is bytes.
 #
-# The usual way is a broadcast in a process group: all members call the same operation, which begins
-# when the last one has come and ends when the bytes are there. It couples both sides. Below, a dot
-# is waiting, X is the broadcast, P the copy into a slot, f a pull:
+# The usual way is a broadcast in a process group: all members call the same operation, and it ends
+# when the bytes are there. It couples both sides. Below, a dot is waiting, X is the broadcast, P the
+# copy into a slot, f a pull. (Drawn as in NCCL, where all wait for the last one. In gloo the trainer
+# serves each generator when that comes: it waits as drawn, but generator 0 does not.)
 #
 #     trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #       a thread                                                       PPPP   PPPP   PPPP

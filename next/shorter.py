@@ -1078,28 +1078,20 @@ async def demo_service(report: Report, cfg: Config) -> None:
 
 
 # == 7. WEIGHT SYNC ================================================================================
-# Problem. The trainer rewrites its weights while generators read them. A reader that looks during
-#   the write has some tensors of version 6 and some of version 7: torn weights. There is no error,
-#   only samples of a policy that nobody has trained.
+# Problem. The trainer rewrites its weights while generators read them. Who reads meanwhile has some
+#   tensors of version 6 and some of version 7: torn weights, and no error.
 # Rule. The trainer fills a slot of shared memory that nobody reads, and then makes it the latest. A
 #   reader leases the latest slot, and reads it until it leases another.
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
-# Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is bytes.
 #
-# The usual way is a broadcast in a process group: all members call the same operation, which begins
-# when the last one has come and ends when the bytes are there. It couples both sides. Below, a dot
-# is waiting, X is the broadcast, P the copy into a slot, f a pull:
-#
-#     trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
-#       a thread                                                       PPPP   PPPP   PPPP
-#     generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
-#     generator 1   long rollout...XXXX long rollout...XXXX     long rollout f long rollout f
+# The usual way is a broadcast in a process group. It couples both sides: the trainer waits for the
+# last generator, which is in the middle of a rollout, and each generator for the trainer.
 #
 # -- 7a. What lies in a slot -----------------------------------------------------------------------
 
 
 class WeightMismatch(ValueError):
-    """The two sides do not have the same weights in mind. Nothing has been taken over."""
+    """The two sides do not have the same weights in mind."""
 
 
 @dataclass(frozen=True)
@@ -1114,11 +1106,8 @@ class TensorSpec:
 
     def view(self, slot: torch.Tensor) -> torch.Tensor:
         """This tensor in a slot, [slot bytes] uint8, without a copy."""
-        return (
-            slot[self.offset : self.offset + self.num_bytes]
-            .view(self.dtype)
-            .view(self.shape)
-        )
+        part = slot[self.offset : self.offset + self.num_bytes]
+        return part.view(self.dtype).view(self.shape)
 
 
 Manifest = tuple[TensorSpec, ...]
@@ -1127,10 +1116,7 @@ Manifest = tuple[TensorSpec, ...]
 def manifest_of(
     tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> Manifest:
-    """The layout of these tensors, in their order. Both sides compute it, and compare.
-
-    dtype: of floating-point tensors in the slot; None: their own.
-    """
+    """The layout of tensors in a slot. dtype: there, of floating-point tensors."""
     specs = []
     offset = 0
     for name, tensor in tensors.items():
@@ -1143,7 +1129,7 @@ def manifest_of(
 
 # -- 7b. The arena: slots and leases ---------------------------------------------------------------
 #
-# The arena of two readers, while version 8 is being written:
+# With two readers, while version 8 is being written:
 #
 #     header   version 7   latest slot 2   lease of reader 0: slot 2   lease of reader 1: slot 1
 #
@@ -1154,20 +1140,18 @@ def manifest_of(
 #
 # Readers + 2 slots are enough: each reader holds one at most, one is the latest, one is written.
 #
-# Why no read is torn. The header changes under a lock. A slot that is to be written is neither the
-# latest nor leased, and only the latest can be newly leased; so nobody can begin to read it before
-# `commit`. A reader keeps its lease until its next one, so nobody writes what it reads.
+# Why no read is torn. The header changes under a lock. The slot that is written is not the latest,
+# and not leased, and only the latest can be leased; so nobody reads it before `commit`.
 #
-# The kernel gives the lock back when its holder dies. The lease of a dead reader belongs to its
-# number: the successor with that number overwrites it. A process that is *stopped* in the 5
-# microseconds in which it has the lock holds up the others until its owner kills it (section 5).
+# The kernel gives the lock back when its holder dies. A dead reader's successor has its number, and
+# overwrites its lease.
 
 
 @dataclass(frozen=True)
 class ArenaHandle:
-    """How another process of this host finds the arena, and what it must expect there."""
+    """How another process of this host finds the arena, and what is in it."""
 
-    path: str  # /proc/<process of the writer>/fd/<number>
+    path: str
     manifest: Manifest
     slot_bytes: int
     num_readers: int
@@ -1183,20 +1167,18 @@ class Arena:
     NOTHING = -1
 
     def __init__(self, handle: ArenaHandle) -> None:
-        # A lock belongs to an open file, so each process opens the file for itself.
+        # A lock belongs to an open file, so each process opens it for itself.
         self.file = open(handle.path, "r+b", buffering=0)
         self.num_readers = handle.num_readers
         self.num_slots = handle.num_readers + 2
-        memory = mmap.mmap(
-            self.file.fileno(), self.HEADER_BYTES + self.num_slots * handle.slot_bytes
-        )
+        memory = mmap.mmap(self.file.fileno(), 0)  # all of it
         self.words = memoryview(memory)[: self.HEADER_BYTES].cast("q")
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self.slots = whole[self.HEADER_BYTES :].view(self.num_slots, handle.slot_bytes)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """The header is read and changed under this lock."""
+        """The header is read and changed inside of this."""
         fcntl.flock(self.file, fcntl.LOCK_EX)
         try:
             yield
@@ -1204,43 +1186,38 @@ class Arena:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """(version, slot) of the latest weights; nobody writes them until this reader's next lease.
-
-        Both are NOTHING if there are none yet.
-        """
+        """(version, slot) of the latest weights, this reader's until its next lease; or NOTHING."""
         with self.locked():
             slot = self.words[self.LATEST]
             self.words[self.LEASES + reader] = slot  # mechanism: weight_sync
             return self.words[self.VERSION], slot
 
     def free_slot(self) -> int:
-        """For the writer: a slot that is neither the latest nor leased."""
+        """A slot that is neither the latest nor leased."""
         with self.locked():
             leases = self.words[self.LEASES : self.LEASES + self.num_readers].tolist()
             taken = {self.words[self.LATEST], *leases}
         return min(set(range(self.num_slots)) - taken)
 
     def commit(self, version: int, slot: int) -> None:
-        """For the writer, when the slot is complete: makes it the latest."""
+        """Makes a slot, which is complete, the latest."""
         with self.locked():
             self.words[self.VERSION] = version
             self.words[self.LATEST] = slot
 
 
 def create_arena(manifest: Manifest, num_readers: int) -> tuple[ArenaHandle, Arena]:
-    """An arena in memory of this process, which others can map while this process lives."""
+    """An arena, which other processes can map while this one lives."""
     last = manifest[-1]
     slot_bytes = math.ceil((last.offset + last.num_bytes) / mmap.PAGESIZE) * mmap.PAGESIZE
-    descriptor = os.memfd_create(
-        "weights"
-    )  # a file without a name: it ends with its last user
+    descriptor = os.memfd_create("weights")
     os.ftruncate(descriptor, Arena.HEADER_BYTES + (num_readers + 2) * slot_bytes)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
     handle = ArenaHandle(path, manifest, slot_bytes, num_readers)
     arena = Arena(handle)
     for word in range(Arena.LEASES + num_readers):
         arena.words[word] = Arena.NOTHING
-    arena.slots.zero_()  # the kernel makes pages at their first use, which costs more than a copy
+    arena.slots.zero_()  # makes the pages, which costs more than a copy
     return handle, arena
 
 
@@ -1250,9 +1227,12 @@ def create_arena(manifest: Manifest, num_readers: int) -> tuple[ArenaHandle, Are
 class WeightWriter:
     """The trainer's side. `publish` copies beside whatever follows, in a thread.
 
-    tensors: by name; their memory moves into one block with the layout of a slot, so that a publish
-    is a single memory copy. On a GPU, or with another dtype, each is copied by itself.
+    The tensors move into one block with the layout of a slot, so a publish is one memory copy. On a
+    GPU, or with another dtype, each is copied by itself.
     """
+
+    block: torch.Tensor | None = None
+    copying: Future[None] | None = None
 
     def __init__(
         self,
@@ -1263,42 +1243,36 @@ class WeightWriter:
         self.tensors = tensors
         manifest = manifest_of(tensors, dtype)
         self.handle, self.arena = create_arena(manifest, num_readers)
-        self.block: torch.Tensor | None = None
-        if manifest == manifest_of(tensors) and not any(
-            t.is_cuda for t in tensors.values()
-        ):
+        is_on_cpu = all(tensor.is_cpu for tensor in tensors.values())
+        if is_on_cpu and manifest == manifest_of(tensors):
             self.block = torch.zeros(self.handle.slot_bytes, dtype=torch.uint8)
             for spec in manifest:
                 view = spec.view(self.block)
                 view.copy_(tensors[spec.name].detach())
                 tensors[spec.name].data = view
         self.thread = ThreadPoolExecutor(1)
-        self.copying: Future[None] | None = None
 
     def publish(self, version: int) -> None:
-        """Begins to make the tensors, as they are now, the latest version. Returns at once.
-
-        Nobody may change them until `wait` has returned.
-        """
+        """Begins to copy. Nobody may change the tensors until `wait` has returned."""
         self.wait()
         self.copying = self.thread.submit(self._copy, version)
 
     def wait(self) -> None:
-        """Returns when nothing is being copied. Raises what the copy raised."""
-        if self.copying:
-            self.copying.result()
-            self.copying = None
+        """Returns when nothing is being copied. Raises what the copy raised, once."""
+        copying = self.copying
+        self.copying = None
+        if copying:
+            copying.result()
 
     def _copy(self, version: int) -> None:
         slot = self.arena.free_slot()
         self.write(self.arena.slots[slot])
-        self.arena.commit(version, slot)  # the last thing: from now on readers can get it
+        self.arena.commit(version, slot)
 
     def write(self, slot: torch.Tensor) -> None:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
         if self.block is not None:
-            # copy_ reads what it overwrites, as any store does that goes through the cache. memmove
-            # of a large block does not, so it takes a third less time.
+            # Unlike copy_, it does not read what it overwrites: a third less time.
             ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
             return
         with torch.no_grad():
@@ -1309,8 +1283,7 @@ class WeightWriter:
 class WeightReader:
     """A generator's side: `pull` makes its tensors the latest version.
 
-    On a CPU the tensors become views of the slot, so nothing is copied. On a GPU they are filled.
-    Raises WeightMismatch if the writer's tensors are others, or if the writer has gone.
+    On a CPU they become views of the slot, so nothing is copied. On a GPU they are filled.
     """
 
     def __init__(
@@ -1328,16 +1301,16 @@ class WeightReader:
         self.handle = handle
         self.reader = reader
         self.tensors = tensors
-        self.slot = Arena.NOTHING  # which the tensors are, or were filled from
-        # Made once: to make the views of a slot takes longer than all the rest of a pull.
+        self.slot = Arena.NOTHING
+        # Made once: to make the views of a slot takes longer than the rest of a pull.
         self.views = [
             [spec.view(slot) for spec in handle.manifest] for slot in self.arena.slots
         ]
 
     def pull(self) -> int:
-        """Makes the tensors the latest version, which is returned; -1 if there is none yet."""
+        """The latest version, which the tensors are now; -1 if there is none yet."""
         version, slot = self.arena.lease(self.reader)
-        if slot not in (self.slot, Arena.NOTHING):
+        if slot != self.slot:
             self.slot = slot
             for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
                 if tensor.is_cuda:
@@ -1350,98 +1323,48 @@ class WeightReader:
 # -- measurement -----------------------------------------------------------------------------------
 
 
-def blocks_of(num_mib: int) -> dict[str, torch.Tensor]:
-    """Weights of so many MiB, in 32 tensors."""
-    return {f"block{i}": torch.zeros(num_mib << 13) for i in range(32)}
+def blocks() -> dict[str, torch.Tensor]:
+    """64 MiB of weights."""
+    return {f"block{i}": torch.zeros(1 << 19) for i in range(32)}
 
 
 class ReaderWorker(Worker):
     """Reads weights of which each version is filled with one number."""
 
-    def setup(self, number: int, handle: ArenaHandle, num_mib: int) -> None:
-        """Attaches to the arena as the reader of this number."""
-        self.tensors = blocks_of(num_mib)
-        self.reader = WeightReader(handle, number, self.tensors)
+    def setup(self, number: int, handle: ArenaHandle) -> None:
+        """Attaches to the arena."""
+        self.reader = WeightReader(handle, number, blocks())
 
-    def pull(self) -> float:
-        """One pull: its milliseconds."""
-        start = time.perf_counter()
-        self.reader.pull()
-        return (time.perf_counter() - start) * 1e3
-
-    def count_torn(self, num_reads: int, keeps_lease: bool) -> int:
-        """Pulls and reads so often. A read is torn if two of its numbers differ."""
+    def read(self, num_reads: int, keeps_lease: bool) -> tuple[int, float]:
+        """(torn reads, median ms of a pull). A read is torn if two of its numbers differ."""
         num_torn = 0
+        pull_ms = []
         for _ in range(num_reads):
+            start = time.perf_counter()
             numbers = {self.reader.pull()}
+            pull_ms.append((time.perf_counter() - start) * 1e3)
             if not keeps_lease:
                 self.reader.arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
-            for tensor in self.tensors.values():
+            for tensor in self.reader.tensors.values():
                 numbers.update(extreme.item() for extreme in tensor.aminmax())
-                time.sleep(
-                    0.0005
-                )  # a generator reads its weights for as long as it samples
+                time.sleep(0.0005)  # a generator reads for as long as it samples
             num_torn += len(numbers) > 1
-        return num_torn
+        return num_torn, statistics.median(pull_ms)
 
 
-async def count_torn(service: Service, writer: WeightWriter, keeps_lease: bool) -> int:
-    """Publishes one version after the other while the readers make 60 reads in all."""
-
-    def publish(version: int) -> None:
-        for tensor in writer.tensors.values():
-            tensor.fill_(version)
-        writer.publish(version)
-        writer.wait()
-
-    version = 1000
-    publish(version)
-    requests = []
-    for replica in service.replicas.values():
-        num_reads = 60 // service.num_replicas
-        requests.append(
-            replica.worker.call.call_one("count_torn", num_reads, keeps_lease)
-        )
-    reading = asyncio.gather(*[asyncio.ensure_future(request) for request in requests])
-    while not reading.done():
-        version += 1
-        publish(version)
-        await asyncio.sleep(0)
-    return sum(reading.result())
-
-
-async def measure_slots(service: Service, writer: WeightWriter) -> dict[str, float]:
-    """Medians over 15 versions: publish over memmove, and what trainer and generator wait for."""
+def publish_over_memmove(writer: WeightWriter) -> float:
+    """The median time of a publish, in memory copies."""
     block = writer.block
     scratch = torch.ones_like(block)
-    matrix = torch.ones(512, 512)
     ratios = []
-    trainer_ms = []
-    pull_ms = []
-    for version in range(15):
+    for _ in range(15):
         start = time.perf_counter()
         ctypes.memmove(scratch.data_ptr(), block.data_ptr(), block.nbytes)
-        memmove_s = time.perf_counter() - start
-        start = time.perf_counter()
-        writer.publish(2 * version)
+        copied = time.perf_counter()
+        writer.publish(0)
         writer.wait()
-        ratios.append((time.perf_counter() - start) / memmove_s)
-        writer.publish(2 * version + 1)
-        end = time.perf_counter() + 4 * memmove_s
-        while time.perf_counter() < end:
-            matrix @ matrix  # the next forward and backward pass
-        start = time.perf_counter()
-        writer.wait()  # before the optimizer changes the weights
-        trainer_ms.append((time.perf_counter() - start) * 1e3)
-        pulls = [
-            replica.worker.call.call_one("pull") for replica in service.replicas.values()
-        ]
-        pull_ms += await asyncio.gather(*pulls)
-    return {
-        "x memmove": statistics.median(ratios),
-        "trainer waits ms": statistics.median(trainer_ms),
-        "generator waits ms": statistics.median(pull_ms),
-    }
+        ratios.append((time.perf_counter() - copied) / (copied - start))
+    return statistics.median(ratios)
 
 
 @stage(
@@ -1449,45 +1372,56 @@ async def measure_slots(service: Service, writer: WeightWriter) -> dict[str, flo
     instead="pass",
 )
 async def demo_weight_sync(report: Report, cfg: Config) -> None:
-    """Publishes 64 MiB to 1, 2 and 4 readers, with and without leases, and by a broadcast."""
-    num_mib = 64
+    """Publishes 64 MiB to 1, 2 and 4 readers, with and without leases."""
     torch.set_num_threads(1)
-    report.say(f"{num_mib} MiB of weights; torn reads of 60")
+    report.say("64 MiB of weights; torn reads of 60")
     rows = []
     num_torn = {"with": 0, "without": 0}
-    for num_readers in (1, 2, 4):
-        writer = WeightWriter(blocks_of(num_mib), num_readers)
-        setup_args = (writer.handle, num_mib)
-        service = Service(ReaderWorker, num_readers, report.pool, setup_args)
+    for num_readers, leases in ((1, "with"), (2, "without"), (2, "with"), (4, "with")):
+        writer = WeightWriter(blocks(), num_readers)
+        service = Service(ReaderWorker, num_readers, report.pool, (writer.handle,))
         await service.begin()
-        found = await measure_slots(service, writer)
-        report.figure(**{f"publish_over_memmove_{num_readers}": found["x memmove"]})
-        report.figure(pull_ms=found["generator waits ms"])
-        for leases in ("without", "with"):
-            if num_readers == 2 or leases == "with":
-                torn = await count_torn(service, writer, leases == "with")
-                num_torn[leases] += torn
-                road = f"{num_readers} readers, {leases} leases"
-                rows.append({"road": road, **found, "torn": torn})
+        ratio = publish_over_memmove(writer)
+        report.figure(**{f"publish_over_memmove_{num_readers}": ratio})
+        version = 0
+        reads = []
+        for replica in service.replicas.values():
+            call = replica.worker.call.call_one(
+                "read", 60 // num_readers, leases == "with"
+            )
+            reads.append(asyncio.ensure_future(call))
+        reading = asyncio.gather(*reads)
+        while not reading.done():
+            version += 1
+            for tensor in writer.tensors.values():
+                tensor.fill_(version)
+            writer.publish(version)
+            writer.wait()
+            await asyncio.sleep(0)
+        torn = sum(found for found, _ in reading.result())
+        pull_ms = max(waited for _, waited in reading.result())
+        num_torn[leases] += torn
+        report.figure(pull_ms=pull_ms)
+        road = f"{num_readers} readers, {leases} leases"
+        rows.append({"road": road, "x memmove": ratio, "pull ms": pull_ms, "torn": torn})
         await service.close()
     report.table(rows)
     report.check("torn reads of 60 without leases", num_torn["without"], ">", 0)
     report.check("torn reads of 180 with leases", num_torn["with"], "==", 0)
-    report.figure(torn_reads=num_torn["with"])
-    report.figure(torn_reads_without_leases=num_torn["without"])
+    report.figure(
+        torn_reads=num_torn["with"], torn_reads_without_leases=num_torn["without"]
+    )
 
 
 # == 8. RESHARD ====================================================================================
 # Problem. The trainer's ranks cut the weights in one way, say by rows, and the generator's ranks in
-#   another, say by columns. To gather the whole on one rank, and to cut it anew, moves every byte
-#   several times, and needs memory for the whole.
-# Rule. Describe what a rank has as a box of the whole tensor. Through a slot, each trainer rank
-#   writes its boxes and each generator rank views its own: the slot is the whole, and no rank holds
-#   it. Between machines one move is made where a box of one side meets a box of the other.
+#   another, say by columns. To gather the whole, and to cut it anew, moves the bytes twice.
+# Rule. What a rank has is a box of the whole tensor. Each trainer rank writes its boxes into a
+#   slot, and each generator rank views its own there. Between machines one move is made where a
+#   box of one side meets a box of the other.
 # Cost. A box by columns is not contiguous, so it is copied row by row.
 #
-# By example, a matrix of 5 x 23; two trainer ranks have rows, two generator ranks columns. As in
-# torch.chunk all pieces are equally long except the last ones, which may be shorter, or empty:
+# By example, a matrix of 5 x 23. As in torch.chunk, the last piece may be shorter, or empty:
 #
 #     trainer rank 0     rows 0-2, all columns       writes this box into the slot
 #     trainer rank 1     rows 3-4, all columns       writes this box into the same slot
@@ -1499,21 +1433,20 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor: in each dimension a range, from `start` to just before `end`."""
+    """A part of a tensor: in each dimension from `start` to just before `end`."""
 
     start: Index
     end: Index
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """What to index the whole tensor with to get the box."""
+        """The index of the box in the whole tensor."""
         return tuple(slice(*ends) for ends in zip(self.start, self.end, strict=True))
 
     @property
     def size(self) -> int:
         """Its elements; 0 for an empty box."""
-        lengths = [max(0, part.stop - part.start) for part in self.region]
-        return math.prod(lengths)
+        return math.prod(max(0, part.stop - part.start) for part in self.region)
 
     def overlap(self, other: Box) -> Box:
         """The part that both have."""
@@ -1523,7 +1456,7 @@ class Box:
 
 
 def box_of(shape: Index, mesh_shape: Index, placements: Any, coordinate: Index) -> Box:
-    """What the rank at this coordinate of a mesh has of a tensor, by the rules of DTensor.
+    """What the rank at this coordinate of a mesh has of a DTensor.
 
     placements: for each dimension of the mesh, Shard(dim of the tensor) or Replicate().
     """
@@ -1535,9 +1468,7 @@ def box_of(shape: Index, mesh_shape: Index, placements: Any, coordinate: Index) 
         if placement.is_replicate():
             continue
         if not placement.is_shard():
-            raise WeightMismatch(
-                f"{placement}: its ranks have summands, or strides, and not boxes"
-            )
+            raise WeightMismatch(f"{placement}: its ranks have no boxes")
         dim = placement.dim
         length = math.ceil((end[dim] - start[dim]) / num_ranks)
         start[dim] = min(start[dim] + rank * length, end[dim])
@@ -1546,9 +1477,9 @@ def box_of(shape: Index, mesh_shape: Index, placements: Any, coordinate: Index) 
 
 
 def plan(sources: list[Box], targets: list[Box]) -> list[tuple[int, int, Box]]:
-    """(source rank, target rank, box): moves that give each target its box, each element once.
+    """(source rank, target rank, box): moves between ranks without shared memory.
 
-    It is for ranks that share no memory. Of sources with the same box, the first sends it.
+    Each target gets each element once. Of sources with the same box, the first sends it.
     """
     moves = []
     for target, wanted in enumerate(targets):
@@ -1560,28 +1491,23 @@ def plan(sources: list[Box], targets: list[Box]) -> list[tuple[int, int, Box]]:
 
 
 class ShardedWriter(WeightWriter):
-    """One rank of a trainer of several ranks. All write their boxes into the same slot.
-
-    It shares `publish` and `wait` with WeightWriter. tensors: DTensors. dtype: of the slot.
-    """
+    """One rank of a trainer of several ranks, with DTensors. All write into the same slot."""
 
     def __init__(
         self, tensors: dict[str, Any], num_readers: int, dtype: torch.dtype | None = None
     ) -> None:
-        # A group of its own: the copy of a version runs beside the next step's collectives.
+        # A group of its own: the copy runs beside the next step's collectives.
         self.group = torch.distributed.new_group(backend="gloo")
         self.rank = torch.distributed.get_rank()
         told: list[Any] = [None]
         if self.rank == 0:
-            told[0], self.arena = create_arena(manifest_of(tensors, dtype), num_readers)
+            told[0], _ = create_arena(manifest_of(tensors, dtype), num_readers)
         torch.distributed.broadcast_object_list(told, 0, self.group)
         self.handle = told[0]
-        if self.rank > 0:
-            self.arena = Arena(self.handle)
+        self.arena = Arena(self.handle)
         self.tensors = tensors
         self.written_bytes = 0
         self.thread = ThreadPoolExecutor(1)
-        self.copying = None
 
     def _copy(self, version: int) -> None:
         slot = torch.tensor([self.arena.free_slot() if self.rank == 0 else 0])
@@ -1591,7 +1517,7 @@ class ShardedWriter(WeightWriter):
             self.write(self.arena.slots[int(slot)])
         except Exception as error:
             failure = error
-        # Waits until all have written, and tells each rank whether one of them has failed.
+        # Waits until all have written, or one of them has failed.
         num_failed = torch.tensor([int(failure is not None)])
         torch.distributed.all_reduce(num_failed, group=self.group)
         if num_failed > 0:
@@ -1600,17 +1526,15 @@ class ShardedWriter(WeightWriter):
             self.arena.commit(version, int(slot))
 
     def write(self, slot: torch.Tensor) -> None:
-        """Writes this rank's boxes. Of ranks that have the same box, the first one writes it."""
+        """Writes this rank's boxes. Of ranks with the same box, the first writes it."""
         for spec in self.handle.manifest:
             tensor = self.tensors[spec.name]
             mesh = tensor.device_mesh
-            is_first = True
-            for placement, rank in zip(
-                tensor.placements, mesh.get_coordinate(), strict=True
-            ):
-                is_first = is_first and (placement.is_shard() or rank == 0)
-            box = box_of(
-                spec.shape, mesh.shape, tensor.placements, tuple(mesh.get_coordinate())
+            coordinate = tuple(mesh.get_coordinate())
+            box = box_of(spec.shape, mesh.shape, tensor.placements, coordinate)
+            is_first = all(
+                placement.is_shard() or rank == 0
+                for placement, rank in zip(tensor.placements, coordinate, strict=True)
             )
             if is_first and box.size:
                 target = spec.view(slot)[box.region]
@@ -1619,7 +1543,7 @@ class ShardedWriter(WeightWriter):
 
 
 def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
-    """Makes this process a member of a gloo process group. Waits until all have come."""
+    """Makes this process a member of a gloo group. Waits until all have come."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
     )
@@ -1628,32 +1552,27 @@ def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
 # -- measurement -----------------------------------------------------------------------------------
 
 
-def example(version: int) -> torch.Tensor:
-    """The matrix of the example, in which no two elements are equal."""
-    return (torch.arange(5 * 23) + 1000.0 * version).view(5, 23)
+def example() -> torch.Tensor:
+    """The matrix, in which no two elements are equal."""
+    return torch.arange(1.0, 116.0).view(5, 23)
 
 
 class ShardWorker(Worker):
     """A rank of a trainer by rows."""
 
     def setup(self, number: int, meeting_file: str, num_ranks: int) -> ArenaHandle:
-        """Forms the group, and makes the arena together."""
+        """Makes the group and the arena."""
         form_group(meeting_file, current_rank().rank, num_ranks)
-        self.mesh = torch.distributed.init_device_mesh("cpu", (num_ranks,))
-        self.weights = {"matrix": self._rows(0)}
-        self.writer = ShardedWriter(self.weights, 1)
+        mesh = torch.distributed.init_device_mesh("cpu", (num_ranks,))
+        rows = dtensor.distribute_tensor(example(), mesh, [dtensor.Shard(0)])
+        self.writer = ShardedWriter({"matrix": rows}, 1)
         return self.writer.handle
 
-    def _rows(self, version: int) -> Any:
-        return dtensor.distribute_tensor(example(version), self.mesh, [dtensor.Shard(0)])
-
-    def publish(self, version: int) -> tuple[int, int]:
-        """The bytes that this rank has written; and those it would receive by a gather."""
-        mine = self._rows(version).to_local()
-        self.weights["matrix"].to_local().copy_(mine)
-        self.writer.publish(version)
+    def publish(self) -> int:
+        """Publishes the rows. Returns the bytes that this rank has written."""
+        self.writer.publish(1)
         self.writer.wait()
-        return self.writer.written_bytes, example(version).nbytes - mine.nbytes
+        return self.writer.written_bytes
 
     def release(self) -> None:
         """Leaves the process group."""
@@ -1680,22 +1599,20 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     setup_args = (str(report.folder / "shards"), 2)
     service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
     (handle,) = await service.begin()
-    answers = await service.replicas[0].worker.call.call("publish", 1)
+    written_bytes = await service.replicas[0].worker.call.call("publish")
     arena = Arena(handle)
-    version, slot = arena.lease(0)
+    _, slot = arena.lease(0)
     whole = handle.manifest[0].view(arena.slots[slot])
-    num_wrong = 0
-    for box in columns:
-        num_wrong += int((whole[box.region] != example(version)[box.region]).sum())
-    report.check("elements that differ from the trainer's", num_wrong, "==", 0)
-    written_bytes = sum(written for _, (written, _) in answers.items())
-    gathered_bytes = sum(received for _, (_, received) in answers.items()) + whole.nbytes
-    report.check("bytes written / bytes needed", written_bytes / whole.nbytes, "==", 1)
-    report.say(
-        f"a gather and one write: {gathered_bytes / whole.nbytes:.1f} times the bytes"
+    num_wrong = sum(
+        int((whole[box.region] != example()[box.region]).sum()) for box in columns
     )
-    report.figure(written_over_needed=written_bytes / whole.nbytes)
-    report.figure(gather_over_needed=gathered_bytes / whole.nbytes)
+    report.check("elements that differ from the trainer's", num_wrong, "==", 0)
+    written = sum(written_bytes.values()) / whole.nbytes
+    report.check("bytes written / bytes needed", written, "==", 1)
+    # In a gather each rank receives what it has not; then the whole is written.
+    gathered = sum(115 - box.size for box in rows) / 115 + 1
+    report.say(f"a gather and one write: {gathered:.1f} times the bytes")
+    report.figure(written_over_needed=written, gather_over_needed=gathered)
     await service.close()
 
 
@@ -2563,28 +2480,25 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 
 
 # == 11. SYNC RL ===================================================================================
-# Problem. Sampling, scoring and updating run in different programs. They need each other's results
-#   in the right order, with the right weights, for thousands of steps.
+# Problem. Sampling, scoring and updating run in different programs, which need each other's results
+#   in the right order, with the right weights.
 # Rule. One loop, one thing at a time. Generators pull before they sample, so staleness is 0. "Not
 #   scored" is not a reward of 0. One object counts where every group is that was started.
 # Cost. Each side waits while the other works (section 12).
 #
-#     main process   1. draws prompts; their groups count as started
-#     generators     2. pull the newest weights, and sample a group of responses to each prompt
-#     rewards        3. give each response its reward
+#     main process   1. draws prompts
+#     generators     2. pull the newest weights, and sample a group for each prompt
+#     rewards        3. score each response
 #     trainer        4. makes an update, and publishes the new weights
-#     main process   5. counts the groups as trained
 
 # -- 11a. The actors of a run ----------------------------------------------------------------------
 
-Asked = list[
-    tuple[Prompt, list[str]]
-]  # of each episode of a group: its prompt and its responses
+Asked = list[tuple[Prompt, list[str]]]  # of a group: each episode's prompt and responses
 
 
 @dataclass
 class Scores:
-    """The rewards of a group: of each episode, of each turn; None where there are none, and why."""
+    """The rewards of a group: of each episode, of each turn. None: there are none, and why."""
 
     rewards: list[list[float] | None]
     errors: list[str] = field(default_factory=list)
@@ -2602,11 +2516,16 @@ def one_thread() -> Executor:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where prompts and rewards come from: functions, which each process calls for itself."""
+    """Functions that make prompts and rewards; each process calls them itself."""
 
     make_task: Callable[[Config], Task] = letter_task
     score_group: Callable[[Task, Asked], Scores] = score_group
     make_executor: Callable[[], Executor] = one_thread
+
+
+def num_threads(cfg: Config) -> int:
+    """Of torch, in each process: more than there are cores would spin."""
+    return max(1, len(os.sched_getaffinity(0)) // (cfg.generators + cfg.trainers))
 
 
 class Trainer(Worker):
@@ -2672,12 +2591,12 @@ class Generator(Worker):
     def rollout(
         self,
         handle: ArenaHandle,
-        prompts: list[Prompt],
         group_size: int,
         seed: int | None,
+        prompts: list[Prompt],
     ) -> list[Episode]:
-        """The episodes of these prompts. The handle says where the trainer's weights are now."""
-        if self.reader is None or self.reader.handle != handle:
+        """The episodes of these prompts."""
+        if self.reader is None:
             weights = dict(self.policy.model.named_parameters())
             self.reader = WeightReader(handle, self.number, weights)
         version = self.reader.pull()  # mechanism: sync_rl
@@ -2692,7 +2611,7 @@ def task_of_process(env: Environment, cfg: Config) -> Task:
 
 
 def score_here(env: Environment, cfg: Config, asked: Asked) -> Scores:
-    """What the executor of a reward worker runs, in its thread or process."""
+    """Runs in an executor."""
     return env.score_group(task_of_process(env, cfg), asked)
 
 
@@ -2700,40 +2619,32 @@ class RewardWorker(Worker):
     """Has the reward function run by an executor."""
 
     def setup(self, number: int, cfg: Config, env: Environment) -> None:
-        """Nothing is started before there is something to score."""
+        """Starts nothing before there is something to score."""
         self.cfg = cfg
         self.env = env
         self.executor: Executor | None = None
 
     def score(self, groups: list[Asked]) -> list[Scores]:
-        """The rewards of each group. One that takes too long, or kills its process, has none."""
-        found = []
-        for asked in groups:
+        """The rewards of each group: none if it takes too long, or kills its process."""
+        return [self._score(asked) for asked in groups]
+
+    def _score(self, asked: Asked) -> Scores:
+        try:
             self.executor = self.executor or self.env.make_executor()
-            try:
-                future = self.executor.submit(score_here, self.env, self.cfg, asked)
-                found.append(future.result(self.cfg.reward_deadline))
-            except (TimeoutError, BrokenExecutor) as error:
-                reason = f"no reward within {self.cfg.reward_deadline:g} s"
-                if isinstance(error, BrokenExecutor):
-                    reason = "the process of the reward function has died"
-                found.append(Scores([None] * len(asked), [reason]))
-                self.release()
-        return found
+            future = self.executor.submit(score_here, self.env, self.cfg, asked)
+            return future.result(self.cfg.reward_deadline)
+        except TimeoutError:
+            reason = f"no reward within {self.cfg.reward_deadline:g} s"
+        except BrokenExecutor:
+            reason = "the process of the reward function has died"
+        self.release()
+        return Scores([None] * len(asked), [reason])
 
     def release(self) -> None:
         """Ends the executor, and what the reward function has started."""
         if self.executor:
             self.executor.shutdown(wait=False, cancel_futures=True)
             self.executor = None
-
-
-def num_threads(cfg: Config) -> int:
-    """Of torch, in each process. Threads that outnumber the cores wait for each other by spinning.
-
-    Two threads in each of four processes on two cores make a run 12 times slower.
-    """
-    return max(1, len(os.sched_getaffinity(0)) // (cfg.generators + cfg.trainers))
 
 
 # -- 11b. A run ------------------------------------------------------------------------------------
@@ -2748,19 +2659,25 @@ class Group:
     @property
     def version(self) -> int:
         """The oldest version that has sampled a token of it."""
-        versions = [v for episode in self.episodes for v in episode.versions if v >= 0]
-        return min(versions)
+        return min(v for episode in self.episodes for v in episode.versions if v >= 0)
 
 
 class RunError(RuntimeError):
-    """The run cannot go on. The text says why, and what to look at."""
+    """The run cannot go on. The text says why."""
+
+
+async def in_parts(
+    items: list[Any], num_parts: int, ask: Callable[[list[Any]], Awaitable[list[Any]]]
+) -> list[Any]:
+    """The answers of several replicas at once, each for a part of the items."""
+    size = max(1, math.ceil(len(items) / num_parts))
+    parts = [items[start : start + size] for start in range(0, len(items), size)]
+    answers = await asyncio.gather(*[ask(part) for part in parts])
+    return [found for answer in answers for found in answer]
 
 
 class Actors:
-    """The three services of a run, and typed calls to them.
-
-    folder: for a file in which ranks meet. unresponsive_s: see Service.
-    """
+    """The services of a run. folder: where ranks meet."""
 
     def __init__(
         self,
@@ -2772,23 +2689,22 @@ class Actors:
     ) -> None:
         self.cfg = cfg
         self.pool = pool
-        meeting_file = str(folder / f"meeting_{time.monotonic_ns()}")
         service = functools.partial(Service, pool=pool, unresponsive_s=unresponsive_s)
+        args = (cfg, env)
+        meeting_file = str(folder / f"meeting_{time.monotonic_ns()}")
         self.trainer = service(
             Trainer,
             1,
-            setup_args=(cfg, env, meeting_file),
+            setup_args=(*args, meeting_file),
             num_ranks=cfg.trainers,
             replaces=False,
         )
-        self.generators = service(Generator, cfg.generators, setup_args=(cfg, env))
-        self.reward_workers = service(
-            RewardWorker, cfg.reward_workers, setup_args=(cfg, env)
-        )
+        self.generators = service(Generator, cfg.generators, setup_args=args)
+        self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=args)
         self.services = [self.trainer, self.generators, self.reward_workers]
 
     async def begin(self) -> None:
-        """Starts all workers at the same time, and then a spare process."""
+        """Starts all workers at once, and then a spare process."""
         results = await asyncio.gather(*[service.begin() for service in self.services])
         (self.handle,) = results[0]
         self.pool.keep_spare()
@@ -2798,31 +2714,25 @@ class Actors:
         await asyncio.gather(*[service.close() for service in self.services])
 
     async def cpu_s(self) -> float:
-        """Seconds of CPU time that all workers and this process have used so far."""
+        """CPU time of all workers and this process."""
         replicas = [r for service in self.services for r in service.replicas.values()]
-        answers = await asyncio.gather(
-            *[r.worker.call.call_one("cpu_s") for r in replicas]
-        )
-        return sum(answers) + time.process_time()
+        calls = [replica.worker.call.call_one("cpu_s") for replica in replicas]
+        return sum(await asyncio.gather(*calls)) + time.process_time()
 
     async def rollout(
         self, prompts: list[Prompt], group_size: int, seed: int | None
     ) -> list[Episode]:
-        """What one generator samples; see `rollout` in section 9."""
-        request = (self.handle, prompts, group_size, seed)
-        return await self.generators.request("rollout", *request)
+        """What generators sample, by requests of at most 64 prompts."""
+        num_parts = max(1, math.ceil(len(prompts) / 64))
+        request = self.generators.request
+        ask = functools.partial(request, "rollout", self.handle, group_size, seed)
+        return await in_parts(prompts, num_parts, ask)
 
     async def score(self, groups: list[list[Episode]]) -> list[Scores]:
-        """The rewards of these groups, which the reward workers share among them."""
+        """The rewards of these groups, from all reward workers."""
         asked = [[(e.prompt, e.responses) for e in episodes] for episodes in groups]
-        size = math.ceil(len(asked) / self.cfg.reward_workers)
-        requests = []
-        for start in range(0, len(asked), size):
-            requests.append(
-                self.reward_workers.request("score", asked[start : start + size])
-            )
-        found = await asyncio.gather(*requests)
-        return [scores for answer in found for scores in answer]
+        ask = functools.partial(self.reward_workers.request, "score")
+        return await in_parts(asked, self.cfg.reward_workers, ask)
 
     async def step(self, groups: list[Group], waits: bool) -> StepStats:
         """One update of the trainer."""
@@ -2836,17 +2746,17 @@ class Accounting:
 
     started: int = 0
     trained: int = 0
-    dropped: int = 0  # too old when a batch was taken, or left at the end of the run
-    lost: int = 0  # no rewards, or too long for the context, or their request failed
+    dropped: int = 0  # too old, or left at the end of the run
+    lost: int = 0  # no rewards, or too long, or their request failed
 
     @property
     def in_flight(self) -> int:
-        """Being sampled or scored, in the buffer, or in the batch that is trained on."""
+        """With a generator, a reward worker, the buffer, or the trainer."""
         return self.started - self.trained - self.dropped - self.lost
 
 
 class Run:
-    """What a run knows of itself: prompts drawn, groups counted, versions, a row for each step."""
+    """What a run knows of itself."""
 
     def __init__(self, cfg: Config, actors: Actors, task: Task) -> None:
         self.cfg = cfg
@@ -2856,40 +2766,44 @@ class Run:
         self.held_out = held_out_prompts(task, cfg.eval_prompts)
         self.version = 0  # of the trainer
         self.rows: list[dict[str, Any]] = []
-        self.errors: dict[str, int] = {}  # of rewards and requests: how often
-        self.num_too_long = 0  # episodes that did not fit into the context
+        self.errors: dict[str, int] = {}  # how often
+        self.num_too_long = 0  # episodes
         self.num_fruitless = 0  # requests in a row that brought no reward
 
     def draw(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts. Their groups count as started."""
+        """The next prompts. Their groups count as started. Raises RunError."""
+        if self.num_fruitless >= 20:
+            reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
+            raise RunError(f"20 requests in a row brought no reward: {reason}")
         self.accounting.started += num_prompts
         return [next(self.prompts) for _ in range(num_prompts)]
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
-        """One request: groups with rewards. Prompts that come to nothing count as lost."""
+        """One request. Prompts without rewards count as lost."""
         groups: list[Group] = []
         try:
             seed = zlib.crc32(f"{self.cfg.seed} {prompts[0].number}".encode())
-            episodes = await self.actors.rollout(prompts, self.cfg.group_size, seed)
-            self.num_too_long += len(prompts) * self.cfg.group_size - len(episodes)
-            groups = await self.with_rewards(episodes)
+            groups = await self.judged(prompts, self.cfg.group_size, seed)
         except (ReplicaLost, ActorError) as error:
-            self.count_error(cause_of(error))
+            cause = cause_of(error)
+            self.errors[cause] = self.errors.get(cause, 0) + 1
         self.accounting.lost += len(prompts) - len(groups)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
         return groups
 
-    async def with_rewards(self, episodes: list[Episode]) -> list[Group]:
-        """Groups of episodes that got rewards; a group with a single one of several is left out."""
-        by_prompt: dict[int, list[Episode]] = {}
-        for episode in episodes:
-            by_prompt.setdefault(episode.prompt.number, []).append(episode)
-        sampled = list(by_prompt.values())
+    async def judged(
+        self, prompts: list[Prompt], group_size: int, seed: int | None
+    ) -> list[Group]:
+        """Groups of the episodes with rewards. One alone cannot be compared."""
+        episodes = await self.actors.rollout(prompts, group_size, seed)
+        self.num_too_long += len(prompts) * group_size - len(episodes)
+        by_prompt = itertools.groupby(episodes, lambda episode: episode.prompt.number)
+        sampled = [list(members) for _, members in by_prompt]
         groups = []
         found = await self.actors.score(sampled)
         for members, scores in zip(sampled, found, strict=True):
             for error in scores.errors:
-                self.count_error(error)
+                self.errors[error] = self.errors.get(error, 0) + 1
             for episode, rewards in zip(members, scores.rewards, strict=True):
                 episode.rewards = rewards
             scored = [episode for episode in members if episode.rewards is not None]
@@ -2897,20 +2811,10 @@ class Run:
                 groups.append(Group(scored))
         return groups
 
-    def count_error(self, error: str) -> None:
-        """Of a reward, or of a request."""
-        self.errors[error] = self.errors.get(error, 0) + 1
-
-    def raise_if_fruitless(self) -> None:
-        """Raises RunError after 20 requests in a row without a single reward."""
-        if self.num_fruitless >= 20:
-            reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
-            raise RunError(f"20 requests in a row brought no reward: {reason}")
-
     async def step(self, groups: list[Group], waits: bool) -> None:
         """Trains on a batch, counts it, and adds a row."""
         stats = await self.actors.step(groups, waits)
-        staleness = max(self.version - group.version for group in groups)
+        staleness = self.version - min(group.version for group in groups)
         self.version += 1
         self.accounting.trained += len(groups)
         episodes = [episode for group in groups for episode in group.episodes]
@@ -2929,33 +2833,20 @@ class Run:
         }
         self.rows.append(row | asdict(stats) | asdict(self.accounting))
 
-    async def judged(
-        self, prompts: list[Prompt], group_size: int, seed: int | None
-    ) -> list[Group]:
-        """Groups of these prompts, with rewards, which count for nothing else."""
-        size = max(1, min(64, math.ceil(len(prompts) / self.cfg.generators)))
-        requests = []
-        for start in range(0, len(prompts), size):
-            some = prompts[start : start + size]
-            requests.append(self.actors.rollout(some, group_size, seed))
-        answers = await asyncio.gather(*requests)
-        return await self.with_rewards([e for answer in answers for e in answer])
-
     async def evaluate(self) -> float | None:
-        """Held-out accuracy: the share of prompts whose likeliest responses earn all of 1."""
+        """The share of held-out prompts whose likeliest responses earn all of 1."""
         groups = await self.judged(self.held_out, 1, seed=None)
         num_right = sum(sum(group.episodes[0].rewards) > 0.999 for group in groups)
         return num_right / len(self.held_out) if self.held_out else None
 
 
 def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
-    """The first held-out prompts of a task, each once. A small task has fewer."""
-    found: dict[Any, Prompt] = {}
+    """The first held-out prompts of a task, each once, or fewer."""
+    found: dict[str, Prompt] = {}
     for number in range(50 * num_prompts):
         prompt = task.prompt(number)
         if prompt.is_held_out:
-            text = json.dumps([turn.messages for turn in prompt.turns])
-            found.setdefault(text, prompt)
+            found.setdefault(str(prompt.turns), prompt)
         if len(found) == num_prompts:
             break
     return list(found.values())
@@ -2963,54 +2854,53 @@ def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
 
 async def train_sync(run: Run, num_steps: int) -> None:
     """The loop, one thing at a time: sample and score, then train."""
-    cfg = run.cfg
-    size = math.ceil(cfg.prompts_per_step / cfg.generators)
     while num_steps > 0:
-        prompts = run.draw(cfg.prompts_per_step)
-        requests = []
-        for start in range(0, len(prompts), size):
-            requests.append(run.sample(prompts[start : start + size]))
-        answers = await asyncio.gather(*requests)
-        groups = [group for answer in answers for group in answer]
-        run.raise_if_fruitless()
+        prompts = run.draw(run.cfg.prompts_per_step)
+        groups = await in_parts(prompts, run.cfg.generators, run.sample)
         if groups:
-            await run.step(groups, waits=True)  # generators can have the new version now
+            await run.step(groups, waits=True)
             num_steps -= 1
 
 
 # -- measurement -----------------------------------------------------------------------------------
 
 
-def for_demo(cfg: Config, report: Report) -> Config:
-    """The tiny policy on `repeat`. The first demo leaves its warm start in a folder."""
-    warm = report.folder / "warm"
-    return replace(
+async def begin_demo(report: Report, cfg: Config) -> Run:
+    """The tiny policy on `repeat`, after a warm start."""
+    cfg = replace(
         cfg,
-        model=str(warm) if warm.exists() else "",
-        sft_steps=0 if warm.exists() else 60,
+        model="",
+        sft_steps=60,
         task="repeat",
         device="cpu",
         dtype="float32",
         lr=1e-3,
         entropy=0.01,
     )
-
-
-async def begin_demo(cfg: Config, report: Report) -> Run:
-    """The actors of a demo, and its run."""
     actors = Actors(cfg, Environment(), report.pool, report.folder, unresponsive_s=2.0)
     await actors.begin()
-    if cfg.sft_steps:
-        await actors.trainer.request("export", str(report.folder / "warm"))
     return Run(cfg, actors, letter_task(cfg))
 
 
-async def busy_share(who: str, start_s: float, end_s: float) -> float:
-    """The share of a stretch of time in which workers of this kind were at work."""
+async def measure(
+    run: Run, training: Awaitable[None], num_steps: int
+) -> dict[str, float]:
+    """Speed and busy shares of so many steps."""
+    start_s = time.time()
+    start_cpu_s = await run.actors.cpu_s()
+    await training
+    seconds = time.time() - start_s
+    cpu_s = await run.actors.cpu_s() - start_cpu_s
+    found = {
+        "steps/s": num_steps / seconds,
+        "of CPU limit": cpu_s / seconds / len(os.sched_getaffinity(0)),
+    }
     timeline = await get_or_spawn_controller("timeline", Timeline)
-    spans = await timeline.take.call_one(who)
-    busy_s = sum(max(0.0, min(s.end_s, end_s) - max(s.start_s, start_s)) for s in spans)
-    return busy_s / (end_s - start_s)
+    for who, num_workers in (("trainer", 1), ("generator", run.cfg.generators)):
+        spans = await timeline.take.call_one(who)
+        busy_s = sum(s.end_s - s.start_s for s in spans if s.start_s > start_s)
+        found[f"{who} busy"] = busy_s / seconds / num_workers
+    return found
 
 
 @stage(
@@ -3019,96 +2909,84 @@ async def busy_share(who: str, start_s: float, end_s: float) -> float:
 )
 async def demo_sync_rl(report: Report, cfg: Config) -> None:
     """100 synchronous steps with the tiny policy."""
-    cfg = for_demo(cfg, report)
-    start_s = time.time()
-    run = await begin_demo(cfg, report)
+    run = await begin_demo(report, cfg)
     before = await run.evaluate()
-    report.say(
-        f"actors ready, and held-out accuracy {before:.3f}, after {time.time() - start_s:.1f} s"
-    )
-    start_s = time.time()
-    await train_sync(run, 100)
-    end_s = time.time()
+    speed = await measure(run, train_sync(run, 100), 100)
     after = await run.evaluate()
-    shown = ("step", "reward", "staleness", "loss", "k3")
+    shown = ("step", "reward", "staleness", "k3")
     report.table([{name: row[name] for name in shown} for row in run.rows[::33]])
-    report.say(
-        "loss is near 0 all the time, for the advantages of a group add up to 0: section 10"
-    )
     k3_max = max(row["k3"] for row in run.rows)
     report.check("largest k3 of recorded and recomputed", k3_max, "<", 1e-10)
-    report.check("largest staleness", max(row["staleness"] for row in run.rows), "==", 0)
-    report.check(
-        f"held-out accuracy of {len(run.held_out)} prompts", after, ">", before + 0.2
-    )
+    staleness = max(row["staleness"] for row in run.rows)
+    report.check("largest staleness", staleness, "==", 0)
+    num_prompts = len(run.held_out)
+    report.check(f"held-out accuracy of {num_prompts} prompts", after, ">", before + 0.2)
     report.check("groups in flight at the end", run.accounting.in_flight, "==", 0)
-    await run.actors.close()
     report.figure(
-        steps_per_s=100 / (end_s - start_s),
-        trainer_busy_share=await busy_share("trainer", start_s, end_s),
+        steps_per_s=speed["steps/s"],
+        trainer_busy_share=speed["trainer busy"],
         heldout_before=before,
         heldout_after=after,
     )
+    await run.actors.close()
 
 
 # == 12. ASYNC RL ==================================================================================
 # Problem. In the synchronous loop one side always waits for the other. If both run all the time,
-#   samples grow old: the policy that made them is many versions behind, and nothing bounds it.
+#   samples grow old: nothing bounds how many versions.
 # Rule. Two loops and a buffer. The first has groups sampled, as long as less than (K + 1) batches
 #   are in flight. The second takes a batch, and trains. A group older than K versions is dropped.
 # Cost. Staleness: the loss has to bear it (section 10). And to drop costs the work that was done.
 #
-# Why (K + 1) batches: one is trained on, and K wait; the last of them is K versions old when its
-# turn comes. Why that alone is no bound: a slow group is overtaken by others. By example, with
-# K = 1 (v is the trainer's version):
+# Why (K + 1) batches: one is trained on, and K wait; the last is K versions old at its turn. That
+# alone is no bound, for other groups overtake a slow one. By example, with K = 1, the trainer at v:
 #
-#     v = 5   batches a and b are sampled under 5; two batches are in flight
-#     v = 5   the trainer steps on a (staleness 0): v = 6; batch c begins, under 6
-#     v = 6   the trainer steps on b (staleness 1): v = 7; batch d begins, under 7
-#     v = 7   c is late, and d comes first: the trainer steps on d (staleness 0): v = 8
-#     v = 8   now c comes, of 6. It would be trained on with a staleness of 2: it is dropped
+#     v = 5   batches a and b begin; two are in flight
+#     v = 5   a step on a (staleness 0): v = 6; batch c begins
+#     v = 6   a step on b (staleness 1): v = 7; batch d begins
+#     v = 7   c is late, and d comes first: a step on d (staleness 0): v = 8
+#     v = 8   c comes, of 6. Its staleness would be 2: it is dropped
 #
-# --order chooses between two ways to keep the bound, and each has its price:
-#     ready   takes what is there. What became too old is dropped, and that is the long responses:
-#             the policy is trained on shorter ones than it produces.
-#     fifo    takes groups in the order in which they were started. Of (K + 1) batches in flight at
-#             most K can be before any group, so nothing is ever dropped; the trainer waits for
-#             stragglers instead.
+# --order chooses the price of the bound:
+#     ready   takes what is there. What became too old is dropped, mostly long responses: the
+#             policy is trained on shorter ones than it produces.
+#     fifo    takes groups as they were started. At most K batches can be before any group, so none
+#             is dropped; the trainer waits for stragglers.
 
 
 class ReplayBuffer:
-    """Groups that wait for the trainer, and the bound on what is in flight.
+    """Groups on their way to the trainer, and the bound on how many are in flight.
 
-    Everything that changes it happens in the main process's event loop, so it needs no lock; the
-    condition wakes the two loops.
+    Only one event loop changes it, so it needs no lock; the condition wakes those who wait.
     """
 
-    def __init__(self, run: Run, max_staleness: int) -> None:
+    def __init__(self, run: Run, bound: int) -> None:
         self.run = run
-        self.max_staleness = max_staleness
-        self.limit = (max_staleness + 1) * run.cfg.prompts_per_step  # groups in flight
-        self.order: list[int] = []  # numbers of groups that were started and not taken
-        self.ready: dict[int, Group] = {}  # by their number
+        self.bound = bound
+        self.batch_size = run.cfg.prompts_per_step
+        self.limit = (bound + 1) * self.batch_size  # groups in flight
+        self.groups: dict[int, Group | None] = {}  # as they were started; None: not ready
         self.changed = asyncio.Condition()
 
-    async def room(self, num_groups: int) -> None:
-        """Waits until so many groups more may be in flight."""
+    async def draw(self, num_groups: int) -> list[Prompt]:
+        """Prompts, as soon as so many groups more may be in flight."""
+        counts = self.run.accounting
         async with self.changed:
-            await self.changed.wait_for(
-                lambda: self.run.accounting.in_flight + num_groups <= self.limit
-            )
-
-    def start(self, prompts: list[Prompt]) -> None:
-        """Their groups have been started."""
-        self.order += [prompt.number for prompt in prompts]
-
-    async def put(self, prompts: list[Prompt], groups: list[Group]) -> None:
-        """A request for these prompts has brought these groups; others of them are lost."""
-        for group in groups:
-            self.ready[group.episodes[0].prompt.number] = group
+            while counts.in_flight + num_groups > self.limit:
+                await self.changed.wait()
+        prompts = self.run.draw(num_groups)
         for prompt in prompts:
-            if prompt.number not in self.ready:
-                self.order.remove(prompt.number)
+            self.groups[prompt.number] = None
+        return prompts
+
+    async def fill(self, prompts: list[Prompt]) -> None:
+        """One request. Its groups become ready, or are lost."""
+        groups = await self.run.sample(prompts)
+        for group in groups:
+            self.groups[group.episodes[0].prompt.number] = group
+        for prompt in prompts:
+            if self.groups[prompt.number] is None:
+                del self.groups[prompt.number]
         await self.wake()
 
     async def wake(self) -> None:
@@ -3116,28 +2994,23 @@ class ReplayBuffer:
         async with self.changed:
             self.changed.notify_all()
 
-    async def take(self, size: int, version: int) -> list[Group]:
-        """Waits for a batch of so many groups, for a trainer that will be at `version`."""
+    async def take(self, version: int) -> list[Group]:
+        """Waits for a batch, for a trainer that will be at `version`."""
+        is_fifo = self.run.cfg.order == "fifo"
         async with self.changed:
             while True:
                 self._drop_old(version)
-                numbers = self.order[:size]
-                if self.run.cfg.order == "ready":
-                    numbers = list(self.ready)[:size]
-                if len(numbers) == size and all(
-                    number in self.ready for number in numbers
-                ):
-                    self.order = [
-                        number for number in self.order if number not in numbers
-                    ]
-                    return [self.ready.pop(number) for number in numbers]
+                numbers = [n for n, group in self.groups.items() if group or is_fifo]
+                numbers = numbers[: self.batch_size]
+                all_ready = all(self.groups[n] for n in numbers)
+                if all_ready and len(numbers) == self.batch_size:
+                    return [self.groups.pop(n) for n in numbers]
                 await self.changed.wait()
 
     def _drop_old(self, version: int) -> None:
-        for number, group in list(self.ready.items()):
-            if version - group.version > self.max_staleness:  # mechanism: async_rl
-                del self.ready[number]
-                self.order.remove(number)
+        for number, group in list(self.groups.items()):
+            if group and version - group.version > self.bound:  # mechanism: async_rl
+                del self.groups[number]
                 self.run.accounting.dropped += 1
                 self.changed.notify_all()  # there is room now
 
@@ -3145,102 +3018,57 @@ class ReplayBuffer:
 class AsyncRun:
     """The two loops. It owns their buffer and their tasks."""
 
-    def __init__(self, run: Run, max_staleness: int) -> None:
+    def __init__(self, run: Run, bound: int) -> None:
         cfg = run.cfg
         self.run = run
-        self.buffer = ReplayBuffer(run, max_staleness)
-        self.num_ahead = min(1, max_staleness - 1)  # batches that wait at the trainer
-        # A request costs 8 ms and 1 ms a group, so it is large: a whole batch, if there are as
-        # many batches as generators. More generators share the batches that are not at the trainer.
-        num_batches = max(1, max_staleness)
-        if cfg.generators > num_batches:
-            num_batches = max(1, max_staleness - self.num_ahead)
-        share = num_batches * cfg.prompts_per_step // cfg.generators
-        self.request_size = max(1, min(cfg.prompts_per_step, share))
-        self.requests: set[asyncio.Task[None]] = set()
+        self.buffer = ReplayBuffer(run, bound)
+        self.num_ahead = min(1, bound - 1)  # batches that wait at the trainer
+        # A request costs 8 ms and 1 ms a group, so it is as large as keeps all generators busy:
+        # more of them than batches share what is not at the trainer.
+        num_batches = bound
+        if cfg.generators > bound:
+            num_batches = bound - self.num_ahead
+        batch_size = cfg.prompts_per_step
+        share = num_batches * batch_size // cfg.generators
+        self.request_size = max(1, min(batch_size, share))
 
     async def train(self, num_steps: int) -> None:
-        """Runs both loops until so many steps are made. Groups that are left then are dropped."""
-        generating = asyncio.ensure_future(self._generate())
-        learning = asyncio.ensure_future(self._learn(num_steps))
+        """Runs both loops for so many steps. Groups that are left then are dropped."""
         try:
-            await asyncio.wait(
-                [generating, learning], return_when=asyncio.FIRST_COMPLETED
-            )
-            if generating.done():
-                generating.result()  # it ends by an exception only
-            await learning
-        finally:
-            generating.cancel()
-            learning.cancel()
-            await asyncio.gather(
-                generating, learning, *self.requests, return_exceptions=True
-            )
-        self.run.accounting.dropped += len(self.buffer.ready)
+            async with asyncio.TaskGroup() as tasks:  # at its end it waits for all tasks
+                generating = tasks.create_task(self._generate(tasks))
+                await self._learn(tasks, num_steps)
+                generating.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        self.run.accounting.dropped += len(self.buffer.groups)
 
-    async def _generate(self) -> None:
-        """The first loop.
-
-        Consumes prompts. Waits for room in the buffer. Produces requests, each of which puts its
-        groups into the buffer. Ends when it is cancelled, or when nothing can be scored.
-        """
+    async def _generate(self, tasks: asyncio.TaskGroup) -> None:
+        """Starts requests when there is room, until it is cancelled."""
         while True:
-            await self.buffer.room(self.request_size)
-            prompts = self.run.draw(self.request_size)
-            self.buffer.start(prompts)
-            request = asyncio.ensure_future(self._request(prompts))
-            self.requests.add(request)
-            request.add_done_callback(self.requests.discard)
-            self.run.raise_if_fruitless()
+            prompts = await self.buffer.draw(self.request_size)
+            tasks.create_task(self.buffer.fill(prompts))
 
-    async def _request(self, prompts: list[Prompt]) -> None:
-        groups = await self.run.sample(prompts)
-        await self.buffer.put(prompts, groups)
-
-    async def _learn(self, num_steps: int) -> None:
-        """The second loop.
-
-        Consumes batches. Waits for one, and for the trainer. Produces versions, and room in the
-        buffer. Ends after so many steps.
-        """
+    async def _learn(self, tasks: asyncio.TaskGroup, num_steps: int) -> None:
+        """Trains on one batch after another, which makes room."""
         at_trainer: deque[asyncio.Task[None]] = deque()
         first = self.run.version
         for number in range(num_steps):
-            batch = await self.buffer.take(self.run.cfg.prompts_per_step, first + number)
-            at_trainer.append(asyncio.ensure_future(self.run.step(batch, waits=False)))
+            batch = await self.buffer.take(first + number)
+            at_trainer.append(tasks.create_task(self.run.step(batch, waits=False)))
             if len(at_trainer) > self.num_ahead:
                 await at_trainer.popleft()
                 await self.buffer.wake()
-        await asyncio.gather(*at_trainer)
 
 
 # -- measurement -----------------------------------------------------------------------------------
 
 
-async def measure(run: Run, training: Awaitable[None], num_steps: int) -> dict[str, Any]:
-    """Speed and busy shares of so many steps."""
-    start_s = time.time()
-    start_cpu_s = await run.actors.cpu_s()
-    await training
-    seconds = time.time() - start_s
-    cpu_s = await run.actors.cpu_s() - start_cpu_s
-    num_cores = len(os.sched_getaffinity(0))
-    return {
-        "steps/s": num_steps / seconds,
-        "trainer busy": await busy_share("trainer", start_s, start_s + seconds),
-        "generators busy": await busy_share("generator", start_s, start_s + seconds)
-        / run.cfg.generators,
-        "of CPU limit": cpu_s / seconds / num_cores,
-    }
-
-
-async def strike(run: Run, service: Service, at_step: int, number: signal.Signals) -> str:
-    """Sends a signal to the process of replica 0 of a service, when this step has been made."""
+async def strike(run: Run, service: Service, at_step: int, how: signal.Signals) -> None:
+    """Sends a signal to replica 0 after this step."""
     while run.version < at_step:
         await asyncio.sleep(0.01)
-    replica = service.replicas[0]
-    os.kill(replica.processes.ids[0], number)
-    return replica.name
+    os.kill(service.replicas[0].processes.ids[0], how)
 
 
 @stage(
@@ -3249,49 +3077,36 @@ async def strike(run: Run, service: Service, at_step: int, number: signal.Signal
 )
 async def demo_async_rl(report: Report, cfg: Config) -> None:
     """60 synchronous steps, 140 asynchronous ones, 60 under faults, and 30 without a bound."""
-    cfg = for_demo(cfg, report)
     bound = cfg.max_staleness
-    run = await begin_demo(cfg, report)
+    run = await begin_demo(report, cfg)
     before = await run.evaluate()
     sync = await measure(run, train_sync(run, 60), 60)
     together = await measure(run, AsyncRun(run, bound).train(140), 140)
     after = await run.evaluate()
     report.table([{"loop": "synchronous", **sync}, {"loop": "asynchronous", **together}])
-    report.say(f"held-out accuracy {before:.3f}, after 200 steps {after:.3f}")
 
-    generators = run.actors.generators
-    reward_workers = run.actors.reward_workers
-    strikes = [
-        asyncio.ensure_future(strike(run, generators, run.version + 10, signal.SIGKILL)),
-        asyncio.ensure_future(
-            strike(run, reward_workers, run.version + 30, signal.SIGSTOP)
-        ),
-    ]
-    await AsyncRun(run, bound).train(60)
-    await asyncio.gather(*strikes)
-    for loss in [*generators.losses, *reward_workers.losses]:
-        replace_s = (loss.replaced_s or time.time()) - loss.noticed_s
-        report.say(
-            f"{loss.name} {loss.reason}; another took over {replace_s:.2f} s later"
-        )
-    with_rule = [row["staleness"] for row in run.rows]
+    actors = run.actors
+    await asyncio.gather(
+        strike(run, actors.generators, 210, signal.SIGKILL),
+        strike(run, actors.reward_workers, 230, signal.SIGSTOP),
+        AsyncRun(run, bound).train(60),
+    )
+    losses = [*actors.generators.losses, *actors.reward_workers.losses]
+    for loss in losses:
+        report.say(f"{loss.name} {loss.reason}; another took over")
+    bounded = max(row["staleness"] for row in run.rows)
     await AsyncRun(run, 10).train(30)
-    without_rule = [row["staleness"] for row in run.rows[len(with_rule) :]]
+    unbounded = max(row["staleness"] for row in run.rows)
     counts = run.accounting
-    found = {
-        name: getattr(counts, name) for name in ("started", "trained", "dropped", "lost")
-    }
-    report.say(", ".join(f"{name} {value}" for name, value in found.items()))
+    report.table([asdict(counts)])
 
-    report.check("largest staleness", max(with_rule), "<=", bound)
+    report.check("largest staleness", bounded, "<=", bound)
     report.check(
-        "largest staleness with ten more batches in flight", max(without_rule), ">", bound
+        "largest staleness with ten more batches in flight", unbounded, ">", bound
     )
-    num_lost = len(generators.losses) + len(reward_workers.losses)
-    report.check("workers lost and replaced", num_lost, "==", 2)
-    report.check(
-        "groups lost, or in flight at the end", counts.lost + counts.in_flight, "==", 0
-    )
+    report.check("workers lost and replaced", len(losses), "==", 2)
+    num_left = counts.lost + counts.in_flight
+    report.check("groups lost, or in flight at the end", num_left, "==", 0)
     report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
     report.figure(
         steps_per_s=together["steps/s"],
@@ -3300,12 +3115,12 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         trainer_busy_share=together["trainer busy"],
         heldout_before=before,
         heldout_after=after,
-        staleness_max=max(with_rule),
-        staleness_max_without_rule=max(without_rule),
+        staleness_max=bounded,
+        staleness_max_without_rule=unbounded,
         in_flight=counts.in_flight,
-        **found,
+        **asdict(counts),
     )
-    await run.actors.close()
+    await actors.close()
 
 
 # ==== PART II: further ============================================================================
