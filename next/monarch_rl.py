@@ -2184,8 +2184,9 @@ def rollout(
             ]
             prompted(policy, speaking, turn)
             longest = policy.context - policy.max_new_tokens
-            speaking = [episode for episode in speaking if len(episode.ids) <= longest]
-            episodes = [episode for episode in episodes if len(episode.ids) <= longest]
+            left_out = {id(episode) for episode in speaking if len(episode.ids) > longest}
+            speaking = [episode for episode in speaking if id(episode) not in left_out]
+            episodes = [episode for episode in episodes if id(episode) not in left_out]
             if speaking:
                 respond(policy, speaking, turn, rng, pull)
     return episodes
