@@ -861,7 +861,10 @@ class Replica:
         """Inside of this, death and standstill of the replica are noticed (section 5)."""
         watches = []
         for process_id in self.processes.ids:
-            watches.append(when_it_ends(process_id, lambda: self.lose("has died")))
+            try:
+                watches.append(when_it_ends(process_id, lambda: self.lose("has died")))
+            except ProcessLookupError:
+                self.lose("has died")
         ping = asyncio.ensure_future(until_unresponsive(self.worker, unresponsive_s))
         ping.add_done_callback(lambda _: ping.cancelled() or self.lose(ping.result()))
         try:
