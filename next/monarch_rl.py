@@ -938,16 +938,18 @@ class Service:
 
     async def _pick(self, not_this: Replica | None) -> Replica:
         """A ready replica with the fewest requests in flight; another than `not_this`, if any."""
+
+        def well() -> list[Replica]:
+            return [
+                replica for replica in self.replicas.values() if not replica.lost.done()
+            ]
+
         async with self.changed:
-            await self.changed.wait_for(lambda: self.error or self.replicas)
+            await self.changed.wait_for(lambda: self.error or well())
         if self.error:
             raise self.error
-        others = [
-            replica for replica in self.replicas.values() if replica is not not_this
-        ]
-        return min(
-            others or self.replicas.values(), key=lambda replica: len(replica.in_flight)
-        )
+        others = [replica for replica in well() if replica is not not_this]
+        return min(others or well(), key=lambda replica: len(replica.in_flight))
 
     async def _ask(self, replica: Replica, method: str, *args: Any) -> Any:
         """One attempt: the answer of rank 0, or what it raised, or ReplicaLost."""
