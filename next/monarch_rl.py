@@ -2582,6 +2582,8 @@ class Learner:
             self._update(
                 optimizer, episodes, advantage, num_tokens, lambda *found: -found[-2]
             )
+        if self.reference:
+            self.reference.model.load_state_dict(full_state(self.policy.model))
 
     def _update(
         self,
@@ -2648,6 +2650,18 @@ def right_episode(policy: Policy, prompt: Prompt) -> Episode:
         episode.responses.append(str(asked.answer))
         episode.truncated.append(False)
     return episode
+
+
+def full_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights by name, whole also on a rank that has only a part of them."""
+    states = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    whole = states.StateDictOptions(full_state_dict=True)
+    state = states.get_model_state_dict(model, options=whole)
+    if torch.distributed.is_initialized():  # only rank 0 has been given it
+        told = [state if torch.distributed.get_rank() == 0 else None]
+        torch.distributed.broadcast_object_list(told, 0)
+        (state,) = told
+    return state
 
 
 def frozen_copy(policy: Policy) -> Policy:
