@@ -3845,20 +3845,20 @@ def lead_process_group() -> None:
 async def narrate(run: Run) -> None:
     """Prints what a run does: a line for each step, a sample now and then, and who is waited for.
 
-    Also evaluates every cfg.eval_every steps, beside the run. Ends when it is cancelled.
+    Also evaluates every cfg.eval_every steps, beside the run. Ends after the last step.
     """
     num_told = 0
     last_s = time.time()
     with open(run.cfg.log or os.devnull, "a") as log:
-        while True:
+        while num_told < run.cfg.steps:
             await asyncio.sleep(0.01)
             if num_told < len(run.rows):
                 row = run.rows[num_told]
                 num_told += 1
-                last_s = time.time()
                 log.write(json.dumps(row) + "\n")
                 log.flush()
                 await tell(run, row)
+                last_s = time.time()
             elif time.time() - last_s > 30:
                 last_s = time.time()
                 print(f"         waiting: {who_is_waited_for(run.actors)}", flush=True)
@@ -3956,10 +3956,10 @@ async def train_own(run: Run) -> dict[str, Any]:
             await train_sync(run, cfg.steps)
         else:
             await AsyncRun(run, cfg.max_staleness).train(cfg.steps)
-        await asyncio.sleep(0.5)  # the narrator has last lines to print
+        seconds = time.time() - start_s
+        await narrator
     finally:
         narrator.cancel()
-    seconds = time.time() - start_s
     after = await run.evaluate()
     print(
         f"held-out accuracy {show(before)} -> {show(after)} in {seconds:.0f} s",
