@@ -1499,7 +1499,7 @@ async def measure_slots(service: Service, writer: WeightWriter) -> dict[str, flo
     instead="pass",
 )
 async def demo_weight_sync(report: Report, cfg: Config) -> None:
-    """Publishes 64 MiB to 1, 2 and 4 readers, with and without leases, and by a broadcast."""
+    """Publishes 64 MiB to 1, 2 and 4 readers, with and without leases."""
     num_mib = 64
     torch.set_num_threads(1)
     report.say(f"{num_mib} MiB of weights; torn reads of 60")
@@ -1518,7 +1518,8 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
                 torn = await count_torn(service, writer, leases == "with")
                 num_torn[leases] += torn
                 road = f"{num_readers} readers, {leases} leases"
-                rows.append({"road": road, **found, "torn": torn})
+                measured = found if leases == "with" else {}
+                rows.append({"road": road, "torn": torn, **measured})
         await service.close()
     report.table(rows)
     report.check("torn reads of 60 without leases", num_torn["without"], ">", 0)
@@ -3503,10 +3504,10 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
     await AsyncRun(run, bound).train(60)
     await asyncio.gather(*strikes)
     for loss in [*generators.losses, *reward_workers.losses]:
-        replace_s = (loss.replaced_s or time.time()) - loss.noticed_s
-        report.say(
-            f"{loss.name} {loss.reason}; another took over {replace_s:.2f} s later"
-        )
+        then = "not replaced"
+        if loss.replaced_s:
+            then = f"another took over {loss.replaced_s - loss.noticed_s:.2f} s later"
+        report.say(f"{loss.name} {loss.reason}; {then}")
     with_rule = [row["staleness"] for row in run.rows]
     await AsyncRun(run, 10).train(30)
     without_rule = [row["staleness"] for row in run.rows[len(with_rule) :]]
