@@ -6,7 +6,7 @@
 """monarch_rl: an asynchronous RL system for language models, in one file that you can finish.
 
 A generator samples while the trainer learns. Samples are never more than K versions old, weights
-are never half updated, and a process that dies costs time, nothing else. Every claim is a stage:
+are never half updated, and a generator or reward worker that dies costs time only. To see it:
 
     python monarch_rl.py                      the tour: all stages, about 90 seconds on two cores
     python monarch_rl.py --stage weight_sync  stages 1 to 7
@@ -18,7 +18,7 @@ are never half updated, and a process that dies costs time, nothing else. Every 
               WeightReader <------ Arena: slots, leases <------ WeightWriter <------ Trainer
 
 Small things travel as messages, which the main process sends. Weights are large, and travel through
-shared memory. A stage shows what fails without its rule, and then the rule:
+shared memory. A stage shows its rule at work, and most show first what fails without it:
 
      1 hello_actor     state in one process, one call at a time: no addition is lost
      2 actor_mesh      one call reaches every member of a mesh
@@ -549,7 +549,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #     it stands still      waits, then an error  pings without an answer, after `unresponsive_s`
 #     it works for ever    waits                 nothing: only a deadline helps
 #
-# Cost. A thread in each worker, and two pings a second. A worker whose C code holds the GIL for
+# Cost. A thread in each worker, and at most two pings a second. A worker whose C code holds the GIL for
 #   longer than `unresponsive_s` is killed although it is well: 30 s in runs, 2 s in demos.
 #
 # Monarch supervises, too: it asks its processes every 2 s, gives one that does not answer 5 s more
@@ -838,7 +838,7 @@ class Pool:
 
 
 class ReplicaLost(RuntimeError):
-    """The replica that had the request was lost, and no other one could take it."""
+    """The replica that had the request was lost: three times, or for good."""
 
 
 @dataclass
@@ -1136,8 +1136,8 @@ async def demo_service(report: Report, cfg: Config) -> None:
 #
 # The usual way is a broadcast in a process group: all members call the same operation, and it ends
 # when the bytes are there. It couples both sides. Below, a dot is waiting, X is the broadcast, P the
-# copy into a slot, f a pull. (Drawn as in NCCL, where all wait for the last one. In gloo the trainer
-# serves each generator when that comes: it waits as drawn, but generator 0 does not.)
+# copy into a slot, f a pull. (Drawn as in NCCL, where all wait for the last one. In gloo the
+# trainer serves each generator when that comes: it waits as drawn, but generator 0 does not.)
 #
 #     trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #       a thread                                                       PPPP   PPPP   PPPP
@@ -1325,7 +1325,7 @@ class WeightWriter:
         self.copying: Future[None] | None = None
 
     def publish(self, version: int) -> None:
-        """Begins to make the tensors, as they are now, the latest version. Returns at once.
+        """Begins to make the tensors, as they are now, the latest version. Waits for the copy before.
 
         Nobody may change them until `wait` has returned.
         """
@@ -2503,7 +2503,7 @@ def rows_of_passes(
 
 @dataclass
 class StepStats:
-    """What one update says of itself. Means are over the tokens of rank 0."""
+    """What the first update on a batch says. Means are over the tokens of rank 0."""
 
     num_tokens: int
     loss: float  # near 0 in a healthy run: section 10
@@ -2539,7 +2539,7 @@ class Learner:
     def step(self, episodes: list[Episode]) -> StepStats:
         """cfg.passes updates on the same episodes. Returns what the first one found.
 
-        Episodes of a group with equal rewards have the advantage 0, and no gradient. Without an
+        Episodes with the advantage 0, as in a group of equal rewards, have no gradient. Without an
         entropy bonus or a divergence they are left out, but their tokens stay in the denominator.
         """
         cfg = self.cfg
@@ -2956,7 +2956,7 @@ class RewardWorker(Worker):
         return found
 
     def release(self) -> None:
-        """Ends the executor, and what the reward function has started."""
+        """Ends the executor; a process ends with all that it has started."""
         if self.executor:
             self.executor.shutdown(wait=False, cancel_futures=True)
             self.executor = None
@@ -3288,8 +3288,8 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 # == 12. ASYNC RL ==================================================================================
 # Problem. In the synchronous loop one side always waits for the other. If both run all the time,
 #   samples grow old: the policy that made them is many versions behind, and nothing bounds it.
-# Rule. Two loops and a buffer. The first has groups sampled, as long as less than (K + 1) batches
-#   are in flight. The second takes a batch, and trains. A group older than K versions is dropped.
+# Rule. Two loops and a buffer. The first has groups sampled, so that at most (K + 1) batches are
+#   in flight. The second takes a batch, and trains. A group older than K versions is dropped.
 # Cost. Staleness: the loss has to bear it (section 10). And to drop costs the work that was done.
 #
 # Why (K + 1) batches: one is trained on, and K wait; the last of them is K versions old when its
@@ -3306,8 +3306,8 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
 #     ready   takes what is there. What became too old is dropped, and that is the long responses:
 #             the policy is trained on shorter ones than it produces.
 #     fifo    takes groups in the order in which they were started. Of (K + 1) batches in flight at
-#             most K can be before any group, so nothing is ever dropped; the trainer waits for
-#             stragglers instead.
+#             most K can be before any group, so none becomes too old while it waits its turn;
+#             the trainer waits for stragglers instead.
 
 
 class ReplayBuffer:
@@ -3519,7 +3519,7 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
 
     report.check("largest staleness", max(with_rule), "<=", bound)
     report.check(
-        "largest staleness with ten more batches in flight", max(without_rule), ">", bound
+        "largest staleness with eleven batches in flight", max(without_rule), ">", bound
     )
     num_lost = len(generators.losses) + len(reward_workers.losses)
     report.check("workers lost and replaced", num_lost, "==", 2)
@@ -4057,7 +4057,7 @@ async def run_stages(cfg: Config, report: Report) -> int:
         names = names[: names.index(cfg.stage) + 1]
     if cfg.only:
         names = [cfg.only]
-    print(f"{len(names)} stages; each fails first, then holds", flush=True)
+    print(f"{len(names)} stages", flush=True)
     start = time.monotonic()
     failed = [name for name in names if not await run_stage(report, STAGES[name], cfg)]
     num_checks = sum(len(stage["checks"]) for stage in report.stages)
