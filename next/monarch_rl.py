@@ -2653,16 +2653,11 @@ def right_episode(policy: Policy, prompt: Prompt) -> Episode:
     return episode
 
 
-def full_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights by name, whole also on a rank that has only a part of them."""
+def full_state(model: torch.nn.Module) -> dict[str, Any]:
+    """The weights by name, whole also where each rank has only a part of them."""
     states = importlib.import_module("torch.distributed.checkpoint.state_dict")
     whole = states.StateDictOptions(full_state_dict=True)
-    state = states.get_model_state_dict(model, options=whole)
-    if torch.distributed.is_initialized():  # only rank 0 has been given it
-        told = [state if torch.distributed.get_rank() == 0 else None]
-        torch.distributed.broadcast_object_list(told, 0)
-        (state,) = told
-    return state
+    return states.get_model_state_dict(model, options=whole)
 
 
 def frozen_copy(policy: Policy) -> Policy:
@@ -2879,9 +2874,7 @@ class Trainer(Worker):
 
     def export(self, folder: str) -> None:
         """Writes a folder that transformers loads."""
-        states = importlib.import_module("torch.distributed.checkpoint.state_dict")
-        whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = states.get_model_state_dict(self.policy.model, options=whole)
+        state = full_state(self.policy.model)
         if self.learner.rank == 0:
             self.policy.model.save_pretrained(folder, state_dict=state)
             self.policy.tokenizer.save_pretrained(folder)
