@@ -3417,7 +3417,9 @@ class AsyncRun:
             self.buffer.start(prompts)
             request = asyncio.ensure_future(self._request(prompts))
             self.requests.add(request)
-            request.add_done_callback(self.requests.discard)
+            for done in [request for request in self.requests if request.done()]:
+                self.requests.remove(done)
+                done.result()  # raises what nobody has foreseen
             self.run.raise_if_fruitless()
 
     async def _request(self, prompts: list[Prompt]) -> None:
