@@ -549,8 +549,8 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
 #     it stands still      waits, then an error  pings without an answer, after `unresponsive_s`
 #     it works for ever    waits                 nothing: only a deadline helps
 #
-# Cost. A thread in each worker, and at most two pings a second. A worker whose C code holds the GIL for
-#   longer than `unresponsive_s` is killed although it is well: 30 s in runs, 2 s in demos.
+# Cost. A thread in each worker, and at most two pings a second. A worker whose C code holds the GIL
+#   for longer than `unresponsive_s` is killed although it is well: 30 s in runs, 2 s in demos.
 #
 # Monarch supervises, too: it asks its processes every 2 s, gives one that does not answer 5 s more
 # (ENVIRONMENT, at the end of the file), and calls `__supervise__` of the actor that spawned it.
@@ -1135,8 +1135,8 @@ async def demo_service(report: Report, cfg: Config) -> None:
 # Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is bytes.
 #
 # The usual way is a broadcast in a process group: all members call the same operation, and it ends
-# when the bytes are there. It couples both sides. Below, a dot is waiting, X is the broadcast, P the
-# copy into a slot, f a pull. (Drawn as in NCCL, where all wait for the last one. In gloo the
+# when the bytes are there. It couples both sides. Below, a dot is waiting, X is the broadcast, P is
+# the copy into a slot, f a pull. (Drawn as in NCCL, where all wait for the last one. In gloo the
 # trainer serves each generator when that comes: it waits as drawn, but generator 0 does not.)
 #
 #     trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
@@ -1325,7 +1325,7 @@ class WeightWriter:
         self.copying: Future[None] | None = None
 
     def publish(self, version: int) -> None:
-        """Begins to make the tensors, as they are now, the latest version. Waits for the copy before.
+        """Begins to make the tensors the latest version. Waits for the copy before.
 
         Nobody may change them until `wait` has returned.
         """
