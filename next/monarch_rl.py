@@ -3385,15 +3385,18 @@ class AsyncRun:
         share = num_batches * cfg.prompts_per_step // cfg.generators
         self.request_size = max(1, min(cfg.prompts_per_step, share))
         self.requests: set[asyncio.Task[None]] = set()
+        self.failure: asyncio.Future[Any]  # a request that has failed, if one has
 
     async def train(self, num_steps: int) -> None:
         """Runs both loops until so many steps are made. Groups that are left then are dropped."""
         generating = asyncio.ensure_future(self._generate())
         learning = asyncio.ensure_future(self._learn(num_steps))
+        self.failure = asyncio.get_running_loop().create_future()
+        waits = [generating, learning, self.failure]
         try:
-            await asyncio.wait(
-                [generating, learning], return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure.done():
+                self.failure.result().result()  # raises what nobody has foreseen
             if generating.done():
                 generating.result()  # it ends by an exception only
             await learning
@@ -3417,10 +3420,14 @@ class AsyncRun:
             self.buffer.start(prompts)
             request = asyncio.ensure_future(self._request(prompts))
             self.requests.add(request)
-            for done in [request for request in self.requests if request.done()]:
-                self.requests.remove(done)
-                done.result()  # raises what nobody has foreseen
+            request.add_done_callback(self._finish)
             self.run.raise_if_fruitless()
+
+    def _finish(self, request: asyncio.Task[None]) -> None:
+        self.requests.discard(request)
+        has_failed = not request.cancelled() and request.exception()
+        if has_failed and not self.failure.done():
+            self.failure.set_result(request)
 
     async def _request(self, prompts: list[Prompt]) -> None:
         groups = await self.run.sample(prompts)
