@@ -1072,3 +1072,58 @@ def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert left(mark) == []
+
+
+# -- what readers and helpers found ----------------------------------------------------------------
+
+
+def test_an_unforeseen_error_in_a_request_ends_the_run() -> None:
+    class Broken:
+        async def rollout(self, *_: Any) -> list[Any]:
+            return [m.Episode(m.letter_task(m.Config()).prompt(0))]
+
+        async def score(self, *_: Any) -> list[Any]:
+            raise KeyError("nobody has foreseen this")
+
+    async def train() -> None:
+        cfg = replace(m.Config(), eval_prompts=1, prompts_per_step=4)
+        run = m.Run(cfg, Broken(), m.letter_task(cfg))
+        await asyncio.wait_for(m.AsyncRun(run, 2).train(5), 30)
+
+    with pytest.raises(KeyError):
+        asyncio.run(train())
+
+
+def test_a_conversation_that_is_over_stays_however_long() -> None:
+    cfg = replace(m.Config(), device="cpu")
+    policy = m.Policy(cfg, m.letter_task(cfg), torch.float32)
+    short = m.Prompt(0, (m.user_turn("a", "a"), m.user_turn("b", "b")))
+    long = m.Prompt(1, (m.user_turn("a" * 40, "a"),))
+    policy.context = 40 + 3 + policy.max_new_tokens  # the long one fits, before its response
+    episodes = m.rollout(policy, [short, long], 2, 0, lambda: 0)
+    assert [episode.prompt.number for episode in episodes] == [0, 0, 1, 1]
+
+
+def test_kl_holds_to_the_weights_after_the_warm_start() -> None:
+    cfg = replace(m.Config(), device="cpu", kl=0.1, lr=1e-3, prompts_per_step=2)
+    policy = m.Policy(cfg, m.letter_task(cfg), torch.float32)
+    learner = m.Learner(policy, cfg)
+    before = {name: p.clone() for name, p in policy.model.state_dict().items()}
+    learner.supervise(m.letter_task(cfg), 2)
+    reference = learner.reference.model.state_dict()
+    assert all(torch.equal(reference[name], p) for name, p in policy.model.state_dict().items())
+    assert not all(torch.equal(reference[name], p) for name, p in before.items())
+
+
+def test_a_process_that_has_just_died_is_a_loss() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+
+    async def watch() -> str:
+        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        processes = m.Processes(None, [process.pid])
+        replica = m.Replica("one", processes, None, lost)
+        async with replica.watched(5.0):
+            return await asyncio.wait_for(lost, 5)
+
+    assert asyncio.run(watch()) == "has died"
