@@ -17,8 +17,8 @@ are never half updated, and a generator or reward worker that dies costs time on
                    |                                                                    v
               WeightReader <------ Arena: slots, leases <------ WeightWriter <------ Trainer
 
-Small things travel as messages, which the main process sends. Weights are large, and travel through
-shared memory. A stage shows its rule at work, and most show first what fails without it:
+Small things travel as messages of the main process, weights through shared memory. Each concept is
+a stage, which shows its rule at work, and most show first what fails without it:
 
      1 hello_actor     state in one process, one call at a time: no addition is lost
      2 actor_mesh      one call reaches every member of a mesh
@@ -37,12 +37,11 @@ Read it from top to bottom, in an afternoon. Part I is the whole system on one h
 own model and data. After a section, run its stage, and make the change that its output proposes.
 
 Words. An *episode* is one conversation. A *group* is the episodes sampled from one prompt; their
-rewards are compared with each other. A *rollout* is what one request to a generator brings back. A
-*version* numbers the weights: each training step makes the next one. *Staleness* is the trainer's
-version minus the version that sampled a token.
+rewards are compared with each other. A *version* numbers the weights: each training step makes the
+next one. *Staleness* is the trainer's version minus the version that sampled a token.
 
-Left out, and what has it: paged attention and continuous batching (vLLM, SGLang); tensor, pipeline
-and expert parallelism (torchtitan, Megatron); LoRA (peft); sandboxes; trainers over several hosts;
+Left out, and what has it: paged attention, continuous batching (vLLM, SGLang); tensor, pipeline and
+expert parallelism (torchtitan, Megatron); LoRA (peft); sandboxes; trainers over several hosts;
 experiment trackers. It runs on Linux with Python 3.11 to 3.13, and has not been run on a GPU.
 """
 
@@ -77,8 +76,7 @@ import time
 import traceback
 import warnings
 import zlib
-from collections import Counter as Tally
-from collections import deque
+from collections import Counter as Tally, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -98,7 +96,7 @@ STAGES: dict[str, Stage] = {}  # by name, in the order of the file
 
 
 class Lazy:
-    """A module that is imported at its first use: torch takes a second in each process."""
+    """A module that is imported at its first use: torch takes a second."""
 
     def __init__(self, name: str) -> None:
         self.module_name = name
@@ -119,21 +117,20 @@ else:
     dtensor = Lazy("torch.distributed.tensor")
     transformers = Lazy("transformers")
 
-# -- plumbing: flags, stages, report ---------------------------------------------------------------
+# -- plumbing: flags, stages, report ----
 
 
 class UsageError(Exception):
-    """The command asks for what cannot be: printed as one line, exit status 2."""
+    """A wrong command: one line, exit status 2."""
 
 
 def flag(default: Any, text: str, *choices: str) -> Any:
-    """A field of Config, with the help of its flag."""
     return field(default=default, metadata={"help": text, "choices": choices or None})
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a command can be told: the field `max_staleness` is --max-staleness."""
+    """The flags of a command: the field `max_staleness` is --max-staleness."""
 
     stage: str = flag("", "run all stages up to this one")
     only: str = flag("", "run this stage alone")
@@ -177,7 +174,7 @@ class Config:
 
 
 def read_flags(argv: list[str] | None) -> Config:
-    """The flags of a command, checked. Raises UsageError, and ArgumentError of argparse."""
+    """Raises UsageError, and ArgumentError of argparse."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for each in fields(Config):
         options: dict[str, Any] = {"action": "store_true"}
@@ -205,8 +202,6 @@ class Stage:
 
 
 def stage(claim: str, instead: str) -> Callable[..., Any]:
-    """Registers `demo_NAME` as the stage NAME."""
-
     def register(demo: Any) -> Any:
         name = demo.__name__.removeprefix("demo_")
         STAGES[name] = Stage(name, claim, instead, demo)
@@ -216,13 +211,11 @@ def stage(claim: str, instead: str) -> Callable[..., Any]:
 
 
 def line_with(text: str) -> int:
-    """The number of the first line of this file that contains the text."""
-    lines = THIS_FILE.read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if text in line)
+    """The number of the first line of this file that has the text."""
+    return THIS_FILE.read_text().partition(text)[0].count("\n") + 1
 
 
 def title_of(stage: Stage) -> str:
-    """Its place in the tour, its name and claim, and the line where its section begins."""
     place = f"[{[*STAGES].index(stage.name) + 1}/{len(STAGES)}]"
     line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
     return f"{place} {stage.name}: {stage.claim}  (line {line})"
@@ -248,7 +241,6 @@ class Report:
             self.say(line)
 
     def check(self, what: str, value: Any, relation: str, bound: Any) -> None:
-        """Compares a measured value with what the claim says it is."""
         relations = {"==": value == bound, "<": value < bound, ">": value > bound}
         holds = bool(relations[relation])
         self.stages[-1]["checks"].append({"what": what, "ok": holds})
@@ -259,15 +251,14 @@ class Report:
         self.stages[-1]["figures"].update(values)
 
     def failed(self) -> list[str]:
-        """The stages of which a check has failed."""
         return [s["name"] for s in self.stages if not all(c["ok"] for c in s["checks"])]
 
 
-# ==== PART I: the system ==========================================================================
+# ==== PART I: the system ==============
 
-# == 1. HELLO ACTOR ================================================================================
-# Problem. Threads share an object. Each reads it, pauses, and writes back what it made of it.
-#   Updates vanish, without an error, and not every time.
+# == 1. HELLO ACTOR ====================
+# Problem. Threads share an object. Each reads it, pauses, and writes back a new value. Updates
+#   vanish, without an error, and not every time.
 # Rule. Put the object into an actor: an instance that lives in one process and is reached only by
 #   messages. Messages wait in the actor's mailbox, and its endpoints run one at a time.
 # Cost. A message and its answer take the time of thousands of function calls.
@@ -284,26 +275,28 @@ class Counter(Actor):
         self.total = 0
 
     @endpoint  # mechanism: hello_actor
-    async def add(self, pause_s: float = 0.0005) -> int:
-        """Adds one, with a pause between reading and writing. Returns the id of its process."""
+    async def add(
+        self,
+        pause_s: float = 0.0005,
+    ) -> int:
+        """Adds one. Returns the id of its process."""
         total = self.total
-        # Here another thread, or another coroutine, would read the same total.
+        # During the pause, another thread or coroutine would read the same total.
         await asyncio.sleep(pause_s)
         self.total = total + 1
         return os.getpid()
 
     @endpoint
     async def take(self) -> int:
-        """The additions since the last call of this."""
+        """The additions since the last call."""
         total = self.total
         self.total = 0
         return total
 
 
-async def median_ms(call: Callable[[], Awaitable[Any]], times: int = 21) -> float:
-    """The median time of an awaited call, in milliseconds."""
+async def median_ms(call: Callable[[], Awaitable[Any]]) -> float:
     found = []
-    for _ in range(times):
+    for _ in range(5):
         start = time.perf_counter()
         await call()
         found.append((time.perf_counter() - start) * 1e3)
@@ -311,7 +304,6 @@ async def median_ms(call: Callable[[], Awaitable[Any]], times: int = 21) -> floa
 
 
 async def lost_by_threads(num_additions: int) -> int:
-    """How many additions are lost when threads do what Counter.add does."""
     shared = {"total": 0}
 
     def add() -> None:
@@ -327,11 +319,14 @@ async def lost_by_threads(num_additions: int) -> int:
     "an actor's state lives in one process, and its calls run one at a time",
     instead="@concurrent_endpoint",
 )
-async def demo_hello_actor(report: Report, cfg: Config) -> None:
+async def demo_hello_actor(
+    report: Report,
+    cfg: Config,
+) -> None:
     report.check("additions of 200 lost by threads", await lost_by_threads(200), ">", 0)
 
     # A process on this host, and an actor in it. `spawn` returns a reference at once. `call_one`
-    # sends a message, and returns something to await for the answer.
+    # sends a message, and returns an awaitable for the answer.
     procs = this_host().spawn_procs(per_host={"worker": 1})
     counter = procs.spawn("counter", Counter)
     process_ids = await asyncio.gather(*[counter.add.call_one() for _ in range(200)])
@@ -344,27 +339,29 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     await procs.stop()
 
 
-# == 2. ACTOR MESH =================================================================================
-# Problem. A run has many generators, and a trainer many ranks. To call one after another takes as
-#   long as all of them together.
+# == 2. ACTOR MESH =====================
+# Problem. A run has many generators, and a trainer many ranks. Calling them one after another takes
+#   the sum of their times.
 # Rule. Actors that are spawned together are a mesh, an array with named dimensions. A call of a
-#   mesh is one message that all members get. The adverb says who runs, and who answers:
+#   mesh is one message to all members. The adverb says who runs, and who answers:
 #
 #     mesh.add.call(...)                    every member runs; the answers come with their places
 #     mesh.add.broadcast(...)               every member runs; nobody answers
 #     mesh.add.choose(...)                  one member runs, drawn at random
 #     mesh.slice(worker=2).add.call_one()   this member runs
 #
-# Cost. `call` is as slow as its slowest member, and fails if one fails. `broadcast` does not even
-#   say that something failed.
+# Cost. `call` is as slow as its slowest member, and fails if one fails. `broadcast` reports no
+#   failure.
 
 
 @stage(
     "one call reaches every member of a mesh; its adverb says who runs and who answers",
     instead="mesh = members.slice(worker=0)",
 )
-async def demo_actor_mesh(report: Report, cfg: Config) -> None:
-    """Calls a mesh of four by each adverb, and counts who ran."""
+async def demo_actor_mesh(
+    report: Report,
+    cfg: Config,
+) -> None:
     procs = this_host().spawn_procs(per_host={"worker": 4})
     members = procs.spawn("counters", Counter)
     mesh = members  # mechanism: actor_mesh
@@ -393,8 +390,7 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
         ran_by[adverb] = await num_ran()
         rows.append({"adverb": adverb, "members that ran": ran_by[adverb], "ms": took_ms})
     report.table(rows)
-    # There is no answer to wait for: this returns before anybody has run.
-    mesh.add.broadcast(pause_s)
+    mesh.add.broadcast(pause_s)  # returns before any member has run
     report.check("members of 4 that ran under `call`", ran_by["call"], "==", 4)
     report.check("members of 4 that ran under `choose`", ran_by["choose"], "==", 1)
     # This question waits in each mailbox behind the broadcast.
@@ -402,14 +398,13 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     await procs.stop()
 
 
-# == 3. RDMA TRANSFER ==============================================================================
+# == 3. RDMA TRANSFER ==================
 # Problem. Weights are gigabytes. A message is pickled, copied, queued and unpickled, and its
 #   answer waits until the owner's Python has time.
-# Rule. Two roads. Control travels in messages. Bulk stays where it is: its owner registers the
-#   memory once, as an RDMABuffer, and sends the handle in a message. The receiver moves the bytes.
-#   The operation is one-sided: no Python of the owner runs.
-# Cost. The owner must keep the memory alive, and does not hear when a reader is done. Section 7 is
-#   about that.
+# Rule. Control travels in messages. Bulk data stays where it is: its owner registers the memory
+#   once, as an RDMABuffer, and sends the handle in a message. The receiver moves the bytes. The
+#   operation is one-sided: no Python of the owner runs.
+# Cost. The owner must keep the memory alive, and does not learn when a reader is done (section 7).
 #
 #     owner                                           reader
 #     memory = torch.zeros(...)
@@ -417,32 +412,32 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
 #                                                       handle.write_from(mine)  pushes bytes
 #
 # RDMA is remote direct memory access: a network card reads the memory of another machine without
-# that machine's processor. A handle says which process has the bytes, where, and how many. Without
-# such a card Monarch does the same over TCP, by threads in Rust: slower, by the same contract.
+# that machine's processor. Without such a card Monarch does the same over TCP, by threads in Rust:
+# slower, with the same contract.
 
 
 class Owner(Actor):
-    """Owns memory that others want."""
-
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+    ) -> None:
         self.memory = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
 
     @endpoint
     async def handle(self) -> RDMABuffer:
-        """The new road: where the bytes are."""
-        with warnings.catch_warnings(action="ignore"):  # that there is no card for it
+        """Where the bytes are."""
+        with warnings.catch_warnings(action="ignore"):  # that there is no network card for it
             return RDMABuffer(self.memory)
 
     @endpoint
     async def as_message(self) -> Tensor:
-        """The old road: the bytes themselves."""
+        """The bytes themselves."""
         return self.memory
 
     @endpoint
     async def compute(self) -> float:
-        """Keeps this process's Python busy for about a second; returns when it was done."""
-        # One call into C: no other Python code of the process runs meanwhile.
-        sum(range(10**8))
+        """Keeps this process's Python busy for about a second. Returns the time at its end."""
+        sum(range(10**8))  # one call into C: no other Python code of the process runs
         return time.time()
 
 
@@ -450,23 +445,20 @@ class Owner(Actor):
     "a handle of half a kilobyte moves any number of bytes while the owner's Python is busy",
     instead="mine.copy_(await owner.as_message.call_one())",
 )
-async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
-    """Moves 1 and 32 MiB by both roads, and then 32 MiB from an owner that is busy."""
+async def demo_rdma_transfer(
+    report: Report,
+    cfg: Config,
+) -> None:
+    """Moves 32 MiB both ways, and then by the handle from an owner that is busy."""
     procs = this_host().spawn_procs(per_host={"worker": 1})
-    rows = []
-    handle_bytes = 0
-    for num_mib in (1, 32):
-        owner = procs.spawn(f"owner_{num_mib}", Owner, num_mib << 20)
-        handle = await owner.handle.call_one()
-        mine = torch.zeros(num_mib << 20, dtype=torch.uint8)
-        message_ms = await median_ms(owner.as_message.call_one, 3)
-        pull = functools.partial(handle.read_into, mine)
-        pull_ms = await median_ms(pull, 3)
-        handle_bytes = len(cloudpickle.dumps(handle))
-        row = {"MiB": num_mib, "handle bytes": handle_bytes}
-        rows.append(row | {"message ms": message_ms, "pull ms": pull_ms})
-    report.table(rows)
-    report.check("bytes of the handle to 32 MiB", handle_bytes, "<", 1024)
+    owner = procs.spawn("owner", Owner, 32 << 20)
+    handle = await owner.handle.call_one()
+    handle_bytes = len(cloudpickle.dumps(handle))
+    mine = torch.zeros(32 << 20, dtype=torch.uint8)
+    message_ms = await median_ms(owner.as_message.call_one)
+    pull_ms = await median_ms(functools.partial(handle.read_into, mine))
+    report.say(f"32 MiB: {message_ms:.0f} ms as a message, {pull_ms:.0f} ms by the handle")
+    report.check("bytes of the handle", handle_bytes, "<", 1024)
 
     expected = await owner.as_message.call_one()
     mine.zero_()
@@ -480,15 +472,15 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     await procs.stop()
 
 
-# == 4. CONTROLLERS ================================================================================
-# Problem. Actors in many processes have to meet, at one log of what happened, say. Two creators
-#   would make two half-filled logs.
+# == 4. CONTROLLERS ====================
+# Problem. Actors in many processes have to meet, for example at one log. Two creators would make
+#   two half-filled logs.
 # Rule. Ask by name. `get_or_spawn_controller(name, Class)` gives every caller the same actor: the
 #   first request for a name creates it, in the main process, and later ones find it.
 # Cost. One more message for each lookup; all callers share one process.
 #
-# In the rest of the file only the main process looks it up, and passes it to the workers: one that
-# is killed in the middle of a lookup would take the registry of names with it.
+# Below only the main process looks it up, and passes it to the workers: a worker that is killed
+# during a lookup would take the registry of names with it.
 
 
 @dataclass(frozen=True)
@@ -502,27 +494,32 @@ class Span:
 
 
 class Timeline(Actor):
-    """Who did what, and when. Workers send it their spans; the demos compute busy shares of it."""
+    """Who did what, and when. Workers send it their spans; demos compute busy shares from them."""
 
     def __init__(self) -> None:
         self.spans: deque[Span] = deque(maxlen=100_000)
 
     @endpoint
-    async def add(self, spans: list[Span]) -> None:
+    async def add(
+        self,
+        spans: list[Span],
+    ) -> None:
         self.spans.extend(spans)
 
     @endpoint
-    async def take(self, who: str = "") -> list[Span]:
-        """The spans of workers whose name begins like this."""
+    async def take(
+        self,
+        who: str = "",
+    ) -> list[Span]:
+        """The spans of workers whose name begins with `who`."""
         return [span for span in self.spans if span.who.startswith(who)]
 
 
 class Witness(Actor):
-    """Has been given no reference to anything."""
+    """An actor without a reference to any other."""
 
     @endpoint
     async def report(self) -> None:
-        """Finds the timeline by its name, and notes a span."""
         find = functools.partial(get_or_spawn_controller, "timeline", Timeline)
         timeline = await find()  # mechanism: controllers
         span = Span(f"witness_{current_rank().rank}", "report", time.time(), time.time())
@@ -533,7 +530,10 @@ class Witness(Actor):
     "actors that never met find one singleton by its name",
     instead='timeline = this_proc().spawn("timeline", Timeline)',
 )
-async def demo_controllers(report: Report, cfg: Config) -> None:
+async def demo_controllers(
+    report: Report,
+    cfg: Config,
+) -> None:
     procs = this_host().spawn_procs(per_host={"worker": 3})
     await procs.spawn("witnesses", Witness).report.call()
     timeline = await get_or_spawn_controller("timeline", Timeline)
@@ -542,7 +542,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
     await procs.stop()
 
 
-# == 5. SUPERVISION ================================================================================
+# == 5. SUPERVISION ====================
 # Problem. Processes raise, die, stand still, or work for ever, and their callers wait. But a worker
 #   that has been silent for ten minutes may be healthy, and busy.
 # Rule. An exception belongs to the caller. A process belongs to its owner, which kills and replaces
@@ -567,7 +567,11 @@ class Worker(Actor):
     Subclasses have plain methods. `call` runs them, one after another; `setup` is the first.
     """
 
-    def __init__(self, name: str, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        timeline: Timeline | None = None,
+    ) -> None:
         self.name = name
         self.timeline = timeline
         self.spans: list[Span] = []  # not yet sent to the timeline
@@ -583,11 +587,15 @@ class Worker(Actor):
     async def call(self, method: str, *args: Any) -> Any:
         """Runs a method in the thread."""
         # The context tells the thread which actor it belongs to.
-        run = contextvars.copy_context().run
+        run: Any = contextvars.copy_context().run
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.thread, run, self._timed, method, args)
 
-    def _timed(self, method: str, args: tuple[Any, ...]) -> Any:
+    def _timed(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+    ) -> Any:
         start_s = time.time()
         try:
             return getattr(self, method)(*args)
@@ -634,7 +642,10 @@ async def until_dead(process_id: int) -> str:
         os.close(pidfd)
 
 
-async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
+async def until_unresponsive(
+    worker: Any,
+    unresponsive_s: float,
+) -> str:
     """Pings the worker until it does not answer, and returns the reason."""
     while True:
         ping = worker.ping.call()
@@ -647,7 +658,7 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
         await asyncio.sleep(0.5)
 
 
-# -- measurement -----------------------------------------------------------------------------------
+# -- measurement -----------------------
 
 
 class Supervisor(Actor):
@@ -657,11 +668,17 @@ class Supervisor(Actor):
         self.heard_s = 0.0
 
     @endpoint
-    async def start(self, trouble: str) -> Any:
+    async def start(
+        self,
+        trouble: str,
+    ) -> Any:
         procs = this_host().spawn_procs(name=trouble)
         return procs.spawn(trouble, TroubledWorker, trouble)
 
-    async def __supervise__(self, failure: MeshFailure) -> bool:
+    async def __supervise__(
+        self,
+        failure: MeshFailure,
+    ) -> bool:
         """Returns True: the failure ends here. Monarch needs an `async def`."""
         self.heard_s = self.heard_s or time.time()
         return True
@@ -692,7 +709,10 @@ async def who_hears(trouble: str) -> dict[str, float]:
     heard_s: dict[str, float] = {}
     start_s = time.time()
 
-    async def hear(who: str, news: Awaitable[Any]) -> None:
+    async def hear(
+        who: str,
+        news: Awaitable[Any],
+    ) -> None:
         with contextlib.suppress(Exception):
             await news
         heard_s[who] = time.time() - start_s
@@ -721,7 +741,10 @@ async def who_hears(trouble: str) -> dict[str, float]:
     "exception, death, standstill, endless work: each has its detector, and slowness is none",
     instead="await ping",
 )
-async def demo_supervision(report: Report, cfg: Config) -> None:
+async def demo_supervision(
+    report: Report,
+    cfg: Config,
+) -> None:
     troubles = ("exception", "death", "standstill", "endless")
     found = await asyncio.gather(*[who_hears(trouble) for trouble in troubles])
     heard = dict(zip(troubles, found, strict=True))
@@ -735,7 +758,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     report.check("observers of endless work", heard_by["endless"], "==", 0)
 
 
-# == 6. SERVICE ====================================================================================
+# == 6. SERVICE ========================
 # Problem. A call shares the fate of its actor. If one of four actors is lost, so is a quarter of
 #   the calls, and each caller has to know which actors are left.
 # Rule. The caller asks a service. A service owns interchangeable replicas, and gives a request to
@@ -752,10 +775,10 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 # The service is a plain object. As an actor it would pickle each request and each answer once more:
 # half of the main process's CPU time.
 
-# -- 6a. Processes ---------------------------------------------------------------------------------
+# -- 6a. Processes ---------------------
 #
-# To import torch and a model class costs 4 s of CPU time. A new actor in a process that has done so
-# is ready after 16 ms. So processes outlive their actors: they go back to a pool.
+# Importing torch and a model class costs 4 s of CPU time. A new actor in a process that has done so
+# is ready after 16 ms. So processes outlive their actors, and go back to a pool.
 
 
 @dataclass
@@ -779,7 +802,10 @@ class Pool:
         self.idle: list[Processes] = []
         self.making_spare: asyncio.Task[None] | None = None
 
-    async def take(self, num_ranks: int) -> Processes:
+    async def take(
+        self,
+        num_ranks: int,
+    ) -> Processes:
         """Idle processes, or new ones."""
         for processes in self.idle:
             alive = [i for i in processes.ids if os.path.exists(f"/proc/{i}")]
@@ -788,7 +814,11 @@ class Pool:
                 return processes
         return await self._start(num_ranks)
 
-    async def _start(self, num_ranks: int, imports: bool = False) -> Processes:
+    async def _start(
+        self,
+        num_ranks: int,
+        imports: bool = False,
+    ) -> Processes:
         name = f"process_{time.monotonic_ns()}"
         mesh = this_host().spawn_procs(per_host={"rank": num_ranks}, name=name)
         worker = mesh.spawn(f"{name}_first", Worker, name)
@@ -800,9 +830,9 @@ class Pool:
 
     def keep_spare(self) -> None:
         """Starts a process for the next loss, unless one is idle."""
-        if self.idle or (self.making_spare and not self.making_spare.done()):
-            return
-        self.making_spare = asyncio.ensure_future(self._make_spare())
+        is_making = self.making_spare and not self.making_spare.done()
+        if not self.idle and not is_making:
+            self.making_spare = asyncio.ensure_future(self._make_spare())
 
     async def _make_spare(self) -> None:
         self.idle.append(await self._start(1, imports=True))
@@ -813,7 +843,7 @@ class Pool:
         await asyncio.gather(*[processes.kill() for processes in self.idle])
 
 
-# -- 6b. Replicas and requests ---------------------------------------------------------------------
+# -- 6b. Replicas and requests ---------
 
 
 class ReplicaLost(RuntimeError):
@@ -828,16 +858,25 @@ class Replica:
     processes: Processes
     worker: Any  # an actor for each rank
     in_flight: dict[str, float] = field(default_factory=dict)  # since when
-    lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # why
     result: Any = None  # of its setup
+    lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # why
+    noticed_s: float = 0.0  # when the loss was noticed, in seconds since 1970
+    replaced_s: float = 0.0  # and when another replica was ready
 
-    def lose(self, reason: str) -> None:
-        """Tells all who wait for it. The first reason counts."""
+    def lose(
+        self,
+        reason: str,
+    ) -> None:
+        """Wakes all who wait for it. The first reason counts."""
         if not self.lost.done():
+            self.noticed_s = time.time()
             self.lost.set_result(reason)
 
     @contextlib.asynccontextmanager
-    async def watched(self, unresponsive_s: float) -> AsyncIterator[None]:
+    async def watched(
+        self,
+        unresponsive_s: float,
+    ) -> AsyncIterator[None]:
         """Inside this context, death and standstill are noticed (section 5)."""
 
         async def watch(detector: Awaitable[str]) -> None:
@@ -854,14 +893,6 @@ class Replica:
 
 
 @dataclass
-class Loss:
-    name: str
-    reason: str
-    noticed_s: float
-    replaced_s: float | None = None
-
-
-@dataclass
 class Service:
     """Replicas of one worker class, and the requests to them."""
 
@@ -873,7 +904,7 @@ class Service:
     unresponsive_s: float = 30.0  # a replica that answers no ping for so long is killed
     replaces: bool = True  # if not, requests raise ReplicaLost after a loss
     replicas: dict[int, Replica] = field(default_factory=dict)  # the ready ones
-    losses: list[Loss] = field(default_factory=list)
+    losses: list[Replica] = field(default_factory=list)
     num_retries: int = 0
     error: Exception | None = None  # why there will be no other replica
     keepers: list[asyncio.Task[None]] = field(default_factory=list)
@@ -885,7 +916,10 @@ class Service:
         await self.until_ready(self.num_replicas)
         return [self.replicas[number].result for number in range(self.num_replicas)]
 
-    async def until_ready(self, num_replicas: int) -> None:
+    async def until_ready(
+        self,
+        num_replicas: int,
+    ) -> None:
         while len(self.replicas) < num_replicas and not self.error:
             await asyncio.sleep(0.005)
         if self.error:
@@ -909,7 +943,10 @@ class Service:
                 raised_by = replica  # mechanism: service
             self.num_retries += 1
 
-    async def _pick(self, not_this: Replica | None) -> Replica:
+    async def _pick(
+        self,
+        not_this: Replica | None,
+    ) -> Replica:
         """The ready replica with the fewest requests in flight, `not_this` last."""
         await self.until_ready(1)
         ready = list(self.replicas.values())
@@ -934,9 +971,12 @@ class Service:
             del replica.in_flight[what]
         raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
 
-    async def _keep(self, number: int) -> None:
-        """Has a replica of this number ready, and after its loss another one."""
-        loss: Loss | None = None
+    async def _keep(
+        self,
+        number: int,
+    ) -> None:
+        """Keeps a replica of this number ready: after a loss it starts another."""
+        loss: Replica | None = None
         num_failed_setups = 0
         while not self.error:
             replica = await self._spawn(number)
@@ -961,12 +1001,15 @@ class Service:
                 self.error = error
             finally:
                 await self._end(number, replica)
-            loss = Loss(replica.name, replica.lost.result(), time.time())
+            loss = replica
             self.losses.append(loss)
             if not self.replaces and not self.error:
-                self.error = ReplicaLost(f"{loss.name} {loss.reason}")
+                self.error = ReplicaLost(f"{loss.name} {loss.lost.result()}")
 
-    async def _spawn(self, number: int) -> Replica:
+    async def _spawn(
+        self,
+        number: int,
+    ) -> Replica:
         """A replica before its setup."""
         name = f"{self.worker_class.__name__.lower()}_{number}"
         timeline = await get_or_spawn_controller("timeline", Timeline)
@@ -975,7 +1018,11 @@ class Service:
         worker = processes.mesh.spawn(actor_name, self.worker_class, name, timeline)
         return Replica(name, processes, worker)
 
-    async def _end(self, number: int, replica: Replica) -> None:
+    async def _end(
+        self,
+        number: int,
+        replica: Replica,
+    ) -> None:
         """Returns the processes of an idle replica to the pool; kills those of any other."""
         is_idle = self.replicas.pop(number, None) and not replica.in_flight
         if is_idle and not replica.lost.done():
@@ -995,11 +1042,18 @@ class Service:
 class RootWorker(Worker):
     """Computes square roots, and writes a diary, a file that all replicas share."""
 
-    def setup(self, number: int, diary: str) -> None:
+    def setup(
+        self,
+        number: int,
+        diary: str,
+    ) -> None:
         self.number = number
         self.diary = diary
 
-    def root(self, number: float) -> float:
+    def root(
+        self,
+        number: float,
+    ) -> float:
         """The square root. Replica 1 raises for some numbers."""
         time.sleep(0.002)
         if self.number == 1 and 100 <= number < 200:
@@ -1014,14 +1068,21 @@ class RootWorker(Worker):
     "every request is answered once, although replicas raise, die and stand still",
     instead="raise",
 )
-async def demo_service(report: Report, cfg: Config) -> None:
+async def demo_service(
+    report: Report,
+    cfg: Config,
+) -> None:
     """Sends 400 requests to four replicas; one raises, one is killed, one is stopped."""
     diary = report.folder / "diary"
     service = Service(RootWorker, 4, report.pool, (str(diary),), unresponsive_s=2.0)
     await service.begin()
     struck_s: dict[str, float] = {}
 
-    async def strike(number: int, after_s: float, how: signal.Signals) -> None:
+    async def strike(
+        number: int,
+        after_s: float,
+        how: signal.Signals,
+    ) -> None:
         await asyncio.sleep(after_s)
         victim = service.replicas[number]
         struck_s[victim.name] = time.time()
@@ -1042,7 +1103,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     await service.until_ready(4)
     rows = []
     for loss in service.losses:
-        row = {"replica": loss.name, "what": loss.reason}
+        row: dict[str, Any] = {"replica": loss.name, "what": loss.lost.result()}
         row["noticed, ms"] = (loss.noticed_s - struck_s[loss.name]) * 1e3
         row["replaced, ms"] = (loss.replaced_s - loss.noticed_s) * 1e3
         rows.append(row)
@@ -1056,14 +1117,10 @@ async def demo_service(report: Report, cfg: Config) -> None:
     killed = rows[0]
     report.figure(notice_ms=killed["noticed, ms"], replace_ms=killed["replaced, ms"])
     report.figure(requests=400, answered_once=num_right)
-    try:
-        await service.request("root", -1)
-    except ActorError as error:
-        report.say(f"a bad request: its caller gets `{cause_of(error)}`")
     await service.close()
 
 
-# == 7. WEIGHT SYNC ================================================================================
+# == 7. WEIGHT SYNC ====================
 # Problem. The trainer rewrites its weights while generators read them. A read during the write has
 #   some tensors of version 6 and some of version 7: torn weights, and no error.
 # Rule. The trainer fills a slot of shared memory that nobody reads, and then makes it the latest. A
@@ -1080,7 +1137,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
 #     generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
 #     generator 1   long rollout...XXXX long rollout...XXXX     long rollout f long rollout f
 #
-# -- 7a. What lies in a slot -----------------------------------------------------------------------
+# -- 7a. What lies in a slot -----------
 
 
 class WeightMismatch(ValueError):
@@ -1097,7 +1154,10 @@ class TensorSpec:
     offset: int  # bytes from the start of the slot
     num_bytes: int
 
-    def view(self, slot: Tensor) -> Tensor:
+    def view(
+        self,
+        slot: Tensor,
+    ) -> Tensor:
         """This tensor in a slot, [slot bytes] uint8, without a copy."""
         part = slot[self.offset : self.offset + self.num_bytes]
         return part.view(self.dtype).view(self.shape)
@@ -1106,7 +1166,10 @@ class TensorSpec:
 Manifest = tuple[TensorSpec, ...]
 
 
-def manifest_of(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> Manifest:
+def manifest_of(
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype | None = None,
+) -> Manifest:
     """The layout of tensors in a slot. dtype: of floating-point tensors in the slot."""
     specs = []
     offset = 0
@@ -1118,7 +1181,7 @@ def manifest_of(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) ->
     return tuple(specs)
 
 
-# -- 7b. The arena: slots and leases ---------------------------------------------------------------
+# -- 7b. The arena: slots and leases ----
 #
 # With two readers, while version 8 is being written:
 #
@@ -1178,7 +1241,10 @@ class Arena:
         finally:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
-    def lease(self, reader: int) -> tuple[int, int]:
+    def lease(
+        self,
+        reader: int,
+    ) -> tuple[int, int]:
         """(version, slot) of the latest weights, this reader's until its next lease; or NOTHING."""
         with self.locked():
             slot = self.words[self.LATEST]
@@ -1192,14 +1258,21 @@ class Arena:
             taken = {self.words[self.LATEST], *leases}
         return min(set(range(self.num_slots)) - taken)
 
-    def commit(self, version: int, slot: int) -> None:
+    def commit(
+        self,
+        version: int,
+        slot: int,
+    ) -> None:
         """Makes a slot, which is complete, the latest."""
         with self.locked():
             self.words[self.VERSION] = version
             self.words[self.LATEST] = slot
 
 
-def create_arena(manifest: Manifest, num_readers: int) -> tuple[ArenaHandle, Arena]:
+def create_arena(
+    manifest: Manifest,
+    num_readers: int,
+) -> tuple[ArenaHandle, Arena]:
     """An arena, which other processes can map while this one lives."""
     last = manifest[-1]
     slot_bytes = math.ceil((last.offset + last.num_bytes) / mmap.PAGESIZE) * mmap.PAGESIZE
@@ -1214,7 +1287,7 @@ def create_arena(manifest: Manifest, num_readers: int) -> tuple[ArenaHandle, Are
     return handle, arena
 
 
-# -- 7c. The writer and the readers ----------------------------------------------------------------
+# -- 7c. The writer and the readers ----
 
 
 class WeightWriter:
@@ -1245,7 +1318,10 @@ class WeightWriter:
                 tensors[spec.name].data = view
         self.thread = ThreadPoolExecutor(1)
 
-    def publish(self, version: int) -> None:
+    def publish(
+        self,
+        version: int,
+    ) -> None:
         """Begins to copy. Nobody may change the tensors until `wait` has returned."""
         self.wait()
         self.copying = self.thread.submit(self._copy, version)
@@ -1257,12 +1333,18 @@ class WeightWriter:
         if copying:
             copying.result()
 
-    def _copy(self, version: int) -> None:
+    def _copy(
+        self,
+        version: int,
+    ) -> None:
         slot = self.arena.free_slot()
         self.write(self.arena.slots[slot])
         self.arena.commit(version, slot)
 
-    def write(self, slot: Tensor) -> None:
+    def write(
+        self,
+        slot: Tensor,
+    ) -> None:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
         if self.block is not None:
             # Unlike copy_, it does not read what it overwrites: a third less time.
@@ -1293,7 +1375,10 @@ class WeightReader:
         for slot in self.arena.slots:
             self.views.append([spec.view(slot) for spec in handle.manifest])
 
-    def pull(self, at_least: int = Arena.NOTHING) -> int:
+    def pull(
+        self,
+        at_least: int = Arena.NOTHING,
+    ) -> int:
         """The latest version, which the tensors are now. Waits for a version of that number."""
         version, slot = self.arena.lease(self.reader)
         while version < at_least:
@@ -1309,7 +1394,7 @@ class WeightReader:
         return version
 
 
-# -- measurement -----------------------------------------------------------------------------------
+# -- measurement -----------------------
 
 
 def blocks() -> dict[str, Tensor]:
@@ -1320,16 +1405,24 @@ def blocks() -> dict[str, Tensor]:
 class ReaderWorker(Worker):
     """Reads weights of which each version is filled with one number."""
 
-    def setup(self, number: int, handle: ArenaHandle) -> None:
+    def setup(
+        self,
+        number: int,
+        handle: ArenaHandle,
+    ) -> None:
         self.reader = WeightReader(handle, number, blocks())
 
-    def read(self, num_reads: int, keeps_lease: bool) -> tuple[int, float]:
+    def read(
+        self,
+        num_reads: int,
+        keeps_lease: bool,
+    ) -> tuple[int, float]:
         """(torn reads, median ms of a pull). A read is torn if two of its numbers differ."""
         num_torn = 0
         pull_ms = []
         for _ in range(num_reads):
             start = time.perf_counter()
-            numbers = {self.reader.pull()}
+            numbers: set[Any] = {self.reader.pull()}
             pull_ms.append((time.perf_counter() - start) * 1e3)
             if not keeps_lease:
                 self.reader.arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
@@ -1342,7 +1435,7 @@ class ReaderWorker(Worker):
 
 def measure_publish(writer: WeightWriter) -> dict[str, float]:
     """Medians: a publish over a memory copy, and what the trainer waits for one after a step."""
-    block = writer.block
+    block: Any = writer.block
     scratch = torch.ones_like(block)
     matrix = torch.ones(512, 512)
     ratios = []
@@ -1357,7 +1450,7 @@ def measure_publish(writer: WeightWriter) -> dict[str, float]:
         ratios.append((published - copied) / (copied - start))
         writer.publish(0)
         while time.perf_counter() < published + 4 * (copied - start):
-            matrix @ matrix  # the next forward and backward pass
+            torch.mm(matrix, matrix)  # the next forward and backward pass
         waiting = time.perf_counter()
         writer.wait()  # before the optimizer changes the weights
         waits_ms.append((time.perf_counter() - waiting) * 1e3)
@@ -1369,7 +1462,10 @@ def measure_publish(writer: WeightWriter) -> dict[str, float]:
     "a generator never samples from half-updated weights, and a sync is one memory copy",
     instead="pass",
 )
-async def demo_weight_sync(report: Report, cfg: Config) -> None:
+async def demo_weight_sync(
+    report: Report,
+    cfg: Config,
+) -> None:
     torch.set_num_threads(1)
     report.say("64 MiB of weights; torn reads of 60")
     rows = []
@@ -1407,7 +1503,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.figure(torn_reads_without_leases=num_torn["without"])
 
 
-# == 8. RESHARD ====================================================================================
+# == 8. RESHARD ========================
 # Problem. The trainer's ranks shard the weights in one way, say by rows, and the generator's ranks
 #   in another, say by columns. To gather the whole, and to shard it anew, moves the bytes twice.
 # Rule. A rank's shard is a box of the whole tensor. Each trainer rank writes its boxes into the
@@ -1426,7 +1522,12 @@ Index = tuple[int, ...]
 Box = tuple[slice, ...]  # of a tensor, in each dimension: `tensor[box]` is a view of it
 
 
-def box_of(shape: Index, mesh_shape: Index, placements: Any, coordinate: Index) -> Box:
+def box_of(
+    shape: Index,
+    mesh_shape: Index,
+    placements: Any,
+    coordinate: Index,
+) -> Box:
     """The box of a DTensor that the rank at this coordinate of a mesh holds.
 
     placements: for each dimension of the mesh, Shard(dim of the tensor) or Replicate().
@@ -1452,7 +1553,7 @@ class ShardedWriter(WeightWriter):
         self, tensors: dict[str, Any], num_readers: int, dtype: torch.dtype | None = None
     ) -> None:
         # A group of its own: the copy runs beside the next step's collectives.
-        self.group = torch.distributed.new_group(backend="gloo")
+        self.group: Any = torch.distributed.new_group(backend="gloo")
         self.rank = torch.distributed.get_rank()
         told: list[Any] = [None]
         if self.rank == 0:
@@ -1464,7 +1565,10 @@ class ShardedWriter(WeightWriter):
         self.written_bytes = 0
         self.thread = ThreadPoolExecutor(1)
 
-    def _copy(self, version: int) -> None:
+    def _copy(
+        self,
+        version: int,
+    ) -> None:
         slot = torch.tensor([self.arena.free_slot() if self.rank == 0 else 0])
         torch.distributed.broadcast(slot, 0, self.group)
         failure: Exception | None = None
@@ -1480,7 +1584,10 @@ class ShardedWriter(WeightWriter):
         if self.rank == 0:
             self.arena.commit(version, int(slot))
 
-    def write(self, slot: Tensor) -> None:
+    def write(
+        self,
+        slot: Tensor,
+    ) -> None:
         """Writes this rank's boxes. Of ranks with the same box, the first writes it."""
         for spec in self.handle.manifest:
             tensor = self.tensors[spec.name]
@@ -1497,14 +1604,18 @@ class ShardedWriter(WeightWriter):
                 self.written_bytes += target.nbytes
 
 
-def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
+def form_group(
+    meeting_file: str,
+    rank: int,
+    num_ranks: int,
+) -> None:
     """Makes this process a member of a gloo group. Waits until all have come."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
     )
 
 
-# -- measurement -----------------------------------------------------------------------------------
+# -- measurement -----------------------
 
 
 def example() -> dict[str, Tensor]:
@@ -1517,7 +1628,7 @@ class ShardWorker(Worker):
 
     def setup(self, number: int, meeting_file: str, num_ranks: int) -> ArenaHandle:
         form_group(meeting_file, current_rank().rank, num_ranks)
-        mesh = torch.distributed.init_device_mesh("cpu", (num_ranks,))
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
         placements = {"matrix": dtensor.Shard(0), "vector": dtensor.Replicate()}
         tensors = {}
         for name, tensor in example().items():
@@ -1540,7 +1651,10 @@ class ShardWorker(Worker):
     "from one sharding to another, each byte that is needed is written once",
     instead="pass",
 )
-async def demo_reshard(report: Report, cfg: Config) -> None:
+async def demo_reshard(
+    report: Report,
+    cfg: Config,
+) -> None:
     """Two ranks by rows publish; two ranks by columns read their boxes of the slot."""
     setup_args = (str(report.folder / "shards"), 2)
     service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
@@ -1568,7 +1682,7 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     await service.close()
 
 
-# == 9. ROLLOUT ====================================================================================
+# == 9. ROLLOUT ========================
 # Problem. In RL the same network runs in two programs. The generator samples token by token, with a
 #   cache of what attention computed before. The trainer scores whole conversations at once. If they
 #   disagree about what was sampled, or how likely it was, the gradient is wrong. No error says so.
@@ -1578,7 +1692,7 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #     its version          of the weights; new weights mean a new cache
 # Cost. Three more numbers per token. A new cache is one pass over what has been said.
 #
-# -- 9a. Tasks and prompts -------------------------------------------------------------------------
+# -- 9a. Tasks and prompts -------------
 
 
 @dataclass(frozen=True)
@@ -1603,7 +1717,10 @@ class Prompt:
         return zlib.crc32(text.encode()) % 10 == 0
 
 
-def user_turn(text: str, answer: Any) -> Turn:
+def user_turn(
+    text: str,
+    answer: Any,
+) -> Turn:
     return Turn(({"role": "user", "content": text},), answer)
 
 
@@ -1612,15 +1729,26 @@ class Task:
 
     max_new_tokens = 256  # of a response, unless --max-new-tokens says otherwise
 
-    def prompt(self, number: int) -> Prompt:
+    def prompt(
+        self,
+        number: int,
+    ) -> Prompt:
         """The prompt of this number, from 0: always the same one."""
         raise NotImplementedError
 
-    def grade(self, answer: Any, response: str) -> float:
+    def grade(
+        self,
+        answer: Any,
+        response: str,
+    ) -> float:
         """What one response is worth, from 0 to 1."""
         raise NotImplementedError
 
-    def score(self, prompt: Prompt, responses: list[str]) -> Any:
+    def score(
+        self,
+        prompt: Prompt,
+        responses: list[str],
+    ) -> Any:
         """The reward of each turn. If all is right, they add up to 1."""
         grades = []
         for turn, response in zip(prompt.turns, responses, strict=True):
@@ -1642,7 +1770,10 @@ class LetterTask(Task):
     places_on: list[int]
     max_new_tokens = 4  # three letters and an end
 
-    def prompt(self, number: int) -> Prompt:
+    def prompt(
+        self,
+        number: int,
+    ) -> Prompt:
         rng = random.Random(f"{self.seed} {number}")
         turns = []
         for _ in range(2):
@@ -1652,7 +1783,11 @@ class LetterTask(Task):
             turns.append(user_turn(text, "".join(LETTERS[i] for i in right)))
         return Prompt(number, tuple(turns))
 
-    def grade(self, answer: str, response: str) -> float:
+    def grade(
+        self,
+        answer: str,
+        response: str,
+    ) -> float:
         """The share of right letters; a surplus letter is wrong."""
         num_right = sum(a == b for a, b in zip(answer, response, strict=False))
         return num_right / max(len(answer), len(response))
@@ -1665,7 +1800,7 @@ def letter_task(cfg: Config) -> Task:
     return LetterTask(cfg.seed, TASKS[cfg.task])
 
 
-# -- 9b. What is recorded --------------------------------------------------------------------------
+# -- 9b. What is recorded --------------
 #
 # Two episodes. <u> and <a> begin a turn of the user and of the assistant, and <e> ends one; u is a
 # letter of the user; a to g were sampled, at most four tokens a turn. The last one is truncated.
@@ -1688,7 +1823,7 @@ class Episode:
     versions: list[int] = field(default_factory=list)  # -1 where not sampled
     responses: list[str] = field(default_factory=list)  # of each turn
     truncated: list[bool] = field(default_factory=list)  # of each turn: has no end
-    rewards: list[float] | None = None  # of each turn; None: it has not been scored
+    rewards: list[float] = field(default_factory=list)  # of each turn, once it is scored
 
     def add(self, token: int, turn: int, logprob: float, version: int) -> None:
         self.ids.append(token)
@@ -1696,16 +1831,22 @@ class Episode:
         self.logprobs.append(logprob)
         self.versions.append(version)
 
-    def add_prompt(self, ids: list[int]) -> None:
+    def add_prompt(
+        self,
+        ids: list[int],
+    ) -> None:
         """Appends tokens that were not sampled."""
         for token in ids:
             self.add(token, 0, 0.0, -1)
 
 
-# -- 9c. The policy --------------------------------------------------------------------------------
+# -- 9c. The policy --------------------
 
 
-def tiny_policy(seed: int, merges: list[tuple[str, str]]) -> tuple[Any, Any]:
+def tiny_policy(
+    seed: int,
+    merges: Any,
+) -> tuple[Any, Any]:
     """(tokenizer, model): a Qwen2 of 30 thousand parameters, with a token per letter.
 
     merges: pairs of letters that have a token, too.
@@ -1729,20 +1870,22 @@ def tiny_policy(seed: int, merges: list[tuple[str, str]]) -> tuple[Any, Any]:
         num_key_value_heads=2,
         num_hidden_layers=2,
         tie_word_embeddings=True,
-        attn_implementation="eager",  # fastest at this size
     )
     torch.manual_seed(seed)
-    return tokenizer, transformers.Qwen2ForCausalLM(config)
+    fastest = {"attn_implementation": "eager"}  # at this size
+    return tokenizer, transformers.AutoModelForCausalLM.from_config(config, **fastest)
 
 
-def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def pretrained(
+    name: str,
+    dtype: torch.dtype,
+) -> tuple[Any, Any]:
     """(tokenizer, model) of a folder or hub id, or a UsageError."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     if not tokenizer.chat_template:
         raise UsageError(f"--model {name}: its tokenizer has no chat template")
-    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype, output_loading_info=True
-    )
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    model, loaded = load(name, dtype=dtype, output_loading_info=True)
     lacking = [*loaded["missing_keys"], *loaded["mismatched_keys"]]
     if lacking:
         raise UsageError(f"--model {name}: weights are missing: {lacking[:3]}")
@@ -1755,7 +1898,11 @@ RESPONSE = {"role": "assistant", "content": "response"}
 class Policy:
     """A causal language model, its tokenizer, and what its chat template means in tokens."""
 
-    def __init__(self, cfg: Config, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        dtype: torch.dtype,
+    ) -> None:
         if cfg.model:
             self.tokenizer, model = pretrained(cfg.model, dtype)
         else:
@@ -1778,7 +1925,7 @@ class Policy:
         """The ends of a response: by the template, the tokenizer, and the model."""
         chat = [{"role": "user", "content": "a"}, RESPONSE]
         _, found, closing = self._render(chat, False).rpartition("response")
-        ends = self._tokenize(closing)[:1] if found else []
+        ends = self.tokenize(closing)[:1] if found else []
         ends = [end for end in ends if end in self.control_tokens.values()]
         of_model = self.model.generation_config.eos_token_id
         of_model = of_model if isinstance(of_model, list) else [of_model]
@@ -1788,12 +1935,16 @@ class Policy:
             raise UsageError("the tokenizer has no end token (eos_token)")
         return ends
 
-    def _render(self, messages: Any, add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: Any,
+        add_generation_prompt: bool,
+    ) -> str:
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
-    def _tokenize(self, text: str, is_plain: bool = False) -> list[int]:
+    def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
         how = {"add_special_tokens": False, "split_special_tokens": is_plain}
         return self.tokenizer(text, **how)["input_ids"]
 
@@ -1818,13 +1969,9 @@ class Policy:
             content = message["content"].strip()
             if any(token in content for token in self.control_tokens):
                 of_template, _, text = text.partition(content)
-                ids += self._tokenize(of_template)
-                ids += self._tokenize(content, is_plain=True)
-        return ids + self._tokenize(text)
-
-    def answer_ids(self, text: str) -> list[int]:
-        """The ids of a right response, with its end."""
-        return self._tokenize(text, is_plain=True) + self.end_ids[:1]
+                ids += self.tokenize(of_template)
+                ids += self.tokenize(content, is_plain=True)
+        return ids + self.tokenize(text)
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Logits of ids [B, T], at the positions in `logits_to_keep`."""
@@ -1834,7 +1981,7 @@ class Policy:
         return torch.func.functional_call(self.model, cast, ids, inputs).logits
 
 
-# -- 9d. Sampling ----------------------------------------------------------------------------------
+# -- 9d. Sampling ----------------------
 
 
 class Decoder:
@@ -1842,14 +1989,17 @@ class Decoder:
 
     def __init__(self, policy: Policy, rows: list[list[int]]) -> None:
         self.policy = policy
-        self.cache = transformers.DynamicCache(config=policy.model.config)
+        self.cache: Any = transformers.DynamicCache(config=policy.model.config)
         places: dict[tuple[int, ...], int] = {}
         order = [places.setdefault(tuple(row), len(places)) for row in rows]
         self.mask = torch.zeros(len(places), 0, dtype=torch.long, device=policy.device)
         self.append([list(row) for row in places])
         self.select(order)
 
-    def append(self, rows: list[list[int]]) -> None:
+    def append(
+        self,
+        rows: list[list[int]],
+    ) -> None:
         """Goes on by these ids, padded on the left, where the mask [B, T] is 0."""
         width = max(len(row) for row in rows)
         padded = [[-1] * (width - len(row)) + row for row in rows]
@@ -1862,14 +2012,20 @@ class Decoder:
         logits = self.policy.forward(ids.clamp(min=0), logits_to_keep=1, **inputs)
         self.logits = logits[:, -1]  # [B, V]
 
-    def select(self, rows: list[int]) -> None:
+    def select(
+        self,
+        rows: list[int],
+    ) -> None:
         """Keeps these rows, in this order; a row may be repeated."""
         index = torch.tensor(rows, device=self.mask.device)
         self.cache.reorder_cache(index)
         self.mask = self.mask[index]
         self.logits = self.logits[index]
 
-    def draw(self, rng: torch.Generator | None) -> Iterator[tuple[int, float]]:
+    def draw(
+        self,
+        rng: torch.Generator | None,
+    ) -> Iterator[tuple[int, float]]:
         """For each row a token and its log-probability. rng None: the likeliest token."""
         logp = (self.logits.float() / self.policy.temperature).log_softmax(-1)
         if rng is None:
@@ -1952,10 +2108,14 @@ def rollout(
     return [e for e in episodes if len(e.responses) == len(e.prompt.turns)]
 
 
-# -- 9e. What the trainer sees ---------------------------------------------------------------------
+# -- 9e. What the trainer sees ---------
 
 
-def token_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    policy: Policy,
+    ids: Tensor,
+    is_sampled: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N] and entropies [N] of the sampled tokens.
 
     ids: [B, T], padded on the right. is_sampled: [B, T - 1], of the tokens from the second on.
@@ -1969,7 +2129,10 @@ def token_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Ten
     return chosen, -(logp.exp() * logp.clamp(min=-100)).sum(-1)
 
 
-def k3(recorded: Tensor, recomputed: Tensor) -> Tensor:
+def k3(
+    recorded: Tensor,
+    recomputed: Tensor,
+) -> Tensor:
     """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
     Its mean over sampled tokens estimates the KL divergence (Schulman 2020), without a negative
@@ -1980,7 +2143,10 @@ def k3(recorded: Tensor, recomputed: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def scored(policy: Policy, episodes: list[Episode]) -> tuple[Tensor, Tensor]:
+def scored(
+    policy: Policy,
+    episodes: list[Episode],
+) -> tuple[Tensor, Tensor]:
     """[N] log-probabilities each: recorded, and by the trainer's pass."""
     recorded = []
     recomputed = []
@@ -1996,7 +2162,10 @@ def scored(policy: Policy, episodes: list[Episode]) -> tuple[Tensor, Tensor]:
     "what was recorded while sampling is what the trainer recomputes",
     instead="if version is None:",
 )
-async def demo_rollout(report: Report, cfg: Config) -> None:
+async def demo_rollout(
+    report: Report,
+    cfg: Config,
+) -> None:
     """Samples 64 conversations while the weights change, and recomputes them."""
     cfg = Config(seed=cfg.seed, max_new_tokens=LetterTask.max_new_tokens)
     task = letter_task(cfg)
@@ -2035,7 +2204,7 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
     report.figure(k3=exact)
 
 
-# == 10. LOSSES ====================================================================================
+# == 10. LOSSES ========================
 # Problem. J, the mean reward of the policy, should grow. Samples give its gradient, but noisily;
 #   and samples of an older policy give the gradient of something else.
 # Rule. Three remedies:
@@ -2056,7 +2225,10 @@ async def demo_rollout(report: Report, cfg: Config) -> None:
 # to 0. Only the gradient says something. Watch the reward and held-out accuracy.
 
 
-def advantages(rewards: Tensor, kind: str) -> Tensor:
+def advantages(
+    rewards: Tensor,
+    kind: str,
+) -> Tensor:
     """Rewards [..., G] of groups -> advantages [..., G].
 
     By example, an easy prompt and a hard one:
@@ -2066,7 +2238,7 @@ def advantages(rewards: Tensor, kind: str) -> Tensor:
         group           0.58  0.58  0.58 -1.73     -0.58 -0.58 -0.58  1.73  (GRPO, Shao 2024)
 
     leave_one_out subtracts the mean of the *others*. group subtracts the mean of all, and divides
-    by their deviation.
+    by the standard deviation.
     """
     if kind == "none":
         return rewards
@@ -2087,17 +2259,32 @@ MAX_RATIO = 2.0  # what one sample may count for, in decoupled and cispo
 MAX_BAD_RATIO = 3.0  # beyond this a token with A < 0 has no gradient: see ppo
 
 
-def ratio_of(logp: Tensor, recorded: Tensor) -> Tensor:
+def ratio_of(
+    logp: Tensor,
+    recorded: Tensor,
+) -> Tensor:
     """The ratio r, without overflow."""
     return (logp - recorded).clamp(max=20).exp()
 
 
-def reinforce(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
+def reinforce(
+    logp: Any,
+    recorded: Any,
+    near: Any,
+    A: Any,
+    cfg: Config,
+) -> Tensor:
     """Williams 1992. No ratio: right for fresh samples only."""
     return -A * logp
 
 
-def ppo(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
+def ppo(
+    logp: Any,
+    recorded: Any,
+    near: Any,
+    A: Any,
+    cfg: Config,
+) -> Tensor:
     """Schulman 2017, with the dual clip of Ye 2020.
 
     By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and
@@ -2111,12 +2298,24 @@ def ppo(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
     return -torch.where(A < 0, gain.clamp(min=MAX_BAD_RATIO * A), gain)
 
 
-def decoupled(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
+def decoupled(
+    logp: Any,
+    recorded: Any,
+    near: Any,
+    A: Any,
+    cfg: Config,
+) -> Tensor:
     """AReaL (Fu 2025): clips what this batch does, so never in one pass, and weighs by age."""
     return ratio_of(near, recorded).clamp(max=MAX_RATIO) * ppo(logp, near, near, A, cfg)
 
 
-def cispo(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
+def cispo(
+    logp: Any,
+    recorded: Any,
+    near: Any,
+    A: Any,
+    cfg: Config,
+) -> Tensor:
     """MiniMax-M1 (2025): REINFORCE, weighed by a truncated ratio that has no gradient."""
     weight = ratio_of(logp, recorded).clamp(max=MAX_RATIO).detach()
     return -A * weight * logp
@@ -2126,7 +2325,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     loss.__name__: loss for loss in (reinforce, ppo, decoupled, cispo)
 }
 
-# -- 10b. The learner ------------------------------------------------------------------------------
+# -- 10b. The learner ------------------
 
 
 @dataclass
@@ -2147,7 +2346,10 @@ def groups_of(episodes: list[Episode]) -> list[list[Episode]]:
     return [list(members) for _, members in groups]
 
 
-def advantages_of(episodes: list[Episode], kind: str) -> list[list[float]]:
+def advantages_of(
+    episodes: list[Episode],
+    kind: str,
+) -> list[list[float]]:
     """Of each token of each episode; 0 where not sampled."""
     found = []
     for group in groups_of(episodes):
@@ -2166,7 +2368,10 @@ def without_truncated(episode: Episode) -> Episode:
     return replace(episode, turn_of=[0 if truncated[t] else t for t in episode.turn_of])
 
 
-def padded(rows: list[list[Any]], device: torch.device) -> Tensor:
+def padded(
+    rows: list[list[Any]],
+    device: torch.device,
+) -> Tensor:
     """[B, T], with zeros on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
@@ -2180,7 +2385,7 @@ class StepStats:
     loss: float  # near 0 in a healthy run: section 10
     entropy: float  # nats per token; at 0 the policy no longer tries anything
     k3: float  # between recorded and recomputed log-probabilities
-    clipped: float  # share of tokens whose ratio is outside of the clip's range
+
     grad_norm: float  # before it is cut to 1
     seconds: float
 
@@ -2203,7 +2408,10 @@ class Learner:
         self.weights = list(policy.model.parameters())
         self.optimizer = torch.optim.AdamW(self.weights, cfg.lr, weight_decay=0.0)
 
-    def step(self, episodes: list[Episode]) -> StepStats:
+    def step(
+        self,
+        episodes: list[Episode],
+    ) -> StepStats:
         """cfg.passes updates on the same episodes. Returns what the first one found."""
         if self.cfg.mask_truncated:
             episodes = [without_truncated(episode) for episode in episodes]
@@ -2271,21 +2479,19 @@ class Learner:
                 batch.near = logp.detach()
             loss = LOSSES[cfg.loss](logp, batch.recorded, batch.near, batch.advantage, cfg)
             loss = loss - cfg.entropy * entropy
-            if cfg.kl:
+            if cfg.kl and self.reference:
                 loss = loss + cfg.kl * divergence(self.reference, batch, logp)
             # FSDP takes the mean of the ranks' gradients; what is wanted is their sum.
             (loss.sum() / max(batch.num_tokens, 1) * self.num_ranks).backward()
-            ratio = ratio_of(logp, batch.recorded)
-            clipped = (ratio < 1 - cfg.clip_low) | (ratio > 1 + cfg.clip_high)
-            of_tokens = (loss, entropy, k3(batch.recorded, logp), clipped)
+            of_tokens = (loss, entropy, k3(batch.recorded, logp))
             found.append(torch.stack([values.detach().double() for values in of_tokens]))
         grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self.weights, 1.0)))
         if math.isfinite(grad_norm):
             optimizer.step()
         optimizer.zero_grad()
         means = torch.cat(found, dim=1).mean(1).nan_to_num().tolist()
-        seconds = time.perf_counter() - start
-        return StepStats(batches[0].num_tokens, *means, grad_norm, seconds)
+        spent = {"grad_norm": grad_norm, "seconds": time.perf_counter() - start}
+        return StepStats(batches[0].num_tokens, *means, **spent)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -2301,57 +2507,68 @@ def training_prompts(task: Task) -> Iterator[Prompt]:
             yield prompt
 
 
-def right_episode(policy: Policy, prompt: Prompt) -> Episode:
+def right_episode(
+    policy: Policy,
+    prompt: Prompt,
+) -> Episode:
     """The conversation in which every response is the right one."""
     episode = Episode(prompt)
     for turn, asked in enumerate(prompt.turns):
         ids = policy.prompt_ids(prompt, turn)
         # After the first turn they begin with an end, which the response has already.
         episode.add_prompt(ids[1:] if turn > 0 else ids)
-        for token in policy.answer_ids(str(asked.answer)):
+        response = policy.tokenize(str(asked.answer), is_plain=True)
+        for token in response + policy.end_ids[:1]:
             episode.add(token, turn + 1, 0.0, -1)
     return episode
 
 
-def divergence(reference: Policy, batch: Batch, logp: Tensor) -> Tensor:
+def divergence(
+    reference: Policy,
+    batch: Batch,
+    logp: Tensor,
+) -> Tensor:
     """[N]: k2, half the square of d = log p - log q, where q is the reference.
 
-    As an estimate k3 is better, but as a loss k2 has the right gradient. With the samples fixed:
-
-        k1 = d                   grad log p                   its mean is 0: it pulls nowhere
-        k2 = d**2 / 2            d grad log p                 that of KL(p, q)
-        k3 = exp(-d) - 1 + d     (1 - q / p) grad log p       that of KL(q, p)
+    As an estimate k3 is better, but as a loss k2 has the gradient of KL(p, q), on average.
     """
     with torch.no_grad():
         of_reference, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
     return (logp - of_reference).square() / 2
 
 
-def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
-    """FSDP2: each rank keeps a part of every weight. A layer is whole only while it computes."""
+def shard(
+    model: torch.nn.Module,
+    num_ranks: int,
+    dtype: torch.dtype,
+) -> None:
+    """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
     fsdp = importlib.import_module("torch.distributed.fsdp")
-    mesh = torch.distributed.init_device_mesh("cpu", (num_ranks,))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     for unit in [*max(lists, key=len), model]:  # each layer, and then what is left
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
 
 
-# -- measurement: a policy of which everything is known --------------------------------------------
+# -- measurement: a policy of which everything is known ----
 
 
 @dataclass
 class Known:
     """4 prompts, 16 responses of one token to each. A policy is a table [4, 16] of logits.
 
-    So J and its gradient can be computed from all responses, and estimates be compared with it.
+    So J and its gradient can be computed from all responses, and estimates compared with it.
     """
 
     rewards: Tensor  # [4, 16]
     old: Tensor  # [4, 16]: the policy that sampled
     drawn: Tensor  # [batches, 4, 8]: responses
 
-    def true_gradient(self, now: Tensor) -> Tensor:
+    def true_gradient(
+        self,
+        now: Tensor,
+    ) -> Tensor:
         """[4, 16]: from all responses and their probabilities."""
         table = now.clone().requires_grad_()
         mean_reward = (table.softmax(-1) * self.rewards).sum(-1).mean()
@@ -2368,21 +2585,23 @@ class Known:
         return -torch.autograd.grad(losses.sum() / 32, tables)[0]
 
     def compare(self, now: Tensor, loss: str, kind: str) -> dict[str, Any]:
-        """Estimates: degrees from their mean to the truth, and their spread over the mean."""
+        """Degrees from the mean estimate to the truth, and the estimates' spread over the mean."""
         found = self.estimates(now, loss, kind)
         mean = found.mean(0)
         truth = self.true_gradient(now)
         cosine = (mean * truth).sum() / mean.norm() / truth.norm()
         spread = (found - mean).square().sum((1, 2)).mean().sqrt()
         return {
-            "staleness": 0 if now is self.old else 8,
             "loss": loss,
             "advantage": kind,
             "degrees off": math.degrees(math.acos(cosine)),
             "deviation": float(spread / mean.norm()),
         }
 
-    def push(self, loss: str) -> float:
+    def push(
+        self,
+        loss: str,
+    ) -> float:
         """How far (KL, in nats) 100 updates on the first batch move the policy."""
         first = replace(self, drawn=self.drawn[:1])
         now = self.old
@@ -2396,7 +2615,10 @@ class Known:
     "a baseline removes noise, a ratio removes the bias of staleness, a clip bounds the push",
     instead="gain = A * ratio",
 )
-async def demo_losses(report: Report, cfg: Config) -> None:
+async def demo_losses(
+    report: Report,
+    cfg: Config,
+) -> None:
     """Compares 2,000 estimates of each kind with the true gradient, and pushes with each loss."""
     rng = torch.Generator().manual_seed(0)
     rewards = torch.rand(4, 16, generator=rng).square()
@@ -2412,7 +2634,8 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     others = known.compare(old, "reinforce", "leave_one_out")
     stale = known.compare(now, "reinforce", "leave_one_out")
     ratio = known.compare(now, "cispo", "leave_one_out")
-    report.table([plain, group, others, stale, ratio])
+    rows = [{"staleness": 0, **found} for found in (plain, group, others)]
+    report.table(rows + [{"staleness": 8, **found} for found in (stale, ratio)])
     pushes = {loss: known.push(loss) for loss in LOSSES}
     report.say("nats by which 100 updates on one batch move the policy:")
     report.table([pushes])
@@ -2425,7 +2648,7 @@ async def demo_losses(report: Report, cfg: Config) -> None:
     report.figure(deviation_ratio=smaller, push_ratio=clipped)
 
 
-# == 11. SYNC RL ===================================================================================
+# == 11. SYNC RL =======================
 # Problem. Sampling, scoring and updating run in different processes, which need each other's
 #   results in the right order, with the right weights.
 # Rule. One loop, one thing at a time. Generators pull before they sample, so staleness is 0. "Not
@@ -2437,35 +2660,22 @@ async def demo_losses(report: Report, cfg: Config) -> None:
 #     rewards        3. score each response
 #     trainer        4. makes an update, and publishes the new weights
 
-# -- 11a. The actors of a run ----------------------------------------------------------------------
+# -- 11a. The actors of a run ----------
 
 Asked = list[tuple[Prompt, list[str]]]  # of a group: each episode's prompt and responses
 
 
-@dataclass
-class Scores:
-    """The rewards of a group: of each episode, of each turn; None where scoring failed."""
-
-    rewards: list[list[float] | None]
-    errors: list[str] = field(default_factory=list)
+Rewards = list[list[float] | str]  # of each episode: those of its turns, or why there are none
 
 
-def make_scorer(cfg: Config) -> Callable[[Asked], Scores]:
-    """A function that calls task.score for each episode of a group."""
+def make_scorer(cfg: Config) -> Callable[[Asked], Rewards]:
+    """The reward function, for a group: it calls task.score for each episode."""
     task = letter_task(cfg)
 
-    def score(asked: Asked) -> Scores:
-        return Scores([task.score(prompt, responses) for prompt, responses in asked])
+    def score(asked: Asked) -> Rewards:
+        return [task.score(prompt, responses) for prompt, responses in asked]
 
     return score
-
-
-@dataclass(frozen=True)
-class Environment:
-    """Where prompts and rewards come from: functions, which workers call for themselves."""
-
-    make_task: Callable[[Config], Task] = letter_task
-    make_scorer: Callable[[Config], Callable[[Asked], Scores]] = make_scorer
 
 
 def num_threads(cfg: Config) -> int:
@@ -2476,7 +2686,9 @@ def num_threads(cfg: Config) -> int:
 class Trainer(Worker):
     """Learns, and publishes."""
 
-    def setup(self, number: int, cfg: Config, env: Environment, meeting_file: str) -> ArenaHandle:
+    def setup(
+        self, number: int, cfg: Config, make_task: Callable[[Config], Task], meeting_file: str
+    ) -> ArenaHandle:
         """Loads the policy, makes the supervised steps, and publishes version 0."""
         torch.set_num_threads(num_threads(cfg))
         rank = current_rank().rank
@@ -2484,7 +2696,7 @@ class Trainer(Worker):
             form_group(meeting_file, rank, cfg.trainers)
         self.policy = Policy(cfg, torch.float32)
         self.learner = Learner(self.policy, cfg, rank, cfg.trainers)
-        self.learner.supervise(env.make_task(cfg), cfg.sft_steps)
+        self.learner.supervise(make_task(cfg), cfg.sft_steps)
         writer_class = WeightWriter if cfg.trainers == 1 else ShardedWriter
         weights = dict(self.policy.model.named_parameters())
         self.writer = writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
@@ -2504,7 +2716,10 @@ class Trainer(Worker):
             self.writer.wait()
         return stats
 
-    def export(self, folder: str) -> None:
+    def export(
+        self,
+        folder: str,
+    ) -> None:
         """Writes a folder that transformers loads."""
         model = self.policy.model
         state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
@@ -2548,14 +2763,17 @@ class Generator(Worker):
 class RewardWorker(Worker):
     """Computes rewards."""
 
-    def setup(self, number: int, cfg: Config, env: Environment) -> None:
-        self.score_group = env.make_scorer(cfg)
+    def setup(self, number: int, cfg: Config, make_scorer: Callable[[Config], Any]) -> None:
+        self.score_group = make_scorer(cfg)
 
-    def score(self, groups: list[Asked]) -> list[Scores]:
+    def score(
+        self,
+        groups: list[Asked],
+    ) -> list[Rewards]:
         return [self.score_group(asked) for asked in groups]
 
 
-# -- 11b. A run ------------------------------------------------------------------------------------
+# -- 11b. A run ------------------------
 
 
 @dataclass
@@ -2584,71 +2802,6 @@ async def in_parts(
     return [found for answer in answers for found in answer]
 
 
-class Actors:
-    """The services of a run. folder: where ranks meet."""
-
-    def __init__(
-        self,
-        cfg: Config,
-        env: Environment,
-        pool: Pool,
-        folder: Path,
-        unresponsive_s: float = 30.0,
-    ) -> None:
-        self.cfg = cfg
-        self.pool = pool
-        service = functools.partial(Service, pool=pool, unresponsive_s=unresponsive_s)
-        args = (cfg, env, str(folder / f"meeting_{time.monotonic_ns()}"))
-        ranks = {"num_ranks": cfg.trainers, "replaces": False}
-        self.trainer = service(Trainer, 1, setup_args=args, **ranks)
-        self.generators = service(Generator, cfg.generators, setup_args=(cfg,))
-        args = (cfg, env)
-        self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=args)
-        self.services = [self.trainer, self.generators, self.reward_workers]
-        self.version = 0  # of the trainer's weights
-
-    async def begin(self) -> None:
-        """Starts all workers at once, and then a spare process."""
-        results = await asyncio.gather(*[service.begin() for service in self.services])
-        (self.handle,) = results[0]
-        self.pool.keep_spare()
-
-    async def close(self) -> None:
-        await asyncio.gather(*[service.close() for service in self.services])
-
-    def replicas(self) -> list[Replica]:
-        """Those that are ready."""
-        return [r for service in self.services for r in service.replicas.values()]
-
-    async def cpu_s(self) -> float:
-        calls = [replica.worker.call.call_one("cpu_s") for replica in self.replicas()]
-        return sum(await asyncio.gather(*calls)) + time.process_time()
-
-    async def rollout(
-        self, prompts: list[Prompt], group_size: int, seed: int | None
-    ) -> list[Episode]:
-        """What generators sample with the newest weights, by requests of at most 64 prompts."""
-
-        async def ask(some: list[Prompt]) -> list[Episode]:
-            own_seed = None if seed is None else seed + some[0].number
-            args = (self.handle, self.version, some, group_size, own_seed)
-            return await self.generators.request("rollout", *args)
-
-        return await in_parts(prompts, math.ceil(len(prompts) / 64), ask)
-
-    async def score(self, groups: list[list[Episode]]) -> list[Scores]:
-        """The rewards of these groups, from all reward workers."""
-        asked = [[(e.prompt, e.responses) for e in episodes] for episodes in groups]
-        ask = functools.partial(self.reward_workers.request, "score")
-        return await in_parts(asked, self.cfg.reward_workers, ask)
-
-    async def step(self, groups: list[Group], waits: bool) -> StepStats:
-        episodes = [episode for group in groups for episode in group.episodes]
-        stats = await self.trainer.request("step", episodes, waits)
-        self.version += 1
-        return stats
-
-
 @dataclass
 class Accounting:
     """Where all groups are: started = trained + dropped + lost + in flight."""
@@ -2665,21 +2818,56 @@ class Accounting:
 
 
 class Run:
-    """What a run knows of itself."""
+    """The three services of a run, and what becomes of its groups.
 
-    def __init__(self, cfg: Config, actors: Actors, task: Task) -> None:
+    folder: where ranks meet. make_task, make_scorer: workers call them, each for itself.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        pool: Pool,
+        folder: Path,
+        make_task: Callable[[Config], Task] = letter_task,
+        make_scorer: Callable[[Config], Any] = make_scorer,
+        unresponsive_s: float = 30.0,
+    ) -> None:
         self.cfg = cfg
-        self.actors = actors
+        self.pool = pool
+        service = functools.partial(Service, pool=pool, unresponsive_s=unresponsive_s)
+        args = (cfg, make_task, str(folder / f"meeting_{time.monotonic_ns()}"))
+        ranks = {"num_ranks": cfg.trainers, "replaces": False}
+        self.trainer = service(Trainer, 1, setup_args=args, **ranks)
+        self.generators = service(Generator, cfg.generators, setup_args=(cfg,))
+        args = (cfg, make_scorer)
+        self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=args)
+        self.services = [self.trainer, self.generators, self.reward_workers]
+        self.version = 0  # of the trainer's weights
+        self.prompts = training_prompts(make_task(cfg))
+        self.held_out = held_out_prompts(make_task(cfg), cfg.eval_prompts)
         self.accounting = Accounting()
-        self.prompts = training_prompts(task)
-        self.held_out = held_out_prompts(task, cfg.eval_prompts)
-
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []  # of each step
         self.errors: Tally[str] = Tally()
         self.num_too_long = 0  # episodes
         self.num_fruitless = 0  # requests in a row that brought no reward
 
-    def draw(self, num_prompts: int) -> list[Prompt]:
+    async def begin(self) -> None:
+        """Starts all workers at once, and then a spare process."""
+        results = await asyncio.gather(*[service.begin() for service in self.services])
+        (self.handle,) = results[0]
+        self.pool.keep_spare()
+
+    async def close(self) -> None:
+        await asyncio.gather(*[service.close() for service in self.services])
+
+    def replicas(self) -> list[Replica]:
+        """Those that are ready."""
+        return [r for service in self.services for r in service.replicas.values()]
+
+    def draw(
+        self,
+        num_prompts: int,
+    ) -> list[Prompt]:
         """The next prompts. Their groups count as started. Raises RunError."""
         if self.num_fruitless >= 20:
             reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
@@ -2687,11 +2875,14 @@ class Run:
         self.accounting.started += num_prompts
         return [next(self.prompts) for _ in range(num_prompts)]
 
-    async def sample(self, prompts: list[Prompt]) -> list[Group]:
-        """One request. Prompts without rewards count as lost."""
+    async def sample(
+        self,
+        prompts: list[Prompt],
+    ) -> list[Group]:
+        """Groups to train on. Prompts without rewards count as lost."""
         groups: list[Group] = []
         try:
-            seed = self.cfg.seed * 1_000_000_007  # plus the number of a prompt: see rollout
+            seed = self.cfg.seed * 1_000_000_007  # the number of a prompt is added to it
             groups = await self.judged(prompts, self.cfg.group_size, seed)
         except (ReplicaLost, ActorError) as error:
             self.errors[cause_of(error)] += 1
@@ -2700,41 +2891,52 @@ class Run:
         return groups
 
     async def judged(self, prompts: list[Prompt], group_size: int, seed: int | None) -> list[Group]:
-        """Groups of the episodes with rewards. One alone cannot be compared."""
-        episodes = await self.actors.rollout(prompts, group_size, seed)
+        """Groups of the episodes with rewards. One alone of several cannot be compared."""
+
+        async def rollout(some: list[Prompt]) -> list[Episode]:
+            own_seed = None if seed is None else seed + some[0].number
+            args = (self.handle, self.version, some, group_size, own_seed)
+            return await self.generators.request("rollout", *args)
+
+        episodes = await in_parts(prompts, math.ceil(len(prompts) / 64), rollout)
         self.num_too_long += len(prompts) * group_size - len(episodes)
-        groups = []
         sampled = groups_of(episodes)
-        found = await self.actors.score(sampled)
-        for members, scores in zip(sampled, found, strict=True):
-            self.errors.update(scores.errors)
-            for episode, rewards in zip(members, scores.rewards, strict=True):
-                episode.rewards = rewards
-            scored = [episode for episode in members if episode.rewards is not None]
+        asked = [[(e.prompt, e.responses) for e in members] for members in sampled]
+        score = functools.partial(self.reward_workers.request, "score")
+        groups = []
+        found = await in_parts(asked, self.cfg.reward_workers, score)
+        for members, rewards in zip(sampled, found, strict=True):
+            scored = []
+            for episode, reward in zip(members, rewards, strict=True):
+                if isinstance(reward, str):
+                    self.errors[reward] += 1
+                else:
+                    episode.rewards = reward
+                    scored.append(episode)
             if len(scored) >= min(2, len(members)):
                 groups.append(Group(scored))
         return groups
 
     async def step(self, groups: list[Group], waits: bool) -> None:
-        """Trains on a batch, counts it, and adds a row."""
-        stats = await self.actors.step(groups, waits)
-        version = self.actors.version
-        oldest = min(group.version for group in groups)
-        self.accounting.trained += len(groups)
+        """One update of the trainer. Counts the groups, and adds a row."""
         episodes = [episode for group in groups for episode in group.episodes]
+        stats = await self.trainer.request("step", episodes, waits)
+        oldest = min(group.version for group in groups)
         first = episodes[0]
         asked = first.prompt.turns[-1].messages[-1]["content"]
         row = {
-            "step": version,
+            "step": self.version + 1,
             "time": time.time(),
             "reward": statistics.fmean(sum(e.rewards) for e in episodes),
-            "staleness": version - 1 - oldest,
+            "staleness": self.version - oldest,
             "truncated": statistics.fmean(any(e.truncated) for e in episodes),
             "sample": f"{asked!r} -> {first.responses[-1]!r} ({sum(first.rewards):.2f})",
             "tokens_per_s": stats.num_tokens / stats.seconds,
             "too_long": self.num_too_long,
             "not_scored": sum(self.errors.values()),
         }
+        self.version += 1
+        self.accounting.trained += len(groups)
         self.rows.append(row | asdict(stats) | asdict(self.accounting))
 
     async def evaluate(self) -> float | None:
@@ -2744,7 +2946,10 @@ class Run:
         return num_right / len(self.held_out) if self.held_out else None
 
 
-def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
+def held_out_prompts(
+    task: Task,
+    num_prompts: int,
+) -> list[Prompt]:
     """The first held-out prompts of a task, each once, or fewer."""
     found: dict[str, Prompt] = {}
     for number in range(50 * num_prompts):
@@ -2756,7 +2961,10 @@ def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
     return list(found.values())
 
 
-async def train_sync(run: Run, num_steps: int) -> None:
+async def train_sync(
+    run: Run,
+    num_steps: int,
+) -> None:
     """The loop, one thing at a time: sample and score, then train."""
     while num_steps > 0:
         prompts = run.draw(run.cfg.prompts_per_step)
@@ -2766,28 +2974,41 @@ async def train_sync(run: Run, num_steps: int) -> None:
             num_steps -= 1
 
 
-# -- measurement -----------------------------------------------------------------------------------
+# -- measurement -----------------------
 
 
-async def begin_demo(report: Report, cfg: Config) -> Run:
+async def begin_demo(
+    report: Report,
+    cfg: Config,
+) -> Run:
     """The tiny policy on `repeat`, after a warm start."""
     tiny = {"model": "", "task": "repeat", "dtype": "float32", "device": "cpu"}
     cfg = replace(cfg, **tiny, max_new_tokens=4, lr=1e-3, entropy=0.01, sft_steps=60)
-    actors = Actors(cfg, Environment(), report.pool, report.folder, unresponsive_s=2.0)
-    await actors.begin()
-    return Run(cfg, actors, letter_task(cfg))
+    run = Run(cfg, report.pool, report.folder, unresponsive_s=2.0)
+    await run.begin()
+    return run
 
 
-async def measure(run: Run, training: Awaitable[None], num_steps: int) -> dict[str, float]:
+async def cpu_s(run: Run) -> float:
+    """Seconds of CPU time of all workers and this process."""
+    calls = [replica.worker.call.call_one("cpu_s") for replica in run.replicas()]
+    return sum(await asyncio.gather(*calls)) + time.process_time()
+
+
+async def measure(
+    run: Run,
+    training: Awaitable[None],
+    num_steps: int,
+) -> dict[str, float]:
     """Speed and busy shares of so many steps."""
     start_s = time.time()
-    start_cpu_s = await run.actors.cpu_s()
+    start_cpu_s = await cpu_s(run)
     await training
     seconds = time.time() - start_s
-    cpu_s = await run.actors.cpu_s() - start_cpu_s
+    num_cores = (await cpu_s(run) - start_cpu_s) / seconds
     found = {
         "steps/s": num_steps / seconds,
-        "of CPU limit": cpu_s / seconds / len(os.sched_getaffinity(0)),
+        "of CPU limit": num_cores / len(os.sched_getaffinity(0)),
     }
     timeline = await get_or_spawn_controller("timeline", Timeline)
     for who, num_workers in (("trainer", 1), ("generator", run.cfg.generators)):
@@ -2801,12 +3022,15 @@ async def measure(run: Run, training: Awaitable[None], num_steps: int) -> dict[s
     "the loop, one thing at a time: both programs agree, and the reward rises",
     instead="version = 0",
 )
-async def demo_sync_rl(report: Report, cfg: Config) -> None:
+async def demo_sync_rl(
+    report: Report,
+    cfg: Config,
+) -> None:
     """100 synchronous steps with the tiny policy."""
     run = await begin_demo(report, cfg)
-    before = await run.evaluate()
+    before = await run.evaluate() or 0.0
     speed = await measure(run, train_sync(run, 100), 100)
-    after = await run.evaluate()
+    after = await run.evaluate() or 0.0
     shown = ("step", "reward", "staleness", "loss", "k3")
     report.table([{name: row[name] for name in shown} for row in run.rows[::33]])
     report.say("loss is near 0 although the policy learns: section 10 says why")
@@ -2823,10 +3047,10 @@ async def demo_sync_rl(report: Report, cfg: Config) -> None:
         heldout_before=before,
         heldout_after=after,
     )
-    await run.actors.close()
+    await run.close()
 
 
-# == 12. ASYNC RL ==================================================================================
+# == 12. ASYNC RL ======================
 # Problem. In the synchronous loop one side always waits for the other. If both run all the time,
 #   samples grow old: nothing bounds how many versions.
 # Rule. Two loops and a buffer. The first has groups sampled, as long as less than (K + 1) batches
@@ -2863,7 +3087,10 @@ class ReplayBuffer:
         self.groups: dict[int, Group | None] = {}  # as they were started; None: not ready
         self.changed = asyncio.Condition()
 
-    async def draw(self, num_groups: int) -> list[Prompt]:
+    async def draw(
+        self,
+        num_groups: int,
+    ) -> list[Prompt]:
         """Prompts, as soon as so many groups more may be in flight."""
         counts = self.run.accounting
         async with self.changed:
@@ -2874,7 +3101,10 @@ class ReplayBuffer:
             self.groups[prompt.number] = None
         return prompts
 
-    async def fill(self, prompts: list[Prompt]) -> None:
+    async def fill(
+        self,
+        prompts: list[Prompt],
+    ) -> None:
         """One request. Its groups become ready, or are lost."""
         groups = await self.run.sample(prompts)
         for group in groups:
@@ -2889,7 +3119,10 @@ class ReplayBuffer:
         async with self.changed:
             self.changed.notify_all()
 
-    async def take(self, version: int) -> list[Group]:
+    async def take(
+        self,
+        version: int,
+    ) -> list[Group]:
         """Waits for a batch, for a trainer that will be at `version`."""
         is_fifo = self.run.cfg.order == "fifo"
         async with self.changed:
@@ -2899,10 +3132,14 @@ class ReplayBuffer:
                 numbers = numbers[: self.batch_size]
                 all_ready = all(self.groups[n] for n in numbers)
                 if all_ready and len(numbers) == self.batch_size:
-                    return [self.groups.pop(n) for n in numbers]
+                    batch = [self.groups.pop(n) for n in numbers]
+                    return [group for group in batch if group]
                 await self.changed.wait()
 
-    def _drop_old(self, version: int) -> None:
+    def _drop_old(
+        self,
+        version: int,
+    ) -> None:
         for number, group in list(self.groups.items()):
             if group and version - group.version > self.bound:  # mechanism: async_rl
                 del self.groups[number]
@@ -2920,14 +3157,14 @@ class AsyncRun:
         self.num_ahead = min(1, bound - 1)  # batches that wait at the trainer
         # A request costs 8 ms and 1 ms a group, so it is as large as keeps all generators busy:
         # more of them than batches share what is not at the trainer.
-        num_batches = bound
-        if cfg.generators > bound:
-            num_batches = bound - self.num_ahead
-        batch_size = cfg.prompts_per_step
-        share = num_batches * batch_size // cfg.generators
-        self.request_size = max(1, min(batch_size, share))
+        num_batches = bound - (self.num_ahead if cfg.generators > bound else 0)
+        share = num_batches * cfg.prompts_per_step // cfg.generators
+        self.request_size = max(1, min(cfg.prompts_per_step, share))
 
-    async def train(self, num_steps: int) -> None:
+    async def train(
+        self,
+        num_steps: int,
+    ) -> None:
         """Runs both loops for so many steps. Groups that are left then are dropped."""
         try:
             async with asyncio.TaskGroup() as tasks:  # at its end it waits for all tasks
@@ -2938,16 +3175,19 @@ class AsyncRun:
             raise errors.exceptions[0] from None
         self.run.accounting.dropped += len(self.buffer.groups)
 
-    async def _generate(self, tasks: asyncio.TaskGroup) -> None:
-        """Starts requests when there is room, until it is cancelled."""
+    async def _generate(
+        self,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """Consumes prompts, waits for room, produces requests; ends when it is cancelled."""
         while True:
             prompts = await self.buffer.draw(self.request_size)
             tasks.create_task(self.buffer.fill(prompts))
 
     async def _learn(self, tasks: asyncio.TaskGroup, num_steps: int) -> None:
-        """Trains on one batch after another, which makes room."""
+        """Consumes batches, waits for the trainer, produces room; ends after num_steps."""
         at_trainer: deque[asyncio.Task[None]] = deque()
-        first = self.run.actors.version
+        first = self.run.version
         for number in range(num_steps):
             batch = await self.buffer.take(first + number)
             at_trainer.append(tasks.create_task(self.run.step(batch, waits=False)))
@@ -2956,12 +3196,17 @@ class AsyncRun:
                 await self.buffer.wake()
 
 
-# -- measurement -----------------------------------------------------------------------------------
+# -- measurement -----------------------
 
 
-async def strike(run: Run, service: Service, at_step: int, how: signal.Signals) -> None:
+async def strike(
+    run: Run,
+    service: Service,
+    at_step: int,
+    how: signal.Signals,
+) -> None:
     """Sends a signal to replica 0 after this step."""
-    while run.actors.version < at_step:
+    while run.version < at_step:
         await asyncio.sleep(0.01)
     os.kill(service.replicas[0].processes.ids[0], how)
 
@@ -2970,25 +3215,28 @@ async def strike(run: Run, service: Service, at_step: int, how: signal.Signals) 
     "two loops and a buffer: both sides work, staleness is bounded, a fault costs time only",
     instead="if False:",
 )
-async def demo_async_rl(report: Report, cfg: Config) -> None:
+async def demo_async_rl(
+    report: Report,
+    cfg: Config,
+) -> None:
     """60 synchronous steps, 140 asynchronous ones, 60 under faults, and 30 without a bound."""
     bound = cfg.max_staleness
     run = await begin_demo(report, cfg)
-    before = await run.evaluate()
+    before = await run.evaluate() or 0.0
     sync = await measure(run, train_sync(run, 60), 60)
     together = await measure(run, AsyncRun(run, bound).train(140), 140)
-    after = await run.evaluate()
+    after = await run.evaluate() or 0.0
     report.table([{"loop": "synchronous", **sync}, {"loop": "asynchronous", **together}])
 
-    actors = run.actors
     await asyncio.gather(
-        strike(run, actors.generators, 210, signal.SIGKILL),
-        strike(run, actors.reward_workers, 230, signal.SIGSTOP),
+        strike(run, run.generators, 210, signal.SIGKILL),
+        strike(run, run.reward_workers, 230, signal.SIGSTOP),
         AsyncRun(run, bound).train(60),
     )
-    losses = [*actors.generators.losses, *actors.reward_workers.losses]
-    for loss in losses:
-        report.say(f"{loss.name} {loss.reason}; another took over")
+    losses = [*run.generators.losses, *run.reward_workers.losses]
+    for replica in losses:
+        seconds = replica.replaced_s - replica.noticed_s
+        report.say(f"{replica.name} {replica.lost.result()}; replaced in {seconds:.2f} s")
     bounded = max(row["staleness"] for row in run.rows)
     await AsyncRun(run, 10).train(30)
     unbounded = max(row["staleness"] for row in run.rows)
@@ -3013,13 +3261,13 @@ async def demo_async_rl(report: Report, cfg: Config) -> None:
         in_flight=counts.in_flight,
         **asdict(counts),
     )
-    await actors.close()
+    await run.close()
 
 
-# ==== PART II: further ============================================================================
+# ==== PART II: further ================
 # The system is complete. What follows makes it yours: your model, your data, your reward function.
 
-# == YOUR OWN MODEL AND DATA =======================================================================
+# == YOUR OWN MODEL AND DATA ===========
 # Problem. A reward function is somebody else's code: it raises, hangs, forks, uses signals, and
 #   returns what it likes. A run must not end by that.
 # Rule. It runs in the main thread of a process of its own, which can be killed with all that it has
@@ -3041,7 +3289,6 @@ class WordTask(Task):
         self.max_new_tokens = 24 if kind == "count" else 6
 
     def prompt(self, number: int) -> Prompt:
-        """Random words, or numbers."""
         rng = random.Random(f"{self.seed} {number}")
         one, other, of_one, of_other = rng.sample(WORDS, 4)
         if self.kind == "repeat":
@@ -3063,7 +3310,7 @@ class WordTask(Task):
         right = re.findall(r"\w+", answer)
         said = re.findall(r"\w+", response.lower())
         num_right = sum(a == b for a, b in zip(right, said, strict=False))
-        return num_right / max(len(right), len(said)) / 2
+        return num_right / max(len(right), len(said)) / 2  # something to climb while none is exact
 
 
 def prompt_of(number: int, record: Any, where: str) -> Prompt:
@@ -3084,7 +3331,7 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
 
 
 class FileTask(Task):
-    """The lines of a FILE.jsonl, shuffled, again and again. Raises UsageError, and OSError."""
+    """The prompts of a FILE.jsonl, shuffled once, again and again. Raises UsageError."""
 
     def __init__(self, path: str, seed: int) -> None:
         self.prompts: list[Prompt] = []
@@ -3097,7 +3344,6 @@ class FileTask(Task):
         random.Random(seed).shuffle(self.prompts)
 
     def prompt(self, number: int) -> Prompt:
-        """Each prompt once in every epoch."""
         return replace(self.prompts[number % len(self.prompts)], number=number)
 
     def grade(self, answer: Any, response: str) -> float:
@@ -3116,13 +3362,12 @@ class FileTask(Task):
 
 
 def load_python(spec: str) -> Any:
-    """What FILE.py:NAME names. Files beside it can be imported."""
+    """What FILE.py:NAME names. The file can import its neighbours, and so can its children."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
-        names = ", ".join(TASKS)
-        raise UsageError(f"{spec}: neither {names} nor a FILE.jsonl nor a FILE.py:NAME")
-    sys.path.insert(0, str(file.parent))
+        raise UsageError(f"{spec}: give {', '.join(TASKS)}, FILE.jsonl or FILE.py:NAME")
+    sys.path.insert(0, str(file.parent))  # as `python FILE.py` does
     try:
         return getattr(importlib.import_module(file.stem), name)
     except Exception as error:
@@ -3170,10 +3415,10 @@ class OwnProcess:
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
-        self.executor: ProcessPoolExecutor | None = None
+        self.executor: ProcessPoolExecutor | None = None  # started with the first group
 
-    def __call__(self, asked: Asked) -> Scores:
-        """The rewards of a group; none if it takes too long, or kills its process."""
+    def __call__(self, asked: Asked) -> Rewards:
+        """The rewards of a group; or, if it takes too long or kills its process, the reason."""
         if not self.executor:
             spawn = multiprocessing.get_context("spawn")
             self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
@@ -3188,15 +3433,15 @@ class OwnProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process_id, signal.SIGKILL)
         self.executor.shutdown(wait=False)
-        self.executor = None
-        return Scores([None] * len(asked), [reason])
+        self.executor = None  # the next group gets a new process
+        return [reason] * len(asked)
 
 
 def lead_process_group() -> None:
-    """Makes this process the head of a group that ends with the process that started it."""
+    """Makes this process the head of a process group, which ends with the process above it."""
     os.setpgid(0, 0)
     multiprocessing.set_start_method("fork", force=True)  # Monarch has chosen another
-    parent = os.pidfd_open(os.getppid())
+    parent = os.pidfd_open(os.getppid())  # becomes readable when that process ends
 
     def end_with_parent() -> None:
         select.select([parent], [], [])
@@ -3205,7 +3450,7 @@ def lead_process_group() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def score_group(cfg: Config, asked: Asked) -> Scores:
+def score_group(cfg: Config, asked: Asked) -> Rewards:
     """Calls task.score for each episode. It may return a coroutine; a group's run together."""
     task = own_task(cfg)
     results: list[Any] = []
@@ -3214,33 +3459,29 @@ def score_group(cfg: Config, asked: Asked) -> Scores:
             results.append(task.score(prompt, responses))
         except (Exception, SystemExit) as error:
             results.append(error)
-    # Not before all calls have returned: some run an event loop themselves.
+    # Not before all calls have returned: a reward function may run an event loop of its own.
     if any(inspect.isawaitable(result) for result in results):
         results = asyncio.run(all_of(results))
-    scores = Scores([])
+    rewards: Rewards = []
     for (prompt, _), result in zip(asked, results, strict=True):
         try:
-            scores.rewards.append(rewards_from(result, len(prompt.turns)))
+            rewards.append(rewards_from(result, len(prompt.turns)))
         except (Exception, SystemExit) as error:
-            scores.rewards.append(None)
-            scores.errors.append(place_of(error))
-    return scores
+            rewards.append(place_of(error))
+    return rewards
 
 
 async def all_of(results: list[Any]) -> list[Any]:
-    """The results, with what the coroutines among them return or raise in their place."""
     # sleep(0, x) returns x: what is known already waits with the coroutines.
     waits = [r if inspect.isawaitable(r) else asyncio.sleep(0, r) for r in results]
     return await asyncio.gather(*waits, return_exceptions=True)
 
 
-def rewards_from(result: Any, num_turns: int) -> list[float] | None:
+def rewards_from(result: Any, num_turns: int) -> list[float]:
     """What `score` returned, as a reward for each turn. A single number is for the last turn."""
     if isinstance(result, BaseException):
         raise result
-    if result is None:
-        return None
-    if hasattr(result, "tolist"):  # of torch or numpy
+    if hasattr(result, "tolist"):  # a tensor of torch, or an array of numpy
         result = result.tolist()
     if not isinstance(result, (list, tuple)):
         result = [0.0] * (num_turns - 1) + [result]
@@ -3251,15 +3492,14 @@ def rewards_from(result: Any, num_turns: int) -> list[float] | None:
 
 
 def place_of(error: BaseException) -> str:
-    """An error, and the file and line that raised it."""
+    """An error in one line, with the file and the line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename != str(THIS_FILE)] or frames
-    where = f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""
-    return f"{where}{type(error).__name__}: {error}"
+    own = [f"{f.filename}, line {f.lineno}: " for f in frames if f.filename != str(THIS_FILE)]
+    return f"{''.join(own[-1:])}{type(error).__name__}: {error}"
 
 
 async def narrate(run: Run) -> None:
-    """Prints and logs each step, until the last one."""
+    """Prints and logs each step until the last one, and evaluates when it is due."""
     with open(run.cfg.log or os.devnull, "a", buffering=1) as log:  # flushed at each line
         for number in range(run.cfg.steps):
             await until_made(run, number)
@@ -3272,22 +3512,20 @@ async def narrate(run: Run) -> None:
 
 async def until_made(run: Run, number: int) -> None:
     """Waits for a step. Says every 30 s who is waited for; after 120 s also where they stand."""
-    start_s = time.time()
+    told_s = time.time()
     while number == len(run.rows):
         await asyncio.sleep(0.01)
-        if time.time() - start_s < 30:
+        if time.time() - told_s < 30:
             continue
-        start_s = time.time()
-        for replica in run.actors.replicas():
-            seconds = start_s - min(replica.in_flight.values(), default=start_s)
-            print(f"           {replica.name} has a request for {seconds:.0f} s", flush=True)
+        told_s = time.time()
+        for replica in run.replicas():  # the oldest request of each
+            seconds = told_s - min(replica.in_flight.values(), default=told_s)
+            print(f"           {replica.name} has had a request for {seconds:.0f} s", flush=True)
             if seconds > 120:
-                command = ["py-spy", "dump", "--pid", str(replica.processes.ids[0])]
-                subprocess.run(command, timeout=60)
+                subprocess.run(["py-spy", "dump", "--pid", str(replica.processes.ids[0])])
 
 
 def step_line(row: dict[str, Any]) -> str:
-    """What a person wants to see of a step; every tenth time with a prompt and its response."""
     line = f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
     line += f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}"
     line += f"  {row['tokens_per_s']:.0f} tokens/s"
@@ -3298,28 +3536,26 @@ def step_line(row: dict[str, Any]) -> str:
 
 
 async def run_own(cfg: Config, report: Report) -> dict[str, Any]:
-    """--train, --evaluate and --export: one run, and nothing beside it."""
-    task = own_task(cfg)
+    """--train, --evaluate and --export, in this order: one run, and nothing beside it."""
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    num_tokens = cfg.max_new_tokens or task.max_new_tokens
+    num_tokens = cfg.max_new_tokens or own_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
-    actors = Actors(cfg, Environment(own_task, OwnProcess), report.pool, report.folder)
+    run = Run(cfg, report.pool, report.folder, own_task, OwnProcess)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting", flush=True)
-    await actors.begin()
     try:
-        run = Run(cfg, actors, task)
+        await run.begin()
         found = await train_own(run) if cfg.train else {}
         if cfg.evaluate:
             found["evaluation"] = await evaluate_own(run, cfg.evaluate)
         if cfg.export:
-            await actors.trainer.request("export", cfg.export)
+            await run.trainer.request("export", cfg.export)
         return found
     finally:
-        await actors.close()
+        await run.close()
 
 
 async def train_own(run: Run) -> dict[str, Any]:
-    """Trains, between two evaluations. Returns the figures of --json."""
+    """Trains for cfg.steps, between two evaluations. Returns the figures of --json."""
     cfg = run.cfg
     before = await evaluate_own(run, 0)
     start_s = time.time()
@@ -3335,18 +3571,17 @@ async def train_own(run: Run) -> dict[str, Any]:
     found |= {"heldout_before": before["greedy"], "heldout_after": after["greedy"]}
     for name in ("staleness", "k3"):
         found[f"{name}_max"] = max(row[name] for row in run.rows)
-    losses = [loss for service in run.actors.services for loss in service.losses]
-    num_tokens = sum(row["num_tokens"] for row in run.rows)
-    rest = {"workers_replaced": len(losses), "tokens_per_s": num_tokens / seconds}
-    return found | rest | {"in_flight": run.accounting.in_flight}
+    found["tokens_per_s"] = sum(row["num_tokens"] for row in run.rows) / seconds
+    found["workers_replaced"] = sum(len(service.losses) for service in run.services)
+    return found | {"in_flight": run.accounting.in_flight}
 
 
 async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
     """Held-out accuracy, and pass@k: how likely one of k samples of a prompt is all right."""
-    found = {"greedy": await run.evaluate()}
+    found = {"greedy": await run.evaluate()}  # the likeliest response of each prompt
     groups = await run.judged(run.held_out, num_samples, seed=0) if num_samples else []
     for k in [2**power for power in range(num_samples.bit_length())]:
-        chances = []
+        chances = []  # of each prompt, by the samples that it got
         for episodes in [group.episodes for group in groups if len(group.episodes) >= k]:
             num_wrong = sum(sum(episode.rewards) <= 0.999 for episode in episodes)
             chances.append(1 - math.comb(num_wrong, k) / math.comb(len(episodes), k))
@@ -3356,7 +3591,7 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
     return found
 
 
-# == THE COMMAND LINE ==============================================================================
+# == THE COMMAND LINE ==================
 
 # How soon Monarch notices what a pidfd and a ping have not; threads of torch; silent libraries.
 ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
@@ -3366,7 +3601,7 @@ ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
 
 
 async def run_stages(cfg: Config, report: Report) -> None:
-    """Runs the stages that were asked for. An exception is a check that fails."""
+    """Runs the stages that were asked for. An exception counts as a check that failed."""
     names = [*STAGES]
     if cfg.stage:
         names = names[: names.index(cfg.stage) + 1]
@@ -3386,8 +3621,9 @@ async def run_stages(cfg: Config, report: Report) -> None:
         report.say(f"{len(found['checks'])} checks, {found['seconds']:.1f} s")
     num_checks = sum(len(found["checks"]) for found in report.stages)
     seconds = sum(found["seconds"] for found in report.stages)
-    failed = ", ".join(report.failed()) or "none"
-    print(f"\n{num_checks} checks, {seconds:.0f} s; stages that failed: {failed}", flush=True)
+    print(
+        f"\n{num_checks} checks, {seconds:.0f} s; stages that failed: {report.failed()}", flush=True
+    )
 
 
 def checked(cfg: Config) -> Config:
@@ -3399,12 +3635,14 @@ def checked(cfg: Config) -> Config:
                 raise UsageError(f"--{each.name.replace('_', '-')} is too small")
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     is_own = cfg.reward or cfg.task not in TASKS
-    needs_group = cfg.advantage != "none"
+    is_file = cfg.task.endswith(".jsonl")
+    is_alone = cfg.group_size < 2 and cfg.advantage != "none"
     mistakes = {
-        "--advantage needs --group-size 2 or more": needs_group and cfg.group_size < 2,
+        "--advantage needs --group-size 2 or more": is_alone,
         "--prompts-per-step: less than --trainers": cfg.prompts_per_step < cfg.trainers,
         "--task and --reward of your own need a --model": is_own and not cfg.model,
-        "--model: there is no such folder": is_path and not Path(cfg.model).is_dir(),
+        f"--model {cfg.model}: no such folder": is_path and not Path(cfg.model).is_dir(),
+        f"--task {cfg.task}: no such file": is_file and not Path(cfg.task).is_file(),
     }
     for mistake, is_made in mistakes.items():
         if is_made:
@@ -3413,8 +3651,8 @@ def checked(cfg: Config) -> Config:
 
 
 async def run_command(cfg: Config) -> int:
-    """Runs what was asked for; a signal ends it in order. Returns the exit status."""
-    task = asyncio.current_task()
+    """Runs what was asked for; a signal ends it in order, with all processes. The exit status."""
+    task: Any = asyncio.current_task()
     received: list[int] = []
 
     def end(number: int) -> None:
@@ -3455,7 +3693,7 @@ def main(argv: list[str] | None = None) -> int:
             os.environ.setdefault(name, value)
         paths = [str(THIS_FILE.parent), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths).strip(os.pathsep)  # for workers
-        reload_config_from_env()
+        reload_config_from_env()  # Monarch has read the environment when it was imported
         warnings.simplefilter("ignore")
         # A death ends no command: the owner of the process hears of it (section 5).
         monarch.actor.unhandled_fault_hook = lambda failure: None
