@@ -5,8 +5,8 @@
 # ///
 """monarch_rl: an asynchronous RL system for language models, in one file that you can finish.
 
-A generator samples while the trainer learns. Samples are never more than K versions old, weights
-are never half updated, and a generator or reward worker that dies costs time only. To see it:
+A generator samples while the trainer learns. Samples are at most K (--max-staleness) versions old,
+weights are never half updated, and the death of a generator or reward worker costs time only:
 
     python monarch_rl.py                      the tour: all stages, about 90 seconds on two cores
     python monarch_rl.py --stage weight_sync  stages 1 to 7
@@ -33,8 +33,8 @@ a stage, which shows its rule at work, and most show first what fails without it
     11 sync_rl         the loop, one thing at a time
     12 async_rl        two loops and a buffer, with bounded staleness, under faults
 
-Read it from top to bottom, in an afternoon. Part I is the whole system on one host, Part II your
-own model and data. After a section, run its stage, and make the change that its output proposes.
+Read it from top to bottom. Part I is the whole system on one host, Part II your own model and data.
+After a section, run its stage, and make the change that its output proposes: a check fails.
 
 Words. An *episode* is one conversation. A *group* is the episodes sampled from one prompt; their
 rewards are compared with each other. A *version* numbers the weights: each training step makes the
@@ -138,7 +138,7 @@ class Config:
     train: bool = flag(False, "train --model on --task: one run, and nothing else")
     evaluate: int = flag(0, "pass@k of --model on --task, with so many samples a prompt")
     export: str = flag("", "write the model to this folder, after the run")
-    model: str = flag("", "folder or hub id of a causal language model; or a tiny one")
+    model: str = flag("", "folder or hub id of a causal language model; empty: a tiny one")
     task: str = flag("repeat", "repeat, count or pattern; FILE.jsonl; FILE.py:CLASS")
     reward: str = flag("", "FILE.py:FUNCTION(prompt, response, answer)")
     dtype: str = flag("float32", "of forward passes", "float32", "bfloat16")
@@ -154,7 +154,7 @@ class Config:
     reward_workers: int = flag(1, "processes that compute rewards")
     trainers: int = flag(1, "ranks of the trainer (FSDP2)")
     max_staleness: int = flag(2, "K, in versions; 0: synchronous")
-    order: str = flag("ready", "of groups in training", "ready", "fifo")
+
     pull: str = flag("rollout", "pull weights before each", "rollout", "token")
     loss: str = flag("ppo", "section 10", "reinforce", "ppo", "decoupled", "cispo")
     advantage: str = flag("group", "section 10", "group", "leave_one_out", "none")
@@ -275,10 +275,7 @@ class Counter(Actor):
         self.total = 0
 
     @endpoint  # mechanism: hello_actor
-    async def add(
-        self,
-        pause_s: float = 0.0005,
-    ) -> int:
+    async def add(self, pause_s: float = 0.0005) -> int:
         """Adds one. Returns the id of its process."""
         total = self.total
         # During the pause, another thread or coroutine would read the same total.
@@ -329,10 +326,10 @@ async def demo_hello_actor(
     # sends a message, and returns an awaitable for the answer.
     procs = this_host().spawn_procs(per_host={"worker": 1})
     counter = procs.spawn("counter", Counter)
-    process_ids = await asyncio.gather(*[counter.add.call_one() for _ in range(200)])
+    pids = await asyncio.gather(*[counter.add.call_one() for _ in range(200)])
     lost = 200 - await counter.take.call_one()
     report.check("additions of 200 lost by the actor", lost, "==", 0)
-    report.check("processes in which they ran", len({*process_ids}), "==", 1)
+    report.check("processes in which they ran", len({*pids}), "==", 1)
     message_ms = await median_ms(counter.take.call_one)
     report.say(f"a message to another process and its answer: {message_ms:.2f} ms")
     report.figure(message_ms=message_ms)
@@ -417,10 +414,7 @@ async def demo_actor_mesh(
 
 
 class Owner(Actor):
-    def __init__(
-        self,
-        num_bytes: int,
-    ) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self.memory = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
 
     @endpoint
@@ -451,7 +445,11 @@ async def demo_rdma_transfer(
 ) -> None:
     """Moves 32 MiB both ways, and then by the handle from an owner that is busy."""
     procs = this_host().spawn_procs(per_host={"worker": 1})
-    owner = procs.spawn("owner", Owner, 32 << 20)
+    owner = procs.spawn(
+        "owner",
+        Owner,
+        32 << 20,
+    )
     handle = await owner.handle.call_one()
     handle_bytes = len(cloudpickle.dumps(handle))
     mine = torch.zeros(32 << 20, dtype=torch.uint8)
@@ -480,7 +478,7 @@ async def demo_rdma_transfer(
 # Cost. One more message for each lookup; all callers share one process.
 #
 # Below only the main process looks it up, and passes it to the workers: a worker that is killed
-# during a lookup would take the registry of names with it.
+# during a lookup breaks Monarch's registry of names for all.
 
 
 @dataclass(frozen=True)
@@ -500,17 +498,11 @@ class Timeline(Actor):
         self.spans: deque[Span] = deque(maxlen=100_000)
 
     @endpoint
-    async def add(
-        self,
-        spans: list[Span],
-    ) -> None:
+    async def add(self, spans: list[Span]) -> None:
         self.spans.extend(spans)
 
     @endpoint
-    async def take(
-        self,
-        who: str = "",
-    ) -> list[Span]:
+    async def read(self, who: str = "") -> list[Span]:
         """The spans of workers whose name begins with `who`."""
         return [span for span in self.spans if span.who.startswith(who)]
 
@@ -537,7 +529,7 @@ async def demo_controllers(
     procs = this_host().spawn_procs(per_host={"worker": 3})
     await procs.spawn("witnesses", Witness).report.call()
     timeline = await get_or_spawn_controller("timeline", Timeline)
-    spans = await timeline.take.call_one("witness")
+    spans = await timeline.read.call_one("witness")
     report.check("witnesses of 3 in the timeline of this process", len(spans), "==", 3)
     await procs.stop()
 
@@ -546,7 +538,7 @@ async def demo_controllers(
 # Problem. Processes raise, die, stand still, or work for ever, and their callers wait. But a worker
 #   that has been silent for ten minutes may be healthy, and busy.
 # Rule. An exception belongs to the caller. A process belongs to its owner, which kills and replaces
-#   it. Each failure has its own detector, and no detector is "it is slow":
+#   it. Each failure has its own detector. A ping tests the process, not the speed of its work:
 #
 #     failure              its caller            its owner learns of it by
 #     an endpoint raises   gets the exception    nothing: the actor lives on
@@ -555,7 +547,7 @@ async def demo_controllers(
 #     it works for ever    waits                 nothing: only a deadline helps
 #
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
-#   holds the GIL for longer than `unresponsive_s`: 30 s in runs, 2 s in demos.
+#   holds the GIL for longer than `unresponsive_s`: 30 s, or 2 s in demos that stop a process.
 #
 # Monarch supervises, too: it polls every 2 s, waits 5 s for an answer (ENVIRONMENT, at the end of
 # the file), and calls `__supervise__` of the actor that spawned the process.
@@ -625,10 +617,10 @@ def cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1]}"
 
 
-async def until_dead(process_id: int) -> str:
+async def until_dead(pid: int) -> str:
     """Waits for the end of a process by a pidfd, a file that becomes readable then."""
     try:
-        pidfd = os.pidfd_open(process_id)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return "has died"
     loop = asyncio.get_running_loop()
@@ -668,23 +660,17 @@ class Supervisor(Actor):
         self.heard_s = 0.0
 
     @endpoint
-    async def start(
-        self,
-        trouble: str,
-    ) -> Any:
+    async def start(self, trouble: str) -> Any:
         procs = this_host().spawn_procs(name=trouble)
         return procs.spawn(trouble, TroubledWorker, trouble)
 
-    async def __supervise__(
-        self,
-        failure: MeshFailure,
-    ) -> bool:
+    async def __supervise__(self, failure: MeshFailure) -> bool:
         """Returns True: the failure ends here. Monarch needs an `async def`."""
         self.heard_s = self.heard_s or time.time()
         return True
 
     @endpoint
-    async def take(self) -> float:
+    async def read(self) -> float:
         """When it heard of the failure; 0: never."""
         return self.heard_s
 
@@ -705,7 +691,7 @@ async def who_hears(trouble: str) -> dict[str, float]:
     """Makes a worker fail. Returns the seconds after which each observer heard of it."""
     supervisor = this_proc().spawn(f"supervisor_{trouble}", Supervisor)
     worker = await supervisor.start.call_one(trouble)
-    process_id = await worker.ping.call_one()
+    pid = await worker.ping.call_one()
     heard_s: dict[str, float] = {}
     start_s = time.time()
 
@@ -719,21 +705,21 @@ async def who_hears(trouble: str) -> dict[str, float]:
 
     hearing = [
         asyncio.ensure_future(hear("caller", worker.call.call_one("work"))),
-        asyncio.ensure_future(hear("pidfd", until_dead(process_id))),
+        asyncio.ensure_future(hear("pidfd", until_dead(pid))),
         asyncio.ensure_future(hear("ping", until_unresponsive(worker, 2.0))),
     ]
     await asyncio.sleep(0)  # now all of them wait
     signals = {"death": signal.SIGKILL, "standstill": signal.SIGSTOP}
     if trouble in signals:
-        os.kill(process_id, signals[trouble])
+        os.kill(pid, signals[trouble])
     await asyncio.sleep(8)
     for task in hearing:
         task.cancel()
-    when_s = await supervisor.take.call_one()
+    when_s = await supervisor.read.call_one()
     if when_s:
         heard_s["supervise"] = when_s - start_s
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process_id, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
     return heard_s
 
 
@@ -747,7 +733,13 @@ async def demo_supervision(
 ) -> None:
     troubles = ("exception", "death", "standstill", "endless")
     found = await asyncio.gather(*[who_hears(trouble) for trouble in troubles])
-    heard = dict(zip(troubles, found, strict=True))
+    heard = dict(
+        zip(
+            troubles,
+            found,
+            strict=True,
+        )
+    )
     report.say("seconds until each observer heard of it; empty: not within 8 s")
     report.table([{"failure": trouble, **by} for trouble, by in heard.items()])
     heard_by = {trouble: len(by) for trouble, by in heard.items()}
@@ -789,23 +781,20 @@ class Processes:
     ids: list[int]
 
     async def kill(self) -> None:
-        for process_id in self.ids:
+        for pid in self.ids:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process_id, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
         await self.mesh.stop()  # by itself this waits for ever for a stopped process
 
 
 class Pool:
-    """Processes without an actor. One, the spare, has imported what replicas need."""
+    """Processes without an actor. A spare is one that has imported what replicas need."""
 
     def __init__(self) -> None:
         self.idle: list[Processes] = []
         self.making_spare: asyncio.Task[None] | None = None
 
-    async def take(
-        self,
-        num_ranks: int,
-    ) -> Processes:
+    async def take(self, num_ranks: int) -> Processes:
         """Idle processes, or new ones."""
         for processes in self.idle:
             alive = [i for i in processes.ids if os.path.exists(f"/proc/{i}")]
@@ -863,26 +852,20 @@ class Replica:
     noticed_s: float = 0.0  # when the loss was noticed, in seconds since 1970
     replaced_s: float = 0.0  # and when another replica was ready
 
-    def lose(
-        self,
-        reason: str,
-    ) -> None:
+    def lose(self, reason: str) -> None:
         """Wakes all who wait for it. The first reason counts."""
         if not self.lost.done():
             self.noticed_s = time.time()
             self.lost.set_result(reason)
 
     @contextlib.asynccontextmanager
-    async def watched(
-        self,
-        unresponsive_s: float,
-    ) -> AsyncIterator[None]:
+    async def watched(self, unresponsive_s: float) -> AsyncIterator[None]:
         """Inside this context, death and standstill are noticed (section 5)."""
 
         async def watch(detector: Awaitable[str]) -> None:
             self.lose(await detector)
 
-        detectors = [until_dead(process_id) for process_id in self.processes.ids]
+        detectors = [until_dead(pid) for pid in self.processes.ids]
         detectors.append(until_unresponsive(self.worker, unresponsive_s))
         watches = [asyncio.ensure_future(watch(detector)) for detector in detectors]
         try:
@@ -916,17 +899,17 @@ class Service:
         await self.until_ready(self.num_replicas)
         return [self.replicas[number].result for number in range(self.num_replicas)]
 
-    async def until_ready(
-        self,
-        num_replicas: int,
-    ) -> None:
+    async def until_ready(self, num_replicas: int) -> None:
         while len(self.replicas) < num_replicas and not self.error:
             await asyncio.sleep(0.005)
+            for keeper in self.keepers:
+                if keeper.done():
+                    keeper.result()  # raises why no process could be started
         if self.error:
             raise self.error
 
     async def request(self, method: str, *args: Any) -> Any:
-        """The answer of a replica. Raises ActorError, or ReplicaLost after three losses."""
+        """A replica's answer. Raises ActorError, ReplicaLost after three losses, or self.error."""
         num_losses = 0
         raised_by: Replica | None = None
         while True:
@@ -943,10 +926,7 @@ class Service:
                 raised_by = replica  # mechanism: service
             self.num_retries += 1
 
-    async def _pick(
-        self,
-        not_this: Replica | None,
-    ) -> Replica:
+    async def _pick(self, not_this: Replica | None) -> Replica:
         """The ready replica with the fewest requests in flight, `not_this` last."""
         await self.until_ready(1)
         ready = list(self.replicas.values())
@@ -971,10 +951,7 @@ class Service:
             del replica.in_flight[what]
         raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
 
-    async def _keep(
-        self,
-        number: int,
-    ) -> None:
+    async def _keep(self, number: int) -> None:
         """Keeps a replica of this number ready: after a loss it starts another."""
         loss: Replica | None = None
         num_failed_setups = 0
@@ -991,7 +968,7 @@ class Service:
                 num_failed_setups = 0
                 self.replicas[number] = replica
                 async with replica.watched(self.unresponsive_s):
-                    await replica.lost
+                    await asyncio.wait([replica.lost])  # or until `close` cancels this
             except ReplicaLost as error:  # in its setup, for lack of memory perhaps
                 num_failed_setups += 1
                 if num_failed_setups == 3:
@@ -1006,10 +983,7 @@ class Service:
             if not self.replaces and not self.error:
                 self.error = ReplicaLost(f"{loss.name} {loss.lost.result()}")
 
-    async def _spawn(
-        self,
-        number: int,
-    ) -> Replica:
+    async def _spawn(self, number: int) -> Replica:
         """A replica before its setup."""
         name = f"{self.worker_class.__name__.lower()}_{number}"
         timeline = await get_or_spawn_controller("timeline", Timeline)
@@ -1050,10 +1024,7 @@ class RootWorker(Worker):
         self.number = number
         self.diary = diary
 
-    def root(
-        self,
-        number: float,
-    ) -> float:
+    def root(self, number: float) -> float:
         """The square root. Replica 1 raises for some numbers."""
         time.sleep(0.002)
         if self.number == 1 and 100 <= number < 200:
@@ -1109,7 +1080,7 @@ async def demo_service(
         rows.append(row)
     report.table(rows)
     num_finished = len(set(diary.read_text().split()))
-    report.say(f"{service.num_retries} attempts failed; without a service so do requests")
+    report.say(f"{service.num_retries} attempts failed, and were made again")
     report.check("requests of 400 with the right answer", num_right, "==", 400)
     report.check("requests of 400 that some replica finished", num_finished, "==", 400)
     report.check("failed attempts", service.num_retries, ">", 0)
@@ -1135,7 +1106,7 @@ async def demo_service(
 #     trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #       a thread                                                       PPPP   PPPP   PPPP
 #     generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
-#     generator 1   long rollout...XXXX long rollout...XXXX     long rollout f long rollout f
+#     generator 1   longest rolloutXXXX longest rolloutXXXX     longest rollout f longest rollout
 #
 # -- 7a. What lies in a slot -----------
 
@@ -1154,10 +1125,7 @@ class TensorSpec:
     offset: int  # bytes from the start of the slot
     num_bytes: int
 
-    def view(
-        self,
-        slot: Tensor,
-    ) -> Tensor:
+    def view(self, slot: Tensor) -> Tensor:
         """This tensor in a slot, [slot bytes] uint8, without a copy."""
         part = slot[self.offset : self.offset + self.num_bytes]
         return part.view(self.dtype).view(self.shape)
@@ -1241,10 +1209,7 @@ class Arena:
         finally:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
-    def lease(
-        self,
-        reader: int,
-    ) -> tuple[int, int]:
+    def lease(self, reader: int) -> tuple[int, int]:
         """(version, slot) of the latest weights, this reader's until its next lease; or NOTHING."""
         with self.locked():
             slot = self.words[self.LATEST]
@@ -1283,7 +1248,7 @@ def create_arena(
     arena = Arena(handle)
     for word in range(Arena.LEASES + num_readers):
         arena.words[word] = Arena.NOTHING
-    arena.slots.zero_()  # makes the pages, which costs more than a copy
+    arena.slots.zero_()  # makes the pages now: in a publish that would cost more than the copy
     return handle, arena
 
 
@@ -1310,7 +1275,7 @@ class WeightWriter:
         manifest = manifest_of(tensors, dtype)
         self.handle, self.arena = create_arena(manifest, num_readers)
         is_on_cpu = all(tensor.is_cpu for tensor in tensors.values())
-        if is_on_cpu and manifest == manifest_of(tensors):
+        if is_on_cpu and manifest == manifest_of(tensors):  # the same dtypes
             self.block = torch.zeros(self.handle.slot_bytes, dtype=torch.uint8)
             for spec in manifest:
                 view = spec.view(self.block)
@@ -1318,10 +1283,7 @@ class WeightWriter:
                 tensors[spec.name].data = view
         self.thread = ThreadPoolExecutor(1)
 
-    def publish(
-        self,
-        version: int,
-    ) -> None:
+    def publish(self, version: int) -> None:
         """Begins to copy. Nobody may change the tensors until `wait` has returned."""
         self.wait()
         self.copying = self.thread.submit(self._copy, version)
@@ -1333,18 +1295,12 @@ class WeightWriter:
         if copying:
             copying.result()
 
-    def _copy(
-        self,
-        version: int,
-    ) -> None:
+    def _copy(self, version: int) -> None:
         slot = self.arena.free_slot()
         self.write(self.arena.slots[slot])
         self.arena.commit(version, slot)
 
-    def write(
-        self,
-        slot: Tensor,
-    ) -> None:
+    def write(self, slot: Tensor) -> None:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
         if self.block is not None:
             # Unlike copy_, it does not read what it overwrites: a third less time.
@@ -1361,7 +1317,12 @@ class WeightReader:
     On a CPU they become views of the slot, so nothing is copied. On a GPU they are filled.
     """
 
-    def __init__(self, handle: ArenaHandle, reader: int, tensors: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        handle: ArenaHandle,
+        reader: int,
+        tensors: dict[str, Tensor],
+    ) -> None:
         for theirs, mine in itertools.zip_longest(handle.manifest, manifest_of(tensors)):
             if theirs != mine:
                 raise WeightMismatch(f"the writer has {theirs}, the reader {mine}")
@@ -1375,16 +1336,13 @@ class WeightReader:
         for slot in self.arena.slots:
             self.views.append([spec.view(slot) for spec in handle.manifest])
 
-    def pull(
-        self,
-        at_least: int = Arena.NOTHING,
-    ) -> int:
-        """The latest version, which the tensors are now. Waits for a version of that number."""
+    def pull(self, at_least: int = Arena.NOTHING) -> int:
+        """The latest version, which the tensors are now. Waits for version `at_least` or later."""
         version, slot = self.arena.lease(self.reader)
         while version < at_least:
             time.sleep(0.001)
             version, slot = self.arena.lease(self.reader)
-        if slot != self.slot:
+        if slot != self.slot:  # the leased slot itself is not written
             self.slot = slot
             for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
                 if tensor.is_cuda:
@@ -1434,7 +1392,7 @@ class ReaderWorker(Worker):
 
 
 def measure_publish(writer: WeightWriter) -> dict[str, float]:
-    """Medians: a publish over a memory copy, and what the trainer waits for one after a step."""
+    """Medians: a publish in memory copies, and the trainer's wait for a copy after a step."""
     block: Any = writer.block
     scratch = torch.ones_like(block)
     matrix = torch.ones(512, 512)
@@ -1479,7 +1437,7 @@ async def demo_weight_sync(
         version = 0
         reads = []
         read_args = ("read", 60 // num_readers, leases == "with")
-        for replica in service.replicas.values():
+        for replica in service.replicas.values():  # all of them, where a request goes to one
             call = replica.worker.call.call_one(*read_args)
             reads.append(asyncio.ensure_future(call))
         reading = asyncio.gather(*reads)
@@ -1507,8 +1465,8 @@ async def demo_weight_sync(
 # Problem. The trainer's ranks shard the weights in one way, say by rows, and the generator's ranks
 #   in another, say by columns. To gather the whole, and to shard it anew, moves the bytes twice.
 # Rule. A rank's shard is a box of the whole tensor. Each trainer rank writes its boxes into the
-#   same slot, and each reader views the boxes that it needs: the slot is the whole, and no rank
-#   ever holds it. Of ranks that hold the same box, as replicas do, one writes it.
+#   same slot, and a reader can view any box of it: the slot is the whole, and no rank ever holds
+#   it. Of ranks that hold the same box, as replicas do, one writes it.
 # Cost. A box of columns is not contiguous, so it is copied row by row.
 #
 # By example, a matrix of 5 x 23. As in torch.chunk, the last shard may be smaller, or empty:
@@ -1565,10 +1523,7 @@ class ShardedWriter(WeightWriter):
         self.written_bytes = 0
         self.thread = ThreadPoolExecutor(1)
 
-    def _copy(
-        self,
-        version: int,
-    ) -> None:
+    def _copy(self, version: int) -> None:
         slot = torch.tensor([self.arena.free_slot() if self.rank == 0 else 0])
         torch.distributed.broadcast(slot, 0, self.group)
         failure: Exception | None = None
@@ -1584,10 +1539,7 @@ class ShardedWriter(WeightWriter):
         if self.rank == 0:
             self.arena.commit(version, int(slot))
 
-    def write(
-        self,
-        slot: Tensor,
-    ) -> None:
+    def write(self, slot: Tensor) -> None:
         """Writes this rank's boxes. Of ranks with the same box, the first writes it."""
         for spec in self.handle.manifest:
             tensor = self.tensors[spec.name]
@@ -1626,7 +1578,12 @@ def example() -> dict[str, Tensor]:
 class ShardWorker(Worker):
     """A rank of a trainer by rows."""
 
-    def setup(self, number: int, meeting_file: str, num_ranks: int) -> ArenaHandle:
+    def setup(
+        self,
+        number: int,
+        meeting_file: str,
+        num_ranks: int,
+    ) -> ArenaHandle:
         form_group(meeting_file, current_rank().rank, num_ranks)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
         placements = {"matrix": dtensor.Shard(0), "vector": dtensor.Replicate()}
@@ -1655,7 +1612,7 @@ async def demo_reshard(
     report: Report,
     cfg: Config,
 ) -> None:
-    """Two ranks by rows publish; two ranks by columns read their boxes of the slot."""
+    """Two ranks publish by rows; the slot is read as two ranks by columns would read it."""
     setup_args = (str(report.folder / "shards"), 2)
     service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
     (handle,) = await service.begin()
@@ -1668,14 +1625,14 @@ async def demo_reshard(
     for spec in handle.manifest:
         whole = spec.view(arena.slots[slot])
         needed_bytes += whole.nbytes
-        for rank in range(2):
-            by_columns = [dtensor.Shard(whole.dim() - 1)]
-            box = box_of(spec.shape, (2,), by_columns, (rank,))
-            num_wrong += int((whole[box] != wanted[spec.name][box]).sum())
+        by_columns = [dtensor.Shard(whole.dim() - 1)]
+        boxes = [box_of(spec.shape, (2,), by_columns, (rank,)) for rank in range(2)]
+        read = torch.cat([whole[box] for box in boxes], -1)
+        num_wrong += int((read != wanted[spec.name]).sum())
     report.check("elements that differ from the trainer's", num_wrong, "==", 0)
     written = sum(written_bytes.values()) / needed_bytes
     report.check("bytes written / bytes needed", written, "==", 1)
-    # In a gather, each of the two ranks receives the rows that it lacks; one writes the whole.
+    # In a gather the ranks receive the rows that they lack, 2 and 3 of 5; then one writes it all.
     gathered = written + wanted["matrix"].nbytes / needed_bytes
     report.say(f"a gather and one write: {gathered:.2f} times the bytes")
     report.figure(written_over_needed=written, gather_over_needed=gathered)
@@ -1729,10 +1686,7 @@ class Task:
 
     max_new_tokens = 256  # of a response, unless --max-new-tokens says otherwise
 
-    def prompt(
-        self,
-        number: int,
-    ) -> Prompt:
+    def prompt(self, number: int) -> Prompt:
         """The prompt of this number, from 0: always the same one."""
         raise NotImplementedError
 
@@ -1770,10 +1724,7 @@ class LetterTask(Task):
     places_on: list[int]
     max_new_tokens = 4  # three letters and an end
 
-    def prompt(
-        self,
-        number: int,
-    ) -> Prompt:
+    def prompt(self, number: int) -> Prompt:
         rng = random.Random(f"{self.seed} {number}")
         turns = []
         for _ in range(2):
@@ -1803,7 +1754,8 @@ def letter_task(cfg: Config) -> Task:
 # -- 9b. What is recorded --------------
 #
 # Two episodes. <u> and <a> begin a turn of the user and of the assistant, and <e> ends one; u is a
-# letter of the user; a to g were sampled, at most four tokens a turn. The last one is truncated.
+# letter of the user; a to g were sampled. A response has at most four tokens with its end, so the
+# last one is truncated.
 #
 #     ids       <u> u u u <e> <a>  a b c <e>  <u> u u u <e> <a>  d e f <e>
 #     turn_of    0  0 0 0  0   0   1 1 1  1    0  0 0 0  0   0   2 2 2  2
@@ -1825,16 +1777,19 @@ class Episode:
     truncated: list[bool] = field(default_factory=list)  # of each turn: has no end
     rewards: list[float] = field(default_factory=list)  # of each turn, once it is scored
 
-    def add(self, token: int, turn: int, logprob: float, version: int) -> None:
+    def add(
+        self,
+        token: int,
+        turn: int,
+        logprob: float,
+        version: int,
+    ) -> None:
         self.ids.append(token)
         self.turn_of.append(turn)
         self.logprobs.append(logprob)
         self.versions.append(version)
 
-    def add_prompt(
-        self,
-        ids: list[int],
-    ) -> None:
+    def add_prompt(self, ids: list[int]) -> None:
         """Appends tokens that were not sampled."""
         for token in ids:
             self.add(token, 0, 0.0, -1)
@@ -1885,14 +1840,18 @@ def pretrained(
     if not tokenizer.chat_template:
         raise UsageError(f"--model {name}: its tokenizer has no chat template")
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    model, loaded = load(name, dtype=dtype, output_loading_info=True)
+    model, loaded = load(
+        name,
+        dtype=dtype,
+        output_loading_info=True,
+    )
     lacking = [*loaded["missing_keys"], *loaded["mismatched_keys"]]
     if lacking:
         raise UsageError(f"--model {name}: weights are missing: {lacking[:3]}")
     return tokenizer, model
 
 
-RESPONSE = {"role": "assistant", "content": "response"}
+RESPONSE = {"role": "assistant", "content": "response"}  # in place of any, to see what follows it
 
 
 class Policy:
@@ -1944,11 +1903,19 @@ class Policy:
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
-    def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
+    def tokenize(
+        self,
+        text: str,
+        is_plain: bool = False,
+    ) -> list[int]:
         how = {"add_special_tokens": False, "split_special_tokens": is_plain}
         return self.tokenizer(text, **how)["input_ids"]
 
-    def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
+    def prompt_ids(
+        self,
+        prompt: Prompt,
+        turn: int,
+    ) -> list[int]:
         """The ids that a turn, from 0, appends to the conversation.
 
         In a later turn they begin with the end of the last response. Raises UsageError if the chat
@@ -1977,6 +1944,7 @@ class Policy:
         """Logits of ids [B, T], at the positions in `logits_to_keep`."""
         if self.model.dtype == self.dtype:
             return self.model(ids, **inputs).logits
+        # The parameters stay in fp32; this pass computes with copies.
         cast = {name: p.to(self.dtype) for name, p in self.model.named_parameters()}
         return torch.func.functional_call(self.model, cast, ids, inputs).logits
 
@@ -1987,19 +1955,19 @@ class Policy:
 class Decoder:
     """The cache of rows of ids, and the logits of what comes next. Equal rows are computed once."""
 
-    def __init__(self, policy: Policy, rows: list[list[int]]) -> None:
-        self.policy = policy
-        self.cache: Any = transformers.DynamicCache(config=policy.model.config)
-        places: dict[tuple[int, ...], int] = {}
-        order = [places.setdefault(tuple(row), len(places)) for row in rows]
-        self.mask = torch.zeros(len(places), 0, dtype=torch.long, device=policy.device)
-        self.append([list(row) for row in places])
-        self.select(order)
-
-    def append(
+    def __init__(
         self,
+        policy: Policy,
         rows: list[list[int]],
     ) -> None:
+        self.policy = policy
+        self.cache: Any = transformers.DynamicCache(config=policy.model.config)
+        unique = list(dict.fromkeys(tuple(row) for row in rows))
+        self.mask = torch.zeros(len(unique), 0, dtype=torch.long, device=policy.device)
+        self.append([list(row) for row in unique])
+        self.select([unique.index(tuple(row)) for row in rows])
+
+    def append(self, rows: list[list[int]]) -> None:
         """Goes on by these ids, padded on the left, where the mask [B, T] is 0."""
         width = max(len(row) for row in rows)
         padded = [[-1] * (width - len(row)) + row for row in rows]
@@ -2012,29 +1980,20 @@ class Decoder:
         logits = self.policy.forward(ids.clamp(min=0), logits_to_keep=1, **inputs)
         self.logits = logits[:, -1]  # [B, V]
 
-    def select(
-        self,
-        rows: list[int],
-    ) -> None:
+    def select(self, rows: list[int]) -> None:
         """Keeps these rows, in this order; a row may be repeated."""
         index = torch.tensor(rows, device=self.mask.device)
         self.cache.reorder_cache(index)
         self.mask = self.mask[index]
         self.logits = self.logits[index]
 
-    def draw(
-        self,
-        rng: torch.Generator | None,
-    ) -> Iterator[tuple[int, float]]:
+    def draw(self, rng: torch.Generator | None) -> Iterator[tuple[int, float]]:
         """For each row a token and its log-probability. rng None: the likeliest token."""
         logp = (self.logits.float() / self.policy.temperature).log_softmax(-1)
         if rng is None:
             token = logp.argmax(-1, keepdim=True)
         else:
-            # A line, cut into pieces as long as the probabilities, and a random place on it.
-            ends = logp.exp().double().cumsum(-1)
-            place = torch.empty_like(ends[:, :1]).uniform_(generator=rng)
-            token = torch.searchsorted(ends, place * ends[:, -1:], right=True)
+            token = torch.multinomial(logp.exp(), 1, generator=rng)
         chosen = logp.gather(1, token)
         return zip(token[:, 0].tolist(), chosen[:, 0].tolist(), strict=True)
 
@@ -2121,11 +2080,15 @@ def token_logprobs(
     ids: [B, T], padded on the right. is_sampled: [B, T - 1], of the tokens from the second on.
     """
     columns = is_sampled.any(0).nonzero().flatten()
-    logits = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)
+    logits = policy.forward(
+        ids[:, :-1],
+        use_cache=False,
+        logits_to_keep=columns,
+    )
     logits = logits[is_sampled[:, columns]].float()  # [N, V]
     logp = (logits / policy.temperature).log_softmax(-1)
     chosen = logp.gather(1, ids[:, 1:][is_sampled][:, None]).squeeze(1)
-    # In bfloat16 a log-probability may be -inf, and 0 * -inf would be nan.
+    # A model may forbid a token by a logit of -inf, and 0 * -inf would be nan.
     return chosen, -(logp.exp() * logp.clamp(min=-100)).sum(-1)
 
 
@@ -2222,7 +2185,7 @@ async def demo_rollout(
 # A baseline b does no harm: it adds -b times the gradient of the sum of p, which is always 1.
 #
 # Why the loss prints 0. With r = 1 the loss of a token is -A, and the advantages of a group add up
-# to 0. Only the gradient says something. Watch the reward and held-out accuracy.
+# to 0 (nearly, where responses differ in length). Watch the reward and held-out accuracy instead.
 
 
 def advantages(
@@ -2237,8 +2200,8 @@ def advantages(
         leave_one_out   0.33  0.33  0.33 -1        -0.33 -0.33 -0.33  1     (RLOO, Ahmadian 2024)
         group           0.58  0.58  0.58 -1.73     -0.58 -0.58 -0.58  1.73  (GRPO, Shao 2024)
 
-    leave_one_out subtracts the mean of the *others*. group subtracts the mean of all, and divides
-    by the standard deviation.
+    leave_one_out subtracts the mean of the *others*, which is n / (n - 1) times as much as to
+    subtract the mean of all. group subtracts that, and divides by the standard deviation.
     """
     if kind == "none":
         return rewards
@@ -2289,8 +2252,8 @@ def ppo(
 
     By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and
     the loss -r has a gradient. At 0.65 r is 1.3, and the loss -min(1.3, 1.2) is a constant. A *bad*
-    token (A = -1) at 0.65 has the loss -min(-1.3, -1.2) = 1.3, and keeps its gradient: a clip stops
-    a token on its way out, never on its way back. So a bad token needs a bound of its own.
+    token (A = -1) at 0.65 has the loss -min(-1.3, -1.2) = 1.3, and keeps its gradient, however
+    large r is. So a bad token needs a bound of its own.
     """
     ratio = ratio_of(logp, recorded)
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
@@ -2305,7 +2268,7 @@ def decoupled(
     A: Any,
     cfg: Config,
 ) -> Tensor:
-    """AReaL (Fu 2025): clips what this batch does, so never in one pass, and weighs by age."""
+    """AReaL (Fu 2025): clips the ratio to `near`, which is 1 in the first pass over a batch."""
     return ratio_of(near, recorded).clamp(max=MAX_RATIO) * ppo(logp, near, near, A, cfg)
 
 
@@ -2354,7 +2317,7 @@ def advantages_of(
     found = []
     for group in groups_of(episodes):
         rewards = torch.tensor([episode.rewards for episode in group]).T
-        returns = rewards.flip(0).cumsum(0).flip(0)  # [turns, G]
+        returns = rewards.flip(0).cumsum(0).flip(0)  # [turns, G]: of this turn and later ones
         of_turns = advantages(returns, kind).T.tolist()
         for episode, later in zip(group, of_turns, strict=True):
             by_turn = [0.0, *later]
@@ -2397,7 +2360,13 @@ class Learner:
     All ranks of a trainer call the same methods.
     """
 
-    def __init__(self, policy: Policy, cfg: Config, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        cfg: Config,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
         self.policy = policy
         self.cfg = cfg
         self.rank = rank
@@ -2408,10 +2377,7 @@ class Learner:
         self.weights = list(policy.model.parameters())
         self.optimizer = torch.optim.AdamW(self.weights, cfg.lr, weight_decay=0.0)
 
-    def step(
-        self,
-        episodes: list[Episode],
-    ) -> StepStats:
+    def step(self, episodes: list[Episode]) -> StepStats:
         """cfg.passes updates on the same episodes. Returns what the first one found."""
         if self.cfg.mask_truncated:
             episodes = [without_truncated(episode) for episode in episodes]
@@ -2422,7 +2388,11 @@ class Learner:
             self._update(self.optimizer, self.cfg, batches)
         return first
 
-    def supervise(self, task: Task, num_steps: int) -> None:
+    def supervise(
+        self,
+        task: Task,
+        num_steps: int,
+    ) -> None:
         """The warm start, at twice the rate: REINFORCE, as if right responses had been sampled."""
         cfg = replace(self.cfg, loss="reinforce", entropy=0.0, kl=0.0)
         optimizer = torch.optim.AdamW(self.weights, 2 * cfg.lr, weight_decay=0.0)
@@ -2448,7 +2418,7 @@ class Learner:
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
         # Without an advantage a row has no gradient, unless a bonus or a divergence adds one.
         order = [row for row, of_tokens in enumerate(advantage) if any(of_tokens)]
-        if cfg.entropy or cfg.kl or len(order) < 2 * self.num_ranks:
+        if cfg.entropy or cfg.kl or len(order) < 2 * self.num_ranks:  # each rank needs a row
             order = list(range(len(episodes)))
         order.sort(key=lambda row: -len(episodes[row].ids))
         rows_per_pass = max(2, cfg.tokens_per_pass // len(episodes[order[0]].ids))
@@ -2486,12 +2456,12 @@ class Learner:
             of_tokens = (loss, entropy, k3(batch.recorded, logp))
             found.append(torch.stack([values.detach().double() for values in of_tokens]))
         grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self.weights, 1.0)))
-        if math.isfinite(grad_norm):
+        if math.isfinite(grad_norm):  # else the weights stay, and the log shows it
             optimizer.step()
         optimizer.zero_grad()
-        means = torch.cat(found, dim=1).mean(1).nan_to_num().tolist()
-        spent = {"grad_norm": grad_norm, "seconds": time.perf_counter() - start}
-        return StepStats(batches[0].num_tokens, *means, **spent)
+        loss, entropy, k3_mean = torch.cat(found, dim=1).mean(1).nan_to_num().tolist()
+        seconds = time.perf_counter() - start
+        return StepStats(batches[0].num_tokens, loss, entropy, k3_mean, grad_norm, seconds)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -2530,7 +2500,7 @@ def divergence(
 ) -> Tensor:
     """[N]: k2, half the square of d = log p - log q, where q is the reference.
 
-    As an estimate k3 is better, but as a loss k2 has the gradient of KL(p, q), on average.
+    As an estimate k3 is better; but the gradient of k2, over samples of p, is that of KL(p, q).
     """
     with torch.no_grad():
         of_reference, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
@@ -2547,7 +2517,7 @@ def shard(
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    for unit in [*max(lists, key=len), model]:  # each layer, and then what is left
+    for unit in [*max(lists, key=len), model]:  # the longest list is that of the layers
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
 
 
@@ -2565,16 +2535,18 @@ class Known:
     old: Tensor  # [4, 16]: the policy that sampled
     drawn: Tensor  # [batches, 4, 8]: responses
 
-    def true_gradient(
-        self,
-        now: Tensor,
-    ) -> Tensor:
+    def true_gradient(self, now: Tensor) -> Tensor:
         """[4, 16]: from all responses and their probabilities."""
         table = now.clone().requires_grad_()
         mean_reward = (table.softmax(-1) * self.rewards).sum(-1).mean()
         return torch.autograd.grad(mean_reward, table)[0]
 
-    def estimates(self, now: Tensor, loss: str, kind: str) -> Tensor:
+    def estimates(
+        self,
+        now: Tensor,
+        loss: str,
+        kind: str,
+    ) -> Tensor:
         """[batches, 4, 16]: gradients, each from one batch."""
         shape = (len(self.drawn), 4, 16)
         tables = now.expand(shape).clone().requires_grad_()
@@ -2584,7 +2556,12 @@ class Known:
         losses = LOSSES[loss](logp, recorded, recorded, advantage, Config())
         return -torch.autograd.grad(losses.sum() / 32, tables)[0]
 
-    def compare(self, now: Tensor, loss: str, kind: str) -> dict[str, Any]:
+    def compare(
+        self,
+        now: Tensor,
+        loss: str,
+        kind: str,
+    ) -> dict[str, Any]:
         """Degrees from the mean estimate to the truth, and the estimates' spread over the mean."""
         found = self.estimates(now, loss, kind)
         mean = found.mean(0)
@@ -2598,10 +2575,7 @@ class Known:
             "deviation": float(spread / mean.norm()),
         }
 
-    def push(
-        self,
-        loss: str,
-    ) -> float:
+    def push(self, loss: str) -> float:
         """How far (KL, in nats) 100 updates on the first batch move the policy."""
         first = replace(self, drawn=self.drawn[:1])
         now = self.old
@@ -2622,18 +2596,43 @@ async def demo_losses(
     """Compares 2,000 estimates of each kind with the true gradient, and pushes with each loss."""
     rng = torch.Generator().manual_seed(0)
     rewards = torch.rand(4, 16, generator=rng).square()
-    old = torch.randn(4, 16, generator=rng) + torch.arange(4)[:, None] * rewards
+    ease = torch.arange(4)[:, None]  # of each prompt
+    old = torch.randn(4, 16, generator=rng) + ease * rewards
     drawn = torch.multinomial(old.softmax(-1), 2000 * 8, True, generator=rng)
-    known = Known(rewards, old, drawn.view(4, 2000, 8).transpose(0, 1))
+    known = Known(
+        rewards,
+        old,
+        drawn.view(4, 2000, 8).transpose(0, 1),
+    )
     now = old
     for _ in range(8):
         step = known.true_gradient(now)
         now = now + 0.5 * step / step.norm()
-    plain = known.compare(old, "reinforce", "none")
-    group = known.compare(old, "reinforce", "group")
-    others = known.compare(old, "reinforce", "leave_one_out")
-    stale = known.compare(now, "reinforce", "leave_one_out")
-    ratio = known.compare(now, "cispo", "leave_one_out")
+    plain = known.compare(
+        old,
+        "reinforce",
+        "none",
+    )
+    group = known.compare(
+        old,
+        "reinforce",
+        "group",
+    )
+    others = known.compare(
+        old,
+        "reinforce",
+        "leave_one_out",
+    )
+    stale = known.compare(
+        now,
+        "reinforce",
+        "leave_one_out",
+    )
+    ratio = known.compare(
+        now,
+        "cispo",
+        "leave_one_out",
+    )
     rows = [{"staleness": 0, **found} for found in (plain, group, others)]
     report.table(rows + [{"staleness": 8, **found} for found in (stale, ratio)])
     pushes = {loss: known.push(loss) for loss in LOSSES}
@@ -2707,7 +2706,11 @@ class Trainer(Worker):
         self.writer.wait()
         return self.writer.handle
 
-    def step(self, episodes: list[Episode], waits: bool) -> StepStats:
+    def step(
+        self,
+        episodes: list[Episode],
+        waits: bool,
+    ) -> StepStats:
         """One batch: updates, and a new version. waits: until readers can have it."""
         stats = self.learner.step(episodes)
         self.version += 1
@@ -2716,10 +2719,7 @@ class Trainer(Worker):
             self.writer.wait()
         return stats
 
-    def export(
-        self,
-        folder: str,
-    ) -> None:
+    def export(self, folder: str) -> None:
         """Writes a folder that transformers loads."""
         model = self.policy.model
         state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
@@ -2735,7 +2735,11 @@ class Trainer(Worker):
 class Generator(Worker):
     """Samples with the newest weights."""
 
-    def setup(self, number: int, cfg: Config) -> None:
+    def setup(
+        self,
+        number: int,
+        cfg: Config,
+    ) -> None:
         """Loads the policy; its weights come with the first pull."""
         torch.set_num_threads(num_threads(cfg))
         self.number = number
@@ -2763,20 +2767,22 @@ class Generator(Worker):
 class RewardWorker(Worker):
     """Computes rewards."""
 
-    def setup(self, number: int, cfg: Config, make_scorer: Callable[[Config], Any]) -> None:
+    def setup(
+        self,
+        number: int,
+        cfg: Config,
+        make_scorer: Callable[[Config], Any],
+    ) -> None:
         self.score_group = make_scorer(cfg)
 
-    def score(
-        self,
-        groups: list[Asked],
-    ) -> list[Rewards]:
+    def score(self, groups: list[Asked]) -> list[Rewards]:
         return [self.score_group(asked) for asked in groups]
 
 
 # -- 11b. A run ------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """The episodes of one prompt that have rewards."""
 
@@ -2836,8 +2842,8 @@ class Run:
         self.pool = pool
         service = functools.partial(Service, pool=pool, unresponsive_s=unresponsive_s)
         args = (cfg, make_task, str(folder / f"meeting_{time.monotonic_ns()}"))
-        ranks = {"num_ranks": cfg.trainers, "replaces": False}
-        self.trainer = service(Trainer, 1, setup_args=args, **ranks)
+        # A lost trainer has lost the newest weights, so it ends the run.
+        self.trainer = service(Trainer, 1, setup_args=args, num_ranks=cfg.trainers, replaces=False)
         self.generators = service(Generator, cfg.generators, setup_args=(cfg,))
         args = (cfg, make_scorer)
         self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=args)
@@ -2864,10 +2870,7 @@ class Run:
         """Those that are ready."""
         return [r for service in self.services for r in service.replicas.values()]
 
-    def draw(
-        self,
-        num_prompts: int,
-    ) -> list[Prompt]:
+    def draw(self, num_prompts: int) -> list[Prompt]:
         """The next prompts. Their groups count as started. Raises RunError."""
         if self.num_fruitless >= 20:
             reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
@@ -2875,10 +2878,7 @@ class Run:
         self.accounting.started += num_prompts
         return [next(self.prompts) for _ in range(num_prompts)]
 
-    async def sample(
-        self,
-        prompts: list[Prompt],
-    ) -> list[Group]:
+    async def sample(self, prompts: list[Prompt]) -> list[Group]:
         """Groups to train on. Prompts without rewards count as lost."""
         groups: list[Group] = []
         try:
@@ -2890,8 +2890,13 @@ class Run:
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
         return groups
 
-    async def judged(self, prompts: list[Prompt], group_size: int, seed: int | None) -> list[Group]:
-        """Groups of the episodes with rewards. One alone of several cannot be compared."""
+    async def judged(
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        seed: int | None,
+    ) -> list[Group]:
+        """Groups of at least two episodes with rewards, by requests of at most 64 prompts."""
 
         async def rollout(some: list[Prompt]) -> list[Episode]:
             own_seed = None if seed is None else seed + some[0].number
@@ -2913,11 +2918,15 @@ class Run:
                 else:
                     episode.rewards = reward
                     scored.append(episode)
-            if len(scored) >= min(2, len(members)):
+            if len(scored) >= min(2, group_size):
                 groups.append(Group(scored))
         return groups
 
-    async def step(self, groups: list[Group], waits: bool) -> None:
+    async def step(
+        self,
+        groups: list[Group],
+        waits: bool,
+    ) -> None:
         """One update of the trainer. Counts the groups, and adds a row."""
         episodes = [episode for group in groups for episode in group.episodes]
         stats = await self.trainer.request("step", episodes, waits)
@@ -3008,11 +3017,11 @@ async def measure(
     num_cores = (await cpu_s(run) - start_cpu_s) / seconds
     found = {
         "steps/s": num_steps / seconds,
-        "of CPU limit": num_cores / len(os.sched_getaffinity(0)),
+        "of all CPUs": num_cores / len(os.sched_getaffinity(0)),
     }
     timeline = await get_or_spawn_controller("timeline", Timeline)
     for who, num_workers in (("trainer", 1), ("generator", run.cfg.generators)):
-        spans = await timeline.take.call_one(who)
+        spans = await timeline.read.call_one(who)
         busy_s = sum(s.end_s - s.start_s for s in spans if s.start_s > start_s)
         found[f"{who} busy"] = busy_s / seconds / num_workers
     return found
@@ -3066,52 +3075,40 @@ async def demo_sync_rl(
 #     v = 7   c is late, and d comes first: a step on d (staleness 0): v = 8
 #     v = 8   c comes, of 6. Its staleness would be 2: it is dropped
 #
-# --order chooses the price of the bound:
-#     ready   takes what is there. What became too old is dropped, mostly long responses: the
-#             policy is trained on shorter ones than it produces.
-#     fifo    takes groups as they were started. At most K batches can be before any group, so none
-#             is dropped; the trainer waits for stragglers.
+# The price: what is dropped is mostly long responses, so the policy is trained on shorter ones than
+# it produces. The other way to keep the bound is to train on groups in the order in which they were
+# started. At most K batches are before any group, so none becomes too old and none is dropped; but
+# the trainer waits for stragglers.
 
 
 class ReplayBuffer:
     """Groups on their way to the trainer, and the bound on how many are in flight.
 
-    Only one event loop changes it, so it needs no lock; the condition wakes those who wait.
+    One event loop runs all its methods, so it needs no thread lock; the condition wakes waiters.
     """
 
-    def __init__(self, run: Run, bound: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        bound: int,
+    ) -> None:
         self.run = run
         self.bound = bound
         self.batch_size = run.cfg.prompts_per_step
         self.limit = (bound + 1) * self.batch_size  # groups in flight
-        self.groups: dict[int, Group | None] = {}  # as they were started; None: not ready
+        self.ready: list[Group] = []
         self.changed = asyncio.Condition()
 
-    async def draw(
-        self,
-        num_groups: int,
-    ) -> list[Prompt]:
+    async def draw(self, num_groups: int) -> list[Prompt]:
         """Prompts, as soon as so many groups more may be in flight."""
-        counts = self.run.accounting
         async with self.changed:
-            while counts.in_flight + num_groups > self.limit:
+            while self.run.accounting.in_flight + num_groups > self.limit:
                 await self.changed.wait()
-        prompts = self.run.draw(num_groups)
-        for prompt in prompts:
-            self.groups[prompt.number] = None
-        return prompts
+        return self.run.draw(num_groups)
 
-    async def fill(
-        self,
-        prompts: list[Prompt],
-    ) -> None:
+    async def fill(self, prompts: list[Prompt]) -> None:
         """One request. Its groups become ready, or are lost."""
-        groups = await self.run.sample(prompts)
-        for group in groups:
-            self.groups[group.episodes[0].prompt.number] = group
-        for prompt in prompts:
-            if self.groups[prompt.number] is None:
-                del self.groups[prompt.number]
+        self.ready += await self.run.sample(prompts)
         await self.wake()
 
     async def wake(self) -> None:
@@ -3119,30 +3116,21 @@ class ReplayBuffer:
         async with self.changed:
             self.changed.notify_all()
 
-    async def take(
-        self,
-        version: int,
-    ) -> list[Group]:
+    async def take(self, version: int) -> list[Group]:
         """Waits for a batch, for a trainer that will be at `version`."""
-        is_fifo = self.run.cfg.order == "fifo"
         async with self.changed:
-            while True:
-                self._drop_old(version)
-                numbers = [n for n, group in self.groups.items() if group or is_fifo]
-                numbers = numbers[: self.batch_size]
-                all_ready = all(self.groups[n] for n in numbers)
-                if all_ready and len(numbers) == self.batch_size:
-                    batch = [self.groups.pop(n) for n in numbers]
-                    return [group for group in batch if group]
+            self._drop_old(version)
+            while len(self.ready) < self.batch_size:
                 await self.changed.wait()
+                self._drop_old(version)
+            batch = self.ready[: self.batch_size]
+            del self.ready[: self.batch_size]
+            return batch
 
-    def _drop_old(
-        self,
-        version: int,
-    ) -> None:
-        for number, group in list(self.groups.items()):
-            if group and version - group.version > self.bound:  # mechanism: async_rl
-                del self.groups[number]
+    def _drop_old(self, version: int) -> None:
+        for group in list(self.ready):
+            if version - group.version > self.bound:  # mechanism: async_rl
+                self.ready.remove(group)
                 self.run.accounting.dropped += 1
                 self.changed.notify_all()  # there is room now
 
@@ -3150,41 +3138,43 @@ class ReplayBuffer:
 class AsyncRun:
     """The two loops. It owns their buffer and their tasks."""
 
-    def __init__(self, run: Run, bound: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        bound: int,
+    ) -> None:
         cfg = run.cfg
         self.run = run
         self.buffer = ReplayBuffer(run, bound)
         self.num_ahead = min(1, bound - 1)  # batches that wait at the trainer
-        # A request costs 8 ms and 1 ms a group, so it is as large as keeps all generators busy:
-        # more of them than batches share what is not at the trainer.
+        # A request costs 8 ms and 1 ms a group, so it should be large: a batch, or the share of one
+        # generator in the bound's batches (in those not at the trainer, if generators are many).
         num_batches = bound - (self.num_ahead if cfg.generators > bound else 0)
         share = num_batches * cfg.prompts_per_step // cfg.generators
         self.request_size = max(1, min(cfg.prompts_per_step, share))
 
-    async def train(
-        self,
-        num_steps: int,
-    ) -> None:
+    async def train(self, num_steps: int) -> None:
         """Runs both loops for so many steps. Groups that are left then are dropped."""
         try:
-            async with asyncio.TaskGroup() as tasks:  # at its end it waits for all tasks
+            async with asyncio.TaskGroup() as tasks:  # ends when all requests have ended
                 generating = tasks.create_task(self._generate(tasks))
                 await self._learn(tasks, num_steps)
                 generating.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        self.run.accounting.dropped += len(self.buffer.groups)
+        self.run.accounting.dropped += len(self.buffer.ready)
 
-    async def _generate(
-        self,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
+    async def _generate(self, tasks: asyncio.TaskGroup) -> None:
         """Consumes prompts, waits for room, produces requests; ends when it is cancelled."""
         while True:
             prompts = await self.buffer.draw(self.request_size)
             tasks.create_task(self.buffer.fill(prompts))
 
-    async def _learn(self, tasks: asyncio.TaskGroup, num_steps: int) -> None:
+    async def _learn(
+        self,
+        tasks: asyncio.TaskGroup,
+        num_steps: int,
+    ) -> None:
         """Consumes batches, waits for the trainer, produces room; ends after num_steps."""
         at_trainer: deque[asyncio.Task[None]] = deque()
         first = self.run.version
@@ -3219,8 +3209,8 @@ async def demo_async_rl(
     report: Report,
     cfg: Config,
 ) -> None:
-    """60 synchronous steps, 140 asynchronous ones, 60 under faults, and 30 without a bound."""
-    bound = cfg.max_staleness
+    """60 synchronous steps, 140 asynchronous ones, 60 under faults, and 30 with a bound of 10."""
+    bound = max(1, cfg.max_staleness)
     run = await begin_demo(report, cfg)
     before = await run.evaluate() or 0.0
     sync = await measure(run, train_sync(run, 60), 60)
@@ -3244,7 +3234,7 @@ async def demo_async_rl(
     report.table([asdict(counts)])
 
     report.check("largest staleness", bounded, "<", bound + 1)
-    report.check("largest staleness with ten more batches in flight", unbounded, ">", bound)
+    report.check("largest staleness with 11 batches in flight", unbounded, ">", bound)
     report.check("workers lost and replaced", len(losses), "==", 2)
     num_left = counts.lost + counts.in_flight
     report.check("groups lost, or in flight at the end", num_left, "==", 0)
@@ -3252,7 +3242,7 @@ async def demo_async_rl(
     report.figure(
         steps_per_s=together["steps/s"],
         sync_steps_per_s=sync["steps/s"],
-        of_cpu_limit=together["of CPU limit"],
+        of_cpu_limit=together["of all CPUs"],
         trainer_busy_share=together["trainer busy"],
         heldout_before=before,
         heldout_after=after,
@@ -3299,9 +3289,10 @@ class WordTask(Task):
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
             asked = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
             return Prompt(number, (user_turn(asked, ", ".join(numbers)),))
-        asked = f"When I say {one}, you say {of_one}. When I say {other}, you say {of_other}."
-        asked += f" Say nothing else. {one}"
-        return Prompt(number, (user_turn(asked, of_one), user_turn(other, of_other)))
+        rule = f"When I say {one}, you say {of_one}. When I say {other}, you say {of_other}."
+        said, answer = rng.choice([(one, of_one), (other, of_other)])
+        start = (*user_turn(rule, "").messages, {"role": "assistant", "content": "OK."})
+        return Prompt(number, (Turn((*start, *user_turn(said, "").messages), answer),))
 
     def grade(self, answer: str, response: str) -> float:
         """1 for exactly the answer, and at most half for its words among others."""
@@ -3325,8 +3316,7 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
         if not "".join([message["role"] + message["content"] for message in messages]):
             raise ValueError("it is empty")
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        wanted = '{"prompt": text or messages, "answer": ...}'
-        raise UsageError(f"{where}: not {wanted}: {error!r}") from error
+        raise UsageError(f'{where}: not {{"prompt": text or messages}}: {error!r}') from error
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
@@ -3422,7 +3412,7 @@ class OwnProcess:
         if not self.executor:
             spawn = multiprocessing.get_context("spawn")
             self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
-            self.process_id = self.executor.submit(os.getpid).result()
+            self.pid = self.executor.submit(os.getpid).result()
         try:
             future = self.executor.submit(score_group, self.cfg, asked)
             return future.result(self.cfg.reward_deadline)
@@ -3431,7 +3421,7 @@ class OwnProcess:
         except BrokenExecutor:
             reason = "the process of the reward function has died"
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process_id, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         self.executor.shutdown(wait=False)
         self.executor = None  # the next group gets a new process
         return [reason] * len(asked)
