@@ -75,6 +75,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 import zlib
 from collections import Counter as Tally, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -142,7 +143,7 @@ class Config:
     task: str = flag("repeat", "repeat, count or pattern; FILE.jsonl; FILE.py:CLASS")
     reward: str = flag("", "FILE.py:FUNCTION(prompt, response, answer)")
     dtype: str = flag("float32", "of forward passes", "float32", "bfloat16")
-    device: str = flag("", "cpu or cuda; default: cuda if there is one")
+    device: str = flag("", "default: cuda if there is one", "cpu", "cuda")
     seed: int = flag(0, "of prompts, sampling and fresh models")
     steps: int = flag(100, "updates of the policy")
     prompts_per_step: int = flag(16, "groups in a batch")
@@ -224,7 +225,7 @@ def title_of(stage: Stage) -> str:
 class Report:
     """Prints what is found, and keeps it for --json.
 
-    folder: of this command, removed at its end. pool: processes, which stages share (section 6).
+    pool: processes, which stages share (section 6).
     """
 
     def __init__(self, folder: Path, pool: Pool) -> None:
@@ -340,7 +341,7 @@ async def demo_hello_actor(
 # Problem. A run has many generators, and a trainer many ranks. Calling them one after another takes
 #   the sum of their times.
 # Rule. Actors that are spawned together are a mesh, an array with named dimensions. A call of a
-#   mesh is one message to all members. The adverb says who runs, and who answers:
+#   mesh is one message to all members. Its adverb says which members run, and which answer:
 #
 #     mesh.add.call(...)                    every member runs; the answers come with their places
 #     mesh.add.broadcast(...)               every member runs; nobody answers
@@ -352,7 +353,7 @@ async def demo_hello_actor(
 
 
 @stage(
-    "one call reaches every member of a mesh; its adverb says who runs and who answers",
+    "one call reaches every member of a mesh; its adverb says which members run and answer",
     instead="mesh = members.slice(worker=0)",
 )
 async def demo_actor_mesh(
@@ -409,8 +410,7 @@ async def demo_actor_mesh(
 #                                                       handle.write_from(mine)  pushes bytes
 #
 # RDMA is remote direct memory access: a network card reads the memory of another machine without
-# that machine's processor. Without such a card Monarch does the same over TCP, by threads in Rust:
-# slower, with the same contract.
+# that machine's processor. Without such a card Monarch does the same over TCP, by threads in Rust.
 
 
 class Owner(Actor):
@@ -478,7 +478,7 @@ async def demo_rdma_transfer(
 # Cost. One more message for each lookup; all callers share one process.
 #
 # Below only the main process looks it up, and passes it to the workers: a worker that is killed
-# during a lookup breaks Monarch's registry of names for all.
+# during a lookup breaks Monarch's registry of names.
 
 
 @dataclass(frozen=True)
@@ -508,12 +508,9 @@ class Timeline(Actor):
 
 
 class Witness(Actor):
-    """An actor without a reference to any other."""
-
     @endpoint
     async def report(self) -> None:
-        find = functools.partial(get_or_spawn_controller, "timeline", Timeline)
-        timeline = await find()  # mechanism: controllers
+        timeline = await get_or_spawn_controller("timeline", Timeline)  # mechanism: controllers
         span = Span(f"witness_{current_rank().rank}", "report", time.time(), time.time())
         await timeline.add.call_one([span])
 
@@ -571,7 +568,7 @@ class Worker(Actor):
         # A process group of its own: its children end with it, and Ctrl-C does not reach it.
         os.setpgid(0, 0)
 
-    @concurrent_endpoint  # runs beside other calls
+    @concurrent_endpoint  # beside others
     async def ping(self) -> int:
         return os.getpid()
 
@@ -645,7 +642,7 @@ async def until_unresponsive(
             await asyncio.wait_for(ping, unresponsive_s)  # mechanism: supervision
         except TimeoutError:
             return f"has not answered a ping for {unresponsive_s:g} s"
-        except Exception as error:  # Monarch's, of several types: the process has gone
+        except Exception as error:  # Monarch's, of several types: the process is no more
             return cause_of(error)
         await asyncio.sleep(0.5)
 
@@ -764,8 +761,7 @@ async def demo_supervision(
 #                                            \------> replica 1   answers
 #            <------- 2.0 -----------------------------/
 #
-# The service is a plain object. As an actor it would pickle each request and each answer once more:
-# half of the main process's CPU time.
+# The service is a plain object. As an actor it would pickle each request and answer once more.
 
 # -- 6a. Processes ---------------------
 #
@@ -784,7 +780,7 @@ class Processes:
         for pid in self.ids:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-        await self.mesh.stop()  # by itself this waits for ever for a stopped process
+        await self.mesh.stop()  # alone, it never returns if a process is stopped
 
 
 class Pool:
@@ -795,10 +791,9 @@ class Pool:
         self.making_spare: asyncio.Task[None] | None = None
 
     async def take(self, num_ranks: int) -> Processes:
-        """Idle processes, or new ones."""
+        """Idle processes, or new ones. One that has died meanwhile is lost like any other."""
         for processes in self.idle:
-            alive = [i for i in processes.ids if os.path.exists(f"/proc/{i}")]
-            if len(processes.ids) == len(alive) == num_ranks:
+            if len(processes.ids) == num_ranks:
                 self.idle.remove(processes)
                 return processes
         return await self._start(num_ranks)
@@ -846,21 +841,20 @@ class Replica:
     name: str  # "generator_0"
     processes: Processes
     worker: Any  # an actor for each rank
-    in_flight: dict[str, float] = field(default_factory=dict)  # since when
+    in_flight: dict[str, float] = field(default_factory=dict)  # start times of requests
     result: Any = None  # of its setup
-    lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # why
+    lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # the reason
     noticed_s: float = 0.0  # when the loss was noticed, in seconds since 1970
     replaced_s: float = 0.0  # and when another replica was ready
 
     def lose(self, reason: str) -> None:
-        """Wakes all who wait for it. The first reason counts."""
         if not self.lost.done():
             self.noticed_s = time.time()
             self.lost.set_result(reason)
 
     @contextlib.asynccontextmanager
     async def watched(self, unresponsive_s: float) -> AsyncIterator[None]:
-        """Inside this context, death and standstill are noticed (section 5)."""
+        """Inside this context, death and standstill are noticed."""
 
         async def watch(detector: Awaitable[str]) -> None:
             self.lose(await detector)
@@ -886,7 +880,7 @@ class Service:
     num_ranks: int = 1
     unresponsive_s: float = 30.0  # a replica that answers no ping for so long is killed
     replaces: bool = True  # if not, requests raise ReplicaLost after a loss
-    replicas: dict[int, Replica] = field(default_factory=dict)  # the ready ones
+    replicas: dict[int, Replica] = field(default_factory=dict)  # after their setup
     losses: list[Replica] = field(default_factory=list)
     num_retries: int = 0
     error: Exception | None = None  # why there will be no other replica
@@ -899,8 +893,11 @@ class Service:
         await self.until_ready(self.num_replicas)
         return [self.replicas[number].result for number in range(self.num_replicas)]
 
+    def ready(self) -> list[Replica]:
+        return [replica for replica in self.replicas.values() if not replica.lost.done()]
+
     async def until_ready(self, num_replicas: int) -> None:
-        while len(self.replicas) < num_replicas and not self.error:
+        while len(self.ready()) < num_replicas and not self.error:
             await asyncio.sleep(0.005)
             for keeper in self.keepers:
                 if keeper.done():
@@ -929,9 +926,8 @@ class Service:
     async def _pick(self, not_this: Replica | None) -> Replica:
         """The ready replica with the fewest requests in flight, `not_this` last."""
         await self.until_ready(1)
-        ready = list(self.replicas.values())
-        others = [replica for replica in ready if replica is not not_this]
-        return min(others or ready, key=lambda replica: len(replica.in_flight))
+        others = [replica for replica in self.ready() if replica is not not_this]
+        return min(others or self.ready(), key=lambda replica: len(replica.in_flight))
 
     async def _ask(self, replica: Replica, method: str, *args: Any) -> Any:
         """One attempt: the answer of rank 0, ActorError or ReplicaLost."""
@@ -940,15 +936,16 @@ class Service:
         call = asyncio.ensure_future(replica.worker.call.call(method, *args))
         try:
             await asyncio.wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
-            if not replica.lost.done():
-                return next(iter(call.result().values()))
-        except ActorError:
-            raise
-        except Exception as error:  # Monarch's, of several types: the process has gone
-            replica.lose(cause_of(error))
         finally:
-            call.cancel()
+            call.cancel()  # if it is not done
             del replica.in_flight[what]
+        if not replica.lost.done():
+            try:
+                return next(iter(call.result().values()))
+            except ActorError:
+                raise
+            except Exception as error:  # Monarch's, of several types: the process is no more
+                replica.lose(cause_of(error))
         raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
 
     async def _keep(self, number: int) -> None:
@@ -1067,7 +1064,14 @@ async def demo_service(
             return False
 
     requests = [is_right(number) for number in range(400)]
-    strikes = [strike(2, 0.2, signal.SIGKILL), strike(3, 0.4, signal.SIGSTOP)]
+    strikes = [
+        strike(
+            2,
+            0.2,
+            signal.SIGKILL,
+        ),
+        strike(3, 0.4, signal.SIGSTOP),
+    ]
     striking = asyncio.gather(*strikes)
     num_right = sum(await asyncio.gather(*requests))
     await striking
@@ -1097,7 +1101,7 @@ async def demo_service(
 # Rule. The trainer fills a slot of shared memory that nobody reads, and then makes it the latest. A
 #   reader leases the latest slot, and reads it until it leases another.
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
-# Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is bytes.
+# Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is memory layout.
 #
 # The usual way is a broadcast in a process group, which couples both sides: the trainer waits until
 # the last generator has finished its rollout. (A dot is waiting, X the broadcast, P the copy into a
@@ -1173,7 +1177,7 @@ def manifest_of(
 
 @dataclass(frozen=True)
 class ArenaHandle:
-    """How another process of this host finds the arena, and what is in it."""
+    """How another process finds the arena, and what is in it."""
 
     path: str
     manifest: Manifest
@@ -1246,6 +1250,11 @@ def create_arena(
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
     handle = ArenaHandle(path, manifest, slot_bytes, num_readers)
     arena = Arena(handle)
+    weakref.finalize(
+        arena,
+        os.close,
+        descriptor,
+    )  # the memory goes with its last user
     for word in range(Arena.LEASES + num_readers):
         arena.words[word] = Arena.NOTHING
     arena.slots.zero_()  # makes the pages now: in a publish that would cost more than the copy
@@ -1303,7 +1312,7 @@ class WeightWriter:
     def write(self, slot: Tensor) -> None:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
         if self.block is not None:
-            # Unlike copy_, it does not read what it overwrites: a third less time.
+            # Unlike copy_, memmove does not read what it overwrites.
             ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
             return
         with torch.no_grad():
@@ -1337,7 +1346,7 @@ class WeightReader:
             self.views.append([spec.view(slot) for spec in handle.manifest])
 
     def pull(self, at_least: int = Arena.NOTHING) -> int:
-        """The latest version, which the tensors are now. Waits for version `at_least` or later."""
+        """Makes the tensors the latest version, and returns it. Waits until it is >= at_least."""
         version, slot = self.arena.lease(self.reader)
         while version < at_least:
             time.sleep(0.001)
@@ -1851,7 +1860,7 @@ def pretrained(
     return tokenizer, model
 
 
-RESPONSE = {"role": "assistant", "content": "response"}  # in place of any, to see what follows it
+RESPONSE = {"role": "assistant", "content": "response"}  # stands for any response
 
 
 class Policy:
@@ -1868,7 +1877,8 @@ class Policy:
             self.tokenizer, model = tiny_policy(cfg.seed, [])
         self.device = torch.device(cfg.device or "cpu")
         self.model = model.to(self.device, dtype).eval()  # without dropout
-        self.dtype = getattr(torch, cfg.dtype)  # of forward passes, not of parameters
+        # Of forward passes, not of parameters. FSDP, of several trainers, casts by itself.
+        self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
         self.temperature = cfg.temperature
         config = model.config.get_text_config()
         self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
@@ -1918,15 +1928,14 @@ class Policy:
     ) -> list[int]:
         """The ids that a turn, from 0, appends to the conversation.
 
-        In a later turn they begin with the end of the last response. Raises UsageError if the chat
-        template rewrites earlier turns.
+        In a later turn they are what the template renders behind the last response, with its end.
+        Raises UsageError if the chat template rewrites earlier turns.
         """
-        messages = list(prompt.turns[0].messages)
-        before = ""
-        for later in prompt.turns[1 : turn + 1]:
-            before = self._render(messages, True) + "response"
-            messages += [RESPONSE, *later.messages]
-        whole = self._render(messages, True)
+        earlier: list[Any] = []
+        for past in prompt.turns[:turn]:
+            earlier += [*past.messages, RESPONSE]
+        before = self._render(earlier[:-1], True) + "response" if turn > 0 else ""
+        whole = self._render([*earlier, *prompt.turns[turn].messages], True)
         if not whole.startswith(before):
             raise UsageError("this chat template rewrites earlier turns: use one turn")
         text = whole[len(before) :]
@@ -1953,7 +1962,7 @@ class Policy:
 
 
 class Decoder:
-    """The cache of rows of ids, and the logits of what comes next. Equal rows are computed once."""
+    """KV cache and next-token logits of a batch of rows of ids. Equal rows are computed once."""
 
     def __init__(
         self,
@@ -1968,7 +1977,7 @@ class Decoder:
         self.select([unique.index(tuple(row)) for row in rows])
 
     def append(self, rows: list[list[int]]) -> None:
-        """Goes on by these ids, padded on the left, where the mask [B, T] is 0."""
+        """Feeds these ids, padded on the left, where the mask [B, T] is 0."""
         width = max(len(row) for row in rows)
         padded = [[-1] * (width - len(row)) + row for row in rows]
         ids = torch.tensor(padded, device=self.mask.device)
@@ -2182,7 +2191,7 @@ async def demo_rollout(
 #
 #     grad J = sum of R grad p = sum of p (R grad log p) = mean of R grad log p over samples
 #
-# A baseline b does no harm: it adds -b times the gradient of the sum of p, which is always 1.
+# A baseline b adds no bias: its term is -b times the gradient of the sum of p, and that sum is 1.
 #
 # Why the loss prints 0. With r = 1 the loss of a token is -A, and the advantages of a group add up
 # to 0 (nearly, where responses differ in length). Watch the reward and held-out accuracy instead.
@@ -2342,11 +2351,11 @@ def padded(
 
 @dataclass
 class StepStats:
-    """What one update says of itself. Means are over the tokens of rank 0."""
+    """Statistics of one update. Means are over the tokens of rank 0."""
 
     num_tokens: int
     loss: float  # near 0 in a healthy run: section 10
-    entropy: float  # nats per token; at 0 the policy no longer tries anything
+    entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
 
     grad_norm: float  # before it is cut to 1
@@ -2356,7 +2365,7 @@ class StepStats:
 class Learner:
     """A policy, its optimizer, and its updates. Parameters, gradients and moments are in fp32.
 
-    In bfloat16 an update at a rate of 1e-6 would move one weight in fifty: the rest is rounded off.
+    In bfloat16 most updates at a rate of 1e-6 would be rounded off.
     All ranks of a trainer call the same methods.
     """
 
@@ -2373,7 +2382,7 @@ class Learner:
         self.num_ranks = num_ranks
         self.reference = copy.deepcopy(policy) if cfg.kl else None
         if num_ranks > 1:
-            shard(policy.model, num_ranks, policy.dtype)
+            shard(policy.model, num_ranks, getattr(torch, cfg.dtype))
         self.weights = list(policy.model.parameters())
         self.optimizer = torch.optim.AdamW(self.weights, cfg.lr, weight_decay=0.0)
 
@@ -2393,7 +2402,7 @@ class Learner:
         task: Task,
         num_steps: int,
     ) -> None:
-        """The warm start, at twice the rate: REINFORCE, as if right responses had been sampled."""
+        """Supervised warm start at twice the rate: REINFORCE on right responses, with A = 1."""
         cfg = replace(self.cfg, loss="reinforce", entropy=0.0, kl=0.0)
         optimizer = torch.optim.AdamW(self.weights, 2 * cfg.lr, weight_decay=0.0)
         prompts = training_prompts(task)
@@ -2412,8 +2421,8 @@ class Learner:
     ) -> list[Batch]:
         """A batch of cfg.tokens_per_pass for each pass of this rank.
 
-        Rows are sorted, so that there is little padding, and dealt to the ranks like cards. All
-        ranks make as many passes, because FSDP gathers each layer on all at once.
+        Rows are sorted by length, so that there is little padding, and assigned round-robin. All
+        ranks make equally many passes, because FSDP gathers each layer on all ranks at once.
         """
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
         # Without an advantage a row has no gradient, unless a bonus or a divergence adds one.
@@ -2465,16 +2474,20 @@ class Learner:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor of which FSDP leaves each rank a part."""
+    """The full tensor of a DTensor; others unchanged."""
     return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
 
 
 def training_prompts(task: Task) -> Iterator[Prompt]:
     """The prompts of a task in their order, without those that are held out."""
+    last = 0
     for number in itertools.count():
         prompt = task.prompt(number)
         if not prompt.is_held_out:
+            last = number
             yield prompt
+        elif number - last > 1000:
+            raise UsageError("the task has too few prompts: all are held out")
 
 
 def right_episode(
@@ -2549,12 +2562,12 @@ class Known:
     ) -> Tensor:
         """[batches, 4, 16]: gradients, each from one batch."""
         shape = (len(self.drawn), 4, 16)
-        tables = now.expand(shape).clone().requires_grad_()
+        tables = now.expand(shape).clone().requires_grad_()  # one copy for each batch
         logp = tables.log_softmax(-1).gather(2, self.drawn)
         recorded = self.old.log_softmax(-1).expand(shape).gather(2, self.drawn)
         advantage = advantages(self.rewards.expand(shape).gather(2, self.drawn), kind)
         losses = LOSSES[loss](logp, recorded, recorded, advantage, Config())
-        return -torch.autograd.grad(losses.sum() / 32, tables)[0]
+        return -torch.autograd.grad(losses.sum() / (4 * 8), tables)[0]
 
     def compare(
         self,
@@ -2562,7 +2575,7 @@ class Known:
         loss: str,
         kind: str,
     ) -> dict[str, Any]:
-        """Degrees from the mean estimate to the truth, and the estimates' spread over the mean."""
+        """Angle of the mean estimate to the true gradient, and relative standard deviation."""
         found = self.estimates(now, loss, kind)
         mean = found.mean(0)
         truth = self.true_gradient(now)
@@ -2678,7 +2691,7 @@ def make_scorer(cfg: Config) -> Callable[[Asked], Rewards]:
 
 
 def num_threads(cfg: Config) -> int:
-    """Of torch, in each process. More threads than cores would spin, waiting for each other."""
+    """Of torch, in each process. More threads than cores wait for each other by spinning."""
     return max(1, len(os.sched_getaffinity(0)) // (cfg.generators + cfg.trainers))
 
 
@@ -2711,7 +2724,7 @@ class Trainer(Worker):
         episodes: list[Episode],
         waits: bool,
     ) -> StepStats:
-        """One batch: updates, and a new version. waits: until readers can have it."""
+        """One batch: updates, and a new version. waits: until it is committed."""
         stats = self.learner.step(episodes)
         self.version += 1
         self.writer.publish(self.version)
@@ -2790,18 +2803,18 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest version that has sampled a token of it."""
+        """The oldest that has sampled a token."""
         return min(v for episode in self.episodes for v in episode.versions if v >= 0)
 
 
 class RunError(RuntimeError):
-    """The run cannot go on. The text says why."""
+    """The run cannot go on."""
 
 
 async def in_parts(
     items: list[Any], num_parts: int, ask: Callable[[list[Any]], Awaitable[list[Any]]]
 ) -> list[Any]:
-    """The answers of several replicas at once, each for a part of the items."""
+    """Splits items, asks for the answers to all parts at once, and joins them."""
     size = math.ceil(len(items) / num_parts) if items else 1
     parts = [items[start : start + size] for start in range(0, len(items), size)]
     answers = await asyncio.gather(*[ask(part) for part in parts])
@@ -2824,7 +2837,7 @@ class Accounting:
 
 
 class Run:
-    """The three services of a run, and what becomes of its groups.
+    """The three services of a run, and the accounting of its groups.
 
     folder: where ranks meet. make_task, make_scorer: workers call them, each for itself.
     """
@@ -2848,6 +2861,7 @@ class Run:
         args = (cfg, make_scorer)
         self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=args)
         self.services = [self.trainer, self.generators, self.reward_workers]
+        self.num_begun = 0  # steps
         self.version = 0  # of the trainer's weights
         self.prompts = training_prompts(make_task(cfg))
         self.held_out = held_out_prompts(make_task(cfg), cfg.eval_prompts)
@@ -2867,8 +2881,7 @@ class Run:
         await asyncio.gather(*[service.close() for service in self.services])
 
     def replicas(self) -> list[Replica]:
-        """Those that are ready."""
-        return [r for service in self.services for r in service.replicas.values()]
+        return [replica for service in self.services for replica in service.ready()]
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         """The next prompts. Their groups count as started. Raises RunError."""
@@ -2928,28 +2941,30 @@ class Run:
         waits: bool,
     ) -> None:
         """One update of the trainer. Counts the groups, and adds a row."""
+        version = self.num_begun  # the trainer's, for it makes the steps in this order
+        self.num_begun += 1
         episodes = [episode for group in groups for episode in group.episodes]
         stats = await self.trainer.request("step", episodes, waits)
         oldest = min(group.version for group in groups)
         first = episodes[0]
         asked = first.prompt.turns[-1].messages[-1]["content"]
         row = {
-            "step": self.version + 1,
+            "step": version + 1,
             "time": time.time(),
             "reward": statistics.fmean(sum(e.rewards) for e in episodes),
-            "staleness": self.version - oldest,
+            "staleness": version - oldest,
             "truncated": statistics.fmean(any(e.truncated) for e in episodes),
             "sample": f"{asked!r} -> {first.responses[-1]!r} ({sum(first.rewards):.2f})",
             "tokens_per_s": stats.num_tokens / stats.seconds,
             "too_long": self.num_too_long,
             "not_scored": sum(self.errors.values()),
         }
-        self.version += 1
+        self.version = max(self.version, version + 1)
         self.accounting.trained += len(groups)
         self.rows.append(row | asdict(stats) | asdict(self.accounting))
 
     async def evaluate(self) -> float | None:
-        """The share of held-out prompts whose likeliest responses earn all of 1."""
+        """The share of held-out prompts whose likeliest responses get the full reward, 1."""
         groups = await self.judged(self.held_out, 1, seed=None)
         num_right = sum(sum(group.episodes[0].rewards) > 0.999 for group in groups)
         return num_right / len(self.held_out) if self.held_out else None
@@ -3000,8 +3015,9 @@ async def begin_demo(
 
 async def cpu_s(run: Run) -> float:
     """Seconds of CPU time of all workers and this process."""
-    calls = [replica.worker.call.call_one("cpu_s") for replica in run.replicas()]
-    return sum(await asyncio.gather(*calls)) + time.process_time()
+    calls = [replica.worker.call.call("cpu_s") for replica in run.replicas()]
+    of_ranks = [sum(answer.values()) for answer in await asyncio.gather(*calls)]
+    return sum(of_ranks) + time.process_time()
 
 
 async def measure(
@@ -3108,16 +3124,16 @@ class ReplayBuffer:
 
     async def fill(self, prompts: list[Prompt]) -> None:
         """One request. Its groups become ready, or are lost."""
-        self.ready += await self.run.sample(prompts)
+        groups = await self.run.sample(prompts)
+        self.ready += groups
         await self.wake()
 
     async def wake(self) -> None:
-        """Something that somebody waits for may have changed."""
         async with self.changed:
             self.changed.notify_all()
 
     async def take(self, version: int) -> list[Group]:
-        """Waits for a batch, for a trainer that will be at `version`."""
+        """Waits for a batch. version: the trainer's, when it begins this batch."""
         async with self.changed:
             self._drop_old(version)
             while len(self.ready) < self.batch_size:
@@ -3147,8 +3163,8 @@ class AsyncRun:
         self.run = run
         self.buffer = ReplayBuffer(run, bound)
         self.num_ahead = min(1, bound - 1)  # batches that wait at the trainer
-        # A request costs 8 ms and 1 ms a group, so it should be large: a batch, or the share of one
-        # generator in the bound's batches (in those not at the trainer, if generators are many).
+        # A request has a fixed cost, so it is large: a batch, if each generator can have one. More
+        # generators than batches divide the groups that do not wait at the trainer.
         num_batches = bound - (self.num_ahead if cfg.generators > bound else 0)
         share = num_batches * cfg.prompts_per_step // cfg.generators
         self.request_size = max(1, min(cfg.prompts_per_step, share))
@@ -3175,7 +3191,7 @@ class AsyncRun:
         tasks: asyncio.TaskGroup,
         num_steps: int,
     ) -> None:
-        """Consumes batches, waits for the trainer, produces room; ends after num_steps."""
+        """Consumes batches, waits for the trainer, frees capacity; ends after num_steps."""
         at_trainer: deque[asyncio.Task[None]] = deque()
         first = self.run.version
         for number in range(num_steps):
@@ -3209,7 +3225,7 @@ async def demo_async_rl(
     report: Report,
     cfg: Config,
 ) -> None:
-    """60 synchronous steps, 140 asynchronous ones, 60 under faults, and 30 with a bound of 10."""
+    """60 synchronous steps, 140 asynchronous ones, 60 under faults, 30 with a larger bound."""
     bound = max(1, cfg.max_staleness)
     run = await begin_demo(report, cfg)
     before = await run.evaluate() or 0.0
@@ -3228,13 +3244,13 @@ async def demo_async_rl(
         seconds = replica.replaced_s - replica.noticed_s
         report.say(f"{replica.name} {replica.lost.result()}; replaced in {seconds:.2f} s")
     bounded = max(row["staleness"] for row in run.rows)
-    await AsyncRun(run, 10).train(30)
+    await AsyncRun(run, bound + 8).train(30)
     unbounded = max(row["staleness"] for row in run.rows)
     counts = run.accounting
     report.table([asdict(counts)])
 
     report.check("largest staleness", bounded, "<", bound + 1)
-    report.check("largest staleness with 11 batches in flight", unbounded, ">", bound)
+    report.check("largest staleness with 8 more batches in flight", unbounded, ">", bound)
     report.check("workers lost and replaced", len(losses), "==", 2)
     num_left = counts.lost + counts.in_flight
     report.check("groups lost, or in flight at the end", num_left, "==", 0)
@@ -3313,7 +3329,7 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if not "".join([message["role"] + message["content"] for message in messages]):
+        if not [each["role"] for each in messages if each["content"].strip()]:
             raise ValueError("it is empty")
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise UsageError(f'{where}: not {{"prompt": text or messages}}: {error!r}') from error
@@ -3337,18 +3353,15 @@ class FileTask(Task):
         return replace(self.prompts[number % len(self.prompts)], number=number)
 
     def grade(self, answer: Any, response: str) -> float:
-        """1 for the same text as the answer, or for the same last number; else 0.
-
-        Of both counts what follows </think> or ####, or what LaTeX puts into boxed{...}.
-        """
+        """1 for the answer's text or last number, after any </think>, #### or boxed{; else 0."""
         finals = []
         for text in (str(answer), response):
             final = re.split(r"</think>|####|\\boxed\{", text)[-1].replace(",", "")
             finals.append(final.strip(" .$}\r\n").casefold())
-        numbers = [float(number) for number in re.findall(r"-?\d+\.?\d*", finals[-1])]
-        with contextlib.suppress(ValueError):
-            finals[0] = float(finals[0])
-        return float(finals[0] in [finals[-1], *numbers[-1:]])
+        wanted, final = finals
+        numbers = [float(number) for number in re.findall(r"-?\d+\.?\d*", final)]
+        is_number = re.fullmatch(r"-?\d+\.?\d*", wanted)
+        return float(wanted == final or bool(is_number and float(wanted) in numbers[-1:]))
 
 
 def load_python(spec: str) -> Any:
@@ -3511,8 +3524,9 @@ async def until_made(run: Run, number: int) -> None:
         for replica in run.replicas():  # the oldest request of each
             seconds = told_s - min(replica.in_flight.values(), default=told_s)
             print(f"           {replica.name} has had a request for {seconds:.0f} s", flush=True)
-            if seconds > 120:
-                subprocess.run(["py-spy", "dump", "--pid", str(replica.processes.ids[0])])
+            py_spy = Path(sys.executable).with_name("py-spy")
+            if seconds > 120 and py_spy.exists():
+                subprocess.run([py_spy, "dump", "--pid", str(replica.processes.ids[0])])
 
 
 def step_line(row: dict[str, Any]) -> str:
@@ -3527,7 +3541,7 @@ def step_line(row: dict[str, Any]) -> str:
 
 async def run_own(cfg: Config, report: Report) -> dict[str, Any]:
     """--train, --evaluate and --export, in this order: one run, and nothing beside it."""
-    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
     num_tokens = cfg.max_new_tokens or own_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
     run = Run(cfg, report.pool, report.folder, own_task, OwnProcess)
@@ -3539,6 +3553,8 @@ async def run_own(cfg: Config, report: Report) -> dict[str, Any]:
             found["evaluation"] = await evaluate_own(run, cfg.evaluate)
         if cfg.export:
             await run.trainer.request("export", cfg.export)
+        for error, times in run.errors.items():
+            print(f"not scored {times} times: {error}")
         return found
     finally:
         await run.close()
@@ -3555,8 +3571,6 @@ async def train_own(run: Run) -> dict[str, Any]:
     seconds = run.rows[-1]["time"] - start_s
     print(f"trained for {seconds:.0f} s", flush=True)
     after = await evaluate_own(run, 0)
-    for error, times in run.errors.items():
-        print(f"not scored {times} times: {error}")
     found = {"steps": len(run.rows), "seconds": seconds, **asdict(run.accounting)}
     found |= {"heldout_before": before["greedy"], "heldout_after": after["greedy"]}
     for name in ("staleness", "k3"):
@@ -3593,9 +3607,8 @@ ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
 async def run_stages(cfg: Config, report: Report) -> None:
     """Runs the stages that were asked for. An exception counts as a check that failed."""
     names = [*STAGES]
-    if cfg.stage:
-        names = names[: names.index(cfg.stage) + 1]
-    for stage in [STAGES[name] for name in names if cfg.only in ("", name)]:
+    names = names[: names.index(cfg.stage) + 1] if cfg.stage else names
+    for stage in [STAGES[name] for name in ([cfg.only] if cfg.only else names)]:
         print("\n" + title_of(stage), flush=True)
         found: dict[str, Any] = {"name": stage.name, "checks": [], "figures": {}}
         report.stages.append(found)
@@ -3621,14 +3634,16 @@ def checked(cfg: Config) -> Config:
     for each in fields(Config):
         if isinstance(each.default, (int, float)):
             may_be_0 = each.default < 1 or each.name == "max_staleness"
-            if getattr(cfg, each.name) < (0 if may_be_0 else 1e-3):
-                raise UsageError(f"--{each.name.replace('_', '-')} is too small")
+            if not (0 if may_be_0 else 1e-3) <= getattr(cfg, each.name) < math.inf:
+                raise UsageError(f"--{each.name.replace('_', '-')}: {getattr(cfg, each.name)}")
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     is_own = cfg.reward or cfg.task not in TASKS
     is_file = cfg.task.endswith(".jsonl")
-    is_alone = cfg.group_size < 2 and cfg.advantage != "none"
+
+    outputs = [Path(name).resolve().parent for name in (cfg.log, cfg.json) if name]
     mistakes = {
-        "--advantage needs --group-size 2 or more": is_alone,
+        "--log, --json: no such folder": not all(folder.is_dir() for folder in outputs),
+        "--advantage needs --group-size 2 or more": cfg.group_size < 2 and cfg.advantage != "none",
         "--prompts-per-step: less than --trainers": cfg.prompts_per_step < cfg.trainers,
         "--task and --reward of your own need a --model": is_own and not cfg.model,
         f"--model {cfg.model}: no such folder": is_path and not Path(cfg.model).is_dir(),
