@@ -662,7 +662,7 @@ class Supervisor(Actor):
         return procs.spawn(trouble, TroubledWorker, trouble)
 
     async def __supervise__(self, failure: MeshFailure) -> bool:
-        """Returns True: the failure ends here. Monarch needs an `async def`."""
+        """True: the failure ends here. Monarch needs an `async def`."""
         self.heard_s = self.heard_s or time.time()
         return True
 
@@ -673,7 +673,7 @@ class Supervisor(Actor):
 
 
 class TroubledWorker(Worker):
-    """A worker that is named after its failure."""
+    """A worker named after its failure."""
 
     def work(self) -> None:
         """Raises, works for ever, or sleeps until a signal comes."""
