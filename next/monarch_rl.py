@@ -18,7 +18,7 @@ weights are never half updated, and the death of a generator or reward worker co
               WeightReader <------ Arena: slots, leases <------ WeightWriter <------ Trainer
 
 Small things travel as messages of the main process, weights through shared memory. Each concept is
-a stage, which shows its rule at work, and most show first what fails without it:
+a stage, which measures its rule, and prints the change of one line that breaks it:
 
      1 hello_actor     state in one process, one call at a time: no addition is lost
      2 actor_mesh      one call reaches every member of a mesh
@@ -34,7 +34,7 @@ a stage, which shows its rule at work, and most show first what fails without it
     12 async_rl        two loops and a buffer, with bounded staleness, under faults
 
 Read it from top to bottom. Part I is the whole system on one host, Part II your own model and data.
-After a section, run its stage, and make the change that its output proposes: a check fails.
+After a section, run its stage, and make its change: a check fails.
 
 Words. An *episode* is one conversation. A *group* is the episodes sampled from one prompt; their
 rewards are compared with each other. A *version* numbers the weights: each training step makes the
@@ -333,7 +333,6 @@ async def demo_hello_actor(
     report.check("processes in which they ran", len({*pids}), "==", 1)
     message_ms = await median_ms(counter.take.call_one)
     report.say(f"a message to another process and its answer: {message_ms:.2f} ms")
-    report.figure(message_ms=message_ms)
     await procs.stop()
 
 
@@ -420,7 +419,7 @@ class Owner(Actor):
     @endpoint
     async def handle(self) -> RDMABuffer:
         """Where the bytes are."""
-        with warnings.catch_warnings(action="ignore"):  # that there is no network card for it
+        with warnings.catch_warnings(action="ignore"):  # there is no network card
             return RDMABuffer(self.memory)
 
     @endpoint
@@ -477,7 +476,7 @@ async def demo_rdma_transfer(
 #   first request for a name creates it, in the main process, and later ones find it.
 # Cost. One more message for each lookup; all callers share one process.
 #
-# Below only the main process looks it up, and passes it to the workers: a worker that is killed
+# From section 6 on, only the main process looks it up, and passes it on: a worker that is killed
 # during a lookup breaks Monarch's registry of names.
 
 
@@ -533,8 +532,8 @@ async def demo_controllers(
 
 # == 5. SUPERVISION ====================
 # Problem. Processes raise, die, stand still, or work for ever, and their callers wait. But a worker
-#   that has been silent for ten minutes may be healthy, and busy.
-# Rule. An exception belongs to the caller. A process belongs to its owner, which kills and replaces
+#   that has been silent for ten minutes may just be busy.
+# Rule. An exception goes to the caller. A process belongs to its owner, which kills and replaces
 #   it. Each failure has its own detector. A ping tests the process, not the speed of its work:
 #
 #     failure              its caller            its owner learns of it by
@@ -568,7 +567,7 @@ class Worker(Actor):
         # A process group of its own: its children end with it, and Ctrl-C does not reach it.
         os.setpgid(0, 0)
 
-    @concurrent_endpoint  # beside others
+    @concurrent_endpoint
     async def ping(self) -> int:
         return os.getpid()
 
@@ -748,8 +747,8 @@ async def demo_supervision(
 
 
 # == 6. SERVICE ========================
-# Problem. A call shares the fate of its actor. If one of four actors is lost, so is a quarter of
-#   the calls, and each caller has to know which actors are left.
+# Problem. A call fails with its actor. If one of four actors is lost, so is a quarter of the calls,
+#   and each caller has to know which actors are left.
 # Rule. The caller asks a service. A service owns interchangeable replicas, and gives a request to
 #   the one with the fewest in flight. An attempt has one of three outcomes:
 #     1. The replica answers. The caller gets the answer, once.
@@ -780,7 +779,7 @@ class Processes:
         for pid in self.ids:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-        await self.mesh.stop()  # alone, it never returns if a process is stopped
+        await self.mesh.stop()  # without the kill it would wait for a stopped process for ever
 
 
 class Pool:
@@ -791,7 +790,7 @@ class Pool:
         self.making_spare: asyncio.Task[None] | None = None
 
     async def take(self, num_ranks: int) -> Processes:
-        """Idle processes, or new ones. One that has died meanwhile is lost like any other."""
+        """Idle processes, or new ones. The watch of section 5 finds those that are dead."""
         for processes in self.idle:
             if len(processes.ids) == num_ranks:
                 self.idle.remove(processes)
@@ -845,7 +844,7 @@ class Replica:
     result: Any = None  # of its setup
     lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # the reason
     noticed_s: float = 0.0  # when the loss was noticed, in seconds since 1970
-    replaced_s: float = 0.0  # and when another replica was ready
+    replaced_s: float = 0.0  # when its successor was ready
 
     def lose(self, reason: str) -> None:
         if not self.lost.done():
@@ -961,6 +960,7 @@ class Service:
                     replica.result = await setup
                 if loss:
                     loss.replaced_s = time.time()
+                    loss = None
                     self.pool.keep_spare()
                 num_failed_setups = 0
                 self.replicas[number] = replica
@@ -975,10 +975,10 @@ class Service:
                 self.error = error
             finally:
                 await self._end(number, replica)
-            loss = replica
-            self.losses.append(loss)
+            loss = loss or replica
+            self.losses.append(replica)
             if not self.replaces and not self.error:
-                self.error = ReplicaLost(f"{loss.name} {loss.lost.result()}")
+                self.error = ReplicaLost(f"{replica.name} {replica.lost.result()}")
 
     async def _spawn(self, number: int) -> Replica:
         """A replica before its setup."""
@@ -994,9 +994,9 @@ class Service:
         number: int,
         replica: Replica,
     ) -> None:
-        """Returns the processes of an idle replica to the pool; kills those of any other."""
-        is_idle = self.replicas.pop(number, None) and not replica.in_flight
-        if is_idle and not replica.lost.done():
+        """At `close` an idle replica's processes go back to the pool. All others are killed."""
+        was_ready = self.replicas.pop(number, None)
+        if was_ready and not replica.in_flight and not replica.lost.done():
             with contextlib.suppress(ActorError, ReplicaLost, TimeoutError):
                 await asyncio.wait_for(self._ask(replica, "release"), 10)
                 await replica.worker.stop()
@@ -1084,10 +1084,9 @@ async def demo_service(
         rows.append(row)
     report.table(rows)
     num_finished = len(set(diary.read_text().split()))
-    report.say(f"{service.num_retries} attempts failed, and were made again")
     report.check("requests of 400 with the right answer", num_right, "==", 400)
     report.check("requests of 400 that some replica finished", num_finished, "==", 400)
-    report.check("failed attempts", service.num_retries, ">", 0)
+    report.check("attempts that failed and were made again", service.num_retries, ">", 0)
     report.check("replicas that were replaced", len(service.losses), "==", 2)
     killed = rows[0]
     report.figure(notice_ms=killed["noticed, ms"], replace_ms=killed["replaced, ms"])
@@ -1171,8 +1170,8 @@ def manifest_of(
 # reader keeps its lease until its next one, so nobody writes what it reads.
 #
 # The kernel releases the lock of a holder that dies. A dead reader's successor has its number, and
-# overwrites its lease. A process that is stopped inside the lock, which it holds for 5
-# microseconds, blocks the others until its owner kills it (section 5).
+# overwrites its lease. A process that is stopped inside the lock (5 microseconds) blocks the others
+# until its owner kills it.
 
 
 @dataclass(frozen=True)
@@ -1214,7 +1213,7 @@ class Arena:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """(version, slot) of the latest weights, this reader's until its next lease; or NOTHING."""
+        """Leases the latest (version, slot) until the next call; NOTHING before a commit."""
         with self.locked():
             slot = self.words[self.LATEST]
             self.words[self.LEASES + reader] = slot  # mechanism: weight_sync
@@ -1312,7 +1311,7 @@ class WeightWriter:
     def write(self, slot: Tensor) -> None:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
         if self.block is not None:
-            # Unlike copy_, memmove does not read what it overwrites.
+            # For a large block it takes a third less time than copy_.
             ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
             return
         with torch.no_grad():
@@ -1351,7 +1350,7 @@ class WeightReader:
         while version < at_least:
             time.sleep(0.001)
             version, slot = self.arena.lease(self.reader)
-        if slot != self.slot:  # the leased slot itself is not written
+        if slot != self.slot:  # the same slot has the same weights
             self.slot = slot
             for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
                 if tensor.is_cuda:
@@ -1401,7 +1400,7 @@ class ReaderWorker(Worker):
 
 
 def measure_publish(writer: WeightWriter) -> dict[str, float]:
-    """Medians: a publish in memory copies, and the trainer's wait for a copy after a step."""
+    """Medians: publish time / memmove time, and the trainer's wait after a step."""
     block: Any = writer.block
     scratch = torch.ones_like(block)
     matrix = torch.ones(512, 512)
@@ -1524,10 +1523,11 @@ class ShardedWriter(WeightWriter):
         self.rank = torch.distributed.get_rank()
         told: list[Any] = [None]
         if self.rank == 0:
-            told[0], _ = create_arena(manifest_of(tensors, dtype), num_readers)
+            told[0], self.arena = create_arena(manifest_of(tensors, dtype), num_readers)
         torch.distributed.broadcast_object_list(told, 0, self.group)
         self.handle = told[0]
-        self.arena = Arena(self.handle)
+        if self.rank > 0:
+            self.arena = Arena(self.handle)
         self.tensors = tensors
         self.written_bytes = 0
         self.thread = ThreadPoolExecutor(1)
@@ -1656,7 +1656,7 @@ async def demo_reshard(
 #     its id               later turns continue the exact ids; text is for people
 #     its log-probability  in fp32, under the distribution that it was drawn from
 #     its version          of the weights; new weights mean a new cache
-# Cost. Three more numbers per token. A new cache is one pass over what has been said.
+# Cost. Two more numbers per token. A new cache is one pass over what has been said.
 #
 # -- 9a. Tasks and prompts -------------
 
@@ -1877,7 +1877,7 @@ class Policy:
             self.tokenizer, model = tiny_policy(cfg.seed, [])
         self.device = torch.device(cfg.device or "cpu")
         self.model = model.to(self.device, dtype).eval()  # without dropout
-        # Of forward passes, not of parameters. FSDP, of several trainers, casts by itself.
+        # Of forward passes, not of parameters. With several trainers FSDP casts.
         self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
         self.temperature = cfg.temperature
         config = model.config.get_text_config()
@@ -1894,6 +1894,7 @@ class Policy:
         """The ends of a response: by the template, the tokenizer, and the model."""
         chat = [{"role": "user", "content": "a"}, RESPONSE]
         _, found, closing = self._render(chat, False).rpartition("response")
+        # What the template renders behind a response begins with its end, if with a control token.
         ends = self.tokenize(closing)[:1] if found else []
         ends = [end for end in ends if end in self.control_tokens.values()]
         of_model = self.model.generation_config.eos_token_id
@@ -1940,10 +1941,10 @@ class Policy:
             raise UsageError("this chat template rewrites earlier turns: use one turn")
         text = whole[len(before) :]
         ids = []
-        # What people say is plain text, also if it looks like a control token.
+        # User text is plain text, even if it looks like a control token.
         for message in prompt.turns[turn].messages:
             content = message["content"].strip()
-            if any(token in content for token in self.control_tokens):
+            if content in text and any(token in content for token in self.control_tokens):
                 of_template, _, text = text.partition(content)
                 ids += self.tokenize(of_template)
                 ids += self.tokenize(content, is_plain=True)
@@ -2065,7 +2066,7 @@ def rollout(
         for episode in episodes:
             ids = said.get(episode.prompt.number)
             if ids is None or len(episode.responses) < turn:
-                continue  # it is over, or did not fit
+                continue  # finished, or too long
             if turn > 0 and episode.ids[-1] == ids[0]:
                 ids = ids[1:]  # the end has been sampled already
             episode.add_prompt(ids)
@@ -2107,8 +2108,8 @@ def k3(
 ) -> Tensor:
     """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
-    Its mean over sampled tokens estimates the KL divergence (Schulman 2020), without a negative
-    summand. By example, 0.50 is recomputed as 0.40: d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
+    Its mean over sampled tokens estimates the KL divergence (Schulman 2020); each term is >= 0. By
+    example, 0.50 is recomputed as 0.40: d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
     """
     d = (recomputed - recorded).detach().double()
     return d.exp() - 1 - d
@@ -2182,10 +2183,10 @@ async def demo_rollout(
 # Rule. Three remedies:
 #     a baseline   removes noise. The advantage A replaces the reward: how much better the response
 #                  was than others to the same prompt.
-#     a ratio      r = p now / p when sampled removes bias: samples of an old policy count as often
-#                  as the present one would have drawn them.
-#     a clip       bounds the push: it limits how far one batch can move a token.
-# Cost. Ratios make noise, for a few tokens may have most of the weight. A clip silences tokens.
+#     a ratio      r = p now / p when sampled removes bias: samples of an old policy are weighted as
+#                  if the current policy had drawn them.
+#     a clip       bounds the push: how far one batch can move a token's probability.
+# Cost. Ratios add noise: a few tokens may have most of the weight. Clipped tokens get no gradient.
 #
 # J is the sum of p R over all responses. Since grad log p = grad p / p,
 #
@@ -2193,8 +2194,9 @@ async def demo_rollout(
 #
 # A baseline b adds no bias: its term is -b times the gradient of the sum of p, and that sum is 1.
 #
-# Why the loss prints 0. With r = 1 the loss of a token is -A, and the advantages of a group add up
-# to 0 (nearly, where responses differ in length). Watch the reward and held-out accuracy instead.
+# Why the loss prints 0. With r = 1 the ppo loss of a token is -A, and the advantages of a group add
+# up to 0 (nearly, where responses differ in length). Its gradient, A grad log p, does not cancel.
+# Watch the reward and held-out accuracy instead.
 
 
 def advantages(
@@ -2209,8 +2211,8 @@ def advantages(
         leave_one_out   0.33  0.33  0.33 -1        -0.33 -0.33 -0.33  1     (RLOO, Ahmadian 2024)
         group           0.58  0.58  0.58 -1.73     -0.58 -0.58 -0.58  1.73  (GRPO, Shao 2024)
 
-    leave_one_out subtracts the mean of the *others*, which is n / (n - 1) times as much as to
-    subtract the mean of all. group subtracts that, and divides by the standard deviation.
+    leave_one_out subtracts the mean of the *others*: n / (n - 1) times the distance to the mean of
+    all. group divides the distance to the mean of all by the standard deviation.
     """
     if kind == "none":
         return rewards
@@ -2277,7 +2279,7 @@ def decoupled(
     A: Any,
     cfg: Config,
 ) -> Tensor:
-    """AReaL (Fu 2025): clips the ratio to `near`, which is 1 in the first pass over a batch."""
+    """AReaL (Fu 2025): clips exp(logp - near), which is 1 in the first pass of a batch."""
     return ratio_of(near, recorded).clamp(max=MAX_RATIO) * ppo(logp, near, near, A, cfg)
 
 
@@ -2351,7 +2353,7 @@ def padded(
 
 @dataclass
 class StepStats:
-    """Statistics of one update. Means are over the tokens of rank 0."""
+    """Statistics of one update. Means are over the tokens that rank 0 trains on."""
 
     num_tokens: int
     loss: float  # near 0 in a healthy run: section 10
@@ -2419,15 +2421,15 @@ class Learner:
     def _batches(
         self, cfg: Config, episodes: list[Episode], advantage: list[list[float]]
     ) -> list[Batch]:
-        """A batch of cfg.tokens_per_pass for each pass of this rank.
+        """One batch of about cfg.tokens_per_pass for each pass of this rank.
 
         Rows are sorted by length, so that there is little padding, and assigned round-robin. All
         ranks make equally many passes, because FSDP gathers each layer on all ranks at once.
         """
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
-        # Without an advantage a row has no gradient, unless a bonus or a divergence adds one.
+        # Rows with zero advantage have no gradient, except from entropy or kl.
         order = [row for row, of_tokens in enumerate(advantage) if any(of_tokens)]
-        if cfg.entropy or cfg.kl or len(order) < 2 * self.num_ranks:  # each rank needs a row
+        if cfg.entropy or cfg.kl or len(order) < self.num_ranks:
             order = list(range(len(episodes)))
         order.sort(key=lambda row: -len(episodes[row].ids))
         rows_per_pass = max(2, cfg.tokens_per_pass // len(episodes[order[0]].ids))
@@ -2468,7 +2470,8 @@ class Learner:
         if math.isfinite(grad_norm):  # else the weights stay, and the log shows it
             optimizer.step()
         optimizer.zero_grad()
-        loss, entropy, k3_mean = torch.cat(found, dim=1).mean(1).nan_to_num().tolist()
+        of_tokens = torch.cat(found, dim=1)
+        loss, entropy, k3_mean = (of_tokens.sum(1) / max(of_tokens.shape[1], 1)).tolist()
         seconds = time.perf_counter() - start
         return StepStats(batches[0].num_tokens, loss, entropy, k3_mean, grad_norm, seconds)
 
@@ -2584,7 +2587,7 @@ class Known:
         return {
             "loss": loss,
             "advantage": kind,
-            "degrees off": math.degrees(math.acos(cosine)),
+            "degrees off": math.degrees(math.acos(min(1.0, cosine))),
             "deviation": float(spread / mean.norm()),
         }
 
@@ -2657,14 +2660,13 @@ async def demo_losses(
     report.check("degrees off with a ratio / without", straighter, "<", 0.9)
     clipped = pushes["ppo"] / pushes["reinforce"]
     report.check("push with a clip / without", clipped, "<", 0.2)
-    report.figure(deviation_ratio=smaller, push_ratio=clipped)
 
 
 # == 11. SYNC RL =======================
 # Problem. Sampling, scoring and updating run in different processes, which need each other's
 #   results in the right order, with the right weights.
 # Rule. One loop, one thing at a time. Generators pull before they sample, so staleness is 0. "Not
-#   scored" is not a reward of 0. One object counts where every group is that was started.
+#   scored" is not a reward of 0. One object accounts for every group that was started.
 # Cost. Each side waits while the other works (section 12).
 #
 #     main process   1. draws prompts
@@ -2803,7 +2805,7 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest that has sampled a token."""
+        """The oldest version of any token."""
         return min(v for episode in self.episodes for v in episode.versions if v >= 0)
 
 
@@ -2941,7 +2943,7 @@ class Run:
         waits: bool,
     ) -> None:
         """One update of the trainer. Counts the groups, and adds a row."""
-        version = self.num_begun  # the trainer's, for it makes the steps in this order
+        version = self.num_begun  # the trainer's: steps run in this order
         self.num_begun += 1
         episodes = [episode for group in groups for episode in group.episodes]
         stats = await self.trainer.request("step", episodes, waits)
@@ -3063,8 +3065,7 @@ async def demo_sync_rl(
     report.check("largest k3 of recorded and recomputed", k3_max, "<", 1e-10)
     staleness = max(row["staleness"] for row in run.rows)
     report.check("largest staleness", staleness, "==", 0)
-    num_prompts = len(run.held_out)
-    report.check(f"held-out accuracy of {num_prompts} prompts", after, ">", before + 0.2)
+    report.check(f"held-out accuracy of {len(run.held_out)}", after, ">", before + 0.2)
     report.check("groups in flight at the end", run.accounting.in_flight, "==", 0)
     report.figure(
         steps_per_s=speed["steps/s"],
@@ -3078,23 +3079,22 @@ async def demo_sync_rl(
 # == 12. ASYNC RL ======================
 # Problem. In the synchronous loop one side always waits for the other. If both run all the time,
 #   samples grow old: nothing bounds how many versions.
-# Rule. Two loops and a buffer. The first has groups sampled, as long as less than (K + 1) batches
-#   are in flight. The second takes a batch, and trains. A group older than K versions is dropped.
-# Cost. Staleness: the loss has to bear it (section 10). And to drop costs the work that was done.
+# Rule. Two loops and a buffer. The first requests groups while fewer than K + 1 batches are in
+#   flight. The second takes a batch, and trains. A group older than K versions is dropped.
+# Cost. Stale samples, which the loss must correct (section 10). Dropped groups are wasted work.
 #
-# Why (K + 1) batches: one is trained on, and K wait; the last is K versions old at its turn. That
-# alone is no bound, for other groups overtake a slow one. By example, with K = 1, the trainer at v:
+# Why K + 1 batches: one trains and K wait; the last is K versions old when it is used. That alone
+# is no bound, for other groups overtake a slow one. By example, with K = 1 and the trainer at v:
 #
 #     v = 5   batches a and b begin; two are in flight
 #     v = 5   a step on a (staleness 0): v = 6; batch c begins
 #     v = 6   a step on b (staleness 1): v = 7; batch d begins
 #     v = 7   c is late, and d comes first: a step on d (staleness 0): v = 8
-#     v = 8   c comes, of 6. Its staleness would be 2: it is dropped
+#     v = 8   c comes, of version 6. Its staleness would be 2, so it is dropped
 #
-# The price: what is dropped is mostly long responses, so the policy is trained on shorter ones than
-# it produces. The other way to keep the bound is to train on groups in the order in which they were
-# started. At most K batches are before any group, so none becomes too old and none is dropped; but
-# the trainer waits for stragglers.
+# Dropped groups are mostly long responses, so the policy trains on shorter ones than it produces.
+# The other way to keep the bound is to train on groups in the order of their start. At most K
+# batches are before any group, so none becomes too old; but the trainer waits for stragglers.
 
 
 class ReplayBuffer:
@@ -3163,8 +3163,8 @@ class AsyncRun:
         self.run = run
         self.buffer = ReplayBuffer(run, bound)
         self.num_ahead = min(1, bound - 1)  # batches that wait at the trainer
-        # A request has a fixed cost, so it is large: a batch, if each generator can have one. More
-        # generators than batches divide the groups that do not wait at the trainer.
+        # A request has a fixed cost, so it is large: one batch. If there are more generators than
+        # batches, they share the groups that are not at the trainer.
         num_batches = bound - (self.num_ahead if cfg.generators > bound else 0)
         share = num_batches * cfg.prompts_per_step // cfg.generators
         self.request_size = max(1, min(cfg.prompts_per_step, share))
@@ -3305,10 +3305,10 @@ class WordTask(Task):
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
             asked = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
             return Prompt(number, (user_turn(asked, ", ".join(numbers)),))
-        rule = f"When I say {one}, you say {of_one}. When I say {other}, you say {of_other}."
-        said, answer = rng.choice([(one, of_one), (other, of_other)])
-        start = (*user_turn(rule, "").messages, {"role": "assistant", "content": "OK."})
-        return Prompt(number, (Turn((*start, *user_turn(said, "").messages), answer),))
+        rule = f"When I say {other}, you say {of_other}. When I say {one}, you say {of_one}."
+        shown = user_turn(f"{rule} {other}", "").messages
+        shown += ({"role": "assistant", "content": of_other}, *user_turn(one, "").messages)
+        return Prompt(number, (Turn(shown, of_one),))
 
     def grade(self, answer: str, response: str) -> float:
         """1 for exactly the answer, and at most half for its words among others."""
@@ -3450,7 +3450,7 @@ def lead_process_group() -> None:
         select.select([parent], [], [])
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent).start()  # this process waits for it before it ends
 
 
 def score_group(cfg: Config, asked: Asked) -> Rewards:
