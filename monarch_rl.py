@@ -711,7 +711,7 @@ async def who_hears(trouble: str) -> dict[str, float]:
     await asyncio.sleep(8)
     ping = hearing[-1]
     if ping.done() and "has not answered" not in str(ping.result()):
-        del heard_s["ping"]  # Monarch's error
+        del heard_s["ping"]
     for task in hearing:
         task.cancel()
     when_s = await supervisor.read.call_one()
@@ -3405,7 +3405,7 @@ class OwnTask(Task):
 
 @functools.cache
 def own_task(cfg: Config) -> Task:
-    """The task of --task and --reward, made once in each process. Raises UsageError."""
+    """The task of --task and --reward, which each process makes once for itself. Raises UsageError."""
     if not cfg.model:
         return letter_task(cfg)
     reward = load_python(cfg.reward) if cfg.reward else None
@@ -3424,7 +3424,7 @@ class OwnProcess:
         self.executor: ProcessPoolExecutor | None = None  # started with the first group
 
     def __call__(self, asked: Asked) -> Rewards:
-        """The rewards of a group; or, if it takes too long or kills its process, the reason."""
+        """The rewards of a group; or, if it takes too long or kills its process, the reason why."""
         if not self.executor:
             spawn = multiprocessing.get_context("spawn")
             self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
@@ -3457,7 +3457,7 @@ def lead_process_group() -> None:
 
 
 def score_group(cfg: Config, asked: Asked) -> Rewards:
-    """Calls task.score for each episode. It may return a coroutine; a group's run together."""
+    """Calls task.score for each episode. It may return a coroutine; those of a group run together."""
     task = own_task(cfg)
     results: list[Any] = []
     for prompt, responses in asked:
@@ -3564,7 +3564,7 @@ async def run_own(cfg: Config, report: Report) -> dict[str, Any]:
 
 
 async def train_own(run: Run) -> dict[str, Any]:
-    """Trains for cfg.steps, between two evaluations. Returns the figures of --json."""
+    """Trains for cfg.steps, between two evaluations. Returns the figures that --json writes."""
     cfg = run.cfg
     before = await evaluate_own(run, 0)
     start_s = time.time()
@@ -3633,7 +3633,7 @@ async def run_stages(cfg: Config, report: Report) -> None:
 
 
 def checked(cfg: Config) -> Config:
-    """The configuration with the defaults that depend on others. Raises UsageError."""
+    """The configuration with those defaults that depend on other flags. Raises UsageError."""
     for each in fields(Config):
         if isinstance(each.default, (int, float)):
             may_be_0 = each.default < 1 or each.name == "max_staleness"
