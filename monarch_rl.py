@@ -3405,7 +3405,7 @@ class OwnTask(Task):
 
 @functools.cache
 def own_task(cfg: Config) -> Task:
-    """The task of --task and --reward, which each process makes once for itself. Raises UsageError."""
+    """The task of --task and --reward, which each process makes once. Raises UsageError."""
     if not cfg.model:
         return letter_task(cfg)
     reward = load_python(cfg.reward) if cfg.reward else None
@@ -3457,7 +3457,7 @@ def lead_process_group() -> None:
 
 
 def score_group(cfg: Config, asked: Asked) -> Rewards:
-    """Calls task.score for each episode. It may return a coroutine; those of a group run together."""
+    """Calls task.score for each episode. If these are coroutines, those of a group run together."""
     task = own_task(cfg)
     results: list[Any] = []
     for prompt, responses in asked:
