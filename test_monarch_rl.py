@@ -1372,6 +1372,43 @@ def test_a_run_that_earns_nothing_ends() -> None:
             asyncio.run(train())
 
 
+def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
+    class Services(FakeServices):
+        async def score(self, groups: list[Any]) -> list[Any]:
+            return [[[0.0], [1.0]]] + [["no", "no"]] * (len(groups) - 1)
+
+        async def step(self, episodes: list[Any], waits: bool) -> Any:
+            advantage = m.advantages_of(episodes, "group")
+            for rank in range(4):
+                learner.rank = rank
+                batches = m.Learner._batches(learner, cfg, episodes, advantage)
+                assert all(len(batch.ids) > 0 for batch in batches)
+            return await super().step(episodes, waits)
+
+    async def train() -> None:
+        run = run_of(m, cfg, Services(m, 0, False))
+        await asyncio.wait_for(m.train_sync(run, 3), 60)
+
+    cfg = replace(CFG, prompts_per_step=4, generators=1, group_size=2, trainers=4)
+    learner = types.SimpleNamespace(cfg=cfg, policy=policy_of(), num_ranks=4)
+    asyncio.run(train())
+
+
+def test_a_task_with_held_out_prompts_only_is_refused() -> None:
+    class Same(m.Task):
+        num_asked = 0
+
+        def prompt(self, number: int) -> Any:
+            self.num_asked += 1
+            assert self.num_asked < 300_000, "it is searched for ever"
+            return replace(held_out, number=number)
+
+    letters = map(m.letter_task(CFG).prompt, itertools.count())
+    held_out = next(prompt for prompt in letters if prompt.is_held_out)
+    with pytest.raises((m.UsageError, m.RunError)):
+        next(m.training_prompts(Same()))
+
+
 def test_parts_keep_the_order_of_their_items() -> None:
     async def ask(part: list[int]) -> list[int]:
         sizes.append(len(part))
@@ -1525,6 +1562,17 @@ NO_REWARDS = [
     {},
     LookupError("no"),
 ]
+
+
+def test_a_file_of_the_user_with_the_name_of_another_module_is_refused(tmp_path: Path) -> None:
+    for name in ("a/own_twice.py", "b/own_twice.py", "c/statistics.py"):
+        file = tmp_path / name
+        file.parent.mkdir()
+        file.write_text("def mean(*_):\n    return 1\n")
+    assert m.load_python(f"{tmp_path}/a/own_twice.py:mean")() == 1
+    for name in ("b/own_twice.py", "c/statistics.py"):
+        with pytest.raises(m.UsageError, match="rename the file"):
+            m.load_python(f"{tmp_path / name}:mean")
 
 
 def test_results_of_score() -> None:
