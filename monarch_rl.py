@@ -162,7 +162,7 @@ class Config:
     passes: int = flag(1, "updates from each batch")
     clip_low: float = flag(0.2, "of the importance ratio, below 1")
     clip_high: float = flag(0.2, "of the importance ratio, above 1")
-    kl: float = flag(0.0, "weight of the divergence from the first version (k2)")
+    kl: float = flag(0.0, "weight of the divergence from the first version")
     entropy: float = flag(0.0, "weight of an entropy bonus")
     lr: float = flag(0.0, "learning rate; default: 1e-6, for the tiny policy 1e-3")
     sft_steps: int = flag(0, "supervised steps on right answers before RL")
@@ -552,7 +552,7 @@ async def demo_controllers(
 class Worker(Actor):
     """An actor that computes in a thread, so that it can answer a ping meanwhile.
 
-    Subclasses have plain methods. `call` runs them, one after another; `setup` is the first.
+    Subclasses have plain methods. `run` runs them, one after another; `setup` is the first.
     """
 
     def __init__(
@@ -572,7 +572,7 @@ class Worker(Actor):
         return os.getpid()
 
     @concurrent_endpoint
-    async def call(self, method: str, *args: Any) -> Any:
+    async def run(self, method: str, *args: Any) -> Any:
         """Runs a method in the thread."""
         # The context tells the thread which actor it belongs to.
         run: Any = contextvars.copy_context().run
@@ -700,7 +700,7 @@ async def who_hears(trouble: str) -> dict[str, float]:
         return found
 
     hearing = [
-        asyncio.ensure_future(hear("caller", worker.call.call_one("work"))),
+        asyncio.ensure_future(hear("caller", worker.run.call_one("work"))),
         asyncio.ensure_future(hear("pidfd", until_dead(pid))),
         asyncio.ensure_future(hear("ping", until_unresponsive(worker, 2.0))),
     ]
@@ -732,13 +732,7 @@ async def demo_supervision(
 ) -> None:
     troubles = ("exception", "death", "standstill", "endless")
     found = await asyncio.gather(*[who_hears(trouble) for trouble in troubles])
-    heard = dict(
-        zip(
-            troubles,
-            found,
-            strict=True,
-        )
-    )
+    heard = dict(zip(troubles, found, strict=True))
     report.say("seconds until each observer heard of it; empty: not within 8 s")
     report.table([{"failure": trouble, **by} for trouble, by in heard.items()])
     heard_by = {trouble: len(by) for trouble, by in heard.items()}
@@ -810,7 +804,7 @@ class Pool:
         worker = mesh.spawn(f"{name}_first", Worker, name)
         answers = await worker.ping.call()
         if imports:
-            await worker.call.call("setup")
+            await worker.run.call("setup")
         await worker.stop()
         return Processes(mesh, list(answers.values()))
 
@@ -935,7 +929,7 @@ class Service:
         """One attempt: the answer of rank 0, ActorError or ReplicaLost."""
         what = f"{method} {time.monotonic_ns()}"
         replica.in_flight[what] = time.time()
-        call = asyncio.ensure_future(replica.worker.call.call(method, *args))
+        call = asyncio.ensure_future(replica.worker.run.call(method, *args))
         try:
             await asyncio.wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -1045,13 +1039,7 @@ async def demo_service(
 ) -> None:
     """Sends 400 requests to four replicas; one raises, one is killed, one is stopped."""
     diary = report.folder / "diary"
-    service = Service(
-        RootWorker,
-        4,
-        report.pool,
-        (str(diary),),
-        unresponsive_s=2.0,
-    )
+    service = Service(RootWorker, 4, report.pool, (str(diary),), unresponsive_s=2.0)
     await service.begin()
     struck_s: dict[str, float] = {}
 
@@ -1448,7 +1436,7 @@ async def demo_weight_sync(
         reads = []
         read_args = ("read", 60 // num_readers, leases == "with")
         for replica in service.replicas.values():  # all of them, where a request goes to one
-            call = replica.worker.call.call_one(*read_args)
+            call = replica.worker.run.call_one(*read_args)
             reads.append(asyncio.ensure_future(call))
         reading = asyncio.gather(*reads)
         while not reading.done():
@@ -1627,7 +1615,7 @@ async def demo_reshard(
     setup_args = (str(report.folder / "shards"), 2)
     service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
     (handle,) = await service.begin()
-    written_bytes = await service.replicas[0].worker.call.call("publish")
+    written_bytes = await service.replicas[0].worker.run.call("publish")
     arena = Arena(handle)
     _, slot = arena.lease(0)
     wanted = example()
@@ -1643,7 +1631,7 @@ async def demo_reshard(
     report.check("elements that differ", num_wrong, "==", 0)
     written = sum(written_bytes.values()) / needed_bytes
     report.check("bytes written / bytes needed", written, "==", 1)
-    # In a gather the ranks receive the rows that they lack, 2 and 3 of 5; then one writes it all.
+    # A gather: the ranks receive 2 and 3 of 5 rows, the matrix in all; then one writes everything.
     gathered = written + wanted["matrix"].nbytes / needed_bytes
     report.say(f"a gather and one write: {gathered:.2f} times the bytes")
     report.figure(written_over_needed=written, gather_over_needed=gathered)
@@ -1943,7 +1931,7 @@ class Policy:
             raise UsageError("this chat template rewrites earlier turns: use one turn")
         text = whole[len(before) :]
         ids = []
-        # User text is plain text, even if it looks like a control token.
+        # Cut the text at each message with a control token in it: that is plain text.
         for message in prompt.turns[turn].messages:
             content = message["content"].strip()
             if content in text and any(token in content for token in self.control_tokens):
@@ -2091,13 +2079,13 @@ def token_logprobs(
 
     ids: [B, T], padded on the right. is_sampled: [B, T - 1], of the tokens from the second on.
     """
-    columns = is_sampled.any(0).nonzero().flatten()
+    columns = is_sampled.any(0).nonzero().flatten()  # sampled in any row
     logits = policy.forward(
         ids[:, :-1],
         use_cache=False,
         logits_to_keep=columns,
     )
-    logits = logits[is_sampled[:, columns]].float()  # [N, V]
+    logits = logits[is_sampled[:, columns]].float()  # [N, V], row by row
     logp = (logits / policy.temperature).log_softmax(-1)
     chosen = logp.gather(1, ids[:, 1:][is_sampled][:, None]).squeeze(1)
     # A model may forbid a token by a logit of -inf, and 0 * -inf would be nan.
@@ -2330,7 +2318,9 @@ def advantages_of(
     found = []
     for group in groups_of(episodes):
         rewards = torch.tensor([episode.rewards for episode in group]).T
-        returns = rewards.flip(0).cumsum(0).flip(0)  # [turns, G]: of this turn and later ones
+        returns = (
+            rewards.flip(0).cumsum(0).flip(0)
+        )  # [turns, G]: of this turn and later ones, which it influences
         of_turns = advantages(returns, kind).T.tolist()
         for episode, later in zip(group, of_turns, strict=True):
             by_turn = [0.0, *later]
@@ -2437,6 +2427,7 @@ class Learner:
         rows_per_pass = max(2, cfg.tokens_per_pass // len(episodes[order[0]].ids))
         num_passes = math.ceil(len(order) / rows_per_pass / self.num_ranks)
         mine = order[self.rank :: self.num_ranks]
+        # Each pass gets a row, for `mine` has at least as many as there are passes.
         ends = [len(mine) * i // num_passes for i in range(num_passes + 1)]
         device = self.policy.device
         batches = []
@@ -2614,8 +2605,11 @@ async def demo_losses(
     """Compares 2,000 estimates of each kind with the true gradient, and pushes with each loss."""
     rng = torch.Generator().manual_seed(0)
     rewards = torch.rand(4, 16, generator=rng).square()
-    ease = torch.arange(4)[:, None]  # of each prompt
-    old = torch.randn(4, 16, generator=rng) + ease * rewards
+    old = torch.randn(
+        4,
+        16,
+        generator=rng,
+    )
     drawn = torch.multinomial(old.softmax(-1), 2000 * 8, True, generator=rng)
     known = Known(
         rewards,
@@ -2646,11 +2640,7 @@ async def demo_losses(
         "reinforce",
         "leave_one_out",
     )
-    ratio = known.compare(
-        now,
-        "cispo",
-        "leave_one_out",
-    )
+    ratio = known.compare(now, "cispo", "leave_one_out")
     rows = [{"staleness": 0, **found} for found in (plain, group, others)]
     report.table(rows + [{"staleness": 8, **found} for found in (stale, ratio)])
     pushes = {loss: known.push(loss) for loss in LOSSES}
@@ -3012,7 +3002,14 @@ async def begin_demo(
 ) -> Run:
     """The tiny policy on `repeat`, after a warm start."""
     tiny = {"model": "", "task": "repeat", "dtype": "float32", "device": "cpu"}
-    cfg = replace(cfg, **tiny, max_new_tokens=4, lr=1e-3, entropy=0.01, sft_steps=60)
+    cfg = replace(
+        cfg,
+        **tiny,
+        max_new_tokens=4,
+        lr=1e-3,
+        entropy=0.01,
+        sft_steps=60,
+    )
     run = Run(cfg, report.pool, report.folder, unresponsive_s=2.0)
     await run.begin()
     return run
@@ -3020,7 +3017,7 @@ async def begin_demo(
 
 async def cpu_s(run: Run) -> float:
     """Seconds of CPU time of all workers and this process."""
-    calls = [replica.worker.call.call("cpu_s") for replica in run.replicas()]
+    calls = [replica.worker.run.call("cpu_s") for replica in run.replicas()]
     of_ranks = [sum(answer.values()) for answer in await asyncio.gather(*calls)]
     return sum(of_ranks) + time.process_time()
 
@@ -3164,7 +3161,7 @@ class AsyncRun:
         cfg = run.cfg
         self.run = run
         self.buffer = ReplayBuffer(run, bound)
-        self.num_ahead = min(1, bound - 1)  # batches that wait at the trainer
+        self.num_ahead = min(1, bound - 1)  # batches that wait at the trainer, none for K = 1
         # A request has a fixed cost, so it is large: one batch. If there are more generators than
         # batches, they share the groups that are not at the trainer.
         num_batches = bound - (self.num_ahead if cfg.generators > bound else 0)

@@ -935,7 +935,7 @@ class FakeWorker:
         self.name = name
         self.answers_pings = True
         self.has_stopped = False
-        self.call = types.SimpleNamespace(call=self.called)
+        self.run = types.SimpleNamespace(call=self.called)
         self.ping = types.SimpleNamespace(call=self.pinged)
 
     async def called(self, method: str, *args: Any) -> dict[int, Any]:
