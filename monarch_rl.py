@@ -321,7 +321,12 @@ async def demo_hello_actor(
     report: Report,
     cfg: Config,
 ) -> None:
-    report.check("additions of 200 lost by threads", await lost_by_threads(200), ">", 0)
+    report.check(
+        "additions of 200 lost by threads",
+        await lost_by_threads(200),
+        ">",
+        0,
+    )
 
     # A process on this host, and an actor in it. `spawn` returns a reference at once. `call_one`
     # sends a message, and returns an awaitable for the answer.
@@ -339,8 +344,8 @@ async def demo_hello_actor(
 # == 2. ACTOR MESH =====================
 # Problem. A run has many generators, and a trainer many ranks. Calling them one after another takes
 #   the sum of their times.
-# Rule. Actors that are spawned together are a mesh, an array with named dimensions. A call of a
-#   mesh is one message to all members. Its adverb says which members run, and which answer:
+# Rule. Actors that are spawned together are a mesh, an array with named dimensions. The adverb of
+#   a call says which members run, and which answer:
 #
 #     mesh.add.call(...)                    every member runs; the answers come with their places
 #     mesh.add.broadcast(...)               every member runs; nobody answers
@@ -787,7 +792,7 @@ class Pool:
         self.making_spare: asyncio.Task[None] | None = None
 
     async def take(self, num_ranks: int) -> Processes:
-        """Idle processes, or new ones. The watch of section 5 finds those that are dead."""
+        """Idle processes, or new ones. Dead ones are detected later (section 5)."""
         for processes in self.idle:
             if len(processes.ids) == num_ranks:
                 self.idle.remove(processes)
@@ -914,16 +919,19 @@ class Service:
                 if num_losses == 3:
                     raise
             except ActorError:  # outcome 3
-                if raised_by not in (None, replica) or self.num_replicas == 1:
+                if raised_by or self.num_replicas == 1:
                     raise
                 raised_by = replica  # mechanism: service
             self.num_retries += 1
 
     async def _pick(self, not_this: Replica | None) -> Replica:
-        """The ready replica with the fewest requests in flight, `not_this` last."""
-        await self.until_ready(1)
-        others = [replica for replica in self.ready() if replica is not not_this]
-        return min(others or self.ready(), key=lambda replica: len(replica.in_flight))
+        """The ready replica with the fewest requests in flight, except `not_this`."""
+        while True:
+            await self.until_ready(1)
+            others = [replica for replica in self.ready() if replica is not not_this]
+            if others:
+                return min(others, key=lambda replica: len(replica.in_flight))
+            await asyncio.sleep(0.005)
 
     async def _ask(self, replica: Replica, method: str, *args: Any) -> Any:
         """One attempt: the answer of rank 0, ActorError or ReplicaLost."""
@@ -1254,7 +1262,7 @@ def create_arena(
 
 
 class WeightWriter:
-    """The trainer's side. `publish` copies beside whatever follows, in a thread.
+    """The trainer's side. `publish` copies in a background thread.
 
     The tensors move into one block with the layout of a slot, so a publish is one memory copy. On a
     GPU, or with another dtype, each is copied by itself.
@@ -1464,7 +1472,7 @@ async def demo_weight_sync(
 #   in another, say by columns. To gather the whole, and to shard it anew, moves the bytes twice.
 # Rule. A rank's shard is a box of the whole tensor. Each trainer rank writes its boxes into the
 #   same slot, and a reader can view any box of it: the slot is the whole, and no rank ever holds
-#   it. Of ranks that hold the same box, as replicas do, one writes it.
+#   it. If several ranks hold a box, as replicas do, one writes it.
 # Cost. A box of columns is not contiguous, so it is copied row by row.
 #
 # By example, a matrix of 5 x 23. As in torch.chunk, the last shard may be smaller, or empty:
@@ -1867,7 +1875,7 @@ class Policy:
             self.tokenizer, model = tiny_policy(cfg.seed, [])
         self.device = torch.device(cfg.device or "cpu")
         self.model = model.to(self.device, dtype).eval()  # without dropout
-        # Of forward passes, not of parameters. With several trainers FSDP casts.
+        # The forward dtype. With several trainers FSDP casts.
         self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
         self.temperature = cfg.temperature
         config = model.config.get_text_config()
@@ -1884,7 +1892,7 @@ class Policy:
         """The ends of a response: by the template, the tokenizer, and the model."""
         chat = [{"role": "user", "content": "a"}, RESPONSE]
         _, found, closing = self._render(chat, False).rpartition("response")
-        # What the template renders behind a response begins with its end, if with a control token.
+        # If a control token follows the response in the template, it ends the response.
         ends = self.tokenize(closing)[:1] if found else []
         ends = [end for end in ends if end in self.control_tokens.values()]
         of_model = self.model.generation_config.eos_token_id
@@ -1919,7 +1927,7 @@ class Policy:
     ) -> list[int]:
         """The ids that a turn, from 0, appends to the conversation.
 
-        In a later turn they are what the template renders behind the last response, with its end.
+        For later turns: everything after the last response, including its end token.
         Raises UsageError if the chat template rewrites earlier turns.
         """
         earlier: list[Any] = []
@@ -1931,7 +1939,7 @@ class Policy:
             raise UsageError("this chat template rewrites earlier turns: use one turn")
         text = whole[len(before) :]
         ids = []
-        # Cut the text at each message with a control token in it: that is plain text.
+        # Tokenize messages that contain control tokens as plain text.
         for message in prompt.turns[turn].messages:
             content = message["content"].strip()
             if content in text and any(token in content for token in self.control_tokens):
@@ -2219,7 +2227,7 @@ def advantages(
 #     near        before the first update on this batch
 #     A           the advantage of its response
 
-MAX_RATIO = 2.0  # what one sample may count for, in decoupled and cispo
+MAX_RATIO = 2.0  # maximum weight of a sample in decoupled and cispo
 MAX_BAD_RATIO = 3.0  # beyond this a token with A < 0 has no gradient: see ppo
 
 
@@ -2269,7 +2277,7 @@ def decoupled(
     A: Any,
     cfg: Config,
 ) -> Tensor:
-    """AReaL (Fu 2025): clips exp(logp - near), which is 1 in the first pass of a batch."""
+    """AReaL (Fu 2025): clips exp(logp - near), which is 1 in the first update on a batch."""
     return ratio_of(near, recorded).clamp(max=MAX_RATIO) * ppo(logp, near, near, A, cfg)
 
 
@@ -2348,7 +2356,7 @@ class StepStats:
     """Statistics of one update. Means are over the tokens that rank 0 trains on."""
 
     num_tokens: int
-    loss: float  # near 0 in a healthy run: section 10
+    loss: float  # of ppo, near 0 in a healthy run: section 10
     entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
 
@@ -2494,7 +2502,7 @@ def right_episode(
     episode = Episode(prompt)
     for turn, asked in enumerate(prompt.turns):
         ids = policy.prompt_ids(prompt, turn)
-        # After the first turn they begin with an end, which the response has already.
+        # Later prompts begin with the end token that the response already has.
         episode.add_prompt(ids[1:] if turn > 0 else ids)
         response = policy.tokenize(str(asked.answer), is_plain=True)
         for token in response + policy.end_ids[:1]:
@@ -2902,7 +2910,7 @@ class Run:
         group_size: int,
         seed: int | None,
     ) -> list[Group]:
-        """Groups of at least two episodes with rewards, by requests of at most 64 prompts."""
+        """Groups of the episodes that got rewards. A single one of several is left out."""
 
         async def rollout(some: list[Prompt]) -> list[Episode]:
             own_seed = None if seed is None else seed + some[0].number
@@ -2934,7 +2942,7 @@ class Run:
         waits: bool,
     ) -> None:
         """One update of the trainer. Counts the groups, and adds a row."""
-        version = self.num_begun  # the trainer's: steps run in this order
+        version = self.num_begun  # the trainer's version before this step
         self.num_begun += 1
         episodes = [episode for group in groups for episode in group.episodes]
         stats = await self.trainer.request("step", episodes, waits)
@@ -3002,14 +3010,7 @@ async def begin_demo(
 ) -> Run:
     """The tiny policy on `repeat`, after a warm start."""
     tiny = {"model": "", "task": "repeat", "dtype": "float32", "device": "cpu"}
-    cfg = replace(
-        cfg,
-        **tiny,
-        max_new_tokens=4,
-        lr=1e-3,
-        entropy=0.01,
-        sft_steps=60,
-    )
+    cfg = replace(cfg, **tiny, max_new_tokens=4, lr=1e-3, entropy=0.01, sft_steps=60)
     run = Run(cfg, report.pool, report.folder, unresponsive_s=2.0)
     await run.begin()
     return run
@@ -3115,7 +3116,7 @@ class ReplayBuffer:
         self.changed = asyncio.Condition()
 
     async def draw(self, num_groups: int) -> list[Prompt]:
-        """Prompts, as soon as so many groups more may be in flight."""
+        """Waits for room for num_groups, then draws prompts."""
         async with self.changed:
             while self.run.accounting.in_flight + num_groups > self.limit:
                 await self.changed.wait()
