@@ -3638,7 +3638,7 @@ def checked(cfg: Config) -> Config:
         if isinstance(each.default, (int, float)):
             may_be_0 = each.default < 1 or each.name == "max_staleness"
             if not (0 if may_be_0 else 1e-3) <= getattr(cfg, each.name) < math.inf:
-                raise UsageError(f"--{each.name.replace('_', '-')}: {getattr(cfg, each.name)}")
+                raise UsageError(f"--{each.name.replace('_', '-')} is too small, or not finite")
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     is_own = cfg.reward or cfg.task not in TASKS
     is_file = cfg.task.endswith(".jsonl")
