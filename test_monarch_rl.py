@@ -1806,7 +1806,12 @@ def test_command_the_tour_confirms_a_stage(tour: Any, stage: str) -> None:
 
 @pytest.mark.parametrize("stage", list(m.STAGES))
 def test_command_a_stage_fails_without_its_mechanism(tmp_path: Path, stage: str) -> None:
-    found = run("--only", stage, file=changed(tmp_path, stage), folder=tmp_path)
+    file = changed(tmp_path, stage)
+    # Whether a group is overtaken, and so too old, is a matter of chance: async_rl gets three runs.
+    for _ in range(3 if stage == "async_rl" else 1):
+        found = run("--only", stage, file=file, folder=tmp_path)
+        if found.returncode == 1:
+            break
     assert found.returncode == 1, found.stdout + found.stderr
     failed = re.findall(r"^ *FAIL (.*)", found.stdout, re.MULTILINE)
     assert any(not what.startswith("errors that ended") for what in failed), found.stdout
