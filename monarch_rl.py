@@ -3274,7 +3274,7 @@ async def demo_async_rl(
 
 # == YOUR OWN MODEL AND DATA ===========
 # Problem. A reward function is somebody else's code: it raises, hangs, forks, uses signals, and
-#   returns what it likes. A run must not end by that.
+#   returns what it likes. None of this may end a run.
 # Rule. It runs in the main thread of a process of its own, which can be killed with all that it has
 #   started. An episode without a reward is left out of its group; it does not count as 0.
 # Cost. That process, and a message to it for each group.
