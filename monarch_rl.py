@@ -6,9 +6,9 @@
 """monarch_rl: an asynchronous RL system for language models, in one file that you can finish.
 
 A generator samples while the trainer learns. Samples are at most K (--max-staleness) versions old,
-weights are never half updated, and the death of a generator or reward worker costs time only:
+weights are never half updated, and the death of a worker costs time only:
 
-    python monarch_rl.py                      the tour: all stages, about 90 seconds on two cores
+    python monarch_rl.py                      the tour: all stages, about two minutes on two cores
     python monarch_rl.py --stage weight_sync  stages 1 to 7
     python monarch_rl.py --train --model FOLDER_OR_HUB_ID --task FILE.jsonl    your own run
 
@@ -25,16 +25,17 @@ a stage, which measures its rule, and prints the change of one line that breaks 
      3 rdma_transfer   pass a handle, pull the bytes; the owner's Python takes no part
      4 controllers     actors that never met find one singleton by its name
      5 supervision     exception, death, standstill, endless work: who hears of each, and how soon
-     6 service         every request is answered once, although replicas raise, die and stand still
+     6 service         every request is answered once, although replicas die and stand still
      7 weight_sync     never torn, and a sync costs one memory copy
      8 reshard         from one sharding to another, each byte that is needed is written once
      9 rollout         what was recorded while sampling is what the trainer recomputes
     10 losses          which estimator follows the true gradient, and how noisily
     11 sync_rl         the loop, one thing at a time
     12 async_rl        two loops and a buffer, with bounded staleness, under faults
+    13 recovery, 14 critic, 15 reward_model, 16 hosts
 
-Read it from top to bottom. Part I is the whole system on one host, Part II your own model and data.
-After a section, run its stage, and make its change: a check fails.
+Read it from top to bottom. Part I (1 to 12) is the whole system on one host; Part II goes on with
+your own data, and 13 to 16. After a section, run its stage, and make its change: a check fails.
 
 Words. An *episode* is one conversation. A *group* is the episodes sampled from one prompt; their
 rewards are compared with each other. A *version* numbers the weights: each training step makes the
@@ -76,6 +77,7 @@ import time
 import traceback
 import warnings
 import weakref
+import zipfile
 import zlib
 from collections import Counter as Tally, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -141,7 +143,7 @@ class Config:
     export: str = flag("", "write the model to this folder, after the run")
     model: str = flag("", "folder or hub id of a causal language model; empty: a tiny one")
     task: str = flag("repeat", "repeat, count or pattern; FILE.jsonl; FILE.py:CLASS")
-    reward: str = flag("", "FILE.py:FUNCTION(prompt, response, answer)")
+    reward: str = flag("", "FILE.py:FUNCTION(prompt, response, answer), or model")
     dtype: str = flag("float32", "of forward passes", "float32", "bfloat16")
     device: str = flag("", "default: cuda if there is one", "cpu", "cuda")
     seed: int = flag(0, "of prompts, sampling and fresh models")
@@ -154,11 +156,12 @@ class Config:
     generators: int = flag(2, "processes that sample")
     reward_workers: int = flag(1, "processes that compute rewards")
     trainers: int = flag(1, "ranks of the trainer (FSDP2)")
+    hosts: str = flag("", "folder with the addresses of workers, on which generators run")
+    worker: str = flag("", "offer this machine to --hosts, by an address in this folder")
     max_staleness: int = flag(2, "K, in versions; 0: synchronous")
 
-    pull: str = flag("rollout", "pull weights before each", "rollout", "token")
     loss: str = flag("ppo", "section 10", "reinforce", "ppo", "decoupled", "cispo")
-    advantage: str = flag("group", "section 10", "group", "leave_one_out", "none")
+    advantage: str = flag("group", "sections 10, 14", "group", "leave_one_out", "none", "critic")
     passes: int = flag(1, "updates from each batch")
     clip_low: float = flag(0.2, "of the importance ratio, below 1")
     clip_high: float = flag(0.2, "of the importance ratio, above 1")
@@ -167,29 +170,16 @@ class Config:
     lr: float = flag(0.0, "learning rate; default: 1e-6, for the tiny policy 1e-3")
     sft_steps: int = flag(0, "supervised steps on right answers before RL")
     reward_deadline: float = flag(60.0, "seconds that one group's rewards may take")
+    preferences: str = flag("", "FILE.jsonl for --reward model: prompt, chosen, rejected")
+    ask_every: int = flag(1, "groups between preferences that the task is asked for")
     mask_truncated: bool = flag(False, "do not train on responses without an end")
+    checkpoint: str = flag("", "folder of the run: the same command goes on from it")
+    save_every: int = flag(20, "steps between checkpoints")
     eval_every: int = flag(0, "steps between evaluations; 0: first and last only")
     eval_prompts: int = flag(256, "held-out prompts of an evaluation")
     log: str = flag("", "a line of JSON for every step, in this file")
     json: str = flag("", "checks and figures of the command, in this file")
-
-
-def read_flags(argv: list[str] | None) -> Config:
-    """Raises UsageError, and ArgumentError of argparse."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    for each in fields(Config):
-        options: dict[str, Any] = {"action": "store_true"}
-        if not isinstance(each.default, bool):
-            options = {"type": type(each.default), "choices": each.metadata["choices"]}
-        text = f"{each.metadata['help']} ({each.default})"
-        name = "--" + each.name.replace("_", "-")
-        parser.add_argument(name, default=each.default, help=text, **options)
-    known, unknown = parser.parse_known_args(argv)
-    cfg = Config(**vars(known))
-    unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
-    if unknown:
-        raise UsageError(f"unknown: {unknown[0]}; see --help and --list")
-    return checked(cfg)
+    report: str = flag("", "a page of the command, in this FILE.html")
 
 
 @dataclass(frozen=True)
@@ -317,10 +307,7 @@ async def lost_by_threads(num_additions: int) -> int:
     "an actor's state lives in one process, and its calls run one at a time",
     instead="@concurrent_endpoint",
 )
-async def demo_hello_actor(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_hello_actor(report: Report, cfg: Config) -> None:
     report.check(
         "additions of 200 lost by threads",
         await lost_by_threads(200),
@@ -360,10 +347,7 @@ async def demo_hello_actor(
     "one call reaches every member of a mesh; its adverb says which members run and answer",
     instead="mesh = members.slice(worker=0)",
 )
-async def demo_actor_mesh(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     procs = this_host().spawn_procs(per_host={"worker": 4})
     members = procs.spawn("counters", Counter)
     mesh = members  # mechanism: actor_mesh
@@ -443,10 +427,7 @@ class Owner(Actor):
     "a handle of half a kilobyte moves any number of bytes while the owner's Python is busy",
     instead="mine.copy_(await owner.as_message.call_one())",
 )
-async def demo_rdma_transfer(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     """Moves 32 MiB both ways, and then by the handle from an owner that is busy."""
     procs = this_host().spawn_procs(per_host={"worker": 1})
     owner = procs.spawn(
@@ -523,10 +504,7 @@ class Witness(Actor):
     "actors that never met find one singleton by its name",
     instead='timeline = this_proc().spawn("timeline", Timeline)',
 )
-async def demo_controllers(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_controllers(report: Report, cfg: Config) -> None:
     procs = this_host().spawn_procs(per_host={"worker": 3})
     await procs.spawn("witnesses", Witness).report.call()
     timeline = await get_or_spawn_controller("timeline", Timeline)
@@ -577,23 +555,20 @@ class Worker(Actor):
         return os.getpid()
 
     @concurrent_endpoint
-    async def run(self, method: str, *args: Any) -> Any:
-        """Runs a method in the thread."""
+    async def run(self, what: Any, *args: Any) -> Any:
+        """Runs a method, or a function of this worker, in the thread. what: its name, or itself."""
         # The context tells the thread which actor it belongs to.
         run: Any = contextvars.copy_context().run
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.thread, run, self._timed, method, args)
+        return await loop.run_in_executor(self.thread, run, self._timed, what, args)
 
-    def _timed(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-    ) -> Any:
+    def _timed(self, what: Any, args: tuple[Any, ...]) -> Any:
+        method = getattr(type(self), what) if isinstance(what, str) else what
         start_s = time.time()
         try:
-            return getattr(self, method)(*args)
+            return method(self, *args)
         finally:
-            self.spans.append(Span(self.name, method, start_s, time.time()))
+            self.spans.append(Span(self.name, method.__name__, start_s, time.time()))
             if self.timeline and time.time() - self.spans[0].end_s > 0.2:
                 self.timeline.add.broadcast(self.spans)
                 self.spans = []
@@ -602,9 +577,6 @@ class Worker(Actor):
         """What is slow, or can fail: here, to import what most workers need."""
         importlib.import_module("transformers.models.qwen2.modeling_qwen2")
         importlib.import_module("transformers.models.auto.modeling_auto")
-
-    def cpu_s(self) -> float:
-        return time.process_time()
 
     def release(self) -> None:
         """The last call, before another actor uses this process."""
@@ -696,10 +668,7 @@ async def who_hears(trouble: str) -> dict[str, float]:
     heard_s: dict[str, float] = {}
     start_s = time.time()
 
-    async def hear(
-        who: str,
-        news: Awaitable[Any],
-    ) -> Any:
+    async def hear(who: str, news: Awaitable[Any]) -> Any:
         found = await asyncio.gather(news, return_exceptions=True)
         heard_s[who] = time.time() - start_s
         return found
@@ -731,10 +700,7 @@ async def who_hears(trouble: str) -> dict[str, float]:
     "exception, death, standstill, endless work: each has its detector, and slowness is none",
     instead="await ping",
 )
-async def demo_supervision(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_supervision(report: Report, cfg: Config) -> None:
     troubles = ("exception", "death", "standstill", "endless")
     found = await asyncio.gather(*[who_hears(trouble) for trouble in troubles])
     heard = dict(zip(troubles, found, strict=True))
@@ -755,7 +721,7 @@ async def demo_supervision(
 #   the one with the fewest in flight. An attempt has one of three outcomes:
 #     1. The replica answers. The caller gets the answer, once.
 #     2. The replica is lost (section 5). It is replaced, and another one gets the request.
-#     3. The replica raises. Another one tries; if that raises too, the exception is the caller's.
+#     3. The request raises. The exception is the caller's: elsewhere it would raise, too.
 # Cost. A request may run twice, so it must be harmless to repeat.
 #
 #     caller --- request("root", 4) ---> Service ---> replica 0   is lost: it is replaced
@@ -776,6 +742,10 @@ class Processes:
 
     mesh: ProcMesh
     ids: list[int]
+
+    def deaths(self) -> list[Awaitable[str]]:
+        """Each waits for the death of one process, and returns the reason."""
+        return [until_dead(pid) for pid in self.ids]
 
     async def kill(self) -> None:
         for pid in self.ids:
@@ -813,6 +783,9 @@ class Pool:
         await worker.stop()
         return Processes(mesh, list(answers.values()))
 
+    def give_back(self, processes: Processes) -> None:
+        self.idle.append(processes)
+
     def keep_spare(self) -> None:
         """Starts a process for the next loss, unless one is idle."""
         is_making = self.making_spare and not self.making_spare.done()
@@ -842,7 +815,7 @@ class Replica:
     name: str  # "generator_0"
     processes: Processes
     worker: Any  # an actor for each rank
-    in_flight: dict[str, float] = field(default_factory=dict)  # start times of requests
+    in_flight: dict[Any, float] = field(default_factory=dict)  # start times of requests
     result: Any = None  # of its setup
     lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # the reason
     noticed_s: float = 0.0  # when the loss was noticed, in seconds since 1970
@@ -860,7 +833,7 @@ class Replica:
         async def watch(detector: Awaitable[str]) -> None:
             self.lose(await detector)
 
-        detectors = [until_dead(pid) for pid in self.processes.ids]
+        detectors = self.processes.deaths()
         detectors.append(until_unresponsive(self.worker, unresponsive_s))
         watches = [asyncio.ensure_future(watch(detector)) for detector in detectors]
         try:
@@ -906,43 +879,29 @@ class Service:
         if self.error:
             raise self.error
 
-    async def request(self, method: str, *args: Any) -> Any:
+    async def request(self, what: Any, *args: Any) -> Any:
         """A replica's answer. Raises ActorError, ReplicaLost after three losses, or self.error."""
         num_losses = 0
-        raised_by: Replica | None = None
-        while True:
-            replica = await self._pick(raised_by)
-            try:
-                return await self._ask(replica, method, *args)
-            except ReplicaLost:  # outcome 2
-                num_losses += 1
-                if num_losses == 3:
-                    raise
-            except ActorError:  # outcome 3
-                if raised_by or self.num_replicas == 1:
-                    raise
-                raised_by = replica  # mechanism: service
-            self.num_retries += 1
-
-    async def _pick(self, not_this: Replica | None) -> Replica:
-        """The ready replica with the fewest requests in flight, except `not_this`."""
         while True:
             await self.until_ready(1)
-            others = [replica for replica in self.ready() if replica is not not_this]
-            if others:
-                return min(others, key=lambda replica: len(replica.in_flight))
-            await asyncio.sleep(0.005)
+            replica = min(self.ready(), key=lambda replica: len(replica.in_flight))
+            try:
+                return await self._ask(replica, what, *args)
+            except ReplicaLost:
+                num_losses += 1  # mechanism: service
+                self.num_retries += 1
+                if num_losses == 3:
+                    raise
 
-    async def _ask(self, replica: Replica, method: str, *args: Any) -> Any:
-        """One attempt: the answer of rank 0, ActorError or ReplicaLost."""
-        what = f"{method} {time.monotonic_ns()}"
-        replica.in_flight[what] = time.time()
-        call = asyncio.ensure_future(replica.worker.run.call(method, *args))
+    async def _ask(self, replica: Replica, what: Any, *args: Any) -> Any:
+        """One attempt: the answer of rank 0, ActorError or ReplicaLost. what: as in Worker.run."""
+        call = asyncio.ensure_future(replica.worker.run.call(what, *args))
+        replica.in_flight[call] = time.time()
         try:
             await asyncio.wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
             call.cancel()  # if it is not done
-            del replica.in_flight[what]
+            del replica.in_flight[call]
         if not replica.lost.done():
             try:
                 return next(iter(call.result().values()))
@@ -957,7 +916,12 @@ class Service:
         loss: Replica | None = None
         num_failed = 0
         while not self.error:
-            replica = await self._spawn(number)
+            try:
+                replica = await self._spawn(number)
+            except Exception as error:  # there is no process
+                num_failed += 1
+                self.error = error if num_failed == 3 else None
+                continue
             try:
                 # Imports hold the GIL for seconds, hence the patience.
                 async with replica.watched(max(30.0, self.unresponsive_s)):
@@ -994,18 +958,14 @@ class Service:
         worker = processes.mesh.spawn(actor_name, self.worker_class, name, timeline)
         return Replica(name, processes, worker)
 
-    async def _end(
-        self,
-        number: int,
-        replica: Replica,
-    ) -> None:
+    async def _end(self, number: int, replica: Replica) -> None:
         """At `close` an idle replica's processes go back to the pool. All others are killed."""
         was_ready = self.replicas.pop(number, None)
         if was_ready and not replica.in_flight and not replica.lost.done():
             with contextlib.suppress(ActorError, ReplicaLost, TimeoutError):
                 await asyncio.wait_for(self._ask(replica, "release"), 10)
                 await replica.worker.stop()
-                self.pool.idle.append(replica.processes)
+                self.pool.give_back(replica.processes)
                 return
         await replica.processes.kill()
 
@@ -1018,19 +978,12 @@ class Service:
 class RootWorker(Worker):
     """Computes square roots, and writes a diary, a file that all replicas share."""
 
-    def setup(
-        self,
-        number: int,
-        diary: str,
-    ) -> None:
-        self.number = number
+    def setup(self, number: int, diary: str) -> None:
         self.diary = diary
 
     def root(self, number: float) -> float:
-        """The square root. Replica 1 raises for some numbers."""
+        """The square root. A negative number raises."""
         time.sleep(0.002)
-        if self.number == 1 and 100 <= number < 200:
-            raise RuntimeError("a bad replica")
         result = math.sqrt(number)
         with open(self.diary, "a") as file:
             file.write(f"{number}\n")
@@ -1038,14 +991,11 @@ class RootWorker(Worker):
 
 
 @stage(
-    "every request is answered once, although replicas raise, die and stand still",
+    "every request is answered once, although replicas die and stand still",
     instead="raise",
 )
-async def demo_service(
-    report: Report,
-    cfg: Config,
-) -> None:
-    """Sends 400 requests to four replicas; one raises, one is killed, one is stopped."""
+async def demo_service(report: Report, cfg: Config) -> None:
+    """Sends 400 requests to four replicas; one is killed, one is stopped."""
     diary = report.folder / "diary"
     service = Service(RootWorker, 4, report.pool, (str(diary),), unresponsive_s=2.0)
     await service.begin()
@@ -1073,6 +1023,7 @@ async def demo_service(
     striking = asyncio.gather(*strikes)
     num_right = sum(await asyncio.gather(*requests))
     await striking
+    bad = await asyncio.gather(service.request("root", -1.0), return_exceptions=True)
     await service.until_ready(4)
     rows = []
     for loss in service.losses:
@@ -1084,6 +1035,8 @@ async def demo_service(
     num_finished = len(set(diary.read_text().split()))
     report.check("requests of 400 with the right answer", num_right, "==", 400)
     report.check("requests of 400 that some replica finished", num_finished, "==", 400)
+    num_raised = sum(isinstance(error, ActorError) for error in bad)
+    report.check("bad requests of 1 whose caller got the exception", num_raised, "==", 1)
     report.check("attempts that failed and were repeated", service.num_retries, ">", 0)
     report.check("replicas that were replaced", len(service.losses), "==", 2)
     killed = rows[0]
@@ -1224,11 +1177,7 @@ class Arena:
             taken = {self.words[self.LATEST], *leases}
         return min(set(range(self.num_slots)) - taken)
 
-    def commit(
-        self,
-        version: int,
-        slot: int,
-    ) -> None:
+    def commit(self, version: int, slot: int) -> None:
         """Makes a slot, which is complete, the latest."""
         with self.locked():
             self.words[self.VERSION] = version
@@ -1369,11 +1318,7 @@ def blocks() -> dict[str, Tensor]:
 class ReaderWorker(Worker):
     """Reads weights of which each version is filled with one number."""
 
-    def setup(
-        self,
-        number: int,
-        handle: ArenaHandle,
-    ) -> None:
+    def setup(self, number: int, handle: ArenaHandle) -> None:
         self.reader = WeightReader(handle, number, blocks())
 
     def read(
@@ -1397,13 +1342,11 @@ class ReaderWorker(Worker):
         return num_torn, statistics.median(pull_ms)
 
 
-def measure_publish(writer: WeightWriter) -> dict[str, float]:
-    """Medians: publish time / memmove time, and the trainer's wait after a step."""
+def measure_publish(writer: WeightWriter) -> float:
+    """Median of publish time / memmove time."""
     block: Any = writer.block
     scratch = torch.ones_like(block)
-    matrix = torch.ones(512, 512)
     ratios = []
-    waits_ms = []
     for _ in range(15):
         start = time.perf_counter()
         ctypes.memmove(scratch.data_ptr(), block.data_ptr(), block.nbytes)
@@ -1412,24 +1355,14 @@ def measure_publish(writer: WeightWriter) -> dict[str, float]:
         writer.wait()
         published = time.perf_counter()
         ratios.append((published - copied) / (copied - start))
-        writer.publish(0)
-        while time.perf_counter() < published + 4 * (copied - start):
-            torch.mm(matrix, matrix)  # the next forward and backward pass
-        waiting = time.perf_counter()
-        writer.wait()  # before the optimizer changes the weights
-        waits_ms.append((time.perf_counter() - waiting) * 1e3)
-    ratio = statistics.median(ratios)
-    return {"x memmove": ratio, "trainer waits ms": statistics.median(waits_ms)}
+    return statistics.median(ratios)
 
 
 @stage(
     "a generator never samples from half-updated weights, and a sync is one memory copy",
     instead="pass",
 )
-async def demo_weight_sync(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_weight_sync(report: Report, cfg: Config) -> None:
     torch.set_num_threads(1)
     report.say("64 MiB of weights; torn reads of 60")
     rows = []
@@ -1438,8 +1371,8 @@ async def demo_weight_sync(
         writer = WeightWriter(blocks(), num_readers)
         service = Service(ReaderWorker, num_readers, report.pool, (writer.handle,))
         await service.begin()
-        row = measure_publish(writer)
-        report.figure(**{f"publish_over_memmove_{num_readers}": row["x memmove"]})
+        row = {"publish x memmove": measure_publish(writer)}
+        report.figure(**{f"publish_over_memmove_{num_readers}": row["publish x memmove"]})
         version = 0
         reads = []
         read_args = ("read", 60 // num_readers, leases == "with")
@@ -1563,11 +1496,7 @@ class ShardedWriter(WeightWriter):
                 self.written_bytes += target.nbytes
 
 
-def form_group(
-    meeting_file: str,
-    rank: int,
-    num_ranks: int,
-) -> None:
+def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
     """Makes this process a member of a gloo group. Waits until all have come."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
@@ -1615,10 +1544,7 @@ class ShardWorker(Worker):
     "from one sharding to another, each byte that is needed is written once",
     instead="pass",
 )
-async def demo_reshard(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_reshard(report: Report, cfg: Config) -> None:
     """Two ranks publish by rows; the slot is read as two ranks by columns would read it."""
     setup_args = (str(report.folder / "shards"), 2)
     service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
@@ -1681,10 +1607,7 @@ class Prompt:
         return zlib.crc32(text.encode()) % 10 == 0
 
 
-def user_turn(
-    text: str,
-    answer: Any,
-) -> Turn:
+def user_turn(text: str, answer: Any) -> Turn:
     return Turn(({"role": "user", "content": text},), answer)
 
 
@@ -1697,19 +1620,11 @@ class Task:
         """The prompt of this number, from 0: always the same one."""
         raise NotImplementedError
 
-    def grade(
-        self,
-        answer: Any,
-        response: str,
-    ) -> float:
+    def grade(self, answer: Any, response: str) -> float:
         """What one response is worth, from 0 to 1."""
         raise NotImplementedError
 
-    def score(
-        self,
-        prompt: Prompt,
-        responses: list[str],
-    ) -> Any:
+    def score(self, prompt: Prompt, responses: list[str]) -> Any:
         """The reward of each turn. If all is right, they add up to 1."""
         grades = []
         for turn, response in zip(prompt.turns, responses, strict=True):
@@ -1741,11 +1656,7 @@ class LetterTask(Task):
             turns.append(user_turn(text, "".join(LETTERS[i] for i in right)))
         return Prompt(number, tuple(turns))
 
-    def grade(
-        self,
-        answer: str,
-        response: str,
-    ) -> float:
+    def grade(self, answer: str, response: str) -> float:
         """The share of right letters; a surplus letter is wrong."""
         num_right = sum(a == b for a, b in zip(answer, response, strict=False))
         return num_right / max(len(answer), len(response))
@@ -1805,10 +1716,7 @@ class Episode:
 # -- 9c. The policy --------------------
 
 
-def tiny_policy(
-    seed: int,
-    merges: Any,
-) -> tuple[Any, Any]:
+def tiny_policy(seed: int, merges: Any) -> tuple[Any, Any]:
     """(tokenizer, model): a Qwen2 of 30 thousand parameters, with a token per letter.
 
     merges: pairs of letters that have a token, too.
@@ -1838,10 +1746,7 @@ def tiny_policy(
     return tokenizer, transformers.AutoModelForCausalLM.from_config(config, **fastest)
 
 
-def pretrained(
-    name: str,
-    dtype: torch.dtype,
-) -> tuple[Any, Any]:
+def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """(tokenizer, model) of a folder or hub id, or a UsageError."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     if not tokenizer.chat_template:
@@ -1864,11 +1769,7 @@ RESPONSE = {"role": "assistant", "content": "response"}  # stands for any respon
 class Policy:
     """A causal language model, its tokenizer, and what its chat template means in tokens."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, cfg: Config, dtype: torch.dtype) -> None:
         if cfg.model:
             self.tokenizer, model = pretrained(cfg.model, dtype)
         else:
@@ -1912,19 +1813,11 @@ class Policy:
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
-    def tokenize(
-        self,
-        text: str,
-        is_plain: bool = False,
-    ) -> list[int]:
+    def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
         how = {"add_special_tokens": False, "split_special_tokens": is_plain}
         return self.tokenizer(text, **how)["input_ids"]
 
-    def prompt_ids(
-        self,
-        prompt: Prompt,
-        turn: int,
-    ) -> list[int]:
+    def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
         """The ids that a turn, from 0, appends to the conversation.
 
         For later turns: everything after the last response, including its end token.
@@ -1963,11 +1856,7 @@ class Policy:
 class Decoder:
     """KV cache and next-token logits of a batch of rows of ids. Equal rows are computed once."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        rows: list[list[int]],
-    ) -> None:
+    def __init__(self, policy: Policy, rows: list[list[int]]) -> None:
         self.policy = policy
         self.cache: Any = transformers.DynamicCache(config=policy.model.config)
         unique = list(dict.fromkeys(tuple(row) for row in rows))
@@ -2100,10 +1989,7 @@ def token_logprobs(
     return chosen, -(logp.exp() * logp.clamp(min=-100)).sum(-1)
 
 
-def k3(
-    recorded: Tensor,
-    recomputed: Tensor,
-) -> Tensor:
+def k3(recorded: Tensor, recomputed: Tensor) -> Tensor:
     """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
     Its mean over sampled tokens estimates the KL divergence (Schulman 2020); each term is >= 0. By
@@ -2312,6 +2198,10 @@ class Batch:
     near: Tensor | None = None  # [N] log-probabilities, from the first update on
 
 
+# Of each sampled token, [N], from its batch and its log-probability; it is added to the loss.
+Penalty = Callable[[Batch, Any], Any]
+
+
 def groups_of(episodes: list[Episode]) -> list[list[Episode]]:
     """The episodes of each prompt, which stand next to each other."""
     groups = itertools.groupby(episodes, lambda episode: episode.prompt.number)
@@ -2369,6 +2259,8 @@ class Learner:
 
     In bfloat16 most updates at a rate of 1e-6 would be rounded off.
     All ranks of a trainer call the same methods.
+
+    advantages: of each token of each episode; default: as cfg.advantage says.
     """
 
     def __init__(
@@ -2377,14 +2269,15 @@ class Learner:
         cfg: Config,
         rank: int = 0,
         num_ranks: int = 1,
+        advantages: Callable[[list[Episode]], list[list[float]]] | None = None,
+        penalty: Penalty | None = None,
     ) -> None:
         self.policy = policy
         self.cfg = cfg
+        self.advantages = advantages or functools.partial(advantages_of, kind=cfg.advantage)
         self.rank = rank
         self.num_ranks = num_ranks
-        self.reference = copy.deepcopy(policy) if cfg.kl else None
-        if num_ranks > 1:
-            shard(policy.model, num_ranks, getattr(torch, cfg.dtype))
+        self.penalty = penalty
         self.weights = list(policy.model.parameters())
         self.optimizer = torch.optim.AdamW(self.weights, cfg.lr, weight_decay=0.0)
 
@@ -2392,11 +2285,10 @@ class Learner:
         """cfg.passes updates on the same episodes. Returns what the first one found."""
         if self.cfg.mask_truncated:
             episodes = [without_truncated(episode) for episode in episodes]
-        advantage = advantages_of(episodes, self.cfg.advantage)
-        batches = self._batches(self.cfg, episodes, advantage)
-        first = self._update(self.optimizer, self.cfg, batches)
+        batches = self._batches(self.cfg, episodes, self.advantages(episodes))
+        first = self._update(self.optimizer, self.cfg, batches, self.penalty)
         for _ in range(self.cfg.passes - 1):
-            self._update(self.optimizer, self.cfg, batches)
+            self._update(self.optimizer, self.cfg, batches, self.penalty)
         return first
 
     def supervise(
@@ -2405,18 +2297,17 @@ class Learner:
         num_steps: int,
     ) -> None:
         """Supervised warm start at twice the rate: REINFORCE on right responses, with A = 1."""
-        cfg = replace(self.cfg, loss="reinforce", entropy=0.0, kl=0.0)
+        cfg = replace(self.cfg, loss="reinforce", entropy=0.0)
         optimizer = torch.optim.AdamW(self.weights, 2 * cfg.lr, weight_decay=0.0)
         prompts = training_prompts(task)
         for _ in range(num_steps):
             drawn = itertools.islice(prompts, 4 * cfg.prompts_per_step)
-            episodes = [right_episode(self.policy, prompt) for prompt in drawn]
+            episodes = []
+            for prompt in drawn:
+                right = [str(turn.answer) for turn in prompt.turns]
+                episodes.append(episode_with(self.policy, prompt, right))
             advantage = [[1.0] * len(episode.ids) for episode in episodes]
-            self._update(optimizer, cfg, self._batches(cfg, episodes, advantage))
-        if self.reference:  # the first version is the one after the warm start
-            parameters = self.reference.model.parameters()
-            for old, new in zip(parameters, self.weights, strict=True):
-                old.data.copy_(whole(new.detach()))
+            self._update(optimizer, cfg, self._batches(cfg, episodes, advantage), None)
 
     def _batches(
         self, cfg: Config, episodes: list[Episode], advantage: list[list[float]]
@@ -2427,9 +2318,9 @@ class Learner:
         ranks make equally many passes, because FSDP gathers each layer on all ranks at once.
         """
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
-        # Rows with zero advantage have no gradient, except from entropy or kl.
+        # Rows with zero advantage have no gradient, except from entropy or a penalty.
         order = [row for row, of_tokens in enumerate(advantage) if any(of_tokens)]
-        if cfg.entropy or cfg.kl or len(order) < self.num_ranks:
+        if cfg.entropy or self.penalty or len(order) < self.num_ranks:
             order = list(range(len(episodes)))
         order.sort(key=lambda row: -len(episodes[row].ids))
         rows_per_pass = max(2, cfg.tokens_per_pass // len(episodes[order[0]].ids))
@@ -2450,7 +2341,11 @@ class Learner:
         return batches
 
     def _update(
-        self, optimizer: torch.optim.Optimizer, cfg: Config, batches: list[Batch]
+        self,
+        optimizer: torch.optim.Optimizer,
+        cfg: Config,
+        batches: list[Batch],
+        penalty: Penalty | None,
     ) -> StepStats:
         """One update, from the gradients of all passes."""
         start = time.perf_counter()
@@ -2461,8 +2356,8 @@ class Learner:
                 batch.near = logp.detach()
             loss = LOSSES[cfg.loss](logp, batch.recorded, batch.near, batch.advantage, cfg)
             loss = loss - cfg.entropy * entropy
-            if cfg.kl and self.reference:
-                loss = loss + cfg.kl * divergence(self.reference, batch, logp)
+            if penalty:
+                loss = loss + penalty(batch, logp)
             # FSDP takes the mean of the ranks' gradients; what is wanted is their sum.
             (loss.sum() / max(batch.num_tokens, 1) * self.num_ranks).backward()
             of_tokens = (loss, entropy, k3(batch.recorded, logp))
@@ -2482,10 +2377,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
 
 
-def training_prompts(task: Task) -> Iterator[Prompt]:
-    """The prompts of a task in their order, without those that are held out."""
-    last = 0
-    for number in itertools.count():
+def training_prompts(
+    task: Task,
+    first: int = 0,
+) -> Iterator[Prompt]:
+    """The prompts of a task from this number on, without those that are held out."""
+    last = first
+    for number in itertools.count(first):
         prompt = task.prompt(number)
         if not prompt.is_held_out:
             last = number
@@ -2494,48 +2392,20 @@ def training_prompts(task: Task) -> Iterator[Prompt]:
             raise UsageError("the task has too few prompts: all are held out")
 
 
-def right_episode(
+def episode_with(
     policy: Policy,
     prompt: Prompt,
+    responses: list[str],
 ) -> Episode:
-    """The conversation in which every response is the right one."""
-    episode = Episode(prompt)
-    for turn, asked in enumerate(prompt.turns):
+    """The conversation with these responses, as if they had been sampled."""
+    episode = Episode(prompt, responses=responses)
+    for turn, response in enumerate(responses):
         ids = policy.prompt_ids(prompt, turn)
         # Later prompts begin with the end token that the response already has.
         episode.add_prompt(ids[1:] if turn > 0 else ids)
-        response = policy.tokenize(str(asked.answer), is_plain=True)
-        for token in response + policy.end_ids[:1]:
+        for token in policy.tokenize(response, is_plain=True) + policy.end_ids[:1]:
             episode.add(token, turn + 1, 0.0, -1)
     return episode
-
-
-def divergence(
-    reference: Policy,
-    batch: Batch,
-    logp: Tensor,
-) -> Tensor:
-    """[N]: k2, half the square of d = log p - log q, where q is the reference.
-
-    As an estimate k3 is better; but the gradient of k2, over samples of p, is that of KL(p, q).
-    """
-    with torch.no_grad():
-        of_reference, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
-    return (logp - of_reference).square() / 2
-
-
-def shard(
-    model: torch.nn.Module,
-    num_ranks: int,
-    dtype: torch.dtype,
-) -> None:
-    """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
-    fsdp = importlib.import_module("torch.distributed.fsdp")
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
-    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    for unit in [*max(lists, key=len), model]:  # the longest list is that of the layers
-        fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
 
 
 # -- measurement: a policy of which everything is known ----
@@ -2700,23 +2570,27 @@ class Trainer(Worker):
     """Learns, and publishes."""
 
     def setup(
-        self, number: int, cfg: Config, make_task: Callable[[Config], Task], meeting_file: str
+        self,
+        number: int,
+        cfg: Config,
+        make_learner: Callable[..., Learner],
+        meeting_file: str,
+        version: int,
     ) -> ArenaHandle:
-        """Loads the policy, makes the supervised steps, and publishes version 0."""
+        """Makes the learner, and publishes its weights as this version."""
         torch.set_num_threads(num_threads(cfg))
         rank = current_rank().rank
         if cfg.trainers > 1:
             form_group(meeting_file, rank, cfg.trainers)
         self.policy = Policy(cfg, torch.float32)
-        self.learner = Learner(self.policy, cfg, rank, cfg.trainers)
-        self.learner.supervise(make_task(cfg), cfg.sft_steps)
+        self.learner = make_learner(self.policy, cfg, rank)
         writer_class = WeightWriter if cfg.trainers == 1 else ShardedWriter
         weights = dict(self.policy.model.named_parameters())
         self.writer = writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
         # The copy of a version runs beside the next step, until that changes the weights.
         self.learner.optimizer.register_step_pre_hook(lambda *_: self.writer.wait())
-        self.version = 0
-        self.writer.publish(0)
+        self.version = version
+        self.writer.publish(version)
         self.writer.wait()
         return self.writer.handle
 
@@ -2733,14 +2607,6 @@ class Trainer(Worker):
             self.writer.wait()
         return stats
 
-    def export(self, folder: str) -> None:
-        """Writes a folder that transformers loads."""
-        model = self.policy.model
-        state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
-        if self.learner.rank == 0:
-            model.save_pretrained(folder, state_dict=state)
-            self.policy.tokenizer.save_pretrained(folder)
-
     def release(self) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -2753,11 +2619,12 @@ class Generator(Worker):
         self,
         number: int,
         cfg: Config,
+        make_reader: Callable[..., WeightReader],
     ) -> None:
         """Loads the policy; its weights come with the first pull."""
         torch.set_num_threads(num_threads(cfg))
         self.number = number
-        self.cfg = cfg
+        self.make_reader = make_reader
         self.policy = Policy(cfg, getattr(torch, cfg.dtype))
         self.reader: WeightReader | None = None
 
@@ -2770,12 +2637,11 @@ class Generator(Worker):
         seed: int | None,
     ) -> list[Episode]:
         """The episodes of these prompts, with weights of at least this version."""
-        if self.reader is None or self.reader.handle != handle:
+        if self.reader is None:
             weights = dict(self.policy.model.named_parameters())
-            self.reader = WeightReader(handle, self.number, weights)
+            self.reader = self.make_reader(handle, self.number, weights)
         version = self.reader.pull(at_least)  # mechanism: sync_rl
-        pull = self.reader.pull if self.cfg.pull == "token" else lambda: version
-        return rollout(self.policy, prompts, group_size, seed, pull)
+        return rollout(self.policy, prompts, group_size, seed, lambda: version)
 
 
 class RewardWorker(Worker):
@@ -2796,6 +2662,27 @@ class RewardWorker(Worker):
 # -- 11b. A run ------------------------
 
 
+def make_learner(
+    policy: Policy,
+    cfg: Config,
+    rank: int,
+) -> Learner:
+    """The learner of a trainer's rank, after its supervised steps."""
+    learner = Learner(policy, cfg, rank, cfg.trainers)
+    learner.supervise(letter_task(cfg), cfg.sft_steps)
+    return learner
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Functions, by which the processes of a run make what differs between runs."""
+
+    make_task: Callable[[Config], Task] = letter_task
+    make_learner: Callable[[Policy, Config, int], Learner] = make_learner
+    make_reader: Callable[..., WeightReader] = WeightReader
+    make_scorer: Callable[[Config], Callable[[Asked], Rewards]] = make_scorer
+
+
 @dataclass(eq=False)
 class Group:
     """The episodes of one prompt that have rewards."""
@@ -2803,9 +2690,17 @@ class Group:
     episodes: list[Episode]
 
     @property
+    def number(self) -> int:
+        return self.episodes[0].prompt.number
+
+    @property
     def version(self) -> int:
         """The oldest version of any token."""
         return min(v for episode in self.episodes for v in episode.versions if v >= 0)
+
+
+def numbers_of(groups: list[Group]) -> set[int]:
+    return {group.number for group in groups}
 
 
 class RunError(RuntimeError):
@@ -2823,51 +2718,67 @@ async def in_parts(
 
 
 @dataclass
-class Accounting:
-    """Where all groups are: started = trained + dropped + lost + in flight."""
+class Progress:
+    """How far a run has come, and where its groups are.
 
-    started: int = 0
-    trained: int = 0
-    dropped: int = 0  # too old, or left at the end of the run
-    lost: int = 0  # no rewards, or too long, or their request failed
+    started = trained + dropped + lost + in flight
+    """
 
-    @property
-    def in_flight(self) -> int:
-        """With a generator, a reward worker, the buffer, or the trainer."""
-        return self.started - self.trained - self.dropped - self.lost
+    rows: list[dict[str, Any]] = field(default_factory=list)  # of each step
+    heldout: list[Any] = field(default_factory=list)  # (version, accuracy) of each evaluation
+    num_drawn: int = 0  # prompts with smaller numbers have been drawn
+    again: list[int] = field(default_factory=list)  # prompts to draw before others
+    # Prompts with a generator, a reward worker, the buffer, or the trainer.
+    in_flight: set[int] = field(default_factory=set)
+    # trained; dropped: too old, or left at the end of the run; lost: no rewards, or too long, or
+    # their request failed
+    ended: Tally[str] = field(default_factory=Tally)
+
+    def end(
+        self,
+        how: str,
+        numbers: set[int],
+    ) -> None:
+        self.in_flight -= numbers
+        self.ended[how] += len(numbers)
+
+    def counts(self) -> dict[str, int]:
+        outcomes = {how: self.ended[how] for how in ("trained", "dropped", "lost")}
+        started = self.ended.total() + len(self.in_flight)
+        return {"started": started, **outcomes, "in_flight": len(self.in_flight)}
 
 
 class Run:
-    """The three services of a run, and the accounting of its groups.
-
-    folder: where ranks meet. make_task, make_scorer: workers call them, each for itself.
-    """
+    """The three services of a run, and its progress. folder: where the trainer's ranks meet."""
 
     def __init__(
         self,
         cfg: Config,
         pool: Pool,
+        generator_pool: Pool,
         folder: Path,
-        make_task: Callable[[Config], Task] = letter_task,
-        make_scorer: Callable[[Config], Any] = make_scorer,
+        parts: Parts,
+        progress: Progress,
         unresponsive_s: float = 30.0,
     ) -> None:
         self.cfg = cfg
         self.pool = pool
-        service = functools.partial(Service, pool=pool, unresponsive_s=unresponsive_s)
-        args = (cfg, make_task, str(folder / f"meeting_{time.monotonic_ns()}"))
+        service = functools.partial(Service, unresponsive_s=unresponsive_s)
+        meeting_file = str(folder / f"meeting_{time.monotonic_ns()}")
+        self.version = len(progress.rows)  # of the trainer's weights
+        args = (cfg, parts.make_learner, meeting_file, self.version)
         # A lost trainer has lost the newest weights, so it ends the run.
-        self.trainer = service(Trainer, 1, setup_args=args, num_ranks=cfg.trainers, replaces=False)
-        self.generators = service(Generator, cfg.generators, setup_args=(cfg,))
-        args = (cfg, make_scorer)
-        self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=args)
+        self.trainer = service(Trainer, 1, pool, args, num_ranks=cfg.trainers, replaces=False)
+        args = (cfg, parts.make_reader)
+        self.generators = service(Generator, cfg.generators, generator_pool, args)
+        args = (cfg, parts.make_scorer)
+        self.reward_workers = service(RewardWorker, cfg.reward_workers, pool, args)
         self.services = [self.trainer, self.generators, self.reward_workers]
-        self.num_begun = 0  # steps
-        self.version = 0  # of the trainer's weights
-        self.prompts = training_prompts(make_task(cfg))
-        self.held_out = held_out_prompts(make_task(cfg), cfg.eval_prompts)
-        self.accounting = Accounting()
-        self.rows: list[dict[str, Any]] = []  # of each step
+        self.progress = progress
+        self.num_begun = self.version  # steps
+        self.task = parts.make_task(cfg)
+        self.prompts = training_prompts(self.task, progress.num_drawn)
+        self.held_out = held_out_prompts(self.task, cfg.eval_prompts)
         self.errors: Tally[str] = Tally()
         self.num_too_long = 0  # episodes
         self.num_fruitless = 0  # requests in a row that brought no reward
@@ -2885,12 +2796,20 @@ class Run:
         return [replica for service in self.services for replica in service.ready()]
 
     def draw(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts. Their groups count as started. Raises RunError."""
+        """The next prompts. Their groups are in flight. Raises RunError."""
         if self.num_fruitless >= 20:
             reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
             raise RunError(f"20 requests in a row brought no reward: {reason}")
-        self.accounting.started += num_prompts
-        return [next(self.prompts) for _ in range(num_prompts)]
+        progress = self.progress
+        prompts = []
+        for _ in range(num_prompts):
+            if progress.again:
+                prompts.append(self.task.prompt(progress.again.pop(0)))
+            else:
+                prompts.append(next(self.prompts))
+                progress.num_drawn = prompts[-1].number + 1
+        progress.in_flight |= {prompt.number for prompt in prompts}
+        return prompts
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
         """Groups to train on. Prompts without rewards count as lost."""
@@ -2900,7 +2819,8 @@ class Run:
             groups = await self.judged(prompts, self.cfg.group_size, seed)
         except (ReplicaLost, ActorError) as error:
             self.errors[cause_of(error)] += 1
-        self.accounting.lost += len(prompts) - len(groups)
+        lost = {prompt.number for prompt in prompts} - numbers_of(groups)
+        self.progress.end("lost", lost)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
         return groups
 
@@ -2961,14 +2881,16 @@ class Run:
             "not_scored": sum(self.errors.values()),
         }
         self.version = max(self.version, version + 1)
-        self.accounting.trained += len(groups)
-        self.rows.append(row | asdict(stats) | asdict(self.accounting))
+        self.progress.end("trained", numbers_of(groups))
+        self.progress.rows.append(row | asdict(stats) | self.progress.counts())
 
     async def evaluate(self) -> float | None:
         """The share of held-out prompts whose likeliest responses get the full reward, 1."""
         groups = await self.judged(self.held_out, 1, seed=None)
         num_right = sum(sum(group.episodes[0].rewards) > 0.999 for group in groups)
-        return num_right / len(self.held_out) if self.held_out else None
+        accuracy = num_right / len(self.held_out) if self.held_out else None
+        self.progress.heldout.append((self.version, accuracy))
+        return accuracy
 
 
 def held_out_prompts(
@@ -2986,6 +2908,16 @@ def held_out_prompts(
     return list(found.values())
 
 
+async def finished(work: Awaitable[Any]) -> Any:
+    """The result of the work. If the caller is cancelled meanwhile, the work is finished first."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task])
+    finally:
+        await task
+    return task.result()
+
+
 async def train_sync(
     run: Run,
     num_steps: int,
@@ -2996,7 +2928,7 @@ async def train_sync(
         prompts = run.draw(run.cfg.prompts_per_step)
         groups += await in_parts(prompts, run.cfg.generators, run.sample)
         if len(groups) >= run.cfg.trainers:
-            await run.step(groups, waits=True)
+            await finished(run.step(groups, waits=True))
             groups = []
             num_steps -= 1
 
@@ -3004,21 +2936,30 @@ async def train_sync(
 # -- measurement -----------------------
 
 
+def demo_config(cfg: Config) -> Config:
+    tiny = {"model": "", "task": "repeat", "dtype": "float32", "device": "cpu", "trainers": 1}
+    return replace(cfg, **tiny, max_new_tokens=4, lr=1e-3, entropy=0.01, sft_steps=60)
+
+
 async def begin_demo(
     report: Report,
     cfg: Config,
 ) -> Run:
     """The tiny policy on `repeat`, after a warm start."""
-    tiny = {"model": "", "task": "repeat", "dtype": "float32", "device": "cpu"}
-    cfg = replace(cfg, **tiny, max_new_tokens=4, lr=1e-3, entropy=0.01, sft_steps=60)
-    run = Run(cfg, report.pool, report.folder, unresponsive_s=2.0)
+    cfg = demo_config(cfg)
+    places = (report.pool, report.pool, report.folder)
+    run = Run(cfg, *places, Parts(), Progress(), unresponsive_s=2.0)
     await run.begin()
     return run
 
 
+def own_cpu_s(worker: Worker) -> float:
+    return time.process_time()
+
+
 async def cpu_s(run: Run) -> float:
     """Seconds of CPU time of all workers and this process."""
-    calls = [replica.worker.run.call("cpu_s") for replica in run.replicas()]
+    calls = [replica.worker.run.call(own_cpu_s) for replica in run.replicas()]
     of_ranks = [sum(answer.values()) for answer in await asyncio.gather(*calls)]
     return sum(of_ranks) + time.process_time()
 
@@ -3057,22 +2998,18 @@ async def demo_sync_rl(
     """100 synchronous steps with the tiny policy."""
     run = await begin_demo(report, cfg)
     before = await run.evaluate() or 0.0
-    speed = await measure(run, train_sync(run, 100), 100)
+    await train_sync(run, 100)
     after = await run.evaluate() or 0.0
     shown = ("step", "reward", "staleness", "loss", "k3")
-    report.table([{name: row[name] for name in shown} for row in run.rows[::33]])
+    report.table([{name: row[name] for name in shown} for row in run.progress.rows[::33]])
     report.say("loss is near 0 although the policy learns: section 10 says why")
-    k3_max = max(row["k3"] for row in run.rows)
+    k3_max = max(row["k3"] for row in run.progress.rows)
     report.check("largest k3 of recorded and recomputed", k3_max, "<", 1e-10)
-    report.check("largest staleness", max(row["staleness"] for row in run.rows), "==", 0)
+    stalest = max(row["staleness"] for row in run.progress.rows)
+    report.check("largest staleness", stalest, "==", 0)
     report.check(f"held-out accuracy of {len(run.held_out)}", after, ">", before + 0.2)
-    report.check("groups in flight at the end", run.accounting.in_flight, "==", 0)
-    report.figure(
-        steps_per_s=speed["steps/s"],
-        trainer_busy_share=speed["trainer busy"],
-        heldout_before=before,
-        heldout_after=after,
-    )
+    report.check("groups in flight at the end", len(run.progress.in_flight), "==", 0)
+    report.figure(heldout_before=before, heldout_after=after)
     await run.close()
 
 
@@ -3098,7 +3035,7 @@ async def demo_sync_rl(
 
 
 class ReplayBuffer:
-    """Groups on their way to the trainer, and the bound on how many are in flight.
+    """Groups on their way to the trainer, and the bound on their staleness.
 
     One event loop runs all its methods, so it needs no thread lock; the condition wakes waiters.
     """
@@ -3107,18 +3044,20 @@ class ReplayBuffer:
         self,
         run: Run,
         bound: int,
+        num_batches: int,
     ) -> None:
         self.run = run
         self.bound = bound
         self.batch_size = run.cfg.prompts_per_step
-        self.limit = (bound + 1) * self.batch_size  # groups in flight
+        self.limit = num_batches * self.batch_size  # groups in flight
+        self.num_ahead = min(1, bound - 1)  # batches that wait at the trainer, none for K = 1
         self.ready: list[Group] = []
         self.changed = asyncio.Condition()
 
     async def draw(self, num_groups: int) -> list[Prompt]:
         """Waits for room for num_groups, then draws prompts."""
         async with self.changed:
-            while self.run.accounting.in_flight + num_groups > self.limit:
+            while len(self.run.progress.in_flight) + num_groups > self.limit:
                 await self.changed.wait()
         return self.run.draw(num_groups)
 
@@ -3147,59 +3086,75 @@ class ReplayBuffer:
         for group in list(self.ready):
             if version - group.version > self.bound:  # mechanism: async_rl
                 self.ready.remove(group)
-                self.run.accounting.dropped += 1
+                self.run.progress.end("dropped", {group.number})
                 self.changed.notify_all()  # there is room now
 
 
-class AsyncRun:
-    """The two loops. It owns their buffer and their tasks."""
+async def generate(
+    buffer: ReplayBuffer,
+    tasks: asyncio.TaskGroup,
+) -> None:
+    """Consumes prompts, waits for room, produces requests; ends when it is cancelled."""
+    cfg = buffer.run.cfg
+    # A request has a fixed cost, so it is large: a batch, or less, so that each generator has one.
+    share = buffer.bound * cfg.prompts_per_step // cfg.generators
+    size = max(1, min(cfg.prompts_per_step, share))
+    while True:
+        prompts = await buffer.draw(size)
+        tasks.create_task(buffer.fill(prompts))
 
-    def __init__(
-        self,
-        run: Run,
-        bound: int,
-    ) -> None:
-        cfg = run.cfg
-        self.run = run
-        self.buffer = ReplayBuffer(run, bound)
-        self.num_ahead = min(1, bound - 1)  # batches that wait at the trainer, none for K = 1
-        # A request has a fixed cost, so it is large: one batch. If there are more generators than
-        # batches, they share the groups that are not at the trainer.
-        num_batches = bound - (self.num_ahead if cfg.generators > bound else 0)
-        share = num_batches * cfg.prompts_per_step // cfg.generators
-        self.request_size = max(1, min(cfg.prompts_per_step, share))
 
-    async def train(self, num_steps: int) -> None:
-        """Runs both loops for so many steps. Groups that are left then are dropped."""
-        try:
-            async with asyncio.TaskGroup() as tasks:  # ends when all requests have ended
-                generating = tasks.create_task(self._generate(tasks))
-                await self._learn(tasks, num_steps)
-                generating.cancel()
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        self.run.accounting.dropped += len(self.buffer.ready)
+async def learn(
+    buffer: ReplayBuffer,
+    num_steps: int,
+) -> None:
+    """Consumes batches, waits for the trainer, frees capacity; ends after num_steps.
 
-    async def _generate(self, tasks: asyncio.TaskGroup) -> None:
-        """Consumes prompts, waits for room, produces requests; ends when it is cancelled."""
-        while True:
-            prompts = await self.buffer.draw(self.request_size)
-            tasks.create_task(self.buffer.fill(prompts))
-
-    async def _learn(
-        self,
-        tasks: asyncio.TaskGroup,
-        num_steps: int,
-    ) -> None:
-        """Consumes batches, waits for the trainer, frees capacity; ends after num_steps."""
-        at_trainer: deque[asyncio.Task[None]] = deque()
-        first = self.run.version
+    If it is cancelled, it finishes the steps that the trainer has.
+    """
+    at_trainer: deque[asyncio.Task[None]] = deque()
+    first = buffer.run.version
+    try:
         for number in range(num_steps):
-            batch = await self.buffer.take(first + number)
-            at_trainer.append(tasks.create_task(self.run.step(batch, waits=False)))
-            if len(at_trainer) > self.num_ahead:
-                await at_trainer.popleft()
-                await self.buffer.wake()
+            batch = await buffer.take(first + number)
+            step = buffer.run.step(batch, waits=False)
+            at_trainer.append(asyncio.ensure_future(step))
+            if len(at_trainer) > buffer.num_ahead:
+                await asyncio.wait([at_trainer[0]])
+                at_trainer.popleft().result()
+                await buffer.wake()
+    finally:
+        await asyncio.gather(*at_trainer)
+        await buffer.wake()
+
+
+@contextlib.asynccontextmanager
+async def generating(
+    run: Run,
+    bound: int,
+    num_batches: int = 0,
+) -> AsyncIterator[ReplayBuffer]:
+    """Inside this context, groups are sampled. Those that are left at its end are dropped."""
+    buffer = ReplayBuffer(run, bound, num_batches or bound + 1)
+    try:
+        async with asyncio.TaskGroup() as tasks:  # ends when all requests have ended
+            task = tasks.create_task(generate(buffer, tasks))
+            yield buffer
+            task.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    run.progress.end("dropped", numbers_of(buffer.ready))
+
+
+async def train_async(
+    run: Run,
+    bound: int,
+    num_steps: int,
+    num_batches: int = 0,
+) -> None:
+    """Both loops, for so many steps."""
+    async with generating(run, bound, num_batches) as buffer:
+        await learn(buffer, num_steps)
 
 
 # -- measurement -----------------------
@@ -3230,29 +3185,30 @@ async def demo_async_rl(
     run = await begin_demo(report, cfg)
     before = await run.evaluate() or 0.0
     sync = await measure(run, train_sync(run, 60), 60)
-    together = await measure(run, AsyncRun(run, bound).train(140), 140)
+    together = await measure(run, train_async(run, bound, 140), 140)
     after = await run.evaluate() or 0.0
     report.table([{"loop": "synchronous", **sync}, {"loop": "asynchronous", **together}])
 
     await asyncio.gather(
         strike(run, run.generators, 210, signal.SIGKILL),
         strike(run, run.reward_workers, 230, signal.SIGSTOP),
-        AsyncRun(run, bound).train(60),
+        train_async(run, bound, 60, 2 * bound + 2),
     )
     losses = [*run.generators.losses, *run.reward_workers.losses]
     for replica in losses:
         seconds = replica.replaced_s - replica.noticed_s
         report.say(f"{replica.name} {replica.lost.result()}; replaced in {seconds:.2f} s")
-    bounded = max(row["staleness"] for row in run.rows)
-    await AsyncRun(run, bound + 8).train(30)
-    unbounded = max(row["staleness"] for row in run.rows)
-    counts = run.accounting
-    report.table([asdict(counts)])
+    bounded = max(row["staleness"] for row in run.progress.rows)
+    await train_async(run, bound + 8, 30)
+    unbounded = max(row["staleness"] for row in run.progress.rows)
+    counts = run.progress.counts()
+    report.table([counts])
 
     report.check("largest staleness", bounded, "<", bound + 1)
     report.check("largest staleness with 8 more batches in flight", unbounded, ">", bound)
     report.check("workers lost and replaced", len(losses), "==", 2)
-    report.check("groups lost or still in flight", counts.lost + counts.in_flight, "==", 0)
+    unfinished = counts["lost"] + counts["in_flight"]
+    report.check("groups lost or still in flight", unfinished, "==", 0)
     report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
     report.figure(
         steps_per_s=together["steps/s"],
@@ -3263,8 +3219,7 @@ async def demo_async_rl(
         heldout_after=after,
         staleness_max=bounded,
         staleness_max_without_rule=unbounded,
-        in_flight=counts.in_flight,
-        **asdict(counts),
+        **counts,
     )
     await run.close()
 
@@ -3272,7 +3227,7 @@ async def demo_async_rl(
 # ==== PART II: further ================
 # The system is complete. What follows makes it yours: your model, your data, your reward function.
 
-# == YOUR OWN MODEL AND DATA ===========
+# == YOUR OWN DATA ====================
 # Problem. A reward function is somebody else's code: it raises, hangs, forks, uses signals, and
 #   returns what it likes. None of this may end a run.
 # Rule. It runs in the main thread of a process of its own, which can be killed with all that it has
@@ -3503,22 +3458,446 @@ def place_of(error: BaseException) -> str:
     return f"{''.join(own[-1:])}{type(error).__name__}: {error}"
 
 
+# == 13. RECOVERY ======================
+# Problem. A run takes days. Its machine, its job's time or its trainer ends sooner. A run that goes
+#   on from the weights alone is another run: Adam has forgotten its moments, and prompts are
+#   skipped or asked twice.
+# Rule. A checkpoint is one file with everything that the next step depends on: weights and moments
+#   in fp32, the prompts that have been drawn, those in flight, and the log so far. It is written
+#   beside the older one, flushed, and renamed. Random numbers need no place in it: prompts and
+#   samples are seeded by their numbers.
+# Cost. 12 bytes per parameter on disk, twice. The trainer waits while it writes. Steps since the
+#   newest checkpoint are made again.
+#
+# By example, a checkpoint after step 50, and a death during step 57:
+#
+#     weights, moments     those after step 50; steps 51 to 56 are made again
+#     prompts in flight    groups that were in flight at step 50 are sampled again, before others
+#     synchronous          the same prompts, samples and sums: bit for bit the same run
+#     asynchronous         the same prompts; but samples arrive in another order
+#
+# Two flushes. Without the first, the name may reach the disk before the bytes. Without the second,
+# that of the folder, the name may be lost when the older file is deleted already.
+
+
+class Checkpoints:
+    """The newest two checkpoints of a folder. Raises UsageError if another run has the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.lock = open(folder / "lock", "w")  # the kernel gives it back when this process ends
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"--checkpoint {folder}: another run uses it") from None
+
+    def paths(self) -> list[Path]:
+        """The newest first."""
+        return sorted(self.folder.glob("step_*.pt"), reverse=True)
+
+    def newest(self) -> tuple[str, Progress]:
+        """The path of the newest checkpoint that is not damaged, or "", and its progress."""
+        for path in self.paths():
+            try:
+                return str(path), read_progress(path)
+            except Exception as error:  # of many types: the file may have any content
+                print(f"{path} is damaged, an older one is used: {error}", flush=True)
+        return "", Progress()
+
+    async def save(self, run: Run) -> None:
+        """Has the trainer write a checkpoint, unless this version has one."""
+        path = self.folder / f"step_{run.version:08}.pt"
+        if path in self.paths():
+            return
+        try:
+            progress = progress_state(run.progress)
+            await finished(run.trainer.request(write_checkpoint, str(path), progress))
+        except ActorError as error:
+            print(f"step {run.version} is not saved: {cause_of(error)}", flush=True)
+            return
+        for old in self.paths()[2:]:
+            old.unlink()
+
+
+def progress_state(progress: Progress) -> dict[str, Any]:
+    """Plain lists and numbers. Groups in flight are to be drawn again."""
+    again = sorted(progress.in_flight | {*progress.again})
+    return asdict(replace(progress, again=again, in_flight=set(), ended=dict(progress.ended)))
+
+
+def read_progress(path: Path) -> Progress:
+    """Reads all of the file, and compares the checksums that it has. Raises if it is damaged."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged:
+        raise ValueError(f"wrong checksum of {damaged}")
+    state = torch.load(path, mmap=True)["progress"]
+    return Progress(**state | {"in_flight": set(), "ended": Tally(state["ended"])})
+
+
+def write_checkpoint(trainer: Trainer, path: str, progress: dict[str, Any]) -> None:
+    """Runs in each rank of the trainer: all gather the state, and rank 0 writes it."""
+    learner = trainer.learner
+    checkpoint = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    whole = checkpoint.StateDictOptions(full_state_dict=True)
+    states = (learner.policy.model, learner.optimizer)
+    weights, moments = checkpoint.get_state_dict(*states, options=whole)
+    state = {"progress": progress, "weights": weights, "moments": moments}
+    # Advantages may be learned, too: then their object has a state.
+    state["advantages"] = getattr(learner.advantages, "state", dict)()
+    if learner.rank == 0:
+        write_durably(Path(path), state)
+
+
+def write_durably(path: Path, state: dict[str, Any]) -> None:
+    """After this, or a crash at any moment, the path has its old content or the new one."""
+    beside = path.with_suffix(".new")
+    try:
+        with open(beside, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def restore(learner: Learner, path: str, with_moments: bool = True) -> None:
+    """Makes a learner what it was when the checkpoint was written."""
+    state = torch.load(path, map_location="cpu")
+    checkpoint = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    whole = checkpoint.StateDictOptions(full_state_dict=True)
+    model = learner.policy.model
+    checkpoint.set_model_state_dict(model, state["weights"], options=whole)
+    if with_moments:
+        of_optimizer = (model, learner.optimizer, state["moments"])
+        checkpoint.set_optimizer_state_dict(*of_optimizer, options=whole)  # mechanism: recovery
+    if state["advantages"]:
+        learned: Any = learner.advantages
+        learned.load(state["advantages"])
+
+
+async def train_saved(
+    run: Run,
+    checkpoints: Checkpoints,
+    evaluate: Callable[[], Awaitable[Any]],
+) -> None:
+    """Trains until step cfg.steps. Saves and evaluates every so many steps, as cfg says.
+
+    If it is cancelled, by a signal, it saves after the step that the trainer makes.
+    """
+    cfg = run.cfg
+    first = run.version
+    pauses = {cfg.steps, *range(0, cfg.steps, cfg.save_every)}
+    pauses |= {*range(0, cfg.steps, cfg.eval_every or cfg.steps)}
+
+    async def pause(step: int) -> None:
+        if step % cfg.save_every == 0 or step == cfg.steps:
+            await checkpoints.save(run)
+        if step % (cfg.eval_every or math.inf) == 0:
+            await evaluate()
+
+    async with contextlib.AsyncExitStack() as stack:
+        train = functools.partial(train_sync, run)
+        if cfg.max_staleness:
+            buffer = await stack.enter_async_context(generating(run, cfg.max_staleness))
+            train = functools.partial(learn, buffer)
+        try:
+            for step in sorted(step for step in pauses if step > first):
+                await train(step - run.version)
+                await pause(step)
+        except asyncio.CancelledError:
+            await checkpoints.save(run)
+            raise
+
+
+async def in_lives(
+    checkpoints: Checkpoints,
+    make_run: Callable[[str, Progress], Run],
+    work: Callable[[Run], Awaitable[Any]],
+) -> Any:
+    """Does the work with a run. If its trainer is lost, another run goes on.
+
+    make_run: from the path of the newest checkpoint, or "", and the progress in it.
+    """
+    losses: Tally[int] = Tally()  # by the step from which a run went on
+    while True:
+        path, progress = await asyncio.to_thread(checkpoints.newest)
+        run = make_run(path, progress)
+        first = run.version
+        try:
+            await run.begin()
+            return await work(run)
+        except ReplicaLost as error:
+            task: Any = asyncio.current_task()
+            if task.cancelling():  # a signal has come as well
+                raise asyncio.CancelledError from error
+            losses[first] += 1
+            if losses[first] == 5:
+                raise
+            print(f"{error}: going on from the newest checkpoint", flush=True)
+        finally:
+            await run.close()
+
+
+# -- measurement -----------------------
+
+
+def saved_learner(
+    policy: Policy,
+    cfg: Config,
+    rank: int,
+    checkpoint: str,
+    with_moments: bool,
+) -> Learner:
+    """That of Part I, or what a checkpoint holds."""
+    learner = make_learner(policy, cfg, rank)
+    if checkpoint:
+        restore(learner, checkpoint, with_moments)
+    return learner
+
+
+def weights_of(trainer: Trainer) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in trainer.learner.weights]
+
+
+async def train_killed(
+    report: Report,
+    cfg: Config,
+    killed_after: int,
+    with_moments: bool,
+) -> tuple[Progress, list[Tensor]]:
+    """Trains. killed_after: the step after which the trainer is killed, or 0."""
+    checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
+    places = (report.pool, report.pool, report.folder)
+
+    def make_run(path: str, progress: Progress) -> Run:
+        make = functools.partial(saved_learner, checkpoint=path, with_moments=with_moments)
+        return Run(cfg, *places, Parts(make_learner=make), progress)
+
+    async def work(run: Run) -> tuple[Progress, list[Tensor]]:
+        is_struck = killed_after and run.version == 0
+        striking = [strike(run, run.trainer, killed_after, signal.SIGKILL)] if is_struck else []
+        await asyncio.gather(train_saved(run, checkpoints, run.evaluate), *striking)
+        return run.progress, await run.trainer.request(weights_of)
+
+    return await in_lives(checkpoints, make_run, work)
+
+
+@stage(
+    "a run whose trainer dies goes on from a checkpoint, bit for bit, and skips no prompt",
+    instead="pass",
+)
+async def demo_recovery(report: Report, cfg: Config) -> None:
+    """20 synchronous steps: undisturbed; killed at random; killed, and resumed without moments."""
+    cfg = replace(demo_config(cfg), steps=20, save_every=4, max_staleness=0, eval_every=0)
+    step = random.randint(5, 18)
+    kinds = {"undisturbed": (0, True), "killed": (step, True), "killed, no moments": (step, False)}
+    found = {}
+    for kind, (killed_after, with_moments) in kinds.items():
+        found[kind] = await train_killed(report, cfg, killed_after, with_moments)
+    (expected, weights), *_ = found.values()
+    rows = []
+    differences = {}
+    for kind, (progress, others) in found.items():
+        pairs = zip(weights, others, strict=True)
+        differences[kind] = max(float((one - other).abs().max()) for one, other in pairs)
+        row = {"run": kind, "groups trained": progress.ended["trained"]}
+        row |= {"prompts drawn": progress.num_drawn, "difference": differences[kind]}
+        rows.append(row)
+    report.say(f"the trainer is killed after step {step}; a checkpoint every 4 steps")
+    report.table(rows)
+    resumed, _ = found["killed"]
+    skipped = abs(resumed.num_drawn - expected.num_drawn)
+    report.check("largest difference of a weight", differences["killed"], "==", 0)
+    report.check("the same without moments", differences["killed, no moments"], ">", 0)
+    report.check("prompts skipped or drawn again", skipped, "==", 0)
+    report.figure(difference=differences["killed"], killed_after=step)
+
+
+def divergence(
+    reference: Policy,
+    weight: float,
+    batch: Batch,
+    logp: Tensor,
+) -> Tensor:
+    """[N]: weight times k2, half the square of d = log p - log q, where q is the reference.
+
+    As an estimate k3 is better; but the gradient of k2, over samples of p, is that of KL(p, q).
+    """
+    with torch.no_grad():
+        of_reference, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
+    return weight * (logp - of_reference).square() / 2
+
+
+# == YOUR OWN RUN ======================
+# One run, and nothing beside it. All that it needs to go on is in the folder of --checkpoint:
+#
+#     flags.json    of the newest command; a command takes from here what it does not say itself
+#     model/        version 0, after supervised steps, as transformers loads it
+#     step_*.pt     the newest two checkpoints (section 13)
+#     lock          held by the process that uses the folder
+
+# Flags that say what a command does with a run. All others belong to the run.
+OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log json
+    report""".split()
+
+
+def with_saved_flags(given: dict[str, Any]) -> dict[str, Any]:
+    """The flags of a command and, where it has none, those in the folder of its --checkpoint."""
+    folder = Path(given.get("checkpoint", "")).resolve()
+    if not (folder / "flags.json").is_file():
+        return given
+    saved = json.loads((folder / "flags.json").read_text())
+    if (folder / "model").is_dir():
+        saved["model"] = str(folder / "model")
+        given = {name: value for name, value in given.items() if name != "model"}
+    flags = saved | given
+    for name, value in flags.items():
+        if name in saved and value != getattr(Config, name):
+            whence = "of the command" if name in given else f"from {folder}"
+            print(f"--{name.replace('_', '-')} {value}  {whence}")
+    return flags
+
+
+def save_flags(cfg: Config, folder: Path) -> None:
+    flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
+    for name in ("model", "task", "reward", "preferences"):
+        path = flags[name].rpartition(".py:")[0] + ".py" if ".py:" in flags[name] else flags[name]
+        if path and Path(path).exists():
+            flags[name] = os.path.abspath(flags[name])  # for commands in other folders
+    (folder / "flags.new").write_text(json.dumps(flags, indent=1))
+    os.replace(folder / "flags.new", folder / "flags.json")
+
+
+def own_learner(
+    policy: Policy,
+    cfg: Config,
+    rank: int,
+    checkpoint: str,
+) -> Learner:
+    """The learner that the flags ask for, as the checkpoint has it, if there is one."""
+    reference = copy.deepcopy(policy) if cfg.kl else None
+    if cfg.trainers > 1:
+        shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
+    penalty = functools.partial(divergence, reference, cfg.kl) if reference else None
+    learner = Learner(policy, cfg, rank, cfg.trainers, None, penalty)
+    if Path(cfg.model) != Path(cfg.checkpoint).resolve() / "model":  # this has been supervised
+        learner.supervise(own_task(cfg), cfg.sft_steps)
+    if reference:  # version 0
+        for old, new in zip(reference.model.parameters(), learner.weights, strict=True):
+            old.data.copy_(whole(new.detach()))
+    if checkpoint:
+        restore(learner, checkpoint)
+    return learner
+
+
+def shard(
+    model: torch.nn.Module,
+    num_ranks: int,
+    dtype: torch.dtype,
+) -> None:
+    """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    for unit in [*max(lists, key=len), model]:  # the longest list is that of the layers
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
+
+
+def export(trainer: Trainer, folder: str) -> None:
+    """Writes a folder that transformers loads."""
+    model = trainer.policy.model
+    state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    if trainer.learner.rank == 0:
+        model.save_pretrained(folder, state_dict=state)
+        trainer.policy.tokenizer.save_pretrained(folder)
+
+
+async def run_own(cfg: Config, report: Report) -> dict[str, Any]:
+    """--train, --evaluate and --export, in this order. Returns the figures that --json writes."""
+    checkpoints = Checkpoints(Path(cfg.checkpoint) if cfg.checkpoint else report.folder / "run")
+    save_flags(cfg, checkpoints.folder)
+    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
+    num_tokens = cfg.max_new_tokens or own_task(cfg).max_new_tokens
+    cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
+    print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting", flush=True)
+
+    def make_run(path: str, progress: Progress) -> Run:
+        make = functools.partial(own_learner, checkpoint=path)
+        parts = Parts(own_task, make, WeightReader, OwnProcess)
+        return Run(cfg, report.pool, report.pool, report.folder, parts, progress)
+
+    async def work(run: Run) -> dict[str, Any]:
+        model = checkpoints.folder / "model"
+        if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
+            await run.trainer.request(export, f"{model}.new")
+            os.replace(f"{model}.new", model)
+        found = await train_own(run, checkpoints) if cfg.train else {}
+        if cfg.evaluate:
+            found["evaluation"] = await evaluate_own(run, cfg.evaluate)
+        if cfg.export:
+            await run.trainer.request(export, cfg.export)
+        for error, times in run.errors.items():
+            print(f"not scored {times} times: {error}")
+        return found
+
+    return await in_lives(checkpoints, make_run, work)
+
+
+async def train_own(run: Run, checkpoints: Checkpoints) -> dict[str, Any]:
+    """Trains until step cfg.steps, between two evaluations."""
+    progress = run.progress
+    if progress.rows:
+        print(f"going on after step {run.version}", flush=True)
+    if not progress.heldout:
+        await evaluate_own(run, 0)
+    first = run.version
+    start_s = time.time()
+    telling = asyncio.ensure_future(narrate(run))
+    try:
+        evaluate = functools.partial(evaluate_own, run, 0)
+        await train_saved(run, checkpoints, evaluate)
+        await telling
+    finally:
+        telling.cancel()
+    seconds = time.time() - start_s
+    print(f"trained for {seconds:.0f} s", flush=True)
+    versions = [version for version, _ in progress.heldout]
+    if versions[-1] != run.version:
+        await evaluate_own(run, 0)
+    accuracies = [accuracy for _, accuracy in progress.heldout]
+    found = {"steps": len(progress.rows), "seconds": seconds, **progress.counts()}
+    found |= {"heldout_before": accuracies[0], "heldout_after": accuracies[-1]}
+    for name in ("staleness", "k3"):
+        found[f"{name}_max"] = max(row[name] for row in progress.rows)
+    num_tokens = sum(row["num_tokens"] for row in progress.rows[first:])
+    found["tokens_per_s"] = num_tokens / seconds
+    found["workers_replaced"] = sum(len(service.losses) for service in run.services)
+    return found
+
+
 async def narrate(run: Run) -> None:
-    """Prints and logs each step until the last one, and evaluates when --eval-every says so."""
-    with open(run.cfg.log or os.devnull, "a", buffering=1) as log:  # flushed at each line
-        for number in range(run.cfg.steps):
-            await until_made(run, number)
-            row = run.rows[number]
+    """Prints and logs each step until the last one. The log begins with the checkpoint's steps."""
+    rows = run.progress.rows
+    with open(run.cfg.log or os.devnull, "w", buffering=1) as log:  # flushed at each line
+        for row in rows:
             log.write(json.dumps(row) + "\n")
-            print(step_line(row), flush=True)
-            if row["step"] % (run.cfg.eval_every or math.inf) == 0:
-                await evaluate_own(run, 0)
+        for number in range(len(rows), run.cfg.steps):
+            await until_made(run, number)
+            log.write(json.dumps(rows[number]) + "\n")
+            print(step_line(rows[number]), flush=True)
 
 
 async def until_made(run: Run, number: int) -> None:
     """Waits for a step. Says every 30 s who is waited for; after 120 s also where they stand."""
     told_s = time.time()
-    while number == len(run.rows):
+    while number == len(run.progress.rows):
         await asyncio.sleep(0.01)
         if time.time() - told_s < 30:
             continue
@@ -3539,47 +3918,6 @@ def step_line(row: dict[str, Any]) -> str:
         if row[name]:
             line += f"  {name} {row[name]:.3g}"
     return line if row["step"] % 10 != 1 else f"{line}\n           {row['sample']}"
-
-
-async def run_own(cfg: Config, report: Report) -> dict[str, Any]:
-    """--train, --evaluate and --export, in this order: one run, and nothing beside it."""
-    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
-    num_tokens = cfg.max_new_tokens or own_task(cfg).max_new_tokens
-    cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
-    run = Run(cfg, report.pool, report.folder, own_task, OwnProcess)
-    print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting", flush=True)
-    try:
-        await run.begin()
-        found = await train_own(run) if cfg.train else {}
-        if cfg.evaluate:
-            found["evaluation"] = await evaluate_own(run, cfg.evaluate)
-        if cfg.export:
-            await run.trainer.request("export", cfg.export)
-        for error, times in run.errors.items():
-            print(f"not scored {times} times: {error}")
-        return found
-    finally:
-        await run.close()
-
-
-async def train_own(run: Run) -> dict[str, Any]:
-    """Trains for cfg.steps, between two evaluations. Returns the figures that --json writes."""
-    cfg = run.cfg
-    before = await evaluate_own(run, 0)
-    start_s = time.time()
-    bound = cfg.max_staleness
-    training = AsyncRun(run, bound).train(cfg.steps) if bound else train_sync(run, cfg.steps)
-    await asyncio.gather(training, narrate(run))
-    seconds = run.rows[-1]["time"] - start_s
-    print(f"trained for {seconds:.0f} s", flush=True)
-    after = await evaluate_own(run, 0)
-    found = {"steps": len(run.rows), "seconds": seconds, **asdict(run.accounting)}
-    found |= {"heldout_before": before["greedy"], "heldout_after": after["greedy"]}
-    for name in ("staleness", "k3"):
-        found[f"{name}_max"] = max(row[name] for row in run.rows)
-    found["tokens_per_s"] = sum(row["num_tokens"] for row in run.rows) / seconds
-    found["workers_replaced"] = sum(len(service.losses) for service in run.services)
-    return found | {"in_flight": run.accounting.in_flight}
 
 
 async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
@@ -3604,6 +3942,24 @@ ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
     HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE=5s HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE=5s
     OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
     TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1"""
+
+
+def read_flags(argv: list[str] | None) -> Config:
+    """Raises UsageError, and ArgumentError of argparse."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    for each in fields(Config):
+        options: dict[str, Any] = {"action": "store_true"}
+        if not isinstance(each.default, bool):
+            options = {"type": type(each.default), "choices": each.metadata["choices"]}
+        text = f"{each.metadata['help']} ({each.default})"
+        name = "--" + each.name.replace("_", "-")
+        parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
+    known, unknown = parser.parse_known_args(argv)
+    cfg = Config(**with_saved_flags(vars(known)))
+    unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
+    if unknown:
+        raise UsageError(f"unknown: {unknown[0]}; see --help and --list")
+    return checked(cfg)
 
 
 async def run_stages(cfg: Config, report: Report) -> dict[str, Any]:
@@ -3642,7 +3998,7 @@ def checked(cfg: Config) -> Config:
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     is_own = cfg.reward or cfg.task not in TASKS
     is_file = cfg.task.endswith(".jsonl")
-
+    is_read = cfg.checkpoint and (cfg.evaluate or cfg.export) and not cfg.train
     outputs = [Path(name).resolve().parent for name in (cfg.log, cfg.json) if name]
     mistakes = {
         "--log, --json: no such folder": not all(folder.is_dir() for folder in outputs),
@@ -3650,6 +4006,8 @@ def checked(cfg: Config) -> Config:
         "--prompts-per-step: less than --trainers": cfg.prompts_per_step < cfg.trainers,
         "--task and --reward of your own need a --model": is_own and not cfg.model,
         f"--model {cfg.model}: no such folder": is_path and not Path(cfg.model).is_dir(),
+        "--checkpoint: it has no step_*.pt": is_read
+        and not [*Path(cfg.checkpoint).glob("step_*.pt")],
         f"--task {cfg.task}: no such file": is_file and not Path(cfg.task).is_file(),
     }
     for mistake in [text for text, is_made in mistakes.items() if is_made]:
