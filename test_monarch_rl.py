@@ -12,7 +12,9 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import copy
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -525,7 +527,7 @@ def test_the_divergence_as_a_loss_has_the_gradient_of_kl(monkeypatch: Any) -> No
     batch = types.SimpleNamespace(ids=None, is_sampled=None)
     logp = table.log_softmax(-1)
     p = logp.detach().exp()  # all tokens, as often as they would be sampled
-    found = torch.autograd.grad((p * m.divergence(None, batch, logp)).sum(), table)[0]
+    found = torch.autograd.grad((p * m.divergence(None, 1.0, batch, logp)).sum(), table)[0]
     kl = (table.softmax(-1) * (table.log_softmax(-1) - q)).sum()
     assert torch.allclose(found, torch.autograd.grad(kl, table)[0], atol=1e-6)
 
@@ -594,7 +596,8 @@ def test_an_advantage_is_that_of_what_follows() -> None:
 def test_a_step_in_parts_is_the_step_of_the_whole(loss: str) -> None:
     found = []
     for tokens in (8192, 40):
-        one = learner(loss=loss, passes=3, tokens_per_pass=tokens, entropy=0.01, kl=0.1)
+        one = learner(loss=loss, passes=3, tokens_per_pass=tokens, entropy=0.01)
+        one.penalty = functools.partial(m.divergence, copy.deepcopy(one.policy), 0.1)
         episodes = episodes_of(one)
         stats = one.step(episodes)
         assert (len(batches_of(one, episodes)) > 1) is (tokens == 40)
@@ -813,8 +816,8 @@ def test_a_conversation_is_what_the_template_says() -> None:
         text = policy.tokenizer.decode(episode.ids) + end
         assert text == whole(episode.prompt, episode.responses)
     for prompt in prompts:
-        right = m.right_episode(policy, prompt)
         answers = [turn.answer for turn in prompt.turns]
+        right = m.episode_with(policy, prompt, answers)
         assert policy.tokenizer.decode(right.ids) == whole(prompt, answers)
         assert task.score(prompt, answers) == [0.5, 0.5]
 
@@ -848,7 +851,7 @@ def test_new_weights_have_a_new_cache(without: Any) -> None:
 def test_a_generator_waits_until_it_can_have_the_version_asked_for(without: Any) -> None:
     def sampled_with(module: Any) -> set[int]:
         generator = object.__new__(module.Generator)
-        generator.setup(0, CFG)
+        generator.setup(0, CFG, module.WeightReader)
         policy = module.Policy(CFG, torch.float32)
         writer = module.WeightWriter(dict(policy.model.named_parameters()), 1)
         published(writer, 0)
@@ -866,11 +869,11 @@ def test_a_generator_waits_until_it_can_have_the_version_asked_for(without: Any)
 
 
 def test_a_generator_reads_from_the_arena_that_it_is_told() -> None:
-    generator = object.__new__(m.Generator)
-    generator.setup(0, CFG)
     prompts = [m.letter_task(CFG).prompt(0)]
     said = []
     for scale in (1.0, 50.0):
+        generator = object.__new__(m.Generator)
+        generator.setup(0, CFG, m.WeightReader)
         tensors = dict(m.Policy(CFG, torch.float32).model.named_parameters())
         for tensor in tensors.values():
             tensor.data.mul_(scale)
@@ -909,7 +912,7 @@ def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path
     of_template = tokenizer.convert_tokens_to_ids("<turn>")
     assert policy.end_ids[0] == of_template  # supervised responses end like this
     assert set(policy.end_ids) == {of_template, 2, 5}
-    right = m.right_episode(policy, m.letter_task(CFG).prompt(0))
+    right = m.episode_with(policy, m.letter_task(CFG).prompt(0), ["abc", "a"])
     assert right.ids[-1] == of_template
     assert right.turn_of[-1] == 2
 
@@ -989,17 +992,12 @@ def serve(monkeypatch: Any) -> Any:
 
 def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) -> None:
     rng = random.Random(0)
-    befell = {"dies": 0, "stands still": 0, "raises": 0}
+    befell = {"dies": 0, "stands still": 0}
 
     def script(worker: Any, method: str, *args: Any) -> Any:
         if method != "double":
             return None
         fate = rng.random()
-        if worker.name == "worker_1":  # it lives on: two that raise are the request's fault
-            if fate < 0.2:
-                befell["raises"] += 1
-                raise ActorError(ValueError("a bad replica"))
-            return asyncio.sleep(0.01 * rng.random(), 2 * args[0])
         if fate > 0.9 and befell["dies"] == 0:  # two losses at most: a third ends a request
             befell["dies"] += 1
             return worker.die()
@@ -1027,23 +1025,32 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
     assert min(befell.values()) > 0
 
 
-def test_a_request_goes_to_another_replica_if_one_raises(serve: Any, without: Any) -> None:
-    def script(worker: Any, method: str, *bad: Any) -> Any:
-        if worker.name in bad:
-            raise ActorError(ValueError(f"no, said {worker.name}"))
+def test_an_exception_is_the_callers_and_no_loss(serve: Any, without: Any) -> None:
+    def script(worker: Any, method: str, *args: Any) -> Any:
+        if method == "deadly" and not service_losses():
+            return worker.die()
+        if method == "bad":
+            num_asked.append(worker.name)
+            raise ActorError(ValueError("a bad request"))
         return worker.name
 
-    async def work(service: Any) -> list[str]:
+    async def work(service: Any) -> None:
+        nonlocal service_losses
+        service_losses = lambda: service.losses  # noqa: E731
         await service.begin()
-        found = [await service.request("work", bad) for bad in ("worker_0", "worker_1")]
-        with pytest.raises(ActorError, match="no, said"):
-            await service.request("work", "worker_0", "worker_1")
-        assert len(service.replicas) == 2  # that one raises is no loss
-        return found
+        with pytest.raises(ActorError, match="a bad request"):
+            await service.request("bad")
+        assert len(num_asked) == 1  # no other replica is asked
+        assert len(service.replicas) == 2
+        assert (await service.request("deadly")).startswith("worker_")  # by another one
 
-    assert serve(script, work) == ["worker_1", "worker_0"]
-    with pytest.raises(ActorError):
-        serve(script, work, without("service"))
+    service_losses: Any = None
+    num_asked: list[str] = []
+    serve(script, work)
+    broken = without("service")
+    num_asked.clear()
+    with pytest.raises(broken.ReplicaLost):
+        serve(script, work, broken)
 
 
 def test_a_request_goes_to_the_replica_with_the_fewest_in_flight(serve: Any) -> None:
@@ -1132,7 +1139,7 @@ def test_a_trainer_is_not_replaced(serve: Any, replaces: bool) -> None:
     else:
         with pytest.raises(m.ReplicaLost, match="worker_0 has died"):
             serve(script, work, **kinds)
-    run = m.Run(CFG, m.Pool(), Path("."))
+    run = m.Run(CFG, m.Pool(), m.Pool(), Path("."), m.Parts(), m.Progress())
     assert [service.replaces for service in run.services] == [False, True, True]
 
 
@@ -1262,7 +1269,8 @@ class FakeServices:
 
 def run_of(module: Any, cfg: Any, services: Any) -> Any:
     """A run without processes."""
-    run = module.Run(cfg, module.Pool(), Path("."))
+    places = (module.Pool(), module.Pool(), Path("."))
+    run = module.Run(cfg, *places, module.Parts(), module.Progress())
     run.trainer = run.generators = run.reward_workers = services
     run.handle = None
     return run
@@ -1274,18 +1282,18 @@ def trained(module: Any, staleness: int, loses: bool, seed: int = 0) -> Any:
 
     async def train() -> Any:
         run = run_of(module, cfg, FakeServices(module, seed, loses))
-        loops = module.AsyncRun(run, staleness)
-        drop = loops.buffer._drop_old
         run.dropped_early = run.most_in_flight = 0
+        async with module.generating(run, staleness) as buffer:
+            drop = buffer._drop_old
 
-        def counted(version: int) -> None:
-            before = run.accounting.dropped
-            run.most_in_flight = max(run.most_in_flight, run.accounting.in_flight)
-            drop(version)
-            run.dropped_early += run.accounting.dropped - before
+            def counted(version: int) -> None:
+                before = run.progress.ended["dropped"]
+                run.most_in_flight = max(run.most_in_flight, len(run.progress.in_flight))
+                drop(version)
+                run.dropped_early += run.progress.ended["dropped"] - before
 
-        loops.buffer._drop_old = counted
-        await asyncio.wait_for(loops.train(60), 120)
+            buffer._drop_old = counted
+            await asyncio.wait_for(module.learn(buffer, 60), 120)
         return run
 
     return asyncio.run(train())
@@ -1296,18 +1304,22 @@ def trained(module: Any, staleness: int, loses: bool, seed: int = 0) -> Any:
 def test_staleness_is_bounded_and_groups_add_up(staleness: int, loses: bool) -> None:
     for seed in range(3):
         run = trained(m, staleness, loses, seed)
-        counts = run.accounting
-        assert max(row["staleness"] for row in run.rows) <= staleness
+        counts = run.progress.counts()
+        rows = run.progress.rows
+        assert max(row["staleness"] for row in rows) <= staleness
         assert run.most_in_flight <= (staleness + 1) * 4
-        assert (run.version, counts.trained, counts.in_flight) == (60, 240, 0)
-        assert counts.started == counts.trained + counts.dropped + counts.lost
-        assert (counts.lost > 0) is loses
+        assert (run.version, counts["trained"], counts["in_flight"]) == (60, 240, 0)
+        assert counts["started"] == counts["trained"] + counts["dropped"] + counts["lost"]
+        # Every prompt that was drawn, and no other, has ended.
+        drawn = itertools.islice(m.training_prompts(run.task), counts["started"])
+        assert [prompt.number for prompt in drawn][-1] == run.progress.num_drawn - 1
+        assert (counts["lost"] > 0) is loses
 
 
 def test_without_the_rule_samples_grow_too_old(without: Any) -> None:
     broken = without("async_rl")
     runs = [trained(broken, 1, False, seed) for seed in range(3)]
-    assert max(row["staleness"] for run in runs for row in run.rows) > 1
+    assert max(row["staleness"] for run in runs for row in run.progress.rows) > 1
     assert sum(trained(m, 1, False, seed).dropped_early for seed in range(3)) > 0
 
 
@@ -1320,9 +1332,9 @@ def test_the_synchronous_loop_is_never_stale() -> None:
 
     for loses in (False, True):
         run = asyncio.run(train(loses))
-        assert [row["staleness"] for row in run.rows] == [0] * 30
-        assert run.accounting.in_flight == 0
-        assert (run.accounting.lost > 0) is loses
+        assert [row["staleness"] for row in run.progress.rows] == [0] * 30
+        assert not run.progress.in_flight
+        assert (run.progress.ended["lost"] > 0) is loses
 
 
 def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
@@ -1331,31 +1343,32 @@ def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
         cfg = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
         seen: list[Any] = []
 
-        def right_episode(policy: Any, prompt: Any) -> Any:
+        def episode_with(policy: Any, prompt: Any, responses: Any) -> Any:
             seen.append(prompt)
-            return right(policy, prompt)
+            return right(policy, prompt, responses)
 
         async def train() -> Any:
             run = run_of(m, cfg, FakeServices(m, 0, False))
-            await m.AsyncRun(run, 2).train(60)
+            await m.train_async(run, 2, 60)
             await m.train_sync(run, 20)
             return run
 
         run = asyncio.run(train())
         with monkeypatch.context() as patch:
-            patch.setattr(m, "right_episode", right_episode)
+            patch.setattr(m, "episode_with", episode_with)
             learner(prompts_per_step=4).supervise(m.letter_task(cfg), 10)
         texts = {str(prompt.turns) for prompt in seen + run.trainer.prompts}
         assert len(seen) == 160
         assert len(texts) > 300
         return texts, {str(prompt.turns) for prompt in run.held_out}
 
-    right = m.right_episode
+    right = m.episode_with
     trained_on, held_out = seen()
     assert len(held_out) == CFG.eval_prompts
     assert not trained_on & held_out
     # The check finds a run that does not know what is held out.
-    monkeypatch.setattr(m, "training_prompts", lambda task: map(task.prompt, itertools.count()))
+    every = lambda task, first=0: map(task.prompt, itertools.count(first))  # noqa: E731
+    monkeypatch.setattr(m, "training_prompts", every)
     trained_on, held_out = seen()
     assert trained_on & held_out
 
@@ -1365,7 +1378,7 @@ def test_a_run_that_earns_nothing_ends() -> None:
         async def request(self, *_: Any) -> Any:
             raise m.ReplicaLost("generator_0 has died")
 
-    for loop in (lambda run: m.AsyncRun(run, 2).train(5), lambda run: m.train_sync(run, 5)):
+    for loop in (lambda run: m.train_async(run, 2, 5), lambda run: m.train_sync(run, 5)):
 
         async def train(loop: Any = loop) -> None:
             await asyncio.wait_for(loop(run_of(m, CFG, Dead())), 60)
@@ -1392,7 +1405,7 @@ def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
         await asyncio.wait_for(m.train_sync(run, 3), 60)
 
     cfg = replace(CFG, prompts_per_step=4, generators=1, group_size=2, trainers=4)
-    learner = types.SimpleNamespace(cfg=cfg, policy=policy_of(), num_ranks=4)
+    learner = types.SimpleNamespace(cfg=cfg, policy=policy_of(), num_ranks=4, penalty=None)
     asyncio.run(train())
 
 
@@ -1450,11 +1463,11 @@ def test_pass_at_k_is_what_subsets_of_the_samples_give() -> None:
 
 def test_calls_that_end_together_all_have_an_answer() -> None:
     async def both() -> list[int]:
-        worker = object.__new__(m.Worker)
+        kind = type("Answering", (m.Worker,), {"answer": lambda self: 7})
+        worker = object.__new__(kind)
         worker.name, worker.spans, worker.thread = "w", [], ThreadPoolExecutor(1)
         sent = types.SimpleNamespace(broadcast=lambda spans: None)
         worker.timeline = types.SimpleNamespace(add=sent)
-        worker.answer = lambda: 7
         call = inspect.getattr_static(m.Worker, "run")._method.__wrapped__
         calls = [asyncio.ensure_future(call(worker, "answer")) for _ in range(4)]
         await asyncio.sleep(0)  # they are in the thread
@@ -1781,7 +1794,7 @@ FIGURES = {
     " torn_reads torn_reads_without_leases",
     "reshard": "written_over_needed gather_over_needed",
     "rollout": "k3",
-    "sync_rl": "steps_per_s trainer_busy_share heldout_before heldout_after",
+    "sync_rl": "heldout_before heldout_after",
     "async_rl": "steps_per_s trainer_busy_share heldout_before heldout_after sync_steps_per_s"
     " of_cpu_limit staleness_max staleness_max_without_rule started trained dropped lost in_flight",
 }
@@ -1912,9 +1925,9 @@ async def command(cfg):
         if os.path.exists(f"/proc/{process_id}"):
             await asyncio.sleep(0.1)
     found["stubborn lives"] = os.path.exists(f"/proc/{process_id}")
-    run = m.Run(cfg, pool, m.Path(sys.argv[1]))
+    run = m.Run(cfg, pool, pool, m.Path(sys.argv[1]), m.Parts(), m.Progress())
     await run.begin()
-    training = error_of(m.AsyncRun(run, 2).train(100_000))
+    training = error_of(m.train_async(run, 2, 100_000))
     found["run"], _ = await asyncio.gather(training, m.strike(run, run.trainer, 5, 9))
     await run.close()
     await pool.close()
@@ -1972,7 +1985,7 @@ def test_an_unforeseen_error_in_a_request_ends_the_run() -> None:
 
     async def train() -> None:
         run = run_of(m, replace(CFG, prompts_per_step=4), Broken(m, 0, False))
-        await asyncio.wait_for(m.AsyncRun(run, 2).train(5), 30)
+        await asyncio.wait_for(m.train_async(run, 2, 5), 30)
 
     with pytest.raises(KeyError):
         asyncio.run(train())
@@ -1988,14 +2001,15 @@ def test_a_conversation_that_is_over_stays_however_long() -> None:
 
 
 def test_kl_holds_to_the_weights_after_the_warm_start() -> None:
-    cfg = replace(CFG, kl=0.1, prompts_per_step=2)
+    cfg = replace(CFG, kl=0.1, prompts_per_step=2, sft_steps=2)
     policy = m.Policy(cfg, torch.float32)
-    learner = m.Learner(policy, cfg)
     before = {name: p.clone() for name, p in policy.model.state_dict().items()}
-    learner.supervise(m.letter_task(cfg), 2)
-    reference = learner.reference.model.state_dict()
-    assert all(torch.equal(reference[name], p) for name, p in policy.model.state_dict().items())
-    assert not all(torch.equal(reference[name], p) for name, p in before.items())
+    learner = m.own_learner(policy, cfg, 0, "")
+    reference, weight = learner.penalty.args
+    assert weight == 0.1
+    weights = reference.model.state_dict()
+    assert all(torch.equal(weights[name], p) for name, p in policy.model.state_dict().items())
+    assert not all(torch.equal(weights[name], p) for name, p in before.items())
 
 
 # -- the file itself -------------------------------------------------------------------------------
@@ -2016,7 +2030,7 @@ def breaches(text: str) -> list[str]:
     demos = [node for node in functions if node.name.startswith("demo_")]
     heads = [i for i, line in enumerate(lines) if line.startswith("# == ")] + [len(lines)]
     found = {
-        "characters": (len(text), 160_000),
+        "characters": (len(text), 200_000),
         "characters of Part I": (text.index("# ==== PART II"), 130_000),
         "columns": (max(map(len, lines)), 100),
         "lines before Part I": (text[: text.index("# ==== PART I")].count("\n"), 260),
