@@ -3719,21 +3719,6 @@ async def demo_recovery(report: Report, cfg: Config) -> None:
     report.figure(difference=differences["killed"], killed_after=step)
 
 
-def divergence(
-    reference: Policy,
-    weight: float,
-    batch: Batch,
-    logp: Tensor,
-) -> Tensor:
-    """[N]: weight times k2, half the square of d = log p - log q, where q is the reference.
-
-    As an estimate k3 is better; but the gradient of k2, over samples of p, is that of KL(p, q).
-    """
-    with torch.no_grad():
-        of_reference, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
-    return weight * (logp - of_reference).square() / 2
-
-
 # == YOUR OWN RUN ======================
 # One run, and nothing beside it. All that it needs to go on is in the folder of --checkpoint:
 #
@@ -3774,42 +3759,6 @@ def save_flags(cfg: Config, folder: Path) -> None:
     os.replace(folder / "flags.new", folder / "flags.json")
 
 
-def own_learner(
-    policy: Policy,
-    cfg: Config,
-    rank: int,
-    checkpoint: str,
-) -> Learner:
-    """The learner that the flags ask for, as the checkpoint has it, if there is one."""
-    reference = copy.deepcopy(policy) if cfg.kl else None
-    if cfg.trainers > 1:
-        shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
-    penalty = functools.partial(divergence, reference, cfg.kl) if reference else None
-    learner = Learner(policy, cfg, rank, cfg.trainers, None, penalty)
-    if Path(cfg.model) != Path(cfg.checkpoint).resolve() / "model":  # this has been supervised
-        learner.supervise(own_task(cfg), cfg.sft_steps)
-    if reference:  # version 0
-        for old, new in zip(reference.model.parameters(), learner.weights, strict=True):
-            old.data.copy_(whole(new.detach()))
-    if checkpoint:
-        restore(learner, checkpoint)
-    return learner
-
-
-def shard(
-    model: torch.nn.Module,
-    num_ranks: int,
-    dtype: torch.dtype,
-) -> None:
-    """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
-    fsdp = importlib.import_module("torch.distributed.fsdp")
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
-    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    for unit in [*max(lists, key=len), model]:  # the longest list is that of the layers
-        fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
-
-
 def export(trainer: Trainer, folder: str) -> None:
     """Writes a folder that transformers loads."""
     model = trainer.policy.model
@@ -3817,37 +3766,6 @@ def export(trainer: Trainer, folder: str) -> None:
     if trainer.learner.rank == 0:
         model.save_pretrained(folder, state_dict=state)
         trainer.policy.tokenizer.save_pretrained(folder)
-
-
-async def run_own(cfg: Config, report: Report) -> dict[str, Any]:
-    """--train, --evaluate and --export, in this order. Returns the figures that --json writes."""
-    checkpoints = Checkpoints(Path(cfg.checkpoint) if cfg.checkpoint else report.folder / "run")
-    save_flags(cfg, checkpoints.folder)
-    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
-    num_tokens = cfg.max_new_tokens or own_task(cfg).max_new_tokens
-    cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
-    print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting", flush=True)
-
-    def make_run(path: str, progress: Progress) -> Run:
-        make = functools.partial(own_learner, checkpoint=path)
-        parts = Parts(own_task, make, WeightReader, OwnProcess)
-        return Run(cfg, report.pool, report.pool, report.folder, parts, progress)
-
-    async def work(run: Run) -> dict[str, Any]:
-        model = checkpoints.folder / "model"
-        if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
-            await run.trainer.request(export, f"{model}.new")
-            os.replace(f"{model}.new", model)
-        found = await train_own(run, checkpoints) if cfg.train else {}
-        if cfg.evaluate:
-            found["evaluation"] = await evaluate_own(run, cfg.evaluate)
-        if cfg.export:
-            await run.trainer.request(export, cfg.export)
-        for error, times in run.errors.items():
-            print(f"not scored {times} times: {error}")
-        return found
-
-    return await in_lives(checkpoints, make_run, work)
 
 
 async def train_own(run: Run, checkpoints: Checkpoints) -> dict[str, Any]:
@@ -3935,6 +3853,203 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
     return found
 
 
+# (14 to 16)
+
+
+def divergence(
+    reference: Policy,
+    weight: float,
+    batch: Batch,
+    logp: Tensor,
+) -> Tensor:
+    """[N]: weight times k2, half the square of d = log p - log q, where q is the reference.
+
+    As an estimate k3 is better; but the gradient of k2, over samples of p, is that of KL(p, q).
+    """
+    with torch.no_grad():
+        of_reference, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
+    return weight * (logp - of_reference).square() / 2
+
+
+# -- the page --------------------------
+#
+# --report writes one HTML file, which needs no network. Without JavaScript it has tables of all
+# results. With it there is a slider over measured runs, and a lane for each process shows how busy
+# it was. By example, with 10 parts of the time in place of 200:
+#
+#     K = 0   trainer_0     _#_#_#_#_#   50%        K = 2   trainer_0     #####_##   88%
+#             generator_0   #_#_#_#_#_   50%                generator_0   #_##_#_#   63%
+
+PAGE = r"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>monarch_rl report</title>
+<style>
+:root { color-scheme: light dark; --pale: light-dark(#e4e9ef, #333b46); }
+body { max-width: 60rem; margin: auto; padding: 1rem; font: 1rem/1.5 system-ui; }
+input { width: 100%; height: 2rem; }
+.lane { display: grid; grid-template-columns: 1fr auto; margin: .3rem 0; }
+svg { grid-column: 1 / 3; width: 100%; height: 2rem; background: var(--pale); }
+path { fill: light-dark(#1769aa, #64b5f6); }
+rect { fill: light-dark(#c62828, #ff8a80); }
+table { border-collapse: collapse; font-size: .85rem; }
+th, td { padding: .2rem .3rem; border: 1px solid var(--pale); }
+td { overflow-wrap: anywhere; }
+td:first-child { min-width: 7rem; }
+</style>
+<h1>monarch_rl report</h1>
+<section id="live" hidden>
+<label for="bound">Bound on staleness, in versions: <output id="title"></output></label>
+<input id="bound" type="range" min="0" value="0">
+<p id="summary"></p>
+<p>Processes: how busy over time, on one scale for all runs; red: lost, not yet replaced. Below
+them: values over the steps.</p>
+<div id="lanes"></div>
+</section>
+TABLES
+<script type="application/json" id="runs">RUNS</script>
+<script>
+const byId = id => document.getElementById(id);
+const runs = JSON.parse(byId("runs").textContent);
+const longest = Math.max(...runs.map(run => run.seconds));
+
+function makeLane(lane) {
+  // One scale for all runs, so it does not change with the slider.
+  const same = runs.flatMap(run => run.lanes).filter(other => other.name === lane.name);
+  const all = same.flatMap(other => other.values);  // NaN has become null, which counts as 0
+  const low = Math.min(0, ...all);
+  const high = Math.max(1, ...all);
+  const wide = (lane.seconds ?? longest) / longest / lane.values.length;
+  const path = lane.values.map(
+    (value, i) => `V${(high - value) / (high - low)}H${(i + 1) * wide}`);
+  const lost = lane.lost.map(([from, to]) => `<rect x="${from / longest}" height="1"
+    width="${Math.max((to - from) / longest, .005)}"/>`);
+  const made = document.createElement("div");
+  made.className = "lane";
+  made.innerHTML = `<span></span><b></b><svg role="img" viewBox="0 0 1 1"
+    preserveAspectRatio="none"><path d="M0 1${path.join("")}V1"/>${lost.join("")}</svg>`;
+  const [name, text, picture] = made.children;
+  name.textContent = lane.name;  // as text: it comes from elsewhere
+  text.textContent = lane.text;
+  const tenths = lane.values.filter((_, i) => i % Math.ceil(lane.values.length / 10) === 0);
+  picture.setAttribute("aria-label", tenths.map(value => Number(value).toFixed(2)).join(", "));
+  return made;
+}
+
+function draw() {
+  const run = runs[byId("bound").value];
+  byId("title").value = run.title;
+  byId("bound").setAttribute("aria-valuetext", run.title);
+  byId("summary").textContent = run.summary;
+  byId("lanes").replaceChildren(...run.lanes.map(makeLane));
+}
+
+if (runs.length) {
+  byId("live").hidden = false;
+  byId("bound").hidden = runs.length === 1;
+  byId("bound").max = runs.length - 1;
+  byId("bound").addEventListener("input", draw);
+  draw();
+}
+</script>
+"""
+
+
+def busy_shares(spans: list[Span], start_s: float, end_s: float) -> list[float]:
+    """For 200 parts of the time: at which share of 10 instants a span was under way."""
+    tick_s = (end_s - start_s) / 2000
+    busy: set[int] = set()
+    for span in spans:
+        first = math.ceil((span.start_s - start_s) / tick_s)
+        end = math.ceil((span.end_s - start_s) / tick_s)
+        busy.update(range(max(0, first), end))
+    return [len(busy.intersection(range(tick, tick + 10))) / 10 for tick in range(0, 2000, 10)]
+
+
+def lane_of(name: str, values: list[float], text: str) -> dict[str, Any]:
+    """One picture, of at most 200 values: means, if there are more."""
+    size = math.ceil(len(values) / 200)
+    means = [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
+    return {"name": name, "values": means, "text": text, "lost": []}
+
+
+async def record_of(run: Run, title: str, start_s: float) -> dict[str, Any]:
+    """What the page shows of a run: all steps, and the processes since start_s."""
+    await asyncio.sleep(0.3)
+    await cpu_s(run)  # with this call a worker sends spans that are older than 0.2 s
+    timeline = await get_or_spawn_controller("timeline", Timeline)
+    spans = [span for span in await timeline.read.call_one() if span.what != "setup"]
+    rows = run.progress.rows
+    end_s = rows[-1]["time"]
+    seconds = end_s - start_s
+    num_steps = sum(row["time"] > start_s for row in rows)
+    summary = f"{num_steps / seconds:.1f} steps/s for {seconds:.1f} s"
+    lost: dict[str, list[Any]] = {}
+    for loss in [loss for service in run.services for loss in service.losses]:
+        from_s = loss.noticed_s - start_s
+        to_s = (loss.replaced_s or end_s) - start_s
+        lost.setdefault(loss.name, []).append([from_s, to_s])
+        summary += f"; {loss.name} {loss.lost.result()}, {from_s:.1f} to {to_s:.1f} s"
+    lanes = []
+    for who in sorted({span.who for span in spans if start_s < span.end_s < end_s}):
+        shares = busy_shares([span for span in spans if span.who == who], start_s, end_s)
+        lane = lane_of(who, shares, f"{statistics.fmean(shares):.0%}")
+        lanes.append({**lane, "seconds": seconds, "lost": lost.get(who, [])})
+    by_name = {name: [row[name] for row in rows] for name in ("reward", "staleness")}
+    heldout = [accuracy for _, accuracy in run.progress.heldout if accuracy is not None]
+    by_name["held-out accuracy"] = heldout
+    for name, values in by_name.items():
+        if values:
+            text = f"{round(min(values), 2)} to {round(max(values), 2)}"
+            lanes.append(lane_of(name, values, text))
+    return {"title": title, "seconds": seconds, "summary": summary, "lanes": lanes}
+
+
+async def sweep(report: Report, cfg: Config) -> list[dict[str, Any]]:
+    """Runs from the same weights, at four bounds. In each of them a generator is killed."""
+    records = []
+    for bound in (0, 1, 2, 4):
+        run = await begin_demo(report, cfg)
+        if report.pool.making_spare:
+            await report.pool.making_spare  # it needs CPU time
+        await run.evaluate()
+        start_s = time.time()
+        training = train_async(run, bound, 60) if bound else train_sync(run, 60)
+        await asyncio.gather(training, strike(run, run.generators, 40, signal.SIGKILL))
+        await run.evaluate()
+        records.append(await record_of(run, f"K = {bound}", start_s))
+        await run.close()
+    return records
+
+
+def write_page(
+    path: str,
+    stages: list[dict[str, Any]],
+    runs: list[dict[str, Any]],
+) -> None:
+    """Writes the page. stages: as for --json; runs: of `record_of`."""
+    texts = [{lane["name"]: lane["text"] for lane in run["lanes"]} for run in runs]
+    lanes = [["", *[run["title"] for run in runs]]]
+    for name in dict.fromkeys(name for of_run in texts for name in of_run):
+        lanes.append([name, *[of_run.get(name, "") for of_run in texts]])
+    summaries = [["run", "summary"], *[[run["title"], run["summary"]] for run in runs]]
+    checks = [["stage", "claim and checks", "result"]]
+    for stage in stages:
+        checks.append([stage["name"], STAGES[stage["name"]].claim, ""])
+        for check in stage["checks"]:
+            checks.append(["", check["what"], "ok" if check["ok"] else "FAIL"])
+    tables = ""
+    for title, rows in {"Runs": summaries, "Lanes": lanes, "Stages": checks}.items():
+        tables += f"<h2>{title}</h2>\n{tabulate(rows, 'firstrow', 'html')}\n"
+    # JSON has no NaN, so it becomes null. A "<" could end the element that holds the JSON.
+    finite = json.loads(json.dumps(runs), parse_constant=lambda _: None)
+    parts = {"TABLES": tables, "RUNS": json.dumps(finite).replace("<", r"\u003c")}
+    # In one pass: what is put in may have these words.
+    page = re.sub("TABLES|RUNS", lambda found: parts[found[0]], PAGE)
+    Path(path).write_text(page, encoding="utf-8")
+
+
 # == THE COMMAND LINE ==================
 
 # How soon Monarch notices what a pidfd and a ping have not; threads of torch; silent libraries.
@@ -3962,6 +4077,76 @@ def read_flags(argv: list[str] | None) -> Config:
     return checked(cfg)
 
 
+def own_learner(
+    policy: Policy,
+    cfg: Config,
+    rank: int,
+    checkpoint: str,
+) -> Learner:
+    """The learner that the flags ask for, as the checkpoint has it, if there is one."""
+    reference = copy.deepcopy(policy) if cfg.kl else None
+    if cfg.trainers > 1:
+        shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
+    penalty = functools.partial(divergence, reference, cfg.kl) if reference else None
+    learner = Learner(policy, cfg, rank, cfg.trainers, None, penalty)
+    if Path(cfg.model) != Path(cfg.checkpoint).resolve() / "model":  # this has been supervised
+        learner.supervise(own_task(cfg), cfg.sft_steps)
+    if reference:  # version 0
+        for old, new in zip(reference.model.parameters(), learner.weights, strict=True):
+            old.data.copy_(whole(new.detach()))
+    if checkpoint:
+        restore(learner, checkpoint)
+    return learner
+
+
+def shard(
+    model: torch.nn.Module,
+    num_ranks: int,
+    dtype: torch.dtype,
+) -> None:
+    """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    for unit in [*max(lists, key=len), model]:  # the longest list is that of the layers
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
+
+
+async def run_own(cfg: Config, report: Report) -> dict[str, Any]:
+    """--train, --evaluate and --export, in this order. Returns the figures that --json writes."""
+    checkpoints = Checkpoints(Path(cfg.checkpoint) if cfg.checkpoint else report.folder / "run")
+    save_flags(cfg, checkpoints.folder)
+    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
+    num_tokens = cfg.max_new_tokens or own_task(cfg).max_new_tokens
+    cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
+    print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting", flush=True)
+
+    def make_run(path: str, progress: Progress) -> Run:
+        make = functools.partial(own_learner, checkpoint=path)
+        parts = Parts(own_task, make, WeightReader, OwnProcess)
+        return Run(cfg, report.pool, report.pool, report.folder, parts, progress)
+
+    async def work(run: Run) -> dict[str, Any]:
+        start_s = time.time()
+        model = checkpoints.folder / "model"
+        if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
+            await run.trainer.request(export, f"{model}.new")
+            os.replace(f"{model}.new", model)
+        found = await train_own(run, checkpoints) if cfg.train else {}
+        if cfg.evaluate:
+            found["evaluation"] = await evaluate_own(run, cfg.evaluate)
+        if cfg.export:
+            await run.trainer.request(export, cfg.export)
+        for error, times in run.errors.items():
+            print(f"not scored {times} times: {error}")
+        if cfg.report:
+            write_page(cfg.report, [], [await record_of(run, f"K = {cfg.max_staleness}", start_s)])
+        return found
+
+    return await in_lives(checkpoints, make_run, work)
+
+
 async def run_stages(cfg: Config, report: Report) -> dict[str, Any]:
     """Runs the stages that were asked for. An exception counts as a check that has failed."""
     names = [*STAGES]
@@ -3980,6 +4165,8 @@ async def run_stages(cfg: Config, report: Report) -> dict[str, Any]:
         changed = line_with("# mechanism: " + stage.name)
         report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
         report.say(f"{len(found['checks'])} checks, {found['seconds']:.1f} s")
+    if cfg.report:
+        write_page(cfg.report, report.stages, await sweep(report, cfg))
     num_checks = sum(len(found["checks"]) for found in report.stages)
     seconds = sum(found["seconds"] for found in report.stages)
     print(
@@ -3999,9 +4186,9 @@ def checked(cfg: Config) -> Config:
     is_own = cfg.reward or cfg.task not in TASKS
     is_file = cfg.task.endswith(".jsonl")
     is_read = cfg.checkpoint and (cfg.evaluate or cfg.export) and not cfg.train
-    outputs = [Path(name).resolve().parent for name in (cfg.log, cfg.json) if name]
+    outputs = [Path(name).resolve().parent for name in (cfg.log, cfg.json, cfg.report) if name]
     mistakes = {
-        "--log, --json: no such folder": not all(folder.is_dir() for folder in outputs),
+        "--log, --json, --report: no such folder": not all(folder.is_dir() for folder in outputs),
         "--advantage needs --group-size 2 or more": cfg.group_size < 2 and cfg.advantage != "none",
         "--prompts-per-step: less than --trainers": cfg.prompts_per_step < cfg.trainers,
         "--task and --reward of your own need a --model": is_own and not cfg.model,

@@ -31,6 +31,7 @@ import threading
 import time
 import types
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -1973,6 +1974,250 @@ def test_command_sigterm_ends_a_run_in_order(tmp_path: Path, beginning: str) -> 
     assert process.returncode == 128 + signal.SIGTERM
     assert left(mark) == []
     assert not list(tmp_path.glob("monarch_rl_*"))
+
+
+# == recovery ======================================================================================
+
+
+def saved_run(folder: Path, **progress: Any) -> Any:
+    """A run without processes, whose trainer writes checkpoints of a small learner."""
+    learned = learner()
+    trainer = types.SimpleNamespace(learner=learned)
+
+    class Trainer:
+        fails = False
+
+        async def request(self, what: Any, *args: Any) -> None:
+            if self.fails:
+                raise ActorError(OSError("No space left on device"))
+            what(trainer, *args)
+
+    run = run_of(m, CFG, Trainer())
+    run.progress = m.Progress(**progress)
+    run.learner = learned
+    return run
+
+
+def test_the_newest_checkpoint_that_is_whole_is_used(tmp_path: Path, capsys: Any) -> None:
+    checkpoints = m.Checkpoints(tmp_path / "run")
+    assert checkpoints.newest() == ("", m.Progress())
+    run = saved_run(tmp_path, num_drawn=90, again=[3], in_flight={88, 7}, ended=Counter(lost=2))
+    for version in (1, 2, 3):
+        run.version = version
+        run.progress.rows.append({"step": version, "reward": math.nan})
+        asyncio.run(checkpoints.save(run))
+    newest, older = checkpoints.paths()
+    path, progress = checkpoints.newest()
+    assert (path, older.name) == (str(newest), "step_00000002.pt")  # two are kept
+    assert (len(progress.rows), progress.num_drawn, progress.ended) == (3, 90, Counter(lost=2))
+    assert (progress.again, progress.in_flight) == ([3, 7, 88], set())
+    whole = newest.read_bytes()
+    for damaged in (
+        whole[:-100],
+        whole[: len(whole) // 2],
+        whole.replace(b"reward", b"drawer"),
+        b"",
+    ):
+        newest.write_bytes(damaged)
+        assert checkpoints.newest()[0] == str(older)
+        assert f"{newest} is damaged" in capsys.readouterr().out
+
+
+def test_a_save_that_fails_is_said_and_the_older_checkpoint_stays(
+    tmp_path: Path, capsys: Any
+) -> None:
+    checkpoints = m.Checkpoints(tmp_path)
+    run = saved_run(tmp_path)
+    run.version = 1
+    asyncio.run(checkpoints.save(run))
+    run.trainer.fails = True
+    run.version = 2
+    asyncio.run(checkpoints.save(run))
+    assert "step 2 is not saved: " in capsys.readouterr().out
+    assert [path.name for path in checkpoints.paths()] == ["step_00000001.pt"]
+
+    class Full(dict):
+        def __reduce__(self) -> Any:
+            raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        m.write_durably(tmp_path / "step_00000003.pt", {"full": Full()})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "step_00000001.pt"]
+
+
+def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
+    first = m.Checkpoints(tmp_path)
+    with pytest.raises(m.UsageError, match="another run uses it"):
+        m.Checkpoints(tmp_path)
+    first.lock.close()
+    m.Checkpoints(tmp_path)
+
+
+def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    def adam() -> Any:
+        return m.Learner(m.Policy(CFG, torch.float32), CFG)
+
+    one = adam()
+    episodes = episodes_of(one)
+    one.step(episodes)
+    trainer: Any = types.SimpleNamespace(learner=one)
+    m.write_checkpoint(trainer, str(tmp_path / "saved.pt"), m.progress_state(m.Progress()))
+    one.step(episodes)
+    for with_moments in (True, False):
+        other = adam()
+        m.restore(other, str(tmp_path / "saved.pt"), with_moments)
+        other.step(episodes)
+        assert torch.equal(parameters(one), parameters(other)) is with_moments
+
+
+def test_prompts_in_flight_are_drawn_again_before_others() -> None:
+    async def train() -> list[int]:
+        drawn: list[int] = []
+        progress = m.Progress()
+        for _ in range(4):  # lives, each of which ends in the middle
+            run = run_of(m, cfg, FakeServices(m, len(drawn), False))
+            run.progress = progress
+            run.prompts = m.training_prompts(run.task, progress.num_drawn)
+            async with m.generating(run, 2) as buffer:
+                await m.learn(buffer, 5)
+                state = m.progress_state(run.progress)
+            drawn += [prompt.number for prompt in run.trainer.prompts]
+            progress = m.Progress(**state | {"in_flight": set()})
+            progress.ended = Counter(state["ended"])
+        assert progress.again
+        return drawn[::2]  # groups have two episodes
+
+    cfg = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
+    drawn = asyncio.run(train())
+    assert len(drawn) == len(set(drawn)) == 4 * 5 * 4  # none twice
+
+
+class Struck:
+    """A command, of which the test kills processes. Its output goes to a file."""
+
+    def __init__(self, folder: Path, words: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.output = folder / f"output_{self.mark}"
+        self.process = subprocess.Popen(
+            [sys.executable, str(FILE), *words.split()],
+            cwd=folder,
+            env=os.environ | {MARK: self.mark},
+            stdout=open(self.output, "w"),
+            stderr=subprocess.STDOUT,
+        )
+
+    def children(self) -> list[int]:
+        """Workers: processes of Python below the command, but no helpers of multiprocessing."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != self.process.pid:
+                with contextlib.suppress(OSError):
+                    environment = (entry / "environ").read_bytes()
+                    words = (entry / "cmdline").read_text()
+                    if f"{MARK}={self.mark}".encode() in environment and "tracker" not in words:
+                        found.append(int(entry.name))
+        return found
+
+    def until(self, text: str, limit_s: float = 200) -> None:
+        end_s = time.monotonic() + limit_s
+        while text not in self.output.read_text() and self.process.poll() is None:
+            assert time.monotonic() < end_s, self.output.read_text()
+            time.sleep(0.02)
+
+    def end(self, limit_s: float = 400) -> tuple[int, str]:
+        """Its exit status and its output. No process of it may be left."""
+        status = self.process.wait(limit_s)
+        assert left(self.mark) == []
+        return status, self.output.read_text()
+
+
+def strike_at_random(folder: Path, seed: int, num_faults: int, num_steps: int) -> tuple[int, str]:
+    """A whole run, of which a random child is killed or stopped every 1 to 6 seconds."""
+    rng = random.Random(seed)
+    words = f"--train --steps {num_steps} --checkpoint RUN --save-every 10 --eval-prompts 32"
+    command = Struck(folder, words + f" --sft-steps 20 --json out.json --seed {seed}")
+    command.until("starting")
+    num_struck = 0
+    while num_struck < num_faults and command.process.poll() is None:
+        time.sleep(rng.uniform(1, 6))
+        children = command.children()
+        if children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(children), rng.choice([signal.SIGKILL, signal.SIGSTOP]))
+                num_struck += 1
+    return command.end()
+
+
+def test_command_a_run_that_is_struck_anywhere_comes_to_its_end(tmp_path: Path) -> None:
+    status, output = strike_at_random(tmp_path, 0, 6, 400)
+    assert status == 0, output
+    figures = json.loads((tmp_path / "out.json").read_text())["train"]
+    assert (figures["steps"], figures["in_flight"]) == (400, 0)
+
+
+def cut_and_resumed(folder: Path, seed: int) -> tuple[list[Any], list[Any]]:
+    """The weights of a synchronous run, and of one whose main process is killed at random."""
+    rng = random.Random(seed)
+    words = f"--train --max-staleness 0 --steps 16 --save-every 3 --eval-prompts 8 --seed {seed}"
+    words += " --prompts-per-step 4 --group-size 4 --sft-steps 3 --log log.jsonl"
+    found = []
+    for name in ("whole", "cut"):
+        command = Struck(folder, f"{words} --checkpoint {name} --export {name}_model")
+        if name == "cut":
+            command.until(f"step {rng.randint(1, 15):4}")
+            time.sleep(rng.uniform(0, 0.3))
+            command.process.kill()
+            command.end(10)
+            command = Struck(folder, f"{words} --checkpoint {name} --export {name}_model")
+        status, output = command.end()
+        assert status == 0, output
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{name}_model")
+        rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [*range(1, 17)]
+        found.append([[row["sample"] for row in rows], *model.state_dict().values()])
+    return found[0], found[1]
+
+
+def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    (samples, *weights), (others_samples, *others) = cut_and_resumed(tmp_path, 0)
+    assert samples == others_samples
+    assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
+
+
+def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
+    model_folder(tmp_path, characters="0123456789+")
+    data_file(tmp_path)
+    words = "--train --model qwen2 --task data.jsonl --steps 4000 --prompts-per-step 4"
+    words += " --group-size 4 --max-new-tokens 4 --lr 1e-3 --eval-prompts 4 --checkpoint RUN"
+    command = Struck(tmp_path, words)
+    command.until("step    5")
+    command.process.send_signal(signal.SIGTERM)
+    status, output = command.end()
+    assert status == 128 + signal.SIGTERM, output
+    made = int(re.findall(r"^step +(\d+)", output, re.MULTILINE)[-1])
+    (path,) = (tmp_path / "RUN").glob("step_*.pt")
+    saved = int(path.stem.removeprefix("step_"))
+    assert made <= saved <= made + 2
+    shutil.rmtree(tmp_path / "qwen2")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    words = f"--train --checkpoint ../RUN --prompts-per-step 8 --steps {saved + 2}"
+    words += " --log log.jsonl --export out"
+    found = run(*words.split(), folder=elsewhere)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "--prompts-per-step 8  of the command" in found.stdout
+    assert f"--group-size 4  from {tmp_path / 'RUN'}" in found.stdout
+    rows = [json.loads(line) for line in (elsewhere / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(1, saved + 3)]
+    assert rows[-1]["num_tokens"] > 1.5 * rows[0]["num_tokens"]
+    words = "--evaluate 2 --export again --checkpoint ../RUN"
+    found = run(*words.split(), folder=elsewhere)
+    assert found.returncode == 0, found.stdout + found.stderr
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    pairs = zip(
+        load(elsewhere / "out").parameters(), load(elsewhere / "again").parameters(), strict=True
+    )
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 # -- what readers and helpers found ----------------------------------------------------------------
