@@ -171,7 +171,7 @@ class Config:
     sft_steps: int = flag(0, "supervised steps on right answers before RL")
     reward_deadline: float = flag(60.0, "seconds that one group's rewards may take")
     preferences: str = flag("", "FILE.jsonl for --reward model: prompt, chosen, rejected")
-    ask_every: int = flag(1, "groups between preferences that the task is asked for")
+    ask_every: int = flag(0, "groups between questions to the task's `prefer`; 0: none")
     mask_truncated: bool = flag(False, "do not train on responses without an end")
     checkpoint: str = flag("", "folder of the run: the same command goes on from it")
     save_every: int = flag(20, "steps between checkpoints")
@@ -2252,6 +2252,7 @@ class StepStats:
 
     grad_norm: float  # before it is cut to 1
     seconds: float
+    explained: float = 0.0  # share of the rewards' variance that a critic knows (section 14)
 
 
 class Learner:
@@ -2289,7 +2290,7 @@ class Learner:
         first = self._update(self.optimizer, self.cfg, batches, self.penalty)
         for _ in range(self.cfg.passes - 1):
             self._update(self.optimizer, self.cfg, batches, self.penalty)
-        return first
+        return replace(first, explained=getattr(self.advantages, "explained_variance", 0.0))
 
     def supervise(
         self,
@@ -2483,41 +2484,17 @@ async def demo_losses(
     """Compares 2,000 estimates of each kind with the true gradient, and pushes with each loss."""
     rng = torch.Generator().manual_seed(0)
     rewards = torch.rand(4, 16, generator=rng).square()
-    old = torch.randn(
-        4,
-        16,
-        generator=rng,
-    )
+    old = torch.randn(4, 16, generator=rng)
     drawn = torch.multinomial(old.softmax(-1), 2000 * 8, True, generator=rng)
-    known = Known(
-        rewards,
-        old,
-        drawn.view(4, 2000, 8).transpose(0, 1),
-    )
+    known = Known(rewards, old, drawn.view(4, 2000, 8).transpose(0, 1))
     now = old
     for _ in range(8):
         step = known.true_gradient(now)
         now = now + 0.5 * step / step.norm()
-    plain = known.compare(
-        old,
-        "reinforce",
-        "none",
-    )
-    group = known.compare(
-        old,
-        "reinforce",
-        "group",
-    )
-    others = known.compare(
-        old,
-        "reinforce",
-        "leave_one_out",
-    )
-    stale = known.compare(
-        now,
-        "reinforce",
-        "leave_one_out",
-    )
+    plain = known.compare(old, "reinforce", "none")
+    group = known.compare(old, "reinforce", "group")
+    others = known.compare(old, "reinforce", "leave_one_out")
+    stale = known.compare(now, "reinforce", "leave_one_out")
     ratio = known.compare(now, "cispo", "leave_one_out")
     rows = [{"staleness": 0, **found} for found in (plain, group, others)]
     report.table(rows + [{"staleness": 8, **found} for found in (stale, ratio)])
@@ -3362,7 +3339,7 @@ def own_task(cfg: Config) -> Task:
     """The task of --task and --reward, which each process makes once. Raises UsageError."""
     if not cfg.model:
         return letter_task(cfg)
-    reward = load_python(cfg.reward) if cfg.reward else None
+    reward = load_python(cfg.reward) if cfg.reward not in ("", "model") else None
     if cfg.task in TASKS:
         return OwnTask(WordTask(cfg.task, cfg.seed), reward)
     if cfg.task.endswith(".jsonl"):
@@ -3832,7 +3809,7 @@ def step_line(row: dict[str, Any]) -> str:
     line = f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
     line += f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}"
     line += f"  {row['tokens_per_s']:.0f} tokens/s"
-    for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
+    for name in ("dropped", "lost", "truncated", "too_long", "not_scored", "explained"):
         if row[name]:
             line += f"  {name} {row[name]:.3g}"
     return line if row["step"] % 10 != 1 else f"{line}\n           {row['sample']}"
@@ -3853,7 +3830,353 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
     return found
 
 
-# (14 to 16)
+# == 14. CRITIC ========================
+# Problem. A user does not have the same conversation eight times, so there is no group. Compared
+#   with the mean of the batch, any response to a generous user is good.
+# Rule. A second network, the critic, predicts V before each token: the sum of the rewards to come.
+#   The advantage of a token is how much more came.
+# Cost. A network as large as the policy, in the process of the one-rank trainer. Where a
+#   prompt can be sampled several times, use a group, which needs none of this.
+#
+# GAE, generalized advantage estimation (Schulman 2016). The rewards after a token are right on
+# average, but noisy; V of the next token has less noise, and errors. Lambda mixes them: with 1 only
+# rewards count. Here it is 1 inside a turn, and 0.8 between turns. By example, two turns with a
+# reward of 0.9 at the end; the error is reward + next V - V:
+#
+#     token  turn    V  reward  error            advantage
+#     a         1  0.4     0.0  0.5 - 0.4 = 0.1  0.1 + 1.0 * 0.36 = 0.46
+#     b         1  0.5     0.0  0.7 - 0.5 = 0.2  0.2 + 0.8 * 0.20 = 0.36
+#     c         2  0.7     0.9  0.9 - 0.7 = 0.2  0.20
+#
+# The critic learns V + advantage: 0.86 for token a, where the rewards were 0.9.
+
+TURN_LAMBDA = 0.8
+CRITIC_PASSES = 2  # updates from each batch: the critic must learn faster than the policy
+CRITIC_ALONE = 8  # steps without advantages, until V is of use
+
+
+def value_network(
+    policy: Policy,
+    cfg: Config,
+) -> Any:
+    """A number for each token, at first 0, in fp32. The body is pretrained if the policy's is."""
+    config = copy.deepcopy(policy.model.config)
+    if type(config) not in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        raise UsageError(f"no value network for {config.model_type}")
+    config.num_labels = 1
+    torch.manual_seed(cfg.seed)
+    auto = transformers.AutoModelForTokenClassification
+    if cfg.model:
+        network = auto.from_pretrained(cfg.model, config=config, dtype=torch.float32)
+    else:
+        # With the usual 0.02 a narrow network hardly depends on what it reads.
+        config.initializer_range = 0.05
+        network = auto.from_config(config, attn_implementation="eager")
+    linear = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
+    torch.nn.init.zeros_(linear[-1].weight)  # of the head; its bias is 0 already
+    return network.to(policy.device).eval()
+
+
+def gae(
+    episode: Episode,
+    values: list[float],
+) -> list[float]:
+    """The advantage of each token, 0 where not sampled. values: V before each token."""
+    found = [0.0] * len(episode.ids)
+    advantage = 0.0
+    next_value = 0.0
+    next_turn = len(episode.rewards) + 1
+    for place in reversed(range(len(found))):
+        turn = episode.turn_of[place]
+        if turn == 0:
+            continue
+        # The last token of a turn gets its reward. By example, turns 1 to 3 have 0.2, 0.1 and 0.6:
+        # if turn 2 is masked, because it was truncated, turn 1 gets 0.2 + 0.1.
+        reward = sum(episode.rewards[turn - 1 : next_turn - 1])
+        share = 1.0 if turn == next_turn else TURN_LAMBDA
+        error = reward + next_value - values[place]
+        advantage = error + share * advantage
+        found[place] = advantage
+        next_value = values[place]
+        next_turn = turn
+    return found
+
+
+class Critic:
+    """The advantages of a Learner, and V."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        cfg: Config,
+    ) -> None:
+        self.network = value_network(policy, cfg)
+        lr = 1e-5 if cfg.model else 3e-3
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr, weight_decay=0.0)
+        self.tokens_per_pass = cfg.tokens_per_pass
+        self.num_calls = 0
+        self.explained_variance = 0.0  # 1 - var(advantage) / var(V + advantage)
+
+    def __call__(self, episodes: list[Episode]) -> list[list[float]]:
+        """Advantages. Then the critic learns from the episodes.
+
+        They are scaled, or an entropy bonus would outweigh them as V improves.
+        """
+        device = self.network.device
+        ids = padded([e.ids for e in episodes], device)  # [B, T]
+        is_sampled = padded([e.turn_of for e in episodes], device) > 0
+        num_rows = max(1, self.tokens_per_pass // ids.shape[1])
+        parts = torch.arange(len(ids)).split(num_rows)
+        with torch.no_grad():
+            values = torch.cat([self._values(ids[rows]) for rows in parts])
+        of_rows = zip(episodes, values.tolist(), strict=True)
+        advantage = padded([gae(e, row) for e, row in of_rows], device)
+        targets = values + advantage
+        deviation, mean = torch.std_mean(advantage[is_sampled], correction=0)
+        spread = targets[is_sampled].std(correction=0)
+        if spread > 0:
+            self.explained_variance = 1 - float(deviation / spread) ** 2
+        for _ in range(CRITIC_PASSES):
+            for rows in parts:
+                errors = (self._values(ids[rows]) - targets[rows])[is_sampled[rows]]
+                (errors.square().sum() / is_sampled.sum()).backward()
+            self.optimizer.step()  # mechanism: critic
+            self.optimizer.zero_grad()
+        self.num_calls += 1
+        is_used = is_sampled & (self.num_calls > CRITIC_ALONE)
+        scaled = (advantage - mean) / (deviation + 1e-4)
+        scaled = scaled.where(is_used, 0.0).tolist()
+        return [row[: len(e.ids)] for e, row in zip(episodes, scaled, strict=True)]
+
+    def _values(self, ids: Tensor) -> Tensor:
+        """[B, T]: V before each token."""
+        found = self.network(ids[:, :-1]).logits
+        return torch.nn.functional.pad(found.squeeze(-1), (1, 0))
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "network": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "num_calls": self.num_calls,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.num_calls = state["num_calls"]
+
+
+# -- measurement: users who differ -----
+
+
+def lone_run(
+    worker: Worker,
+    cfg: Config,
+    policy: Policy,
+) -> dict[str, Any]:
+    """Trains in one process, on one turn of `repeat`. Returns a row of the table.
+
+    Users add -1.5 to 1.5 to the share of right letters, by the first letter that they say: "acf"
+    for "acf" gets 1 - 1.5 = -0.5, and "aaa" for "pcf" gets 0 + 1.5 = 1.5.
+    """
+    task = letter_task(cfg)
+    prompts = training_prompts(task)
+    critic = Critic(policy, cfg)
+    learned = critic if cfg.advantage == "critic" else None
+    learner = Learner(policy, cfg, advantages=learned)
+    shares = []
+    for step in range(cfg.steps):
+        drawn = itertools.islice(prompts, 128 // cfg.group_size)
+        asked = [replace(prompt, turns=prompt.turns[:1]) for prompt in drawn]
+        episodes = rollout(policy, asked, cfg.group_size, step, lambda: 0)
+        for episode in episodes:
+            right = episode.prompt.turns[0].answer
+            share = task.grade(right, episode.responses[0])
+            episode.rewards = [share + LETTERS.index(right[0]) / 5 - 1.5]
+            shares.append(share)
+            if cfg.advantage == "batch":
+                episode.prompt = episodes[0].prompt  # the batch is one group
+        learner.step(episodes)
+    return {
+        "baseline": cfg.advantage,
+        "right letters": statistics.fmean(shares[-1000:]),
+        "explained": critic.explained_variance,
+    }
+
+
+@stage(
+    "with one response per prompt, a learned value is a better baseline than the batch's mean",
+    instead="pass",
+)
+async def demo_critic(report: Report, cfg: Config) -> None:
+    """24 updates of the policy with each baseline, from 128 episodes each, in two processes."""
+    cfg = Config(seed=cfg.seed, max_new_tokens=4, lr=1e-3, passes=2)
+    policy = Policy(cfg, torch.float32)
+    Learner(policy, cfg).supervise(letter_task(cfg), num_steps=60)
+    service = Service(Worker, 2, report.pool)
+    await service.begin()
+    runs = []
+    for baseline, size, steps in (
+        ("critic", 1, 24 + CRITIC_ALONE),
+        ("batch", 1, 24),
+        ("group", 8, 24),
+        ("none", 1, 24),
+    ):
+        own = replace(cfg, advantage=baseline, group_size=size, steps=steps, lr=3e-3)
+        runs.append(service.request(lone_run, own, policy))
+    rows = await asyncio.gather(*runs)
+    report.table(rows)
+    critic, batch, *_ = rows
+    gain = critic["right letters"] / batch["right letters"]
+    report.check("right letters, critic / batch", gain, ">", 1.5)
+    report.check("explained variance", critic["explained"], ">", 0.3)
+    report.figure(critic_over_batch=gain)
+    await service.close()
+
+
+# == 15. REWARD MODEL ==================
+# Problem. For most of what people want there is no reward function. A network can learn which of
+#   two responses people prefer, and is right about responses like those that were compared. The
+#   policy moves to others, whose learned reward is higher, and people like them less.
+# Rule. Keep the policy where the reward model is right. Either its divergence from the first
+#   version has a price (--kl), or people compare new responses now and then (--ask-every).
+# Cost. A second network. With a price the policy gains less; comparisons take people's time.
+#
+# Bradley and Terry (1952): a response with score s is preferred to one with score t with
+# probability sigmoid(s - t), so the loss of a comparison is -log sigmoid(chosen - rejected). By
+# example, with scores 1.0 and 0.2 the first is preferred with probability sigmoid(0.8) = 0.69. If
+# it was, the loss is 0.37; if the other was, 1.17. Only differences matter: 101.0 and 100.2 have
+# the same losses.
+#
+# Accuracy on old comparisons warns of nothing. Say people like exactly one letter a: they prefer
+# "bab" to "bob", and "pan" to "pin". A network that counts the letters a is right about both. Then
+# it sees "aaaa", which nobody has asked about.
+#
+# The price is k2 (see `divergence`): as a loss, k1 has the mean gradient 0, and k3 a biased one.
+
+EPOCHS = 4  # over the preferences known at the start
+PAIRS_PER_UPDATE = 32  # or fewer, if they are long
+SHARPNESS = 4.0  # a factor of scores, which differ little while the head is nearly zero
+
+Pair = tuple[Episode, Episode]  # chosen, rejected
+
+
+def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
+    """The prompt, the chosen and the rejected text of each line of a file, if it exists.
+
+    A line is {"prompt": text or messages, "chosen": text, "rejected": text}, or a UsageError.
+    """
+    found = []
+    text = path.read_text("utf-8-sig", "replace") if path.is_file() else ""
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        prompt = prompt_of(0, line, where)
+        record = json.loads(line)
+        texts = [record.get(name) for name in ("chosen", "rejected")]
+        if not all(isinstance(text, str) for text in texts):
+            raise UsageError(f"{where}: needs texts as chosen and rejected")
+        found.append((prompt, texts))
+    return found
+
+
+class RewardModel:
+    """Scores groups, and learns from preferences. A reward worker owns it.
+
+    prefer(prompt, one, other): an answer; above 0.5 the first responses are better.
+    fresh_path: a file for the answers. The successor of a lost worker learns from it, so no weights
+    are saved.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        prefer: Any = None,
+        fresh_path: Path = Path(os.devnull),
+    ) -> None:
+        self.cfg = cfg
+        self.prefer = prefer
+        self.fresh_path = fresh_path
+        self.policy = Policy(cfg, torch.float32)
+        self.network = value_network(self.policy, cfg)
+        self.policy.model.to("meta")  # frees its weights; only the tokenizer is used
+        rate = 1e-5 if cfg.model else 1e-3
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), rate, weight_decay=0.0)
+        self.rng = random.Random(cfg.seed)
+        self.num_groups = 0
+        self.known: list[Pair] = []
+        for path in (Path(cfg.preferences), fresh_path):
+            for prompt, texts in read_preferences(path):
+                chosen, rejected = [episode_with(self.policy, prompt, [text]) for text in texts]
+                self.known.append((chosen, rejected))
+        for _ in range(EPOCHS):
+            self.learn(self.known)
+
+    def scores(self, episodes: list[Episode]) -> Tensor:
+        """[B]: the mean of the network's numbers over the sampled tokens, times SHARPNESS.
+
+        A sum would grow with the length of a response, or fall with it.
+        """
+        context = self.policy.context
+        device = self.policy.device
+        ids = padded([episode.ids[:context] for episode in episodes], device)
+        is_sampled = padded([episode.turn_of[:context] for episode in episodes], device) > 0
+        # Padding is on the right, where a causal model does not look.
+        numbers = self.network(ids, use_cache=False).logits.squeeze(-1)  # [B, T]
+        total = (numbers * is_sampled).sum(1)
+        return SHARPNESS * total / is_sampled.sum(1).clamp(min=1)
+
+    def learn(self, pairs: list[Pair]) -> None:
+        """One pass over the pairs, in random order."""
+        order = self.rng.sample(pairs, len(pairs))
+        longest = max([len(episode.ids) for pair in pairs for episode in pair], default=1)
+        fitting = self.cfg.tokens_per_pass // (2 * longest)
+        size = max(1, min(PAIRS_PER_UPDATE, fitting))
+        for start in range(0, len(order), size):
+            some = order[start : start + size]
+            both = [episode for pair in some for episode in pair]
+            chosen, rejected = self.scores(both).view(-1, 2).T
+            loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def ask(self, group: list[Episode]) -> list[Pair]:
+        """Asks about four pairs of a group, at most."""
+        pairs: list[Pair] = []
+        with open(self.fresh_path, "a") as file:
+            for one, other in zip(group[0:8:2], group[1:8:2], strict=False):
+                if one.responses == other.responses:
+                    continue
+                is_first = self.prefer(one.prompt, one.responses, other.responses) > 0.5
+                chosen, rejected = (one, other) if is_first else (other, one)
+                pairs.append((chosen, rejected))
+                (turn,) = chosen.prompt.turns  # a line has no place for more
+                record = {
+                    "prompt": turn.messages,
+                    "chosen": chosen.responses[0],
+                    "rejected": rejected.responses[0],
+                }
+                file.write(json.dumps(record) + "\n")
+        return pairs
+
+    def __call__(self, asked: Asked) -> Rewards:
+        """The rewards of a group: a score for the last turn."""
+        group = [episode_with(self.policy, prompt, responses) for prompt, responses in asked]
+        with torch.inference_mode():
+            scores = self.scores(group).tolist()
+        self.num_groups += 1
+        if self.prefer and self.num_groups % (self.cfg.ask_every or math.inf) == 0:
+            fresh = self.ask(group)  # mechanism: reward_model
+            self.known += fresh
+            # Without old pairs it would forget what they say.
+            self.learn(fresh + self.rng.choices(self.known, k=3 * len(fresh)))
+        rewards: Rewards = []
+        for episode, score in zip(group, scores, strict=True):
+            rewards.append([0.0] * (len(episode.responses) - 1) + [score])
+        return rewards
 
 
 def divergence(
@@ -3869,6 +4192,105 @@ def divergence(
     with torch.no_grad():
         of_reference, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
     return weight * (logp - of_reference).square() / 2
+
+
+# -- measurement: people with a taste ----
+
+
+class TasteTask(Task):
+    """People like a response of three or four letters with exactly one a."""
+
+    def __init__(self, seed: int) -> None:
+        self.letters = LetterTask(seed, [0])
+        self.rng = random.Random(seed)
+
+    def prompt(self, number: int) -> Prompt:
+        return Prompt(number, self.letters.prompt(number).turns[:1])
+
+    def grade(self, answer: Any, response: str) -> float:
+        return float(len(response) >= 3 and response.count("a") == 1)
+
+    def prefer(self, prompt: Prompt, one: list[str], other: list[str]) -> bool:
+        """One answer in ten is wrong. Between equals a coin decides."""
+        gain = self.grade("", one[0]) - self.grade("", other[0])
+        return self.rng.random() < 0.5 + 0.4 * gain
+
+
+def train_on_taste(
+    worker: Worker,
+    cfg: Config,
+    path: Path,
+) -> list[dict[str, Any]]:
+    """A synchronous run after 1,000 comparisons, with a row for each step."""
+    task = TasteTask(cfg.seed)
+    policy = Policy(cfg, torch.float32)
+    Learner(policy, cfg).supervise(task, cfg.sft_steps)
+    price = functools.partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
+    learner = Learner(policy, cfg, penalty=price)
+    prompts = training_prompts(task)
+
+    def sampled(num_groups: int) -> list[list[Episode]]:
+        drawn = list(itertools.islice(prompts, num_groups))
+        return groups_of(rollout(policy, drawn, cfg.group_size, drawn[0].number, lambda: 0))
+
+    first = RewardModel(cfg, task.prefer, path)
+    for group in sampled(250):
+        first.ask(group)
+    model = RewardModel(cfg, task.prefer, path)  # learns from the file
+    rows = []
+    for _ in range(cfg.steps):
+        groups = sampled(cfg.prompts_per_step)
+        for group in groups:
+            rewards: Any = model([(e.prompt, e.responses) for e in group])
+            for episode, reward in zip(group, rewards, strict=True):
+                episode.rewards = reward
+        episodes = [episode for group in groups for episode in group]
+        learner.step(episodes)
+        liked = statistics.fmean(task.grade("", e.responses[0]) for e in episodes)
+        learned = statistics.fmean(e.rewards[0] for e in episodes)
+        rows.append({"liked": liked, "learned": learned, "says": episodes[0].responses[0]})
+    return rows
+
+
+@stage(
+    "a policy exploits a learned reward; a price on divergence, or fresh preferences, holds it",
+    instead="fresh = []",
+)
+async def demo_reward_model(report: Report, cfg: Config) -> None:
+    """Trains the tiny policy three times."""
+    tiny = {"max_new_tokens": 4, "lr": 1e-3, "entropy": 0.01, "sft_steps": 60}
+    free = Config(seed=cfg.seed, steps=60, prompts_per_step=8, group_size=16, **tiny)
+    service = Service(Worker, 3, report.pool)
+    await service.begin()
+
+    async def train(held_by: str, **flags: Any) -> dict[str, Any]:
+        path = report.folder / f"preferences, {held_by}"
+        rows = await service.request(train_on_taste, replace(free, **flags), path)
+        liked = [row["liked"] for row in rows]
+        liked = [statistics.fmean(liked[i : i + 5]) for i in range(56)]  # of five steps
+        return {
+            "held by": held_by,
+            "liked, best": max(liked),
+            "liked, end": liked[-1],
+            "learned, rise": rows[-1]["learned"] - rows[0]["learned"],
+            "says": rows[-1]["says"],
+        }
+
+    nothing, price, fresh = await asyncio.gather(
+        train("nothing"),
+        train("--kl", kl=0.4),
+        train("--ask-every", ask_every=2),
+    )
+    report.table([nothing, price, fresh])
+    fall = nothing["liked, best"] - nothing["liked, end"]
+    report.check("fall of the liked share, held by nothing", fall, ">", 0.25)
+    report.check("rise of the learned reward", nothing["learned, rise"], ">", 0)
+    report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
+    report.check("liked share at the end, with --ask-every", fresh["liked, end"], ">", 0.3)
+    await service.close()
+
+
+# (16)
 
 
 # -- the page --------------------------
@@ -4088,7 +4510,8 @@ def own_learner(
     if cfg.trainers > 1:
         shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
     penalty = functools.partial(divergence, reference, cfg.kl) if reference else None
-    learner = Learner(policy, cfg, rank, cfg.trainers, None, penalty)
+    critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
+    learner = Learner(policy, cfg, rank, cfg.trainers, critic, penalty)
     if Path(cfg.model) != Path(cfg.checkpoint).resolve() / "model":  # this has been supervised
         learner.supervise(own_task(cfg), cfg.sft_steps)
     if reference:  # version 0
@@ -4113,6 +4536,20 @@ def shard(
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
 
 
+def own_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
+    """What --reward says. folder: for fresh preferences."""
+    by_task = OwnProcess(cfg)
+    if cfg.reward != "model":
+        return by_task
+    task: Any = own_task(cfg)
+    prefer = getattr(task.task, "prefer", None) if cfg.ask_every else None
+    if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
+        raise UsageError("--ask-every needs a task with a method prefer, and prompts of one turn")
+    model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
+    # Whether the policy exploits the model shows on held-out prompts, which the task scores.
+    return lambda asked: (by_task if asked[0][0].is_held_out else model)(asked)
+
+
 async def run_own(cfg: Config, report: Report) -> dict[str, Any]:
     """--train, --evaluate and --export, in this order. Returns the figures that --json writes."""
     checkpoints = Checkpoints(Path(cfg.checkpoint) if cfg.checkpoint else report.folder / "run")
@@ -4124,7 +4561,8 @@ async def run_own(cfg: Config, report: Report) -> dict[str, Any]:
 
     def make_run(path: str, progress: Progress) -> Run:
         make = functools.partial(own_learner, checkpoint=path)
-        parts = Parts(own_task, make, WeightReader, OwnProcess)
+        score = functools.partial(own_scorer, folder=checkpoints.folder.resolve())
+        parts = Parts(own_task, make, WeightReader, score)
         return Run(cfg, report.pool, report.pool, report.folder, parts, progress)
 
     async def work(run: Run) -> dict[str, Any]:
@@ -4185,11 +4623,20 @@ def checked(cfg: Config) -> Config:
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     is_own = cfg.reward or cfg.task not in TASKS
     is_file = cfg.task.endswith(".jsonl")
+    is_critic = cfg.advantage == "critic"
+    is_learned = cfg.reward == "model"
     is_read = cfg.checkpoint and (cfg.evaluate or cfg.export) and not cfg.train
     outputs = [Path(name).resolve().parent for name in (cfg.log, cfg.json, cfg.report) if name]
     mistakes = {
         "--log, --json, --report: no such folder": not all(folder.is_dir() for folder in outputs),
-        "--advantage needs --group-size 2 or more": cfg.group_size < 2 and cfg.advantage != "none",
+        "--advantage needs --group-size 2 or more": cfg.group_size < 2
+        and cfg.advantage not in ("none", "critic"),
+        "--advantage critic needs --trainers 1": is_critic and cfg.trainers > 1,
+        "--reward model needs --reward-workers 1": is_learned and cfg.reward_workers > 1,
+        "--reward model needs --preferences or --ask-every": is_learned
+        and not (cfg.preferences or cfg.ask_every),
+        f"--preferences {cfg.preferences}: no such file": cfg.preferences
+        and not Path(cfg.preferences).is_file(),
         "--prompts-per-step: less than --trainers": cfg.prompts_per_step < cfg.trainers,
         "--task and --reward of your own need a --model": is_own and not cfg.model,
         f"--model {cfg.model}: no such folder": is_path and not Path(cfg.model).is_dir(),
