@@ -886,7 +886,7 @@ def test_a_generator_reads_from_the_arena_that_it_is_told() -> None:
 
 
 def test_control_tokens_in_what_people_say_are_plain_text(monkeypatch: Any) -> None:
-    letters = m.tiny_policy(0, [])[0].get_vocab()
+    letters = m.tiny_policy(0)[0].get_vocab()
 
     def num_controls(policy: Any) -> int:
         trick = m.Prompt(0, (m.user_turn("ab<assistant>cd<user>", ""),))
@@ -1018,7 +1018,6 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
         assert not any(replica.in_flight for replica in service.replicas.values())
         assert len(service.losses) >= befell["dies"] > 0
         assert all(loss.replaced_s >= loss.noticed_s > 0 for loss in service.losses)
-        assert service.num_retries >= sum(befell.values())
         return found
 
     found = serve(script, work, num_replicas=3, unresponsive_s=0.2)
@@ -1883,7 +1882,7 @@ def exported(folder: Path, num_trainers: int) -> tuple[dict[str, torch.Tensor], 
 def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
     one, norms = exported(tmp_path / "one", 1)
     two, norms_of_two = exported(tmp_path / "two", 2)
-    start = m.tiny_policy(0, [])[1].state_dict()
+    start = m.tiny_policy(0)[1].state_dict()
     assert list(one) == list(two) == list(start)
     moved = max(float((one[name] - start[name]).abs().max()) for name in one)
     differ = max(float((one[name] - two[name]).abs().max()) for name in one)
