@@ -3564,7 +3564,7 @@ async def train_saved(
     pauses |= {*range(0, cfg.steps, cfg.eval_every or cfg.steps)}
 
     async def pause(step: int) -> None:
-        if step % cfg.save_every == 0 or step == cfg.steps:
+        if step % cfg.save_every == 0 or (cfg.checkpoint and step == cfg.steps):
             await checkpoints.save(run)
         if step % (cfg.eval_every or math.inf) == 0:
             await evaluate()
@@ -3579,7 +3579,9 @@ async def train_saved(
                 await train(step - run.version)
                 await pause(step)
         except asyncio.CancelledError:
-            await checkpoints.save(run)
+            if cfg.checkpoint:
+                await checkpoints.save(run)
+                print(f"saved after step {run.version}", flush=True)
             raise
 
 
@@ -3708,19 +3710,19 @@ def with_saved_flags(given: dict[str, Any]) -> dict[str, Any]:
         saved["model"] = str(folder / "model")
         given = {name: value for name, value in given.items() if name != "model"}
     flags = saved | given
-    for name, value in flags.items():
-        if name in saved and value != getattr(Config, name):
+    for name in saved:
+        if flags[name] != getattr(Config, name):
             whence = "of the command" if name in given else f"from {folder}"
-            print(f"--{name.replace('_', '-')} {value}  {whence}")
+            print(f"--{name.replace('_', '-')} {flags[name]}  {whence}")
     return flags
 
 
 def save_flags(cfg: Config, folder: Path) -> None:
     flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
     for name in ("model", "task", "reward", "preferences"):
-        path = flags[name].rpartition(".py:")[0] + ".py" if ".py:" in flags[name] else flags[name]
-        if path and Path(path).exists():
-            flags[name] = os.path.abspath(flags[name])  # for commands in other folders
+        path, colon, in_file = flags[name].partition(":")
+        if path and Path(path).exists():  # for commands in other folders
+            flags[name] = str(Path(path).resolve()) + colon + in_file
     (folder / "flags.new").write_text(json.dumps(flags, indent=1))
     os.replace(folder / "flags.new", folder / "flags.json")
 
@@ -3789,8 +3791,8 @@ async def until_made(run: Run, number: int) -> None:
         for replica in run.replicas():  # the oldest request of each
             seconds = told_s - min(replica.in_flight.values(), default=told_s)
             print(f"           {replica.name} has had a request for {seconds:.0f} s", flush=True)
-            py_spy = Path(sys.executable).with_name("py-spy")
-            if seconds > 120 and py_spy.exists():
+            if seconds > 120 and type(replica.processes) is Processes:  # on this machine
+                py_spy = Path(sys.executable).with_name("py-spy")
                 subprocess.run([py_spy, "dump", "--pid", str(replica.processes.ids[0])])
 
 
@@ -4375,9 +4377,12 @@ class HostProcess(Processes):
     def deaths(self) -> list[Awaitable[str]]:
         return [until_unresponsive(self.agent, SILENCE_S)]
 
-    async def kill(self) -> None:
+    def end(self) -> None:
         self.lost.add(self.url)
         self.agent.end_life.broadcast()  # if this is lost, the silence ends the life
+
+    async def kill(self) -> None:
+        self.end()
 
 
 class HostPool(Pool):
@@ -4411,6 +4416,9 @@ class HostPool(Pool):
             what = "does --worker run there, is its port open, and did one CA sign the certificates"
             raise RunError(f"no answer from {url}: {what} of both sides (tls://)?") from None
         return HostProcess(mesh, [pid], agent, url, self.lost)
+
+    def give_back(self, processes: Any) -> None:
+        processes.end()
 
     def keep_spare(self) -> None:
         """Nothing: a lost host would take its spare with it."""
