@@ -3602,14 +3602,17 @@ async def in_lives(
         try:
             await run.begin()
             return await work(run)
-        except ReplicaLost as error:
+        except (ReplicaLost, ActorError) as error:
             task: Any = asyncio.current_task()
             if task.cancelling():  # a signal has come as well
                 raise asyncio.CancelledError from error
+            await asyncio.sleep(1)  # then a death has been noticed
             losses[first] += 1
-            if losses[first] == 5:
+            # A generator raises if it looks for the weights of a trainer that has just died.
+            is_loss = any(isinstance(why, ReplicaLost) for why in (error, run.trainer.error))
+            if losses[first] == 5 or not is_loss:
                 raise
-            print(f"{error}: going on from the newest checkpoint", flush=True)
+            print(f"{cause_of(error)}: going on from the newest checkpoint", flush=True)
         finally:
             await run.close()
 

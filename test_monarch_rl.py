@@ -2094,13 +2094,13 @@ def test_prompts_in_flight_are_drawn_again_before_others() -> None:
 class Struck:
     """A command, of which the test kills processes. Its output goes to a file."""
 
-    def __init__(self, folder: Path, words: str) -> None:
+    def __init__(self, folder: Path, words: str, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self.output = folder / f"output_{self.mark}"
         self.process = subprocess.Popen(
             [sys.executable, str(FILE), *words.split()],
             cwd=folder,
-            env=os.environ | {MARK: self.mark},
+            env=os.environ | {MARK: self.mark} | environment,
             stdout=open(self.output, "w"),
             stderr=subprocess.STDOUT,
         )
@@ -2217,6 +2217,111 @@ def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
         load(elsewhere / "out").parameters(), load(elsewhere / "again").parameters(), strict=True
     )
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+# == hosts =========================================================================================
+
+
+def until(holds: Any, seconds: float = 60.0) -> Any:
+    """What `holds` returns, as soon as it is true."""
+    end_s = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    return found
+
+
+@contextlib.contextmanager
+def hosts(folder: Path, *addresses: str, **environment: str) -> Iterator[list[Any]]:
+    """Worker hosts, as `--worker` starts them."""
+    folder.mkdir()
+    workers = []
+    for address in addresses:
+        own = {"MONARCH_RL_ADDRESS": address} | environment
+        workers.append(Struck(folder.parent, f"--worker {folder}", **own))
+    try:
+        until(lambda: len(m.urls_in(folder)) == len(addresses))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.process.terminate()
+        for worker in workers:
+            assert worker.end(10)[0] == 128 + signal.SIGTERM
+        assert m.urls_in(folder) == []
+
+
+def test_command_a_lost_host_costs_no_group_and_a_killed_command_leaves_nothing_there(
+    tmp_path: Path,
+) -> None:
+    with hosts(tmp_path / "hosts", "127.0.0.2", "127.0.0.3") as workers:
+        words = "--train --sft-steps 10 --eval-prompts 8 --prompts-per-step 8 --hosts hosts"
+        local = {"MONARCH_RL_ADDRESS": "127.0.0.1"}
+        command = Struck(tmp_path, words + " --steps 60 --json out.json", **local)
+        command.until("step    5")
+        os.kill(random.choice(workers[0].children()), signal.SIGKILL)
+        status, output = command.end()
+        assert status == 0, output
+        found = json.loads((tmp_path / "out.json").read_text())["train"]
+        assert (found["steps"], found["lost"], found["in_flight"]) == (60, 0, 0)
+        assert found["workers_replaced"] == 1
+        assert found["staleness_max"] <= 2
+
+        # On each host there is its Monarch host, and nothing else.
+        until(lambda: [len(worker.children()) for worker in workers] == [1, 1])
+        command = Struck(tmp_path, words + " --steps 100000", **local)
+        command.until("step    5")
+        assert min(len(worker.children()) for worker in workers) > 1
+        command.process.kill()
+        until(lambda: [len(worker.children()) for worker in workers] == [1, 1], 10)
+        command.end()
+
+
+ATTACH = """if True:
+    import asyncio, pathlib, sys, monarch_rl as m
+    m.SILENCE_S = 1.5
+    m.monarch.actor.enable_transport(m.own_url() + ":0")
+    async def main() -> None:
+        process = await m.HostPool(pathlib.Path(sys.argv[1]), 1).take(1)
+        await process.kill()
+        print("attached")
+    asyncio.run(main())
+"""
+
+
+def certificate(folder: Path, ca: str, name: str) -> dict[str, str]:
+    """The three commands of DOCS 07. Returns the three variables."""
+    key = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+    names = "-addext subjectAltName=IP:127.0.0.1,IP:127.0.0.2"
+    for command in (
+        f"req -x509 {key} -subj /CN={ca} -keyout {ca}.key -out {ca}.crt",
+        f"req {key} -subj /CN={name} {names} -keyout {name}.key -out {name}.csr",
+        f"x509 -req -in {name}.csr -CA {ca}.crt -CAkey {ca}.key -CAcreateserial"
+        f" -copy_extensions copy -out {name}.crt",
+    ):
+        words = ["openssl", *command.split()]
+        subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    files = {"CERT": f"{name}.crt", "KEY": f"{name}.key", "CA": f"{ca}.crt"}
+    return {f"HYPERACTOR_TLS_{what}": str(folder / file) for what, file in files.items()}
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
+def test_a_client_without_a_certificate_or_of_another_ca_is_refused_and_told_why(
+    tmp_path: Path,
+) -> None:
+    ours = certificate(tmp_path, "ca", "host")
+    theirs = certificate(tmp_path, "other_ca", "other_host")
+    with hosts(tmp_path / "hosts", "127.0.0.2", **ours):
+        clients = []
+        for variables in (theirs, {}, ours):
+            own = {"MONARCH_RL_ADDRESS": "127.0.0.1", "PYTHONPATH": str(FOLDER)} | variables
+            words = [sys.executable, "-c", ATTACH, str(tmp_path / "hosts")]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            clients.append(subprocess.Popen(words, env=os.environ | own, **pipes))
+        found = [client.communicate(timeout=60)[0] for client in clients]
+        assert ["attached" in output for output in found] == [False, False, True]
+        refused = "did one CA sign the certificates of both sides"
+        assert [refused in output for output in found] == [True, True, False]
+        assert ["tcp://, not tls://" in output for output in found] == [False, True, False]
 
 
 # -- what readers and helpers found ----------------------------------------------------------------
