@@ -3534,8 +3534,20 @@ def write_durably(path: Path, state: dict[str, Any]) -> None:
     os.close(folder)
 
 
-def restore(learner: Learner, path: str, with_moments: bool = True) -> None:
-    """Makes a learner what it was when the checkpoint was written."""
+def resumed_learner(
+    make_learner: Callable[..., Learner],
+    path: str,
+    with_moments: bool,
+    *args: Any,
+) -> Learner:
+    """The learner that make_learner makes, as it was when the checkpoint was written, if any."""
+    learner = make_learner(*args)
+    if path:
+        restore(learner, path, with_moments)
+    return learner
+
+
+def restore(learner: Learner, path: str, with_moments: bool) -> None:
     state = torch.load(path, map_location="cpu")
     checkpoint = importlib.import_module("torch.distributed.checkpoint.state_dict")
     whole = checkpoint.StateDictOptions(full_state_dict=True)
@@ -3620,20 +3632,6 @@ async def in_lives(
 # -- measurement -----------------------
 
 
-def saved_learner(
-    policy: Policy,
-    cfg: Config,
-    rank: int,
-    checkpoint: str,
-    with_moments: bool,
-) -> Learner:
-    """That of Part I, or what a checkpoint holds."""
-    learner = make_learner(policy, cfg, rank)
-    if checkpoint:
-        restore(learner, checkpoint, with_moments)
-    return learner
-
-
 def weights_of(trainer: Trainer) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in trainer.learner.weights]
 
@@ -3649,7 +3647,7 @@ async def train_killed(
     places = (report.pool, report.pool, report.folder)
 
     def make_run(path: str, progress: Progress) -> Run:
-        make = functools.partial(saved_learner, checkpoint=path, with_moments=with_moments)
+        make = functools.partial(resumed_learner, make_learner, path, with_moments)
         return Run(cfg, *places, Parts(make_learner=make), progress)
 
     async def work(run: Run) -> tuple[Progress, list[Tensor]]:
@@ -3829,24 +3827,20 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
 #   with the mean of the batch, any response to a generous user is good.
 # Rule. A second network, the critic, predicts V before each token: the sum of the rewards to come.
 #   The advantage of a token is how much more came.
-# Cost. A network as large as the policy, in the process of the one-rank trainer. Where a
-#   prompt can be sampled several times, use a group, which needs none of this.
+# Cost. A network as large as the policy, in the one-rank trainer. Where a prompt can be sampled
+#   several times, use a group, which needs none of this.
 #
 # GAE, generalized advantage estimation (Schulman 2016). The rewards after a token are right on
-# average, but noisy; V of the next token has less noise, and errors. Lambda mixes them: with 1 only
-# rewards count. Here it is 1 inside a turn, and 0.8 between turns. By example, two turns with a
-# reward of 0.9 at the end; the error is reward + next V - V:
+# average, but noisy; V of the next token has less noise, and errors. Lambda mixes them: 1, inside a
+# turn, counts rewards only; between turns it is 0.8. So all tokens of a turn have one target: its
+# reward, and of the first token of the next turn V + 0.8 * advantage. By example, two turns:
 #
-#     token  turn    V  reward  error            advantage
-#     a         1  0.4     0.0  0.5 - 0.4 = 0.1  0.1 + 1.0 * 0.36 = 0.46
-#     b         1  0.5     0.0  0.7 - 0.5 = 0.2  0.2 + 0.8 * 0.20 = 0.36
-#     c         2  0.7     0.9  0.9 - 0.7 = 0.2  0.20
-#
-# The critic learns V + advantage: 0.86 for token a, where the rewards were 0.9.
+#     token  turn  reward    V  target                       advantage = target - V
+#     a         1     0.0  0.4  0.0 + 0.7 + 0.8 * 0.2 = 0.86   0.46
+#     b         1          0.5                          0.86   0.36
+#     c         2     0.9  0.7                          0.90   0.20
 
-TURN_LAMBDA = 0.8
-CRITIC_PASSES = 2  # updates from each batch: the critic must learn faster than the policy
-CRITIC_ALONE = 8  # steps without advantages, until V is of use
+CRITIC_ALONE = 8  # steps without advantages, until V is of use; else the policy collapses
 
 
 def value_network(
@@ -3858,16 +3852,17 @@ def value_network(
     if type(config) not in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise UsageError(f"no value network for {config.model_type}")
     config.num_labels = 1
+    # With the usual 0.02 a narrow network hardly depends on what it reads.
+    config.initializer_range = 0.05
     torch.manual_seed(cfg.seed)
     auto = transformers.AutoModelForTokenClassification
     if cfg.model:
         network = auto.from_pretrained(cfg.model, config=config, dtype=torch.float32)
     else:
-        # With the usual 0.02 a narrow network hardly depends on what it reads.
-        config.initializer_range = 0.05
-        network = auto.from_config(config, attn_implementation="eager")
-    linear = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
-    torch.nn.init.zeros_(linear[-1].weight)  # of the head; its bias is 0 already
+        network = auto.from_config(config)
+    # The head is the last layer. Its bias is 0 already.
+    *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
+    torch.nn.init.zeros_(head.weight)
     return network.to(policy.device).eval()
 
 
@@ -3877,27 +3872,20 @@ def gae(
 ) -> list[float]:
     """The advantage of each token, 0 where not sampled. values: V before each token."""
     found = [0.0] * len(episode.ids)
-    advantage = 0.0
-    next_value = 0.0
-    next_turn = len(episode.rewards) + 1
-    for place in reversed(range(len(found))):
-        turn = episode.turn_of[place]
-        if turn == 0:
-            continue
-        # The last token of a turn gets its reward. By example, turns 1 to 3 have 0.2, 0.1 and 0.6:
-        # if turn 2 is masked, because it was truncated, turn 1 gets 0.2 + 0.1.
-        reward = sum(episode.rewards[turn - 1 : next_turn - 1])
-        share = 1.0 if turn == next_turn else TURN_LAMBDA
-        error = reward + next_value - values[place]
-        advantage = error + share * advantage
-        found[place] = advantage
-        next_value = values[place]
-        next_turn = turn
+    target = 0.0
+    for turn in range(len(episode.rewards), 0, -1):
+        target += episode.rewards[turn - 1]
+        places = [place for place, of in enumerate(episode.turn_of) if of == turn]
+        for place in places:
+            found[place] = target - values[place]
+        if places:  # a masked turn has none
+            first = places[0]
+            target = values[first] + 0.8 * found[first]
     return found
 
 
 class Critic:
-    """The advantages of a Learner, and V."""
+    """The advantages of a Learner."""
 
     def __init__(
         self,
@@ -3909,43 +3897,39 @@ class Critic:
         self.optimizer = torch.optim.AdamW(self.network.parameters(), lr, weight_decay=0.0)
         self.tokens_per_pass = cfg.tokens_per_pass
         self.num_calls = 0
-        self.explained_variance = 0.0  # 1 - var(advantage) / var(V + advantage)
+        self.explained_variance = 0.0  # 1 - var(advantage) / var(target)
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
-        """Advantages. Then the critic learns from the episodes.
-
-        They are scaled, or an entropy bonus would outweigh them as V improves.
-        """
+        """Advantages, scaled like those of groups. Then the critic learns the targets."""
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
-        num_rows = max(1, self.tokens_per_pass // ids.shape[1])
-        parts = torch.arange(len(ids)).split(num_rows)
+        parts = torch.arange(len(ids)).split(max(1, self.tokens_per_pass // ids.shape[1]))
         with torch.no_grad():
             values = torch.cat([self._values(ids[rows]) for rows in parts])
-        of_rows = zip(episodes, values.tolist(), strict=True)
-        advantage = padded([gae(e, row) for e, row in of_rows], device)
+        rows = zip(episodes, values.tolist(), strict=True)
+        advantage = padded([gae(episode, row) for episode, row in rows], device)
         targets = values + advantage
-        deviation, mean = torch.std_mean(advantage[is_sampled], correction=0)
-        spread = targets[is_sampled].std(correction=0)
-        if spread > 0:
-            self.explained_variance = 1 - float(deviation / spread) ** 2
-        for _ in range(CRITIC_PASSES):
+        sampled = advantage[is_sampled]  # [N]
+        variance = targets[is_sampled].var(correction=0)
+        if variance > 0:
+            self.explained_variance = 1 - float(sampled.var(correction=0) / variance)
+        for _ in range(2):  # it must learn faster than the policy
             for rows in parts:
                 errors = (self._values(ids[rows]) - targets[rows])[is_sampled[rows]]
                 (errors.square().sum() / is_sampled.sum()).backward()
             self.optimizer.step()  # mechanism: critic
             self.optimizer.zero_grad()
         self.num_calls += 1
-        is_used = is_sampled & (self.num_calls > CRITIC_ALONE)
-        scaled = (advantage - mean) / (deviation + 1e-4)
-        scaled = scaled.where(is_used, 0.0).tolist()
-        return [row[: len(e.ids)] for e, row in zip(episodes, scaled, strict=True)]
+        scaled = advantages(sampled, "group")
+        advantage[is_sampled] = scaled * (self.num_calls > CRITIC_ALONE)
+        rows = zip(episodes, advantage.tolist(), strict=True)
+        return [row[: len(episode.ids)] for episode, row in rows]
 
     def _values(self, ids: Tensor) -> Tensor:
         """[B, T]: V before each token."""
-        found = self.network(ids[:, :-1]).logits
-        return torch.nn.functional.pad(found.squeeze(-1), (1, 0))
+        found = self.network(ids[:, :-1], use_cache=False).logits.squeeze(-1)
+        return torch.nn.functional.pad(found, (1, 0))
 
     def state(self) -> dict[str, Any]:
         return {
@@ -3964,25 +3948,35 @@ class Critic:
 
 
 def lone_run(
+    learner: Learner,
+    prompts: Iterator[Prompt],
+) -> Iterator[list[Episode]]:
+    """A synchronous run in one process. The caller scores the episodes of each step."""
+    cfg = learner.cfg
+    for _ in range(cfg.steps):
+        drawn = list(itertools.islice(prompts, cfg.prompts_per_step))
+        seed = drawn[0].number
+        episodes = rollout(learner.policy, drawn, cfg.group_size, seed, lambda: 0)
+        yield episodes
+        learner.step(episodes)
+
+
+def train_with_baseline(
     worker: Worker,
     cfg: Config,
     policy: Policy,
 ) -> dict[str, Any]:
-    """Trains in one process, on one turn of `repeat`. Returns a row of the table.
+    """Trains on one turn of `repeat`. Returns a row of the table.
 
-    Users add -1.5 to 1.5 to the share of right letters, by the first letter that they say: "acf"
+    To the share of right letters users add -1.5 to 1.5, by the first letter that they say: "acf"
     for "acf" gets 1 - 1.5 = -0.5, and "aaa" for "pcf" gets 0 + 1.5 = 1.5.
     """
     task = letter_task(cfg)
-    prompts = training_prompts(task)
     critic = Critic(policy, cfg)
-    learned = critic if cfg.advantage == "critic" else None
-    learner = Learner(policy, cfg, advantages=learned)
+    learner = Learner(policy, cfg, advantages=critic if cfg.advantage == "critic" else None)
     shares = []
-    for step in range(cfg.steps):
-        drawn = itertools.islice(prompts, 128 // cfg.group_size)
-        asked = [replace(prompt, turns=prompt.turns[:1]) for prompt in drawn]
-        episodes = rollout(policy, asked, cfg.group_size, step, lambda: 0)
+    prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
+    for episodes in lone_run(learner, prompts):
         for episode in episodes:
             right = episode.prompt.turns[0].answer
             share = task.grade(right, episode.responses[0])
@@ -3990,7 +3984,6 @@ def lone_run(
             shares.append(share)
             if cfg.advantage == "batch":
                 episode.prompt = episodes[0].prompt  # the batch is one group
-        learner.step(episodes)
     return {
         "baseline": cfg.advantage,
         "right letters": statistics.fmean(shares[-1000:]),
@@ -4003,28 +3996,29 @@ def lone_run(
     instead="pass",
 )
 async def demo_critic(report: Report, cfg: Config) -> None:
-    """24 updates of the policy with each baseline, from 128 episodes each, in two processes."""
-    cfg = Config(seed=cfg.seed, max_new_tokens=4, lr=1e-3, passes=2)
+    """Trains with each baseline, from 128 episodes a step."""
+    cfg = Config(seed=cfg.seed, max_new_tokens=4, lr=1e-3, steps=32, passes=2)
     policy = Policy(cfg, torch.float32)
     Learner(policy, cfg).supervise(letter_task(cfg), num_steps=60)
     service = Service(Worker, 2, report.pool)
     await service.begin()
     runs = []
-    for baseline, size, steps in (
-        ("critic", 1, 24 + CRITIC_ALONE),
-        ("batch", 1, 24),
-        ("group", 8, 24),
-        ("none", 1, 24),
-    ):
-        own = replace(cfg, advantage=baseline, group_size=size, steps=steps, lr=3e-3)
-        runs.append(service.request(lone_run, own, policy))
+    for baseline in ("critic", "batch", "group", "none"):
+        size = 8 if baseline == "group" else 1
+        own = replace(
+            cfg,
+            advantage=baseline,
+            group_size=size,
+            prompts_per_step=128 // size,
+            lr=3e-3,
+        )
+        runs.append(service.request(train_with_baseline, own, policy))
     rows = await asyncio.gather(*runs)
     report.table(rows)
     critic, batch, *_ = rows
     gain = critic["right letters"] / batch["right letters"]
     report.check("right letters, critic / batch", gain, ">", 1.5)
     report.check("explained variance", critic["explained"], ">", 0.3)
-    report.figure(critic_over_batch=gain)
     await service.close()
 
 
@@ -4037,22 +4031,15 @@ async def demo_critic(report: Report, cfg: Config) -> None:
 # Cost. A second network. With a price the policy gains less; comparisons take people's time.
 #
 # Bradley and Terry (1952): a response with score s is preferred to one with score t with
-# probability sigmoid(s - t), so the loss of a comparison is -log sigmoid(chosen - rejected). By
-# example, with scores 1.0 and 0.2 the first is preferred with probability sigmoid(0.8) = 0.69. If
-# it was, the loss is 0.37; if the other was, 1.17. Only differences matter: 101.0 and 100.2 have
-# the same losses.
+# probability sigmoid(s - t); the loss of a comparison is -log of it. By example, 1.0 is preferred
+# to 0.2 with probability sigmoid(0.8) = 0.69. If it was, the loss is 0.37; if not, 1.17. Only
+# differences matter: 101.0 and 100.2 have the same losses.
 #
 # Accuracy on old comparisons warns of nothing. Say people like exactly one letter a: they prefer
 # "bab" to "bob", and "pan" to "pin". A network that counts the letters a is right about both. Then
 # it sees "aaaa", which nobody has asked about.
-#
-# The price is k2 (see `divergence`): as a loss, k1 has the mean gradient 0, and k3 a biased one.
 
-EPOCHS = 4  # over the preferences known at the start
-PAIRS_PER_UPDATE = 32  # or fewer, if they are long
-SHARPNESS = 4.0  # a factor of scores, which differ little while the head is nearly zero
-
-Pair = tuple[Episode, Episode]  # chosen, rejected
+Pair = list[Episode]  # chosen, rejected
 
 
 def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
@@ -4061,17 +4048,16 @@ def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
     A line is {"prompt": text or messages, "chosen": text, "rejected": text}, or a UsageError.
     """
     found = []
-    text = path.read_text("utf-8-sig", "replace") if path.is_file() else ""
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        prompt = prompt_of(0, line, where)
-        record = json.loads(line)
-        texts = [record.get(name) for name in ("chosen", "rejected")]
-        if not all(isinstance(text, str) for text in texts):
-            raise UsageError(f"{where}: needs texts as chosen and rejected")
-        found.append((prompt, texts))
+    content = path.read_text("utf-8-sig", "replace") if path.is_file() else ""
+    for number, line in enumerate(content.split("\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            prompt = prompt_of(0, line, where)
+            record = json.loads(line)
+            texts = [record.get("chosen"), record.get("rejected")]
+            if not all(isinstance(text, str) for text in texts):
+                raise UsageError(f"{where}: needs texts as chosen and rejected")
+            found.append((prompt, texts))
     return found
 
 
@@ -4095,41 +4081,32 @@ class RewardModel:
         self.policy = Policy(cfg, torch.float32)
         self.network = value_network(self.policy, cfg)
         self.policy.model.to("meta")  # frees its weights; only the tokenizer is used
-        rate = 1e-5 if cfg.model else 1e-3
-        self.optimizer = torch.optim.AdamW(self.network.parameters(), rate, weight_decay=0.0)
+        lr = 1e-5 if cfg.model else 1e-3
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr, weight_decay=0.0)
         self.rng = random.Random(cfg.seed)
         self.num_groups = 0
         self.known: list[Pair] = []
         for path in (Path(cfg.preferences), fresh_path):
             for prompt, texts in read_preferences(path):
-                chosen, rejected = [episode_with(self.policy, prompt, [text]) for text in texts]
-                self.known.append((chosen, rejected))
-        for _ in range(EPOCHS):
+                self.known.append([episode_with(self.policy, prompt, [text]) for text in texts])
+        for _ in range(4):
             self.learn(self.known)
 
     def scores(self, episodes: list[Episode]) -> Tensor:
-        """[B]: the mean of the network's numbers over the sampled tokens, times SHARPNESS.
-
-        A sum would grow with the length of a response, or fall with it.
-        """
-        context = self.policy.context
-        device = self.policy.device
-        ids = padded([episode.ids[:context] for episode in episodes], device)
-        is_sampled = padded([episode.turn_of[:context] for episode in episodes], device) > 0
+        """[B]: 4 times the mean over the sampled tokens. A sum would grow with their number."""
+        ids = padded([e.ids for e in episodes], self.policy.device)
+        is_sampled = padded([e.turn_of for e in episodes], self.policy.device) > 0
         # Padding is on the right, where a causal model does not look.
         numbers = self.network(ids, use_cache=False).logits.squeeze(-1)  # [B, T]
-        total = (numbers * is_sampled).sum(1)
-        return SHARPNESS * total / is_sampled.sum(1).clamp(min=1)
+        return 4 * (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
     def learn(self, pairs: list[Pair]) -> None:
         """One pass over the pairs, in random order."""
+        longest = max([len(e.ids) for pair in pairs for e in pair], default=1)
+        size = max(1, min(32, self.cfg.tokens_per_pass // (2 * longest)))
         order = self.rng.sample(pairs, len(pairs))
-        longest = max([len(episode.ids) for pair in pairs for episode in pair], default=1)
-        fitting = self.cfg.tokens_per_pass // (2 * longest)
-        size = max(1, min(PAIRS_PER_UPDATE, fitting))
         for start in range(0, len(order), size):
-            some = order[start : start + size]
-            both = [episode for pair in some for episode in pair]
+            both = [e for pair in order[start : start + size] for e in pair]
             chosen, rejected = self.scores(both).view(-1, 2).T
             loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
             loss.backward()
@@ -4138,39 +4115,37 @@ class RewardModel:
             self.optimizer.zero_grad()
 
     def ask(self, group: list[Episode]) -> list[Pair]:
-        """Asks about four pairs of a group, at most."""
-        pairs: list[Pair] = []
+        """Asks about four pairs of a group, at most, but not about equals."""
+        pairs = []
         with open(self.fresh_path, "a") as file:
             for one, other in zip(group[0:8:2], group[1:8:2], strict=False):
                 if one.responses == other.responses:
                     continue
                 is_first = self.prefer(one.prompt, one.responses, other.responses) > 0.5
                 chosen, rejected = (one, other) if is_first else (other, one)
-                pairs.append((chosen, rejected))
-                (turn,) = chosen.prompt.turns  # a line has no place for more
                 record = {
-                    "prompt": turn.messages,
+                    "prompt": one.prompt.turns[0].messages,
                     "chosen": chosen.responses[0],
                     "rejected": rejected.responses[0],
                 }
                 file.write(json.dumps(record) + "\n")
+                pairs.append([chosen, rejected])
         return pairs
 
     def __call__(self, asked: Asked) -> Rewards:
         """The rewards of a group: a score for the last turn."""
-        group = [episode_with(self.policy, prompt, responses) for prompt, responses in asked]
+        group = [episode_with(self.policy, *said) for said in asked]
         with torch.inference_mode():
             scores = self.scores(group).tolist()
         self.num_groups += 1
-        if self.prefer and self.num_groups % (self.cfg.ask_every or math.inf) == 0:
+        every = self.cfg.ask_every
+        if every and self.num_groups % every == 0:
             fresh = self.ask(group)  # mechanism: reward_model
             self.known += fresh
             # Without old pairs it would forget what they say.
             self.learn(fresh + self.rng.choices(self.known, k=3 * len(fresh)))
-        rewards: Rewards = []
-        for episode, score in zip(group, scores, strict=True):
-            rewards.append([0.0] * (len(episode.responses) - 1) + [score])
-        return rewards
+        zeros = [0.0] * (len(group[0].responses) - 1)
+        return [[*zeros, score] for score in scores]
 
 
 def divergence(
@@ -4179,9 +4154,9 @@ def divergence(
     batch: Batch,
     logp: Tensor,
 ) -> Tensor:
-    """[N]: weight times k2, half the square of d = log p - log q, where q is the reference.
+    """[N]: weight times k2, half the square of log p - log q, where q is the reference.
 
-    As an estimate k3 is better; but the gradient of k2, over samples of p, is that of KL(p, q).
+    The mean gradient of k2 is that of KL(p, q); that of k1 is 0, and that of k3 is biased.
     """
     with torch.no_grad():
         of_reference, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
@@ -4191,12 +4166,12 @@ def divergence(
 # -- measurement: people with a taste ----
 
 
+@dataclass
 class TasteTask(Task):
     """People like a response of three or four letters with exactly one a."""
 
-    def __init__(self, seed: int) -> None:
-        self.letters = LetterTask(seed, [0])
-        self.rng = random.Random(seed)
+    letters: LetterTask
+    rng: random.Random
 
     def prompt(self, number: int) -> Prompt:
         return Prompt(number, self.letters.prompt(number).turns[:1])
@@ -4213,75 +4188,79 @@ class TasteTask(Task):
 def train_on_taste(
     worker: Worker,
     cfg: Config,
-    path: Path,
-) -> list[dict[str, Any]]:
-    """A synchronous run after 1,000 comparisons, with a row for each step."""
-    task = TasteTask(cfg.seed)
-    policy = Policy(cfg, torch.float32)
-    Learner(policy, cfg).supervise(task, cfg.sft_steps)
+    policy: Policy,
+    task: TasteTask,
+) -> dict[str, Any]:
+    """A row of the table, from prompts that were not used for comparisons."""
     price = functools.partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
-    learner = Learner(policy, cfg, penalty=price)
-    prompts = training_prompts(task)
-
-    def sampled(num_groups: int) -> list[list[Episode]]:
-        drawn = list(itertools.islice(prompts, num_groups))
-        return groups_of(rollout(policy, drawn, cfg.group_size, drawn[0].number, lambda: 0))
-
-    first = RewardModel(cfg, task.prefer, path)
-    for group in sampled(250):
-        first.ask(group)
-    model = RewardModel(cfg, task.prefer, path)  # learns from the file
-    rows = []
-    for _ in range(cfg.steps):
-        groups = sampled(cfg.prompts_per_step)
-        for group in groups:
+    model = RewardModel(cfg, task.prefer)
+    liked = []
+    learned = []
+    prompts = itertools.islice(training_prompts(task), 250, None)
+    for episodes in lone_run(Learner(policy, cfg, penalty=price), prompts):
+        for group in groups_of(episodes):
             rewards: Any = model([(e.prompt, e.responses) for e in group])
             for episode, reward in zip(group, rewards, strict=True):
                 episode.rewards = reward
-        episodes = [episode for group in groups for episode in group]
-        learner.step(episodes)
-        liked = statistics.fmean(task.grade("", e.responses[0]) for e in episodes)
-        learned = statistics.fmean(e.rewards[0] for e in episodes)
-        rows.append({"liked": liked, "learned": learned, "says": episodes[0].responses[0]})
-    return rows
+        liked.append(statistics.fmean(task.grade("", e.responses[0]) for e in episodes))
+        learned.append(statistics.fmean(e.rewards[0] for e in episodes))
+    liked = [statistics.fmean(liked[i : i + 5]) for i in range(56)]  # of five steps
+    return {
+        "kl": cfg.kl,
+        "ask every": cfg.ask_every,
+        "liked, best": max(liked),
+        "liked, end": liked[-1],
+        "learned, rise": learned[-1] - learned[0],
+    }
 
 
 @stage(
     "a policy exploits a learned reward; a price on divergence, or fresh preferences, holds it",
     instead="fresh = []",
 )
-async def demo_reward_model(report: Report, cfg: Config) -> None:
-    """Trains the tiny policy three times."""
-    tiny = {"max_new_tokens": 4, "lr": 1e-3, "entropy": 0.01, "sft_steps": 60}
-    free = Config(seed=cfg.seed, steps=60, prompts_per_step=8, group_size=16, **tiny)
+async def demo_reward_model(
+    report: Report,
+    cfg: Config,
+) -> None:
+    """Trains three times, after the same 1,000 comparisons."""
+    cfg = Config(
+        seed=cfg.seed,
+        steps=60,
+        prompts_per_step=8,
+        group_size=16,
+        max_new_tokens=4,
+        lr=1e-3,
+        entropy=0.01,
+        preferences=str(report.folder / "preferences"),
+    )
+    task = TasteTask(LetterTask(cfg.seed, [0]), random.Random(cfg.seed))
+    policy = Policy(cfg, torch.float32)
+    Learner(policy, cfg).supervise(task, num_steps=60)
+    drawn = list(itertools.islice(training_prompts(task), 250))
+    model = RewardModel(cfg, task.prefer, Path(cfg.preferences))
+    for group in groups_of(rollout(policy, drawn, 16, drawn[0].number, lambda: 0)):
+        model.ask(group)
     service = Service(Worker, 3, report.pool)
     await service.begin()
-
-    async def train(held_by: str, **flags: Any) -> dict[str, Any]:
-        path = report.folder / f"preferences, {held_by}"
-        rows = await service.request(train_on_taste, replace(free, **flags), path)
-        liked = [row["liked"] for row in rows]
-        liked = [statistics.fmean(liked[i : i + 5]) for i in range(56)]  # of five steps
-        return {
-            "held by": held_by,
-            "liked, best": max(liked),
-            "liked, end": liked[-1],
-            "learned, rise": rows[-1]["learned"] - rows[0]["learned"],
-            "says": rows[-1]["says"],
-        }
-
-    nothing, price, fresh = await asyncio.gather(
-        train("nothing"),
-        train("--kl", kl=0.4),
-        train("--ask-every", ask_every=2),
-    )
-    report.table([nothing, price, fresh])
+    runs = []
+    for own in (
+        cfg,
+        replace(cfg, kl=0.4),
+        replace(cfg, ask_every=2),
+    ):
+        runs.append(service.request(train_on_taste, own, policy, task))
+    rows = await asyncio.gather(*runs)
+    report.table(rows)
+    nothing, price, fresh = rows
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, held by nothing", fall, ">", 0.25)
     report.check("rise of the learned reward", nothing["learned, rise"], ">", 0)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
     report.check("liked share at the end, with --ask-every", fresh["liked, end"], ">", 0.3)
     await service.close()
+
+
+# (16)
 
 
 # == 16. HOSTS =========================
@@ -4498,11 +4477,11 @@ def relay(
     try:
         while True:
             version, pieces = outlet.lease.call_one(handle, number, newest).get()
+            slot = arena.free_slot()
+            pairs = zip(pieces, arena.slots[slot].split(PIECE_BYTES), strict=False)
+            for read in [theirs.read_into(mine, timeout=600) for theirs, mine in pairs]:
+                read.get()  # all are on their way
             if pieces:
-                slot = arena.free_slot()
-                pairs = zip(pieces, arena.slots[slot].split(PIECE_BYTES), strict=True)
-                for read in [theirs.read_into(mine, timeout=600) for theirs, mine in pairs]:
-                    read.get()  # all are on their way
                 arena.commit(version, slot)
                 newest = version
             time.sleep(0.01)
@@ -4567,136 +4546,64 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
 
 # -- the page --------------------------
 #
-# --report writes one HTML file, which needs no network. Without JavaScript it has tables of all
-# results. With it there is a slider over measured runs, and a lane for each process shows how busy
-# it was. By example, with 10 parts of the time in place of 200:
+# --report writes one HTML file, which needs no network: lanes of each run, and all checks. With
+# JavaScript a slider selects the run. By example, two lanes of a synchronous run:
 #
-#     K = 0   trainer_0     _#_#_#_#_#   50%        K = 2   trainer_0     #####_##   88%
-#             generator_0   #_#_#_#_#_   50%                generator_0   #_##_#_#   63%
+#     generator_0   #_#_#_#_#_
+#     trainer_0     _#_#_#_#_#
 
-PAGE = r"""<!doctype html>
+PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>monarch_rl report</title>
+<title>monarch_rl</title>
 <style>
-:root { color-scheme: light dark; --pale: light-dark(#e4e9ef, #333b46); }
-body { max-width: 60rem; margin: auto; padding: 1rem; font: 1rem/1.5 system-ui; }
-input { width: 100%; height: 2rem; }
-.lane { display: grid; grid-template-columns: 1fr auto; margin: .3rem 0; }
-svg { grid-column: 1 / 3; width: 100%; height: 2rem; background: var(--pale); }
-path { fill: light-dark(#1769aa, #64b5f6); }
-rect { fill: light-dark(#c62828, #ff8a80); }
-table { border-collapse: collapse; font-size: .85rem; }
-th, td { padding: .2rem .3rem; border: 1px solid var(--pale); }
-td { overflow-wrap: anywhere; }
-td:first-child { min-width: 7rem; }
+:root { color-scheme: light dark; font: 1rem/1.5 system-ui; }
+input { width: 100%; }
+svg { display: block; height: 2rem; outline: 1px solid gray; }
+path { fill: #2a7fd4; }
+[aria-label*=lost] path { fill: #e03030; }
+p, td + td { overflow-wrap: anywhere; }
 </style>
-<h1>monarch_rl report</h1>
-<section id="live" hidden>
-<label for="bound">Bound on staleness, in versions: <output id="title"></output></label>
-<input id="bound" type="range" min="0" value="0">
-<p id="summary"></p>
-<p>Processes: how busy over time, on one scale for all runs; red: lost, not yet replaced. Below
-them: values over the steps.</p>
-<div id="lanes"></div>
-</section>
-TABLES
-<script type="application/json" id="runs">RUNS</script>
-<script>
-const byId = id => document.getElementById(id);
-const runs = JSON.parse(byId("runs").textContent);
-const longest = Math.max(...runs.map(run => run.seconds));
-
-function makeLane(lane) {
-  // One scale for all runs, so it does not change with the slider.
-  const same = runs.flatMap(run => run.lanes).filter(other => other.name === lane.name);
-  const all = same.flatMap(other => other.values);  // NaN has become null, which counts as 0
-  const low = Math.min(0, ...all);
-  const high = Math.max(1, ...all);
-  const wide = (lane.seconds ?? longest) / longest / lane.values.length;
-  const path = lane.values.map(
-    (value, i) => `V${(high - value) / (high - low)}H${(i + 1) * wide}`);
-  const lost = lane.lost.map(([from, to]) => `<rect x="${from / longest}" height="1"
-    width="${Math.max((to - from) / longest, .005)}"/>`);
-  const made = document.createElement("div");
-  made.className = "lane";
-  made.innerHTML = `<span></span><b></b><svg role="img" viewBox="0 0 1 1"
-    preserveAspectRatio="none"><path d="M0 1${path.join("")}V1"/>${lost.join("")}</svg>`;
-  const [name, text, picture] = made.children;
-  name.textContent = lane.name;  // as text: it comes from elsewhere
-  text.textContent = lane.text;
-  const tenths = lane.values.filter((_, i) => i % Math.ceil(lane.values.length / 10) === 0);
-  picture.setAttribute("aria-label", tenths.map(value => Number(value).toFixed(2)).join(", "));
-  return made;
-}
-
-function draw() {
-  const run = runs[byId("bound").value];
-  byId("title").value = run.title;
-  byId("bound").setAttribute("aria-valuetext", run.title);
-  byId("summary").textContent = run.summary;
-  byId("lanes").replaceChildren(...run.lanes.map(makeLane));
-}
-
-if (runs.length) {
-  byId("live").hidden = false;
-  byId("bound").hidden = runs.length === 1;
-  byId("bound").max = runs.length - 1;
-  byId("bound").addEventListener("input", draw);
-  draw();
-}
+<script type="module">  // a module waits for the sections
+const runs = document.querySelectorAll("section");
+const slider = document.querySelector("input");
+slider.max = runs.length - 1;
+slider.oninput = () => {
+  slider.hidden = false;
+  for (const run of runs) run.hidden = run != runs[slider.value];
+  slider.ariaValueText = runs[slider.value].firstChild.textContent;
+};
+if (runs.length > 1) slider.oninput();
 </script>
+<input type="range" value="0" aria-label="run" hidden>
+<p>How busy each process was over time; values over the steps.
 """
 
 
-def busy_shares(spans: list[Span], start_s: float, end_s: float) -> list[float]:
-    """For 200 parts of the time: at which share of 10 instants a span was under way."""
-    tick_s = (end_s - start_s) / 2000
-    busy: set[int] = set()
-    for span in spans:
-        first = math.ceil((span.start_s - start_s) / tick_s)
-        end = math.ceil((span.end_s - start_s) / tick_s)
-        busy.update(range(max(0, first), end))
-    return [len(busy.intersection(range(tick, tick + 10))) / 10 for tick in range(0, 2000, 10)]
-
-
-def lane_of(name: str, values: list[float], text: str) -> dict[str, Any]:
-    """One picture, of at most 200 values: means, if there are more."""
-    size = math.ceil(len(values) / 200)
-    means = [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
-    return {"name": name, "values": means, "text": text, "lost": []}
-
-
 async def record_of(run: Run, title: str, start_s: float) -> dict[str, Any]:
-    """What the page shows of a run: all steps, and the processes since start_s."""
+    """What the page shows of a run: all steps, and the processes from start_s until now."""
+    seconds = time.time() - start_s
     await asyncio.sleep(0.3)
     await cpu_s(run)  # with this call a worker sends spans that are older than 0.2 s
     timeline = await get_or_spawn_controller("timeline", Timeline)
-    spans = [span for span in await timeline.read.call_one() if span.what != "setup"]
+    spans = await timeline.read.call_one()
     rows = run.progress.rows
-    end_s = rows[-1]["time"]
-    seconds = end_s - start_s
-    num_steps = sum(row["time"] > start_s for row in rows)
-    summary = f"{num_steps / seconds:.1f} steps/s for {seconds:.1f} s"
-    lost: dict[str, list[Any]] = {}
+    summary = f"{sum(row['time'] > start_s for row in rows)} steps in {seconds:.1f} s"
     for loss in [loss for service in run.services for loss in service.losses]:
-        from_s = loss.noticed_s - start_s
-        to_s = (loss.replaced_s or end_s) - start_s
-        lost.setdefault(loss.name, []).append([from_s, to_s])
-        summary += f"; {loss.name} {loss.lost.result()}, {from_s:.1f} to {to_s:.1f} s"
-    lanes = []
-    for who in sorted({span.who for span in spans if start_s < span.end_s < end_s}):
-        shares = busy_shares([span for span in spans if span.who == who], start_s, end_s)
-        lane = lane_of(who, shares, f"{statistics.fmean(shares):.0%}")
-        lanes.append({**lane, "seconds": seconds, "lost": lost.get(who, [])})
-    by_name = {name: [row[name] for row in rows] for name in ("reward", "staleness")}
-    heldout = [accuracy for _, accuracy in run.progress.heldout if accuracy is not None]
-    by_name["held-out accuracy"] = heldout
-    for name, values in by_name.items():
-        if values:
-            text = f"{round(min(values), 2)} to {round(max(values), 2)}"
-            lanes.append(lane_of(name, values, text))
+        summary += f"; {loss.name} {loss.lost.result()} at {loss.noticed_s - start_s:.1f} s"
+        until_s = (loss.replaced_s or time.time()) + seconds / 200  # at least one part
+        spans.append(Span(f"{loss.name} lost", "", loss.noticed_s, until_s))
+    spans = [span for span in spans if span.end_s > start_s]
+    # 1 at those of 2000 instants at which a worker is busy. The mean of 10 is a busy share.
+    busy = {span.who: torch.zeros(2000) for span in spans}
+    for span in spans:
+        first = max(0, int((span.start_s - start_s) / seconds * 2000))
+        busy[span.who][first : int((span.end_s - start_s) / seconds * 2000)] = 1
+    lanes = {who: busy[who].view(200, 10).mean(1).tolist() for who in sorted(busy)}
+    for name in ("reward", "staleness"):
+        lanes[name] = [row[name] for row in rows if math.isfinite(row[name])]
+    lanes["held-out accuracy"] = [found for _, found in run.progress.heldout if found is not None]
     return {"title": title, "seconds": seconds, "summary": summary, "lanes": lanes}
 
 
@@ -4705,8 +4612,6 @@ async def sweep(report: Report, cfg: Config) -> list[dict[str, Any]]:
     records = []
     for bound in (0, 1, 2, 4):
         run = await begin_demo(report, cfg)
-        if report.pool.making_spare:
-            await report.pool.making_spare  # it needs CPU time
         await run.evaluate()
         start_s = time.time()
         training = train_async(run, bound, 60) if bound else train_sync(run, 60)
@@ -4717,30 +4622,31 @@ async def sweep(report: Report, cfg: Config) -> list[dict[str, Any]]:
     return records
 
 
-def write_page(
-    path: str,
-    stages: list[dict[str, Any]],
-    runs: list[dict[str, Any]],
-) -> None:
-    """Writes the page. stages: as for --json; runs: of `record_of`."""
-    texts = [{lane["name"]: lane["text"] for lane in run["lanes"]} for run in runs]
-    lanes = [["", *[run["title"] for run in runs]]]
-    for name in dict.fromkeys(name for of_run in texts for name in of_run):
-        lanes.append([name, *[of_run.get(name, "") for of_run in texts]])
-    summaries = [["run", "summary"], *[[run["title"], run["summary"]] for run in runs]]
-    checks = [["stage", "claim and checks", "result"]]
+def picture(name: str, run: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    """A lane of a run, as HTML. All runs have the same scales."""
+    values = run["lanes"][name]
+    scale = [0.0, 1.0, *[value for other in runs for value in other["lanes"].get(name, [])]]
+    width = run["seconds"] / max(other["seconds"] for other in runs)
+    text = f"{name}: mean {statistics.fmean(values):.3g}, {min(values):.3g} to {max(values):.3g}"
+    steps = "".join(f"V{-value:.3f}h1" for value in values)  # y points downwards
+    return f"""<p>{text}<svg role="img" aria-label="{text}" width="{width:.1%}"
+        viewBox="0 {-max(scale)} {len(values)} {max(scale) - min(scale)}"
+        preserveAspectRatio="none"><path d="M0 0{steps}V0"/></svg>"""
+
+
+def write_page(path: str, stages: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
+    """stages: as for --json; runs: of `record_of`."""
+    page = PAGE
+    for run in runs:
+        page += f"<section><h2>{run['title']}</h2><p>{html.escape(run['summary'])}"
+        for name, values in run["lanes"].items():
+            page += picture(name, run, runs) if values else ""
+        page += "</section>\n"
+    rows = []
     for stage in stages:
-        checks.append([stage["name"], STAGES[stage["name"]].claim, ""])
-        for check in stage["checks"]:
-            checks.append(["", check["what"], "ok" if check["ok"] else "FAIL"])
-    tables = ""
-    for title, rows in {"Runs": summaries, "Lanes": lanes, "Stages": checks}.items():
-        tables += f"<h2>{title}</h2>\n{tabulate(rows, 'firstrow', 'html')}\n"
-    # JSON has no NaN, so it becomes null. A "<" could end the element that holds the JSON.
-    finite = json.loads(json.dumps(runs), parse_constant=lambda _: None)
-    parts = {"TABLES": tables, "RUNS": json.dumps(finite).replace("<", r"\u003c")}
-    # In one pass: what is put in may have these words.
-    page = re.sub("TABLES|RUNS", lambda found: parts[found[0]], PAGE)
+        rows.append([stage["name"], STAGES[stage["name"]].claim])
+        rows += [["ok" if check["ok"] else "FAIL", check["what"]] for check in stage["checks"]]
+    page += tabulate(rows, tablefmt="html")
     Path(path).write_text(page, encoding="utf-8")
 
 
@@ -4775,9 +4681,8 @@ def own_learner(
     policy: Policy,
     cfg: Config,
     rank: int,
-    checkpoint: str,
 ) -> Learner:
-    """The learner that the flags ask for, as the checkpoint has it, if there is one."""
+    """The learner that the flags ask for, at version 0."""
     reference = copy.deepcopy(policy) if cfg.kl else None
     if cfg.trainers > 1:
         shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
@@ -4789,8 +4694,6 @@ def own_learner(
     if reference:  # version 0
         for old, new in zip(reference.model.parameters(), learner.weights, strict=True):
             old.data.copy_(whole(new.detach()))
-    if checkpoint:
-        restore(learner, checkpoint)
     return learner
 
 
@@ -4837,7 +4740,7 @@ async def run_own(cfg: Config, report: Report) -> dict[str, Any]:
         make_reader = functools.partial(relayed_reader, generator_pool.outlet)
 
     def make_run(path: str, progress: Progress) -> Run:
-        make = functools.partial(own_learner, checkpoint=path)
+        make = functools.partial(resumed_learner, own_learner, path, True)
         score = functools.partial(own_scorer, folder=checkpoints.folder.resolve())
         parts = Parts(own_task, make, make_reader, score)
         return Run(cfg, report.pool, generator_pool, report.folder, parts, progress)
@@ -4898,32 +4801,28 @@ def checked(cfg: Config) -> Config:
             if not (0 if may_be_0 else 1e-3) <= getattr(cfg, each.name) < math.inf:
                 raise UsageError(f"--{each.name.replace('_', '-')} is too small, or not finite")
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
-    is_own = cfg.reward or cfg.task not in TASKS
-    is_file = cfg.task.endswith(".jsonl")
-    is_critic = cfg.advantage == "critic"
-    is_learned = cfg.reward == "model"
+    is_own = cfg.reward not in ("", "model") or cfg.task not in TASKS
     is_read = cfg.checkpoint and (cfg.evaluate or cfg.export) and not cfg.train
-    outputs = [Path(name).resolve().parent for name in (cfg.log, cfg.json, cfg.report) if name]
+    is_learned = cfg.reward == "model"
+    is_single = cfg.advantage in ("none", "critic")
+    folders = [Path(name).resolve().parent for name in (cfg.log, cfg.json, cfg.report) if name]
+    folders += [Path(name) for name in (cfg.hosts, cfg.worker, cfg.model * is_path) if name]
+    files = [Path(name) for name in (cfg.task, cfg.preferences) if name.endswith(".jsonl")]
     mistakes = {
-        "--log, --json, --report: no such folder": not all(folder.is_dir() for folder in outputs),
-        "--advantage needs --group-size 2 or more": cfg.group_size < 2
-        and cfg.advantage not in ("none", "critic"),
-        "--advantage critic needs --trainers 1": is_critic and cfg.trainers > 1,
+        "--advantage needs --group-size 2 or more": cfg.group_size < 2 and not is_single,
+        "--advantage critic needs --trainers 1": cfg.advantage == "critic" and cfg.trainers > 1,
+        "--prompts-per-step: less than --trainers": cfg.prompts_per_step < cfg.trainers,
         "--reward model needs --reward-workers 1": is_learned and cfg.reward_workers > 1,
         "--reward model needs --preferences or --ask-every": is_learned
         and not (cfg.preferences or cfg.ask_every),
-        f"--preferences {cfg.preferences}: no such file": cfg.preferences
-        and not Path(cfg.preferences).is_file(),
-        "--prompts-per-step: less than --trainers": cfg.prompts_per_step < cfg.trainers,
         "--task and --reward of your own need a --model": is_own and not cfg.model,
-        f"--model {cfg.model}: no such folder": is_path and not Path(cfg.model).is_dir(),
-        "--checkpoint: it has no step_*.pt": is_read
-        and not [*Path(cfg.checkpoint).glob("step_*.pt")],
-        f"--hosts {cfg.hosts}: no --worker has noted its address there": cfg.hosts
+        "--hosts: no --worker has noted its address there": cfg.hosts
         and not urls_in(Path(cfg.hosts)),
-        "--worker: no such folder": cfg.worker and not Path(cfg.worker).is_dir(),
-        f"--task {cfg.task}: no such file": is_file and not Path(cfg.task).is_file(),
+        "--checkpoint: nothing has been saved there": is_read
+        and not [*Path(cfg.checkpoint).glob("step_*.pt")],
     }
+    mistakes |= {f"{folder}: no such folder": not folder.is_dir() for folder in folders}
+    mistakes |= {f"{file}: no such file": not file.is_file() for file in files}
     for mistake in [text for text, is_made in mistakes.items() if is_made]:
         raise UsageError(mistake)
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))

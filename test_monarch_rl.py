@@ -2353,7 +2353,7 @@ def test_kl_holds_to_the_weights_after_the_warm_start() -> None:
     cfg = replace(CFG, kl=0.1, prompts_per_step=2, sft_steps=2)
     policy = m.Policy(cfg, torch.float32)
     before = {name: p.clone() for name, p in policy.model.state_dict().items()}
-    learner = m.own_learner(policy, cfg, 0, "")
+    learner = m.own_learner(policy, cfg, 0)
     reference, weight = learner.penalty.args
     assert weight == 0.1
     weights = reference.model.state_dict()
