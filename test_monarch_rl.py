@@ -392,13 +392,6 @@ def test_boxes_are_those_of_dtensor() -> None:
             assert whole[found].numel() == 0 or found == wanted
 
 
-def test_ranks_that_hold_sums_have_no_boxes() -> None:
-    from torch.distributed.tensor import Partial, Shard
-
-    with pytest.raises(m.WeightMismatch):
-        m.box_of((4, 4), (2, 2), [Shard(0), Partial()], (0, 0))
-
-
 def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
     """What all ranks write into one slot over what is needed; the slot must be the whole."""
     whole = torch.rand(shape) + 1
@@ -425,26 +418,6 @@ def test_each_element_is_written_once(without: Any) -> None:
     assert {written(m, *layout) for layout in layouts} == {1.0}
     broken = without("reshard")
     assert any(written(broken, *layout) > 1 for layout in layouts)
-
-
-def test_no_version_is_committed_that_a_rank_has_not_written(monkeypatch: Any) -> None:
-    def writer_of(failed_elsewhere: int) -> Any:
-        def all_reduce(num_failed: torch.Tensor, group: Any) -> None:
-            num_failed += failed_elsewhere
-
-        monkeypatch.setattr(torch.distributed, "broadcast", lambda *_: None)
-        monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-        writer = object.__new__(m.ShardedWriter)
-        writer.handle, writer.arena = m.create_arena(m.manifest_of(weights(0)), 1)
-        writer.rank, writer.group, writer.thread = 0, None, ThreadPoolExecutor(1)
-        writer.write = lambda slot: None
-        return writer
-
-    published(writer := writer_of(0), 1)
-    assert writer.arena.words[m.Arena.VERSION] == 1
-    with pytest.raises(RuntimeError, match="another rank"):
-        published(writer := writer_of(1), 1)
-    assert writer.arena.words[m.Arena.VERSION] == m.Arena.NOTHING
 
 
 # == losses and the learner ========================================================================
@@ -2322,6 +2295,244 @@ def test_a_client_without_a_certificate_or_of_another_ca_is_refused_and_told_why
         refused = "did one CA sign the certificates of both sides"
         assert [refused in output for output in found] == [True, True, False]
         assert ["tcp://, not tls://" in output for output in found] == [False, True, False]
+
+
+# == critic ========================================================================================
+
+
+def spoken(turn_of: list[int], rewards: list[float]) -> m.Episode:
+    prompt = m.letter_task(CFG).prompt(0)
+    return m.Episode(prompt, ids=list(range(3, 3 + len(turn_of))), turn_of=turn_of, rewards=rewards)
+
+
+def single(policy: m.Policy, num_prompts: int, seed: int) -> list[m.Episode]:
+    task = m.letter_task(CFG)
+    prompts = [task.prompt(number) for number in range(num_prompts)]
+    episodes = m.rollout(policy, prompts, 1, seed, lambda: 0)
+    for episode in episodes:
+        episode.rewards = [task.grade("a", text) + 0.1 * len(text) for text in episode.responses]
+    return episodes
+
+
+def test_gae_by_hand() -> None:
+    """The table of the section, with tokens between the turns that were not sampled."""
+    episode = spoken([0, 1, 1, 0, 0, 2], [0.0, 0.9])
+    found = m.gae(episode, [9.0, 0.4, 0.5, 9.0, 9.0, 0.7])
+    assert found == pytest.approx([0.0, 0.46, 0.36, 0.0, 0.0, 0.2])
+
+
+def test_gae_pays_a_masked_turn_to_the_turn_before() -> None:
+    episode = spoken([0, 1, 1, 0, 0, 3, 3], [0.2, 0.1, 0.6])
+    found = m.gae(episode, [0.0] * 7)
+    assert found == pytest.approx([0, 0.3 + 0.8 * 0.6, 0.3 + 0.8 * 0.6, 0, 0, 0.6, 0.6])
+
+
+def test_a_learner_steps_once_its_critic_is_of_use() -> None:
+    policy = policy_of()
+    critic = m.Critic(policy, CFG)
+    learner = m.Learner(policy, replace(CFG, group_size=1), advantages=critic)
+    before = copy.deepcopy(policy.model.state_dict())
+    for number in range(m.CRITIC_ALONE + 1):
+        learner.step(single(policy, 16, number))
+        is_same = all(torch.equal(before[name], p) for name, p in policy.model.state_dict().items())
+        assert is_same == (number < m.CRITIC_ALONE)
+    episodes = single(policy, 16, 99)
+    for row, episode in zip(critic(episodes), episodes, strict=True):
+        assert [value != 0 for value in row] == [turn > 0 for turn in episode.turn_of]
+
+
+def test_a_critic_learns_and_passes_of_any_size_are_equal(without: Any) -> None:
+    policy = policy_of()
+    episodes = single(policy, 16, 0)
+    found = []
+    for critic in (
+        m.Critic(policy, CFG),
+        m.Critic(policy, replace(CFG, tokens_per_pass=1)),
+        without("critic").Critic(policy, CFG),
+    ):
+        for _ in range(20):
+            critic(episodes)
+        found.append(critic.explained_variance)
+    assert found[0] == pytest.approx(found[1], abs=0.01)
+    assert found[0] > 0.3
+    assert found[-1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_critic_goes_on_from_its_state() -> None:
+    policy = policy_of()
+    critic = m.Critic(policy, CFG)
+    for number in range(m.CRITIC_ALONE):
+        critic(single(policy, 8, number))
+    restored = m.Critic(policy, replace(CFG, seed=7))
+    restored.load(copy.deepcopy(critic.state()))
+    for number in range(3):
+        episodes = single(policy, 8, 100 + number)
+        assert restored(episodes) == critic(episodes)
+        assert restored.explained_variance == critic.explained_variance
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "bloom"])
+def test_value_networks_of_other_models(tmp_path: Path, shape: str) -> None:
+    policy = policy_of(model_folder(tmp_path, shape))
+    network = m.value_network(policy, replace(CFG, model=str(tmp_path / shape)))
+    body = policy.model.base_model.state_dict()
+    for name, tensor in network.base_model.state_dict().items():
+        torch.testing.assert_close(tensor, body[name])
+    assert not network(torch.tensor([[3, 4, 5]])).logits.any()
+    assert {p.dtype for p in network.parameters()} == {torch.float32}
+
+
+# == reward model ==================================================================================
+
+
+def prefers_a(prompt: m.Prompt, one: list[str], other: list[str]) -> float:
+    return float(one[0].count("a") > other[0].count("a"))
+
+
+def preferences(path: Path, num_lines: int) -> str:
+    """A file of preferences for the response with more letters a."""
+    rng = random.Random(0)
+    lines = []
+    for _ in range(num_lines):
+        prompt, *both = ["".join(rng.choices(m.LETTERS, k=3)) for _ in range(3)]
+        both.sort(key=lambda text: -text.count("a"))
+        lines.append(json.dumps({"prompt": prompt, "chosen": both[0], "rejected": both[1]}))
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def asked(*responses: str, num_turns: int = 1) -> m.Asked:
+    turns = tuple(m.user_turn(text, text) for text in ("abc", "bcd")[:num_turns])
+    return [(m.Prompt(0, turns), [said] * num_turns) for said in responses]
+
+
+def test_lines_of_preferences(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+    one = {"prompt": "abc", "chosen": "a", "rejected": ""}
+    other = {"prompt": messages, "chosen": "b", "rejected": "c", "more": 1}
+    path.write_text("\ufeff" + json.dumps(one) + "\n\n" + json.dumps(other) + "\n")
+    first, second = m.read_preferences(path)
+    assert first == (m.Prompt(0, (m.user_turn("abc", None),)), ["a", ""])
+    assert second == (m.Prompt(0, (m.Turn(tuple(messages), None),)), ["b", "c"])
+    assert m.read_preferences(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "chosen": "a", "rejected": null}'])
+def test_wrong_lines_of_preferences_are_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "p.jsonl"
+    preferences(path, 2)
+    path.write_text(path.read_text() + "\n" + line + "\n")
+    with pytest.raises(m.UsageError, match=r"p\.jsonl, line 4: "):
+        m.read_preferences(path)
+
+
+def test_a_reward_model_learns_and_scores_the_last_turn(tmp_path: Path) -> None:
+    assert m.RewardModel(CFG)(asked("abc", "a", "")) == [[0.0], [0.0], [0.0]]
+    model = m.RewardModel(replace(CFG, preferences=preferences(tmp_path / "p.jsonl", 800)))
+    scores = [sum(rewards) for rewards in model(asked("aab", "abk", "cde"))]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] > scores[-1] + 0.5
+    (of_turns,) = model(asked("abc", num_turns=2))
+    assert of_turns[0] == 0.0
+    assert of_turns[-1] != 0.0
+    # Neither padding nor length matters.
+    alone = [model(asked(said))[0] for said in ("abc", "abcdefghijklmnop")]
+    torch.testing.assert_close(alone, model(asked("abc", "abcdefghijklmnop")), atol=1e-5, rtol=0)
+    with torch.no_grad():
+        model.network.score.weight.zero_()
+        model.network.score.bias.fill_(0.5)
+    assert model(asked("a", "abcdefgh")) == [[2.0], [2.0]]
+
+
+def test_a_successor_learns_from_answers(tmp_path: Path, without: Any) -> None:
+    fresh = tmp_path / "fresh.jsonl"
+    cfg = replace(CFG, preferences=preferences(tmp_path / "p.jsonl", 16), ask_every=2)
+    model = m.RewardModel(cfg, prefers_a, fresh)
+    group = asked("bbb", "aaa", "bab", "bbb", "ccc", "ccc", "ddd", "aad", "eee", "aee")
+    model(group)
+    assert not fresh.exists()
+    before = model(group)
+    texts = [texts for _, texts in m.read_preferences(fresh)]
+    # Equal responses are not asked about, and only eight of a group are.
+    assert texts == [["aaa", "bbb"], ["bab", "bbb"], ["aad", "ddd"]]
+    assert len(model.known) == 16 + 3
+    assert model(group) != before
+    one, other = [m.RewardModel(cfg, prefers_a, fresh) for _ in range(2)]
+    assert len(one.known) == 16 + 3
+    assert one(group) == other(group)
+    unheard = without("reward_model").RewardModel(cfg, prefers_a, tmp_path / "none")
+    assert unheard(group) == unheard(group) == unheard(group)
+
+
+# == the page ======================================================================================
+
+HOSTILE = "</script><script>alert(1)</script><img src=x> &amp;"
+
+
+def made_up_run(start_s: float, **changes: Any) -> Any:
+    """Six steps, two of them before a restart."""
+    times = [start_s + after_s for after_s in (-100, -90, 1, 2, 3, 4)]
+    rows = [{"time": time, "reward": 0.1 * i, "staleness": i} for i, time in enumerate(times)]
+    lost = types.SimpleNamespace(result=lambda: HOSTILE)
+    loss = {"name": "generator_0", "lost": lost, "noticed_s": start_s + 8, "replaced_s": 0.0}
+    early = loss | {"name": "trainer_0", "noticed_s": start_s - 8, "replaced_s": start_s - 4}
+    service = types.SimpleNamespace(losses=[types.SimpleNamespace(**o) for o in (loss, early)])
+    progress = {"rows": rows, "heldout": [(0, 0.25), (6, None), (6, 0.75)]} | changes
+    return types.SimpleNamespace(progress=types.SimpleNamespace(**progress), services=[service])
+
+
+def record(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, Any]:
+    """Of a run that began 10 s ago."""
+    start_s = time.time() - 10
+    spans = [
+        m.Span("trainer_0", "step", start_s - 50, start_s - 40),
+        m.Span("trainer_0", "step", start_s + 1, start_s + 3),
+        m.Span("trainer_0", "step", start_s + 2, start_s + 6),
+        m.Span("generator_0", "rollout", start_s - 5, start_s + 2.5),
+    ]
+
+    async def answer_spans() -> list[m.Span]:
+        return spans
+
+    async def answer(*_: Any) -> Any:
+        return types.SimpleNamespace(read=types.SimpleNamespace(call_one=answer_spans))
+
+    monkeypatch.setattr(m, "get_or_spawn_controller", answer)
+    monkeypatch.setattr(m, "cpu_s", answer)
+    return asyncio.run(m.record_of(made_up_run(start_s, **changes), "K = 2", start_s))
+
+
+def test_record_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = record(monkeypatch)
+    lanes = found["lanes"]
+    assert found["summary"].startswith("4 steps in 10.0 s; generator_0 ")
+    busy = {who: sum(lanes[who]) / 200 for who in [*lanes][:3]}
+    expected = {"generator_0": 0.25, "generator_0 lost": 0.2, "trainer_0": 0.5}
+    assert busy == pytest.approx(expected, abs=0.01)
+    assert lanes["trainer_0"][25:115] == [1.0] * 90
+    assert len(lanes) == 6
+    assert lanes["held-out accuracy"] == [0.25, 0.75]
+
+
+def test_page_has_all_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = record(monkeypatch)
+    stages = [{"name": "weight_sync", "checks": [{"what": HOSTILE, "ok": False}]}]
+    m.write_page(str(tmp_path / "page.html"), stages, [run, run | {"title": "K = 4"}])
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<script") == 1 and "<img" not in page
+    assert not re.search(r"https?:|@import|url\(|href=", page)
+    assert page.count("<section>") == 2
+    assert "held-out accuracy: mean 0.5, 0.25 to 0.75" in page
+    assert m.STAGES["weight_sync"].claim in page and "FAIL" in page
+
+
+def test_page_of_unfinished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"time": time.time(), "reward": math.nan, "staleness": 0}
+    for changes in ({"rows": [], "heldout": []}, {"rows": [row], "heldout": [(0, None)]}):
+        m.write_page(str(tmp_path / "page.html"), [], [record(monkeypatch, **changes)])
+        assert "nan" not in (tmp_path / "page.html").read_text()
+    m.write_page(str(tmp_path / "page.html"), [], [])
 
 
 # -- what readers and helpers found ----------------------------------------------------------------
