@@ -118,11 +118,13 @@ class Lazy:
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed.checkpoint.state_dict as dcp
     import torch.distributed.tensor as dtensor
     import transformers
     from torch import Tensor
 else:
     torch = Lazy("torch")
+    dcp = Lazy("torch.distributed.checkpoint.state_dict")
     dtensor = Lazy("torch.distributed.tensor")
     transformers = Lazy("transformers")
 
@@ -540,11 +542,7 @@ class Worker(Actor):
     Subclasses have plain methods. `run` runs them, one after another; `setup` is the first.
     """
 
-    def __init__(
-        self,
-        name: str,
-        timeline: Timeline | None = None,
-    ) -> None:
+    def __init__(self, name: str, timeline: Timeline | None = None) -> None:
         self.name = name
         self.timeline = timeline
         self.spans: list[Span] = []  # not yet sent to the timeline
@@ -764,11 +762,7 @@ class Pool:
                 return processes
         return await self._start(num_ranks)
 
-    async def _start(
-        self,
-        num_ranks: int,
-        imports: bool = False,
-    ) -> Processes:
+    async def _start(self, num_ranks: int, imports: bool = False) -> Processes:
         name = f"process_{time.monotonic_ns()}"
         mesh = this_host().spawn_procs(per_host={"rank": num_ranks}, name=name)
         worker = mesh.spawn(f"{name}_first", Worker, name)
@@ -862,6 +856,9 @@ class Service:
     async def until_ready(self, num_replicas: int) -> None:
         while len(self.ready()) < num_replicas and not self.error:
             await asyncio.sleep(0.005)
+            for keeper in self.keepers:
+                if keeper.done():
+                    keeper.result()  # raises why it could not end a replica
         if self.error:
             raise self.error
 
@@ -977,16 +974,12 @@ async def demo_service(report: Report, cfg: Config) -> None:
     """Sends 400 requests to four replicas; one is killed, one is stopped."""
     service = Service(RootWorker, 4, report.pool, unresponsive_s=2.0)
     await service.begin()
-    struck_s: dict[str, float] = {}
-
-    async def strike(
-        number: int,
-        how: signal.Signals,
-    ) -> None:
-        await asyncio.sleep(number / 10)
+    struck_s = {}
+    for number, how in ((2, signal.SIGKILL), (3, signal.SIGSTOP)):
         victim = service.replicas[number]
-        struck_s[victim.name] = time.time()
-        os.kill(victim.processes.ids[0], how)
+        struck_s[victim.name] = time.time() + number / 10
+        loop = asyncio.get_running_loop()
+        loop.call_later(number / 10, os.kill, victim.processes.ids[0], how)
 
     async def is_right(number: int) -> bool:
         await asyncio.sleep(number * 0.002)
@@ -995,10 +988,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
         except (ActorError, ReplicaLost):
             return False
 
-    requests = [is_right(number) for number in range(400)]
-    strikes = [strike(2, signal.SIGKILL), strike(3, signal.SIGSTOP)]
-    found = await asyncio.gather(*requests, *strikes)
-    num_right = found.count(True)
+    num_right = sum(await asyncio.gather(*[is_right(number) for number in range(400)]))
     await service.until_ready(4)
     rows = []
     for loss in service.losses:
@@ -1295,11 +1285,7 @@ class ReaderWorker(Worker):
     ) -> None:
         self.reader = make_reader(number, blocks(num_blocks))
 
-    def read(
-        self,
-        num_reads: int,
-        keeps_lease: bool,
-    ) -> tuple[int, float]:
+    def read(self, num_reads: int, keeps_lease: bool) -> tuple[int, float]:
         """(torn reads, median ms of a pull). A read is torn if two of its numbers differ."""
         num_torn = 0
         pull_ms = []
@@ -1476,12 +1462,7 @@ def example() -> dict[str, Tensor]:
 class ShardWorker(Worker):
     """A rank of a trainer by rows."""
 
-    def setup(
-        self,
-        number: int,
-        meeting_file: str,
-        num_ranks: int,
-    ) -> ArenaHandle:
+    def setup(self, number: int, meeting_file: str, num_ranks: int) -> ArenaHandle:
         form_group(meeting_file, current_rank().rank, num_ranks)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
         placements = {"matrix": dtensor.Shard(0), "vector": dtensor.Replicate()}
@@ -1653,13 +1634,7 @@ class Episode:
     truncated: list[bool] = field(default_factory=list)  # of each turn: has no end
     rewards: list[float] = field(default_factory=list)  # of each turn, once it is scored
 
-    def add(
-        self,
-        token: int,
-        turn: int,
-        logprob: float,
-        version: int,
-    ) -> None:
+    def add(self, token: int, turn: int, logprob: float, version: int) -> None:
         self.ids.append(token)
         self.turn_of.append(turn)
         self.logprobs.append(logprob)
@@ -1752,11 +1727,7 @@ class Policy:
             raise UsageError("the tokenizer has no end token (eos_token)")
         return ends
 
-    def _render(
-        self,
-        messages: Any,
-        add_generation_prompt: bool,
-    ) -> str:
+    def _render(self, messages: Any, add_generation_prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
@@ -2208,11 +2179,7 @@ class Learner:
             found.append(self._update(self.optimizer, self.cfg, batches, self.penalty))
         return replace(found[0], explained=getattr(self.advantages, "explained_variance", 0.0))
 
-    def supervise(
-        self,
-        task: Task,
-        num_steps: int,
-    ) -> None:
+    def supervise(self, task: Task, num_steps: int) -> None:
         """Supervised warm start at twice the rate: REINFORCE on right responses, with A = 1."""
         cfg = replace(self.cfg, loss="reinforce", entropy=0.0)
         optimizer = torch.optim.AdamW(self.weights, 2 * cfg.lr, weight_decay=0.0)
@@ -2348,12 +2315,7 @@ class Known:
         mean_reward = (table.softmax(-1) * self.rewards).sum(-1).mean()
         return torch.autograd.grad(mean_reward, table)[0]
 
-    def estimates(
-        self,
-        now: Tensor,
-        loss: str,
-        kind: str,
-    ) -> Tensor:
+    def estimates(self, now: Tensor, loss: str, kind: str) -> Tensor:
         """[batches, 4, 16]: gradients, each from one batch."""
         shape = (len(self.drawn), 4, 16)
         tables = now.expand(shape).clone().requires_grad_()  # one copy for each batch
@@ -2363,12 +2325,7 @@ class Known:
         losses = LOSSES[loss](logp, recorded, logp.detach(), advantage, Config())
         return -torch.autograd.grad(losses.sum() / (4 * 8), tables)[0]
 
-    def compare(
-        self,
-        now: Tensor,
-        loss: str,
-        kind: str,
-    ) -> Record:
+    def compare(self, now: Tensor, loss: str, kind: str) -> Record:
         """Angle of the mean estimate to the true gradient, and relative standard deviation."""
         found = self.estimates(now, loss, kind)
         mean = found.mean(0)
@@ -2483,11 +2440,7 @@ class Trainer(Worker):
         self.writer.wait()
         return self.writer.handle
 
-    def step(
-        self,
-        episodes: list[Episode],
-        waits: bool,
-    ) -> StepStats:
+    def step(self, episodes: list[Episode], waits: bool) -> StepStats:
         """One batch: updates, and a new version. waits: until it is committed."""
         stats = self.learner.step(episodes)
         self.version += 1
@@ -2625,11 +2578,7 @@ class Progress:
     # their request failed
     ended: Tally[str] = field(default_factory=Tally)
 
-    def end(
-        self,
-        how: str,
-        numbers: set[int],
-    ) -> None:
+    def end(self, how: str, numbers: set[int]) -> None:
         self.in_flight -= numbers
         self.ended[how] += len(numbers)
 
@@ -2745,11 +2694,7 @@ class Run:
                 groups.append(Group(scored))
         return groups
 
-    async def step(
-        self,
-        groups: list[Group],
-        waits: bool,
-    ) -> None:
+    async def step(self, groups: list[Group], waits: bool) -> None:
         """One update of the trainer. Counts the groups, and adds a row."""
         version = self.num_begun  # the trainer's version before this step
         self.num_begun += 1
@@ -3173,7 +3118,7 @@ class FileTask(Task):
                 if line.strip():
                     self.prompts.append(prompt_of(0, line, f"{path}, line {number}"))
         if all(prompt.is_held_out for prompt in self.prompts):
-            raise UsageError(f"--task {path}: {len(self.prompts)} prompts are too few")
+            raise UsageError(f"--task {path}: too few prompts")
         random.Random(seed).shuffle(self.prompts)
 
     def prompt(self, number: int) -> Prompt:
@@ -3199,10 +3144,7 @@ def load_python(spec: str) -> Any:
         raise UsageError(f"{spec}: give {', '.join(TASKS)}, FILE.jsonl or FILE.py:NAME")
     sys.path.insert(0, str(file.parent))  # as `python FILE.py` does
     try:
-        module = importlib.import_module(file.stem)
-        if module.__file__ != str(file):
-            raise NameError(f"there is another module {file.stem}: rename the file")
-        return getattr(module, name)
+        return getattr(importlib.import_module(file.stem), name)
     except Exception as error:
         raise UsageError(f"{spec}: {place_of(error)}") from error
 
@@ -3378,10 +3320,8 @@ class Checkpoints:
         return "", Progress()
 
     async def save(self, run: Run) -> None:
-        """Has the trainer write a checkpoint, unless this version has one."""
+        """Has the trainer write a checkpoint."""
         path = self.folder / f"step_{run.version:08}.pt"
-        if path in self.paths():
-            return
         try:
             progress = progress_state(run.progress)
             await finished(run.trainer.request(write_checkpoint, str(path), progress))
@@ -3411,10 +3351,8 @@ def read_progress(path: Path) -> Progress:
 def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     """Runs in each rank of the trainer: all gather the state, and rank 0 writes it."""
     learner = trainer.learner
-    checkpoint = importlib.import_module("torch.distributed.checkpoint.state_dict")
-    whole = checkpoint.StateDictOptions(full_state_dict=True)
-    states = (learner.policy.model, learner.optimizer)
-    weights, moments = checkpoint.get_state_dict(*states, options=whole)
+    whole = dcp.StateDictOptions(full_state_dict=True)
+    weights, moments = dcp.get_state_dict(learner.policy.model, learner.optimizer, options=whole)
     state = {"progress": progress, "weights": weights, "moments": moments}
     # Advantages may be learned, too: then their object has a state.
     state["advantages"] = getattr(learner.advantages, "state", dict)()
@@ -3453,13 +3391,12 @@ def resumed_learner(
 
 def restore(learner: Learner, path: str, with_moments: bool) -> None:
     state = torch.load(path, map_location="cpu")
-    checkpoint = importlib.import_module("torch.distributed.checkpoint.state_dict")
-    whole = checkpoint.StateDictOptions(full_state_dict=True)
+    whole = dcp.StateDictOptions(full_state_dict=True)
     model = learner.policy.model
-    checkpoint.set_model_state_dict(model, state["weights"], options=whole)
+    dcp.set_model_state_dict(model, state["weights"], options=whole)
     if with_moments:
         of_optimizer = (model, learner.optimizer, state["moments"])
-        checkpoint.set_optimizer_state_dict(*of_optimizer, options=whole)  # mechanism: recovery
+        dcp.set_optimizer_state_dict(*of_optimizer, options=whole)  # mechanism: recovery
     if state["advantages"]:
         learned: Any = learner.advantages
         learned.load(state["advantages"])
@@ -4267,16 +4204,16 @@ class HostProcess(Processes):
             await asyncio.sleep(0.1)
         return "was on a host that is lost"
 
-    def end(self) -> None:
+    async def kill(self) -> None:
         self.lost.add(self.url)
         self.agent.end_life.broadcast()  # if this is lost, the silence ends the life
 
-    async def kill(self) -> None:
-        self.end()
-
 
 class HostPool(Pool):
-    """Processes on worker hosts, on each the same number. None is used twice."""
+    """Processes on worker hosts, on each the same number. None is used twice.
+
+    After its last use nobody pings a process, so the life of its host ends.
+    """
 
     def __init__(self, folder: Path, num_processes: int) -> None:
         super().__init__()
@@ -4303,12 +4240,9 @@ class HostPool(Pool):
             pid = await asyncio.wait_for(agent.ping.call_one(), 4 * SILENCE_S)
         except TimeoutError:
             self.started[url] -= 1
-            what = "does --worker run there, is its port open, and did one CA sign the certificates"
-            raise RunError(f"no answer from {url}: {what} of both sides (tls://)?") from None
+            what = "is its port open, and did one CA sign the certificates of both sides (tls://)?"
+            raise RunError(f"no answer from {url}: {what}") from None
         return HostProcess(mesh, [pid], agent, url, self.lost)
-
-    def give_back(self, processes: Any) -> None:
-        processes.end()
 
     def keep_spare(self) -> None:
         """Nothing: a lost host would take its spare with it."""
