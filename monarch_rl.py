@@ -8,7 +8,7 @@
 A generator samples while the trainer learns. Samples are at most K (--max-staleness) versions old,
 weights are never half updated, and the death of a worker costs time only:
 
-    python monarch_rl.py                      the tour: all stages, about two minutes on two cores
+    python monarch_rl.py                      the tour: all stages, two minutes on two cores
     python monarch_rl.py --stage weight_sync  stages 1 to 7
     python monarch_rl.py --train --model FOLDER_OR_HUB_ID --task FILE.jsonl    your own run
 
@@ -3461,7 +3461,7 @@ async def in_lives(
                 raise asyncio.CancelledError from error
             await asyncio.sleep(1)  # then a death has been noticed
             losses[first] += 1
-            # A generator raises if it looks for the weights of a trainer that has just died.
+            # A generator raises if it looks for the weights of a dead trainer.
             is_of_call = isinstance(error, ActorError)
             if losses[first] == 5 or (
                 is_of_call and not isinstance(run.trainer.error, ReplicaLost)
@@ -3485,7 +3485,7 @@ async def train_killed(
     killed_after: int,
     with_moments: bool,
 ) -> tuple[Progress, list[Tensor]]:
-    """Trains. killed_after: the step after which the trainer is killed, or 0."""
+    """Trains. killed_after: the step after which the trainer dies, or 0."""
     checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
     places = (report.pool, report.pool, report.folder)
 
@@ -3531,7 +3531,7 @@ async def demo_recovery(report: Report, cfg: Config) -> None:
 
 
 # == YOUR OWN RUN ======================
-# One run, and nothing beside it. All that it needs to go on is in the folder of --checkpoint:
+# One run, and nothing beside it. What it needs to go on is in the folder of --checkpoint:
 #
 #     flags.json    of the newest command; a command takes from here what it does not say itself
 #     model/        version 0, after supervised steps, as transformers loads it
@@ -3544,7 +3544,7 @@ OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint lo
 
 
 def with_saved_flags(given: Record) -> Record:
-    """The flags of a command and, where it has none, those in the folder of its --checkpoint."""
+    """The flags of a command; those that it lacks are from its --checkpoint."""
     folder = Path(given.get("checkpoint", "")).resolve()
     if not (folder / "flags.json").is_file():
         return given
@@ -3612,7 +3612,7 @@ async def train_own(run: Run, checkpoints: Checkpoints) -> Record:
 
 
 async def narrate(run: Run) -> None:
-    """Prints and logs each step until the last one. The log begins with the checkpoint's steps."""
+    """Prints and logs each step. The log begins with the checkpoint's steps."""
     rows = run.progress.rows
     with open(run.cfg.log or os.devnull, "w", buffering=1) as log:  # flushed at each line
         for row in rows:
@@ -3624,7 +3624,7 @@ async def narrate(run: Run) -> None:
 
 
 async def until_made(run: Run, number: int) -> None:
-    """Waits for a step. Says every 30 s who is waited for; after 120 s also where they stand."""
+    """Waits for a step. Says every 30 s who is waited for; after 120 s also where."""
     told_s = time.time()
     while number == len(run.progress.rows):
         await asyncio.sleep(0.01)
@@ -4370,13 +4370,16 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     found = await reading
     await service.until_ready(2)
     found += await asyncio.gather(read(), read())
+    moved: list[int] = []
+    while len(moved) < 100:
+        await asyncio.sleep(0.1)
+        moved = await pool.outlet.traffic.call_one()
     publishing.cancel()
 
     (loss,) = service.losses
-    report.say(f"a worker host is killed, and back after {loss.replaced_s - lost_s:.1f} s")
-    moved = await pool.outlet.traffic.call_one()
+    back_s = loss.replaced_s - lost_s
+    report.say(f"{len(moved)} versions; a host is killed, and back after {back_s:.1f} s")
     model_bytes = sum(tensor.nbytes for tensor in writer.tensors.values())
-    report.check("versions pulled by hosts", len(moved), ">", 99)
     report.check("torn reads of 400", sum(torn for torn, _ in found), "==", 0)
     report.check("bytes per version / bytes of the model", max(moved) / model_bytes, "<", 1.05)
     await service.close()
