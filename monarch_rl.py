@@ -623,7 +623,7 @@ async def until_unresponsive(
         await asyncio.sleep(0.5)
 
 
-# -- measurement -----------------------
+# -- measurement ----
 
 
 class Supervisor(Actor):
@@ -723,7 +723,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
 #                                            \------> replica 1   answers
 #            <------- 2.0 -----------------------------/
 
-# -- 6a. Processes ---------------------
+# -- 6a. Processes ----
 #
 # Importing torch and a model class costs 4 s of CPU time. A new actor in a process that has done so
 # is ready after 16 ms. So processes outlive their actors, and go back to a pool.
@@ -787,7 +787,7 @@ class Pool:
         await asyncio.gather(*[processes.kill() for processes in self.idle])
 
 
-# -- 6b. Replicas and requests ---------
+# -- 6b. Replicas and requests ----
 
 
 class ReplicaLost(RuntimeError):
@@ -1022,7 +1022,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
 #     generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
 #     generator 1   longest rolloutXXXX longest rolloutXXXX     longest rollout f longest rollout
 #
-# -- 7a. What lies in a slot -----------
+# -- 7a. What lies in a slot ----
 
 
 class WeightMismatch(ValueError):
@@ -1266,7 +1266,7 @@ class WeightReader:
         return version
 
 
-# -- measurement -----------------------
+# -- measurement ----
 
 
 def blocks(num_blocks: int) -> dict[str, Tensor]:
@@ -1451,7 +1451,7 @@ def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
     )
 
 
-# -- measurement -----------------------
+# -- measurement ----
 
 
 def example() -> dict[str, Tensor]:
@@ -1523,7 +1523,7 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
 #     its version          of the weights; new weights mean a new cache
 # Cost. Two more numbers per token. A new cache is one pass over what has been said.
 #
-# -- 9a. Tasks and prompts -------------
+# -- 9a. Tasks and prompts ----
 
 
 @dataclass(frozen=True)
@@ -1608,7 +1608,7 @@ def letter_task(cfg: Config) -> Task:
     return LetterTask(cfg.seed, TASKS[cfg.task])
 
 
-# -- 9b. What is recorded --------------
+# -- 9b. What is recorded ----
 #
 # Two episodes. <u> and <a> begin a turn of the user and of the assistant, and <e> ends one; u is a
 # letter of the user; a to g were sampled. A response has at most four tokens with its end, so the
@@ -1646,7 +1646,7 @@ class Episode:
             self.add(token, 0, 0.0, -1)
 
 
-# -- 9c. The policy --------------------
+# -- 9c. The policy ----
 
 
 def tiny_policy(seed: int) -> tuple[Any, Any]:
@@ -1769,7 +1769,7 @@ class Policy:
         return torch.func.functional_call(self.model, cast, ids, inputs).logits
 
 
-# -- 9d. Sampling ----------------------
+# -- 9d. Sampling ----
 
 
 class Decoder:
@@ -1881,7 +1881,7 @@ def rollout(
     return [e for e in episodes if len(e.responses) == len(e.prompt.turns)]
 
 
-# -- 9e. What the trainer sees ---------
+# -- 9e. What the trainer sees ----
 
 
 def token_logprobs(
@@ -2075,7 +2075,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     loss.__name__: loss for loss in (reinforce, ppo, decoupled)
 }
 
-# -- 10b. The learner ------------------
+# -- 10b. The learner ----
 
 
 @dataclass
@@ -2396,7 +2396,7 @@ async def demo_losses(
 #     rewards        3. score each response
 #     trainer        4. makes an update, and publishes the new weights
 
-# -- 11a. The actors of a run ----------
+# -- 11a. The actors of a run ----
 
 Asked = list[tuple[Prompt, list[str]]]  # of a group: each episode's prompt and responses
 Rewards = list[list[float] | str]  # of each episode: those of its turns, or why there are none
@@ -2501,7 +2501,7 @@ class RewardWorker(Worker):
         return [self.score_group(asked) for asked in groups]
 
 
-# -- 11b. A run ------------------------
+# -- 11b. A run ----
 
 
 def make_learner(
@@ -2766,7 +2766,7 @@ async def train_sync(
             num_steps -= 1
 
 
-# -- measurement -----------------------
+# -- measurement ----
 
 
 def demo_config(cfg: Config) -> Config:
@@ -2977,7 +2977,7 @@ async def train_async(
         await learn(buffer, num_steps)
 
 
-# -- measurement -----------------------
+# -- measurement ----
 
 
 async def strike(
@@ -3472,7 +3472,7 @@ async def in_lives(
             await run.close()
 
 
-# -- measurement -----------------------
+# -- measurement ----
 
 
 def weights_of(trainer: Trainer) -> list[Tensor]:
@@ -4248,7 +4248,7 @@ class HostPool(Pool):
         """Nothing: a lost host would take its spare with it."""
 
 
-# -- weights for another host ----------
+# -- weights for another host ----
 
 PIECE_BYTES = 4 << 20  # pieces that are pulled at once take a third of the time of a single one
 
@@ -4331,7 +4331,7 @@ def relay(
         os._exit(1)  # without a relay, readers would wait for ever
 
 
-# -- measurement -----------------------
+# -- measurement ----
 
 
 @stage(
@@ -4388,7 +4388,7 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
         worker.wait()
 
 
-# -- the page --------------------------
+# -- the page ----
 #
 # --report writes one HTML file, which needs no network: lanes of each run, and all checks. With
 # JavaScript a slider selects the run. By example, two lanes of a synchronous run:
