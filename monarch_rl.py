@@ -253,9 +253,9 @@ class Report:
         return [s["name"] for s in self.stages if not all(c["ok"] for c in s["checks"])]
 
 
-# ==== PART I: the system ==============
+# ==== PART I: the system ====
 
-# == 1. HELLO ACTOR ====================
+# == 1. HELLO ACTOR ====
 # Problem. Threads share an object. Each reads it, pauses, and writes back a new value. Updates
 #   vanish, without an error, and not every time.
 # Rule. Put the object into an actor: an instance that lives in one process and is reached only by
@@ -336,7 +336,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     await procs.stop()
 
 
-# == 2. ACTOR MESH =====================
+# == 2. ACTOR MESH ====
 # Problem. A run has many generators, and a trainer many ranks. Calling them one after another takes
 #   the sum of their times.
 # Rule. Actors that are spawned together are a mesh, an array with named dimensions. The adverb of
@@ -392,7 +392,7 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
     await procs.stop()
 
 
-# == 3. RDMA TRANSFER ==================
+# == 3. RDMA TRANSFER ====
 # Problem. Weights are gigabytes. A message is pickled, copied, queued and unpickled, and its
 #   answer waits until the owner's Python has time.
 # Rule. Control travels in messages. Bulk data stays where it is: its owner registers the memory
@@ -459,7 +459,7 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     await procs.stop()
 
 
-# == 4. CONTROLLERS ====================
+# == 4. CONTROLLERS ====
 # Problem. Actors in many processes have to meet, for example at one log. Two creators would make
 #   two half-filled logs.
 # Rule. Ask by name. `get_or_spawn_controller(name, Class)` gives every caller the same actor: the
@@ -517,7 +517,7 @@ async def demo_controllers(report: Report, cfg: Config) -> None:
     await procs.stop()
 
 
-# == 5. SUPERVISION ====================
+# == 5. SUPERVISION ====
 # Problem. Processes raise, die, stand still, or work for ever, and their callers wait. But a worker
 #   that has been silent for ten minutes may just be busy.
 # Rule. An exception goes to the caller. A process belongs to its owner, which kills and replaces
@@ -709,7 +709,7 @@ async def demo_supervision(report: Report, cfg: Config) -> None:
     report.check("observers of endless work", len(heard["endless"]), "==", 0)
 
 
-# == 6. SERVICE ========================
+# == 6. SERVICE ====
 # Problem. A call fails with its actor. If one of four actors is lost, so is a quarter of the calls,
 #   and each caller has to know which actors are left.
 # Rule. The caller asks a service. A service owns interchangeable replicas, and gives a request to
@@ -1005,7 +1005,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
     await service.close()
 
 
-# == 7. WEIGHT SYNC ====================
+# == 7. WEIGHT SYNC ====
 # Problem. The trainer rewrites its weights while generators read them. A read during the write has
 #   some tensors of version 6 and some of version 7: torn weights, and no error.
 # Rule. The trainer fills a slot of shared memory that nobody reads, and then makes it the latest. A
@@ -1359,7 +1359,7 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.figure(torn_reads=num_torn["with"], torn_reads_without_leases=num_torn["without"])
 
 
-# == 8. RESHARD ========================
+# == 8. RESHARD ====
 # Problem. The trainer's ranks shard the weights in one way, say by rows, and the generator's ranks
 #   in another, say by columns. To gather the whole, and to shard it anew, moves the bytes twice.
 # Rule. A rank's shard is a box of the whole tensor. Each trainer rank writes its boxes into the
@@ -1513,7 +1513,7 @@ async def demo_reshard(report: Report, cfg: Config) -> None:
     await service.close()
 
 
-# == 9. ROLLOUT ========================
+# == 9. ROLLOUT ====
 # Problem. In RL the same network runs in two programs. The generator samples token by token, with a
 #   cache of what attention computed before. The trainer scores whole conversations at once. If they
 #   disagree about what was sampled, or how likely it was, the gradient is wrong. No error says so.
@@ -1965,7 +1965,7 @@ async def demo_rollout(
     report.figure(k3=exact)
 
 
-# == 10. LOSSES ========================
+# == 10. LOSSES ====
 # Problem. J, the mean reward of the policy, should grow. Samples give its gradient, but noisily;
 #   and samples of an older policy give the gradient of something else.
 # Rule. Three remedies:
@@ -2384,7 +2384,7 @@ async def demo_losses(
     report.check("push with a clip / without", pushes["ppo"] / pushes["reinforce"], "<", 0.2)
 
 
-# == 11. SYNC RL =======================
+# == 11. SYNC RL ====
 # Problem. Sampling, scoring and updating run in different processes, which need each other's
 #   results in the right order, with the right weights.
 # Rule. One loop, one thing at a time. Generators pull before they sample, so staleness is 0. "Not
@@ -2837,7 +2837,7 @@ async def demo_sync_rl(
     await run.close()
 
 
-# == 12. ASYNC RL ======================
+# == 12. ASYNC RL ====
 # Problem. In the synchronous loop one side always waits for the other. If both run all the time,
 #   samples grow old: nothing bounds how many versions.
 # Rule. Two loops and a buffer. The first requests groups while fewer than K + 1 batches are in
@@ -3042,10 +3042,10 @@ async def demo_async_rl(
     await run.close()
 
 
-# ==== PART II: further ================
+# ==== PART II: further ====
 # The system is complete. What follows makes it yours: your model, your data, your reward function.
 
-# == YOUR OWN DATA ====================
+# == YOUR OWN DATA ====
 # Problem. A reward function is somebody else's code: it raises, hangs, forks, uses signals, and
 #   returns what it likes. None of this may end a run.
 # Rule. It runs in the main thread of a process of its own, which can be killed with all that it has
@@ -3144,7 +3144,10 @@ def load_python(spec: str) -> Any:
         raise UsageError(f"{spec}: give {', '.join(TASKS)}, FILE.jsonl or FILE.py:NAME")
     sys.path.insert(0, str(file.parent))  # as `python FILE.py` does
     try:
-        return getattr(importlib.import_module(file.stem), name)
+        module = importlib.import_module(file.stem)
+        if module.__file__ != str(file):
+            raise NameError(f"there is another module {file.stem}: rename the file")
+        return getattr(module, name)
     except Exception as error:
         raise UsageError(f"{spec}: {place_of(error)}") from error
 
@@ -3273,7 +3276,7 @@ def place_of(error: BaseException) -> str:
     return f"{''.join(own[-1:])}{type(error).__name__}: {error}"
 
 
-# == 13. RECOVERY ======================
+# == 13. RECOVERY ====
 # Problem. A run takes days. Its machine, its job's time or its trainer ends sooner. A run that goes
 #   on from the weights alone is another run: Adam has forgotten its moments, and prompts are
 #   skipped or asked twice.
@@ -3530,7 +3533,7 @@ async def demo_recovery(report: Report, cfg: Config) -> None:
     report.check("prompts skipped or drawn again", moved, "==", 0)
 
 
-# == YOUR OWN RUN ======================
+# == YOUR OWN RUN ====
 # One run, and nothing beside it. What it needs to go on is in the folder of --checkpoint:
 #
 #     flags.json    of the newest command; a command takes from here what it does not say itself
@@ -3664,7 +3667,7 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
     return found
 
 
-# == 14. CRITIC ========================
+# == 14. CRITIC ====
 # Problem. A user does not have the same conversation eight times, so there is no group. Compared
 #   with the mean of the batch, any response to a generous user is good.
 # Rule. A second network, the critic, predicts V before each token: the sum of the rewards to come.
@@ -3864,7 +3867,7 @@ async def demo_critic(report: Report, cfg: Config) -> None:
     await service.close()
 
 
-# == 15. REWARD MODEL ==================
+# == 15. REWARD MODEL ====
 # Problem. For most of what people want there is no reward function. A network can learn which of
 #   two responses people prefer, and is right about responses like those that were compared. The
 #   policy moves to others, whose learned reward is higher, and people like them less.
@@ -4102,7 +4105,7 @@ async def demo_reward_model(
     await service.close()
 
 
-# == 16. HOSTS =========================
+# == 16. HOSTS ====
 # Problem. Shared memory and signals end at the edge of a machine. A lost machine does not say so,
 #   and one that has lost its command keeps the command's processes for ever.
 # Rule. The trainer stays with the main process; generators run on worker hosts. There, a relay
@@ -4494,7 +4497,7 @@ def write_page(path: str, stages: list[Record], runs: list[Record]) -> None:
     Path(path).write_text(page, encoding="utf-8")
 
 
-# == THE COMMAND LINE ==================
+# == THE COMMAND LINE ====
 
 # How soon Monarch notices what a pidfd and a ping have not; threads of torch; silent libraries.
 ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
