@@ -8,7 +8,7 @@
 A generator samples while the trainer learns. Samples are at most K (--max-staleness) versions old,
 weights are never half updated, and the death of a worker costs time only:
 
-    python monarch_rl.py                      the tour: all stages, two minutes on two cores
+    python monarch_rl.py                      the tour: all stages, 2.5 minutes on two cores
     python monarch_rl.py --stage weight_sync  stages 1 to 7
     python monarch_rl.py --train --model FOLDER_OR_HUB_ID --task FILE.jsonl    your own run
 
