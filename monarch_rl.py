@@ -3294,7 +3294,7 @@ def place_of(error: BaseException) -> str:
 #     synchronous          the same prompts, samples and sums: bit for bit the same run
 #     asynchronous         the same prompts; but samples arrive in another order
 #
-# The file is flushed before it is renamed: else the name may reach the disk before the bytes.
+# The file is flushed before it is renamed: else its name may reach the disk before its bytes.
 
 
 class Checkpoints:
@@ -3319,7 +3319,8 @@ class Checkpoints:
             try:
                 return str(path), read_progress(path)
             except Exception as error:  # of many types: the file may have any content
-                print(f"{path} is damaged, an older one is used: {error}")
+                print(f"{path} is damaged, and put aside: {error}")
+                path.rename(path.with_suffix(".damaged"))
         return "", Progress()
 
     async def save(self, run: Run) -> None:
@@ -3549,7 +3550,7 @@ OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint lo
 def with_saved_flags(given: Record) -> Record:
     """The flags of a command; those that it lacks are from its --checkpoint."""
     folder = Path(given.get("checkpoint", "")).resolve()
-    if not (folder / "flags.json").is_file():
+    if not (given.get("checkpoint") and (folder / "flags.json").is_file()):
         return given
     saved = json.loads((folder / "flags.json").read_text())
     if (folder / "model").is_dir():
@@ -3637,9 +3638,11 @@ async def until_made(run: Run, number: int) -> None:
         for replica in run.replicas():  # the oldest request of each
             seconds = told_s - min(replica.in_flight.values(), default=told_s)
             print(f"           {replica.name} has had a request for {seconds:.0f} s")
-            if seconds > 120 and type(replica.processes) is Processes:  # on this machine
-                py_spy = Path(sys.executable).with_name("py-spy")
-                subprocess.run([py_spy, "dump", "--pid", str(replica.processes.ids[0])])
+            py_spy = Path(sys.executable).with_name("py-spy")
+            is_here = type(replica.processes) is Processes
+            if seconds > 120 and is_here and py_spy.exists():
+                dump = [str(py_spy), "dump", "--pid", str(replica.processes.ids[0])]
+                await asyncio.to_thread(subprocess.run, dump)
 
 
 def step_line(row: Record) -> str:
@@ -4282,7 +4285,7 @@ class Outlet(Actor):
         version, slot = self.arena.lease(reader)  # mechanism: hosts
         if version == newest:
             return version, []
-        self.moved.append(handle.slot_bytes)
+        self.moved.append(sum(piece.size() for piece in self.pieces[slot]))
         return version, self.pieces[slot]
 
     @endpoint
@@ -4536,7 +4539,8 @@ def own_learner(
     penalty = functools.partial(divergence, reference, cfg.kl) if reference else None
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = Learner(policy, cfg, rank, cfg.trainers, critic, penalty)
-    if Path(cfg.model) != Path(cfg.checkpoint).resolve() / "model":  # this has been supervised
+    is_copy = Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
+    if not (cfg.checkpoint and is_copy):  # the copy has been supervised
         learner.supervise(own_task(cfg), cfg.sft_steps)
     if reference:  # version 0
         for old, new in zip(reference.model.parameters(), learner.weights, strict=True):
