@@ -3103,7 +3103,7 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
             messages = [{"role": "user", "content": messages}]
         if not [each["role"] for each in messages if each["content"].strip()]:
             raise ValueError("it is empty")
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f'{where}: not {{"prompt": text or messages}}: {error!r}') from error
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
@@ -4661,6 +4661,7 @@ def checked(cfg: Config) -> Config:
         and cfg.advantage not in ("none", "critic"),
         "--advantage critic needs --trainers 1": cfg.advantage == "critic" and cfg.trainers > 1,
         "--prompts-per-step: less than --trainers": cfg.prompts_per_step < cfg.trainers,
+        "--trainers 2 or more run on CPUs": cfg.device == "cuda" and cfg.trainers > 1,
         "--reward model needs --reward-workers 1": is_learned and cfg.reward_workers > 1,
         "--reward model needs --preferences or --ask-every": is_learned
         and not (cfg.preferences or cfg.ask_every),
