@@ -3323,17 +3323,18 @@ class Checkpoints:
                 path.rename(path.with_suffix(".damaged"))
         return "", Progress()
 
-    async def save(self, run: Run) -> None:
-        """Has the trainer write a checkpoint."""
+    async def save(self, run: Run) -> bool:
+        """Has the trainer write a checkpoint. False: it could not."""
         path = self.folder / f"step_{run.version:08}.pt"
         try:
             progress = progress_state(run.progress)
             await finished(run.trainer.request(write_checkpoint, str(path), progress))
         except ActorError as error:
             print(f"step {run.version} is not saved: {cause_of(error)}")
-            return
+            return False
         for old in self.paths()[2:]:
             old.unlink()
+        return True
 
 
 def progress_state(progress: Progress) -> Record:
@@ -3436,8 +3437,7 @@ async def train_saved(
                 await train(step - run.version)
                 await pause(step)
         except asyncio.CancelledError:
-            if cfg.checkpoint:
-                await checkpoints.save(run)
+            if cfg.checkpoint and await checkpoints.save(run):
                 print(f"saved after step {run.version}")
             raise
 

@@ -2001,10 +2001,10 @@ def test_a_save_that_fails_is_said_and_the_older_checkpoint_stays(
     checkpoints = m.Checkpoints(tmp_path)
     run = saved_run(tmp_path)
     run.version = 1
-    asyncio.run(checkpoints.save(run))
+    assert asyncio.run(checkpoints.save(run))
     run.trainer.fails = True
     run.version = 2
-    asyncio.run(checkpoints.save(run))
+    assert not asyncio.run(checkpoints.save(run))
     assert "step 2 is not saved: " in capsys.readouterr().out
     assert [path.name for path in checkpoints.paths()] == ["step_00000001.pt"]
 
