@@ -779,7 +779,8 @@ class Pool:
             self.making_spare = asyncio.ensure_future(self._make_spare())
 
     async def _make_spare(self) -> None:
-        self.idle.append(await self._start(1, imports=True))
+        with contextlib.suppress(SupervisionError):  # without a spare, a replacement takes longer
+            self.idle.append(await self._start(1, imports=True))
 
     async def close(self) -> None:
         if self.making_spare:
@@ -2635,7 +2636,9 @@ class Run:
         return [replica for service in self.services for replica in service.ready()]
 
     def draw(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts. Their groups are in flight. Raises RunError."""
+        """The next prompts. Their groups are in flight. Raises RunError and ReplicaLost."""
+        if not self.trainer.ready():
+            raise ReplicaLost("the trainer was lost")
         if self.num_fruitless >= 20:
             reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
             raise RunError(f"20 requests in a row brought no reward: {reason}")
