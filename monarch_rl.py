@@ -55,7 +55,6 @@ import contextvars
 import copy
 import ctypes
 import fcntl
-import functools
 import html
 import importlib
 import itertools
@@ -71,7 +70,6 @@ import re
 import select
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -82,20 +80,27 @@ import warnings
 import weakref
 import zipfile
 import zlib
+from asyncio import ensure_future, gather
 from collections import Counter as Tally, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from signal import SIGKILL, SIGSTOP
+from statistics import fmean, median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 import cloudpickle
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, ActorError, MeshFailure, ProcMesh
-from monarch.actor import concurrent_endpoint
-from monarch.actor import current_rank, endpoint, get_or_spawn_controller, this_host, this_proc
+from monarch.actor import concurrent_endpoint, current_rank, endpoint
+from monarch.actor import get_or_spawn_controller, this_host, this_proc
 from monarch.rdma import RDMABuffer
 from tabulate import tabulate
 
@@ -135,59 +140,54 @@ class UsageError(Exception):
     """A wrong command: one line, exit status 2."""
 
 
-def flag(default: Any, text: str, *choices: str) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices or None})
-
-
 @dataclass(frozen=True)
 class Config:
-    """The flags of a command: the field `max_staleness` is --max-staleness."""
+    """The flags: `max_staleness` is --max-staleness, with its comment in --help."""
 
-    stage: str = flag("", "run all stages up to this one")
-    only: str = flag("", "run this stage alone")
-    list: bool = flag(False, "list the stages and their lines")
-    train: bool = flag(False, "train --model on --task")
-    evaluate: int = flag(0, "pass@k, with so many samples of each prompt")
-    export: str = flag("", "write the model to this folder")
-    model: str = flag("", "folder or hub id of a causal model; default: a tiny one")
-    task: str = flag("repeat", "repeat, count or pattern; FILE.jsonl; FILE.py:CLASS")
-    reward: str = flag("", "FILE.py:FUNCTION(prompt, response, answer), or model")
-    dtype: str = flag("float32", "of forward passes", "float32", "bfloat16")
-    device: str = flag("", "default: cuda if there is one", "cpu", "cuda")
-    seed: int = flag(0, "of prompts, sampling and fresh models")
-    steps: int = flag(100, "updates of the policy")
-    prompts_per_step: int = flag(16, "groups in a batch")
-    group_size: int = flag(8, "samples of each prompt")
-    max_new_tokens: int = flag(0, "of a response; default: what the task needs")
-    temperature: float = flag(1.0, "of sampling")
-    tokens_per_pass: int = flag(8192, "tokens, with padding, in one training pass")
-    generators: int = flag(2, "processes that sample")
-    reward_workers: int = flag(1, "processes that compute rewards")
-    trainers: int = flag(1, "ranks of the trainer (FSDP2)")
-    hosts: str = flag("", "folder of --worker: generators run there")
-    worker: str = flag("", "offer this machine, by a note in this folder")
-    max_staleness: int = flag(2, "K, in versions; 0: synchronous")
-
-    loss: str = flag("ppo", "section 10", "reinforce", "ppo", "decoupled")
-    advantage: str = flag("group", "sections 10, 14", "group", "leave_one_out", "none", "critic")
-    passes: int = flag(1, "updates from each batch")
-    clip_low: float = flag(0.2, "of the importance ratio, below 1")
-    clip_high: float = flag(0.2, "of the importance ratio, above 1")
-    kl: float = flag(0.0, "weight of the divergence from the first version")
-    entropy: float = flag(0.0, "weight of an entropy bonus")
-    lr: float = flag(0.0, "default: 1e-6, for the tiny policy 1e-3")
-    sft_steps: int = flag(0, "supervised steps on right answers before RL")
-    reward_deadline: float = flag(60.0, "seconds that one group's rewards may take")
-    preferences: str = flag("", "FILE.jsonl: prompt, chosen, rejected")
-    ask_every: int = flag(0, "groups between calls of the task's prefer; 0: none")
-    mask_truncated: bool = flag(False, "do not train on responses without an end")
-    checkpoint: str = flag("", "folder from which the same command goes on")
-    save_every: int = flag(20, "steps between checkpoints")
-    eval_every: int = flag(0, "steps between evaluations; 0: first, last")
-    eval_prompts: int = flag(256, "held-out prompts of an evaluation")
-    log: str = flag("", "a line of JSON for every step, in this file")
-    json: str = flag("", "checks and figures of the command, in this file")
-    report: str = flag("", "a page of the command, in this file")
+    stage: str = ""  # run all stages up to this one
+    only: str = ""  # run this stage alone
+    list: bool = False  # list the stages and their lines
+    train: bool = False  # train --model on --task
+    evaluate: int = 0  # pass@k, with so many samples of each prompt
+    export: str = ""  # write the model to this folder
+    model: str = ""  # folder or hub id of a causal model; default: a tiny one
+    task: str = "repeat"  # repeat, count or pattern; FILE.jsonl; FILE.py:CLASS
+    reward: str = ""  # FILE.py:FUNCTION(prompt, response, answer), or model
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of forward passes
+    device: Literal["", "cpu", "cuda"] = ""  # default: cuda if there is one
+    seed: int = 0  # of prompts, sampling and fresh models
+    steps: int = 100  # updates of the policy
+    prompts_per_step: int = 16  # groups in a batch
+    group_size: int = 8  # samples of each prompt
+    max_new_tokens: int = 0  # of a response; default: what the task needs
+    temperature: float = 1.0  # of sampling
+    tokens_per_pass: int = 8192  # tokens, with padding, in one training pass
+    generators: int = 2  # processes that sample
+    reward_workers: int = 1  # processes that compute rewards
+    trainers: int = 1  # ranks of the trainer (FSDP2)
+    hosts: str = ""  # folder of --worker: generators run there
+    worker: str = ""  # offer this machine, by a note in this folder
+    max_staleness: int = 2  # K, in versions; 0: synchronous
+    loss: Literal["reinforce", "ppo", "decoupled"] = "ppo"  # from advantages
+    advantage: Literal["group", "leave_one_out", "none", "critic"] = "group"  # baseline
+    passes: int = 1  # updates from each batch
+    clip_low: float = 0.2  # of the importance ratio, below 1
+    clip_high: float = 0.2  # of the importance ratio, above 1
+    kl: float = 0.0  # weight of the divergence from the first version
+    entropy: float = 0.0  # weight of an entropy bonus
+    lr: float = 0.0  # default: 1e-6, for the tiny policy 1e-3
+    sft_steps: int = 0  # supervised steps on right answers before RL
+    reward_deadline: float = 60.0  # seconds that one group's rewards may take
+    preferences: str = ""  # FILE.jsonl: prompt, chosen, rejected
+    ask_every: int = 0  # groups between calls of the task's prefer; 0: none
+    mask_truncated: bool = False  # do not train on responses without an end
+    checkpoint: str = ""  # folder from which the same command goes on
+    save_every: int = 20  # steps between checkpoints
+    eval_every: int = 0  # steps between evaluations; 0: first, last
+    eval_prompts: int = 256  # held-out prompts of an evaluation
+    log: str = ""  # a line of JSON for every step, in this file
+    json: str = ""  # checks and figures of the command, in this file
+    report: str = ""  # a page of the command, in this file
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ class Stage:
 
     name: str
     claim: str
-    instead: str  # replaces the statement on the line that ends with `# mechanism: NAME`
-    demo: Callable[[Report, Config], Awaitable[None]]
+    instead: str  # than the statement on the line that ends with `# mechanism: NAME`
+    demo: Callable[[Report], Awaitable[None]]
 
 
 def stage(claim: str, instead: str) -> Callable[..., Any]:
@@ -226,7 +226,8 @@ class Report:
     pool: processes, which stages share (section 6).
     """
 
-    def __init__(self, folder: Path, pool: Pool) -> None:
+    def __init__(self, cfg: Config, folder: Path, pool: Pool) -> None:
+        self.cfg = cfg
         self.folder = folder
         self.pool = pool
         self.stages: list[Record] = []
@@ -293,10 +294,10 @@ class Counter(Actor):
 async def median_ms(call: Callable[[], Awaitable[Any]]) -> float:
     found = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = perf_counter()
         await call()
-        found.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(found)
+        found.append((perf_counter() - start) * 1e3)
+    return median(found)
 
 
 async def lost_by_threads(num_additions: int) -> int:
@@ -307,7 +308,7 @@ async def lost_by_threads(num_additions: int) -> int:
         time.sleep(0.0005)
         shared["total"] = total + 1
 
-    await asyncio.gather(*[asyncio.to_thread(add) for _ in range(num_additions)])
+    await gather(*[asyncio.to_thread(add) for _ in range(num_additions)])
     return num_additions - shared["total"]
 
 
@@ -315,7 +316,7 @@ async def lost_by_threads(num_additions: int) -> int:
     "an actor's state lives in one process, and its calls run one at a time",
     instead="@concurrent_endpoint",
 )
-async def demo_hello_actor(report: Report, cfg: Config) -> None:
+async def demo_hello_actor(report: Report) -> None:
     report.check(
         "additions of 200 lost by threads",
         await lost_by_threads(200),
@@ -327,7 +328,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     # sends a message, and returns an awaitable for the answer.
     procs = this_host().spawn_procs(per_host={"worker": 1})
     counter = procs.spawn("counter", Counter)
-    pids = await asyncio.gather(*[counter.add.call_one() for _ in range(200)])
+    pids = await gather(*[counter.add.call_one() for _ in range(200)])
     lost = 200 - await counter.take.call_one()
     report.check("additions of 200 lost by the actor", lost, "==", 0)
     report.check("processes in which they ran", len({*pids}), "==", 1)
@@ -355,7 +356,7 @@ async def demo_hello_actor(report: Report, cfg: Config) -> None:
     "one call reaches every member of a mesh; its adverb says which members run and answer",
     instead="mesh = members.slice(worker=0)",
 )
-async def demo_actor_mesh(report: Report, cfg: Config) -> None:
+async def demo_actor_mesh(report: Report) -> None:
     procs = this_host().spawn_procs(per_host={"worker": 4})
     members = procs.spawn("counters", Counter)
     mesh = members  # mechanism: actor_mesh
@@ -365,24 +366,22 @@ async def demo_actor_mesh(report: Report, cfg: Config) -> None:
         totals = await members.take.call()
         return sum(totals.values())
 
-    async def loop() -> None:
-        for worker in range(4):
-            await members.slice(worker=worker).add.call_one(pause_s)
-
     await members.take.call()  # the first call waits until all processes have started
     rows = []
     ran_by: dict[str, int] = {}
     sends = {
-        "call_one, in a loop": loop,
+        "call_one": lambda: members.slice(worker=2).add.call_one(pause_s),
         "call": lambda: mesh.add.call(pause_s),
         "choose": lambda: mesh.add.choose(pause_s),
     }
     for adverb, send in sends.items():
-        start = time.perf_counter()
+        start = perf_counter()
         await send()
-        took_ms = (time.perf_counter() - start) * 1e3
+        took_ms = (perf_counter() - start) * 1e3
         ran_by[adverb] = await num_ran()
-        rows.append({"adverb": adverb, "members that ran": ran_by[adverb], "ms": took_ms})
+        rows.append(
+            {"adverb": adverb, "members that ran": ran_by[adverb], "ms": took_ms}
+        )
     report.table(rows)
     mesh.add.broadcast(pause_s)  # returns before any member has run
     report.check("members of 4 that ran under `call`", ran_by["call"], "==", 4)
@@ -433,7 +432,7 @@ class Owner(Actor):
     "a handle of half a kilobyte moves any number of bytes while the owner's Python is busy",
     instead="mine.copy_(await owner.as_message.call_one())",
 )
-async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
+async def demo_rdma_transfer(report: Report) -> None:
     procs = this_host().spawn_procs(per_host={"worker": 1})
     owner = procs.spawn(
         "owner",
@@ -444,13 +443,15 @@ async def demo_rdma_transfer(report: Report, cfg: Config) -> None:
     handle_bytes = len(cloudpickle.dumps(handle))
     mine = torch.zeros(32 << 20, dtype=torch.uint8)
     message_ms = await median_ms(owner.as_message.call_one)
-    pull_ms = await median_ms(functools.partial(handle.read_into, mine))
-    report.say(f"32 MiB: {message_ms:.0f} ms as a message, {pull_ms:.0f} ms by the handle")
+    pull_ms = await median_ms(partial(handle.read_into, mine))
+    report.say(
+        f"32 MiB: {message_ms:.0f} ms as a message, {pull_ms:.0f} ms by the handle"
+    )
     report.check("bytes of the handle", handle_bytes, "<", 1024)
 
     expected = await owner.as_message.call_one()
     mine.zero_()
-    busy = asyncio.ensure_future(owner.compute.call_one())
+    busy = ensure_future(owner.compute.call_one())
     await asyncio.sleep(0.2)  # now the owner is inside of `sum`
     await handle.read_into(mine)  # mechanism: rdma_transfer
     pulled_s = time.time()
@@ -475,7 +476,6 @@ class Span:
     """A stretch of work. Times are seconds since 1970: one clock for all processes of a host."""
 
     who: str  # "trainer_0"
-    what: str  # "step"
     start_s: float
     end_s: float
 
@@ -499,8 +499,9 @@ class Timeline(Actor):
 class Witness(Actor):
     @endpoint
     async def report(self) -> None:
-        timeline = await get_or_spawn_controller("timeline", Timeline)  # mechanism: controllers
-        span = Span(f"witness_{current_rank().rank}", "report", time.time(), time.time())
+        find = get_or_spawn_controller
+        timeline = await find("timeline", Timeline)  # mechanism: controllers
+        span = Span(f"witness_{current_rank().rank}", time.time(), time.time())
         await timeline.add.call_one([span])
 
 
@@ -508,7 +509,7 @@ class Witness(Actor):
     "actors that never met find one singleton by its name",
     instead='timeline = this_proc().spawn("timeline", Timeline)',
 )
-async def demo_controllers(report: Report, cfg: Config) -> None:
+async def demo_controllers(report: Report) -> None:
     procs = this_host().spawn_procs(per_host={"worker": 3})
     await procs.spawn("witnesses", Witness).report.call()
     timeline = await get_or_spawn_controller("timeline", Timeline)
@@ -568,7 +569,7 @@ class Worker(Actor):
         try:
             return method(self, *args)
         finally:
-            self.spans.append(Span(self.name, method.__name__, start_s, time.time()))
+            self.spans.append(Span(self.name, start_s, time.time()))
             if self.timeline and time.time() - self.spans[0].end_s > 0.2:
                 self.timeline.add.broadcast(self.spans)
                 self.spans = []
@@ -588,6 +589,12 @@ def cause_of(error: BaseException) -> str:
     if isinstance(error, ActorError):  # its last line says what the actor raised
         return lines[-1]
     return f"{type(error).__name__}: {lines[-1]}"
+
+
+def kill_group(leader: int) -> None:
+    """Kills a process with its children, unless it is dead already."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, SIGKILL)
 
 
 async def until_dead(pid: int) -> str:
@@ -618,7 +625,7 @@ async def until_unresponsive(
             await asyncio.wait_for(ping, unresponsive_s)  # mechanism: supervision
         except TimeoutError:
             return f"has not answered a ping for {unresponsive_s:g} s"
-        except Exception as error:  # Monarch's, of several types: the process is no more
+        except Exception as error:  # of several types: the process has ended
             return cause_of(error)
         await asyncio.sleep(0.5)
 
@@ -654,9 +661,9 @@ class Troubled(Worker):
         if self.name == "exception":
             raise ValueError("a bad request")
         if self.name == "death":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), SIGKILL)
         if self.name == "standstill":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), SIGSTOP)
         while True:
             pass
 
@@ -670,14 +677,14 @@ async def who_hears(trouble: str) -> dict[str, float]:
     start_s = time.time()
 
     async def hear(who: str, news: Awaitable[Any]) -> Any:
-        found = await asyncio.gather(news, return_exceptions=True)
+        found = await gather(news, return_exceptions=True)
         heard_s[who] = time.time() - start_s
         return found
 
     hearing = [
-        asyncio.ensure_future(hear("caller", worker.run.call_one("work"))),
-        asyncio.ensure_future(hear("pidfd", until_dead(pid))),
-        asyncio.ensure_future(hear("ping", until_unresponsive(worker, 2.0))),
+        ensure_future(hear("caller", worker.run.call_one("work"))),
+        ensure_future(hear("pidfd", until_dead(pid))),
+        ensure_future(hear("ping", until_unresponsive(worker, 2.0))),
     ]
     await asyncio.sleep(8)
     ping = hearing[-1]
@@ -688,8 +695,7 @@ async def who_hears(trouble: str) -> dict[str, float]:
     when_s = await supervisor.read.call_one()
     if when_s:
         heard_s["supervise"] = when_s - start_s
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    kill_group(pid)
     return heard_s
 
 
@@ -697,15 +703,17 @@ async def who_hears(trouble: str) -> dict[str, float]:
     "exception, death, standstill, endless work: each has its detector, and slowness is none",
     instead="await ping",
 )
-async def demo_supervision(report: Report, cfg: Config) -> None:
+async def demo_supervision(report: Report) -> None:
     troubles = ("exception", "death", "standstill", "endless")
-    found = await asyncio.gather(*[who_hears(trouble) for trouble in troubles])
+    found = await gather(*[who_hears(trouble) for trouble in troubles])
     heard = dict(zip(troubles, found))
     report.say("seconds until each observer heard of it; empty: not within 8 s")
     report.table([{"failure": trouble, **by} for trouble, by in heard.items()])
     report.check("observers of the exception", len(heard["exception"]), "==", 1)
     report.check("deaths seen by the pidfd", int("pidfd" in heard["death"]), "==", 1)
-    report.check("standstills seen by the ping", int("ping" in heard["standstill"]), "==", 1)
+    report.check(
+        "standstills seen by the ping", int("ping" in heard["standstill"]), "==", 1
+    )
     report.check("observers of endless work", len(heard["endless"]), "==", 0)
 
 
@@ -742,9 +750,9 @@ class Processes:
 
     async def kill(self) -> None:
         for pid in self.ids:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        await self.mesh.stop()  # without the kill it would wait for a stopped process for ever
+            kill_group(pid)
+        # Without the kill it would wait for a stopped process for ever.
+        await self.mesh.stop()
 
 
 class Pool:
@@ -776,16 +784,16 @@ class Pool:
         """Starts a process for the next loss, unless one is idle."""
         is_making = self.making_spare and not self.making_spare.done()
         if not self.idle and not is_making:
-            self.making_spare = asyncio.ensure_future(self._make_spare())
+            self.making_spare = ensure_future(self._make_spare())
 
     async def _make_spare(self) -> None:
-        with contextlib.suppress(SupervisionError):  # without a spare, a replacement takes longer
+        with suppress(SupervisionError):  # without a spare, a replacement takes longer
             self.idle.append(await self._start(1, imports=True))
 
     async def close(self) -> None:
         if self.making_spare:
             await asyncio.wait([self.making_spare])
-        await asyncio.gather(*[processes.kill() for processes in self.idle])
+        await gather(*[processes.kill() for processes in self.idle])
 
 
 # -- 6b. Replicas and requests ----
@@ -820,7 +828,7 @@ class Replica:
 
         detectors = self.processes.deaths()
         detectors.append(until_unresponsive(self.worker, unresponsive_s))
-        watches = [asyncio.ensure_future(watch(detector)) for detector in detectors]
+        watches = [ensure_future(watch(detector)) for detector in detectors]
         try:
             yield
         finally:
@@ -847,12 +855,14 @@ class Service:
     async def begin(self) -> list[Any]:
         """Starts all replicas, and returns what their `setup` returned."""
         for number in range(self.num_replicas):
-            self.keepers.append(asyncio.ensure_future(self._keep(number)))
+            self.keepers.append(ensure_future(self._keep(number)))
         await self.until_ready(self.num_replicas)
         return [self.replicas[number].result for number in range(self.num_replicas)]
 
     def ready(self) -> list[Replica]:
-        return [replica for replica in self.replicas.values() if not replica.lost.done()]
+        return [
+            replica for replica in self.replicas.values() if not replica.lost.done()
+        ]
 
     async def until_ready(self, num_replicas: int) -> None:
         while len(self.ready()) < num_replicas and not self.error:
@@ -878,10 +888,12 @@ class Service:
 
     async def _ask(self, replica: Replica, what: Any, *args: Any) -> Any:
         """One attempt: the answer of rank 0, ActorError or ReplicaLost."""
-        call = asyncio.ensure_future(replica.worker.run.call(what, *args))
+        call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
-            await asyncio.wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [call, replica.lost], return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             call.cancel()  # if it is not done
             del replica.in_flight[call]
@@ -890,7 +902,7 @@ class Service:
                 return next(iter(call.result().values()))
             except ActorError:
                 raise
-            except Exception as error:  # Monarch's, of several types: the process is no more
+            except Exception as error:  # of several types: the process has ended
                 replica.lose(cause_of(error))
         raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
 
@@ -909,7 +921,9 @@ class Service:
             try:
                 # Imports hold the GIL for seconds, hence the patience.
                 async with replica.watched(max(30.0, self.unresponsive_s)):
-                    replica.result = await self._ask(replica, "setup", number, *self.setup_args)
+                    replica.result = await self._ask(
+                        replica, "setup", number, *self.setup_args
+                    )
                 if loss:
                     loss.replaced_s = time.time()
                     loss = None
@@ -945,7 +959,7 @@ class Service:
         """At `close` an idle replica's processes go back to the pool. All others are killed."""
         was_ready = self.replicas.pop(number, None)
         if was_ready and not replica.in_flight and not replica.lost.done():
-            with contextlib.suppress(ActorError, ReplicaLost, TimeoutError):
+            with suppress(ActorError, ReplicaLost, TimeoutError):
                 await asyncio.wait_for(self._ask(replica, "release"), 10)
                 await replica.worker.stop()
                 self.pool.idle.append(replica.processes)
@@ -955,7 +969,7 @@ class Service:
     async def close(self) -> None:
         for keeper in self.keepers:
             keeper.cancel()
-        await asyncio.gather(*self.keepers, return_exceptions=True)
+        await gather(*self.keepers, return_exceptions=True)
 
 
 class RootWorker(Worker):
@@ -971,12 +985,12 @@ class RootWorker(Worker):
     "every request is answered once, although replicas die and stand still",
     instead="raise",
 )
-async def demo_service(report: Report, cfg: Config) -> None:
+async def demo_service(report: Report) -> None:
     """Sends 400 requests to four replicas; one is killed, one is stopped."""
     service = Service(RootWorker, 4, report.pool, unresponsive_s=2.0)
     await service.begin()
     struck_s = {}
-    for number, how in ((2, signal.SIGKILL), (3, signal.SIGSTOP)):
+    for number, how in ((2, SIGKILL), (3, SIGSTOP)):
         victim = service.replicas[number]
         struck_s[victim.name] = time.time() + number / 10
         loop = asyncio.get_running_loop()
@@ -989,7 +1003,7 @@ async def demo_service(report: Report, cfg: Config) -> None:
         except (ActorError, ReplicaLost):
             return False
 
-    num_right = sum(await asyncio.gather(*[is_right(number) for number in range(400)]))
+    num_right = sum(await gather(*[is_right(number) for number in range(400)]))
     await service.until_ready(4)
     rows = []
     for loss in service.losses:
@@ -1047,10 +1061,11 @@ class TensorSpec:
 
 
 Manifest = tuple[TensorSpec, ...]
+Weights = dict[str, "Tensor"]  # by name
 
 
 def manifest_of(
-    tensors: dict[str, Tensor],
+    tensors: Weights,
     dtype: torch.dtype | None = None,
 ) -> Manifest:
     """The layout of tensors in a slot. dtype: of floating-point tensors in the slot."""
@@ -1151,17 +1166,14 @@ def create_arena(
 ) -> tuple[ArenaHandle, Arena]:
     """An arena, which other processes can map while this one lives."""
     last = manifest[-1]
-    slot_bytes = math.ceil((last.offset + last.num_bytes) / mmap.PAGESIZE) * mmap.PAGESIZE
+    num_pages = math.ceil((last.offset + last.num_bytes) / mmap.PAGESIZE)
+    slot_bytes = num_pages * mmap.PAGESIZE
     descriptor = os.memfd_create("weights")
     os.ftruncate(descriptor, Arena.HEADER_BYTES + (num_readers + 2) * slot_bytes)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
     handle = ArenaHandle(path, manifest, slot_bytes, num_readers)
     arena = Arena(handle)
-    weakref.finalize(
-        arena,
-        os.close,
-        descriptor,
-    )  # the memory goes with its last user
+    weakref.finalize(arena, os.close, descriptor)  # the memory goes with its last user
     for word in range(Arena.LEASES + num_readers):
         arena.words[word] = Arena.NOTHING
     arena.slots.zero_()  # makes the pages now: in a publish that would cost more than the copy
@@ -1183,7 +1195,7 @@ class WeightWriter:
 
     def __init__(
         self,
-        tensors: dict[str, Tensor],
+        tensors: Weights,
         num_readers: int,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -1237,9 +1249,11 @@ class WeightReader:
         self,
         handle: ArenaHandle,
         reader: int,
-        tensors: dict[str, Tensor],
+        tensors: Weights,
     ) -> None:
-        for theirs, mine in itertools.zip_longest(handle.manifest, manifest_of(tensors)):
+        for theirs, mine in itertools.zip_longest(
+            handle.manifest, manifest_of(tensors)
+        ):
             if theirs != mine:
                 raise WeightMismatch(f"the writer has {theirs}, the reader {mine}")
         self.arena = Arena(handle)
@@ -1259,7 +1273,9 @@ class WeightReader:
             version, slot = self.arena.lease(self.reader)
         if slot != self.slot:  # the same slot has the same weights
             self.slot = slot
-            for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
+            for tensor, view in zip(
+                self.tensors.values(), self.views[slot], strict=True
+            ):
                 if tensor.is_cuda:
                     tensor.data.copy_(view)
                 else:
@@ -1270,7 +1286,7 @@ class WeightReader:
 # -- measurement ----
 
 
-def blocks(num_blocks: int) -> dict[str, Tensor]:
+def blocks(num_blocks: int) -> Weights:
     """Weights, 2 MiB in each block."""
     return {f"block{i}": torch.zeros(1 << 19) for i in range(num_blocks)}
 
@@ -1291,16 +1307,25 @@ class ReaderWorker(Worker):
         num_torn = 0
         pull_ms = []
         for _ in range(num_reads):
-            start = time.perf_counter()
+            start = perf_counter()
             numbers: set[Any] = {self.reader.pull(at_least=0)}
-            pull_ms.append((time.perf_counter() - start) * 1e3)
+            pull_ms.append((perf_counter() - start) * 1e3)
             if not keeps_lease:
-                self.reader.arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
+                lease = Arena.LEASES + self.reader.reader
+                self.reader.arena.words[lease] = Arena.NOTHING
             for tensor in self.reader.tensors.values():
                 numbers.update(extreme.item() for extreme in tensor.aminmax())
                 time.sleep(0.0005)  # a generator reads for as long as it samples
             num_torn += len(numbers) > 1
-        return num_torn, statistics.median(pull_ms)
+        return num_torn, median(pull_ms)
+
+
+def publish_filled(writer: WeightWriter, version: int) -> None:
+    """Fills the tensors with the number of the version, and publishes them."""
+    for tensor in writer.tensors.values():
+        tensor.fill_(version)
+    writer.publish(version)
+    writer.wait()
 
 
 def measure_publish(writer: WeightWriter) -> float:
@@ -1309,44 +1334,43 @@ def measure_publish(writer: WeightWriter) -> float:
     scratch = torch.ones_like(block)
     ratios = []
     for _ in range(15):
-        start = time.perf_counter()
+        start = perf_counter()
         ctypes.memmove(scratch.data_ptr(), block.data_ptr(), block.nbytes)
-        copied = time.perf_counter()
+        copied = perf_counter()
         writer.publish(0)
         writer.wait()
-        published = time.perf_counter()
+        published = perf_counter()
         ratios.append((published - copied) / (copied - start))
-    return statistics.median(ratios)
+    return median(ratios)
 
 
 @stage(
     "a generator never samples from half-updated weights, and a sync is one memory copy",
     instead="pass",
 )
-async def demo_weight_sync(report: Report, cfg: Config) -> None:
+async def demo_weight_sync(report: Report) -> None:
     torch.set_num_threads(1)
     report.say("64 MiB of weights; torn reads of 60")
     rows = []
     num_torn = {"with": 0, "without": 0}
     for num_readers, leases in ((1, "with"), (2, "without"), (2, "with"), (4, "with")):
         writer = WeightWriter(blocks(32), num_readers)
-        make_reader = functools.partial(WeightReader, writer.handle)
+        make_reader = partial(WeightReader, writer.handle)
         service = Service(ReaderWorker, num_readers, report.pool, (make_reader, 32))
         await service.begin()
         row = {"publish x memmove": measure_publish(writer)}
-        report.figure(**{f"publish_over_memmove_{num_readers}": row["publish x memmove"]})
+        report.figure(
+            **{f"publish_over_memmove_{num_readers}": row["publish x memmove"]}
+        )
         version = 0
         reads = []
         read_args = ("read", 60 // num_readers, leases == "with")
-        for replica in service.replicas.values():  # all of them, where a request goes to one
+        for replica in service.replicas.values():  # a request would go to one of them
             reads.append(replica.worker.run.call_one(*read_args))
-        reading = asyncio.gather(*reads)
+        reading = gather(*reads)
         while not reading.done():
             version += 1
-            for tensor in writer.tensors.values():
-                tensor.fill_(version)
-            writer.publish(version)
-            writer.wait()
+            publish_filled(writer, version)
             await asyncio.sleep(0)
         row["pull ms"] = max(waited for _, waited in reading.result())
         row["torn"] = sum(torn for torn, _ in reading.result())
@@ -1357,7 +1381,9 @@ async def demo_weight_sync(report: Report, cfg: Config) -> None:
     report.table(rows)
     report.check("torn reads of 60 without leases", num_torn["without"], ">", 0)
     report.check("torn reads of 180 with leases", num_torn["with"], "==", 0)
-    report.figure(torn_reads=num_torn["with"], torn_reads_without_leases=num_torn["without"])
+    report.figure(
+        torn_reads=num_torn["with"], torn_reads_without_leases=num_torn["without"]
+    )
 
 
 # == 8. RESHARD ====
@@ -1403,7 +1429,9 @@ def box_of(
 class ShardedWriter(WeightWriter):
     """One rank of a trainer of several ranks, with DTensors. All write into the same slot."""
 
-    def __init__(self, tensors: Record, num_readers: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, tensors: Record, num_readers: int, dtype: torch.dtype | None = None
+    ) -> None:
         # A group of its own: the copy runs beside the next step's collectives.
         self.group: Any = torch.distributed.new_group(backend="gloo")
         self.rank = torch.distributed.get_rank()
@@ -1455,7 +1483,7 @@ def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
 # -- measurement ----
 
 
-def example() -> dict[str, Tensor]:
+def example() -> Weights:
     """The matrix, in which no two elements are equal, and a vector that each rank has whole."""
     return {"matrix": torch.arange(1.0, 116.0).view(5, 23), "vector": torch.ones(23)}
 
@@ -1487,7 +1515,7 @@ class ShardWorker(Worker):
     "from one sharding to another, each byte that is needed is written once",
     instead="pass",
 )
-async def demo_reshard(report: Report, cfg: Config) -> None:
+async def demo_reshard(report: Report) -> None:
     setup_args = (str(report.folder / "shards"), 2)
     service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
     (handle,) = await service.begin()
@@ -1591,7 +1619,9 @@ class LetterTask(Task):
         turns = []
         for _ in range(2):
             asked = rng.choices(LETTERS, k=3 // len(self.places_on))
-            places = [LETTERS.index(letter) + n for letter in asked for n in self.places_on]
+            places = [
+                LETTERS.index(letter) + n for letter in asked for n in self.places_on
+            ]
             answer = "".join(LETTERS[place % 16] for place in places)
             turns.append(user_turn("".join(asked), answer))
         return Prompt(number, tuple(turns))
@@ -1633,7 +1663,7 @@ class Episode:
     versions: list[int] = field(default_factory=list)  # -1 where not sampled
     responses: list[str] = field(default_factory=list)  # of each turn
     truncated: list[bool] = field(default_factory=list)  # of each turn: has no end
-    rewards: list[float] = field(default_factory=list)  # of each turn, once it is scored
+    rewards: list[float] = field(default_factory=list)  # of each turn, once scored
 
     def add(self, token: int, turn: int, logprob: float, version: int) -> None:
         self.ids.append(token)
@@ -1710,7 +1740,8 @@ class Policy:
         self.max_new_tokens = cfg.max_new_tokens
         if self.max_new_tokens >= self.context:
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in parameters
         self.control_tokens = self.tokenizer.get_added_vocab()
         self.end_ids = self._end_ids()
 
@@ -1719,7 +1750,11 @@ class Policy:
         chat = [{"role": "user", "content": "a"}, RESPONSE]
         closing = self._render(chat, False).rpartition("response")[-1]
         # If a control token follows the response in the template, it ends the response.
-        ends = [end for end in self.tokenize(closing)[:1] if end in self.control_tokens.values()]
+        ends = [
+            end
+            for end in self.tokenize(closing)[:1]
+            if end in self.control_tokens.values()
+        ]
         of_model = self.model.generation_config.eos_token_id
         of_model = of_model if isinstance(of_model, list) else [of_model]
         ends += [self.tokenizer.eos_token_id, *of_model]
@@ -1755,7 +1790,9 @@ class Policy:
         # Tokenize messages that contain control tokens as plain text.
         for message in prompt.turns[turn].messages:
             content = message["content"].strip()
-            if content in text and any(token in content for token in self.control_tokens):
+            if content in text and any(
+                token in content for token in self.control_tokens
+            ):
                 of_template, _, text = text.partition(content)
                 ids += self.tokenize(of_template)
                 ids += self.tokenize(content, is_plain=True)
@@ -1846,7 +1883,9 @@ def respond(
             decoder.select(going_on)
     for episode in episodes:
         said = episode.ids[episode.turn_of.index(turn) :]
-        episode.responses.append(policy.tokenizer.decode(said, skip_special_tokens=True))
+        episode.responses.append(
+            policy.tokenizer.decode(said, skip_special_tokens=True)
+        )
         episode.truncated.append(said[-1] not in policy.end_ids)
 
 
@@ -1866,7 +1905,9 @@ def rollout(
     episodes = [Episode(prompt) for prompt in prompts for _ in range(group_size)]
     longest = policy.context - policy.max_new_tokens
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        said = {p.number: policy.prompt_ids(p, turn) for p in prompts if turn < len(p.turns)}
+        said = {
+            p.number: policy.prompt_ids(p, turn) for p in prompts if turn < len(p.turns)
+        }
         speaking = []
         for episode in episodes:
             ids = said.get(episode.prompt.number)
@@ -1926,7 +1967,9 @@ def scored(
     recomputed = []
     for episode in episodes:
         is_sampled = torch.tensor([episode.turn_of[1:]]) > 0
-        recomputed.append(token_logprobs(policy, torch.tensor([episode.ids]), is_sampled)[0])
+        recomputed.append(
+            token_logprobs(policy, torch.tensor([episode.ids]), is_sampled)[0]
+        )
         recorded.append(torch.tensor([episode.logprobs[1:]])[is_sampled])
     return torch.cat(recorded), torch.cat(recomputed)
 
@@ -1935,12 +1978,9 @@ def scored(
     "what was recorded while sampling is what the trainer recomputes",
     instead="if version is None:",
 )
-async def demo_rollout(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_rollout(report: Report) -> None:
     """Samples 64 conversations while the weights change, and recomputes them."""
-    cfg = Config(seed=cfg.seed, max_new_tokens=4)
+    cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
     task = letter_task(cfg)
     policy = Policy(cfg, torch.float32)
     prompts = [task.prompt(number) for number in range(16)]
@@ -2140,7 +2180,7 @@ class StepStats:
 
     grad_norm: float  # before it is cut to 1
     seconds: float
-    explained: float = 0.0  # share of the rewards' variance that a critic knows (section 14)
+    explained: float = 0.0  # share of the rewards' variance that a critic predicts
 
 
 class Learner:
@@ -2163,7 +2203,7 @@ class Learner:
     ) -> None:
         self.policy = policy
         self.cfg = cfg
-        self.advantages = advantages or functools.partial(advantages_of, kind=cfg.advantage)
+        self.advantages = advantages or partial(advantages_of, kind=cfg.advantage)
         self.rank = rank
         self.num_ranks = num_ranks
         self.penalty = penalty
@@ -2178,7 +2218,9 @@ class Learner:
         found = []
         for _ in range(self.cfg.passes):
             found.append(self._update(self.optimizer, self.cfg, batches, self.penalty))
-        return replace(found[0], explained=getattr(self.advantages, "explained_variance", 0.0))
+        return replace(
+            found[0], explained=getattr(self.advantages, "explained_variance", 0.0)
+        )
 
     def supervise(self, task: Task, num_steps: int) -> None:
         """Supervised warm start at twice the rate: REINFORCE on right responses, with A = 1."""
@@ -2221,7 +2263,9 @@ class Learner:
             ids = padded([row.ids for row in rows], device)
             is_sampled = padded([row.turn_of for row in rows], device)[:, 1:] > 0
             recorded = padded([row.logprobs for row in rows], device)[:, 1:][is_sampled]
-            gains = padded([advantage[row] for row in mine[start:end]], device)[:, 1:][is_sampled]
+            gains = padded([advantage[row] for row in mine[start:end]], device)[:, 1:][
+                is_sampled
+            ]
             batches.append(Batch(num_tokens, ids, is_sampled, recorded, gains))
         return batches
 
@@ -2233,19 +2277,23 @@ class Learner:
         penalty: Any,
     ) -> StepStats:
         """One update, from the gradients of all passes."""
-        start = time.perf_counter()
+        start = perf_counter()
         found = []
         for batch in batches:
             logp, entropy = token_logprobs(self.policy, batch.ids, batch.is_sampled)
             if batch.near is None:
                 batch.near = logp.detach()
-            loss = LOSSES[cfg.loss](logp, batch.recorded, batch.near, batch.advantage, cfg)
+            loss = LOSSES[cfg.loss](
+                logp, batch.recorded, batch.near, batch.advantage, cfg
+            )
             loss = loss - cfg.entropy * entropy
             if penalty:
                 loss = loss + penalty(batch, logp)
             # FSDP takes the mean of the ranks' gradients; what is wanted is their sum.
             (loss.sum() / max(batch.num_tokens, 1) * self.num_ranks).backward()
-            found.append(torch.stack([loss, entropy, k3(batch.recorded, logp)]).detach())
+            found.append(
+                torch.stack([loss, entropy, k3(batch.recorded, logp)]).detach()
+            )
         grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self.weights, 1.0)))
         if math.isfinite(grad_norm):  # else the weights stay, and the log shows it
             optimizer.step()
@@ -2256,7 +2304,7 @@ class Learner:
             batches[0].num_tokens,
             *means,
             grad_norm=grad_norm,
-            seconds=time.perf_counter() - start,
+            seconds=perf_counter() - start,
         )
 
 
@@ -2354,10 +2402,7 @@ class Known:
     "a baseline removes noise, a ratio removes the bias of staleness, a clip bounds the push",
     instead="gain = A * ratio",
 )
-async def demo_losses(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_losses(report: Report) -> None:
     """Compares 2,000 estimates of each kind with the true gradient, and pushes with each loss."""
     rng = torch.Generator().manual_seed(0)
     rewards = torch.rand(4, 16, generator=rng).square()
@@ -2382,7 +2427,9 @@ async def demo_losses(
     report.check("deviation with a baseline / without", smaller, "<", 0.8)
     straighter = ratio["degrees off"] / stale["degrees off"]
     report.check("degrees off with a ratio / without", straighter, "<", 0.9)
-    report.check("push with a clip / without", pushes["ppo"] / pushes["reinforce"], "<", 0.2)
+    report.check(
+        "push with a clip / without", pushes["ppo"] / pushes["reinforce"], "<", 0.2
+    )
 
 
 # == 11. SYNC RL ====
@@ -2399,8 +2446,12 @@ async def demo_losses(
 
 # -- 11a. The actors of a run ----
 
-Asked = list[tuple[Prompt, list[str]]]  # of a group: each episode's prompt and responses
-Rewards = list[list[float] | str]  # of each episode: those of its turns, or why there are none
+Asked = list[
+    tuple[Prompt, list[str]]
+]  # of a group: each episode's prompt and responses
+Rewards = list[
+    list[float] | str
+]  # of each episode: those of its turns, or why there are none
 
 
 def make_scorer(cfg: Config) -> Callable[[Asked], Rewards]:
@@ -2558,7 +2609,7 @@ async def in_parts(
     """Splits items, asks for the answers to all parts at once, and joins them."""
     size = math.ceil(len(items) / num_parts) if items else 1
     parts = [items[start : start + size] for start in range(0, len(items), size)]
-    answers = await asyncio.gather(*[ask(part) for part in parts])
+    answers = await gather(*[ask(part) for part in parts])
     return [found for answer in answers for found in answer]
 
 
@@ -2570,7 +2621,7 @@ class Progress:
     """
 
     rows: list[Record] = field(default_factory=list)  # of each step
-    heldout: list[Any] = field(default_factory=list)  # (version, accuracy) of each evaluation
+    heldout: list[Any] = field(default_factory=list)  # (version, accuracy) pairs
     num_drawn: int = 0  # prompts with smaller numbers have been drawn
     again: list[int] = field(default_factory=list)  # prompts to draw before others
     # Prompts with a generator, a reward worker, the buffer, or the trainer.
@@ -2604,12 +2655,14 @@ class Run:
     ) -> None:
         self.cfg = cfg
         self.pool = pool
-        service = functools.partial(Service, unresponsive_s=unresponsive_s)
+        service = partial(Service, unresponsive_s=unresponsive_s)
         meeting_file = str(folder / f"meeting_{time.monotonic_ns()}")
         self.version = len(progress.rows)  # of the trainer's weights
         args = (cfg, parts.make_learner, meeting_file, self.version)
         # A lost trainer has lost the newest weights, so it ends the run.
-        self.trainer = service(Trainer, 1, pool, args, num_ranks=cfg.trainers, replaces=False)
+        self.trainer = service(
+            Trainer, 1, pool, args, num_ranks=cfg.trainers, replaces=False
+        )
         args = (cfg, parts.make_reader)
         self.generators = service(Generator, cfg.generators, generator_pool, args)
         args = (cfg, parts.make_scorer)
@@ -2625,12 +2678,12 @@ class Run:
         self.num_fruitless = 0  # requests in a row that brought no reward
 
     async def begin(self) -> None:
-        results = await asyncio.gather(*[service.begin() for service in self.services])
+        results = await gather(*[service.begin() for service in self.services])
         (self.handle,) = results[0]
         self.pool.keep_spare()
 
     async def close(self) -> None:
-        await asyncio.gather(*[service.close() for service in self.services])
+        await gather(*[service.close() for service in self.services])
 
     def replicas(self) -> list[Replica]:
         return [replica for service in self.services for replica in service.ready()]
@@ -2657,11 +2710,13 @@ class Run:
         """Groups to train on. Prompts without rewards count as lost."""
         groups: list[Group] = []
         try:
-            seed = self.cfg.seed * 1_000_000_007  # the number of a prompt is added to it
+            seed = self.cfg.seed * 1_000_000_007  # and a prompt's number is added
             groups = await self.judged(prompts, self.cfg.group_size, seed)
         except (ReplicaLost, ActorError) as error:
             self.errors[cause_of(error)] += 1
-        self.progress.end("lost", {prompt.number for prompt in prompts} - numbers_of(groups))
+        self.progress.end(
+            "lost", {prompt.number for prompt in prompts} - numbers_of(groups)
+        )
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
         return groups
 
@@ -2682,7 +2737,7 @@ class Run:
         self.num_too_long += len(prompts) * group_size - len(episodes)
         sampled = groups_of(episodes)
         asked = [[(e.prompt, e.responses) for e in members] for members in sampled]
-        score = functools.partial(self.reward_workers.request, "score")
+        score = partial(self.reward_workers.request, "score")
         groups = []
         found = await in_parts(asked, self.cfg.reward_workers, score)
         for members, rewards in zip(sampled, found, strict=True):
@@ -2708,9 +2763,9 @@ class Run:
         row = {
             "step": version + 1,
             "time": time.time(),
-            "reward": statistics.fmean(sum(e.rewards) for e in episodes),
+            "reward": fmean(sum(e.rewards) for e in episodes),
             "staleness": version - min(group.version for group in groups),
-            "truncated": statistics.fmean(any(e.truncated) for e in episodes),
+            "truncated": fmean(any(e.truncated) for e in episodes),
             "sample": f"{asked!r} -> {first.responses[-1]!r} ({sum(first.rewards):.2f})",
             "tokens_per_s": stats.num_tokens / stats.seconds,
             "too_long": self.num_too_long,
@@ -2746,7 +2801,7 @@ def held_out_prompts(
 
 async def finished(work: Awaitable[Any]) -> Any:
     """The result of the work. If the caller is cancelled meanwhile, the work is finished first."""
-    task = asyncio.ensure_future(work)
+    task = ensure_future(work)
     try:
         await asyncio.wait([task])
     finally:
@@ -2773,25 +2828,31 @@ async def train_sync(
 
 
 def demo_config(cfg: Config) -> Config:
-    tiny = {"model": "", "task": "repeat", "dtype": "float32", "device": "cpu", "trainers": 1}
+    tiny = {
+        "model": "",
+        "task": "repeat",
+        "dtype": "float32",
+        "device": "cpu",
+        "trainers": 1,
+    }
     return replace(cfg, **tiny, max_new_tokens=4, lr=1e-3, entropy=0.01, sft_steps=60)
 
 
-async def begin_demo(
-    report: Report,
-    cfg: Config,
-) -> Run:
+async def begin_demo(report: Report) -> Run:
     """The tiny policy on `repeat`, after a warm start."""
     places = (report.pool, report.pool, report.folder)
-    run = Run(demo_config(cfg), *places, Parts(), Progress(), unresponsive_s=2.0)
+    run = Run(demo_config(report.cfg), *places, Parts(), Progress(), unresponsive_s=2.0)
     await run.begin()
     return run
 
 
 async def cpu_s(run: Run) -> float:
     """Seconds of CPU time of all workers and this process."""
-    calls = [replica.worker.run.call(lambda _: time.process_time()) for replica in run.replicas()]
-    of_ranks = [sum(answer.values()) for answer in await asyncio.gather(*calls)]
+    calls = [
+        replica.worker.run.call(lambda _: time.process_time())
+        for replica in run.replicas()
+    ]
+    of_ranks = [sum(answer.values()) for answer in await gather(*calls)]
     return sum(of_ranks) + time.process_time()
 
 
@@ -2820,21 +2881,22 @@ async def measure(
     "the loop, one thing at a time: both programs agree, and the reward rises",
     instead="version = 0",
 )
-async def demo_sync_rl(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_sync_rl(report: Report) -> None:
     """100 synchronous steps with the tiny policy."""
-    run = await begin_demo(report, cfg)
+    run = await begin_demo(report)
     before = await run.evaluate() or 0.0
     await train_sync(run, 100)
     after = await run.evaluate() or 0.0
     shown = ("step", "reward", "staleness", "loss", "k3")
-    report.table([{name: row[name] for name in shown} for row in run.progress.rows[::33]])
+    report.table(
+        [{name: row[name] for name in shown} for row in run.progress.rows[::33]]
+    )
     report.say("loss is near 0 although the policy learns: section 10 says why")
     k3_max = max(row["k3"] for row in run.progress.rows)
     report.check("largest k3 of recorded and recomputed", k3_max, "<", 1e-10)
-    report.check("largest staleness", max(row["staleness"] for row in run.progress.rows), "==", 0)
+    report.check(
+        "largest staleness", max(row["staleness"] for row in run.progress.rows), "==", 0
+    )
     report.check(f"held-out accuracy of {len(run.held_out)}", after, ">", before + 0.2)
     report.figure(heldout_before=before, heldout_after=after)
     await run.close()
@@ -2877,7 +2939,7 @@ class ReplayBuffer:
         self.bound = bound
         self.batch_size = run.cfg.prompts_per_step
         self.limit = num_batches * self.batch_size  # groups in flight
-        self.num_ahead = min(1, bound - 1)  # batches that wait at the trainer, none for K = 1
+        self.num_ahead = min(1, bound - 1)  # batches that wait at the trainer
         self.ready: list[Group] = []
         self.changed = asyncio.Condition()
 
@@ -2941,13 +3003,13 @@ async def learn(
     try:
         for version in range(first, first + num_steps):
             batch = await buffer.take(version)
-            at_trainer.append(asyncio.ensure_future(buffer.run.step(batch, waits=False)))
+            at_trainer.append(ensure_future(buffer.run.step(batch, waits=False)))
             if len(at_trainer) > buffer.num_ahead:
                 await asyncio.wait([at_trainer[0]])
                 at_trainer.popleft().result()
                 await buffer.wake()
     finally:
-        await asyncio.gather(*at_trainer)
+        await gather(*at_trainer)
         await buffer.wake()
 
 
@@ -2998,28 +3060,29 @@ async def strike(
     "two loops and a buffer: both sides work, staleness is bounded, a fault costs time only",
     instead="if False:",
 )
-async def demo_async_rl(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_async_rl(report: Report) -> None:
     """60 synchronous steps, 140 asynchronous ones, 60 under faults, 30 with a larger bound."""
-    bound = max(1, cfg.max_staleness)
-    run = await begin_demo(report, cfg)
+    bound = max(1, report.cfg.max_staleness)
+    run = await begin_demo(report)
     before = await run.evaluate() or 0.0
     sync = await measure(run, train_sync(run, 60), 60)
     together = await measure(run, train_async(run, bound, 140), 140)
     after = await run.evaluate() or 0.0
-    report.table([{"loop": "synchronous", **sync}, {"loop": "asynchronous", **together}])
+    report.table(
+        [{"loop": "synchronous", **sync}, {"loop": "asynchronous", **together}]
+    )
 
-    await asyncio.gather(
-        strike(run, run.generators, 210, signal.SIGKILL),
-        strike(run, run.reward_workers, 230, signal.SIGSTOP),
+    await gather(
+        strike(run, run.generators, 210, SIGKILL),
+        strike(run, run.reward_workers, 230, SIGSTOP),
         train_async(run, bound, 60, 2 * bound + 2),
     )
     losses = [*run.generators.losses, *run.reward_workers.losses]
     for replica in losses:
         seconds = replica.replaced_s - replica.noticed_s
-        report.say(f"{replica.name} {replica.lost.result()}; replaced in {seconds:.2f} s")
+        report.say(
+            f"{replica.name} {replica.lost.result()}; replaced in {seconds:.2f} s"
+        )
     bounded = max(row["staleness"] for row in run.progress.rows)
     await train_async(run, bound + 8, 30)
     unbounded = max(row["staleness"] for row in run.progress.rows)
@@ -3027,9 +3090,13 @@ async def demo_async_rl(
     report.table([counts])
 
     report.check("largest staleness", bounded, "<", bound + 1)
-    report.check("largest staleness with 8 more batches in flight", unbounded, ">", bound)
+    report.check(
+        "largest staleness with 8 more batches in flight", unbounded, ">", bound
+    )
     report.check("workers lost and replaced", len(losses), "==", 2)
-    report.check("groups lost or still in flight", counts["lost"] + counts["in_flight"], "==", 0)
+    report.check(
+        "groups lost or still in flight", counts["lost"] + counts["in_flight"], "==", 0
+    )
     report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
     report.figure(
         steps_per_s=together["steps/s"],
@@ -3080,9 +3147,10 @@ class WordTask(Task):
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
             asked = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
             return Prompt(number, (user_turn(asked, ", ".join(numbers)),))
-        rule = f"When I say {other}, you say {of_other}. When I say {one}, you say {of_one}."
-        shown = user_turn(f"{rule} {other}", "").messages
-        shown += ({"role": "assistant", "content": of_other}, *user_turn(one, "").messages)
+        rule = f"When I say {other}, you say {of_other}. When I say {one}, you say"
+        shown = user_turn(f"{rule} {of_one}. {other}", "").messages
+        shown += ({"role": "assistant", "content": of_other},)
+        shown += user_turn(one, "").messages
         return Prompt(number, (Turn(shown, of_one),))
 
     def grade(self, answer: str, response: str) -> float:
@@ -3092,7 +3160,8 @@ class WordTask(Task):
         right = re.findall(r"\w+", answer)
         said = re.findall(r"\w+", response.lower())
         num_right = sum(a == b for a, b in zip(right, said))
-        return num_right / max(len(right), len(said)) / 2  # something to climb while none is exact
+        # Something to climb while no response is exact.
+        return num_right / max(len(right), len(said)) / 2
 
 
 def prompt_of(number: int, record: Any, where: str) -> Prompt:
@@ -3106,8 +3175,16 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
             messages = [{"role": "user", "content": messages}]
         if not [each["role"] for each in messages if each["content"].strip()]:
             raise ValueError("it is empty")
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UsageError(f'{where}: not {{"prompt": text or messages}}: {error!r}') from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise UsageError(
+            f'{where}: not {{"prompt": text or messages}}: {error!r}'
+        ) from error
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
@@ -3136,7 +3213,9 @@ class FileTask(Task):
         wanted, final = finals
         numbers = [float(number) for number in re.findall(r"-?\d+\.?\d*", final)]
         is_number = re.fullmatch(r"-?\d+\.?\d*", wanted)
-        return float(wanted == final or bool(is_number and float(wanted) in numbers[-1:]))
+        return float(
+            wanted == final or bool(is_number and float(wanted) in numbers[-1:])
+        )
 
 
 def load_python(spec: str) -> Any:
@@ -3178,7 +3257,7 @@ class OwnTask(Task):
         return rewards[0] if len(rewards) == 1 else rewards
 
 
-@functools.cache
+@cache
 def own_task(cfg: Config) -> Task:
     """The task of --task and --reward, which each process makes once. Raises UsageError."""
     if not cfg.model:
@@ -3211,8 +3290,7 @@ class OwnProcess:
             reason = f"no reward within {self.cfg.reward_deadline:g} s"
         except BrokenExecutor:
             reason = "the process of the reward function has died"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
         self.executor.shutdown(wait=False)
         self.executor = None  # the next group gets a new process
         return [reason] * len(asked)
@@ -3226,9 +3304,11 @@ def lead_process_group() -> None:
 
     def end_with_parent() -> None:
         select.select([parent], [], [])
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(0, SIGKILL)
 
-    threading.Thread(target=end_with_parent).start()  # this process waits for it before it ends
+    threading.Thread(
+        target=end_with_parent
+    ).start()  # this process waits for it before it ends
 
 
 def score_group(cfg: Config, asked: Asked) -> Rewards:
@@ -3255,7 +3335,7 @@ def score_group(cfg: Config, asked: Asked) -> Rewards:
 async def all_of(results: list[Any]) -> list[Any]:
     # sleep(0, x) returns x: what is known already waits with the coroutines.
     waits = [r if inspect.isawaitable(r) else asyncio.sleep(0, r) for r in results]
-    return await asyncio.gather(*waits, return_exceptions=True)
+    return await gather(*waits, return_exceptions=True)
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
@@ -3268,14 +3348,20 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
         result = [0.0] * (num_turns - 1) + [result]
     rewards = [float(reward) for reward in result]
     if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
-        raise ValueError(f"not a finite reward for each of {num_turns} turns: {rewards}")
+        raise ValueError(
+            f"not a finite reward for each of {num_turns} turns: {rewards}"
+        )
     return rewards
 
 
 def place_of(error: BaseException) -> str:
     """An error in one line, with the file and the line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f"{f.filename}, line {f.lineno}: " for f in frames if f.filename != str(THIS_FILE)]
+    own = [
+        f"{f.filename}, line {f.lineno}: "
+        for f in frames
+        if f.filename != str(THIS_FILE)
+    ]
     return f"{''.join(own[-1:])}{type(error).__name__}: {error}"
 
 
@@ -3306,7 +3392,8 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.lock = open(folder / "lock", "w")  # the kernel gives it back when this process ends
+        # The kernel unlocks it when this process ends.
+        self.lock = open(folder / "lock", "w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -3343,7 +3430,9 @@ class Checkpoints:
 def progress_state(progress: Progress) -> Record:
     """Plain lists and numbers. Groups in flight are to be drawn again."""
     again = sorted(progress.in_flight | {*progress.again})
-    return asdict(replace(progress, again=again, in_flight=set(), ended=dict(progress.ended)))
+    return asdict(
+        replace(progress, again=again, in_flight=set(), ended=dict(progress.ended))
+    )
 
 
 def read_progress(path: Path) -> Progress:
@@ -3360,7 +3449,9 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     """Runs in each rank of the trainer: all gather the state, and rank 0 writes it."""
     learner = trainer.learner
     whole = dcp.StateDictOptions(full_state_dict=True)
-    weights, moments = dcp.get_state_dict(learner.policy.model, learner.optimizer, options=whole)
+    weights, moments = dcp.get_state_dict(
+        learner.policy.model, learner.optimizer, options=whole
+    )
     state = {"progress": progress, "weights": weights, "moments": moments}
     # Advantages may be learned, too: then their object has a state.
     state["advantages"] = getattr(learner.advantages, "state", dict)()
@@ -3403,8 +3494,8 @@ def restore(learner: Learner, path: str, with_moments: bool) -> None:
     model = learner.policy.model
     dcp.set_model_state_dict(model, state["weights"], options=whole)
     if with_moments:
-        of_optimizer = (model, learner.optimizer, state["moments"])
-        dcp.set_optimizer_state_dict(*of_optimizer, options=whole)  # mechanism: recovery
+        load = partial(dcp.set_optimizer_state_dict, options=whole)
+        load(model, learner.optimizer, state["moments"])  # mechanism: recovery
     if state["advantages"]:
         learned: Any = learner.advantages
         learned.load(state["advantages"])
@@ -3431,10 +3522,10 @@ async def train_saved(
             await evaluate()
 
     async with contextlib.AsyncExitStack() as stack:
-        train = functools.partial(train_sync, run)
+        train = partial(train_sync, run)
         if cfg.max_staleness:
             buffer = await stack.enter_async_context(generating(run, cfg.max_staleness))
-            train = functools.partial(learn, buffer)
+            train = partial(learn, buffer)
         try:
             for step in sorted(step for step in pauses if step > first):
                 await train(step - run.version)
@@ -3497,13 +3588,14 @@ async def train_killed(
     places = (report.pool, report.pool, report.folder)
 
     def make_run(path: str, progress: Progress) -> Run:
-        make = functools.partial(resumed_learner, make_learner, path, with_moments)
+        make = partial(resumed_learner, make_learner, path, with_moments)
         return Run(cfg, *places, Parts(make_learner=make), progress)
 
     async def work(run: Run) -> tuple[Progress, list[Tensor]]:
-        is_struck = killed_after and run.version == 0
-        striking = [strike(run, run.trainer, killed_after, signal.SIGKILL)] if is_struck else []
-        await asyncio.gather(train_saved(run, checkpoints, run.evaluate), *striking)
+        work = [train_saved(run, checkpoints, run.evaluate)]
+        if killed_after and run.version == 0:
+            work.append(strike(run, run.trainer, killed_after, SIGKILL))
+        await gather(*work)
         return run.progress, await run.trainer.request(weights_of)
 
     return await in_lives(checkpoints, make_run, work)
@@ -3513,11 +3605,17 @@ async def train_killed(
     "a run whose trainer dies goes on from a checkpoint, bit for bit, and skips no prompt",
     instead="pass",
 )
-async def demo_recovery(report: Report, cfg: Config) -> None:
+async def demo_recovery(report: Report) -> None:
     """20 synchronous steps: undisturbed; killed at random; killed, and resumed without moments."""
-    cfg = replace(demo_config(cfg), steps=20, save_every=4, max_staleness=0, eval_every=0)
+    cfg = replace(
+        demo_config(report.cfg), steps=20, save_every=4, max_staleness=0, eval_every=0
+    )
     step = random.randint(5, 18)
-    kinds = {"undisturbed": (0, True), "killed": (step, True), "killed, no moments": (step, False)}
+    kinds = {
+        "undisturbed": (0, True),
+        "killed": (step, True),
+        "killed, no moments": (step, False),
+    }
     found = {}
     for kind, (killed_after, with_moments) in kinds.items():
         found[kind] = await train_killed(report, cfg, killed_after, with_moments)
@@ -3527,7 +3625,9 @@ async def demo_recovery(report: Report, cfg: Config) -> None:
         pairs = zip(weights, others)
         difference = max(float((one - other).abs().max()) for one, other in pairs)
         row = {"trainer": kind, "groups trained": progress.ended["trained"]}
-        rows.append({**row, "last prompt": progress.num_drawn, "difference": difference})
+        rows.append(
+            {**row, "last prompt": progress.num_drawn, "difference": difference}
+        )
     report.say(f"the trainer is killed after step {step}; a checkpoint every 4 steps")
     report.table(rows)
     _, killed, forgetful = rows
@@ -3568,7 +3668,9 @@ def with_saved_flags(given: Record) -> Record:
 
 
 def save_flags(cfg: Config, folder: Path) -> None:
-    flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
+    flags = {
+        name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND
+    }
     for name in ("model", "task", "reward", "preferences"):
         is_folder = name == "model" and Path(flags[name] or "no model").is_dir()
         if is_folder or re.search(r"\.(jsonl|py:\w+)$", flags[name]):
@@ -3595,9 +3697,9 @@ async def train_own(run: Run, checkpoints: Checkpoints) -> Record:
         await evaluate_own(run, 0)
     first = run.version
     start_s = time.time()
-    telling = asyncio.ensure_future(narrate(run))
+    telling = ensure_future(narrate(run))
     try:
-        evaluate = functools.partial(evaluate_own, run, 0)
+        evaluate = partial(evaluate_own, run, 0)
         await train_saved(run, checkpoints, evaluate)
         await telling
     finally:
@@ -3621,7 +3723,8 @@ async def train_own(run: Run, checkpoints: Checkpoints) -> Record:
 async def narrate(run: Run) -> None:
     """Prints and logs each step. The log begins with the checkpoint's steps."""
     rows = run.progress.rows
-    with open(run.cfg.log or os.devnull, "w", buffering=1) as log:  # flushed at each line
+    log_path = run.cfg.log or os.devnull
+    with open(log_path, "w", buffering=1) as log:  # flushed at each line
         for row in rows:
             log.write(json.dumps(row) + "\n")
         for number in range(len(rows), run.cfg.steps):
@@ -3664,12 +3767,16 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
     groups = await run.judged(run.held_out, num_samples, seed=0) if num_samples else []
     for k in [2**power for power in range(num_samples.bit_length())]:
         chances = []  # of each prompt, by the samples that it got
-        for episodes in [group.episodes for group in groups if len(group.episodes) >= k]:
+        for episodes in [
+            group.episodes for group in groups if len(group.episodes) >= k
+        ]:
             num_wrong = sum(sum(episode.rewards) <= 0.999 for episode in episodes)
             chances.append(1 - math.comb(num_wrong, k) / math.comb(len(episodes), k))
-        found[f"pass@{k}"] = statistics.fmean(chances) if chances else None
+        found[f"pass@{k}"] = fmean(chances) if chances else None
     print(f"of {len(run.held_out)} held-out prompts:", end="")
-    print(*[f"  {name} {value:.3f}" for name, value in found.items() if value is not None])
+    print(
+        *[f"  {name} {value:.3f}" for name, value in found.items() if value is not None]
+    )
     return found
 
 
@@ -3691,7 +3798,8 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
 #     b         1          0.5                          0.86   0.36
 #     c         2     0.9  0.7                          0.90   0.20
 
-CRITIC_ALONE = 8  # steps without advantages, until V is of use; else the policy collapses
+# Steps without advantages, until V is of use; else the policy collapses.
+CRITIC_ALONE = 8
 
 
 def value_network(
@@ -3712,7 +3820,9 @@ def value_network(
     else:
         network = auto.from_config(config)
     # The head is the last layer. Its bias is 0 already.
-    *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
+    *_, head = [
+        layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)
+    ]
     torch.nn.init.zeros_(head.weight)
     return network.to(policy.device).eval()
 
@@ -3745,7 +3855,9 @@ class Critic:
     ) -> None:
         self.network = value_network(policy, cfg)
         lr = 1e-5 if cfg.model else 3e-3
-        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            self.network.parameters(), lr, weight_decay=0.0
+        )
         self.tokens_per_pass = cfg.tokens_per_pass
         self.num_calls = 0
         self.explained_variance = 0.0  # 1 - var(advantage) / var(target)
@@ -3755,7 +3867,9 @@ class Critic:
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
-        parts = torch.arange(len(ids)).split(max(1, self.tokens_per_pass // ids.shape[1]))
+        parts = torch.arange(len(ids)).split(
+            max(1, self.tokens_per_pass // ids.shape[1])
+        )
         with torch.no_grad():
             values = torch.cat([self._values(ids[rows]) for rows in parts])
         rows = zip(episodes, values.tolist())
@@ -3824,7 +3938,9 @@ def train_with_baseline(
     """
     task = letter_task(cfg)
     critic = Critic(policy, cfg)
-    learner = Learner(policy, cfg, advantages=critic if cfg.advantage == "critic" else None)
+    learner = Learner(
+        policy, cfg, advantages=critic if cfg.advantage == "critic" else None
+    )
     shares = []
     prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
     for episodes in lone_run(learner, prompts):
@@ -3837,7 +3953,7 @@ def train_with_baseline(
                 episode.prompt = episodes[0].prompt  # the batch is one group
     return {
         "baseline": cfg.advantage,
-        "right letters": statistics.fmean(shares[-1000:]),
+        "right letters": fmean(shares[-1000:]),
         "explained": critic.explained_variance,
     }
 
@@ -3846,9 +3962,9 @@ def train_with_baseline(
     "with one response per prompt, a learned value is a better baseline than the batch's mean",
     instead="pass",
 )
-async def demo_critic(report: Report, cfg: Config) -> None:
+async def demo_critic(report: Report) -> None:
     """Trains with each baseline, from 128 episodes a step."""
-    cfg = Config(seed=cfg.seed, max_new_tokens=4, lr=1e-3, steps=32, passes=2)
+    cfg = Config(seed=report.cfg.seed, max_new_tokens=4, lr=1e-3, steps=32, passes=2)
     policy = Policy(cfg, torch.float32)
     Learner(policy, cfg).supervise(letter_task(cfg), num_steps=60)
     service = Service(Worker, 2, report.pool)
@@ -3864,7 +3980,7 @@ async def demo_critic(report: Report, cfg: Config) -> None:
             lr=3e-3,
         )
         runs.append(service.request(train_with_baseline, own, policy))
-    rows = await asyncio.gather(*runs)
+    rows = await gather(*runs)
     report.table(rows)
     critic, batch, *_ = rows
     gain = critic["right letters"] / batch["right letters"]
@@ -3933,13 +4049,17 @@ class RewardModel:
         self.network = value_network(self.policy, cfg)
         self.policy.model.to("meta")  # frees its weights; only the tokenizer is used
         lr = 1e-5 if cfg.model else 1e-3
-        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            self.network.parameters(), lr, weight_decay=0.0
+        )
         self.rng = random.Random(cfg.seed)
         self.num_groups = 0
         self.known: list[Pair] = []
         for path in (Path(cfg.preferences), fresh_path):
             for prompt, texts in read_preferences(path):
-                self.known.append([episode_with(self.policy, prompt, [text]) for text in texts])
+                self.known.append(
+                    [episode_with(self.policy, prompt, [text]) for text in texts]
+                )
         for _ in range(4):
             self.learn(self.known)
 
@@ -4043,7 +4163,7 @@ def train_on_taste(
     task: TasteTask,
 ) -> Record:
     """A row of the table, from prompts that were not used for comparisons."""
-    price = functools.partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
+    price = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
     model = RewardModel(cfg, task.prefer)
     liked = []
     learned = []
@@ -4053,9 +4173,9 @@ def train_on_taste(
             rewards: Any = model([(e.prompt, e.responses) for e in group])
             for episode, reward in zip(group, rewards):
                 episode.rewards = reward
-        liked.append(statistics.fmean(task.grade("", e.responses[0]) for e in episodes))
-        learned.append(statistics.fmean(e.rewards[0] for e in episodes))
-    liked = [statistics.fmean(liked[i : i + 5]) for i in range(56)]  # of five steps
+        liked.append(fmean(task.grade("", e.responses[0]) for e in episodes))
+        learned.append(fmean(e.rewards[0] for e in episodes))
+    liked = [fmean(liked[i : i + 5]) for i in range(56)]  # of five steps
     return {
         "kl": cfg.kl,
         "ask every": cfg.ask_every,
@@ -4069,13 +4189,10 @@ def train_on_taste(
     "a policy exploits a learned reward; a price on divergence, or fresh preferences, holds it",
     instead="fresh = []",
 )
-async def demo_reward_model(
-    report: Report,
-    cfg: Config,
-) -> None:
+async def demo_reward_model(report: Report) -> None:
     """Trains three times, after the same 1,000 comparisons."""
     cfg = Config(
-        seed=cfg.seed,
+        seed=report.cfg.seed,
         steps=60,
         prompts_per_step=8,
         group_size=16,
@@ -4100,14 +4217,16 @@ async def demo_reward_model(
         replace(cfg, ask_every=2),
     ):
         runs.append(service.request(train_on_taste, own, policy, task))
-    rows = await asyncio.gather(*runs)
+    rows = await gather(*runs)
     report.table(rows)
     nothing, price, fresh = rows
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, held by nothing", fall, ">", 0.25)
     report.check("rise of the learned reward", nothing["learned, rise"], ">", 0)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
-    report.check("liked share at the end, with --ask-every", fresh["liked, end"], ">", 0.3)
+    report.check(
+        "liked share at the end, with --ask-every", fresh["liked, end"], ">", 0.3
+    )
     await service.close()
 
 
@@ -4125,7 +4244,7 @@ async def demo_reward_model(
 #
 # `--worker FOLDER` notes its address in a folder that all machines see; `--hosts FOLDER` reads it.
 
-LIFE = "MONARCH_RL_WORKER"  # in the environment of a life's processes: a folder of this life
+LIFE = "MONARCH_RL_WORKER"  # in the environment of a life's processes: its folder
 SILENCE_S = 5.0
 
 # The kernel kills this process when its parent ends; Monarch's do the same.
@@ -4178,7 +4297,7 @@ def urls_in(folder: Path) -> list[str]:
     """Where the worker hosts are that have a note there, in their present lives."""
     found = []
     for note in folder.glob("[!.]*"):
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             found.append(note.read_text())
     return found
 
@@ -4242,7 +4361,9 @@ class HostPool(Pool):
             await asyncio.sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
-        host = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[url])
+        host = monarch.actor.attach_to_workers(
+            ca="trust_all_connections", workers=[url]
+        )
         mesh = host.spawn_procs({"rank": 1})
         agent = mesh.spawn("agent", HostAgent)
         try:
@@ -4259,7 +4380,7 @@ class HostPool(Pool):
 
 # -- weights for another host ----
 
-PIECE_BYTES = 4 << 20  # pieces that are pulled at once take a third of the time of a single one
+PIECE_BYTES = 4 << 20  # pulled at once, pieces take a third of the time of a whole slot
 
 
 class Outlet(Actor):
@@ -4300,7 +4421,7 @@ def relayed_reader(
     outlet: Outlet,
     handle: ArenaHandle,
     number: int,
-    tensors: dict[str, Tensor],
+    tensors: Weights,
 ) -> WeightReader:
     """A reader of this host's copy of an arena. The first reader starts the relay."""
     note = Path(os.environ[LIFE]) / handle.path.replace("/", "_")
@@ -4312,7 +4433,9 @@ def relayed_reader(
     else:
         own_handle, arena = create_arena(handle.manifest, handle.num_readers)
         run: Any = contextvars.copy_context().run  # the thread is the same actor's
-        threading.Thread(target=run, args=(relay, outlet, handle, number, arena)).start()
+        threading.Thread(
+            target=run, args=(relay, outlet, handle, number, arena)
+        ).start()
         note.write_bytes(pickle.dumps(own_handle))
     return WeightReader(pickle.loads(note.read_bytes()), number, tensors)
 
@@ -4347,7 +4470,7 @@ def relay(
     "another host costs one copy per version, and a lost host its work in progress",
     instead="version, slot = self.arena.words[: Arena.LEASES]",
 )
-async def demo_hosts(report: Report, cfg: Config) -> None:
+async def demo_hosts(report: Report) -> None:
     """Two worker hosts on this machine, each with two readers of 8 MiB. One is killed."""
     folder = Path(tempfile.mkdtemp(dir=report.folder))
     code = WITH_PARENT + "import monarch_rl as m; m.serve_worker(*sys.argv[1:])"
@@ -4358,27 +4481,24 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
         await asyncio.sleep(0.01)
     pool = HostPool(folder, 4)
     writer = WeightWriter(blocks(4), 4)
-    make_reader = functools.partial(relayed_reader, pool.outlet, writer.handle)
+    make_reader = partial(relayed_reader, pool.outlet, writer.handle)
     service = Service(ReaderWorker, 4, pool, (make_reader, 4))
 
     async def publish() -> None:
         for version in itertools.count():
-            for tensor in writer.tensors.values():
-                tensor.fill_(version)
-            writer.publish(version)
-            writer.wait()
+            publish_filled(writer, version)
             await asyncio.sleep(0)
 
-    publishing = asyncio.ensure_future(publish())
+    publishing = ensure_future(publish())
     await service.begin()
-    read = functools.partial(service.request, "read", 100, True)
-    reading = asyncio.gather(read(), read())
+    read = partial(service.request, "read", 100, True)
+    reading = gather(read(), read())
     await asyncio.sleep(0.1)
     lost_s = time.time()
     await service.replicas[0].processes.kill()  # the whole life of its host
     found = await reading
     await service.until_ready(4)
-    found += await asyncio.gather(read(), read())
+    found += await gather(read(), read())
     moved: Tally[int] = Tally()
     while len(moved) < 100:
         await asyncio.sleep(0.1)
@@ -4386,7 +4506,9 @@ async def demo_hosts(report: Report, cfg: Config) -> None:
     publishing.cancel()
 
     back_s = max(loss.replaced_s for loss in service.losses) - lost_s
-    report.say(f"{len(moved)} versions; a host is killed, and back after {back_s:.1f} s")
+    report.say(
+        f"{len(moved)} versions; a host is killed, and back after {back_s:.1f} s"
+    )
     model_bytes = sum(tensor.nbytes for tensor in writer.tensors.values())
     report.check("torn reads of 400", sum(torn for torn, _ in found), "==", 0)
     per_host = max(moved.values()) / model_bytes / 2
@@ -4444,9 +4566,10 @@ async def record_of(run: Run, title: str, start_s: float) -> Record:
     rows = run.progress.rows
     summary = f"{sum(row['time'] > start_s for row in rows)} steps in {seconds:.1f} s"
     for loss in [loss for service in run.services for loss in service.losses]:
-        summary += f"; {loss.name} {loss.lost.result()} at {loss.noticed_s - start_s:.1f} s"
+        noticed_s = loss.noticed_s - start_s
+        summary += f"; {loss.name} {loss.lost.result()} at {noticed_s:.1f} s"
         until_s = (loss.replaced_s or time.time()) + seconds / 200  # at least one part
-        spans.append(Span(f"{loss.name} lost", "", loss.noticed_s, until_s))
+        spans.append(Span(f"{loss.name} lost", loss.noticed_s, until_s))
     spans = [span for span in spans if span.end_s > start_s]
     # 1 at those of 2000 instants at which a worker is busy. The mean of 10 is a busy share.
     busy = {span.who: torch.zeros(2000) for span in spans}
@@ -4456,19 +4579,21 @@ async def record_of(run: Run, title: str, start_s: float) -> Record:
     lanes = {who: busy[who].view(200, 10).mean(1).tolist() for who in sorted(busy)}
     for name in ("reward", "staleness"):
         lanes[name] = [row[name] for row in rows if math.isfinite(row[name])]
-    lanes["held-out accuracy"] = [found for _, found in run.progress.heldout if found is not None]
+    lanes["held-out accuracy"] = [
+        found for _, found in run.progress.heldout if found is not None
+    ]
     return {"title": title, "seconds": seconds, "summary": summary, "lanes": lanes}
 
 
-async def sweep(report: Report, cfg: Config) -> list[Record]:
+async def sweep(report: Report) -> list[Record]:
     """Runs from the same weights, at four bounds. In each of them a generator is killed."""
     records = []
     for bound in (0, 1, 2, 4):
-        run = await begin_demo(report, cfg)
+        run = await begin_demo(report)
         await run.evaluate()
         start_s = time.time()
         training = train_async(run, bound, 60) if bound else train_sync(run, 60)
-        await asyncio.gather(training, strike(run, run.generators, 40, signal.SIGKILL))
+        await gather(training, strike(run, run.generators, 40, SIGKILL))
         await run.evaluate()
         records.append(await record_of(run, f"K = {bound}", start_s))
         await run.close()
@@ -4478,9 +4603,13 @@ async def sweep(report: Report, cfg: Config) -> list[Record]:
 def picture(name: str, run: Record, runs: list[Record]) -> str:
     """A lane of a run, as HTML. All runs have the same scales."""
     values = run["lanes"][name]
-    scale = [0.0, 1.0, *[value for other in runs for value in other["lanes"].get(name, [])]]
+    scale = [
+        0.0,
+        1.0,
+        *[value for other in runs for value in other["lanes"].get(name, [])],
+    ]
     width = run["seconds"] / max(other["seconds"] for other in runs)
-    text = f"{name}: mean {statistics.fmean(values):.3g}, {min(values):.3g} to {max(values):.3g}"
+    text = f"{name}: mean {fmean(values):.3g}, {min(values):.3g} to {max(values):.3g}"
     steps = "".join(f"V{-value:.3f}h1" for value in values)  # y points downwards
     return f"""<p>{text}<svg role="img" aria-label="{text}" width="{width:.1%}"
         viewBox="0 {-max(scale)} {len(values)} {max(scale) - min(scale)}"
@@ -4498,7 +4627,10 @@ def write_page(path: str, stages: list[Record], runs: list[Record]) -> None:
     rows = []
     for stage in stages:
         rows.append([stage["name"], STAGES[stage["name"]].claim])
-        rows += [["ok" if check["ok"] else "FAIL", check["what"]] for check in stage["checks"]]
+        rows += [
+            ["ok" if check["ok"] else "FAIL", check["what"]]
+            for check in stage["checks"]
+        ]
     page += tabulate(rows, tablefmt="html")
     Path(path).write_text(page, encoding="utf-8")
 
@@ -4515,11 +4647,14 @@ ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
 def read_flags(argv: list[str] | None) -> Config:
     """Raises UsageError, and ArgumentError of argparse."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    _, _, source = THIS_FILE.read_text().partition("class Config")
+    texts = dict(re.findall(r"(\w+): .*  # (.*)", source.partition("@dataclass")[0]))
     for each in fields(Config):
         options: Any = {"action": "store_true"}
         if not isinstance(each.default, bool):
-            options = {"type": type(each.default), "choices": each.metadata["choices"]}
-        text = f"{each.metadata['help']} ({each.default})"
+            choices = get_args(get_type_hints(Config)[each.name]) or None
+            options = {"type": type(each.default), "choices": choices}
+        text = f"{texts[each.name]} ({each.default})".replace("%", "%%")
         name = "--" + each.name.replace("_", "-")
         parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
     known, unknown = parser.parse_known_args(argv)
@@ -4539,7 +4674,7 @@ def own_learner(
     reference = copy.deepcopy(policy) if cfg.kl else None
     if cfg.trainers > 1:
         shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
-    penalty = functools.partial(divergence, reference, cfg.kl) if reference else None
+    penalty = partial(divergence, reference, cfg.kl) if reference else None
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = Learner(policy, cfg, rank, cfg.trainers, critic, penalty)
     is_copy = Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
@@ -4573,18 +4708,46 @@ def own_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
     task: Any = own_task(cfg)
     prefer = getattr(task.task, "prefer", None) if cfg.ask_every else None
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
-        raise UsageError("--ask-every needs a task with a method prefer, and prompts of one turn")
+        raise UsageError(
+            "--ask-every needs a task with a method prefer, and prompts of one turn"
+        )
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
     # Whether the policy exploits the model shows on held-out prompts, which the task scores.
     return lambda asked: (by_task if asked[0][0].is_held_out else model)(asked)
 
 
-async def run_own(cfg: Config, report: Report) -> Record:
+async def use(checkpoints: Checkpoints, run: Run) -> Record:
+    """What the command does with a run."""
+    cfg = run.cfg
+    start_s = time.time()
+    model = checkpoints.folder / "model"
+    if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
+        await run.trainer.request(export, f"{model}.new")
+        os.replace(f"{model}.new", model)
+    found = await train_own(run, checkpoints) if cfg.train else {}
+    if cfg.evaluate:
+        found["evaluation"] = await evaluate_own(run, cfg.evaluate)
+    if cfg.export:
+        await run.trainer.request(export, cfg.export)
+    for error, times in run.errors.items():
+        print(f"not scored {times} times: {error}")
+    if cfg.report:
+        record = await record_of(run, f"K = {cfg.max_staleness}", start_s)
+        write_page(cfg.report, [], [record])
+    return found
+
+
+async def run_own(report: Report) -> Record:
     """--train, --evaluate and --export, in this order. Returns the figures that --json writes."""
-    checkpoints = Checkpoints(Path(cfg.checkpoint) if cfg.checkpoint else report.folder / "run")
+    cfg = report.cfg
+    checkpoints = Checkpoints(
+        Path(cfg.checkpoint) if cfg.checkpoint else report.folder / "run"
+    )
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
-    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
+    device = cfg.device or (
+        "cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu"
+    )
     num_tokens = cfg.max_new_tokens or own_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
@@ -4592,36 +4755,20 @@ async def run_own(cfg: Config, report: Report) -> Record:
     make_reader: Callable[..., WeightReader] = WeightReader
     if cfg.hosts:
         generator_pool = HostPool(Path(cfg.hosts), cfg.generators)
-        make_reader = functools.partial(relayed_reader, generator_pool.outlet)
+        make_reader = partial(relayed_reader, generator_pool.outlet)
 
     def make_run(path: str, progress: Progress) -> Run:
-        make = functools.partial(resumed_learner, own_learner, path, True)
-        score = functools.partial(own_scorer, folder=checkpoints.folder.resolve())
+        make = partial(resumed_learner, own_learner, path, True)
+        score = partial(own_scorer, folder=checkpoints.folder.resolve())
         parts = Parts(own_task, make, make_reader, score)
         return Run(cfg, report.pool, generator_pool, report.folder, parts, progress)
 
-    async def work(run: Run) -> Record:
-        start_s = time.time()
-        model = checkpoints.folder / "model"
-        if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
-            await run.trainer.request(export, f"{model}.new")
-            os.replace(f"{model}.new", model)
-        found = await train_own(run, checkpoints) if cfg.train else {}
-        if cfg.evaluate:
-            found["evaluation"] = await evaluate_own(run, cfg.evaluate)
-        if cfg.export:
-            await run.trainer.request(export, cfg.export)
-        for error, times in run.errors.items():
-            print(f"not scored {times} times: {error}")
-        if cfg.report:
-            write_page(cfg.report, [], [await record_of(run, f"K = {cfg.max_staleness}", start_s)])
-        return found
-
-    return await in_lives(checkpoints, make_run, work)
+    return await in_lives(checkpoints, make_run, partial(use, checkpoints))
 
 
-async def run_stages(cfg: Config, report: Report) -> Record:
+async def run_stages(report: Report) -> Record:
     """Runs the stages that were asked for. An exception counts as a check that has failed."""
+    cfg = report.cfg
     names = [*STAGES]
     names = names[: names.index(cfg.stage) + 1] if cfg.stage else names
     for stage in [STAGES[name] for name in ([cfg.only] if cfg.only else names)]:
@@ -4630,7 +4777,7 @@ async def run_stages(cfg: Config, report: Report) -> Record:
         report.stages.append(found)
         start = time.monotonic()
         try:
-            await stage.demo(report, cfg)
+            await stage.demo(report)
         except Exception as error:
             traceback.print_exc()
             report.check(f"errors that ended the stage ({cause_of(error)})", 1, "==", 0)
@@ -4639,10 +4786,12 @@ async def run_stages(cfg: Config, report: Report) -> Record:
         report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
         report.say(f"{len(found['checks'])} checks, {found['seconds']:.1f} s")
     if cfg.report:
-        write_page(cfg.report, report.stages, await sweep(report, cfg))
+        write_page(cfg.report, report.stages, await sweep(report))
     num_checks = sum(len(found["checks"]) for found in report.stages)
     seconds = sum(found["seconds"] for found in report.stages)
-    print(f"\n{num_checks} checks, {seconds:.0f} s; stages that failed: {report.failed()}")
+    print(
+        f"\n{num_checks} checks, {seconds:.0f} s; stages that failed: {report.failed()}"
+    )
     return {}
 
 
@@ -4652,20 +4801,26 @@ def checked(cfg: Config) -> Config:
         if isinstance(each.default, (int, float)):
             may_be_0 = each.default < 1 or each.name == "max_staleness"
             if not (0 if may_be_0 else 1e-3) <= getattr(cfg, each.name) < math.inf:
-                raise UsageError(f"--{each.name.replace('_', '-')} is too small, or not finite")
+                raise UsageError(
+                    f"--{each.name.replace('_', '-')} is too small, or not finite"
+                )
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     is_learned = cfg.reward == "model"
     is_read = cfg.checkpoint and not cfg.train and (cfg.evaluate or cfg.export)
-    outputs = [Path(name).resolve().parent for name in (cfg.log, cfg.json, cfg.report) if name]
+    outputs = [
+        Path(name).resolve().parent for name in (cfg.log, cfg.json, cfg.report) if name
+    ]
     inputs = [cfg.preferences, cfg.hosts, cfg.worker, cfg.model if is_path else ""]
     inputs += [cfg.task] if cfg.task.endswith(".jsonl") else []
     mistakes = {
         "--group-size 2 or more, for this --advantage": cfg.group_size < 2
         and cfg.advantage not in ("none", "critic"),
-        "--advantage critic needs --trainers 1": cfg.advantage == "critic" and cfg.trainers > 1,
+        "--advantage critic needs --trainers 1": cfg.advantage == "critic"
+        and cfg.trainers > 1,
         "--prompts-per-step: less than --trainers": cfg.prompts_per_step < cfg.trainers,
         "--trainers 2 or more run on CPUs": cfg.device == "cuda" and cfg.trainers > 1,
-        "--reward model needs --reward-workers 1": is_learned and cfg.reward_workers > 1,
+        "--reward model needs --reward-workers 1": is_learned
+        and cfg.reward_workers > 1,
         "--reward model needs --preferences or --ask-every": is_learned
         and not (cfg.preferences or cfg.ask_every),
         "--task and --reward of your own need a --model": not cfg.model
@@ -4696,9 +4851,9 @@ async def run_command(cfg: Config) -> int:
     pool = Pool()
     try:
         with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
-            report = Report(Path(folder), pool)
+            report = Report(cfg, Path(folder), pool)
             is_own = cfg.train or cfg.evaluate or cfg.export
-            train = await (run_own(cfg, report) if is_own else run_stages(cfg, report))
+            train = await (run_own(report) if is_own else run_stages(report))
     except asyncio.CancelledError:
         print(f"ended by {signal.Signals(received[0]).name}")
         return 128 + received[0]
@@ -4723,7 +4878,8 @@ def main(argv: list[str] | None = None) -> int:
             name, _, value = setting.partition("=")
             os.environ.setdefault(name, value)
         paths = [str(THIS_FILE.parent), os.environ.get("PYTHONPATH", "")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths).strip(os.pathsep)  # for workers
+        # Workers import this file.
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths).strip(os.pathsep)
         if cfg.worker:
             serve_worker(cfg.worker, own_url())
         if cfg.hosts:
