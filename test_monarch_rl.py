@@ -1212,6 +1212,9 @@ class FakeServices:
         self.trainer = asyncio.Lock()  # it makes one step after the other
         self.prompts: list[Any] = []  # of the groups that were trained on
 
+    def ready(self) -> list[Any]:
+        return [self]
+
     async def request(self, method: str, *args: Any) -> Any:
         return await getattr(self, method)(*args)
 
@@ -1347,14 +1350,14 @@ def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
 
 
 def test_a_run_that_earns_nothing_ends() -> None:
-    class Dead:
+    class Dead(FakeServices):
         async def request(self, *_: Any) -> Any:
             raise m.ReplicaLost("generator_0 has died")
 
     for loop in (lambda run: m.train_async(run, 2, 5), lambda run: m.train_sync(run, 5)):
 
         async def train(loop: Any = loop) -> None:
-            await asyncio.wait_for(loop(run_of(m, CFG, Dead())), 60)
+            await asyncio.wait_for(loop(run_of(m, CFG, Dead(m, 0, False))), 60)
 
         with pytest.raises(m.RunError, match="generator_0 has died"):
             asyncio.run(train())
