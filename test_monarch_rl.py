@@ -2489,10 +2489,10 @@ def record(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, Any]:
     """Of a run that began 10 s ago."""
     start_s = time.time() - 10
     spans = [
-        m.Span("trainer_0", "step", start_s - 50, start_s - 40),
-        m.Span("trainer_0", "step", start_s + 1, start_s + 3),
-        m.Span("trainer_0", "step", start_s + 2, start_s + 6),
-        m.Span("generator_0", "rollout", start_s - 5, start_s + 2.5),
+        m.Span("trainer_0", start_s - 50, start_s - 40),
+        m.Span("trainer_0", start_s + 1, start_s + 3),
+        m.Span("trainer_0", start_s + 2, start_s + 6),
+        m.Span("generator_0", start_s - 5, start_s + 2.5),
     ]
 
     async def answer_spans() -> list[m.Span]:
