@@ -76,6 +76,8 @@ import tempfile
 import threading
 import time
 import traceback
+import unicodedata
+import urllib.request
 import warnings
 import weakref
 import zipfile
@@ -98,7 +100,7 @@ import cloudpickle
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import Actor, ActorError, MeshFailure, ProcMesh
+from monarch.actor import Actor, ActorError, ProcMesh
 from monarch.actor import concurrent_endpoint, current_rank, endpoint
 from monarch.actor import get_or_spawn_controller, this_host, this_proc
 from monarch.rdma import RDMABuffer
@@ -360,34 +362,24 @@ async def demo_actor_mesh(report: Report) -> None:
     procs = this_host().spawn_procs(per_host={"worker": 4})
     members = procs.spawn("counters", Counter)
     mesh = members  # mechanism: actor_mesh
-    pause_s = 0.1
 
     async def num_ran() -> int:
+        """Of the members, since the last question, which waits behind their calls."""
         totals = await members.take.call()
         return sum(totals.values())
 
-    await members.take.call()  # the first call waits until all processes have started
-    rows = []
-    ran_by: dict[str, int] = {}
-    sends = {
-        "call_one": lambda: members.slice(worker=2).add.call_one(pause_s),
-        "call": lambda: mesh.add.call(pause_s),
-        "choose": lambda: mesh.add.choose(pause_s),
-    }
-    for adverb, send in sends.items():
-        start = perf_counter()
-        await send()
-        took_ms = (perf_counter() - start) * 1e3
-        ran_by[adverb] = await num_ran()
-        rows.append(
-            {"adverb": adverb, "members that ran": ran_by[adverb], "ms": took_ms}
-        )
-    report.table(rows)
-    mesh.add.broadcast(pause_s)  # returns before any member has run
-    report.check("members of 4 that ran under `call`", ran_by["call"], "==", 4)
-    report.check("members of 4 that ran under `choose`", ran_by["choose"], "==", 1)
-    # This question waits in each mailbox behind the broadcast.
+    await num_ran()  # the first call waits until all processes have started
+    await mesh.add.call()
+    report.check("members of 4 that ran under `call`", await num_ran(), "==", 4)
+    await mesh.add.choose()
+    report.check("members of 4 that ran under `choose`", await num_ran(), "==", 1)
+    mesh.add.broadcast()  # returns before any member has run
     report.check("members of 4 that ran under `broadcast`", await num_ran(), "==", 4)
+    in_turn_ms = await median_ms(partial(members.slice(worker=2).add.call_one, 0.1))
+    at_once_ms = await median_ms(partial(members.add.call, 0.1))
+    report.say(
+        f"100 ms of work: {in_turn_ms:.0f} ms for one member, {at_once_ms:.0f} for 4"
+    )
     await procs.stop()
 
 
@@ -534,7 +526,7 @@ async def demo_controllers(report: Report) -> None:
 #   holds the GIL for longer than `unresponsive_s`: 30 s, or 2 s in demos that stop a process.
 #
 # Monarch supervises, too: it polls every 2 s, waits 5 s for an answer (ENVIRONMENT, at the end of
-# the file), and calls `__supervise__` of the actor that spawned the process.
+# the file), fails waiting calls, and calls `__supervise__` of the actor that spawned the process.
 
 
 class Worker(Actor):
@@ -633,28 +625,6 @@ async def until_unresponsive(
 # -- measurement ----
 
 
-class Supervisor(Actor):
-    """Owns a process, and records when Monarch reports its failure."""
-
-    def __init__(self) -> None:
-        self.heard_s = 0.0
-
-    @endpoint
-    async def start(self, trouble: str) -> Any:
-        procs = this_host().spawn_procs(name=trouble)
-        return procs.spawn(trouble, Troubled, trouble)
-
-    async def __supervise__(self, failure: MeshFailure) -> bool:
-        """True: the failure ends here. Monarch needs an `async def`."""
-        self.heard_s = self.heard_s or time.time()
-        return True
-
-    @endpoint
-    async def read(self) -> float:
-        """When it heard of the failure; 0: never."""
-        return self.heard_s
-
-
 class Troubled(Worker):
     def work(self) -> None:
         """Fails as the name of the worker says."""
@@ -670,8 +640,8 @@ class Troubled(Worker):
 
 async def who_hears(trouble: str) -> dict[str, float]:
     """Makes a worker fail. Returns the seconds until each observer heard of it."""
-    supervisor = this_proc().spawn(f"supervisor_{trouble}", Supervisor)
-    worker = await supervisor.start.call_one(trouble)
+    procs = this_host().spawn_procs(name=trouble)
+    worker = procs.spawn(trouble, Troubled, trouble)
     pid = await worker.ping.call_one()
     heard_s: dict[str, float] = {}
     start_s = time.time()
@@ -692,9 +662,6 @@ async def who_hears(trouble: str) -> dict[str, float]:
         del heard_s["ping"]
     for task in hearing:
         task.cancel()
-    when_s = await supervisor.read.call_one()
-    if when_s:
-        heard_s["supervise"] = when_s - start_s
     kill_group(pid)
     return heard_s
 
@@ -1549,8 +1516,7 @@ async def demo_reshard(report: Report) -> None:
 # Rule. Record while sampling, and reconstruct nothing afterwards. For each sampled token:
 #     its id               later turns continue the exact ids; text is for people
 #     its log-probability  in fp32, under the distribution that it was drawn from
-#     its version          of the weights; new weights mean a new cache
-# Cost. Two more numbers per token. A new cache is one pass over what has been said.
+# Cost. One more number per token.
 #
 # -- 9a. Tasks and prompts ----
 
@@ -1657,24 +1623,24 @@ class Episode:
     """One conversation, token by token, in plain lists, which travel in messages."""
 
     prompt: Prompt
+    version: int = 0  # of the weights that sampled it
     ids: list[int] = field(default_factory=list)
     turn_of: list[int] = field(default_factory=list)  # from 1; 0: not sampled
     logprobs: list[float] = field(default_factory=list)  # 0.0 where not sampled
-    versions: list[int] = field(default_factory=list)  # -1 where not sampled
     responses: list[str] = field(default_factory=list)  # of each turn
     truncated: list[bool] = field(default_factory=list)  # of each turn: has no end
     rewards: list[float] = field(default_factory=list)  # of each turn, once scored
 
-    def add(self, token: int, turn: int, logprob: float, version: int) -> None:
+    def add(self, token: int, turn: int, logprob: float) -> None:
         self.ids.append(token)
         self.turn_of.append(turn)
         self.logprobs.append(logprob)
-        self.versions.append(version)
 
     def add_prompt(self, ids: list[int]) -> None:
-        """Appends tokens that were not sampled."""
-        for token in ids:
-            self.add(token, 0, 0.0, -1)
+        """Appends tokens that were not sampled; but not again the end of a response."""
+        has_end = self.ids[-1:] == ids[:1] and not any(self.truncated[-1:])
+        for token in ids[has_end:]:
+            self.add(token, 0, 0.0)
 
 
 # -- 9c. The policy ----
@@ -1707,15 +1673,25 @@ def tiny_policy(seed: int) -> tuple[Any, Any]:
 
 
 def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """(tokenizer, model) of a folder or hub id, or a UsageError."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    if not tokenizer.chat_template:
-        raise UsageError(f"--model {name}: its tokenizer has no chat template")
+    """(tokenizer, model) of a folder or hub id. Raises UsageError if anything is missing."""
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    model, loaded = load(name, dtype=dtype, output_loading_info=True)
-    lacking = [*loaded["missing_keys"], *loaded["mismatched_keys"]]
-    if lacking:
-        raise UsageError(f"--model {name}: weights are missing: {lacking[:3]}")
+    how = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model, loaded = load(name, **how)
+    except Exception as error:  # of many types
+        raise UsageError(f"--model {name}: {cause_of(error)}") from error
+    wrong = {kind: [*loaded[kind]] for kind in sorted(loaded) if kind.endswith("_keys")}
+    weights = model.named_parameters()
+    wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
+    num_known = model.get_input_embeddings().num_embeddings
+    vocabulary = tokenizer.get_vocab().items()
+    wrong["without an embedding"] = [word for word, i in vocabulary if i >= num_known]
+    if not tokenizer.chat_template:
+        wrong["without a chat template"] = ["the tokenizer"]
+    for kind, names in wrong.items():
+        if names:
+            raise UsageError(f"--model {name}: {kind}: {names[:3]}")
     return tokenizer, model
 
 
@@ -1747,8 +1723,10 @@ class Policy:
 
     def _end_ids(self) -> list[int]:
         """The ends of a response: by the template, the tokenizer, and the model."""
-        chat = [{"role": "user", "content": "a"}, RESPONSE]
-        closing = self._render(chat, False).rpartition("response")[-1]
+        chat = [{"role": "user", "content": "question"}, RESPONSE]
+        shown, _, closing = self._render(chat, False).rpartition("response")
+        if "question" not in shown:
+            raise UsageError("the chat template leaves out or changes what is said")
         # If a control token follows the response in the template, it ends the response.
         ends = [
             end
@@ -1764,9 +1742,11 @@ class Policy:
         return ends
 
     def _render(self, messages: Any, add_generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self.tokenizer.apply_chat_template(messages, **how)
+        except Exception as error:  # the template raises what it likes
+            raise UsageError(f"the chat template: {error}") from error
 
     def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
         how = {"add_special_tokens": False, "split_special_tokens": is_plain}
@@ -1782,21 +1762,31 @@ class Policy:
         for past in prompt.turns[:turn]:
             earlier += [*past.messages, RESPONSE]
         before = self._render(earlier[:-1], True) + "response" if turn > 0 else ""
-        whole = self._render([*earlier, *prompt.turns[turn].messages], True)
+        messages = prompt.turns[turn].messages
+        whole = self._render([*earlier, *messages], True)
         if not whole.startswith(before):
             raise UsageError("this chat template rewrites earlier turns: use one turn")
         text = whole[len(before) :]
+        contents = [message["content"] for message in messages]
+        if not any(token in "".join(contents) for token in self.control_tokens):
+            return self.tokenize(text)
+        # Control tokens in what people say are plain text. Placeholders show where it is.
+        places = [f"placeholder{number}." for number in range(len(messages))]
+        pairs = zip(messages, places)
+        new = [{**message, "content": place} for message, place in pairs]
+        marked = self._render([*earlier, *new], True)[len(before) :]
         ids = []
-        # Tokenize messages that contain control tokens as plain text.
-        for message in prompt.turns[turn].messages:
-            content = message["content"].strip()
-            if content in text and any(
-                token in content for token in self.control_tokens
-            ):
-                of_template, _, text = text.partition(content)
-                ids += self.tokenize(of_template)
-                ids += self.tokenize(content, is_plain=True)
-        return ids + self.tokenize(text)
+        rebuilt = ""
+        for content, place in zip(contents, places):
+            of_template, _, marked = marked.partition(place)
+            content = content if content in text else content.strip()
+            ids += self.tokenize(of_template) + self.tokenize(content, is_plain=True)
+            rebuilt += of_template + content
+        if rebuilt + marked != text:
+            raise UsageError(
+                "this chat template changes texts that have control tokens"
+            )
+        return ids + self.tokenize(marked)
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Logits of ids [B, T], at the positions in `logits_to_keep`."""
@@ -1843,7 +1833,8 @@ class Decoder:
 
     def draw(self, rng: torch.Generator | None) -> Iterator[Any]:
         """For each row a token and its log-probability. rng None: the likeliest token."""
-        logp = (self.logits.float() / self.policy.temperature).log_softmax(-1)
+        logits = self.logits.float()  # mechanism: rollout
+        logp = (logits / self.policy.temperature).log_softmax(-1)
         if rng is None:
             token = logp.argmax(-1, keepdim=True)
         else:
@@ -1856,24 +1847,19 @@ def respond(
     episodes: list[Episode],
     turn: int,
     rng: torch.Generator | None,
-    pull: Callable[[], int],
 ) -> None:
     """Samples a response for each episode, in one batch; a row that has ended leaves it.
 
-    turn: its number, from 1. pull: makes the weights the newest, and returns their version.
+    turn: its number, from 1.
     """
     rows = episodes
-    version = None
-    for _ in range(policy.max_new_tokens):
-        newest = pull()
-        if newest != version:  # mechanism: rollout
-            decoder = Decoder(policy, [episode.ids for episode in rows])
-            version = newest
-        else:
+    decoder = Decoder(policy, [episode.ids for episode in rows])
+    for number in range(policy.max_new_tokens):
+        if number > 0:
             decoder.append([episode.ids[-1:] for episode in rows])
         going_on = []
         for place, (token, logprob) in enumerate(decoder.draw(rng)):
-            rows[place].add(token, turn, logprob, newest)
+            rows[place].add(token, turn, logprob)
             if token not in policy.end_ids:
                 going_on.append(place)
         if not going_on:
@@ -1895,14 +1881,16 @@ def rollout(
     prompts: list[Prompt],
     group_size: int,
     seed: int | None,
-    pull: Callable[[], int],
+    version: int = 0,
 ) -> list[Episode]:
     """Samples each conversation group_size times, if it fits into the context.
 
     seed None: with the likeliest tokens.
     """
     rng = None if seed is None else torch.Generator(policy.device).manual_seed(seed)
-    episodes = [Episode(prompt) for prompt in prompts for _ in range(group_size)]
+    episodes = [
+        Episode(prompt, version) for prompt in prompts for _ in range(group_size)
+    ]
     longest = policy.context - policy.max_new_tokens
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
         said = {
@@ -1913,13 +1901,11 @@ def rollout(
             ids = said.get(episode.prompt.number)
             if ids is None or len(episode.responses) < turn:
                 continue  # finished, or too long
-            if turn > 0 and episode.ids[-1] == ids[0]:
-                ids = ids[1:]  # the end has been sampled already
             episode.add_prompt(ids)
             if len(episode.ids) <= longest:
                 speaking.append(episode)
         if speaking:
-            respond(policy, speaking, turn + 1, rng, pull)
+            respond(policy, speaking, turn + 1, rng)
     return [e for e in episodes if len(e.responses) == len(e.prompt.turns)]
 
 
@@ -1976,33 +1962,19 @@ def scored(
 
 @stage(
     "what was recorded while sampling is what the trainer recomputes",
-    instead="if version is None:",
+    instead="logits = self.logits.bfloat16()",
 )
 async def demo_rollout(report: Report) -> None:
-    """Samples 64 conversations while the weights change, and recomputes them."""
+    """Samples 64 conversations, and recomputes them."""
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
     task = letter_task(cfg)
     policy = Policy(cfg, torch.float32)
     prompts = [task.prompt(number) for number in range(16)]
-    start = policy.model.state_dict()
-    weights = [{name: p + 0.1 * v for name, p in start.items()} for v in range(2)]
-    versions = itertools.cycle([0, 1, 1, 0])
-
-    def pull() -> int:
-        """Brings new weights in the middle of each response."""
-        version = next(versions)
-        policy.model.load_state_dict(weights[version])
-        return version
-
-    episodes = rollout(policy, prompts, 4, seed=0, pull=pull)
-    sampled_with = torch.tensor([v for e in episodes for v in e.versions if v >= 0])
-    found = []
-    # Each token is compared under the weights of its version.
-    for version in range(2):
-        policy.model.load_state_dict(weights[version])
-        found.append(k3(*scored(policy, episodes))[sampled_with == version])
-    exact = float(torch.cat(found).mean())
+    recorded, recomputed = scored(policy, rollout(policy, prompts, 4, seed=0))
+    exact = float(k3(recorded, recomputed).mean())
+    rounded = float(k3(recorded.bfloat16(), recomputed).mean())
     report.check("k3 of recorded and recomputed", exact, "<", 1e-10)
+    report.check("the same, if recorded in bfloat16", rounded, ">", 1e-10)
     report.figure(k3=exact)
 
 
@@ -2337,10 +2309,9 @@ def episode_with(
     episode = Episode(prompt, responses=responses)
     for turn, response in enumerate(responses):
         ids = policy.prompt_ids(prompt, turn)
-        # Later prompts begin with the end token that the response already has.
-        episode.add_prompt(ids[1:] if turn > 0 else ids)
+        episode.add_prompt(ids)
         for token in policy.tokenize(response, is_plain=True) + policy.end_ids[:1]:
-            episode.add(token, turn + 1, 0.0, -1)
+            episode.add(token, turn + 1, 0.0)
     return episode
 
 
@@ -2535,7 +2506,7 @@ class Generator(Worker):
             weights = dict(self.policy.model.named_parameters())
             self.reader = self.make_reader(handle, self.number, weights)
         version = self.reader.pull(at_least)  # mechanism: sync_rl
-        return rollout(self.policy, prompts, group_size, seed, lambda: version)
+        return rollout(self.policy, prompts, group_size, seed, version)
 
 
 class RewardWorker(Worker):
@@ -2589,8 +2560,7 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest version of any token."""
-        return min(v for episode in self.episodes for v in episode.versions if v >= 0)
+        return self.episodes[0].version
 
 
 def numbers_of(groups: list[Group]) -> set[int]:
@@ -2713,12 +2683,17 @@ class Run:
             seed = self.cfg.seed * 1_000_000_007  # and a prompt's number is added
             groups = await self.judged(prompts, self.cfg.group_size, seed)
         except (ReplicaLost, ActorError) as error:
-            self.errors[cause_of(error)] += 1
+            self.note_error(cause_of(error))
         self.progress.end(
             "lost", {prompt.number for prompt in prompts} - numbers_of(groups)
         )
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
         return groups
+
+    def note_error(self, error: str) -> None:
+        if error not in self.errors and len(self.errors) < 5:
+            print(f"           not scored: {error}")
+        self.errors[error] += 1
 
     async def judged(
         self,
@@ -2744,7 +2719,7 @@ class Run:
             scored = []
             for episode, reward in zip(members, rewards):
                 if isinstance(reward, str):
-                    self.errors[reward] += 1
+                    self.note_error(reward)
                 else:
                     episode.rewards = reward
                     scored.append(episode)
@@ -3079,10 +3054,7 @@ async def demo_async_rl(report: Report) -> None:
     )
     losses = [*run.generators.losses, *run.reward_workers.losses]
     for replica in losses:
-        seconds = replica.replaced_s - replica.noticed_s
-        report.say(
-            f"{replica.name} {replica.lost.result()}; replaced in {seconds:.2f} s"
-        )
+        report.say(f"{replica.name} {replica.lost.result()}, and is replaced")
     bounded = max(row["staleness"] for row in run.progress.rows)
     await train_async(run, bound + 8, 30)
     unbounded = max(row["staleness"] for row in run.progress.rows)
@@ -3173,7 +3145,7 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if not [each["role"] for each in messages if each["content"].strip()]:
+        if not [each["role"] for each in messages if each["content"].encode().strip()]:
             raise ValueError("it is empty")
     except (
         LookupError,
@@ -3188,15 +3160,26 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
+NUMBER = r"-?\d*\.?\d+"
+
+
+def lines_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Where each line of a file is, and its text; without blank lines. Raises UsageError."""
+    try:
+        text = path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: {error}") from error
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield f"{path}, line {number}", line
+
+
 class FileTask(Task):
     """The prompts of a FILE.jsonl, shuffled once, again and again. Raises UsageError."""
 
     def __init__(self, path: str, seed: int) -> None:
-        self.prompts: list[Prompt] = []
-        with open(path, encoding="utf-8-sig", errors="replace") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    self.prompts.append(prompt_of(0, line, f"{path}, line {number}"))
+        lines = lines_of(Path(path))
+        self.prompts = [prompt_of(0, line, where) for where, line in lines]
         if all(prompt.is_held_out for prompt in self.prompts):
             raise UsageError(f"--task {path}: too few prompts")
         random.Random(seed).shuffle(self.prompts)
@@ -3208,11 +3191,13 @@ class FileTask(Task):
         """1 for the answer's text or last number, after any </think>, #### or boxed{; else 0."""
         finals = []
         for text in (str(answer), response):
-            final = re.split(r"</think>|####|\\boxed\{", text)[-1].replace(",", "")
-            finals.append(final.lstrip(" $\n").rstrip(" .$}\r\n").casefold())
+            final = re.split(r"</think>|####|\\boxed\{", text)[-1]
+            final = unicodedata.normalize("NFC", final.partition("<think>")[0])
+            final = final.replace(",", "").casefold()
+            finals.append(final.lstrip(" $\n([*").rstrip(" .$}\r\n)]*"))
         wanted, final = finals
-        numbers = [float(number) for number in re.findall(r"-?\d+\.?\d*", final)]
-        is_number = re.fullmatch(r"-?\d+\.?\d*", wanted)
+        numbers = [float(number) for number in re.findall(NUMBER, final)]
+        is_number = re.fullmatch(NUMBER, wanted)
         return float(
             wanted == final or bool(is_number and float(wanted) in numbers[-1:])
         )
@@ -3224,13 +3209,18 @@ def load_python(spec: str) -> Any:
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
         raise UsageError(f"{spec}: give {', '.join(TASKS)}, FILE.jsonl or FILE.py:NAME")
-    sys.path.insert(0, str(file.parent))  # as `python FILE.py` does
+    # The standard library comes before it, and installed packages after it.
+    packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
+    sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
     try:
         module = importlib.import_module(file.stem)
         if module.__file__ != str(file):
             raise NameError(f"there is another module {file.stem}: rename the file")
-        return getattr(module, name)
-    except Exception as error:
+        found = getattr(module, name)
+        if not callable(found):
+            raise TypeError("this is neither a function nor a class")
+        return found
+    except BaseException as error:
         raise UsageError(f"{spec}: {place_of(error)}") from error
 
 
@@ -3276,21 +3266,23 @@ class OwnProcess:
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
         self.executor: ProcessPoolExecutor | None = None  # started with the first group
+        self.pid: int | None = None
 
     def __call__(self, asked: Asked) -> Rewards:
         """The rewards of a group; or, if it takes too long or kills its process, the reason why."""
         if not self.executor:
             spawn = multiprocessing.get_context("spawn")
             self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
-            self.pid = self.executor.submit(os.getpid).result()
         try:
+            self.pid = self.executor.submit(os.getpid).result()
             future = self.executor.submit(score_group, self.cfg, asked)
             return future.result(self.cfg.reward_deadline)
         except TimeoutError:
             reason = f"no reward within {self.cfg.reward_deadline:g} s"
         except BrokenExecutor:
             reason = "the process of the reward function has died"
-        kill_group(self.pid)
+        if self.pid:
+            kill_group(self.pid)
         self.executor.shutdown(wait=False)
         self.executor = None  # the next group gets a new process
         return [reason] * len(asked)
@@ -3318,24 +3310,37 @@ def score_group(cfg: Config, asked: Asked) -> Rewards:
     for prompt, responses in asked:
         try:
             results.append(task.score(prompt, responses))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             results.append(error)
     # Not before all calls have returned: a reward function may run an event loop of its own.
-    if any(inspect.isawaitable(result) for result in results):
-        results = asyncio.run(all_of(results))
+    results = own_loop().run(all_of(results))
     rewards: Rewards = []
     for (prompt, _), result in zip(asked, results):
         try:
             rewards.append(rewards_from(result, len(prompt.turns)))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             rewards.append(place_of(error))
     return rewards
 
 
+@cache
+def own_loop() -> asyncio.Runner:
+    """The event loop of all groups: clients that the user's module keeps belong to it."""
+    return asyncio.Runner()
+
+
 async def all_of(results: list[Any]) -> list[Any]:
-    # sleep(0, x) returns x: what is known already waits with the coroutines.
-    waits = [r if inspect.isawaitable(r) else asyncio.sleep(0, r) for r in results]
-    return await gather(*waits, return_exceptions=True)
+    return await gather(*[known(result) for result in results])
+
+
+async def known(result: Any) -> Any:
+    """A result; of a coroutine what it returns or raises. Lists may have coroutines."""
+    if isinstance(result, list):
+        return await all_of(result)
+    try:
+        return await result if inspect.isawaitable(result) else result
+    except BaseException as error:
+        return error
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
@@ -3346,6 +3351,9 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
         result = result.tolist()
     if not isinstance(result, (list, tuple)):
         result = [0.0] * (num_turns - 1) + [result]
+    for part in result:
+        if isinstance(part, BaseException):
+            raise part
     rewards = [float(reward) for reward in result]
     if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
         raise ValueError(
@@ -3362,7 +3370,8 @@ def place_of(error: BaseException) -> str:
         for f in frames
         if f.filename != str(THIS_FILE)
     ]
-    return f"{''.join(own[-1:])}{type(error).__name__}: {error}"
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    return "".join(own[-1:]) + text[:300]
 
 
 # == 13. RECOVERY ====
@@ -3734,7 +3743,7 @@ async def narrate(run: Run) -> None:
 
 
 async def until_made(run: Run, number: int) -> None:
-    """Waits for a step. Says every 30 s who is waited for; after 120 s also where."""
+    """Waits for a step. Says every 30 s which requests are waited for."""
     told_s = time.time()
     while number == len(run.progress.rows):
         await asyncio.sleep(0.01)
@@ -3743,12 +3752,9 @@ async def until_made(run: Run, number: int) -> None:
         told_s = time.time()
         for replica in run.replicas():  # the oldest request of each
             seconds = told_s - min(replica.in_flight.values(), default=told_s)
+            pid = replica.processes.ids[0]
             print(f"           {replica.name} has had a request for {seconds:.0f} s")
-            py_spy = Path(sys.executable).with_name("py-spy")
-            is_here = type(replica.processes) is Processes
-            if seconds > 120 and is_here and py_spy.exists():
-                dump = [str(py_spy), "dump", "--pid", str(replica.processes.ids[0])]
-                await asyncio.to_thread(subprocess.run, dump)
+            print(f"           py-spy dump --pid {pid} shows where it is")
 
 
 def step_line(row: Record) -> str:
@@ -3762,17 +3768,14 @@ def step_line(row: Record) -> str:
 
 
 async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
-    """Held-out accuracy, and pass@k: how likely one of k samples of a prompt is all right."""
+    """Held-out accuracy. With samples: how often one is right, and any one of a prompt's."""
     found = {"greedy": await run.evaluate()}  # the likeliest response of each prompt
     groups = await run.judged(run.held_out, num_samples, seed=0) if num_samples else []
-    for k in [2**power for power in range(num_samples.bit_length())]:
-        chances = []  # of each prompt, by the samples that it got
-        for episodes in [
-            group.episodes for group in groups if len(group.episodes) >= k
-        ]:
-            num_wrong = sum(sum(episode.rewards) <= 0.999 for episode in episodes)
-            chances.append(1 - math.comb(num_wrong, k) / math.comb(len(episodes), k))
-        found[f"pass@{k}"] = fmean(chances) if chances else None
+    groups = [group for group in groups if len(group.episodes) == num_samples]
+    right = [[sum(e.rewards) > 0.999 for e in group.episodes] for group in groups]
+    if right:
+        found["pass@1"] = fmean(fmean(group) for group in right)
+        found[f"pass@{num_samples}"] = fmean(any(group) for group in right)
     print(f"of {len(run.held_out)} held-out prompts:", end="")
     print(
         *[f"  {name} {value:.3f}" for name, value in found.items() if value is not None]
@@ -3921,7 +3924,7 @@ def lone_run(
     for _ in range(cfg.steps):
         drawn = list(itertools.islice(prompts, cfg.prompts_per_step))
         seed = drawn[0].number
-        episodes = rollout(learner.policy, drawn, cfg.group_size, seed, lambda: 0)
+        episodes = rollout(learner.policy, drawn, cfg.group_size, seed)
         yield episodes
         learner.step(episodes)
 
@@ -4015,16 +4018,13 @@ def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
     A line is {"prompt": text or messages, "chosen": text, "rejected": text}, or a UsageError.
     """
     found = []
-    content = path.read_text("utf-8-sig", "replace") if path.is_file() else ""
-    for number, line in enumerate(content.split("\n"), 1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            prompt = prompt_of(0, line, where)
-            record = json.loads(line)
-            texts = [record.get("chosen"), record.get("rejected")]
-            if not all(isinstance(text, str) for text in texts):
-                raise UsageError(f"{where}: needs texts as chosen and rejected")
-            found.append((prompt, texts))
+    for where, line in lines_of(path) if path.is_file() else []:
+        prompt = prompt_of(0, line, where)
+        record = json.loads(line)
+        texts = [record.get("chosen"), record.get("rejected")]
+        if not all(isinstance(text, str) for text in texts):
+            raise UsageError(f"{where}: needs texts as chosen and rejected")
+        found.append((prompt, texts))
     return found
 
 
@@ -4206,7 +4206,7 @@ async def demo_reward_model(report: Report) -> None:
     Learner(policy, cfg).supervise(task, num_steps=60)
     drawn = list(itertools.islice(training_prompts(task), 250))
     model = RewardModel(cfg, task.prefer, Path(cfg.preferences))
-    for group in groups_of(rollout(policy, drawn, 16, drawn[0].number, lambda: 0)):
+    for group in groups_of(rollout(policy, drawn, 16, drawn[0].number)):
         model.ask(group)
     service = Service(Worker, 3, report.pool)
     await service.begin()
@@ -4324,13 +4324,7 @@ class HostProcess(Processes):
     lost: set[str]  # lives that have ended
 
     def deaths(self) -> list[Awaitable[str]]:
-        return [until_unresponsive(self.agent, SILENCE_S), self.until_lost()]
-
-    async def until_lost(self) -> str:
-        """Waits for the loss of another process of this life."""
-        while self.url not in self.lost:
-            await asyncio.sleep(0.1)
-        return "was on a host that is lost"
+        return [until_unresponsive(self.agent, SILENCE_S)]
 
     async def kill(self) -> None:
         self.lost.add(self.url)
@@ -4578,7 +4572,7 @@ async def record_of(run: Run, title: str, start_s: float) -> Record:
         busy[span.who][first : int((span.end_s - start_s) / seconds * 2000)] = 1
     lanes = {who: busy[who].view(200, 10).mean(1).tolist() for who in sorted(busy)}
     for name in ("reward", "staleness"):
-        lanes[name] = [row[name] for row in rows if math.isfinite(row[name])]
+        lanes[name] = [row[name] for row in rows]
     lanes["held-out accuracy"] = [
         found for _, found in run.progress.heldout if found is not None
     ]
@@ -4662,7 +4656,23 @@ def read_flags(argv: list[str] | None) -> Config:
     unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
     if unknown:
         raise UsageError(f"unknown: {unknown[0]}; see --help and --list")
-    return checked(cfg)
+    for mistake in mistakes_in(cfg):
+        raise UsageError(mistake)
+    return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
+
+
+def verify(policy: Policy, name: str) -> None:
+    """Raises UsageError if a trainer's pass disagrees with a short rollout in fp32."""
+    probe = copy.copy(policy)
+    probe.dtype = torch.float32
+    probe.max_new_tokens = 4
+    prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
+    try:
+        found = scored(probe, rollout(probe, prompts, 2, 0))
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"--model {name}: no rollout: {cause_of(error)}") from error
+    if not float(k3(*found).max()) < 1e-6:
+        raise UsageError(f"--model {name}: rollouts and the trainer's pass disagree")
 
 
 def own_learner(
@@ -4671,6 +4681,7 @@ def own_learner(
     rank: int,
 ) -> Learner:
     """The learner that the flags ask for, at version 0."""
+    verify(policy, cfg.model)
     reference = copy.deepcopy(policy) if cfg.kl else None
     if cfg.trainers > 1:
         shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
@@ -4729,7 +4740,7 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
         found["evaluation"] = await evaluate_own(run, cfg.evaluate)
     if cfg.export:
         await run.trainer.request(export, cfg.export)
-    for error, times in run.errors.items():
+    for error, times in run.errors.most_common(5):
         print(f"not scored {times} times: {error}")
     if cfg.report:
         record = await record_of(run, f"K = {cfg.max_staleness}", start_s)
@@ -4795,46 +4806,44 @@ async def run_stages(report: Report) -> Record:
     return {}
 
 
-def checked(cfg: Config) -> Config:
-    """The configuration with those defaults that depend on other flags. Raises UsageError."""
+def mistakes_in(cfg: Config) -> Iterator[str]:
+    """What is wrong with the flags."""
     for each in fields(Config):
         if isinstance(each.default, (int, float)):
             may_be_0 = each.default < 1 or each.name == "max_staleness"
             if not (0 if may_be_0 else 1e-3) <= getattr(cfg, each.name) < math.inf:
-                raise UsageError(
-                    f"--{each.name.replace('_', '-')} is too small, or not finite"
-                )
+                yield f"--{each.name.replace('_', '-')} is too small, or not finite"
+    if cfg.group_size < 2 and cfg.advantage not in ("none", "critic"):
+        yield "--group-size 2 or more, for this --advantage"
+    if cfg.trainers > 1 and (cfg.device == "cuda" or cfg.advantage == "critic"):
+        yield "--trainers 2 or more: on CPUs, and without a critic"
+    if cfg.prompts_per_step < cfg.trainers:
+        yield "--prompts-per-step: less than --trainers"
+    if cfg.reward == "model" and cfg.reward_workers > 1:
+        yield "--reward model needs --reward-workers 1"
+    if cfg.reward == "model" and not (cfg.preferences or cfg.ask_every):
+        yield "--reward model needs --preferences or --ask-every"
+    if not cfg.model and (cfg.reward or cfg.task not in TASKS):
+        yield "--task and --reward of your own need a --model"
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
-    is_learned = cfg.reward == "model"
-    is_read = cfg.checkpoint and not cfg.train and (cfg.evaluate or cfg.export)
-    outputs = [
-        Path(name).resolve().parent for name in (cfg.log, cfg.json, cfg.report) if name
-    ]
     inputs = [cfg.preferences, cfg.hosts, cfg.worker, cfg.model if is_path else ""]
     inputs += [cfg.task] if cfg.task.endswith(".jsonl") else []
-    mistakes = {
-        "--group-size 2 or more, for this --advantage": cfg.group_size < 2
-        and cfg.advantage not in ("none", "critic"),
-        "--advantage critic needs --trainers 1": cfg.advantage == "critic"
-        and cfg.trainers > 1,
-        "--prompts-per-step: less than --trainers": cfg.prompts_per_step < cfg.trainers,
-        "--trainers 2 or more run on CPUs": cfg.device == "cuda" and cfg.trainers > 1,
-        "--reward model needs --reward-workers 1": is_learned
-        and cfg.reward_workers > 1,
-        "--reward model needs --preferences or --ask-every": is_learned
-        and not (cfg.preferences or cfg.ask_every),
-        "--task and --reward of your own need a --model": not cfg.model
-        and (cfg.reward or cfg.task not in TASKS),
-        "--hosts: no --worker has noted its address there": cfg.hosts
-        and not urls_in(Path(cfg.hosts)),
-        "--checkpoint: nothing has been saved there": is_read
-        and not [*Path(cfg.checkpoint).glob("step_*.pt")],
-    }
-    for path in [*outputs, *inputs]:
-        mistakes[f"{path}: no such file or folder"] = path and not Path(path).exists()
-    for mistake in [text for text, is_made in mistakes.items() if is_made]:
-        raise UsageError(mistake)
-    return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
+    for path in inputs:
+        if path and not Path(path).exists():
+            yield f"{path}: no such file or folder"
+    if cfg.hosts and not urls_in(Path(cfg.hosts)):
+        yield "--hosts: no --worker has noted its address there"
+    is_read = cfg.checkpoint and not cfg.train and (cfg.evaluate or cfg.export)
+    if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
+        yield "--checkpoint: nothing has been saved there"
+    outputs = [Path(name) for name in (cfg.export, cfg.checkpoint) if name]
+    outputs += [Path(name).parent for name in (cfg.log, cfg.json, cfg.report) if name]
+    try:
+        for folder in outputs:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        yield str(error)
 
 
 async def run_command(cfg: Config) -> int:
@@ -4865,6 +4874,26 @@ async def run_command(cfg: Config) -> int:
     return 1 if report.failed() else 0
 
 
+def reopen_closed() -> None:
+    """Begins again if standard streams are closed: other files would get their numbers."""
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    if None in streams:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number, stream in enumerate(streams):
+            if stream is None:
+                os.dup2(nothing, number)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def hub_answers() -> bool:
+    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except OSError as error:
+        return hasattr(error, "code")  # of an answer
+    return True
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command. Exit status: 0 all well, 1 a failure, 2 wrong usage, 128 + n after signal n."""
     try:
@@ -4872,8 +4901,12 @@ def main(argv: list[str] | None = None) -> int:
         if cfg.list:
             print("\n".join(title_of(stage) for stage in STAGES.values()))
             return 0
+        reopen_closed()
         output: Any = sys.stdout
-        output.reconfigure(line_buffering=True)  # each line is seen at once
+        output.reconfigure(line_buffering=True, errors="replace")  # each line at once
+        os.environ["TMPDIR"] = tempfile.gettempdir()  # if it is gone, another one
+        if cfg.model and not Path(cfg.model).exists() and not hub_answers():
+            os.environ["HF_HUB_OFFLINE"] = "1"  # else transformers tries for a minute
         for setting in ENVIRONMENT.split():
             name, _, value = setting.partition("=")
             os.environ.setdefault(name, value)
