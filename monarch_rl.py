@@ -197,14 +197,15 @@ class Stage:
     """One concept: its claim, its demo, and the one-line change that makes the claim false."""
 
     name: str
-    claim: str
+    claim: str  # the first line of the demo's docstring
     instead: str  # than the statement on the line that ends with `# mechanism: NAME`
     demo: Callable[[Report], Awaitable[None]]
 
 
-def stage(claim: str, instead: str) -> Callable[..., Any]:
+def stage(instead: str) -> Callable[..., Any]:
     def register(demo: Any) -> Any:
         name = demo.__name__.removeprefix("demo_")
+        claim = demo.__doc__.splitlines()[0].rstrip(".")
         STAGES[name] = Stage(name, claim, instead, demo)
         return demo
 
@@ -315,10 +316,10 @@ async def lost_by_threads(num_additions: int) -> int:
 
 
 @stage(
-    "an actor's state lives in one process, and its calls run one at a time",
     instead="@concurrent_endpoint",
 )
 async def demo_hello_actor(report: Report) -> None:
+    """An actor's state lives in one process, and its calls run one at a time."""
     report.check(
         "additions of 200 lost by threads",
         await lost_by_threads(200),
@@ -355,10 +356,10 @@ async def demo_hello_actor(report: Report) -> None:
 
 
 @stage(
-    "one call reaches every member of a mesh; its adverb says which members run and answer",
     instead="mesh = members.slice(worker=0)",
 )
 async def demo_actor_mesh(report: Report) -> None:
+    """One call reaches every member of a mesh; its adverb says which members run and answer."""
     procs = this_host().spawn_procs(per_host={"worker": 4})
     members = procs.spawn("counters", Counter)
     mesh = members  # mechanism: actor_mesh
@@ -421,10 +422,10 @@ class Owner(Actor):
 
 
 @stage(
-    "a handle of half a kilobyte moves any number of bytes while the owner's Python is busy",
     instead="mine.copy_(await owner.as_message.call_one())",
 )
 async def demo_rdma_transfer(report: Report) -> None:
+    """A handle of half a kilobyte moves any number of bytes while the owner's Python is busy."""
     procs = this_host().spawn_procs(per_host={"worker": 1})
     owner = procs.spawn(
         "owner",
@@ -498,10 +499,10 @@ class Witness(Actor):
 
 
 @stage(
-    "actors that never met find one singleton by its name",
     instead='timeline = this_proc().spawn("timeline", Timeline)',
 )
 async def demo_controllers(report: Report) -> None:
+    """Actors that never met find one singleton by its name."""
     procs = this_host().spawn_procs(per_host={"worker": 3})
     await procs.spawn("witnesses", Witness).report.call()
     timeline = await get_or_spawn_controller("timeline", Timeline)
@@ -667,10 +668,10 @@ async def who_hears(trouble: str) -> dict[str, float]:
 
 
 @stage(
-    "exception, death, standstill, endless work: each has its detector, and slowness is none",
     instead="await ping",
 )
 async def demo_supervision(report: Report) -> None:
+    """Exception, death, standstill, endless work: each has its detector, and slowness is none."""
     troubles = ("exception", "death", "standstill", "endless")
     found = await gather(*[who_hears(trouble) for trouble in troubles])
     heard = dict(zip(troubles, found))
@@ -949,11 +950,13 @@ class RootWorker(Worker):
 
 
 @stage(
-    "every request is answered once, although replicas die and stand still",
     instead="raise",
 )
 async def demo_service(report: Report) -> None:
-    """Sends 400 requests to four replicas; one is killed, one is stopped."""
+    """Every request is answered once, although replicas die and stand still.
+
+    Sends 400 requests to four replicas; one is killed, one is stopped.
+    """
     service = Service(RootWorker, 4, report.pool, unresponsive_s=2.0)
     await service.begin()
     struck_s = {}
@@ -972,7 +975,7 @@ async def demo_service(report: Report) -> None:
 
     num_right = sum(await gather(*[is_right(number) for number in range(400)]))
     await service.until_ready(4)
-    rows = []
+    rows: list[Record] = []
     for loss in service.losses:
         row: Record = {"replica": loss.name, "what": loss.lost.result()}
         row["noticed, ms"] = (loss.noticed_s - struck_s[loss.name]) * 1e3
@@ -1312,10 +1315,10 @@ def measure_publish(writer: WeightWriter) -> float:
 
 
 @stage(
-    "a generator never samples from half-updated weights, and a sync is one memory copy",
     instead="pass",
 )
 async def demo_weight_sync(report: Report) -> None:
+    """A generator never samples from half-updated weights, and a sync is one memory copy."""
     torch.set_num_threads(1)
     report.say("64 MiB of weights; torn reads of 60")
     rows = []
@@ -1479,10 +1482,10 @@ class ShardWorker(Worker):
 
 
 @stage(
-    "from one sharding to another, each byte that is needed is written once",
     instead="pass",
 )
 async def demo_reshard(report: Report) -> None:
+    """From one sharding to another, each byte that is needed is written once."""
     setup_args = (str(report.folder / "shards"), 2)
     service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
     (handle,) = await service.begin()
@@ -1961,11 +1964,10 @@ def scored(
 
 
 @stage(
-    "what was recorded while sampling is what the trainer recomputes",
     instead="logits = self.logits.bfloat16()",
 )
 async def demo_rollout(report: Report) -> None:
-    """Samples 64 conversations, and recomputes them."""
+    """What was recorded while sampling is what the trainer recomputes."""
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
     task = letter_task(cfg)
     policy = Policy(cfg, torch.float32)
@@ -2370,11 +2372,10 @@ class Known:
 
 
 @stage(
-    "a baseline removes noise, a ratio removes the bias of staleness, a clip bounds the push",
     instead="gain = A * ratio",
 )
 async def demo_losses(report: Report) -> None:
-    """Compares 2,000 estimates of each kind with the true gradient, and pushes with each loss."""
+    """A baseline removes noise, a ratio removes the bias of staleness, a clip bounds the push."""
     rng = torch.Generator().manual_seed(0)
     rewards = torch.rand(4, 16, generator=rng).square()
     old = torch.randn(4, 16, generator=rng)
@@ -2853,11 +2854,10 @@ async def measure(
 
 
 @stage(
-    "the loop, one thing at a time: both programs agree, and the reward rises",
     instead="version = 0",
 )
 async def demo_sync_rl(report: Report) -> None:
-    """100 synchronous steps with the tiny policy."""
+    """The loop, one thing at a time: both programs agree, and the reward rises."""
     run = await begin_demo(report)
     before = await run.evaluate() or 0.0
     await train_sync(run, 100)
@@ -3032,11 +3032,13 @@ async def strike(
 
 
 @stage(
-    "two loops and a buffer: both sides work, staleness is bounded, a fault costs time only",
     instead="if False:",
 )
 async def demo_async_rl(report: Report) -> None:
-    """60 synchronous steps, 140 asynchronous ones, 60 under faults, 30 with a larger bound."""
+    """Two loops and a buffer: both sides work, staleness is bounded, a fault costs time only.
+
+    60 synchronous steps, 140 asynchronous ones, 60 under faults, 30 with a larger bound.
+    """
     bound = max(1, report.cfg.max_staleness)
     run = await begin_demo(report)
     before = await run.evaluate() or 0.0
@@ -3457,10 +3459,9 @@ def read_progress(path: Path) -> Progress:
 def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     """Runs in each rank of the trainer: all gather the state, and rank 0 writes it."""
     learner = trainer.learner
-    whole = dcp.StateDictOptions(full_state_dict=True)
-    weights, moments = dcp.get_state_dict(
-        learner.policy.model, learner.optimizer, options=whole
-    )
+    full = dcp.StateDictOptions(full_state_dict=True)
+    of_learner = (learner.policy.model, learner.optimizer)
+    weights, moments = dcp.get_state_dict(*of_learner, options=full)
     state = {"progress": progress, "weights": weights, "moments": moments}
     # Advantages may be learned, too: then their object has a state.
     state["advantages"] = getattr(learner.advantages, "state", dict)()
@@ -3484,30 +3485,19 @@ def write_durably(path: Path, state: Record) -> None:
     os.close(folder)
 
 
-def resumed_learner(
-    make_learner: Callable[..., Learner],
-    path: str,
-    with_moments: bool,
-    *args: Any,
-) -> Learner:
-    """The learner that make_learner makes, as it was when the checkpoint was written, if any."""
-    learner = make_learner(*args)
-    if path:
-        restore(learner, path, with_moments)
-    return learner
-
-
-def restore(learner: Learner, path: str, with_moments: bool) -> None:
+def restore(trainer: Trainer, path: str) -> None:
+    """Runs in each rank: its learner becomes what it was when the checkpoint was written."""
+    learner: Any = trainer.learner
     state = torch.load(path, map_location="cpu")
-    whole = dcp.StateDictOptions(full_state_dict=True)
+    full = dcp.StateDictOptions(full_state_dict=True)
     model = learner.policy.model
-    dcp.set_model_state_dict(model, state["weights"], options=whole)
-    if with_moments:
-        load = partial(dcp.set_optimizer_state_dict, options=whole)
-        load(model, learner.optimizer, state["moments"])  # mechanism: recovery
+    dcp.set_model_state_dict(model, state["weights"], options=full)
+    load = partial(dcp.set_optimizer_state_dict, options=full)
+    load(model, learner.optimizer, state["moments"])  # mechanism: recovery
     if state["advantages"]:
-        learned: Any = learner.advantages
-        learned.load(state["advantages"])
+        learner.advantages.load(state["advantages"])
+    trainer.writer.publish(trainer.version)
+    trainer.writer.wait()
 
 
 async def train_saved(
@@ -3547,20 +3537,23 @@ async def train_saved(
 
 async def in_lives(
     checkpoints: Checkpoints,
-    make_run: Callable[[str, Progress], Run],
+    make_run: Callable[[Progress], Run],
     work: Callable[[Run], Awaitable[Any]],
+    load: Callable[[Trainer, str], None] = restore,
 ) -> Any:
     """Does the work with a run. If its trainer is lost, another run goes on.
 
-    make_run: from the path of the newest checkpoint, or "", and the progress in it.
+    Each begins where the newest checkpoint was written, if there is one.
     """
     losses: Tally[int] = Tally()  # by the step from which a run went on
     while True:
         path, progress = await asyncio.to_thread(checkpoints.newest)
-        run = make_run(path, progress)
+        run = make_run(progress)
         first = run.version
         try:
             await run.begin()
+            if path:
+                await run.trainer.request(load, path)
             return await work(run)
         except (ReplicaLost, ActorError, SupervisionError) as error:
             task: Any = asyncio.current_task()
@@ -3569,10 +3562,8 @@ async def in_lives(
             await asyncio.sleep(1)  # then a death has been noticed
             losses[first] += 1
             # A generator raises if it looks for the weights of a dead trainer.
-            is_of_call = isinstance(error, ActorError)
-            if losses[first] == 5 or (
-                is_of_call and not isinstance(run.trainer.error, ReplicaLost)
-            ):
+            is_lost = isinstance(run.trainer.error, ReplicaLost)
+            if losses[first] == 5 or (isinstance(error, ActorError) and not is_lost):
                 raise
             print(f"{cause_of(error)}: going on from the newest checkpoint")
         finally:
@@ -3586,19 +3577,20 @@ def weights_of(trainer: Trainer) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in trainer.learner.weights]
 
 
+def restore_weights(trainer: Trainer, path: str) -> None:
+    restore(trainer, path)
+    trainer.learner.optimizer.state.clear()  # Adam's moments
+
+
 async def train_killed(
     report: Report,
     cfg: Config,
     killed_after: int,
-    with_moments: bool,
+    load: Callable[[Trainer, str], None],
 ) -> tuple[Progress, list[Tensor]]:
     """Trains. killed_after: the step after which the trainer dies, or 0."""
     checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
     places = (report.pool, report.pool, report.folder)
-
-    def make_run(path: str, progress: Progress) -> Run:
-        make = partial(resumed_learner, make_learner, path, with_moments)
-        return Run(cfg, *places, Parts(make_learner=make), progress)
 
     async def work(run: Run) -> tuple[Progress, list[Tensor]]:
         work = [train_saved(run, checkpoints, run.evaluate)]
@@ -3607,27 +3599,29 @@ async def train_killed(
         await gather(*work)
         return run.progress, await run.trainer.request(weights_of)
 
-    return await in_lives(checkpoints, make_run, work)
+    return await in_lives(checkpoints, partial(Run, cfg, *places, Parts()), work, load)
 
 
 @stage(
-    "a run whose trainer dies goes on from a checkpoint, bit for bit, and skips no prompt",
     instead="pass",
 )
 async def demo_recovery(report: Report) -> None:
-    """20 synchronous steps: undisturbed; killed at random; killed, and resumed without moments."""
+    """A run whose trainer dies goes on from a checkpoint, bit for bit, and skips no prompt.
+
+    20 synchronous steps: undisturbed; killed at random; killed, and resumed without moments.
+    """
     cfg = replace(
         demo_config(report.cfg), steps=20, save_every=4, max_staleness=0, eval_every=0
     )
     step = random.randint(5, 18)
     kinds = {
-        "undisturbed": (0, True),
-        "killed": (step, True),
-        "killed, no moments": (step, False),
+        "undisturbed": (0, restore),
+        "killed": (step, restore),
+        "killed, no moments": (step, restore_weights),
     }
     found = {}
-    for kind, (killed_after, with_moments) in kinds.items():
-        found[kind] = await train_killed(report, cfg, killed_after, with_moments)
+    for kind, (killed_after, load) in kinds.items():
+        found[kind] = await train_killed(report, cfg, killed_after, load)
     (expected, weights), *_ = found.values()
     rows = []
     for kind, (progress, others) in found.items():
@@ -3962,11 +3956,10 @@ def train_with_baseline(
 
 
 @stage(
-    "with one response per prompt, a learned value is a better baseline than the batch's mean",
     instead="pass",
 )
 async def demo_critic(report: Report) -> None:
-    """Trains with each baseline, from 128 episodes a step."""
+    """With one response per prompt, a learned value is a better baseline than the batch's mean."""
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4, lr=1e-3, steps=32, passes=2)
     policy = Policy(cfg, torch.float32)
     Learner(policy, cfg).supervise(letter_task(cfg), num_steps=60)
@@ -4186,11 +4179,10 @@ def train_on_taste(
 
 
 @stage(
-    "a policy exploits a learned reward; a price on divergence, or fresh preferences, holds it",
     instead="fresh = []",
 )
 async def demo_reward_model(report: Report) -> None:
-    """Trains three times, after the same 1,000 comparisons."""
+    """A policy exploits a learned reward; a price on divergence, or fresh preferences, holds it."""
     cfg = Config(
         seed=report.cfg.seed,
         steps=60,
@@ -4374,8 +4366,6 @@ class HostPool(Pool):
 
 # -- weights for another host ----
 
-PIECE_BYTES = 4 << 20  # pulled at once, pieces take a third of the time of a whole slot
-
 
 class Outlet(Actor):
     """In the main process: leases slots of the trainer's arena for the relays."""
@@ -4390,21 +4380,20 @@ class Outlet(Actor):
         handle: ArenaHandle,
         reader: int,
         newest: int,
-    ) -> tuple[int, list[RDMABuffer]]:
-        """The latest version and its pieces; none if it is `newest`, which the relay has.
+    ) -> tuple[int, RDMABuffer | None]:
+        """The latest version and its slot; None if it is `newest`, which the relay has.
 
-        The trainer does not write into these pieces before this reader's next call.
+        The trainer does not write into this slot before this reader's next call.
         """
         if handle != self.handle:  # that of a new trainer
             self.handle = handle
             self.arena = Arena(handle)
-            slots = [slot.split(PIECE_BYTES) for slot in self.arena.slots]
-            self.pieces = [[RDMABuffer(piece) for piece in slot] for slot in slots]
+            self.buffers = [RDMABuffer(slot) for slot in self.arena.slots]
         version, slot = self.arena.lease(reader)  # mechanism: hosts
         if version == newest:
-            return version, []
-        self.moved[version] += sum(piece.size() for piece in self.pieces[slot])
-        return version, self.pieces[slot]
+            return version, None
+        self.moved[version] += self.buffers[slot].size()
+        return version, self.buffers[slot]
 
     @endpoint
     async def traffic(self) -> Tally[int]:
@@ -4444,12 +4433,10 @@ def relay(
     newest = Arena.NOTHING
     try:
         while True:
-            version, pieces = outlet.lease.call_one(handle, number, newest).get()
-            slot = arena.free_slot()
-            pairs = zip(pieces, arena.slots[slot].split(PIECE_BYTES))
-            for read in [theirs.read_into(mine, timeout=600) for theirs, mine in pairs]:
-                read.get()  # all are on their way
-            if pieces:
+            version, weights = outlet.lease.call_one(handle, number, newest).get()
+            if weights:
+                slot = arena.free_slot()
+                weights.read_into(arena.slots[slot], timeout=600).get()
                 arena.commit(version, slot)
                 newest = version
             time.sleep(0.01)
@@ -4461,11 +4448,13 @@ def relay(
 
 
 @stage(
-    "another host costs one copy per version, and a lost host its work in progress",
     instead="version, slot = self.arena.words[: Arena.LEASES]",
 )
 async def demo_hosts(report: Report) -> None:
-    """Two worker hosts on this machine, each with two readers of 8 MiB. One is killed."""
+    """Another host costs one copy per version, and a lost host its work in progress.
+
+    Two worker hosts on this machine, each with two readers of 8 MiB. One is killed.
+    """
     folder = Path(tempfile.mkdtemp(dir=report.folder))
     code = WITH_PARENT + "import monarch_rl as m; m.serve_worker(*sys.argv[1:])"
     workers = []
@@ -4656,7 +4645,7 @@ def read_flags(argv: list[str] | None) -> Config:
     unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
     if unknown:
         raise UsageError(f"unknown: {unknown[0]}; see --help and --list")
-    for mistake in mistakes_in(cfg):
+    for mistake in itertools.chain(mistakes_in(cfg), mistaken_paths(cfg)):
         raise UsageError(mistake)
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
@@ -4768,12 +4757,11 @@ async def run_own(report: Report) -> Record:
         generator_pool = HostPool(Path(cfg.hosts), cfg.generators)
         make_reader = partial(relayed_reader, generator_pool.outlet)
 
-    def make_run(path: str, progress: Progress) -> Run:
-        make = partial(resumed_learner, own_learner, path, True)
-        score = partial(own_scorer, folder=checkpoints.folder.resolve())
-        parts = Parts(own_task, make, make_reader, score)
-        return Run(cfg, report.pool, generator_pool, report.folder, parts, progress)
-
+    score = partial(own_scorer, folder=checkpoints.folder.resolve())
+    places = (report.pool, generator_pool, report.folder)
+    make_run = partial(
+        Run, cfg, *places, Parts(own_task, own_learner, make_reader, score)
+    )
     return await in_lives(checkpoints, make_run, partial(use, checkpoints))
 
 
@@ -4825,6 +4813,9 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
         yield "--reward model needs --preferences or --ask-every"
     if not cfg.model and (cfg.reward or cfg.task not in TASKS):
         yield "--task and --reward of your own need a --model"
+
+
+def mistaken_paths(cfg: Config) -> Iterator[str]:
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     inputs = [cfg.preferences, cfg.hosts, cfg.worker, cfg.model if is_path else ""]
     inputs += [cfg.task] if cfg.task.endswith(".jsonl") else []
