@@ -1671,7 +1671,7 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path)
         text=True,
     )
     assert worker.stdout.readline() == "[[0.125]]\n"
-    assert any("sleep 1000" in line for line in left(mark, 1))
+    until(lambda: any("sleep 1000" in line for line in left(mark, 1)))  # after its exec
     worker.kill()
     worker.communicate()
     assert left(mark) == []
