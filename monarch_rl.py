@@ -274,13 +274,12 @@ class Counter(Actor):
         self.total = 0
 
     @endpoint  # mechanism: hello_actor
-    async def add(self, pause_s: float = 0.0005) -> int:
-        """Adds one. Returns the id of its process."""
+    async def add(self, pause_s: float = 0.0005) -> None:
+        """Adds one."""
         total = self.total
         # During the pause, another thread or coroutine would read the same total.
         await asyncio.sleep(pause_s)
         self.total = total + 1
-        return os.getpid()
 
     @endpoint
     async def take(self) -> int:
@@ -314,10 +313,9 @@ async def demo_hello_actor(report: Report) -> None:
     # sends a message, and returns an awaitable for the answer.
     procs = this_host().spawn_procs(per_host={"worker": 1})
     counter = procs.spawn("counter", Counter)
-    pids = await gather(*[counter.add.call_one() for _ in range(200)])
+    await gather(*[counter.add.call_one() for _ in range(200)])
     lost = 200 - await counter.take.call_one()
     report.check("additions of 200 lost by the actor", lost, "==", 0)
-    report.check("processes in which they ran", len({*pids}), "==", 1)
     await procs.stop()
 
 
@@ -4326,7 +4324,7 @@ class HostPool(Pool):
             pid = await asyncio.wait_for(agent.ping.call_one(), 4 * SILENCE_S)
         except TimeoutError:
             self.started[url] -= 1
-            what = "is its port open, and did one CA sign the certificates of both sides (tls://)?"
+            what = "is its port open, and are both certificates of one CA (tls://)?"
             raise RunError(f"no answer from {url}: {what}") from None
         return HostProcess(mesh, [pid], agent, url, self.lost)
 
@@ -4532,7 +4530,7 @@ async def record_of(
         busy[span.who][first : int((span.end_s - start_s) / seconds * 2000)] = 1
     lanes = {who: busy[who].view(200, 10).mean(1).tolist() for who in sorted(busy)}
     for name in ("reward", "staleness"):
-        lanes[name] = [row[name] for row in rows]
+        lanes[name] = [row[name] for row in rows if math.isfinite(row[name])]
     lanes["held-out accuracy"] = [
         found for _, found in run.progress.heldout if found is not None
     ]
