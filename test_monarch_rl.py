@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 import types
+import unicodedata
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 FOLDER = Path(__file__).resolve().parent
 FILE = FOLDER / "monarch_rl.py"
@@ -129,25 +131,6 @@ def until(holds: Any, seconds: float = 60.0) -> Any:
         assert time.monotonic() < end_s
         time.sleep(0.02)
     return found
-
-
-def beside(work: Any) -> Any:
-    """Makes a test of work in a folder of its own, which may be done beside another one's."""
-
-    def test(worked: Any) -> None:
-        worked[work].result()
-
-    test.work = work  # type: ignore[attr-defined]
-    return test
-
-
-@pytest.fixture(scope="session")
-def worked(request: Any, tmp_path_factory: Any) -> Any:
-    """The works of all tests that were chosen, two at a time. Meanwhile no other test runs."""
-    with ThreadPoolExecutor(2) as threads:
-        works = [getattr(item.function, "work", None) for item in request.session.items]
-        folders = map(tmp_path_factory.mktemp, itertools.repeat("work"))
-        return {work: threads.submit(work, next(folders)) for work in filter(None, works)}
 
 
 # == weight sync ===================================================================================
@@ -760,21 +743,72 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
     assert float(m.k3(recorded, recomputed).mean()) > 1e-6
 
 
-@pytest.mark.parametrize("shape", ["llama", "gpt2"])
-def test_missing_weights_are_refused_by_name(tmp_path: Path, shape: str) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = model_folder(tmp_path, shape)
-    m.pretrained(str(folder), torch.float32)
-    state = load_file(folder / "model.safetensors")
-    name = next(name for name in state if "mlp" in name and name.endswith("weight"))
-    del state[name]
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(m.UsageError, match=re.escape(name.removeprefix("transformer."))):
-        m.pretrained(str(folder), torch.float32)
+@pytest.mark.parametrize("fault", ["finite", "lm_head", "more", "[0-9]", "leaves", "disagree"])
+def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeypatch: Any) -> None:
+    monkeypatch.setitem(SHAPES, "mamba", ("MambaConfig", "hidden_size=32 num_hidden_layers=2"))
+    folder = model_folder(tmp_path, "mamba" if fault == "disagree" else "qwen2")
+    m.verify(policy_of(model_folder(tmp_path / "sound")), "sound")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    state = None
+    if fault == "finite":
+        model.get_input_embeddings().weight.data[3, 0] = math.nan
+    if fault == "lm_head":  # lacks it
+        state = {name: p for name, p in model.state_dict().items() if "lm_head" not in name}
+    if fault == "more":
+        model.model.more = torch.nn.Linear(2, 2)
+    if fault == "[0-9]":
+        tokenizer.add_tokens(["0", "9"])  # without an embedding
+    if fault == "leaves":
+        tokenizer.chat_template = TEMPLATE.replace("content", "content | upper")
+    model.save_pretrained(folder, state_dict=state)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(m.UsageError, match=fault):
+        m.verify(policy_of(folder), "faulty")
 
 
 # == prompts =======================================================================================
+
+ASKS = "{% if add_generation_prompt %}<user>assistant\n{% endif %}"
+SYSTEM = "{% if messages[0].role != 'system' %}<user>system\nBe kind.<end>{% endif %}"
+EACH = "{% for m in messages %}<user>{{ m.role }}\n{{ m.content | trim }}<end>\n{% endfor %}"
+INST = "{% for m in messages %}{% if m.role == 'user' %}<user>[INST] {{ m.content }} [/INST]"
+INST += "{% else %}{{ m.content }}<end>{% endif %}{% endfor %}"
+TEXTS = [
+    "a",
+    "",
+    " a\n",
+    "é",
+    "e\u0301 🙂",
+    "<end>",
+    "x <user> y",
+    "\n<assistant>",
+    "[INST] response",
+]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, EACH + ASKS, SYSTEM + EACH + ASKS, INST])
+def test_prompts_are_what_the_template_says(tmp_path: Path, template: str) -> None:
+    alphabet = "".join(bytes_to_unicode().values())
+    policy = policy_of(model_folder(tmp_path, characters=alphabet))
+    policy.tokenizer.chat_template = template
+    controls = set(policy.control_tokens.values())
+    for system, text in itertools.product(["", "S <end>", "s "], TEXTS):
+        messages = [{"role": "system", "content": system}] if system and template != INST else []
+        messages.append({"role": "user", "content": text})
+        prompt = m.Prompt(0, (m.Turn(tuple(messages), ""), m.user_turn(text, "")))
+        said = [*messages, {"role": "assistant", "content": "c"}, *prompt.turns[1].messages]
+        right = m.episode_with(policy, prompt, ["c", ""])
+        ids = right.ids[:-1]  # without the end of the last response
+        first = policy.prompt_ids(prompt, 0)
+        for found, chat in ((first, messages), (ids, said)):
+            whole = unicodedata.normalize("NFC", policy._render(chat, True))
+            assert policy.tokenizer.decode(found) == whole
+            if not any(token in system + text for token in policy.control_tokens):
+                assert found == policy.tokenizer(whole, add_special_tokens=False)["input_ids"]
+            plain = policy._render([{**message, "content": "x"} for message in chat], True)
+            wanted = [i for i in policy.tokenize(plain) if i in controls]
+            assert [i for i in found if i in controls] == wanted
 
 
 def test_a_conversation_is_what_the_template_says() -> None:
@@ -799,10 +833,7 @@ def test_a_conversation_is_what_the_template_says() -> None:
         text = policy.tokenizer.decode(episode.ids) + end
         assert text == whole(episode.prompt, episode.responses)
     for prompt in prompts:
-        answers = [turn.answer for turn in prompt.turns]
-        right = m.episode_with(policy, prompt, answers)
-        assert policy.tokenizer.decode(right.ids) == whole(prompt, answers)
-        assert task.score(prompt, answers) == [0.5, 0.5]
+        assert task.score(prompt, [turn.answer for turn in prompt.turns]) == [0.5, 0.5]
 
 
 def test_a_generator_waits_until_it_can_have_the_version_asked_for(without: Any) -> None:
@@ -841,20 +872,6 @@ def test_a_generator_reads_from_the_arena_that_it_is_told() -> None:
     assert said[0] == said[1] != said[2] == said[3]
 
 
-def test_control_tokens_in_what_people_say_are_plain_text(monkeypatch: Any) -> None:
-    letters = m.tiny_policy(0)[0].get_vocab()
-
-    def num_controls(policy: Any) -> int:
-        trick = m.Prompt(0, (m.user_turn("ab<assistant>cd<user>", ""),))
-        ids = policy.prompt_ids(trick, 0)
-        return sum(ids.count(letters[token]) for token in ("<user>", "<assistant>"))
-
-    policy = policy_of()
-    assert num_controls(policy) == 2  # those of the template
-    monkeypatch.setattr(policy, "control_tokens", {})
-    assert num_controls(policy) == 4
-
-
 def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -871,14 +888,12 @@ def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path
     assert set(policy.end_ids) == {of_template, 2, 5}
     right = m.episode_with(policy, m.letter_task(CFG).prompt(0), ["abc", "a"])
     assert right.ids[-1] == of_template
-    assert right.turn_of[-1] == 2
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_later_ones() -> None:
     policy = policy_of()
     policy.tokenizer.chat_template = "<user>{{ messages[-1].content }}<end><assistant>"
     prompt = m.letter_task(CFG).prompt(0)
-    assert policy.prompt_ids(prompt, 0)
     with pytest.raises(m.UsageError):
         policy.prompt_ids(prompt, 1)
 
@@ -1327,11 +1342,6 @@ def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
     trained_on, held_out = seen()
     assert len(held_out) == CFG.eval_prompts
     assert not trained_on & held_out
-    # The check finds a run that does not know what is held out.
-    every = lambda task, first=0: map(task.prompt, itertools.count(first))  # noqa: E731
-    monkeypatch.setattr(m, "training_prompts", every)
-    trained_on, held_out = seen()
-    assert trained_on & held_out
 
 
 def test_a_run_that_earns_nothing_ends() -> None:
@@ -1415,7 +1425,6 @@ def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
     assert found["greedy"] == 0.5
     assert found["pass@1"] == pytest.approx((2 / 5 + 0 + 1) / 3)  # of groups with all samples
     assert found["pass@5"] == pytest.approx(2 / 3)
-    assert set(found) == {"greedy", "pass@1", "pass@5"}
 
 
 def test_calls_that_end_together_all_have_an_answer() -> None:
@@ -1440,8 +1449,10 @@ def test_calls_that_end_together_all_have_an_answer() -> None:
 THINKS = "<think>Rome?</think>\n\nParis"
 RIGHT = [("Paris", "Paris"), (" paris. ", "Paris"), (THINKS, "Paris"), ("7", 7), ("3 + 4 = 7", "7")]
 RIGHT += [("so #### 1,234", 1234), (r"not \boxed{41} but \boxed{42}", "42"), ("is -3.50", "-3.5")]
-RIGHT += [("«7» 👍", "«7» 👍"), (r"thus \boxed{42} holds", 42)]
+RIGHT += [("«7» 👍", "«7» 👍"), (r"thus \boxed{42} holds", 42), ("cafe\u0301", "caf\u00e9")]
+RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5), ("**7**", 7), ("<think>8</think> 7", 7)]
 WRONG_ANSWERS = [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
+WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B")]
 
 
 def test_answers() -> None:
@@ -1463,15 +1474,10 @@ def test_words_are_graded() -> None:
     assert task.grade("3, 4, 5", " 3, 4, 5\n") == 1
     assert 0 < task.grade("3, 4, 5", "3, 4") < task.grade("3, 4, 5", "3 4 5") < 1
     assert task.grade("3, 4, 5", "") == task.grade("apple", "no") == 0
-    for kind in m.TASKS:
-        task = m.WordTask(kind, 0)
-        for prompt in map(task.prompt, range(50)):
-            answers = [turn.answer for turn in prompt.turns]
-            assert sum(task.score(prompt, answers)) == pytest.approx(1)
 
 
 WRONG_LINES = ["{", "[1]", '{"answer": 1}', '{"prompt": 3}', '{"prompt": [{"role": 1}]}']
-WRONG_LINES += ["[" * 9999]
+WRONG_LINES += ["[" * 9999, '{"prompt": "\\ud800"}']
 
 
 @pytest.mark.parametrize("line", WRONG_LINES, ids=range(len(WRONG_LINES)))
@@ -1599,8 +1605,19 @@ def alarm():
     return 0.25
 def double(x):
     return 2 * x
-def raises():
-    raise LookupError("nothing here")
+def raises(error=LookupError("nothing here")):
+    raise error
+class Wrong(Exception):
+    __str__ = None
+async def client():
+    loop = asyncio.get_running_loop()
+    assert loops.setdefault("first", loop) is loop  # as a client of a module asks for
+    return 0.375
+loops = {}
+interrupts = lambda: raises(KeyboardInterrupt())
+wrong = lambda: raises(Wrong())
+long = lambda: raises(ValueError("long \\n" * 9999))
+text = lambda: "good"
 def leaves():
     raise SystemExit(3)
 def in_pool(function, x):
@@ -1630,13 +1647,16 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     worker = object.__new__(m.RewardWorker)
     worker.setup(0, own_rewards(tmp_path), m.OwnProcess)
     wanted = {"alarm": 0.25, "run": 0.5, "coroutine": 0.75, "pool": 1.0, "child": 0.125}
-    names = [*wanted, "raises", "leaves", "dies", "alarm", "hangs", "pool"]
+    wanted |= {"client": 0.375}
+    names = [*wanted, "client", "interrupts", "wrong", "long", "text", "raises", "leaves"]
+    names += ["dies", "alarm", "hangs", "pool"]
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
     found = worker.score([[(prompt, [name])] for name in names])
     for name, (rewards,) in zip(names, found, strict=True):
         assert isinstance(rewards, str) is (name not in wanted), rewards
         assert isinstance(rewards, str) or rewards == [wanted[name]]
     assert "own_rewards.py, line" in found[names.index("raises")][0]
+    assert all(len(told) < 500 and "\n" not in told for (told,) in found if isinstance(told, str))
     assert "sleep 1000" not in " ".join(left(mark, 1))  # it ended with the process that died
     os.killpg(worker.score_group.pid, signal.SIGKILL)
     assert left(mark) == []
@@ -1680,7 +1700,8 @@ WRONG = (
     "|--loss ppp|--max-staleness -1|--group-size 1|--temperature 0|--train --task nothing"
     "|--train --task own.py:Task|--train --model ./none|--train --model qwen2 --task none.jsonl"
     "|--prompts-per-step 1 --trainers 2|--evaluate -1|--kl -1|--train --reward own.py:f"
-    "|--lr nan|--temperature nan|--reward-deadline nan"
+    "|--lr nan|--temperature nan|--reward-deadline nan|--train --export /proc/x"
+    "|--train --checkpoint /proc/x|--log /proc/x/log"
 )
 
 
@@ -1712,7 +1733,6 @@ def test_every_flag_has_help_and_the_list_every_stage(capsys: Any) -> None:
     assert [re.search(r"\] (\w+):", line)[1] for line in lines] == list(m.STAGES)
 
 
-@beside
 def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
     model_folder(tmp_path, characters="0123456789+")  # its context has 128 tokens
     for words in ("--max-new-tokens 9999 --generators 1", "--task none.jsonl"):
@@ -1723,6 +1743,23 @@ def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
         (told,) = [line for line in lines if not line.startswith(of_monarch)]
         assert told.startswith("monarch_rl.py: ")
         assert "Traceback" not in found.stdout
+
+
+def test_command_a_machine_may_lack_what_is_usual(tmp_path: Path) -> None:
+    env = os.environ | {"TMPDIR": "/nowhere", "PYTHONIOENCODING": "latin-1", "RANK": "3"}
+    command = f"{sys.executable} {FILE} --only hello_actor --json out.json"
+    for closed in (">&- 2>&-", "2>&- <&-"):
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {closed}"], cwd=tmp_path, env=env, timeout=120
+        )
+        assert done.returncode == 0
+        assert json.loads((tmp_path / "out.json").read_text())["stages"][0]["checks"]
+        (tmp_path / "out.json").unlink()
+
+
+def test_without_a_network_the_hub_does_not_answer(monkeypatch: Any) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert not m.hub_answers()
 
 
 FIGURES = {
@@ -1787,12 +1824,10 @@ def each_fails(folder: Path, *stages: str) -> None:
 TRAINING = ("sync_rl", "async_rl", "recovery", "critic", "reward_model")
 
 
-@beside
 def test_command_stages_that_train_fail_without_their_mechanisms(tmp_path: Path) -> None:
     each_fails(tmp_path, *TRAINING)
 
 
-@beside
 def test_command_the_other_stages_fail_without_their_mechanisms(tmp_path: Path) -> None:
     each_fails(tmp_path, *[stage for stage in m.STAGES if stage not in TRAINING])
 
@@ -1807,7 +1842,6 @@ def reward(prompt, response, answer):
 """
 
 
-@beside
 def test_command_the_whole_way_of_a_user(tmp_path: Path) -> None:
     model_folder(tmp_path, characters="0123456789+")
     data_file(tmp_path)
@@ -1845,7 +1879,6 @@ def exported(folder: Path, num_trainers: int) -> tuple[dict[str, torch.Tensor], 
     return model.state_dict(), [row["grad_norm"] for row in rows]
 
 
-@beside
 def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
     one, norms = exported(tmp_path / "one", 1)
     two, norms_of_two = exported(tmp_path / "two", 2)
@@ -1902,7 +1935,6 @@ if __name__ == "__main__":
 """
 
 
-@beside
 def test_command_services_of_real_processes_end_as_they_should(tmp_path: Path) -> None:
     program = tmp_path / "services.py"
     program.write_text(SERVICES)
@@ -1915,7 +1947,6 @@ def test_command_services_of_real_processes_end_as_they_should(tmp_path: Path) -
     assert told["run"].startswith("ReplicaLost: trainer_0 ")
 
 
-@beside
 def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
     words = "--train --steps 100000 --eval-prompts 8 --generators 1"
     for beginning in ("step", "the tiny policy"):
@@ -2086,7 +2117,6 @@ def strike_at_random(folder: Path, seed: int, num_faults: int, num_steps: int) -
     return command.end()
 
 
-@beside
 def test_command_a_run_that_is_struck_anywhere_comes_to_its_end(tmp_path: Path) -> None:
     status, output = strike_at_random(tmp_path, 0, 6, 200)
     assert status == 0, output
@@ -2117,14 +2147,12 @@ def cut_and_resumed(folder: Path, seed: int) -> tuple[list[Any], list[Any]]:
     return found[0], found[1]
 
 
-@beside
 def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Path) -> None:
     (samples, *weights), (others_samples, *others) = cut_and_resumed(tmp_path, 0)
     assert samples == others_samples
     assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
 
 
-@beside
 def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
     model_folder(tmp_path, characters="0123456789+")
     data_file(tmp_path)
@@ -2483,9 +2511,6 @@ def test_page_of_unfinished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         m.write_page(str(tmp_path / "page.html"), [], [record(monkeypatch, **changes)])
         assert "nan" not in (tmp_path / "page.html").read_text()
     m.write_page(str(tmp_path / "page.html"), [], [])
-
-
-# -- what readers and helpers found ----------------------------------------------------------------
 
 
 def test_an_unforeseen_error_in_a_request_ends_the_run() -> None:
