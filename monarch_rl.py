@@ -42,8 +42,8 @@ rewards are compared with each other. A *version* numbers the weights: each trai
 next one. *Staleness* is the trainer's version minus the version that sampled a token.
 
 Left out: paged attention and continuous batching (vLLM, SGLang); tensor, pipeline and expert
-parallelism (torchtitan, Megatron); LoRA (peft); sandboxes; trainers over several hosts; experiment
-trackers. For Linux, with Python 3.11 to 3.13; not run on a GPU.
+parallelism (torchtitan, Megatron); LoRA (peft); sandboxes; trainers over several hosts; trackers.
+For Linux, with Python 3.11 to 3.13. It has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ import weakref
 import zipfile
 import zlib
 from asyncio import ensure_future, gather
-from collections import Counter as Tally, deque
+from collections import Counter as Tally, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -151,41 +151,41 @@ class Config:
     train: bool = False  # train --model on --task
     evaluate: int = 0  # pass@k, with so many samples of each prompt
     export: str = ""  # write the model to this folder
-    model: str = ""  # folder or hub id of a causal model; default: a tiny one
-    task: str = "repeat"  # repeat, count or pattern; FILE.jsonl; FILE.py:CLASS
-    reward: str = ""  # FILE.py:FUNCTION(prompt, response, answer), or model
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of forward passes
+    model: str = ""  # a folder or a hub id of a causal model; default: a tiny one
+    task: str = "repeat"  # repeat, count or pattern; a FILE.jsonl; a FILE.py:CLASS
+    reward: str = ""  # a FILE.py:FUNCTION(prompt, response, answer), or model
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
     device: Literal["", "cpu", "cuda"] = ""  # default: cuda if there is one
-    seed: int = 0  # of prompts, sampling and fresh models
+    seed: int = 0  # of the prompts, the sampling and fresh models
     steps: int = 100  # updates of the policy
-    prompts_per_step: int = 16  # groups in a batch
-    group_size: int = 8  # samples of each prompt
-    max_new_tokens: int = 0  # of a response; default: what the task needs
-    temperature: float = 1.0  # of sampling
-    tokens_per_pass: int = 8192  # tokens, with padding, in one training pass
-    generators: int = 2  # processes that sample
-    reward_workers: int = 1  # processes that compute rewards
-    trainers: int = 1  # ranks of the trainer (FSDP2)
-    hosts: str = ""  # folder of --worker: generators run there
+    prompts_per_step: int = 16  # the groups in a batch
+    group_size: int = 8  # the samples of each prompt
+    max_new_tokens: int = 0  # of a response; by default what the task needs
+    temperature: float = 1.0  # of the sampling
+    tokens_per_pass: int = 8192  # the tokens, with the padding, in one training pass
+    generators: int = 2  # the processes that sample
+    reward_workers: int = 1  # the processes that compute rewards
+    trainers: int = 1  # the ranks of the trainer (FSDP2)
+    hosts: str = ""  # a folder of --worker: the generators run there
     worker: str = ""  # offer this machine, by a note in this folder
     max_staleness: int = 2  # K, in versions; 0: synchronous
-    loss: Literal["reinforce", "ppo", "decoupled"] = "ppo"  # from advantages
+    loss: Literal["reinforce", "ppo", "decoupled"] = "ppo"  # see section 10
     advantage: Literal["group", "leave_one_out", "none", "critic"] = "group"  # baseline
     passes: int = 1  # updates from each batch
     clip_low: float = 0.2  # of the importance ratio, below 1
     clip_high: float = 0.2  # of the importance ratio, above 1
-    kl: float = 0.0  # weight of the divergence from the first version
-    entropy: float = 0.0  # weight of an entropy bonus
-    lr: float = 0.0  # default: 1e-6, for the tiny policy 1e-3
-    sft_steps: int = 0  # supervised steps on right answers before RL
-    reward_deadline: float = 60.0  # seconds that one group's rewards may take
-    preferences: str = ""  # FILE.jsonl: prompt, chosen, rejected
-    ask_every: int = 0  # groups between calls of the task's prefer; 0: none
-    mask_truncated: bool = False  # do not train on responses without an end
-    checkpoint: str = ""  # folder from which the same command goes on
-    save_every: int = 20  # steps between checkpoints
-    eval_every: int = 0  # steps between evaluations; 0: first, last
-    eval_prompts: int = 256  # held-out prompts of an evaluation
+    kl: float = 0.0  # the weight of the divergence from the first version
+    entropy: float = 0.0  # the weight of an entropy bonus
+    lr: float = 0.0  # the default is 1e-6, for the tiny policy 1e-3
+    sft_steps: int = 0  # supervised steps on the right answers before RL
+    reward_deadline: float = 60.0  # the seconds that the rewards of a group may take
+    preferences: str = ""  # a FILE.jsonl: prompt, chosen, rejected
+    ask_every: int = 0  # the groups between calls of the task's prefer; 0: none
+    mask_truncated: bool = False  # do not train on episodes with truncated responses
+    checkpoint: str = ""  # a folder from which the same command goes on
+    save_every: int = 20  # the steps between checkpoints
+    eval_every: int = 0  # the steps between evaluations; 0: only the first and last
+    eval_prompts: int = 256  # the held-out prompts of an evaluation
     log: str = ""  # a line of JSON for every step, in this file
     json: str = ""  # checks and figures of the command, in this file
     report: str = ""  # a page of the command, in this file
@@ -262,9 +262,9 @@ class Report:
 #   messages. Messages wait in the actor's mailbox, and its endpoints run one at a time.
 # Cost. A message and its answer take the time of thousands of function calls.
 #
-#     main process                              process of the actor
-#     counter.add.call_one()   -- message -->   waits in the mailbox until earlier calls are done
-#     await ...                <-- answer --    add() has run from its first line to its last
+#   main process                              process of the actor
+#   counter.add.call_one()   -- message -->   waits in the mailbox until earlier calls are done
+#   await ...                <-- answer --    add() has run from its first line to its last
 
 
 class Counter(Actor):
@@ -325,10 +325,10 @@ async def demo_hello_actor(report: Report) -> None:
 # Rule. Actors that are spawned together are a mesh, an array with named dimensions. The adverb of
 #   a call says which members run, and which answer:
 #
-#     mesh.add.call(...)                    every member runs; the answers come with their places
-#     mesh.add.broadcast(...)               every member runs; nobody answers
-#     mesh.add.choose(...)                  one member runs, drawn at random
-#     mesh.slice(worker=2).add.call_one()   this member runs
+#   mesh.add.call(...)                    every member runs; the answers come with their places
+#   mesh.add.broadcast(...)               every member runs; nobody answers
+#   mesh.add.choose(...)                  one member runs, drawn at random
+#   mesh.slice(worker=2).add.call_one()   this member runs
 #
 # Cost. `call` is as slow as its slowest member, and fails if one fails. `broadcast` reports no
 #   failure.
@@ -366,10 +366,10 @@ async def demo_actor_mesh(report: Report) -> None:
 #   operation is one-sided: no Python of the owner runs.
 # Cost. The owner must keep the memory alive, and does not learn when a reader is done (section 7).
 #
-#     owner                                           reader
-#     memory = torch.zeros(...)
-#     RDMABuffer(memory)  ---- handle, a message ---->  handle.read_into(mine)   pulls the bytes
-#                                                       handle.write_from(mine)  pushes bytes
+#   owner                                           reader
+#   memory = torch.zeros(...)
+#   RDMABuffer(memory)  ---- handle, a message ---->  handle.read_into(mine)   pulls the bytes
+#                                                     handle.write_from(mine)  pushes bytes
 #
 # RDMA is remote direct memory access: a network card reads the memory of another machine without
 # that machine's processor. Without such a card Monarch does the same over TCP, by threads in Rust.
@@ -413,10 +413,8 @@ async def demo_rdma_transfer(report: Report) -> None:
     mine = torch.zeros_like(expected)
     busy = ensure_future(owner.compute.call_one())
     await asyncio.sleep(0.2)  # now the owner is inside of `sum`
-    start_s = time.time()
     await handle.read_into(mine)  # mechanism: rdma_transfer
     pulled_s = time.time()
-    report.say(f"32 MiB in {(pulled_s - start_s) * 1e3:.0f} ms, from a busy owner")
     report.check("s from the pull's end to the owner's", await busy - pulled_s, ">", 0)
     report.check("bytes that differ", int((mine != expected).sum()), "==", 0)
     await procs.stop()
@@ -486,11 +484,11 @@ async def demo_controllers(report: Report) -> None:
 # Rule. An exception goes to the caller. A process belongs to its owner, which kills and replaces
 #   it. Each failure has its own detector. A ping tests the process, not the speed of its work:
 #
-#     failure              its caller            its owner learns of it by
-#     an endpoint raises   gets the exception    nothing: the actor lives on
-#     the process dies     waits, then an error  a pidfd, in milliseconds
-#     it stands still      waits, then an error  unanswered pings, after `unresponsive_s`
-#     it works for ever    waits                 nothing: only a deadline helps
+#   failure              its caller            its owner learns of it by
+#   an endpoint raises   gets the exception    nothing: the actor lives on
+#   the process dies     waits, then an error  a pidfd, in milliseconds
+#   it stands still      waits, then an error  unanswered pings, after `unresponsive_s`
+#   it works for ever    waits                 nothing: only a deadline helps
 #
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`: 30 s, or 2 s in demos that stop a process.
@@ -659,14 +657,14 @@ async def demo_supervision(report: Report) -> None:
 #   and each caller has to know which actors are left.
 # Rule. The caller asks a service. A service owns interchangeable replicas, and gives a request to
 #   the one with the fewest in flight. An attempt has one of three outcomes:
-#     1. The replica answers. The caller gets the answer, once.
-#     2. The replica is lost (section 5). It is replaced, and another one gets the request.
-#     3. The request raises. The exception is the caller's: elsewhere it would raise, too.
+#   1. The replica answers. The caller gets the answer, once.
+#   2. The replica is lost (section 5). It is replaced, and another one gets the request.
+#   3. The request raises. The exception is the caller's: elsewhere it would raise, too.
 # Cost. A request may run twice, so it must be harmless to repeat.
 #
-#     caller --- request("root", 4) ---> Service ---> replica 0   is lost: it is replaced
-#                                            \------> replica 1   answers
-#            <------- 2.0 -----------------------------/
+#   caller --- request("root", 4) ---> Service ---> replica 0   is lost: it is replaced
+#                                          \------> replica 1   answers
+#          <------- 2.0 -----------------------------/
 
 # -- 6a. Processes ----
 #
@@ -968,10 +966,10 @@ async def demo_service(report: Report) -> None:
 # the last generator has finished its rollout. (A dot is waiting, X the broadcast, P the copy into a
 # slot, f a pull.)
 #
-#     trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
-#       a thread                                                       PPPP   PPPP   PPPP
-#     generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
-#     generator 1   longest rolloutXXXX longest rolloutXXXX     longest rollout f longest rollout
+#   trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
+#     a thread                                                       PPPP   PPPP   PPPP
+#   generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
+#   generator 1   longest rolloutXXXX longest rolloutXXXX     longest rollout f longest rollout
 #
 # -- 7a. What lies in a slot ----
 
@@ -1019,12 +1017,12 @@ def manifest_of(
 #
 # With two readers, while version 8 is being written:
 #
-#     header   version 7   latest slot 2   lease of reader 0: slot 2   lease of reader 1: slot 1
+#   header   version 7   latest slot 2   lease of reader 0: slot 2   lease of reader 1: slot 1
 #
-#     slots    slot 0   version 8 is being written into it
-#              slot 1   version 6   reader 1 reads it
-#              slot 2   version 7   the latest; reader 0 reads it
-#              slot 3   version 5   free
+#   slots    slot 0   version 8 is being written into it
+#            slot 1   version 6   reader 1 reads it
+#            slot 2   version 7   the latest; reader 0 reads it
+#            slot 3   version 5   free
 #
 # Readers + 2 slots are enough: each reader holds one at most, one is the latest, one is written.
 #
@@ -1286,7 +1284,6 @@ def measure_publish(writer: WeightWriter) -> float:
 async def demo_weight_sync(report: Report) -> None:
     """A generator never samples from half-updated weights, and a sync is one memory copy."""
     torch.set_num_threads(1)
-    report.say("64 MiB of weights; torn reads of 60")
     rows = []
     num_torn = {"with": 0, "without": 0}
     for num_readers, leases in ((1, "with"), (2, "without"), (2, "with"), (4, "with")):
@@ -1309,8 +1306,8 @@ async def demo_weight_sync(report: Report) -> None:
             publish_filled(writer, version)
             await asyncio.sleep(0)
         row["pull ms"] = max(waited for _, waited in reading.result())
-        row["torn"] = sum(torn for torn, _ in reading.result())
-        num_torn[leases] += int(row["torn"])
+        row["torn of 60"] = sum(torn for torn, _ in reading.result())
+        num_torn[leases] += int(row["torn of 60"])
         report.figure(pull_ms=row["pull ms"])
         rows.append({"readers": f"{num_readers}, {leases} leases", **row})
         await service.close()
@@ -1332,10 +1329,10 @@ async def demo_weight_sync(report: Report) -> None:
 #
 # By example, a matrix of 5 x 23. As in torch.chunk, the last shard may be smaller, or empty:
 #
-#     trainer rank 0     rows 0-2, all columns       writes this box into the slot
-#     trainer rank 1     rows 3-4, all columns       writes this box into the same slot
-#     generator rank 0   all rows, columns 0-11      views this box of the slot
-#     generator rank 1   all rows, columns 12-22     views this box of the slot
+#   trainer rank 0     rows 0-2, all columns       writes this box into the slot
+#   trainer rank 1     rows 3-4, all columns       writes this box into the same slot
+#   generator rank 0   all rows, columns 0-11      views this box of the slot
+#   generator rank 1   all rows, columns 12-22     views this box of the slot
 
 Index = tuple[int, ...]
 Box = tuple[slice, ...]  # of a tensor, in each dimension: `tensor[box]` is a view of it
@@ -1483,8 +1480,8 @@ async def demo_reshard(report: Report) -> None:
 #   cache of what attention computed before. The trainer scores whole conversations at once. If they
 #   disagree about what was sampled, or how likely it was, the gradient is wrong. No error says so.
 # Rule. Record while sampling, and reconstruct nothing afterwards. For each sampled token:
-#     its id               later turns continue the exact ids; text is for people
-#     its log-probability  in fp32, under the distribution that it was drawn from
+#   its id               later turns continue the exact ids; text is for people
+#   its log-probability  in fp32, under the distribution that it was drawn from
 # Cost. One more number per token.
 #
 # -- 9a. Tasks and prompts ----
@@ -1575,11 +1572,11 @@ def letter_task(cfg: Config) -> Task:
 # letter of the user; a to g were sampled. A response has at most four tokens with its end, so the
 # last one is truncated.
 #
-#     ids       <u> u u u <e> <a>  a b c <e>  <u> u u u <e> <a>  d e f <e>
-#     turn_of    0  0 0 0  0   0   1 1 1  1    0  0 0 0  0   0   2 2 2  2
+#   ids       <u> u u u <e> <a>  a b c <e>  <u> u u u <e> <a>  d e f <e>
+#   turn_of    0  0 0 0  0   0   1 1 1  1    0  0 0 0  0   0   2 2 2  2
 #
-#     ids       <u> u u u <e> <a>  a <e>  <u> u u u <e> <a>  d e f  g
-#     turn_of    0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2
+#   ids       <u> u u u <e> <a>  a <e>  <u> u u u <e> <a>  d e f  g
+#   turn_of    0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2
 
 
 @dataclass
@@ -1590,7 +1587,7 @@ class Episode:
     version: int = 0  # of the weights that sampled it
     ids: list[int] = field(default_factory=list)
     turn_of: list[int] = field(default_factory=list)  # from 1; 0: not sampled
-    logprobs: list[float] = field(default_factory=list)  # 0.0 where not sampled
+    logprobs: list[float] = field(default_factory=list)  # 0.0 where it was not sampled
     responses: list[str] = field(default_factory=list)  # of each turn
     truncated: list[bool] = field(default_factory=list)  # of each turn: has no end
     rewards: list[float] = field(default_factory=list)  # of each turn, once scored
@@ -1639,18 +1636,22 @@ def tiny_policy(seed: int) -> tuple[Any, Any]:
 def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """(tokenizer, model) of a folder or hub id. Raises UsageError if anything is missing."""
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    how = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model, loaded = load(name, **how)
+        model, loaded = load(name, dtype=dtype, **how)
     except Exception as error:  # of many types
         raise UsageError(f"--model {name}: {cause_of(error)}") from error
-    wrong = {kind: [*loaded[kind]] for kind in sorted(loaded) if kind.endswith("_keys")}
+    wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
     weights = model.named_parameters()
     wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
     num_known = model.get_input_embeddings().num_embeddings
+    # Special tokens without an embedding, as for images, come in no text.
+    special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     vocabulary = tokenizer.get_vocab().items()
-    wrong["without an embedding"] = [word for word, i in vocabulary if i >= num_known]
+    wrong["without an embedding"] = [
+        word for word, i in vocabulary if i >= num_known and i not in special
+    ]
     if not tokenizer.chat_template:
         wrong["without a chat template"] = ["the tokenizer"]
     for kind, names in wrong.items():
@@ -1839,7 +1840,7 @@ def rollout(
     seed: int | None,
     version: int = 0,
 ) -> list[Episode]:
-    """Samples each conversation group_size times, if it fits into the context.
+    """Samples each episode group_size times, if it fits into the context.
 
     seed None: with the likeliest tokens.
     """
@@ -1908,11 +1909,11 @@ def scored(
     recorded = []
     recomputed = []
     for episode in episodes:
-        is_sampled = torch.tensor([episode.turn_of[1:]]) > 0
-        recomputed.append(
-            token_logprobs(policy, torch.tensor([episode.ids]), is_sampled)[0]
-        )
-        recorded.append(torch.tensor([episode.logprobs[1:]])[is_sampled])
+        ids = torch.tensor([episode.ids], device=policy.device)
+        is_sampled = torch.tensor([episode.turn_of[1:]], device=policy.device) > 0
+        recomputed.append(token_logprobs(policy, ids, is_sampled)[0])
+        logprobs = torch.tensor([episode.logprobs[1:]], device=policy.device)
+        recorded.append(logprobs[is_sampled])
     return torch.cat(recorded), torch.cat(recomputed)
 
 
@@ -1937,16 +1938,16 @@ async def demo_rollout(report: Report) -> None:
 # Problem. J, the mean reward of the policy, should grow. Samples give its gradient, but noisily;
 #   and samples of an older policy give the gradient of something else.
 # Rule. Three remedies:
-#     a baseline   removes noise. The advantage A replaces the reward: how much better the response
-#                  was than others to the same prompt.
-#     a ratio      r = p now / p when sampled removes bias: samples of an old policy are weighted as
-#                  if the current policy had drawn them.
-#     a clip       bounds the push: how far one batch can move a token's probability.
+#   a baseline   removes noise. The advantage A replaces the reward: how much better the response
+#                was than others to the same prompt.
+#   a ratio      r = p now / p when sampled removes bias: samples of an old policy are weighted as
+#                if the current policy had drawn them.
+#   a clip       bounds the push: how far one batch can move a token's probability.
 # Cost. Ratios add noise: a few tokens may have most of the weight. Clipped tokens get no gradient.
 #
 # J is the sum of p R over all responses. Since grad log p = grad p / p,
 #
-#     grad J = sum of R grad p = sum of p (R grad log p) = mean of R grad log p over samples
+#   grad J = sum of R grad p = sum of p (R grad log p) = mean of R grad log p over samples
 #
 # A baseline b adds no bias: its term is -b times the gradient of the sum of p, and that sum is 1.
 #
@@ -1980,10 +1981,10 @@ def advantages(
 
 
 # A loss takes tensors [N], with an element for each sampled token, and returns [N]:
-#     logp        its log-probability now, with a gradient
-#     recorded    when it was sampled, by an older policy
-#     near        before the first update on this batch
-#     A           the advantage of its response
+#   logp        its log-probability now, with a gradient
+#   recorded    when it was sampled, by an older policy
+#   near        before the first update on this batch
+#   A           the advantage of its response
 
 MAX_RATIO = 2.0  # maximum weight of a sample in decoupled
 MAX_BAD_RATIO = 3.0  # beyond this a token with A < 0 has no gradient: see ppo
@@ -2068,7 +2069,7 @@ def advantages_of(
     episodes: list[Episode],
     kind: str,
 ) -> list[list[float]]:
-    """Of each token of each episode; 0 where not sampled."""
+    """Of each token of each episode; 0 where it was not sampled."""
     found = []
     for group in groups_of(episodes):
         rewards = torch.tensor([episode.rewards for episode in group]).T
@@ -2079,12 +2080,6 @@ def advantages_of(
             by_turn = [0.0, *later]
             found.append([by_turn[turn] for turn in episode.turn_of])
     return found
-
-
-def without_truncated(episode: Episode) -> Episode:
-    """The same, with truncated responses as if they had not been sampled."""
-    truncated = [False, *episode.truncated]
-    return replace(episode, turn_of=[0 if truncated[t] else t for t in episode.turn_of])
 
 
 def padded(
@@ -2139,7 +2134,10 @@ class Learner:
     def step(self, episodes: list[Episode]) -> StepStats:
         """cfg.passes updates on the same episodes. Returns what the first one found."""
         if self.cfg.mask_truncated:
-            episodes = [without_truncated(episode) for episode in episodes]
+            episodes = [
+                replace(e, turn_of=[0] * len(e.turn_of)) if any(e.truncated) else e
+                for e in episodes
+            ]
         batches = self._batches(self.cfg, episodes, self.advantages(episodes))
         found = []
         for _ in range(self.cfg.passes):
@@ -2158,7 +2156,7 @@ class Learner:
             for prompt in itertools.islice(prompts, 4 * cfg.prompts_per_step):
                 right = [str(turn.answer) for turn in prompt.turns]
                 if any(turn.answer is None for turn in prompt.turns):
-                    raise UsageError("--sft-steps: each prompt needs its right answer")
+                    raise UsageError("--sft-steps: a prompt has no answer")
                 episode = episode_with(self.policy, prompt, right)
                 if len(episode.ids) <= self.policy.context:
                     episodes.append(episode)
@@ -2265,7 +2263,7 @@ def episode_with(
     prompt: Prompt,
     responses: list[str],
 ) -> Episode:
-    """The conversation with these responses, as if they had been sampled."""
+    """The episode with these responses, as if they had been sampled."""
     episode = Episode(prompt, responses=responses)
     for turn, response in enumerate(responses):
         ids = policy.prompt_ids(prompt, turn)
@@ -2369,10 +2367,10 @@ async def demo_losses(report: Report) -> None:
 #   scored" is not a reward of 0. One object accounts for every group that was started.
 # Cost. Each side waits while the other works (section 12).
 #
-#     main process   1. draws prompts
-#     generators     2. pull the newest weights, and sample a group for each prompt
-#     rewards        3. score each response
-#     trainer        4. makes an update, and publishes the new weights
+#   main process   1. draws prompts
+#   generators     2. pull the newest weights, and sample a group for each prompt
+#   rewards        3. score each response
+#   trainer        4. makes an update, and publishes the new weights
 
 # -- 11a. The actors of a run ----
 
@@ -2820,11 +2818,8 @@ async def demo_sync_rl(report: Report) -> None:
     before = await run.evaluate() or 0.0
     await train_sync(run, 100)
     after = await run.evaluate() or 0.0
-    shown = ("step", "reward", "staleness", "loss", "k3")
-    report.table(
-        [{name: row[name] for name in shown} for row in run.progress.rows[::33]]
-    )
-    report.say("loss is near 0 although the policy learns: section 10 says why")
+    loss = run.progress.rows[-1]["loss"]
+    report.say(f"loss {loss:.3f}: near 0 although the policy learns, see section 10")
     k3_max = max(row["k3"] for row in run.progress.rows)
     report.check("largest k3 of recorded and recomputed", k3_max, "<", 1e-10)
     report.check(
@@ -2845,11 +2840,11 @@ async def demo_sync_rl(report: Report) -> None:
 # Why K + 1 batches: one trains and K wait; the last is K versions old when it is used. That alone
 # is no bound, for other groups overtake a slow one. By example, with K = 1 and the trainer at v:
 #
-#     v = 5   batches a and b begin; two are in flight
-#     v = 5   a step on a (staleness 0): v = 6; batch c begins
-#     v = 6   a step on b (staleness 1): v = 7; batch d begins
-#     v = 7   c is late, and d comes first: a step on d (staleness 0): v = 8
-#     v = 8   c comes, of version 6. Its staleness would be 2, so it is dropped
+#   v = 5   batches a and b begin; two are in flight
+#   v = 5   a step on a (staleness 0): v = 6; batch c begins
+#   v = 6   a step on b (staleness 1): v = 7; batch d begins
+#   v = 7   c is late, and d comes first: a step on d (staleness 0): v = 8
+#   v = 8   c comes, of version 6. Its staleness would be 2, so it is dropped
 #
 # Dropped groups are mostly long responses, so the policy trains on shorter ones than it produces.
 # The other way to keep the bound is to train on groups in the order of their start. At most K
@@ -3040,13 +3035,13 @@ async def demo_async_rl(report: Report) -> None:
 
 
 # ==== PART II: further ====
-# The system is complete. What follows makes it yours: your model, your data, your reward function.
+# The system is complete. What follows: your model and data, long runs, harder rewards, more hosts.
 
 # == YOUR OWN DATA ====
-# Problem. A reward function is somebody else's code: it raises, hangs, forks, uses signals, and
-#   returns what it likes. None of this may end a run.
-# Rule. It runs in the main thread of a process of its own, which can be killed with all that it has
-#   started. An episode without a reward is left out of its group; it does not count as 0.
+# Problem. A reward function is somebody else's code: it raises, hangs, forks, handles signals, and
+#   returns anything. None of this may end a run.
+# Rule. It runs in the main thread of a separate process, which can be killed with all of its
+#   children. An episode without a reward is left out of its group; it does not count as 0.
 # Cost. That process, and a message to it for each group.
 
 WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle ember feather
@@ -3081,7 +3076,7 @@ class WordTask(Task):
         return Prompt(number, (Turn(shown, of_one),))
 
     def grade(self, answer: str, response: str) -> float:
-        """1 for exactly the answer, and at most half for its words among others."""
+        """1 for the exact answer; else half the share of words at the right place."""
         if response.strip() == answer:
             return 1.0
         right = re.findall(r"\w+", answer)
@@ -3134,7 +3129,7 @@ def lines_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 class FileTask(Task):
-    """The prompts of a FILE.jsonl, shuffled once, again and again. Raises UsageError."""
+    """The prompts of a FILE.jsonl, shuffled once, then repeated. Raises UsageError."""
 
     def __init__(self, path: str, seed: int) -> None:
         lines = lines_of(Path(path))
@@ -3147,19 +3142,18 @@ class FileTask(Task):
         return replace(self.prompts[number % len(self.prompts)], number=number)
 
     def grade(self, answer: Any, response: str) -> float:
-        """1 for the answer's text or last number, after any </think>, #### or boxed{; else 0."""
+        """Compares the text, or the last number, after the last </think>, #### or boxed{."""
         finals = []
         for text in (str(answer), response):
             final = re.split(r"</think>|####|\\boxed\{", text)[-1]
             final = unicodedata.normalize("NFC", final.partition("<think>")[0])
-            final = final.replace(",", "").casefold()
-            finals.append(final.lstrip(" $\n([*").rstrip(" .$}\r\n)]*"))
+            final = re.sub(r",(?=\d{3})", "", final).casefold()
+            finals.append(final.lstrip(" $\n(*").rstrip(" .$}\r\n)*"))
         wanted, final = finals
+        if not re.fullmatch(NUMBER, wanted):
+            return float(wanted == final)
         numbers = [float(number) for number in re.findall(NUMBER, final)]
-        is_number = re.fullmatch(NUMBER, wanted)
-        return float(
-            wanted == final or bool(is_number and float(wanted) in numbers[-1:])
-        )
+        return float(numbers[-1:] == [float(wanted)])
 
 
 def load_python(spec: str) -> Any:
@@ -3168,7 +3162,7 @@ def load_python(spec: str) -> Any:
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
         raise UsageError(f"{spec}: give {', '.join(TASKS)}, FILE.jsonl or FILE.py:NAME")
-    # The standard library comes before it, and installed packages after it.
+    # The folder goes after the standard library, before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
     try:
@@ -3177,14 +3171,14 @@ def load_python(spec: str) -> Any:
             raise NameError(f"there is another module {file.stem}: rename the file")
         found = getattr(module, name)
         if not callable(found):
-            raise TypeError("this is neither a function nor a class")
+            raise TypeError("it cannot be called")
         return found
     except BaseException as error:
         raise UsageError(f"{spec}: {place_of(error)}") from error
 
 
 class OwnTask(Task):
-    """A task with prompts or rewards of the user's. Prompts may be records as in a FILE.jsonl."""
+    """The task of --task, with the rewards of --reward's function if there is one."""
 
     def __init__(self, task: Any, reward: Callable[..., Any] | None) -> None:
         self.task = task
@@ -3195,7 +3189,7 @@ class OwnTask(Task):
         return prompt_of(number, self.task.prompt(number), f"prompt({number})")
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
-        """What the function of --reward returns for each turn; or the task, for all of them."""
+        """The results of --reward for each turn. Without it, those of the task."""
         if self.reward is None:
             return self.task.score(prompt, responses)
         rewards = []
@@ -3235,6 +3229,7 @@ class OwnProcess:
         if not self.executor:
             spawn = multiprocessing.get_context("spawn")
             self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
+            self.pid = None
         try:
             self.pid = self.executor.submit(os.getpid).result()
             future = self.executor.submit(score_group, self.cfg, asked)
@@ -3251,7 +3246,7 @@ class OwnProcess:
 
 
 def lead_process_group() -> None:
-    """Makes this process the head of a process group, which ends with the process above it."""
+    """Makes this process lead a process group, which is killed when the parent ends."""
     os.setpgid(0, 0)
     multiprocessing.set_start_method("fork", force=True)  # Monarch has chosen another
     parent = os.pidfd_open(os.getppid())  # becomes readable when that process ends
@@ -3260,13 +3255,12 @@ def lead_process_group() -> None:
         select.select([parent], [], [])
         os.killpg(0, SIGKILL)
 
-    threading.Thread(
-        target=end_with_parent
-    ).start()  # this process waits for it before it ends
+    # Not a daemon: it outlives the main thread.
+    threading.Thread(target=end_with_parent).start()
 
 
 def score_group(cfg: Config, asked: Asked) -> Rewards:
-    """Calls task.score for each episode. If these are coroutines, those of a group run together."""
+    """Calls task.score for each episode. Coroutines of one group run concurrently."""
     task = own_task(cfg)
     results: list[Any] = []
     for prompt, responses in asked:
@@ -3274,7 +3268,7 @@ def score_group(cfg: Config, asked: Asked) -> Rewards:
             results.append(task.score(prompt, responses))
         except BaseException as error:
             results.append(error)
-    # Not before all calls have returned: a reward function may run an event loop of its own.
+    # After all calls: a reward function may itself call asyncio.run, which fails in a loop.
     results = own_loop().run(all_of(results))
     rewards: Rewards = []
     for (prompt, _), result in zip(asked, results):
@@ -3292,11 +3286,11 @@ def own_loop() -> asyncio.Runner:
 
 
 async def all_of(results: list[Any]) -> list[Any]:
-    return await gather(*[known(result) for result in results])
+    return await gather(*[awaited(result) for result in results])
 
 
-async def known(result: Any) -> Any:
-    """A result; of a coroutine what it returns or raises. Lists may have coroutines."""
+async def awaited(result: Any) -> Any:
+    """Awaits a coroutine, or each one in a list. Exceptions become results."""
     if isinstance(result, list):
         return await all_of(result)
     try:
@@ -3348,10 +3342,10 @@ def place_of(error: BaseException) -> str:
 #
 # By example, a checkpoint after step 50, and a death during step 57:
 #
-#     weights, moments     those after step 50; steps 51 to 56 are made again
-#     prompts in flight    groups that were in flight at step 50 are sampled again, before others
-#     synchronous          the same prompts, samples and sums: bit for bit the same run
-#     asynchronous         the same prompts; but samples arrive in another order
+#   weights, moments     those after step 50; steps 51 to 56 are made again
+#   prompts in flight    groups that were in flight at step 50 are sampled again, before others
+#   synchronous          the same prompts, samples and sums: bit for bit the same run
+#   asynchronous         the same prompts; but samples arrive in another order
 #
 # The file is flushed before it is renamed: else its name may reach the disk before its bytes.
 
@@ -3426,14 +3420,14 @@ def write_checkpoint(
     of_learner = (learner.policy.model, learner.optimizer)
     weights, moments = dcp.get_state_dict(*of_learner, options=full)
     state = {"progress": progress, "weights": weights, "moments": moments}
-    # Advantages may be learned, too: then their object has a state.
-    state["advantages"] = getattr(learner.advantages, "state", dict)()
+    save = getattr(learner.advantages, "state", None)  # only a critic has one
+    state["advantages"] = save() if save else {}
     if learner.rank == 0:
         write_durably(Path(path), state)
 
 
 def write_durably(path: Path, state: Record) -> None:
-    """After this, or a crash at any moment, the path has its old content or the new one."""
+    """Replaces a file: after a crash at any moment it has the old or the new content."""
     beside = path.with_suffix(".new")
     try:
         with open(beside, "wb") as file:
@@ -3449,7 +3443,7 @@ def write_durably(path: Path, state: Record) -> None:
 
 
 def restore(trainer: Trainer, path: str) -> None:
-    """Runs in each rank: its learner becomes what it was when the checkpoint was written."""
+    """Runs in each rank: loads weights, moments and critic, and publishes the weights."""
     learner: Any = trainer.learner
     state = torch.load(path, map_location="cpu")
     full = dcp.StateDictOptions(full_state_dict=True)
@@ -3480,7 +3474,7 @@ async def train_saved(
     async def pause(step: int) -> None:
         if step % cfg.save_every == 0 or (cfg.checkpoint and step == cfg.steps):
             await checkpoints.save(run)
-        if step % (cfg.eval_every or math.inf) == 0:
+        if cfg.eval_every and step % cfg.eval_every == 0:
             await evaluate()
 
     async with contextlib.AsyncExitStack() as stack:
@@ -3498,15 +3492,15 @@ async def train_saved(
             raise
 
 
-async def in_lives(
+async def with_restarts(
     checkpoints: Checkpoints,
     make_run: Callable[[Progress], Run],
     work: Callable[[Run], Awaitable[Any]],
     load: Callable[[Trainer, str], None] = restore,
 ) -> Any:
-    """Does the work with a run. If its trainer is lost, another run goes on.
+    """Calls work(run). If the trainer is lost, restarts from the newest checkpoint.
 
-    Each begins where the newest checkpoint was written, if there is one.
+    After five losses without a new checkpoint, it raises the error.
     """
     losses: Tally[int] = Tally()  # by the step from which a run went on
     while True:
@@ -3524,9 +3518,10 @@ async def in_lives(
                 raise asyncio.CancelledError from error
             await asyncio.sleep(1)  # then a death has been noticed
             losses[first] += 1
-            # A generator raises if it looks for the weights of a dead trainer.
+            # A generator raises, too, if it looks for the weights of a dead trainer.
             is_lost = isinstance(run.trainer.error, ReplicaLost)
-            if losses[first] == 5 or (isinstance(error, ActorError) and not is_lost):
+            is_bug = isinstance(error, ActorError) and not is_lost
+            if losses[first] == 5 or is_bug:
                 raise
             print(f"{cause_of(error)}: going on from the newest checkpoint")
         finally:
@@ -3556,13 +3551,15 @@ async def train_killed(
     places = (report.pool, report.pool, report.folder)
 
     async def work(run: Run) -> tuple[Progress, list[Tensor]]:
-        work = [train_saved(run, checkpoints, run.evaluate)]
+        tasks = [train_saved(run, checkpoints, run.evaluate)]
         if killed_after and run.version == 0:
-            work.append(strike(run, run.trainer, killed_after, SIGKILL))
-        await gather(*work)
+            tasks.append(strike(run, run.trainer, killed_after, SIGKILL))
+        await gather(*tasks)
         return run.progress, await run.trainer.request(weights_of)
 
-    return await in_lives(checkpoints, partial(Run, cfg, *places, Parts()), work, load)
+    return await with_restarts(
+        checkpoints, partial(Run, cfg, *places, Parts()), work, load
+    )
 
 
 @stage(
@@ -3603,12 +3600,12 @@ async def demo_recovery(report: Report) -> None:
 # == YOUR OWN RUN ====
 # One run, and nothing beside it. What it needs to go on is in the folder of --checkpoint:
 #
-#     flags.json    of the newest command; a command takes from here what it does not say itself
-#     model/        version 0, after supervised steps, as transformers loads it
-#     step_*.pt     the newest two checkpoints (section 13)
-#     lock          held by the process that uses the folder
+#   flags.json    of the newest --train; defaults for the flags that a later command omits
+#   model/        version 0, after supervised steps, as transformers loads it
+#   step_*.pt     the newest two checkpoints (section 13)
+#   lock          held by the process that uses the folder
 
-# Flags that say what a command does with a run. All others belong to the run.
+# Flags that say what a command does with a run.
 OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log json
     report""".split()
 
@@ -3625,8 +3622,8 @@ def with_saved_flags(given: Record) -> Record:
     flags = saved | given
     for name in saved:
         if flags[name] != getattr(Config, name):
-            whence = "of the command" if name in given else f"from {folder}"
-            print(f"--{name.replace('_', '-')} {flags[name]}  {whence}")
+            source = "of the command" if name in given else f"from {folder}"
+            print(f"--{name.replace('_', '-')} {flags[name]}  {source}")
     return flags
 
 
@@ -3635,7 +3632,7 @@ def save_flags(cfg: Config, folder: Path) -> None:
         name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND
     }
     for name in ("model", "task", "reward", "preferences"):
-        is_folder = name == "model" and Path(flags[name] or "no model").is_dir()
+        is_folder = name == "model" and os.path.isdir(flags[name])
         if is_folder or re.search(r"\.(jsonl|py:\w+)$", flags[name]):
             flags[name] = os.path.abspath(flags[name])  # for commands in other folders
     (folder / "flags.new").write_text(json.dumps(flags, indent=1))
@@ -3697,18 +3694,18 @@ async def narrate(run: Run) -> None:
 
 
 async def until_made(run: Run, number: int) -> None:
-    """Waits for a step. Says every 30 s which requests are waited for."""
-    told_s = time.time()
+    """Waits for a step. Says every 30 s for how long a request of each worker has run."""
+    reported_s = time.time()
     while number == len(run.progress.rows):
         await asyncio.sleep(0.01)
-        if time.time() - told_s < 30:
+        if time.time() - reported_s < 30:
             continue
-        told_s = time.time()
-        for replica in run.replicas():  # the oldest request of each
-            seconds = told_s - min(replica.in_flight.values(), default=told_s)
-            print(f"           {replica.name} has had a request for {seconds:.0f} s;")
+        reported_s = time.time()
+        for replica in [each for each in run.replicas() if each.in_flight]:
+            seconds = reported_s - min(replica.in_flight.values())
             print(
-                f"           py-spy dump --pid {replica.processes.ids[0]} shows where"
+                f"           {replica.name}, process {replica.processes.ids[0]}:"
+                f" busy for {seconds:.0f} s"
             )
 
 
@@ -3723,8 +3720,8 @@ def step_line(row: Record) -> str:
 
 
 async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
-    """Held-out accuracy. With samples: how often one is right, and any one of a prompt's."""
-    found = {"greedy": await run.evaluate()}  # the likeliest response of each prompt
+    """Held-out accuracy of greedy responses; with num_samples also pass@1 and pass@k."""
+    found = {"greedy": await run.evaluate()}
     groups = await run.judged(run.held_out, num_samples, seed=0) if num_samples else []
     groups = [group for group in groups if len(group.episodes) == num_samples]
     right = [[sum(e.rewards) > 0.999 for e in group.episodes] for group in groups]
@@ -3732,7 +3729,7 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
         found["pass@1"] = fmean(fmean(group) for group in right)
         found[f"pass@{num_samples}"] = fmean(any(group) for group in right)
     if run.num_too_long:
-        print(f"{run.num_too_long} responses would not fit into the context")
+        print(f"{run.num_too_long} episodes did not fit into the context")
     print(f"of {len(run.held_out)} held-out prompts:", end="")
     print(
         *[f"  {name} {value:.3f}" for name, value in found.items() if value is not None]
@@ -3744,21 +3741,21 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
 # Problem. A user does not have the same conversation eight times, so there is no group. Compared
 #   with the mean of the batch, any response to a generous user is good.
 # Rule. A second network, the critic, predicts V before each token: the sum of the rewards to come.
-#   The advantage of a token is how much more came.
+#   A token's advantage: the rewards that came, minus V.
 # Cost. A network as large as the policy, in the one-rank trainer. Where a prompt can be sampled
 #   several times, use a group, which needs none of this.
 #
 # GAE, generalized advantage estimation (Schulman 2016). The rewards after a token are right on
-# average, but noisy; V of the next token has less noise, and errors. Lambda mixes them: 1, inside a
-# turn, counts rewards only; between turns it is 0.8. So all tokens of a turn have one target: its
-# reward, and of the first token of the next turn V + 0.8 * advantage. By example, two turns:
+# average, but noisy; V of the next token has less noise, and errors. Lambda interpolates: 1 (only
+# rewards) inside a turn, 0.8 between turns. So all tokens of a turn share one target: its reward
+# plus V + 0.8 * advantage at the first token of the next turn. By example, two turns:
 #
-#     token  turn  reward    V  target                       advantage = target - V
-#     a         1     0.0  0.4  0.0 + 0.7 + 0.8 * 0.2 = 0.86   0.46
-#     b         1          0.5                          0.86   0.36
-#     c         2     0.9  0.7                          0.90   0.20
+#   token  turn  reward    V  target                       advantage = target - V
+#   a         1     0.0  0.4  0.0 + 0.7 + 0.8 * 0.2 = 0.86   0.46
+#   b         1          0.5                          0.86   0.36
+#   c         2     0.9  0.7                          0.90   0.20
 
-# Steps without advantages, until V is of use; else the policy collapses.
+# Warm-up steps with advantage 0: with an untrained V the policy collapses.
 CRITIC_ALONE = 8
 
 
@@ -3796,17 +3793,17 @@ def gae(
     target = 0.0
     for turn in range(len(episode.rewards), 0, -1):
         target += episode.rewards[turn - 1]
-        places = [place for place, of in enumerate(episode.turn_of) if of == turn]
+        places = [i for i, t in enumerate(episode.turn_of) if t == turn]
         for place in places:
             found[place] = target - values[place]
-        if places:  # a masked turn has none
+        if places:  # a masked episode has none
             first = places[0]
             target = values[first] + 0.8 * found[first]
     return found
 
 
 class Critic:
-    """The advantages of a Learner."""
+    """Computes the advantages for a Learner; is called with the episodes of each step."""
 
     def __init__(
         self,
@@ -3823,7 +3820,7 @@ class Critic:
         self.explained_variance = 0.0  # 1 - var(advantage) / var(target)
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
-        """Advantages, scaled like those of groups. Then the critic learns the targets."""
+        """Advantages, normalized over the batch. Then trains the critic on the targets."""
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
@@ -3832,8 +3829,8 @@ class Critic:
         )
         with torch.no_grad():
             values = torch.cat([self._values(ids[rows]) for rows in parts])
-        rows = zip(episodes, values.tolist())
-        advantage = padded([gae(episode, row) for episode, row in rows], device)
+        gains = [gae(e, row) for e, row in zip(episodes, values.tolist())]
+        advantage = padded(gains, device)
         targets = values + advantage
         sampled = advantage[is_sampled]  # [N]
         variance = targets[is_sampled].var(correction=0)
@@ -3961,7 +3958,7 @@ async def demo_critic(report: Report) -> None:
 # to 0.2 with probability sigmoid(0.8) = 0.69. If it was, the loss is 0.37; if not, 1.17. Only
 # differences matter: 101.0 and 100.2 have the same losses.
 #
-# Accuracy on old comparisons warns of nothing. Say people like exactly one letter a: they prefer
+# High accuracy on old comparisons is no safeguard. If people like exactly one letter a, they prefer
 # "bab" to "bob", and "pan" to "pin". A network that counts the letters a is right about both. Then
 # it sees "aaaa", which nobody has asked about.
 
@@ -4020,7 +4017,7 @@ class RewardModel:
             self.learn(self.known)
 
     def scores(self, episodes: list[Episode]) -> Tensor:
-        """[B]: 4 times the mean over the sampled tokens. A sum would grow with their number."""
+        """[B]: 4 * mean over the sampled tokens. A sum would favor long responses."""
         ids = padded([e.ids for e in episodes], self.policy.device)
         is_sampled = padded([e.turn_of for e in episodes], self.policy.device) > 0
         # Padding is on the right, where a causal model does not look.
@@ -4136,7 +4133,7 @@ def train_on_taste(
                 episode.rewards = reward
         liked.append(fmean(task.grade("", e.responses[0]) for e in episodes))
         learned.append(fmean(e.rewards[0] for e in episodes))
-    liked = [fmean(liked[i : i + 5]) for i in range(56)]  # of five steps
+    liked = [fmean(liked[i : i + 5]) for i in range(len(liked) - 4)]  # moving
     return {
         "kl": cfg.kl,
         "ask every": cfg.ask_every,
@@ -4181,7 +4178,7 @@ async def demo_reward_model(report: Report) -> None:
     report.table(rows)
     nothing, price, fresh = rows
     fall = nothing["liked, best"] - nothing["liked, end"]
-    report.check("fall of the liked share, held by nothing", fall, ">", 0.25)
+    report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
     report.check("rise of the learned reward", nothing["learned, rise"], ">", 0)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
     report.check(
@@ -4191,23 +4188,25 @@ async def demo_reward_model(report: Report) -> None:
 
 
 # == 16. HOSTS ====
-# Problem. Shared memory and signals end at the edge of a machine. A lost machine does not say so,
-#   and one that has lost its command keeps the command's processes for ever.
+# Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
+#   and if the command dies, its processes on other hosts run on.
 # Rule. The trainer stays with the main process; generators run on worker hosts. There, a relay
 #   pulls each version once (section 3) into an arena of its own (section 7). A worker host is
-#   pinged like a worker (section 5), lost as a whole, and begins a new life after each loss.
+#   pinged like a worker (section 5), lost as a whole, and restarts its Monarch host after a loss.
 # Cost. One copy of the weights per version and host. A lost host costs its work in progress.
 #
-#     machine of the command                    worker host
-#     Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
-#                  +------ bytes, RDMABuffer ---->+
+#   machine of the command                    worker host
+#   Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
+#                +------ bytes, RDMABuffer ---->+
 #
 # `--worker FOLDER` notes its address in a folder that all machines see; `--hosts FOLDER` reads it.
 
-LIFE = "MONARCH_RL_WORKER"  # in the environment of a life's processes: its folder
+HOST_FOLDER = (
+    "MONARCH_RL_WORKER"  # variable of the processes of a Monarch host: its folder
+)
 SILENCE_S = 5.0
 
-# The kernel kills this process when its parent ends; Monarch's do the same.
+# PR_SET_PDEATHSIG (1): SIGKILL (9) when the parent ends. Monarch's processes do it, too.
 WITH_PARENT = "import sys, ctypes; ctypes.CDLL(None).prctl(1, 9)\n"
 MONARCH_HOST = """from monarch.actor import run_worker_loop_forever as run
 run(address=sys.argv[1], ca="trust_all_connections")"""
@@ -4223,38 +4222,44 @@ def own_url() -> str:
 
 
 def serve_worker(folder: str, url: str) -> None:
-    """--worker: one life after another, until a signal comes. url: without a port."""
+    """--worker: restarts its Monarch host after each loss, until a signal. url: no port."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     note = Path(folder) / url.rpartition("/")[-1]
     try:
         while True:
-            live(note, url)
+            run_host(note, url)
     finally:
         note.unlink(missing_ok=True)
 
 
-def live(note: Path, url: str) -> None:
-    """A Monarch host, at a new port, until no agent there has been pinged for SILENCE_S."""
+def run_host(note: Path, url: str) -> None:
+    """Runs a Monarch host on a new port until no ping has come for SILENCE_S."""
     # Monarch cannot attach to the address of a lost host again.
     with socket.create_server((note.name, 0)) as server:
         url += f":{server.getsockname()[-1]}"
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as life:
-        pinged = Path(life) / "pinged"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        pinged = Path(folder) / "pinged"
         pinged.touch()
-        os.utime(pinged, (0, time.time() + 300))  # so long it waits for a command
+        os.utime(pinged, (0, time.time() + 300))  # for the first ping
         command = [sys.executable, "-c", WITH_PARENT + MONARCH_HOST, url]
-        host = subprocess.Popen(command, env=os.environ | {LIFE: life})
-        note.with_name("." + note.name).write_text(url)
-        note.with_name("." + note.name).replace(note)  # so nobody reads half a note
+        host = subprocess.Popen(command, env=os.environ | {HOST_FOLDER: folder})
+        write_note(note, url.encode())
         while host.poll() is None:
             time.sleep(0.1)
-            if time.time() - pinged.stat().st_mtime > SILENCE_S:
-                host.kill()  # and so all its processes
+            if not pinged.exists() or time.time() - pinged.stat().st_mtime > SILENCE_S:
+                host.kill()
+
+
+def write_note(note: Path, content: bytes) -> None:
+    """Nobody reads half of it."""
+    hidden = note.with_name("." + note.name)
+    hidden.write_bytes(content)
+    hidden.replace(note)
 
 
 def urls_in(folder: Path) -> list[str]:
-    """Where the worker hosts are that have a note there, in their present lives."""
+    """The current addresses of the worker hosts, from the notes in the folder."""
     found = []
     for note in folder.glob("[!.]*"):
         with suppress(FileNotFoundError):
@@ -4263,53 +4268,53 @@ def urls_in(folder: Path) -> list[str]:
 
 
 class HostAgent(Actor):
-    """In each process on a worker host: prolongs the life of the host, or ends it."""
+    """In each process on a worker host: keeps the Monarch host alive, or ends it."""
 
     @concurrent_endpoint
     async def ping(self) -> int:
-        Path(os.environ[LIFE], "pinged").touch()
+        os.utime(Path(os.environ[HOST_FOLDER], "pinged"))  # raises once it is removed
         return os.getpid()
 
     @concurrent_endpoint
-    async def end_life(self) -> None:
-        os.utime(Path(os.environ[LIFE], "pinged"), (0, 0))
+    async def end_host(self) -> None:
+        Path(os.environ[HOST_FOLDER], "pinged").unlink(missing_ok=True)
 
 
 @dataclass
 class HostProcess(Processes):
-    """A process on a worker host. All processes of a life end together."""
+    """A process on a worker host. All processes of a Monarch host end together."""
 
     agent: Any
-    url: str  # of the life
-    lost: set[str]  # lives that have ended
+    lost: asyncio.Future[str]  # the reason, for all processes of the Monarch host
 
     def deaths(self) -> list[Awaitable[str]]:
-        return [until_unresponsive(self.agent, SILENCE_S)]
+        return [until_unresponsive(self.agent, SILENCE_S), asyncio.shield(self.lost)]
 
     async def kill(self) -> None:
-        self.lost.add(self.url)
-        self.agent.end_life.broadcast()  # if this is lost, the silence ends the life
+        if not self.lost.done():
+            self.lost.set_result("was on a host that is lost")
+        self.agent.end_host.broadcast()  # if the agent is dead, the missing pings do it
 
 
 class HostPool(Pool):
-    """Processes on worker hosts, on each the same number. None is used twice.
+    """Processes on worker hosts, on each at most the same number. None is used twice.
 
-    After its last use nobody pings a process, so the life of its host ends.
+    After its last use nobody pings a process, so its Monarch host ends.
     """
 
     def __init__(self, folder: Path, num_processes: int) -> None:
         super().__init__()
         self.folder = folder
         self.share = math.ceil(num_processes / len(urls_in(folder)))
-        self.started: Tally[str] = Tally()  # processes of each life
-        self.lost: set[str] = set()
+        self.started: Tally[str] = Tally()  # processes of each Monarch host
+        self.lost: dict[str, Any] = defaultdict(asyncio.Future)  # of each Monarch host
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
 
     async def take(self, num_ranks: int) -> HostProcess:
         """Starts a process on a host with less than its share, or waits. Raises RunError."""
         while True:
             for url in urls_in(self.folder):
-                if self.started[url] < self.share and url not in self.lost:
+                if self.started[url] < self.share and not self.lost[url].done():
                     self.started[url] += 1
                     return await self._start_on(url)
             await asyncio.sleep(0.1)
@@ -4322,11 +4327,11 @@ class HostPool(Pool):
         agent = mesh.spawn("agent", HostAgent)
         try:
             pid = await asyncio.wait_for(agent.ping.call_one(), 4 * SILENCE_S)
-        except TimeoutError:
+        except Exception:
             self.started[url] -= 1
             what = "is its port open, and are both certificates of one CA (tls://)?"
             raise RunError(f"no answer from {url}: {what}") from None
-        return HostProcess(mesh, [pid], agent, url, self.lost)
+        return HostProcess(mesh, [pid], agent, self.lost[url])
 
     def keep_spare(self) -> None:
         """Nothing: a lost host would take its spare with it."""
@@ -4375,19 +4380,19 @@ def relayed_reader(
     tensors: Weights,
 ) -> WeightReader:
     """A reader of this host's copy of an arena. The first reader starts the relay."""
-    note = Path(os.environ[LIFE]) / handle.path.replace("/", "_")
+    note = Path(os.environ[HOST_FOLDER]) / handle.path.replace("/", "_")
     try:
         note.touch(exist_ok=False)
     except FileExistsError:
-        while not note.stat().st_size:  # the first one is making the copy
+        while not note.stat().st_size:  # another reader is making the copy
             time.sleep(0.01)
     else:
         own_handle, arena = create_arena(handle.manifest, handle.num_readers)
-        run: Any = contextvars.copy_context().run  # the thread is the same actor's
+        run: Any = contextvars.copy_context().run  # as in Worker.run
         threading.Thread(
             target=run, args=(relay, outlet, handle, number, arena)
         ).start()
-        note.write_bytes(pickle.dumps(own_handle))
+        write_note(note, pickle.dumps(own_handle))
     return WeightReader(pickle.loads(note.read_bytes()), number, tensors)
 
 
@@ -4523,7 +4528,7 @@ async def record_of(
         until_s = (loss.replaced_s or time.time()) + seconds / 200  # at least one part
         spans.append(Span(f"{loss.name} lost", loss.noticed_s, until_s))
     spans = [span for span in spans if span.end_s > start_s]
-    # 1 at those of 2000 instants at which a worker is busy. The mean of 10 is a busy share.
+    # 2000 samples over the run, 1 where busy; means of 10 give 200 busy shares.
     busy = {span.who: torch.zeros(2000) for span in spans}
     for span in spans:
         first = max(0, int((span.start_s - start_s) / seconds * 2000))
@@ -4597,7 +4602,7 @@ def write_page(
 
 # == THE COMMAND LINE ====
 
-# How soon Monarch notices what a pidfd and a ping have not; threads of torch; silent libraries.
+# Monarch's supervision intervals; threads of torch; quiet libraries.
 ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
     HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE=5s HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE=5s
     OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
@@ -4622,8 +4627,9 @@ def read_flags(argv: list[str] | None) -> Config:
     unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
     if unknown:
         raise UsageError(f"unknown: {unknown[0]}; see --help and --list")
-    for mistake in itertools.chain(mistakes_in(cfg), mistaken_paths(cfg)):
-        raise UsageError(mistake)
+    mistakes = [*mistakes_in(cfg)] or [*mistaken_paths(cfg)]
+    if mistakes:
+        raise UsageError(mistakes[0])
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
 
@@ -4689,7 +4695,7 @@ def own_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
             "--ask-every needs a task with a method prefer, and prompts of one turn"
         )
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
-    # Whether the policy exploits the model shows on held-out prompts, which the task scores.
+    # The task scores held-out prompts, so exploitation of the model becomes visible.
     return lambda asked: (by_task if asked[0][0].is_held_out else model)(asked)
 
 
@@ -4739,7 +4745,7 @@ async def run_own(report: Report) -> Record:
     make_run = partial(
         Run, cfg, *places, Parts(own_task, own_learner, make_reader, score)
     )
-    return await in_lives(checkpoints, make_run, partial(use, checkpoints))
+    return await with_restarts(checkpoints, make_run, partial(use, checkpoints))
 
 
 async def run_stages(report: Report) -> Record:
@@ -4775,8 +4781,8 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
     """What is wrong with the flags."""
     for each in fields(Config):
         if isinstance(each.default, (int, float)):
-            may_be_0 = each.default < 1 or each.name == "max_staleness"
-            if not (0 if may_be_0 else 1e-3) <= getattr(cfg, each.name) < math.inf:
+            least = 0 if each.default < 1 or each.name == "max_staleness" else 1e-3
+            if not least <= getattr(cfg, each.name) < math.inf:
                 yield f"--{each.name.replace('_', '-')} is too small, or not finite"
     if cfg.group_size < 2 and cfg.advantage not in ("none", "critic"):
         yield "--group-size 2 or more, for this --advantage"
@@ -4786,13 +4792,14 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
         yield "--prompts-per-step: less than --trainers"
     if cfg.reward == "model" and cfg.reward_workers > 1:
         yield "--reward model needs --reward-workers 1"
-    if cfg.reward == "model" and not (cfg.preferences or cfg.ask_every):
-        yield "--reward model needs --preferences or --ask-every"
+    if (cfg.reward == "model") != bool(cfg.preferences or cfg.ask_every):
+        yield "--reward model goes with --preferences or --ask-every"
     if not cfg.model and (cfg.reward or cfg.task not in TASKS):
         yield "--task and --reward of your own need a --model"
 
 
 def mistaken_paths(cfg: Config) -> Iterator[str]:
+    """What cannot be read, or written; folders for output are created."""
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     inputs = [cfg.preferences, cfg.hosts, cfg.worker, cfg.model if is_path else ""]
     inputs += [cfg.task] if cfg.task.endswith(".jsonl") else []
@@ -4843,7 +4850,7 @@ async def run_command(cfg: Config) -> int:
 
 
 def reopen_closed() -> None:
-    """Begins again if standard streams are closed: other files would get their numbers."""
+    """Opens closed standard streams as /dev/null, and restarts: other files have their ids."""
     streams = (sys.stdin, sys.stdout, sys.stderr)
     if None in streams:
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -4858,7 +4865,7 @@ def hub_answers() -> bool:
     try:
         urllib.request.urlopen(url, timeout=5).close()
     except OSError as error:
-        return hasattr(error, "code")  # of an answer
+        return hasattr(error, "code")  # an HTTPError is an answer
     return True
 
 
@@ -4872,7 +4879,7 @@ def main(argv: list[str] | None = None) -> int:
         reopen_closed()
         output: Any = sys.stdout
         output.reconfigure(line_buffering=True, errors="replace")  # each line at once
-        os.environ["TMPDIR"] = tempfile.gettempdir()  # if it is gone, another one
+        os.environ["TMPDIR"] = tempfile.gettempdir()  # an existing folder
         if cfg.model and not Path(cfg.model).exists() and not hub_answers():
             os.environ["HF_HUB_OFFLINE"] = "1"  # else transformers tries for a minute
         for setting in ENVIRONMENT.split():
