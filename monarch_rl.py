@@ -4880,7 +4880,7 @@ def main(argv: list[str] | None = None) -> int:
         output: Any = sys.stdout
         output.reconfigure(line_buffering=True, errors="replace")  # each line at once
         os.environ["TMPDIR"] = tempfile.gettempdir()  # an existing folder
-        if cfg.model and not Path(cfg.model).exists() and not hub_answers():
+        if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
             os.environ["HF_HUB_OFFLINE"] = "1"  # else transformers tries for a minute
         for setting in ENVIRONMENT.split():
             name, _, value = setting.partition("=")
@@ -4900,7 +4900,7 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, argparse.ArgumentError) as error:
         print(f"monarch_rl.py: {error}", file=sys.stderr)
         return 2
-    except (RunError, ReplicaLost, ActorError, SupervisionError) as error:
+    except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:
         cause = cause_of(error).removeprefix("monarch_rl.")
         print(f"monarch_rl.py: {cause}", file=sys.stderr)
         return 2 if "UsageError: " in cause else 1

@@ -649,11 +649,12 @@ def test_truncated_responses_can_be_masked() -> None:
     for masks in (False, True):
         one = learner(mask_truncated=masks)
         episodes = episodes_of(one)
+        for number, episode in enumerate(episodes):
+            episode.truncated = [False, number % 3 == 0]
         kept = [e for e in episodes if not (masks and any(e.truncated))]
         whole = sum(turn > 0 for e in kept for turn in e.turn_of)
         assert one.step(episodes).num_tokens == whole > 0
         found[masks] = whole
-    assert found[True] < found[False]
     before = parameters(one)
     for episode in episodes:
         episode.truncated = [True, True]
@@ -1747,14 +1748,12 @@ def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
 
 def test_command_a_machine_may_lack_what_is_usual(tmp_path: Path) -> None:
     env = os.environ | {"TMPDIR": "/nowhere", "PYTHONIOENCODING": "latin-1", "RANK": "3"}
+    how: Any = {"cwd": tmp_path, "env": env, "stderr": subprocess.PIPE}
     command = f"{sys.executable} {FILE} --only hello_actor --json out.json"
-    for closed in (">&- 2>&-", "2>&- <&-"):
-        done = subprocess.run(
-            ["bash", "-c", f"{command} {closed}"], cwd=tmp_path, env=env, timeout=120
-        )
-        assert done.returncode == 0
-        assert json.loads((tmp_path / "out.json").read_text())["stages"][0]["checks"]
-        (tmp_path / "out.json").unlink()
+    for closed in (">&- 2>&-", "2>&- <&-", "> /dev/full"):
+        done = subprocess.run(["bash", "-c", f"{command} {closed}"], **how)
+        assert done.returncode == (closed == "> /dev/full"), done.stderr
+        assert b"Traceback" not in done.stderr
 
 
 def test_without_a_network_the_hub_does_not_answer(monkeypatch: Any) -> None:
