@@ -54,6 +54,7 @@ import contextlib
 import contextvars
 import copy
 import ctypes
+import difflib
 import fcntl
 import html
 import importlib
@@ -1532,25 +1533,17 @@ LETTERS = "abcdefghijklmnop"
 
 @dataclass
 class LetterTask(Task):
-    """For the tiny policy: sixteen letters in a ring, answered by the letters some places on.
-
-    places_on: [0] repeats what the user says; [1, 2, 3] answers "a" with "bcd".
-    """
+    """`repeat` for the tiny policy: two turns of three letters, which it says back."""
 
     seed: int
-    places_on: list[int]
     max_new_tokens = 4  # three letters and an end
 
     def prompt(self, number: int) -> Prompt:
         rng = random.Random(f"{self.seed} {number}")
         turns = []
         for _ in range(2):
-            asked = rng.choices(LETTERS, k=3 // len(self.places_on))
-            places = [
-                LETTERS.index(letter) + n for letter in asked for n in self.places_on
-            ]
-            answer = "".join(LETTERS[place % 16] for place in places)
-            turns.append(user_turn("".join(asked), answer))
+            letters = "".join(rng.choices(LETTERS, k=3))
+            turns.append(user_turn(letters, letters))
         return Prompt(number, tuple(turns))
 
     def grade(self, answer: str, response: str) -> float:
@@ -1559,11 +1552,8 @@ class LetterTask(Task):
         return num_right / max(len(answer), len(response))
 
 
-TASKS = {"repeat": [0], "count": [1, 2, 3], "pattern": [8]}
-
-
 def letter_task(cfg: Config) -> Task:
-    return LetterTask(cfg.seed, TASKS[cfg.task])
+    return LetterTask(cfg.seed)
 
 
 # -- 9b. What is recorded ----
@@ -3009,8 +2999,6 @@ async def demo_async_rl(report: Report) -> None:
     await train_async(run, bound + 8, 30)
     unbounded = max(row["staleness"] for row in run.progress.rows)
     counts = run.progress.counts()
-    report.table([counts])
-
     report.check("largest staleness", bounded, "<", bound + 1)
     report.check(
         "largest staleness with 8 more batches in flight", unbounded, ">", bound
@@ -3050,6 +3038,9 @@ WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle em
     table window""".split()
 
 
+TASKS = ("repeat", "count", "pattern")
+
+
 class WordTask(Task):
     """`repeat`, `count` and `pattern` for a chat model, which hears and says words."""
 
@@ -3086,11 +3077,7 @@ class WordTask(Task):
         return num_right / max(len(right), len(said)) / 2
 
 
-def prompt_of(
-    number: int,
-    record: Any,
-    where: str,
-) -> Prompt:
+def prompt_of(number: int, record: Any, where: str) -> Prompt:
     """A prompt from a Prompt, or from {"prompt": text or messages, "answer": ...}, or its JSON."""
     if isinstance(record, Prompt):
         return replace(record, number=number)
@@ -3409,11 +3396,7 @@ def read_progress(path: Path) -> Progress:
     return Progress(**state | {"in_flight": set(), "ended": Tally(state["ended"])})
 
 
-def write_checkpoint(
-    trainer: Trainer,
-    path: str,
-    progress: Record,
-) -> None:
+def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     """Runs in each rank of the trainer: all gather the state, and rank 0 writes it."""
     learner = trainer.learner
     full = dcp.StateDictOptions(full_state_dict=True)
@@ -3640,7 +3623,7 @@ def save_flags(cfg: Config, folder: Path) -> None:
 
 
 def export(trainer: Trainer, folder: str) -> None:
-    """Writes a folder that transformers loads."""
+    """Writes a folder that transformers loads: model and tokenizer."""
     model = trainer.policy.model
     state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
     if trainer.learner.rank == 0:
@@ -4158,7 +4141,7 @@ async def demo_reward_model(report: Report) -> None:
         entropy=0.01,
         preferences=str(report.folder / "preferences"),
     )
-    task = TasteTask(LetterTask(cfg.seed, [0]), random.Random(cfg.seed))
+    task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
     policy = Policy(cfg, torch.float32)
     Learner(policy, cfg).supervise(task, num_steps=60)
     drawn = list(itertools.islice(training_prompts(task), 250))
@@ -4179,7 +4162,6 @@ async def demo_reward_model(report: Report) -> None:
     nothing, price, fresh = rows
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
-    report.check("rise of the learned reward", nothing["learned, rise"], ">", 0)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
     report.check(
         "liked share at the end, with --ask-every", fresh["liked, end"], ">", 0.3
@@ -4613,6 +4595,7 @@ def read_flags(argv: list[str] | None) -> Config:
     """Raises UsageError, and ArgumentError of argparse."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     _, _, source = THIS_FILE.read_text().partition("class Config")
+    known_names = []
     texts = dict(re.findall(r"(\w+): .*  # (.*)", source.partition("@dataclass")[0]))
     for each in fields(Config):
         options: Any = {"action": "store_true"}
@@ -4621,12 +4604,14 @@ def read_flags(argv: list[str] | None) -> Config:
             options = {"type": type(each.default), "choices": choices}
         text = f"{texts[each.name]} ({each.default})".replace("%", "%%")
         name = "--" + each.name.replace("_", "-")
+        known_names.append(name)
         parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
     known, unknown = parser.parse_known_args(argv)
     cfg = Config(**with_saved_flags(vars(known)))
     unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
     if unknown:
-        raise UsageError(f"unknown: {unknown[0]}; see --help and --list")
+        near = difflib.get_close_matches(unknown[0], [*known_names, *STAGES], 1)
+        raise UsageError(f"unknown: {unknown[0]}; nearest: {near}; see --help")
     mistakes = [*mistakes_in(cfg)] or [*mistaken_paths(cfg)]
     if mistakes:
         raise UsageError(mistakes[0])
@@ -4684,7 +4669,7 @@ def shard(
 
 
 def own_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
-    """What --reward says. folder: for fresh preferences."""
+    """What --reward says. folder: for the fresh preferences of a reward model."""
     by_task = OwnProcess(cfg)
     if cfg.reward != "model":
         return by_task
@@ -4772,8 +4757,15 @@ async def run_stages(report: Report) -> Record:
     num_checks = sum(len(found["checks"]) for found in report.stages)
     seconds = sum(found["seconds"] for found in report.stages)
     print(
-        f"\n{num_checks} checks, {seconds:.0f} s; stages that failed: {report.failed()}"
+        f"\n{num_checks} checks, {seconds:.0f} s; failed: {report.failed() or 'none'}"
     )
+    seen = {}
+    for found in report.stages:
+        seen |= found["figures"]
+    for name in ("torn_reads", "staleness_max", "heldout_before", "heldout_after"):
+        if name in seen:
+            print(f"{name} {seen[name]:.3g}", end="  ")
+    print("\nNext: --train --model FOLDER_OR_HUB_ID --task FILE.jsonl (DOCS.md 06)")
     return {}
 
 
@@ -4794,8 +4786,8 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
         yield "--reward model needs --reward-workers 1"
     if (cfg.reward == "model") != bool(cfg.preferences or cfg.ask_every):
         yield "--reward model goes with --preferences or --ask-every"
-    if not cfg.model and (cfg.reward or cfg.task not in TASKS):
-        yield "--task and --reward of your own need a --model"
+    if not cfg.model and (cfg.reward or cfg.task != "repeat"):
+        yield "without a --model: --task repeat, and no --reward"
 
 
 def mistaken_paths(cfg: Config) -> Iterator[str]:
