@@ -643,7 +643,7 @@ async def demo_supervision(report: Report) -> None:
     troubles = ("exception", "death", "standstill", "endless")
     found = await gather(*[who_hears(trouble) for trouble in troubles])
     heard = dict(zip(troubles, found))
-    report.say("seconds until each observer heard of it; empty: not within 8 s")
+    report.say("seconds until each observer heard; empty: not within 8 s")
     report.table([{"failure": trouble, **by} for trouble, by in heard.items()])
     report.check("observers of the exception", len(heard["exception"]), "==", 1)
     report.check("deaths seen by the pidfd", int("pidfd" in heard["death"]), "==", 1)
@@ -788,12 +788,11 @@ class Service:
     error: Exception | None = None  # why there will be no other replica
     keepers: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def begin(self) -> list[Any]:
-        """Starts all replicas, and returns what their `setup` returned."""
+    async def begin(self) -> None:
+        """Starts all replicas, and waits for them."""
         for number in range(self.num_replicas):
             self.keepers.append(ensure_future(self._keep(number)))
         await self.until_ready(self.num_replicas)
-        return [self.replicas[number].result for number in range(self.num_replicas)]
 
     def ready(self) -> list[Replica]:
         return [
@@ -1452,7 +1451,8 @@ async def demo_reshard(report: Report) -> None:
     """From one sharding to another, each byte that is needed is written once."""
     setup_args = (str(report.folder / "shards"), 2)
     service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
-    (handle,) = await service.begin()
+    await service.begin()
+    handle = service.replicas[0].result
     written_bytes = await service.replicas[0].worker.run.call("publish")
     arena = Arena(handle)
     _, slot = arena.lease(0)
@@ -1471,7 +1471,6 @@ async def demo_reshard(report: Report) -> None:
     report.check("bytes written / bytes needed", written, "==", 1)
     # A gather: the ranks receive 2 and 3 of 5 rows, the matrix in all; then one writes everything.
     gathered = written + wanted["matrix"].nbytes / needed_bytes
-    report.say(f"a gather and one write: {gathered:.2f} times the bytes")
     report.figure(written_over_needed=written, gather_over_needed=gathered)
     await service.close()
 
@@ -1619,8 +1618,7 @@ def tiny_policy(seed: int) -> tuple[Any, Any]:
         tie_word_embeddings=True,
     )
     torch.manual_seed(seed)
-    fastest = {"attn_implementation": "eager"}  # at this size
-    return tokenizer, transformers.AutoModelForCausalLM.from_config(config, **fastest)
+    return tokenizer, transformers.AutoModelForCausalLM.from_config(config)
 
 
 def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -1681,7 +1679,7 @@ class Policy:
         chat = [{"role": "user", "content": "question"}, RESPONSE]
         shown, _, closing = self._render(chat, False).rpartition("response")
         if "question" not in shown:
-            raise UsageError("the chat template leaves out or changes what is said")
+            raise UsageError("the chat template leaves out what is said")
         # If a control token follows the response in the template, it ends the response.
         ends = [
             end
@@ -2595,8 +2593,8 @@ class Run:
         self.num_fruitless = 0  # requests in a row that brought no reward
 
     async def begin(self) -> None:
-        results = await gather(*[service.begin() for service in self.services])
-        (self.handle,) = results[0]
+        await gather(*[service.begin() for service in self.services])
+        self.handle = self.trainer.replicas[0].result
         self.pool.keep_spare()
 
     async def close(self) -> None:
@@ -2808,8 +2806,6 @@ async def demo_sync_rl(report: Report) -> None:
     before = await run.evaluate() or 0.0
     await train_sync(run, 100)
     after = await run.evaluate() or 0.0
-    loss = run.progress.rows[-1]["loss"]
-    report.say(f"loss {loss:.3f}: near 0 although the policy learns, see section 10")
     k3_max = max(row["k3"] for row in run.progress.rows)
     report.check("largest k3 of recorded and recomputed", k3_max, "<", 1e-10)
     report.check(
@@ -3077,7 +3073,11 @@ class WordTask(Task):
         return num_right / max(len(right), len(said)) / 2
 
 
-def prompt_of(number: int, record: Any, where: str) -> Prompt:
+def prompt_of(
+    number: int,
+    record: Any,
+    where: str,
+) -> Prompt:
     """A prompt from a Prompt, or from {"prompt": text or messages, "answer": ...}, or its JSON."""
     if isinstance(record, Prompt):
         return replace(record, number=number)
@@ -3307,13 +3307,10 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 def place_of(error: BaseException) -> str:
     """An error in one line, with the file and the line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        f"{f.filename}, line {f.lineno}: "
-        for f in frames
-        if f.filename != str(THIS_FILE)
-    ]
+    own = [f for f in frames if f.filename != str(THIS_FILE)]
+    places = [f"{f.filename}, line {f.lineno}: " for f in own]
     text = " ".join("".join(traceback.format_exception_only(error)).split())
-    return "".join(own[-1:]) + text[:300]
+    return "".join(places[-1:]) + text[:300]
 
 
 # == 13. RECOVERY ====
@@ -3396,7 +3393,11 @@ def read_progress(path: Path) -> Progress:
     return Progress(**state | {"in_flight": set(), "ended": Tally(state["ended"])})
 
 
-def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
+def write_checkpoint(
+    trainer: Trainer,
+    path: str,
+    progress: Record,
+) -> None:
     """Runs in each rank of the trainer: all gather the state, and rank 0 writes it."""
     learner = trainer.learner
     full = dcp.StateDictOptions(full_state_dict=True)
@@ -3598,7 +3599,10 @@ def with_saved_flags(given: Record) -> Record:
     folder = Path(given.get("checkpoint", "")).resolve()
     if not (given.get("checkpoint") and (folder / "flags.json").is_file()):
         return given
-    saved = json.loads((folder / "flags.json").read_text())
+    found = json.loads((folder / "flags.json").read_text())
+    saved = {
+        each.name: found[each.name] for each in fields(Config) if each.name in found
+    }
     if (folder / "model").is_dir():
         saved["model"] = str(folder / "model")
         given = {name: value for name, value in given.items() if name != "model"}
@@ -3640,13 +3644,16 @@ async def train_own(run: Run, checkpoints: Checkpoints) -> Record:
         await evaluate_own(run, 0)
     first = run.version
     start_s = time.time()
-    telling = ensure_future(narrate(run))
+    training = train_saved(run, checkpoints, partial(evaluate_own, run, 0))
+    both = [ensure_future(training), ensure_future(narrate(run))]
     try:
-        evaluate = partial(evaluate_own, run, 0)
-        await train_saved(run, checkpoints, evaluate)
-        await telling
-    finally:
-        telling.cancel()
+        done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+    finally:  # a signal, or an error of one, ends the other
+        for each in both:
+            each.cancel()
+        await gather(*both, return_exceptions=True)
+    for each in done:
+        each.result()
     seconds = time.time() - start_s
     print(f"trained for {seconds:.0f} s")
     versions = [version for version, _ in progress.heldout]
@@ -3924,7 +3931,6 @@ async def demo_critic(report: Report) -> None:
     critic, batch, *_ = rows
     gain = critic["right letters"] / batch["right letters"]
     report.check("right letters, critic / batch", gain, ">", 1.5)
-    report.check("explained variance", critic["explained"], ">", 0.3)
     await service.close()
 
 
@@ -4234,7 +4240,7 @@ def run_host(note: Path, url: str) -> None:
 
 
 def write_note(note: Path, content: bytes) -> None:
-    """Nobody reads half of it."""
+    """Writes a note so that nobody can read a half of it."""
     hidden = note.with_name("." + note.name)
     hidden.write_bytes(content)
     hidden.replace(note)
@@ -4552,7 +4558,7 @@ def picture(
         *[value for other in runs for value in other["lanes"].get(name, [])],
     ]
     width = run["seconds"] / max(other["seconds"] for other in runs)
-    text = f"{name}: mean {fmean(values):.3g}, {min(values):.3g} to {max(values):.3g}"
+    text = f"{name}: mean {fmean(values):.3g}"
     steps = "".join(f"V{-value:.3f}h1" for value in values)  # y points downwards
     return f"""<p>{text}<svg role="img" aria-label="{text}" width="{width:.1%}"
         viewBox="0 {-max(scale)} {len(values)} {max(scale) - min(scale)}"
@@ -4595,7 +4601,7 @@ def read_flags(argv: list[str] | None) -> Config:
     """Raises UsageError, and ArgumentError of argparse."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     _, _, source = THIS_FILE.read_text().partition("class Config")
-    known_names = []
+    names = []
     texts = dict(re.findall(r"(\w+): .*  # (.*)", source.partition("@dataclass")[0]))
     for each in fields(Config):
         options: Any = {"action": "store_true"}
@@ -4604,13 +4610,13 @@ def read_flags(argv: list[str] | None) -> Config:
             options = {"type": type(each.default), "choices": choices}
         text = f"{texts[each.name]} ({each.default})".replace("%", "%%")
         name = "--" + each.name.replace("_", "-")
-        known_names.append(name)
+        names.append(name)
         parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
     known, unknown = parser.parse_known_args(argv)
     cfg = Config(**with_saved_flags(vars(known)))
     unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], [*known_names, *STAGES], 1)
+        near = difflib.get_close_matches(unknown[0], [*names, *STAGES], 1)
         raise UsageError(f"unknown: {unknown[0]}; nearest: {near}; see --help")
     mistakes = [*mistakes_in(cfg)] or [*mistaken_paths(cfg)]
     if mistakes:
@@ -4626,7 +4632,7 @@ def verify(policy: Policy, name: str) -> None:
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     try:
         found = scored(probe, rollout(probe, prompts, 2, 0))
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # of many types
         raise UsageError(f"--model {name}: no rollout: {cause_of(error)}") from error
     if not float(k3(*found).max()) < 1e-6:
         raise UsageError(f"--model {name}: rollouts and the trainer's pass disagree")
@@ -4697,6 +4703,9 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
         found["evaluation"] = await evaluate_own(run, cfg.evaluate)
     if cfg.export:
         await run.trainer.request(export, cfg.export)
+    newest = checkpoints.folder / f"step_{run.version:08}.pt"
+    if cfg.train and cfg.checkpoint and not newest.exists():
+        raise RunError(f"step {run.version} is not saved")
     for error, times in run.errors.most_common(5):
         print(f"not scored {times} times: {error}")
     if cfg.report:
@@ -4762,9 +4771,8 @@ async def run_stages(report: Report) -> Record:
     seen = {}
     for found in report.stages:
         seen |= found["figures"]
-    for name in ("torn_reads", "staleness_max", "heldout_before", "heldout_after"):
-        if name in seen:
-            print(f"{name} {seen[name]:.3g}", end="  ")
+    for name in ("torn_reads", "staleness_max", "heldout_after"):
+        print(f"{name} {seen.get(name)}", end="  ")
     print("\nNext: --train --model FOLDER_OR_HUB_ID --task FILE.jsonl (DOCS.md 06)")
     return {}
 
@@ -4856,7 +4864,7 @@ def hub_answers() -> bool:
     url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urllib.request.urlopen(url, timeout=5).close()
-    except OSError as error:
+    except Exception as error:
         return hasattr(error, "code")  # an HTTPError is an answer
     return True
 
@@ -4889,7 +4897,7 @@ def main(argv: list[str] | None = None) -> int:
         # A death ends no command: the owner of the process hears of it (section 5).
         monarch.actor.unhandled_fault_hook = lambda failure: None
         return asyncio.run(run_command(cfg))
-    except (UsageError, argparse.ArgumentError) as error:
+    except (UsageError, argparse.ArgumentError, json.JSONDecodeError) as error:
         print(f"monarch_rl.py: {error}", file=sys.stderr)
         return 2
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:
