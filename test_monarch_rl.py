@@ -1396,19 +1396,6 @@ def test_a_task_with_held_out_prompts_only_is_refused() -> None:
         next(m.training_prompts(Same()))
 
 
-def test_parts_keep_the_order_of_their_items() -> None:
-    async def ask(part: list[int]) -> list[int]:
-        sizes.append(len(part))
-        await asyncio.sleep(0.001 * (3 - len(sizes) % 3))
-        return [2 * item for item in part]
-
-    for num_items, num_parts in itertools.product(range(9), [1, 2, 3, 8]):
-        sizes: list[int] = []
-        found = asyncio.run(m.in_parts(list(range(num_items)), num_parts, ask))
-        assert found == [2 * item for item in range(num_items)]
-        assert len(sizes) <= num_parts
-
-
 def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
     rewards = [[1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1]]
     groups = []
@@ -1595,6 +1582,18 @@ def test_a_reward_function_is_asked_turn_by_turn() -> None:
     assert task.score(single, ["a"]) == 0.5
     assert task.prompt(3) == replace(prompt, number=3)
     assert task.max_new_tokens == m.Task.max_new_tokens
+
+
+def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    _, _, recipe = (FOLDER / "DOCS.md").read_text().partition("# rg.py, for --task rg.py:Sums")
+    (tmp_path / "rg.py").write_text("#" + recipe.partition("```")[0])
+    cfg = replace(CFG, model="x", task=f"{tmp_path}/rg.py:Sums")
+    task = m.own_task(cfg)
+    prompts = [task.prompt(number) for number in range(50)]
+    answers = [prompt.turns[0].answer["answer"] for prompt in prompts]
+    for said, wanted in ((f"It is {answers[0]}.", 1.0), ("none", 0.0)):
+        assert m.score_group(cfg, [(prompts[0], [said])]) == [[wanted]]
 
 
 OWN_REWARDS = """
