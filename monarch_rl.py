@@ -1516,7 +1516,7 @@ def user_turn(text: str, answer: Any) -> Turn:
 class Task:
     """What the policy is asked, and what its responses are worth."""
 
-    max_new_tokens = 256  # of a response, unless --max-new-tokens says otherwise
+    max_new_tokens = 0  # of a response; 0: 256, or half of a smaller context
 
     prompt: Callable[[int], Prompt]  # of this number, from 0: always the same one
     grade: Callable[[Any, str], float]  # of a right answer and a response: from 0 to 1
@@ -1666,7 +1666,7 @@ class Policy:
         self.temperature = cfg.temperature
         config = model.config.get_text_config()
         self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
-        self.max_new_tokens = cfg.max_new_tokens
+        self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
         if self.max_new_tokens >= self.context:
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
         parameters = inspect.signature(model.forward).parameters
@@ -2243,7 +2243,7 @@ def training_prompts(
             last = number
             yield prompt
         elif number - last > 1000:
-            raise UsageError("the task has too few prompts: all are held out")
+            raise UsageError("all prompts of the task are held out")
 
 
 def episode_with(
@@ -3357,7 +3357,7 @@ class Checkpoints:
             try:
                 return str(path), read_progress(path)
             except Exception as error:  # of many types: the file may have any content
-                print(f"{path} is damaged, and put aside: {error}")
+                print(f"{path} is damaged: {error}")
                 path.rename(path.with_suffix(".damaged"))
         return "", Progress()
 

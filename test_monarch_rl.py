@@ -883,6 +883,7 @@ def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path
     model.resize_token_embeddings(len(tokenizer))
     model.generation_config.eos_token_id = [2, 5]
     model.save_pretrained(folder)
+    assert policy_of(folder, max_new_tokens=0).max_new_tokens == 64  # half of its context
     policy = policy_of(folder)
     of_template = tokenizer.convert_tokens_to_ids("<turn>")
     assert policy.end_ids[0] == of_template  # supervised responses end like this
