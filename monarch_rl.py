@@ -1616,6 +1616,7 @@ def tiny_policy(seed: int) -> tuple[Any, Any]:
         num_key_value_heads=2,
         num_hidden_layers=2,
         tie_word_embeddings=True,
+        attn_implementation="eager",
     )
     torch.manual_seed(seed)
     return tokenizer, transformers.AutoModelForCausalLM.from_config(config)
@@ -3158,7 +3159,7 @@ def load_python(spec: str) -> Any:
             raise NameError(f"there is another module {file.stem}: rename the file")
         found = getattr(module, name)
         if not callable(found):
-            raise TypeError("it cannot be called")
+            raise TypeError("not callable")
         return found
     except BaseException as error:
         raise UsageError(f"{spec}: {place_of(error)}") from error
@@ -3719,7 +3720,7 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
         found["pass@1"] = fmean(fmean(group) for group in right)
         found[f"pass@{num_samples}"] = fmean(any(group) for group in right)
     if run.num_too_long:
-        print(f"{run.num_too_long} episodes did not fit into the context")
+        print(f"{run.num_too_long} episodes did not fit the context")
     print(f"of {len(run.held_out)} held-out prompts:", end="")
     print(
         *[f"  {name} {value:.3f}" for name, value in found.items() if value is not None]
@@ -4617,7 +4618,7 @@ def read_flags(argv: list[str] | None) -> Config:
     unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
     if unknown:
         near = difflib.get_close_matches(unknown[0], [*names, *STAGES], 1)
-        raise UsageError(f"unknown: {unknown[0]}; nearest: {near}; see --help")
+        raise UsageError(f"unknown: {unknown[0]}; nearest: {near}")
     mistakes = [*mistakes_in(cfg)] or [*mistaken_paths(cfg)]
     if mistakes:
         raise UsageError(mistakes[0])
@@ -4773,7 +4774,7 @@ async def run_stages(report: Report) -> Record:
         seen |= found["figures"]
     for name in ("torn_reads", "staleness_max", "heldout_after"):
         print(f"{name} {seen.get(name)}", end="  ")
-    print("\nNext: --train --model FOLDER_OR_HUB_ID --task FILE.jsonl (DOCS.md 06)")
+    print("\nNext: --train --model FOLDER_OR_HUB_ID --task FILE.jsonl (DOCS 06)")
     return {}
 
 
@@ -4795,7 +4796,7 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
     if (cfg.reward == "model") != bool(cfg.preferences or cfg.ask_every):
         yield "--reward model goes with --preferences or --ask-every"
     if not cfg.model and (cfg.reward or cfg.task != "repeat"):
-        yield "without a --model: --task repeat, and no --reward"
+        yield "without a --model: only --task repeat"
 
 
 def mistaken_paths(cfg: Config) -> Iterator[str]:
