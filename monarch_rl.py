@@ -1616,10 +1616,10 @@ def tiny_policy(seed: int) -> tuple[Any, Any]:
         num_key_value_heads=2,
         num_hidden_layers=2,
         tie_word_embeddings=True,
-        attn_implementation="eager",
     )
     torch.manual_seed(seed)
-    return tokenizer, transformers.AutoModelForCausalLM.from_config(config)
+    auto = transformers.AutoModelForCausalLM
+    return tokenizer, auto.from_config(config, attn_implementation="eager")
 
 
 def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -4790,7 +4790,7 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
     if cfg.trainers > 1 and (cfg.device == "cuda" or cfg.advantage == "critic"):
         yield "--trainers 2 or more: on CPUs, and without a critic"
     if cfg.prompts_per_step < cfg.trainers:
-        yield "--prompts-per-step: less than --trainers"
+        yield "--prompts-per-step below --trainers"
     if cfg.reward == "model" and cfg.reward_workers > 1:
         yield "--reward model needs --reward-workers 1"
     if (cfg.reward == "model") != bool(cfg.preferences or cfg.ask_every):
