@@ -3190,7 +3190,7 @@ class OwnTask(Task):
 
 @cache
 def own_task(cfg: Config) -> Task:
-    """The task of --task and --reward, which each process makes once. Raises UsageError."""
+    """The task of --task and --reward, made once for each configuration. Raises UsageError."""
     if not cfg.model:
         return letter_task(cfg)
     reward = load_python(cfg.reward) if cfg.reward not in ("", "model") else None
@@ -4772,9 +4772,9 @@ async def run_stages(report: Report) -> Record:
     seen = {}
     for found in report.stages:
         seen |= found["figures"]
-    for name in ("torn_reads", "staleness_max", "heldout_after"):
-        print(f"{name} {seen.get(name)}", end="  ")
-    print("\nNext: --train --model FOLDER_OR_HUB_ID --task FILE.jsonl (DOCS 06)")
+    shown = ("torn_reads", "staleness_max", "heldout_after")
+    print(*[f"{name} {seen[name]}" for name in shown if name in seen])
+    print("Next: --train --model FOLDER --task FILE.jsonl (DOCS 06)")
     return {}
 
 
@@ -4806,7 +4806,7 @@ def mistaken_paths(cfg: Config) -> Iterator[str]:
     inputs += [cfg.task] if cfg.task.endswith(".jsonl") else []
     for path in inputs:
         if path and not Path(path).exists():
-            yield f"{path}: no such file or folder"
+            yield f"{path}: no such path"
     if cfg.hosts and not urls_in(Path(cfg.hosts)):
         yield "--hosts: no --worker has noted its address there"
     is_read = cfg.checkpoint and not cfg.train and (cfg.evaluate or cfg.export)
