@@ -2091,7 +2091,6 @@ class StepStats:
 
     grad_norm: float  # before it is cut to 1
     seconds: float
-    explained: float = 0.0  # share of the rewards' variance that a critic predicts
 
 
 class Learner:
@@ -2131,9 +2130,7 @@ class Learner:
         found = []
         for _ in range(self.cfg.passes):
             found.append(self._update(self.optimizer, self.cfg, batches, self.penalty))
-        return replace(
-            found[0], explained=getattr(self.advantages, "explained_variance", 0.0)
-        )
+        return found[0]
 
     def supervise(self, task: Task, num_steps: int) -> None:
         """Supervised warm start at twice the rate: REINFORCE on right responses, with A = 1."""
@@ -2700,7 +2697,7 @@ class Run:
         """The share of held-out prompts whose likeliest responses get the full reward, 1."""
         groups = await self.judged(self.held_out, 1, seed=None)
         num_right = sum(sum(group.episodes[0].rewards) > 0.999 for group in groups)
-        accuracy = num_right / len(self.held_out) if self.held_out else None
+        accuracy = num_right / len(self.held_out) if groups else None
         self.progress.heldout.append((self.version, accuracy))
         return accuracy
 
@@ -3308,8 +3305,9 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 def place_of(error: BaseException) -> str:
     """An error in one line, with the file and the line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename != str(THIS_FILE)]
-    places = [f"{f.filename}, line {f.lineno}: " for f in own]
+    others = [f for f in frames if f.filename != str(THIS_FILE)]
+    own = [f for f in others if "/lib/python" not in f.filename]
+    places = [f"{f.filename}, line {f.lineno}: " for f in own or others]
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     return "".join(places[-1:]) + text[:300]
 
@@ -3347,6 +3345,8 @@ class Checkpoints:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"--checkpoint {folder}: another run uses it") from None
+        for half in folder.glob("step_*.new"):  # of a killed process
+            half.unlink()
 
     def paths(self) -> list[Path]:
         """The newest first."""
@@ -3692,6 +3692,7 @@ async def until_made(run: Run, number: int) -> None:
         if time.time() - reported_s < 30:
             continue
         reported_s = time.time()
+        print("           ready:", *[replica.name for replica in run.replicas()])
         for replica in [each for each in run.replicas() if each.in_flight]:
             seconds = reported_s - min(replica.in_flight.values())
             print(
@@ -3704,7 +3705,7 @@ def step_line(row: Record) -> str:
     line = f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
     line += f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}"
     line += f"  {row['tokens_per_s']:.0f} tokens/s"
-    for name in ("dropped", "lost", "truncated", "too_long", "not_scored", "explained"):
+    for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
         if row[name]:
             line += f"  {name} {row[name]:.3g}"
     return line if row["step"] % 10 != 1 else f"{line}\n           {row['sample']}"
@@ -3721,10 +3722,10 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
         found[f"pass@{num_samples}"] = fmean(any(group) for group in right)
     if run.num_too_long:
         print(f"{run.num_too_long} episodes did not fit the context")
-    print(f"of {len(run.held_out)} held-out prompts:", end="")
-    print(
-        *[f"  {name} {value:.3f}" for name, value in found.items() if value is not None]
-    )
+    shown = [
+        f" {name} {value:.3f}" for name, value in found.items() if value is not None
+    ]
+    print(f"of {len(run.held_out)} held-out prompts:", *shown or ["nothing was scored"])
     return found
 
 
@@ -3898,7 +3899,7 @@ def train_with_baseline(
             episode.rewards = [share + LETTERS.index(right[0]) / 5 - 1.5]
             shares.append(share)
             if cfg.advantage == "batch":
-                episode.prompt = episodes[0].prompt  # the batch is one group
+                episode.prompt = episodes[0].prompt  # makes the batch one group
     return {
         "baseline": cfg.advantage,
         "right letters": fmean(shares[-1000:]),
@@ -3917,19 +3918,18 @@ async def demo_critic(report: Report) -> None:
     service = Service(Worker, 2, report.pool)
     await service.begin()
     runs = []
-    for baseline in ("critic", "batch", "group", "none"):
-        size = 8 if baseline == "group" else 1
+    for baseline in ("critic", "batch"):
         own = replace(
             cfg,
             advantage=baseline,
-            group_size=size,
-            prompts_per_step=128 // size,
+            group_size=1,
+            prompts_per_step=128,
             lr=3e-3,
         )
         runs.append(service.request(train_with_baseline, own, policy))
     rows = await gather(*runs)
     report.table(rows)
-    critic, batch, *_ = rows
+    critic, batch = rows
     gain = critic["right letters"] / batch["right letters"]
     report.check("right letters, critic / batch", gain, ">", 1.5)
     await service.close()
@@ -4301,7 +4301,9 @@ class HostPool(Pool):
 
     async def take(self, num_ranks: int) -> HostProcess:
         """Starts a process on a host with less than its share, or waits. Raises RunError."""
-        while True:
+        for tick in itertools.count(1):
+            if tick % 300 == 0:
+                print(f"waiting for a worker host in {self.folder}")
             for url in urls_in(self.folder):
                 if self.started[url] < self.share and not self.lost[url].done():
                     self.started[url] += 1
@@ -4418,7 +4420,7 @@ async def demo_hosts(report: Report) -> None:
     Two worker hosts on this machine, each with two readers of 8 MiB. One is killed.
     """
     folder = Path(tempfile.mkdtemp(dir=report.folder))
-    code = WITH_PARENT + "import monarch_rl as m; m.serve_worker(*sys.argv[1:])"
+    code = WITH_PARENT + f"__import__({THIS_FILE.stem!r}).serve_worker(*sys.argv[1:])"
     workers = []
     for url in ("tcp://127.0.0.2", "tcp://127.0.0.3"):
         workers.append(subprocess.Popen([sys.executable, "-c", code, str(folder), url]))
@@ -4707,6 +4709,8 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
     newest = checkpoints.folder / f"step_{run.version:08}.pt"
     if cfg.train and cfg.checkpoint and not newest.exists():
         raise RunError(f"step {run.version} is not saved")
+    if cfg.evaluate and found["evaluation"]["greedy"] is None:
+        raise RunError("--evaluate: no held-out prompt was scored")
     for error, times in run.errors.most_common(5):
         print(f"not scored {times} times: {error}")
     if cfg.report:
@@ -4718,9 +4722,7 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
 async def run_own(report: Report) -> Record:
     """--train, --evaluate and --export, in this order. Returns the figures that --json writes."""
     cfg = report.cfg
-    checkpoints = Checkpoints(
-        Path(cfg.checkpoint) if cfg.checkpoint else report.folder / "run"
-    )
+    checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
     device = cfg.device or (
@@ -4812,12 +4814,13 @@ def mistaken_paths(cfg: Config) -> Iterator[str]:
     is_read = cfg.checkpoint and not cfg.train and (cfg.evaluate or cfg.export)
     if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
         yield "--checkpoint: nothing has been saved there"
-    outputs = [Path(name) for name in (cfg.export, cfg.checkpoint) if name]
-    outputs += [Path(name).parent for name in (cfg.log, cfg.json, cfg.report) if name]
     try:
-        for folder in outputs:
-            folder.mkdir(parents=True, exist_ok=True)
+        for folder in [name for name in (cfg.export, cfg.checkpoint) if name]:
+            os.makedirs(folder, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
+        for file in [name for name in (cfg.log, cfg.json, cfg.report) if name]:
+            os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
+            open(file, "a").close()
     except OSError as error:
         yield str(error)
 
@@ -4882,6 +4885,7 @@ def main(argv: list[str] | None = None) -> int:
         output.reconfigure(line_buffering=True, errors="replace")  # each line at once
         os.environ["TMPDIR"] = tempfile.gettempdir()  # an existing folder
         if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
+            print(f"no folder {cfg.model}, and no answer from the hub: using its cache")
             os.environ["HF_HUB_OFFLINE"] = "1"  # else transformers tries for a minute
         for setting in ENVIRONMENT.split():
             name, _, value = setting.partition("=")
@@ -4902,12 +4906,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"monarch_rl.py: {error}", file=sys.stderr)
         return 2
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:
-        cause = cause_of(error).removeprefix("monarch_rl.")
+        cause = cause_of(error).removeprefix(__name__ + ".")
         print(f"monarch_rl.py: {cause}", file=sys.stderr)
         return 2 if "UsageError: " in cause else 1
 
 
 if __name__ == "__main__":
-    import monarch_rl  # so that workers find the classes under this name
-
-    sys.exit(monarch_rl.main())
+    # Workers find the classes under the name of this file.
+    sys.exit(importlib.import_module(THIS_FILE.stem).main())

@@ -25,6 +25,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -46,6 +47,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 FOLDER = Path(__file__).resolve().parent
 FILE = FOLDER / "monarch_rl.py"
+DOCS = (FOLDER / "DOCS.md").read_text()
 sys.path.insert(0, str(FOLDER))
 import monarch_rl as m
 from monarch.actor import ActorError
@@ -1064,34 +1066,22 @@ def test_a_request_that_kills_its_replicas_is_given_up(serve: Any) -> None:
     assert serve(script, work) == 7
 
 
-def test_a_setup_that_is_lost_three_times_ends_the_service(serve: Any) -> None:
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_setup_that_raises_or_is_lost_thrice_ends_the_service(serve: Any, raises: bool) -> None:
     def script(worker: Any, method: str, number: int) -> Any:
         num_setups[number] += 1
+        if raises:
+            raise ActorError(ValueError("no such model"))
         return worker.die() if number == 1 else None
 
     async def work(service: Any) -> None:
-        with pytest.raises(m.ReplicaLost, match="worker_1 has died"):
-            await service.begin()
-        with pytest.raises(m.ReplicaLost):
-            await service.request("work")
+        for call in (service.begin, lambda: service.request("work")):
+            with pytest.raises((m.ReplicaLost, ActorError), match=r"no such|_1 has died"):
+                await call()
 
     num_setups = [0, 0]
     serve(script, work)
-    assert num_setups[1] == 3
-
-
-def test_a_setup_that_raises_ends_the_service_at_once(serve: Any) -> None:
-    def script(worker: Any, method: str, number: int) -> Any:
-        num_setups[number] += 1
-        raise ActorError(ValueError("no such model"))
-
-    async def work(service: Any) -> None:
-        with pytest.raises(ActorError, match="no such model"):
-            await service.begin()
-
-    num_setups = [0, 0]
-    serve(script, work)
-    assert max(num_setups) == 1
+    assert max(num_setups) == (1 if raises else 3)
 
 
 @pytest.mark.parametrize("replaces", [True, False])
@@ -1442,19 +1432,13 @@ RIGHT += [("«7» 👍", "«7» 👍"), (r"thus \boxed{42} holds", 42), ("cafe\u
 RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5), ("**7**", 7), ("<think>8</think> 7", 7)]
 WRONG_ANSWERS = [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
 WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B")]
+SAME_TEXT = "1e5 1_000 nan Infinity 1/2 3-4 x=2 Rome 7% -0.5 1,234 $5 (7) 2^10 ~".split()
 
 
 def test_answers() -> None:
     task = object.__new__(m.FileTask)
     assert all(task.grade(answer, response) == 1 for response, answer in RIGHT)
     assert not any(task.grade(answer, response) for response, answer in WRONG_ANSWERS)
-
-
-SAME_TEXT = "1e5 1_000 nan Infinity 1/2 3-4 x=2 Rome 7% -0.5 1,234 $5 (7) 2^10 ~".split()
-
-
-def test_the_text_of_the_answer_is_right() -> None:
-    task = object.__new__(m.FileTask)
     assert [text for text in SAME_TEXT if task.grade(text, text) != 1] == []
 
 
@@ -1585,16 +1569,83 @@ def test_a_reward_function_is_asked_turn_by_turn() -> None:
     assert task.max_new_tokens == m.Task.max_new_tokens
 
 
+def said_of(prompt: m.Prompt) -> str:
+    return prompt.turns[0].messages[0]["content"]
+
+
+def recipe(folder: Path, package: str, spec: str) -> m.Config:
+    """A configuration with the recipe of DOCS for a package, which is skipped if it is missing."""
+    pytest.importorskip(package)
+    file, _, _ = spec.partition(":")
+    _, _, text = DOCS.partition(f"# {file}, for --task {spec}")
+    (folder / file).write_text("#" + text.partition("```")[0])
+    return replace(CFG, model="x", task=f"{folder}/{spec}")
+
+
+def earned(cfg: m.Config, answer: Any) -> list[Any]:
+    """The rewards of the right answer to a prompt, and of a wrong one."""
+    prompt = m.own_task(cfg).prompt(7)
+    return m.score_group(cfg, [(prompt, [said]) for said in (answer(prompt), "none")])
+
+
 def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
-    _, _, recipe = (FOLDER / "DOCS.md").read_text().partition("# rg.py, for --task rg.py:Sums")
-    (tmp_path / "rg.py").write_text("#" + recipe.partition("```")[0])
-    cfg = replace(CFG, model="x", task=f"{tmp_path}/rg.py:Sums")
-    task = m.own_task(cfg)
-    prompts = [task.prompt(number) for number in range(50)]
-    answers = [prompt.turns[0].answer["answer"] for prompt in prompts]
-    for said, wanted in ((f"It is {answers[0]}.", 1.0), ("none", 0.0)):
-        assert m.score_group(cfg, [(prompts[0], [said])]) == [[wanted]]
+    cfg = recipe(tmp_path, "reasoning_gym", "rg.py:Sums")
+    rewards = earned(cfg, lambda prompt: f"It is {prompt.turns[0].answer['answer']}.")
+    assert rewards == [[1.0], [0.0]]
+
+
+TASKSET = """
+import verifiers.v1 as vf
+__all__ = ["Reverse"]
+class Data(vf.TaskData):
+    answer: str
+class Task(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def exact(self, trace):
+        return float(trace.last_reply == self.data.answer)
+class Reverse(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        for number in range(20):
+            yield Task(Data(prompt=f"Reverse {number}", answer=str(number)[::-1]))
+"""
+
+
+def test_the_recipe_for_verifiers(tmp_path: Path) -> None:
+    cfg = recipe(tmp_path, "verifiers.v1", "tasks.py:Tasks")
+    (tmp_path / "reverse_text.py").write_text(TASKSET)
+    rewards = earned(cfg, lambda prompt: said_of(prompt).split()[1][::-1])
+    assert rewards == [[1.0], [0.0]]
+
+
+ENVIRONMENT = """
+import sys, uvicorn
+from openenv.core.env_server import *
+class Say(Action):
+    message: str
+class Heard(Observation):
+    question: str = ""
+class Doubles(Environment):
+    state = State()
+    def reset(self, seed=None, **_):
+        self.number = seed
+        return Heard(question=f"Double {seed}")
+    def step(self, action, **_):
+        return Heard(reward=float(action.message == str(2 * self.number)))
+uvicorn.run(create_fastapi_app(Doubles, Say, Heard), port=int(sys.argv[1]))
+"""
+
+
+def test_the_recipe_for_openenv(tmp_path: Path, monkeypatch: Any) -> None:
+    cfg = recipe(tmp_path, "openenv.core", "room.py:Room")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
+    server = subprocess.Popen([sys.executable, "-c", ENVIRONMENT, str(port)])
+    until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+    rewards = earned(cfg, lambda prompt: str(2 * int(said_of(prompt).split()[1])))
+    server.kill()
+    server.wait()
+    assert rewards == [[1.0], [0.0]]
 
 
 OWN_REWARDS = """
@@ -1891,61 +1942,6 @@ def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
     assert norms_of_two == pytest.approx(norms, rel=1e-3)
 
 
-SERVICES = """
-import asyncio, json, os, signal, sys
-import monarch_rl as m
-class Doomed(m.Worker):
-    def setup(self, number):
-        os.kill(os.getpid(), signal.SIGKILL)
-class Stubborn(m.Worker):
-    def release(self):
-        raise OSError("cannot release")
-async def error_of(work):
-    try:
-        return str(await asyncio.wait_for(work, 120))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-async def command(cfg):
-    pool = m.Pool()
-    doomed = m.Service(Doomed, 1, pool)
-    found = {"doomed": await error_of(doomed.begin()), "setups": len(doomed.losses)}
-    await doomed.close()
-    stubborn = m.Service(Stubborn, 1, pool, setup_args=())
-    await stubborn.begin()
-    (process_id,) = stubborn.replicas[0].processes.ids
-    await stubborn.close()
-    found["idle"] = len(pool.idle)
-    for _ in range(100):
-        if os.path.exists(f"/proc/{process_id}"):
-            await asyncio.sleep(0.1)
-    found["stubborn lives"] = os.path.exists(f"/proc/{process_id}")
-    run = m.Run(cfg, pool, pool, m.Path(sys.argv[1]), m.Parts(), m.Progress())
-    await run.begin()
-    training = error_of(m.train_async(run, 2, 100_000))
-    found["run"], _ = await asyncio.gather(training, m.strike(run, run.trainer, 5, 9))
-    await run.close()
-    await pool.close()
-    print(json.dumps(found))
-    return 0
-if __name__ == "__main__":
-    m.run_command = command
-    words = "--eval-prompts 4 --max-new-tokens 4 --device cpu --generators 1"
-    sys.exit(m.main(words.split()))
-"""
-
-
-def test_command_services_of_real_processes_end_as_they_should(tmp_path: Path) -> None:
-    program = tmp_path / "services.py"
-    program.write_text(SERVICES)
-    found = run(str(tmp_path), folder=tmp_path, file=program)
-    assert found.returncode == 0, found.stdout + found.stderr
-    told = json.loads(found.stdout.strip().splitlines()[-1])
-    assert told["doomed"].startswith("ReplicaLost: doomed_0 ")
-    assert told["setups"] >= 2  # the third may not have been noted yet
-    assert (told["idle"], told["stubborn lives"]) == (0, False)
-    assert told["run"].startswith("ReplicaLost: trainer_0 ")
-
-
 def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
     words = "--train --steps 100000 --eval-prompts 8 --generators 1"
     for beginning in ("step", "the tiny policy"):
@@ -2075,11 +2071,13 @@ def test_prompts_in_flight_are_drawn_again_before_others() -> None:
 class Struck:
     """A command, of which the test kills processes. Its output goes to a file."""
 
-    def __init__(self, folder: Path, words: str, **environment: str) -> None:
+    def __init__(self, folder: Path, words: str, script: str = "", **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self.output = folder / f"output_{self.mark}"
+        command = f"{sys.executable} {FILE} {words}"
+        script = script.replace("python monarch_rl.py --train ... --checkpoint RUN", command)
         self.process = subprocess.Popen(
-            [sys.executable, str(FILE), *words.split()],
+            ["bash", "-c", script or f"exec {command}"],
             cwd=folder,
             env=os.environ | {MARK: self.mark} | environment,
             stdout=open(self.output, "w"),
@@ -2157,11 +2155,14 @@ def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
     data_file(tmp_path)
     words = "--train --model qwen2 --task data.jsonl --steps 4000 --prompts-per-step 4 --lr 1e-3"
     words += " --group-size 4 --max-new-tokens 4 --eval-prompts 4 --generators 1 --checkpoint RUN"
-    command = Struck(tmp_path, words)
+    _, _, job = DOCS.partition("#SBATCH --signal=B")  # the recipe for Slurm
+    requeue = "scontrol() { echo $1; }\n"
+    command = Struck(tmp_path, words, requeue + job.partition("```")[0].partition("\n")[2])
     command.until("step    5")
     command.process.send_signal(signal.SIGTERM)
     status, output = command.end()
     assert status == 128 + signal.SIGTERM, output
+    assert output.endswith("ended by SIGTERM\nrequeue\n")
     made = int(re.findall(r"^step +(\d+)", output, re.MULTILINE)[-1])
     (path,) = (tmp_path / "RUN").glob("step_*.pt")
     saved = int(path.stem.removeprefix("step_"))
