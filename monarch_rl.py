@@ -90,6 +90,7 @@ from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from decimal import Decimal
 from functools import cache, partial
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
@@ -156,7 +157,7 @@ class Config:
     task: str = "repeat"  # repeat, count or pattern; a FILE.jsonl; a FILE.py:CLASS
     reward: str = ""  # a FILE.py:FUNCTION(prompt, response, answer), or model
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
-    device: Literal["", "cpu", "cuda"] = ""  # default: cuda if there is one
+    device: Literal["", "cpu", "cuda"] = ""  # default: cuda, if any and one trainer
     seed: int = 0  # of the prompts, the sampling and fresh models
     steps: int = 100  # updates of the policy
     prompts_per_step: int = 16  # the groups in a batch
@@ -492,7 +493,7 @@ async def demo_controllers(report: Report) -> None:
 #   it works for ever    waits                 nothing: only a deadline helps
 #
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
-#   holds the GIL for longer than `unresponsive_s`: 30 s, or 2 s in demos that stop a process.
+#   holds the GIL for longer than `unresponsive_s`: 30 s, or 2 s in demos.
 #
 # Monarch supervises, too: it polls every 2 s, waits 5 s for an answer (ENVIRONMENT), fails
 # waiting calls, and calls `__supervise__` of the actor that spawned the process.
@@ -1830,7 +1831,7 @@ def rollout(
     seed: int | None,
     version: int = 0,
 ) -> list[Episode]:
-    """Samples each episode group_size times, if it fits into the context.
+    """Samples group_size episodes of each prompt that fit the context.
 
     seed None: with the likeliest tokens.
     """
@@ -2118,7 +2119,7 @@ class Learner:
         self.num_ranks = num_ranks
         self.penalty = penalty
         self.weights = list(policy.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.weights, cfg.lr, weight_decay=0.0)
+        self.optimizer = torch.optim.Adam(self.weights, cfg.lr)
 
     def step(self, episodes: list[Episode]) -> StepStats:
         """cfg.passes updates on the same episodes. Returns what the first one found."""
@@ -2136,7 +2137,7 @@ class Learner:
     def supervise(self, task: Task, num_steps: int) -> None:
         """Supervised warm start at twice the rate: REINFORCE on right responses, with A = 1."""
         cfg = replace(self.cfg, loss="reinforce", entropy=0.0)
-        optimizer = torch.optim.AdamW(self.weights, 2 * cfg.lr, weight_decay=0.0)
+        optimizer = torch.optim.Adam(self.weights, 2 * cfg.lr)
         prompts = training_prompts(task)
         for _ in range(num_steps):
             episodes = []
@@ -2374,7 +2375,7 @@ def make_scorer(cfg: Config) -> Callable[[Asked], Rewards]:
 
 
 def num_threads(cfg: Config) -> int:
-    """Of torch, in each process. More threads than cores wait for each other by spinning."""
+    """Of torch, in a trainer or generator. More threads than cores wait by spinning."""
     return max(1, len(os.sched_getaffinity(0)) // (cfg.generators + cfg.trainers))
 
 
@@ -3085,13 +3086,7 @@ def prompt_of(
             messages = [{"role": "user", "content": messages}]
         if not [each["role"] for each in messages if each["content"].encode().strip()]:
             raise ValueError("it is empty")
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except Exception as error:  # of many types
         raise UsageError(
             f'{where}: not {{"prompt": text or messages}}: {error!r}'
         ) from error
@@ -3118,8 +3113,8 @@ class FileTask(Task):
     def __init__(self, path: str, seed: int) -> None:
         lines = lines_of(Path(path))
         self.prompts = [prompt_of(0, line, where) for where, line in lines]
-        if all(prompt.is_held_out for prompt in self.prompts):
-            raise UsageError(f"--task {path}: too few prompts")
+        if not self.prompts:
+            raise UsageError(f"--task {path}: no prompts")
         random.Random(seed).shuffle(self.prompts)
 
     def prompt(self, number: int) -> Prompt:
@@ -3136,8 +3131,8 @@ class FileTask(Task):
         wanted, final = finals
         if not re.fullmatch(NUMBER, wanted):
             return float(wanted == final)
-        numbers = [float(number) for number in re.findall(NUMBER, final)]
-        return float(numbers[-1:] == [float(wanted)])
+        numbers = [Decimal(number) for number in re.findall(NUMBER, final)]
+        return float(numbers[-1:] == [Decimal(wanted)])
 
 
 def load_python(spec: str) -> Any:
@@ -3145,20 +3140,25 @@ def load_python(spec: str) -> Any:
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
-        raise UsageError(f"{spec}: give {', '.join(TASKS)}, FILE.jsonl or FILE.py:NAME")
+        raise UsageError(f"{spec}: no known name, and no FILE.py:NAME")
     # The folder goes after the standard library, before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
+    module = called(spec, importlib.import_module, file.stem)
+    if module.__file__ != str(file):
+        raise UsageError(f"there is another module {file.stem}: rename {file}")
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise UsageError(f"{spec}: {name} is no function or class")
+    return found
+
+
+def called(where: str, call: Callable[..., Any], *args: Any) -> Any:
+    """The result of the user's code. Its exceptions become UsageErrors."""
     try:
-        module = importlib.import_module(file.stem)
-        if module.__file__ != str(file):
-            raise NameError(f"there is another module {file.stem}: rename the file")
-        found = getattr(module, name)
-        if not callable(found):
-            raise TypeError("not callable")
-        return found
+        return call(*args)
     except BaseException as error:
-        raise UsageError(f"{spec}: {place_of(error)}") from error
+        raise UsageError(f"{where}: {place_of(error)}") from error
 
 
 class OwnTask(Task):
@@ -3170,7 +3170,8 @@ class OwnTask(Task):
         self.max_new_tokens = getattr(task, "max_new_tokens", Task.max_new_tokens)
 
     def prompt(self, number: int) -> Prompt:
-        return prompt_of(number, self.task.prompt(number), f"prompt({number})")
+        where = f"prompt({number})"
+        return prompt_of(number, called(where, self.task.prompt, number), where)
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
         """The results of --reward for each turn. Without it, those of the task."""
@@ -3194,10 +3195,13 @@ def own_task(cfg: Config) -> Task:
         return OwnTask(WordTask(cfg.task, cfg.seed), reward)
     if cfg.task.endswith(".jsonl"):
         task = FileTask(cfg.task, cfg.seed)
-        if not cfg.reward and any(p.turns[0].answer is None for p in task.prompts):
-            raise UsageError(f"--task {cfg.task}: without an answer it needs --reward")
+        answers = [prompt.turns[0].answer for prompt in task.prompts]
+        if not cfg.reward and not all(
+            isinstance(a, str | int | float) for a in answers
+        ):
+            raise UsageError(f"--task {cfg.task}: its answers need --reward")
         return OwnTask(task, reward)
-    return OwnTask(load_python(cfg.task)(), reward)
+    return OwnTask(called(cfg.task, load_python(cfg.task)), reward)
 
 
 class OwnProcess:
@@ -3435,7 +3439,9 @@ def restore(trainer: Trainer, path: str) -> None:
     dcp.set_model_state_dict(model, state["weights"], options=full)
     load = partial(dcp.set_optimizer_state_dict, options=full)
     load(model, learner.optimizer, state["moments"])  # mechanism: recovery
-    if state["advantages"]:
+    for group in learner.optimizer.param_groups:
+        group["lr"] = learner.cfg.lr  # may be another than before
+    if state["advantages"] and learner.cfg.advantage == "critic":
         learner.advantages.load(state["advantages"])
     trainer.writer.publish(trainer.version)
     trainer.writer.wait()
@@ -3482,7 +3488,7 @@ async def with_restarts(
     work: Callable[[Run], Awaitable[Any]],
     load: Callable[[Trainer, str], None] = restore,
 ) -> Any:
-    """Calls work(run). If the trainer is lost, restarts from the newest checkpoint.
+    """Calls work(run). After a loss, restarts from the newest checkpoint.
 
     After five losses without a new checkpoint, it raises the error.
     """
@@ -3585,8 +3591,9 @@ async def demo_recovery(report: Report) -> None:
 # One run, and nothing beside it. What it needs to go on is in the folder of --checkpoint:
 #
 #   flags.json    of the newest --train; defaults for the flags that a later command omits
-#   model/        version 0, after supervised steps, as transformers loads it
+#   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
+#   preferences.jsonl   answers (section 15)
 #   lock          held by the process that uses the folder
 
 # Flags that say what a command does with a run.
@@ -3655,7 +3662,6 @@ async def train_own(run: Run, checkpoints: Checkpoints) -> Record:
     for each in done:
         each.result()
     seconds = time.time() - start_s
-    print(f"trained for {seconds:.0f} s")
     versions = [version for version, _ in progress.heldout]
     if versions[-1] != run.version:
         await evaluate_own(run, 0)
@@ -3684,19 +3690,18 @@ async def narrate(run: Run) -> None:
 
 
 async def until_made(run: Run, number: int) -> None:
-    """Waits for a step. Says every 30 s for how long a request of each worker has run."""
+    """Waits for a step. Says every 30 s which workers live, and how old their requests are."""
     reported_s = time.time()
     while number == len(run.progress.rows):
         await asyncio.sleep(0.01)
         if time.time() - reported_s < 30:
             continue
         reported_s = time.time()
-        print("           ready:", *[replica.name for replica in run.replicas()])
-        for replica in [each for each in run.replicas() if each.in_flight]:
-            seconds = reported_s - min(replica.in_flight.values())
+        for replica in run.replicas():
+            start_s = min(replica.in_flight.values(), default=reported_s)
+            busy = f"busy for {reported_s - start_s:.0f} s"
             print(
-                f"           {replica.name}, process {replica.processes.ids[0]}:"
-                f" busy for {seconds:.0f} s"
+                f"           {replica.name}, process {replica.processes.ids[0]}: {busy}"
             )
 
 
@@ -3803,12 +3808,9 @@ class Critic:
     ) -> None:
         self.network = value_network(policy, cfg)
         lr = 1e-5 if cfg.model else 3e-3
-        self.optimizer = torch.optim.AdamW(
-            self.network.parameters(), lr, weight_decay=0.0
-        )
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr)
         self.tokens_per_pass = cfg.tokens_per_pass
         self.num_calls = 0
-        self.explained_variance = 0.0  # 1 - var(advantage) / var(target)
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
         """Advantages, normalized over the batch. Then trains the critic on the targets."""
@@ -3823,10 +3825,6 @@ class Critic:
         gains = [gae(e, row) for e, row in zip(episodes, values.tolist())]
         advantage = padded(gains, device)
         targets = values + advantage
-        sampled = advantage[is_sampled]  # [N]
-        variance = targets[is_sampled].var(correction=0)
-        if variance > 0:
-            self.explained_variance = 1 - float(sampled.var(correction=0) / variance)
         for _ in range(2):  # it must learn faster than the policy
             for rows in parts:
                 errors = (self._values(ids[rows]) - targets[rows])[is_sampled[rows]]
@@ -3834,7 +3832,7 @@ class Critic:
             self.optimizer.step()  # mechanism: critic
             self.optimizer.zero_grad()
         self.num_calls += 1
-        scaled = advantages(sampled, "group")
+        scaled = advantages(advantage[is_sampled], "group")  # [N]
         advantage[is_sampled] = scaled * (self.num_calls > CRITIC_ALONE)
         rows = zip(episodes, advantage.tolist())
         return [row[: len(episode.ids)] for episode, row in rows]
@@ -3885,10 +3883,8 @@ def train_with_baseline(
     for "acf" gets 1 - 1.5 = -0.5, and "aaa" for "pcf" gets 0 + 1.5 = 1.5.
     """
     task = letter_task(cfg)
-    critic = Critic(policy, cfg)
-    learner = Learner(
-        policy, cfg, advantages=critic if cfg.advantage == "critic" else None
-    )
+    critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
+    learner = Learner(policy, cfg, advantages=critic)
     shares = []
     prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
     for episodes in lone_run(learner, prompts):
@@ -3899,11 +3895,7 @@ def train_with_baseline(
             shares.append(share)
             if cfg.advantage == "batch":
                 episode.prompt = episodes[0].prompt  # makes the batch one group
-    return {
-        "baseline": cfg.advantage,
-        "right letters": fmean(shares[-1000:]),
-        "explained": critic.explained_variance,
-    }
+    return {"baseline": cfg.advantage, "right letters": fmean(shares[-1000:])}
 
 
 @stage(
@@ -3994,9 +3986,7 @@ class RewardModel:
         self.network = value_network(self.policy, cfg)
         self.policy.model.to("meta")  # frees its weights; only the tokenizer is used
         lr = 1e-5 if cfg.model else 1e-3
-        self.optimizer = torch.optim.AdamW(
-            self.network.parameters(), lr, weight_decay=0.0
-        )
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr)
         self.rng = random.Random(cfg.seed)
         self.num_groups = 0
         self.known: list[Pair] = []
@@ -4443,7 +4433,6 @@ async def demo_hosts(report: Report) -> None:
     read = partial(service.request, "read", 100, True)
     reading = gather(read(), read())
     await asyncio.sleep(0.1)
-    lost_s = time.time()
     await service.replicas[0].processes.kill()  # the whole life of its host
     found = await reading
     await service.until_ready(4)
@@ -4454,10 +4443,7 @@ async def demo_hosts(report: Report) -> None:
         moved = await pool.outlet.traffic.call_one()
     publishing.cancel()
 
-    back_s = max(loss.replaced_s for loss in service.losses) - lost_s
-    report.say(
-        f"{len(moved)} versions; a host is killed, and back after {back_s:.1f} s"
-    )
+    report.say(f"{len(moved)} versions; a host was killed, and is back")
     model_bytes = sum(tensor.nbytes for tensor in writer.tensors.values())
     report.check("torn reads of 400", sum(torn for torn, _ in found), "==", 0)
     per_host = max(moved.values()) / model_bytes / 2
@@ -4596,7 +4582,7 @@ def write_page(
 # Monarch's supervision intervals; threads of torch; quiet libraries.
 ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
     HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE=5s HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE=5s
-    OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
+    OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore PYTHONSAFEPATH=1
     TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1"""
 
 
@@ -4711,8 +4697,6 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
         raise RunError(f"step {run.version} is not saved")
     if cfg.evaluate and found["evaluation"]["greedy"] is None:
         raise RunError("--evaluate: no held-out prompt was scored")
-    for error, times in run.errors.most_common(5):
-        print(f"not scored {times} times: {error}")
     if cfg.report:
         record = await record_of(run, f"K = {cfg.max_staleness}", start_s)
         write_page(cfg.report, [], [record])

@@ -1177,17 +1177,10 @@ def test_a_process_that_cannot_be_started_ends_the_service(serve: Any) -> None:
     serve(lambda *_: None, work)
 
 
-def test_a_process_that_has_just_died_is_a_loss() -> None:
+def test_a_process_that_has_just_died_is_noticed() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
-
-    async def watch() -> str:
-        worker = FakeWorker(None, None, "one")
-        replica = m.Replica("one", m.Processes(None, [process.pid]), worker)
-        async with replica.watched(5.0):
-            return await asyncio.wait_for(replica.lost, 5)
-
-    assert asyncio.run(watch()) == "has died"
+    assert asyncio.run(asyncio.wait_for(m.until_dead(process.pid), 5)) == "has died"
 
 
 # == the loops =====================================================================================
@@ -1373,18 +1366,11 @@ def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
 
 
 def test_a_task_with_held_out_prompts_only_is_refused() -> None:
-    class Same(m.Task):
-        num_asked = 0
-
-        def prompt(self, number: int) -> Any:
-            self.num_asked += 1
-            assert self.num_asked < 300_000, "it is searched for ever"
-            return replace(held_out, number=number)
-
     letters = map(m.letter_task(CFG).prompt, itertools.count())
     held_out = next(prompt for prompt in letters if prompt.is_held_out)
-    with pytest.raises((m.UsageError, m.RunError)):
-        next(m.training_prompts(Same()))
+    same: Any = types.SimpleNamespace(prompt=lambda number: replace(held_out, number=number))
+    with pytest.raises(m.UsageError):
+        next(m.training_prompts(same))
 
 
 def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
@@ -1404,22 +1390,9 @@ def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
     assert found["greedy"] == 0.5
     assert found["pass@1"] == pytest.approx((2 / 5 + 0 + 1) / 3)  # of groups with all samples
     assert found["pass@5"] == pytest.approx(2 / 3)
-
-
-def test_calls_that_end_together_all_have_an_answer() -> None:
-    async def both() -> list[int]:
-        kind = type("Answering", (m.Worker,), {"answer": lambda self: 7})
-        worker = object.__new__(kind)
-        worker.name, worker.spans, worker.thread = "w", [], ThreadPoolExecutor(1)
-        sent = types.SimpleNamespace(broadcast=lambda spans: None)
-        worker.timeline = types.SimpleNamespace(add=sent)
-        call = inspect.getattr_static(m.Worker, "run")._method.__wrapped__
-        calls = [asyncio.ensure_future(call(worker, "answer")) for _ in range(4)]
-        await asyncio.sleep(0)  # they are in the thread
-        time.sleep(0.5)  # meanwhile the loop is busy, so that their results come together
-        return await asyncio.gather(*calls)
-
-    assert asyncio.run(both()) == [7] * 4
+    groups.clear()
+    run.version, run.progress = 0, m.Progress()
+    assert asyncio.run(m.Run.evaluate(run)) is None
 
 
 # == data and rewards of one's own =================================================================
@@ -1432,6 +1405,7 @@ RIGHT += [("«7» 👍", "«7» 👍"), (r"thus \boxed{42} holds", 42), ("cafe\u
 RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5), ("**7**", 7), ("<think>8</think> 7", 7)]
 WRONG_ANSWERS = [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
 WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B")]
+WRONG_ANSWERS += [("9" * 20, int("9" * 19 + "8"))]
 SAME_TEXT = "1e5 1_000 nan Infinity 1/2 3-4 x=2 Rome 7% -0.5 1,234 $5 (7) 2^10 ~".split()
 
 
@@ -1649,7 +1623,7 @@ def test_the_recipe_for_openenv(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 OWN_REWARDS = """
-import asyncio, concurrent.futures, os, signal, subprocess, time
+import asyncio, concurrent.futures, json, os, signal, subprocess, time
 def alarm():
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 5)
@@ -1670,6 +1644,7 @@ interrupts = lambda: raises(KeyboardInterrupt())
 wrong = lambda: raises(Wrong())
 long = lambda: raises(ValueError("long \\n" * 9999))
 text = lambda: "good"
+library = lambda: json.loads("{")
 def leaves():
     raise SystemExit(3)
 def in_pool(function, x):
@@ -1701,13 +1676,14 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     wanted = {"alarm": 0.25, "run": 0.5, "coroutine": 0.75, "pool": 1.0, "child": 0.125}
     wanted |= {"client": 0.375}
     names = [*wanted, "client", "interrupts", "wrong", "long", "text", "raises", "leaves"]
-    names += ["dies", "alarm", "hangs", "pool"]
+    names += ["library", "dies", "alarm", "hangs", "pool"]
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
     found = worker.score([[(prompt, [name])] for name in names])
     for name, (rewards,) in zip(names, found, strict=True):
         assert isinstance(rewards, str) is (name not in wanted), rewards
         assert isinstance(rewards, str) or rewards == [wanted[name]]
-    assert "own_rewards.py, line" in found[names.index("raises")][0]
+    for name in ("raises", "library"):
+        assert "own_rewards.py, line" in found[names.index(name)][0]
     assert all(len(told) < 500 and "\n" not in told for (told,) in found if isinstance(told, str))
     assert "sleep 1000" not in " ".join(left(mark, 1))  # it ended with the process that died
     os.killpg(worker.score_group.pid, signal.SIGKILL)
@@ -1775,6 +1751,14 @@ def test_what_a_user_has_written_wrong_is_told(tmp_path: Path, words: str) -> No
         m.own_task(cfg)
 
 
+def test_an_error_in_a_prompt_is_told(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("class T:\n def prompt(self, number):\n  1 / number")
+    task = m.own_task(replace(CFG, model="x", task=f"{tmp_path / 'late.py'}:T"))
+    for number, told in ((0, r"prompt\(0\): .*late.py, line 3: Zero"), (1, r"prompt\(1\): not")):
+        with pytest.raises(m.UsageError, match=told):
+            task.prompt(number)
+
+
 def test_every_flag_has_help_and_the_list_every_stage(capsys: Any) -> None:
     with pytest.raises(SystemExit, match="0"):
         m.main(["--help"])
@@ -1800,7 +1784,10 @@ def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
 def test_command_a_machine_may_lack_what_is_usual(tmp_path: Path) -> None:
     env = os.environ | {"TMPDIR": "/nowhere", "PYTHONIOENCODING": "latin-1", "RANK": "3"}
     how: Any = {"cwd": tmp_path, "env": env, "stderr": subprocess.PIPE}
-    command = f"{sys.executable} {FILE} --only hello_actor --json out.json"
+    (tmp_path / "math.py").write_text("1 / 0")  # is not taken for the one of Python
+    (tmp_path / "copy").mkdir()
+    file = shutil.copy(FILE, tmp_path / "copy" / "my-rl.py")
+    command = f"{sys.executable} {file} --only hello_actor --json out.json"
     for closed in (">&- 2>&-", "2>&- <&-", "> /dev/full"):
         done = subprocess.run(["bash", "-c", f"{command} {closed}"], **how)
         assert done.returncode == (closed == "> /dev/full"), done.stderr
@@ -2044,6 +2031,9 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) -
         trainer.learner.step(episodes)
         is_equal = torch.equal(parameters(one), parameters(trainer.learner))
         assert is_equal is (restore is m.restore)
+    trainer.learner = m.Learner(one.policy, replace(CFG, lr=1e-5))
+    m.restore(trainer, str(tmp_path / "saved.pt"))
+    assert trainer.learner.optimizer.param_groups[0]["lr"] == 1e-5
 
 
 def test_prompts_in_flight_are_drawn_again_before_others() -> None:
@@ -2322,6 +2312,16 @@ def test_a_learner_steps_once_its_critic_is_of_use() -> None:
         assert [value != 0 for value in row] == [turn > 0 for turn in episode.turn_of]
 
 
+def explained(critic: Any, episodes: list[m.Episode]) -> float:
+    """1 - variance of the advantages / variance of the targets."""
+    with torch.no_grad():
+        values = critic._values(m.padded([e.ids for e in episodes], critic.network.device))
+    gains = torch.cat([torch.tensor(m.gae(e, v)) for e, v in zip(episodes, values.tolist())])
+    targets = gains + torch.cat([v[: len(e.ids)] for e, v in zip(episodes, values)])
+    is_sampled = torch.tensor([turn > 0 for e in episodes for turn in e.turn_of])
+    return 1 - float(gains[is_sampled].var() / targets[is_sampled].var())
+
+
 def test_a_critic_learns_and_passes_of_any_size_are_equal(without: Any) -> None:
     policy = policy_of()
     episodes = single(policy, 16, 0)
@@ -2330,7 +2330,7 @@ def test_a_critic_learns_and_passes_of_any_size_are_equal(without: Any) -> None:
     for critic in (m.Critic(policy, CFG), small, without("critic").Critic(policy, CFG)):
         for _ in range(20):
             critic(episodes)
-        found.append(critic.explained_variance)
+        found.append(explained(critic, episodes))
     assert found[0] == pytest.approx(found[1], abs=0.01)
     assert found[0] > 0.3
     assert found[-1] == pytest.approx(0.0, abs=1e-6)
@@ -2346,7 +2346,6 @@ def test_a_critic_goes_on_from_its_state() -> None:
     for number in range(3):
         episodes = single(policy, 8, 100 + number)
         assert restored(episodes) == critic(episodes)
-        assert restored.explained_variance == critic.explained_variance
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "bloom"])
