@@ -2711,7 +2711,7 @@ def held_out_prompts(
     for number in range(50 * num_prompts):
         prompt = task.prompt(number)
         if prompt.is_held_out:
-            found.setdefault(str(prompt.turns), prompt)
+            found.setdefault(str([turn.messages for turn in prompt.turns]), prompt)
         if len(found) == num_prompts:
             break
     return list(found.values())
@@ -3253,7 +3253,7 @@ def score_group(cfg: Config, asked: Asked) -> Rewards:
     results: list[Any] = []
     for prompt, responses in asked:
         try:
-            results.append(task.score(prompt, responses))
+            results.append(task.score(copy.deepcopy(prompt), responses))
         except BaseException as error:
             results.append(error)
     # After all calls: a reward function may itself call asyncio.run, which fails in a loop.
@@ -3457,9 +3457,7 @@ async def train_saved(
     If it is cancelled, by a signal, it saves after the step that the trainer makes.
     """
     cfg = run.cfg
-    first = run.version
-    pauses = {cfg.steps, *range(0, cfg.steps, cfg.save_every)}
-    pauses |= {*range(0, cfg.steps, cfg.eval_every or cfg.steps)}
+    intervals = (cfg.save_every, cfg.eval_every or cfg.steps)
 
     async def pause(step: int) -> None:
         if step % cfg.save_every == 0 or (cfg.checkpoint and step == cfg.steps):
@@ -3473,7 +3471,9 @@ async def train_saved(
             buffer = await stack.enter_async_context(generating(run, cfg.max_staleness))
             train = partial(learn, buffer)
         try:
-            for step in sorted(step for step in pauses if step > first):
+            while run.version < cfg.steps:
+                pauses = [(run.version // steps + 1) * steps for steps in intervals]
+                step = min(cfg.steps, *pauses)
                 await train(step - run.version)
                 await pause(step)
         except asyncio.CancelledError:
