@@ -1717,7 +1717,9 @@ class Policy:
         earlier: list[Any] = []
         for past in prompt.turns[:turn]:
             earlier += [*past.messages, RESPONSE]
-        before = self._render(earlier[:-1], True) + "response" if turn > 0 else ""
+        before = ""
+        if turn > 0:
+            before = self._render(earlier[:-1], True) + "response"
         messages = list(prompt.turns[turn].messages)
         plain = {}  # stand-ins for words that contain control tokens
         for place, message in enumerate(messages):
@@ -1835,7 +1837,9 @@ def rollout(
 
     seed None: with the likeliest tokens.
     """
-    rng = None if seed is None else torch.Generator(policy.device).manual_seed(seed)
+    rng = None
+    if seed is not None:
+        rng = torch.Generator(policy.device).manual_seed(seed)
     episodes = [
         Episode(prompt, version) for prompt in prompts for _ in range(group_size)
     ]
@@ -2697,7 +2701,9 @@ class Run:
         """The share of held-out prompts whose likeliest responses get the full reward, 1."""
         groups = await self.judged(self.held_out, 1, seed=None)
         num_right = sum(sum(group.episodes[0].rewards) > 0.999 for group in groups)
-        accuracy = num_right / len(self.held_out) if groups else None
+        accuracy = None
+        if groups:
+            accuracy = num_right / len(self.held_out)
         self.progress.heldout.append((self.version, accuracy))
         return accuracy
 
@@ -3190,7 +3196,9 @@ def own_task(cfg: Config) -> Task:
     """The task of --task and --reward, made once for each configuration. Raises UsageError."""
     if not cfg.model:
         return letter_task(cfg)
-    reward = load_python(cfg.reward) if cfg.reward not in ("", "model") else None
+    reward = None
+    if cfg.reward not in ("", "model"):
+        reward = load_python(cfg.reward)
     if cfg.task in TASKS:
         return OwnTask(WordTask(cfg.task, cfg.seed), reward)
     if cfg.task.endswith(".jsonl"):
@@ -3332,8 +3340,6 @@ def place_of(error: BaseException) -> str:
 #   prompts in flight    groups that were in flight at step 50 are sampled again, before others
 #   synchronous          the same prompts, samples and sums: bit for bit the same run
 #   asynchronous         the same prompts; but samples arrive in another order
-#
-# The file is flushed before it is renamed: else its name may reach the disk before its bytes.
 
 
 class Checkpoints:
@@ -3408,8 +3414,9 @@ def write_checkpoint(
     of_learner = (learner.policy.model, learner.optimizer)
     weights, moments = dcp.get_state_dict(*of_learner, options=full)
     state = {"progress": progress, "weights": weights, "moments": moments}
-    save = getattr(learner.advantages, "state", None)  # only a critic has one
-    state["advantages"] = save() if save else {}
+    state["advantages"] = {}
+    if hasattr(learner.advantages, "state"):  # a critic
+        state["advantages"] = learner.advantages.state()
     if learner.rank == 0:
         write_durably(Path(path), state)
 
@@ -3718,7 +3725,9 @@ def step_line(row: Record) -> str:
 async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
     """Held-out accuracy of greedy responses; with num_samples also pass@1 and pass@k."""
     found = {"greedy": await run.evaluate()}
-    groups = await run.judged(run.held_out, num_samples, seed=0) if num_samples else []
+    groups = []
+    if num_samples:
+        groups = await run.judged(run.held_out, num_samples, seed=0)
     groups = [group for group in groups if len(group.episodes) == num_samples]
     right = [[sum(e.rewards) > 0.999 for e in group.episodes] for group in groups]
     if right:
@@ -3883,7 +3892,9 @@ def train_with_baseline(
     for "acf" gets 1 - 1.5 = -0.5, and "aaa" for "pcf" gets 0 + 1.5 = 1.5.
     """
     task = letter_task(cfg)
-    critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
+    critic = None
+    if cfg.advantage == "critic":
+        critic = Critic(policy, cfg)
     learner = Learner(policy, cfg, advantages=critic)
     shares = []
     prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
@@ -4103,7 +4114,9 @@ def train_on_taste(
     task: TasteTask,
 ) -> Record:
     """A row of the table, from prompts that were not used for comparisons."""
-    price = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
+    price = None
+    if cfg.kl:
+        price = partial(divergence, copy.deepcopy(policy), cfg.kl)
     model = RewardModel(cfg, task.prefer)
     liked = []
     learned = []
@@ -4186,6 +4199,7 @@ HOST_FOLDER = (
     "MONARCH_RL_WORKER"  # variable of the processes of a Monarch host: its folder
 )
 SILENCE_S = 5.0
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # PR_SET_PDEATHSIG (1): SIGKILL (9) when the parent ends. Monarch's processes do it, too.
 WITH_PARENT = "import sys, ctypes; ctypes.CDLL(None).prctl(1, 9)\n"
@@ -4204,7 +4218,7 @@ def own_url() -> str:
 
 def serve_worker(folder: str, url: str) -> None:
     """--worker: restarts its Monarch host after each loss, until a signal. url: no port."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     note = Path(folder) / url.rpartition("/")[-1]
     try:
@@ -4303,6 +4317,7 @@ class HostPool(Pool):
             await asyncio.sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
+        print(f"starting a process on {url}")
         host = monarch.actor.attach_to_workers(
             ca="trust_all_connections", workers=[url]
         )
@@ -4443,7 +4458,6 @@ async def demo_hosts(report: Report) -> None:
         moved = await pool.outlet.traffic.call_one()
     publishing.cancel()
 
-    report.say(f"{len(moved)} versions; a host was killed, and is back")
     model_bytes = sum(tensor.nbytes for tensor in writer.tensors.values())
     report.check("torn reads of 400", sum(torn for torn, _ in found), "==", 0)
     per_host = max(moved.values()) / model_bytes / 2
@@ -4526,11 +4540,9 @@ async def sweep(report: Report) -> list[Record]:
     records = []
     for bound in (0, 1, 2, 4):
         run = await begin_demo(report)
-        await run.evaluate()
         start_s = time.time()
         training = train_async(run, bound, 60) if bound else train_sync(run, 60)
         await gather(training, strike(run, run.generators, 40, SIGKILL))
-        await run.evaluate()
         records.append(await record_of(run, f"K = {bound}", start_s))
         await run.close()
     return records
@@ -4669,7 +4681,9 @@ def own_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
     if cfg.reward != "model":
         return by_task
     task: Any = own_task(cfg)
-    prefer = getattr(task.task, "prefer", None) if cfg.ask_every else None
+    prefer = None
+    if cfg.ask_every:
+        prefer = getattr(task.task, "prefer", None)
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
         raise UsageError(
             "--ask-every needs a task with a method prefer, and prompts of one turn"
@@ -4820,8 +4834,9 @@ async def run_command(cfg: Config) -> int:
         received.append(number)
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, end, number)
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
     pool = Pool()
     try:
         with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
@@ -4869,7 +4884,8 @@ def main(argv: list[str] | None = None) -> int:
         reopen_closed()
         output: Any = sys.stdout
         output.reconfigure(line_buffering=True, errors="replace")  # each line at once
-        os.environ["TMPDIR"] = tempfile.gettempdir()  # an existing folder
+        folder = tempfile.gettempdir()  # an existing one
+        os.environ["TMPDIR"] = folder if len(folder) < 80 else "/tmp"  # for sockets
         if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
             os.environ["HF_HUB_OFFLINE"] = "1"  # else transformers tries for a minute
         for setting in ENVIRONMENT.split():
