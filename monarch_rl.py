@@ -3409,7 +3409,7 @@ def write_checkpoint(
     progress: Record,
 ) -> None:
     """Runs in each rank of the trainer: all gather the state, and rank 0 writes it."""
-    learner = trainer.learner
+    learner: Any = trainer.learner
     full = dcp.StateDictOptions(full_state_dict=True)
     of_learner = (learner.policy.model, learner.optimizer)
     weights, moments = dcp.get_state_dict(*of_learner, options=full)
@@ -4307,7 +4307,9 @@ class HostPool(Pool):
 
     async def take(self, num_ranks: int) -> HostProcess:
         """Starts a process on a host with less than its share, or waits. Raises RunError."""
-        for tick in itertools.count(1):
+        tick = 0
+        while True:
+            tick += 1
             if tick % 300 == 0:
                 print(f"waiting for a worker host in {self.folder}")
             for url in urls_in(self.folder):
