@@ -1480,12 +1480,12 @@ NO_REWARDS += [LookupError("no")]
 
 
 def test_a_file_of_the_user_with_the_name_of_another_module_is_refused(tmp_path: Path) -> None:
-    for name in ("a/own_twice.py", "b/own_twice.py", "c/statistics.py"):
+    for name in ("a/own_twice.py", "b/own_twice.py", "c/statistics.py", "d/time.py"):
         file = tmp_path / name
         file.parent.mkdir()
         file.write_text("def mean(*_):\n    return 1\n")
     assert m.load_python(f"{tmp_path}/a/own_twice.py:mean")() == 1
-    for name in ("b/own_twice.py", "c/statistics.py"):
+    for name in ("b/own_twice.py", "c/statistics.py", "d/time.py"):
         with pytest.raises(m.UsageError, match="rename the file"):
             m.load_python(f"{tmp_path / name}:mean")
 
