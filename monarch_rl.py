@@ -3242,6 +3242,7 @@ class OwnProcess:
 def lead_process_group() -> None:
     """Makes this process lead a process group, which is killed when the parent ends."""
     os.setpgid(0, 0)
+    os.environ.pop("PYTHONSAFEPATH", None)  # of workers
     multiprocessing.set_start_method("fork", force=True)  # Monarch has chosen another
     parent = os.pidfd_open(os.getppid())  # becomes readable when that process ends
 
@@ -3712,7 +3713,7 @@ async def until_made(run: Run, number: int) -> None:
 
 def step_line(row: Record) -> str:
     line = f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
-    line += f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}"
+    line += f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
     line += f"  {row['tokens_per_s']:.0f} tokens/s"
     for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
         if row[name]:
