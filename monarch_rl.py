@@ -1641,8 +1641,8 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model, loaded = load(name, dtype=dtype, **how)
     except Exception as error:  # of many types
-        lines = " ".join(str(error).split())
-        raise UsageError(f"--model {name}: {lines:.300}") from error
+        text = " ".join(str(error).split())
+        raise UsageError(f"--model {name}: {text:.300}") from error
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
     weights = model.named_parameters()
     wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
@@ -4208,7 +4208,12 @@ async def demo_reward_model(report: Report) -> None:
 
 HOST_FOLDER = "MONARCH_RL_WORKER"  # variable: folder of a Monarch host
 SILENCE_S = 5.0  # without a ping: a loss
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals that end a command. nohup ignores SIGHUP: it is left so.
+ENDING = [
+    number
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN
+]
 
 # PR_SET_PDEATHSIG (1): SIGKILL (9) when the parent ends. Monarch's processes do it, too.
 WITH_PARENT = "import sys, ctypes; ctypes.CDLL(None).prctl(1, 9)\n"
@@ -4840,8 +4845,7 @@ async def run_command(cfg: Config) -> int:
         task.cancel()
 
     for number in ENDING:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
-            asyncio.get_running_loop().add_signal_handler(number, end, number)
+        asyncio.get_running_loop().add_signal_handler(number, end, number)
     pool = Pool()
     try:
         with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
@@ -4890,9 +4894,9 @@ def main(argv: list[str] | None = None) -> int:
         output: Any = sys.stdout
         output.reconfigure(line_buffering=True, errors="replace")  # each line at once
         folder = tempfile.gettempdir()  # an existing one
-        os.environ["TMPDIR"] = (
-            folder if len(folder) < 70 else "/tmp"
-        )  # sockets need short paths
+        if len(folder) > 70:  # too long for sockets
+            folder = "/tmp"
+        os.environ["TMPDIR"] = folder
         if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
             os.environ["HF_HUB_OFFLINE"] = "1"  # else transformers tries for a minute
         for setting in ENVIRONMENT.split():
