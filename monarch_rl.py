@@ -3168,7 +3168,7 @@ def load_python(spec: str) -> Any:
         raise UsageError(f"{spec}: another module has this name: rename the file")
     found = getattr(module, name, None)
     if not callable(found):
-        raise UsageError(f"{spec}: {name} is no function or class")
+        raise UsageError(f"{spec}: {name} is not callable")
     return found
 
 
@@ -3665,13 +3665,14 @@ async def train_own(run: Run, checkpoints: Checkpoints) -> Record:
     progress = run.progress
     if progress.rows:
         print(f"going on after step {run.version}")
-    if not progress.heldout:
-        await evaluate_own(run, 0)
     first = run.version
-    start_s = time.time()
-    training = train_saved(run, checkpoints, partial(evaluate_own, run, 0))
-    both = [ensure_future(training), ensure_future(narrate(run))]
+    both = [ensure_future(narrate(run))]
     try:
+        if not progress.heldout:
+            await evaluate_own(run, 0)
+        start_s = time.time()
+        training = train_saved(run, checkpoints, partial(evaluate_own, run, 0))
+        both.append(ensure_future(training))
         done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
     finally:  # a signal, or an error of one, ends the other
         for each in both:
@@ -3749,7 +3750,7 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
     shown = [
         f" {name} {value:.3f}" for name, value in found.items() if value is not None
     ]
-    print(f"of {len(run.held_out)} held-out prompts:", *shown or ["nothing was scored"])
+    print(f"of {len(run.held_out)} held-out prompts:", *shown or [" none scored"])
     return found
 
 
@@ -4331,7 +4332,7 @@ class HostPool(Pool):
             await asyncio.sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
-        print(f"starting a process on {url}")
+        print(f"starts on {url}")
         host = monarch.actor.attach_to_workers(
             ca="trust_all_connections", workers=[url]
         )
@@ -4720,7 +4721,7 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
     if cfg.train and cfg.checkpoint and not newest.exists():
         raise RunError(f"step {run.version} is not saved")
     if cfg.evaluate and found["evaluation"]["greedy"] is None:
-        raise RunError("--evaluate: no held-out prompt was scored")
+        raise RunError("no held-out prompt was scored")
     if cfg.report:
         record = await record_of(run, f"K = {cfg.max_staleness}", start_s)
         write_page(cfg.report, [], [record])
