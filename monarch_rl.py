@@ -511,6 +511,8 @@ class Worker(Actor):
         self.timeline = timeline
         self.spans: list[Span] = []  # not yet sent to the timeline
         self.thread = ThreadPoolExecutor(1)
+        # Messages may have objects of the user's modules. These come last.
+        sys.path.append(os.environ.get("MONARCH_RL_TASK", ""))
         # Its own process group: kill_group ends its children, and Ctrl-C does not reach it.
         os.setpgid(0, 0)
 
@@ -3140,7 +3142,7 @@ class FileTask(Task):
     def grade(self, answer: Any, response: str) -> float:
         """1.0 if the last number, or the text, after </think>, #### or boxed{ is right."""
         if answer is None:
-            raise ValueError("the prompt has no answer")
+            raise ValueError("no answer")
         finals = []
         for text in (str(answer), response):
             final = re.split(r"</think>|####|\\boxed\{", text)[-1]
@@ -3159,16 +3161,17 @@ def load_python(spec: str) -> Any:
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
-        raise UsageError(f"{spec}: no known name, and no FILE.py:NAME")
+        raise UsageError(f"{spec}: not FILE.py:NAME")
     # The folder goes after the standard library, before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
+    os.environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, importlib.import_module, file.stem)
     if getattr(module, "__file__", "") != str(file):
-        raise UsageError(f"{spec}: another module has this name: rename the file")
+        raise UsageError(f"{spec}: rename it: a module has its name")
     found = getattr(module, name, None)
     if not callable(found):
-        raise UsageError(f"{spec}: {name} is not callable")
+        raise UsageError(f"{spec}: not callable")
     return found
 
 
@@ -3216,7 +3219,7 @@ def own_task(cfg: Config) -> Task:
         return OwnTask(WordTask(cfg.task, cfg.seed), reward)
     if cfg.task.endswith(".jsonl"):
         task = FileTask(cfg.task, cfg.seed)
-        answers = [prompt.turns[0].answer for prompt in task.prompts]
+        answers = [p.turns[0].answer for p in task.prompts]
         if not cfg.reward and not all(
             isinstance(a, str | int | float) for a in answers
         ):
@@ -3257,8 +3260,8 @@ class OwnProcess:
 def lead_process_group() -> None:
     """Makes this process lead a process group, which is killed when the parent ends."""
     os.setpgid(0, 0)
-    os.environ.pop("PYTHONSAFEPATH", None)  # of workers
-    # So that a pool of the user can find its functions; Monarch has set another.
+    os.environ.pop("PYTHONSAFEPATH", None)
+    # So that a user's pool finds its functions; Monarch has set another.
     multiprocessing.set_start_method("fork", force=True)
     parent = os.pidfd_open(os.getppid())  # becomes readable when that process ends
 
@@ -4666,7 +4669,7 @@ def own_learner(
     is_copy = Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
     if not (cfg.checkpoint and is_copy):  # the copy has been supervised
         learner.supervise(own_task(cfg), cfg.sft_steps)
-    if reference:  # is a copy of version 0, as it is after the supervised steps
+    if reference:  # a copy of version 0, after the supervised steps
         for old, new in zip(reference.model.parameters(), learner.weights, strict=True):
             old.data.copy_(whole(new.detach()))
     return learner
@@ -4696,9 +4699,7 @@ def own_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
     if cfg.ask_every:
         prefer = getattr(task.task, "prefer", None)
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
-        raise UsageError(
-            "--ask-every needs a task with a method prefer, and prompts of one turn"
-        )
+        raise UsageError("--ask-every needs a method prefer and one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
     # The task scores held-out prompts, so exploitation of the model becomes visible.
     return lambda asked: (by_task if asked[0][0].is_held_out else model)(asked)
@@ -4721,7 +4722,7 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
     if cfg.train and cfg.checkpoint and not newest.exists():
         raise RunError(f"step {run.version} is not saved")
     if cfg.evaluate and found["evaluation"]["greedy"] is None:
-        raise RunError("no held-out prompt was scored")
+        raise RunError("nothing was scored")
     if cfg.report:
         record = await record_of(run, f"K = {cfg.max_staleness}", start_s)
         write_page(cfg.report, [], [record])
@@ -4795,7 +4796,7 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
         if isinstance(each.default, (int, float)):
             least = 0 if each.default < 1 or each.name == "max_staleness" else 1e-3
             if not least <= getattr(cfg, each.name) < math.inf:
-                yield f"--{each.name.replace('_', '-')} is too small, or not finite"
+                yield f"--{each.name.replace('_', '-')} is out of range"
     if cfg.group_size < 2 and cfg.advantage not in ("none", "critic"):
         yield "--group-size 2 or more, for this --advantage"
     if cfg.trainers > 1 and (cfg.device == "cuda" or cfg.advantage == "critic"):
@@ -4819,10 +4820,10 @@ def mistaken_paths(cfg: Config) -> Iterator[str]:
         if path and not Path(path).exists():
             yield f"{path}: no such path"
     if cfg.hosts and not urls_in(Path(cfg.hosts)):
-        yield "--hosts: no --worker has noted its address there"
+        yield "--hosts: no --worker is noted there"
     is_read = cfg.checkpoint and not cfg.train and (cfg.evaluate or cfg.export)
     if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
-        yield "--checkpoint: nothing has been saved there"
+        yield "--checkpoint: nothing is saved there"
     try:
         for folder in (cfg.export, cfg.checkpoint):
             if folder:

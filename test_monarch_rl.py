@@ -112,7 +112,7 @@ def left(mark: str, num_tries: int = 100) -> list[str]:
 def run(*args: str, folder: Path, file: Path = FILE) -> subprocess.CompletedProcess[str]:
     """Runs the file as a command; none of its processes may be left."""
     mark = uuid.uuid4().hex
-    own = {MARK: mark} if file == FILE else {MARK: mark, "PYTHONPATH": str(FOLDER)}
+    own = {MARK: mark} if file == FILE else {MARK: mark, "PYTHONPATH": f"{FOLDER}:{file.parent}"}
     kinds: Any = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     words = [sys.executable, str(file), *args]
     found = subprocess.run(words, cwd=folder, env=os.environ | own, timeout=600, **kinds)
@@ -1486,7 +1486,7 @@ def test_a_file_of_the_user_with_the_name_of_another_module_is_refused(tmp_path:
         file.write_text("def mean(*_):\n    return 1\n")
     assert m.load_python(f"{tmp_path}/a/own_twice.py:mean")() == 1
     for name in ("b/own_twice.py", "c/statistics.py", "d/time.py"):
-        with pytest.raises(m.UsageError, match="rename the file"):
+        with pytest.raises(m.UsageError, match="rename it"):
             m.load_python(f"{tmp_path / name}:mean")
 
 
