@@ -2607,6 +2607,7 @@ class Run:
 
     async def begin(self) -> None:
         await gather(*[service.begin() for service in self.services])
+        await self.trainer.until_ready(1)  # raises if it is lost
         self.handle = self.trainer.replicas[0].result
         self.pool.keep_spare()
 
@@ -4333,7 +4334,7 @@ class HostPool(Pool):
             await asyncio.sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
-        print(f"a process starts on {url}")
+        print(f"a process on {url}")
         host = monarch.actor.attach_to_workers(
             ca="trust_all_connections", workers=[url]
         )
@@ -4697,7 +4698,7 @@ def own_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
     if cfg.ask_every:
         prefer = getattr(task.task, "prefer", None)
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
-        raise UsageError("--ask-every needs a method prefer and one turn")
+        raise UsageError("--ask-every needs a prefer and one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
     # The task scores held-out prompts, so exploitation of the model becomes visible.
     return lambda asked: (by_task if asked[0][0].is_held_out else model)(asked)
@@ -4720,7 +4721,7 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
     if cfg.train and cfg.checkpoint and not newest.exists():
         raise RunError(f"step {run.version} is not saved")
     if cfg.evaluate and found["evaluation"]["greedy"] is None:
-        raise RunError("nothing was scored")
+        raise RunError("nothing scored")
     if cfg.report:
         record = await record_of(run, f"K = {cfg.max_staleness}", start_s)
         write_page(cfg.report, [], [record])
@@ -4798,7 +4799,7 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
     if cfg.group_size < 2 and cfg.advantage not in ("none", "critic"):
         yield "--group-size 2 or more, for this --advantage"
     if cfg.trainers > 1 and (cfg.device == "cuda" or cfg.advantage == "critic"):
-        yield "--trainers 2 or more: on CPUs, and without a critic"
+        yield "--trainers 2 or more: on CPUs, without a critic"
     if cfg.prompts_per_step < cfg.trainers:
         yield "--prompts-per-step below --trainers"
     if cfg.reward == "model" and cfg.reward_workers > 1:
@@ -4806,7 +4807,7 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
     if (cfg.reward == "model") != bool(cfg.preferences or cfg.ask_every):
         yield "--reward model goes with --preferences or --ask-every"
     if not cfg.model and (cfg.reward or cfg.task != "repeat"):
-        yield "without a --model: only --task repeat"
+        yield "without --model: only --task repeat"
 
 
 def mistaken_paths(cfg: Config) -> Iterator[str]:
@@ -4818,10 +4819,10 @@ def mistaken_paths(cfg: Config) -> Iterator[str]:
         if path and not Path(path).exists():
             yield f"{path}: no such path"
     if cfg.hosts and not urls_in(Path(cfg.hosts)):
-        yield "--hosts: no --worker is noted there"
+        yield "--hosts: no --worker there"
     is_read = cfg.checkpoint and not cfg.train and (cfg.evaluate or cfg.export)
     if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
-        yield "--checkpoint: nothing is saved there"
+        yield "--checkpoint: nothing saved there"
     try:
         for folder in (cfg.export, cfg.checkpoint):
             if folder:

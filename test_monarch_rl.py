@@ -1104,6 +1104,10 @@ def test_a_trainer_is_not_replaced(serve: Any, replaces: bool) -> None:
             serve(script, work, **kinds)
     run = m.Run(CFG, m.Pool(), m.Pool(), Path("."), m.Parts(), m.Progress())
     assert [service.replaces for service in run.services] == [False, True, True]
+    run.services.clear()  # all have begun, and the trainer is lost
+    run.trainer.error = m.ReplicaLost("trainer_0 has died")
+    with pytest.raises(m.ReplicaLost, match="trainer_0 has died"):
+        asyncio.run(run.begin())
 
 
 def test_a_process_returns_to_the_pool_unless_release_fails(serve: Any, monkeypatch: Any) -> None:
