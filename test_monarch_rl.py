@@ -1554,9 +1554,8 @@ def said_of(prompt: m.Prompt) -> str:
 def recipe(folder: Path, package: str, spec: str) -> m.Config:
     """A configuration with the recipe of DOCS for a package, which is skipped if it is missing."""
     pytest.importorskip(package)
-    file, _, _ = spec.partition(":")
-    _, _, text = DOCS.partition(f"# {file}, for --task {spec}")
-    (folder / file).write_text("#" + text.partition("```")[0])
+    _, _, text = DOCS.partition(f".py, for --task {spec}")
+    (folder / spec.partition(":")[0]).write_text("#" + text.partition("```")[0])
     return replace(CFG, model="x", task=f"{folder}/{spec}")
 
 
