@@ -3586,7 +3586,7 @@ async def demo_recovery(report: Report) -> None:
     12 synchronous steps: undisturbed; killed at random; killed, and resumed without moments.
     """
     cfg = replace(
-        demo_config(report.cfg), steps=12, save_every=4, max_staleness=0, eval_prompts=8
+        demo_config(report.cfg), steps=12, save_every=4, max_staleness=0, sft_steps=0
     )
     step = random.randint(5, 10)
     kinds = {
