@@ -4698,7 +4698,7 @@ def own_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
     if cfg.ask_every:
         prefer = getattr(task.task, "prefer", None)
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
-        raise UsageError("--ask-every needs a prefer and one turn")
+        raise UsageError("--ask-every: a task with prefer, one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
     # The task scores held-out prompts, so exploitation of the model becomes visible.
     return lambda asked: (by_task if asked[0][0].is_held_out else model)(asked)
