@@ -1675,7 +1675,9 @@ class Policy:
         else:
             self.tokenizer, model = tiny_policy(cfg.seed)
         self.device = torch.device(cfg.device or "cpu")
-        self.model = model.to(self.device, dtype).eval()  # without dropout
+        self.model = model.to(self.device).eval()  # without dropout
+        for weight in self.model.parameters():
+            weight.data = weight.data.to(dtype)  # not buffers: positions need fp32
         # The forward dtype. With several trainers FSDP casts.
         self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
         self.temperature = cfg.temperature
@@ -2375,12 +2377,10 @@ async def demo_losses(report: Report) -> None:
 
 # -- 11a. The actors of a run ----
 
-Asked = list[
-    tuple[Prompt, list[str]]
-]  # of a group: each episode's prompt and responses
-Rewards = list[
-    list[float] | str
-]  # of each episode: those of its turns, or why there are none
+# Of a group: the prompt and responses of each episode, and its rewards for each turn, or the reason
+# why there are none.
+Asked = list[tuple[Prompt, list[str]]]
+Rewards = list[list[float] | str]
 
 
 def make_scorer(cfg: Config) -> Callable[[Asked], Rewards]:
@@ -2606,12 +2606,14 @@ class Run:
         self.num_fruitless = 0  # requests in a row that brought no reward
 
     async def begin(self) -> None:
+        self.reporting = ensure_future(report_waiting(self))
         await gather(*[service.begin() for service in self.services])
         await self.trainer.until_ready(1)  # raises if it is lost
         self.handle = self.trainer.replicas[0].result
         self.pool.keep_spare()
 
     async def close(self) -> None:
+        self.reporting.cancel()
         await gather(*[service.close() for service in self.services])
 
     def replicas(self) -> list[Replica]:
@@ -2719,6 +2721,20 @@ class Run:
             accuracy = num_right / len(self.held_out)
         self.progress.heldout.append((self.version, accuracy))
         return accuracy
+
+
+async def report_waiting(run: Run) -> None:
+    """After each 30 s without a step, says which workers live, and how old their requests are."""
+    while True:
+        num_steps = len(run.progress.rows)
+        await asyncio.sleep(30)
+        if num_steps < len(run.progress.rows):
+            continue
+        print(f"           {len(run.replicas())} workers are ready")
+        for replica in run.replicas():
+            start_s = min(replica.in_flight.values(), default=time.time())
+            busy = f"busy for {time.time() - start_s:.0f} s"
+            print(f"           {replica.name}, process {replica.processes.ids}: {busy}")
 
 
 def held_out_prompts(
@@ -3035,13 +3051,13 @@ async def demo_async_rl(report: Report) -> None:
 
 
 # ==== PART II: further ====
-# The system is complete. What follows: your model and data, long runs, harder rewards, more hosts.
+# The system is complete. Part II: your own data, long runs, harder rewards, more hosts.
 
 # == YOUR OWN DATA ====
-# Problem. A reward function is somebody else's code: it raises, hangs, forks, handles signals, and
+# Problem. A reward function is the user's code: it raises, hangs, forks, sets signal handlers, and
 #   returns anything. None of this may end a run.
-# Rule. A separate process computes rewards in its main thread, and is killed with all of its
-#   children. An episode without a reward is left out of its group; it does not count as 0.
+# Rule. A separate process calls it in the main thread, as handlers need, and is killed with all of
+#   its children. An episode without a reward is left out of its group: a 0 would blame the policy.
 # Cost. One more process, and two messages per group.
 
 WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle ember feather
@@ -3054,7 +3070,7 @@ TASKS = ("repeat", "count", "pattern")
 
 
 class WordTask(Task):
-    """`repeat`, `count` and `pattern` for a chat model, which hears and says words."""
+    """The tasks `repeat`, `count` and `pattern`, for a chat model: in whole words."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.kind = kind
@@ -3072,6 +3088,7 @@ class WordTask(Task):
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
             asked = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
             return Prompt(number, (user_turn(asked, ", ".join(numbers)),))
+        # A solved example, then the question.
         rule = f"When I say {other}, you say {of_other}. When I say {one}, you say"
         shown = user_turn(f"{rule} {of_one}. {other}", "").messages
         shown += ({"role": "assistant", "content": of_other},)
@@ -3085,7 +3102,7 @@ class WordTask(Task):
         right = re.findall(r"\w+", answer)
         said = re.findall(r"\w+", response.lower())
         num_right = sum(a == b for a, b in zip(right, said))
-        # Something to climb while no response is exact.
+        # A gradient while no response is exact: 2 of 3 words get 0.33.
         return num_right / max(len(right), len(said)) / 2
 
 
@@ -3115,7 +3132,7 @@ NUMBER = r"-?\d*\.?\d+"
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Where each line of a file is, and its text; without blank lines. Raises UsageError."""
+    """Yields the place and the text of each line that is not blank. Raises UsageError."""
     try:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -3139,14 +3156,14 @@ class FileTask(Task):
         return replace(self.prompts[number % len(self.prompts)], number=number)
 
     def grade(self, answer: Any, response: str) -> float:
-        """1.0 if the last number, or the text, after </think>, #### or boxed{ is right."""
+        """1.0 if the text after </think>, #### or boxed{, or its last number, is the answer."""
         if answer is None:
             raise ValueError("no answer")
         finals = []
         for text in (str(answer), response):
             final = re.split(r"</think>|####|\\boxed\{", text)[-1]
             final = unicodedata.normalize("NFC", final.partition("<think>")[0])
-            final = re.sub(r",(?=\d{3})", "", final).casefold()
+            final = re.sub(r",(?=\d{3})", "", final).casefold()  # 1,000 -> 1000
             finals.append(final.lstrip(" $\n(*").rstrip(" .$}\r\n)*"))
         wanted, final = finals
         if not re.fullmatch(NUMBER, wanted):
@@ -3156,16 +3173,21 @@ class FileTask(Task):
 
 
 def load_python(spec: str) -> Any:
-    """Imports NAME from FILE.py. Adds the folder to sys.path, also for child processes."""
+    """Imports NAME from FILE.py. Adds its folder to sys.path, also for child processes."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
         raise UsageError(f"{spec}: not FILE.py:NAME")
-    # The folder goes after the standard library, before installed packages.
+    root = file.parent
+    while (root / "__init__.py").exists():  # a part of a package
+        root = root.parent
+    # After the standard library, which they must not hide; before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
-    sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
-    os.environ["MONARCH_RL_TASK"] = str(file.parent)
-    module = called(spec, importlib.import_module, file.stem)
+    place = min(packages, default=len(sys.path))
+    sys.path[place:place] = [str(root), str(file.parent)]
+    os.environ["MONARCH_RL_TASK"] = str(root)
+    module_name = ".".join(file.relative_to(root).with_suffix("").parts)
+    module = called(spec, importlib.import_module, module_name)
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
     found = getattr(module, name, None)
@@ -3183,7 +3205,7 @@ def called(where: str, call: Callable[..., Any], *args: Any) -> Any:
 
 
 class OwnTask(Task):
-    """The task of --task, with the rewards of --reward's function if there is one."""
+    """The task of --task, with the rewards of --reward if it is a function."""
 
     def __init__(self, task: Any, reward: Callable[..., Any] | None) -> None:
         self.task = task
@@ -3195,7 +3217,7 @@ class OwnTask(Task):
         return prompt_of(number, called(where, self.task.prompt, number), where)
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
-        """The results of --reward for each turn. Without it, those of the task."""
+        """What --reward returns for each turn, or else what the task does."""
         if self.reward is None:
             return self.task.score(prompt, responses)
         rewards = []
@@ -3208,7 +3230,7 @@ class OwnTask(Task):
 
 @cache
 def own_task(cfg: Config) -> Task:
-    """The task of --task and --reward, made once for each configuration. Raises UsageError."""
+    """The task of --task and --reward, made once per process. Raises UsageError."""
     if not cfg.model:
         return letter_task(cfg)
     reward = None
@@ -3228,7 +3250,7 @@ def own_task(cfg: Config) -> Task:
 
 
 class OwnProcess:
-    """A process whose main thread runs the user's code. It and its children end together."""
+    """A process whose main thread runs the user's code. Its children end with it."""
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
@@ -3236,13 +3258,13 @@ class OwnProcess:
         self.pid: int | None = None
 
     def __call__(self, asked: Asked) -> Rewards:
-        """The rewards of a group; or, if it takes too long or kills its process, the reason why."""
+        """The rewards of a group, or why there are none: the deadline, or a dead process."""
         if not self.executor:
             spawn = multiprocessing.get_context("spawn")
             self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
             self.pid = None
         try:
-            self.pid = self.executor.submit(os.getpid).result()
+            self.pid = self.executor.submit(os.getpid).result()  # once it runs
             future = self.executor.submit(score_group, self.cfg, asked)
             return future.result(self.cfg.reward_deadline)
         except TimeoutError:
@@ -3260,15 +3282,15 @@ def lead_process_group() -> None:
     """Makes this process lead a process group, which is killed when the parent ends."""
     os.setpgid(0, 0)
     os.environ.pop("PYTHONSAFEPATH", None)
-    # So that a user's pool finds its functions; Monarch has set another.
+    # With fork, a pool in the user's code finds its functions. Monarch sets another.
     multiprocessing.set_start_method("fork", force=True)
-    parent = os.pidfd_open(os.getppid())  # becomes readable when that process ends
+    parent = os.pidfd_open(os.getppid())  # readable at its end: section 5
 
     def end_with_parent() -> None:
         select.select([parent], [], [])
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # 0: its group
 
-    # Not a daemon: it outlives the main thread.
+    # Not a daemon: children may outlive the main thread.
     threading.Thread(target=end_with_parent).start()
 
 
@@ -3278,11 +3300,11 @@ def score_group(cfg: Config, asked: Asked) -> Rewards:
     results: list[Any] = []
     for prompt, responses in asked:
         try:
-            # A copy, for it may change what it gets.
+            # A copy, for the user's code may change it.
             results.append(task.score(copy.deepcopy(prompt), responses))
         except BaseException as error:
             results.append(error)
-    # After all calls: a reward function may itself call asyncio.run, which fails in a loop.
+    # Not before: a reward function may call asyncio.run, which fails inside a loop.
     results = own_loop().run(all_of(results))
     rewards: Rewards = []
     for (prompt, _), result in zip(asked, results):
@@ -3295,7 +3317,7 @@ def score_group(cfg: Config, asked: Asked) -> Rewards:
 
 @cache
 def own_loop() -> asyncio.Runner:
-    """The event loop of all groups: clients that the user's module keeps belong to it."""
+    """One event loop for all groups: an HTTP client of the user lives in one loop only."""
     return asyncio.Runner()
 
 
@@ -3332,7 +3354,7 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 
 
 def place_of(error: BaseException) -> str:
-    """An error in one line, with the file and the line of the user's code that raised it."""
+    """An error in one line, with the place in the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     others = [f for f in frames if f.filename != str(THIS_FILE)]
     own = [f for f in others if not re.search("/lib/python|^<frozen", f.filename)]
@@ -3342,25 +3364,25 @@ def place_of(error: BaseException) -> str:
 
 
 # == 13. RECOVERY ====
-# Problem. A run takes days. Its machine, its job's time or its trainer ends sooner. A run that goes
-#   on from the weights alone is another run: Adam has forgotten its moments, and prompts are
-#   skipped or asked twice.
-# Rule. A checkpoint is one file with the state of the trainer (weights and moments in fp32, and a
-#   critic), the numbers of drawn and unfinished prompts, and the log. A new file is synced to disk
-#   before it gets its name. No random state is saved: the number of a prompt seeds its samples.
-# Cost. Up to three files of 12 bytes per parameter. The trainer waits for each. Steps since the
-#   newest checkpoint are made again.
+# Problem. A run takes days; a machine or the trainer fails sooner, or a job's time is over. With
+#   the weights alone it goes on as another run: Adam's moments are 0, and prompts are skipped or
+#   drawn twice.
+# Rule. A checkpoint is one file: the trainer's weights and moments in fp32 (and a critic's), which
+#   prompts were drawn and which were in flight, and the log. It is synced to disk before it gets
+#   its name: half a file has none. No random state is saved: a prompt's number seeds its samples.
+# Cost. Up to three files of 12 bytes per parameter (a weight, two moments). The trainer waits for
+#   each. Steps since the newest are made again.
 #
 # By example, a checkpoint after step 50, and a death during step 57:
 #
 #   weights, moments     those after step 50; steps 51 to 56 are made again
-#   prompts in flight    groups that were in flight at step 50 are sampled again, before others
+#   prompts in flight    groups in flight at step 50 are sampled again, before others
 #   synchronous          the same prompts, samples and sums: bit for bit the same run
 #   asynchronous         the same prompts; the samples and their order differ
 
 
 class Checkpoints:
-    """The newest two checkpoints of a folder. Raises UsageError if another run has the folder."""
+    """The newest two checkpoints of a folder. Raises UsageError if another run uses it."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -3379,17 +3401,17 @@ class Checkpoints:
         return sorted(self.folder.glob("step_*.pt"), reverse=True)
 
     def newest(self) -> tuple[str, Progress]:
-        """The path of the newest checkpoint that is not damaged, or "", and its progress."""
+        """The path of the newest checkpoint that is intact, or "", and its progress."""
         for path in self.paths():
             try:
                 return str(path), read_progress(path)
-            except Exception as error:  # of many types: the file may have any content
+            except Exception as error:  # of many types: any content
                 print(f"{path} is damaged: {error}")
                 path.rename(path.with_suffix(".damaged"))
         return "", Progress()
 
     async def save(self, run: Run) -> bool:
-        """Has the trainer write a checkpoint. False: it could not."""
+        """The trainer writes a checkpoint. Returns False if it could not."""
         path = self.folder / f"step_{run.version:08}.pt"
         try:
             progress = progress_state(run.progress)
@@ -3403,7 +3425,7 @@ class Checkpoints:
 
 
 def progress_state(progress: Progress) -> Record:
-    """The progress as a dict. Groups in flight move to `again`."""
+    """The progress as a dict. Groups in flight move to `again`. asdict breaks a Counter."""
     again = sorted(progress.in_flight | {*progress.again})
     return asdict(
         replace(progress, again=again, in_flight=set(), ended=dict(progress.ended))
@@ -3411,7 +3433,7 @@ def progress_state(progress: Progress) -> Record:
 
 
 def read_progress(path: Path) -> Progress:
-    """Reads all of the file, and compares the checksums that it has. Raises if it is damaged."""
+    """torch.save writes a zip archive. Raises if a checksum in it does not match."""
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged:
@@ -3425,11 +3447,11 @@ def write_checkpoint(
     path: str,
     progress: Record,
 ) -> None:
-    """Runs in each rank of the trainer: all gather the state, and rank 0 writes it."""
+    """Runs in each rank: all gather the state, and rank 0 writes it."""
     learner: Any = trainer.learner
     full = dcp.StateDictOptions(full_state_dict=True)
-    of_learner = (learner.policy.model, learner.optimizer)
-    weights, moments = dcp.get_state_dict(*of_learner, options=full)
+    owners = (learner.policy.model, learner.optimizer)
+    weights, moments = dcp.get_state_dict(*owners, options=full)
     state = {"progress": progress, "weights": weights, "moments": moments}
     state["advantages"] = {}
     if hasattr(learner.advantages, "state"):  # a critic
@@ -3439,7 +3461,7 @@ def write_checkpoint(
 
 
 def write_durably(path: Path, state: Record) -> None:
-    """Replaces a file: after a crash at any moment it has the old or the new content."""
+    """Replaces a file: after a crash it has the old or the new content."""
     beside = path.with_suffix(".new")
     try:
         with open(beside, "wb") as file:
@@ -3447,10 +3469,12 @@ def write_durably(path: Path, state: Record) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except RuntimeError as error:  # hides the error of the file
+        raise error.__context__ or error from None
     finally:
         beside.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
+    os.fsync(folder)  # its name
     os.close(folder)
 
 
@@ -3464,7 +3488,7 @@ def restore(trainer: Trainer, path: str) -> None:
     load = partial(dcp.set_optimizer_state_dict, options=full)
     load(model, learner.optimizer, state["moments"])  # mechanism: recovery
     for group in learner.optimizer.param_groups:
-        group["lr"] = learner.cfg.lr  # may be another than before
+        group["lr"] = learner.cfg.lr  # the flag may have changed
     if state["advantages"] and learner.cfg.advantage == "critic":
         learner.advantages.load(state["advantages"])
     trainer.writer.publish(trainer.version)
@@ -3476,10 +3500,10 @@ async def train_saved(
     checkpoints: Checkpoints,
     evaluate: Callable[[], Awaitable[Any]],
 ) -> None:
-    """Trains until step cfg.steps. Saves and evaluates every so many steps, as cfg says.
+    """Trains until step cfg.steps. Saves and evaluates at multiples of save_every, eval_every.
 
     With --checkpoint, a cancelled run is saved after the step in progress. Without it the files
-    are for a restart after the loss of the trainer, and go with the temporary folder.
+    are for restarts by this command only, in its temporary folder.
     """
     cfg = run.cfg
     intervals = (cfg.save_every, cfg.eval_every or cfg.steps)
@@ -3497,8 +3521,8 @@ async def train_saved(
             train = partial(learn, buffer)
         try:
             while run.version < cfg.steps:
-                pauses = [(run.version // n + 1) * n for n in intervals]  # next
-                step = min(cfg.steps, *pauses)
+                multiples = [(run.version // n + 1) * n for n in intervals]  # next
+                step = min(cfg.steps, *multiples)
                 await train(step - run.version)
                 await pause(step)
         except asyncio.CancelledError:
@@ -3513,11 +3537,8 @@ async def with_restarts(
     work: Callable[[Run], Awaitable[Any]],
     load: Callable[[Trainer, str], None] = restore,
 ) -> Any:
-    """Calls work(run). After a loss, restarts from the newest checkpoint.
-
-    After five losses without a new checkpoint, it raises the error.
-    """
-    losses: Tally[int] = Tally()  # by the step from which a run went on
+    """Calls work(run), again after a loss. Five losses without a new checkpoint raise the error."""
+    losses: Tally[int] = Tally()  # by the step of the checkpoint
     while True:
         path, progress = await asyncio.to_thread(checkpoints.newest)
         run = make_run(progress)
@@ -3529,11 +3550,11 @@ async def with_restarts(
             return await work(run)
         except (ReplicaLost, ActorError, SupervisionError) as error:
             task: Any = asyncio.current_task()
-            if task.cancelling():  # a signal has come as well
+            if task.cancelling():  # a signal came, too
                 raise asyncio.CancelledError from error
-            await asyncio.sleep(1)  # by then a watcher has seen a death
+            await asyncio.sleep(1)  # a detector sees a death by then
             losses[first] += 1
-            # A generator raises, too, if it looks for the weights of a dead trainer.
+            # A generator that pulls from a dead trainer raises, too: no bug.
             is_lost = isinstance(run.trainer.error, ReplicaLost)
             is_bug = isinstance(error, ActorError) and not is_lost
             if losses[first] == 5 or is_bug:
@@ -3561,7 +3582,7 @@ async def train_killed(
     killed_after: int,
     load: Callable[[Trainer, str], None],
 ) -> tuple[Progress, list[Tensor]]:
-    """Trains. killed_after: the step after which the trainer dies, or 0."""
+    """Trains. killed_after: the step after which the trainer is killed once, or 0."""
     checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
     places = (report.pool, report.pool, report.folder)
 
@@ -3613,15 +3634,15 @@ async def demo_recovery(report: Report) -> None:
 
 
 # == YOUR OWN RUN ====
-# The commands --train, --evaluate, --export. The folder of --checkpoint has these files:
+# --train, --evaluate and --export share the folder of --checkpoint. Its files:
 #
 #   flags.json    of the newest --train; defaults for the flags that a later command omits
 #   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
-#   preferences.jsonl   answers (section 15)
+#   preferences.jsonl   comparisons (section 15)
 #   lock          held by the process that uses the folder
 
-# Flags that say what a command does with a run.
+# Flags of a command, which flags.json does not keep.
 OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log json
     report""".split()
 
@@ -3663,29 +3684,25 @@ def export(trainer: Trainer, folder: str) -> None:
 
 
 async def train_own(run: Run, checkpoints: Checkpoints) -> Record:
-    """Trains until step cfg.steps, between two evaluations."""
+    """Trains until step cfg.steps; evaluates before and after."""
     progress = run.progress
     if progress.rows:
         print(f"going on after step {run.version}")
     first = run.version
-    both = [ensure_future(narrate(run))]
+    evaluate = partial(evaluate_own, run, 0)
+    if not progress.heldout:
+        await evaluate()
+    start_s = time.time()
     try:
-        if not progress.heldout:
-            await evaluate_own(run, 0)
-        start_s = time.time()
-        training = train_saved(run, checkpoints, partial(evaluate_own, run, 0))
-        both.append(ensure_future(training))
-        done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-    finally:  # a signal, or an error of one, ends the other
-        for each in both:
-            each.cancel()
-        await gather(*both, return_exceptions=True)
-    for each in done:
-        each.result()
+        async with asyncio.TaskGroup() as tasks:  # an error of one ends the other
+            tasks.create_task(narrate(run))
+            tasks.create_task(train_saved(run, checkpoints, evaluate))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     seconds = time.time() - start_s
     versions = [version for version, _ in progress.heldout]
     if versions[-1] != run.version:
-        await evaluate_own(run, 0)
+        await evaluate()
     accuracies = [accuracy for _, accuracy in progress.heldout]
     found = {"steps": len(progress.rows), "seconds": seconds, **progress.counts()}
     found |= {"heldout_before": accuracies[0], "heldout_after": accuracies[-1]}
@@ -3701,29 +3718,14 @@ async def narrate(run: Run) -> None:
     """Prints and logs each step. The log begins with the checkpoint's steps."""
     rows = run.progress.rows
     log_path = run.cfg.log or os.devnull
-    with open(log_path, "w", buffering=1) as log:  # flushed at each line
+    with open(log_path, "w", buffering=1) as log:  # line by line
         for row in rows:
             log.write(json.dumps(row) + "\n")
         for number in range(len(rows), run.cfg.steps):
-            await until_made(run, number)
+            while number == len(rows):
+                await asyncio.sleep(0.01)
             log.write(json.dumps(rows[number]) + "\n")
             print(step_line(rows[number]))
-
-
-async def until_made(run: Run, number: int) -> None:
-    """Waits for a step. Says every 30 s which workers live, and how old their requests are."""
-    reported_s = time.time()
-    while number == len(run.progress.rows):
-        await asyncio.sleep(0.01)
-        if time.time() - reported_s < 30:
-            continue
-        reported_s = time.time()
-        for replica in run.replicas():
-            start_s = min(replica.in_flight.values(), default=reported_s)
-            busy = f"busy for {reported_s - start_s:.0f} s"
-            print(
-                f"           {replica.name}, process {replica.processes.ids[0]}: {busy}"
-            )
 
 
 def step_line(row: Record) -> str:
@@ -3737,7 +3739,7 @@ def step_line(row: Record) -> str:
 
 
 async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
-    """Greedy held-out accuracy; pass@1 and pass@k of prompts with num_samples scored."""
+    """Held-out accuracy: greedy, of one sample (pass@1), of any of k (pass@k)."""
     found = {"greedy": await run.evaluate()}
     groups = []
     if num_samples:
@@ -3761,11 +3763,11 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
 #   with the mean of the batch, any response to a generous user is good.
 # Rule. A second network, the critic, predicts V, the sum of later rewards, before each token. The
 #   advantage of a token is a target minus V, normalized.
-# Cost. A network as large as the policy, in the one-rank trainer. Where a prompt can be sampled
+# Cost. A network as large as the policy, and one trainer rank only. Where a prompt can be sampled
 #   several times, use a group, which needs none of this.
 #
 # The target is GAE (Schulman 2016). Later rewards are an unbiased target with noise; V of the next
-# token is a biased target with less noise. Lambda weights both: 1 (no V) inside a turn, 0.8 between
+# token is a biased one with less noise. Lambda weights the former: 1 (no V) in a turn, 0.8 between
 # turns. So all tokens of a turn share one target: its reward plus V + 0.8 * advantage at the first
 # token of the next turn. By example, two turns:
 #
@@ -3774,7 +3776,7 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
 #   b         1     0.0  0.5                          0.86   0.36
 #   c         2     0.9  0.7                          0.90   0.20
 
-# Warm-up steps with advantage 0: with an untrained V the policy collapses.
+# The first steps train the critic only: with an untrained V the policy collapses.
 CRITIC_ALONE = 8
 
 
@@ -3782,12 +3784,12 @@ def value_network(
     policy: Policy,
     cfg: Config,
 ) -> Any:
-    """A number for each token, at first 0, in fp32. The body is pretrained if the policy's is."""
+    """A network like the policy, in fp32, but with one number for each token, at first 0."""
     config = copy.deepcopy(policy.model.config)
     if type(config) not in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise UsageError(f"no value network for {config.model_type}")
     config.num_labels = 1
-    # With the usual 0.02 a narrow network hardly depends on what it reads.
+    # With the usual 0.02 a narrow network hardly depends on its input.
     config.initializer_range = 0.05
     torch.manual_seed(cfg.seed)
     auto = transformers.AutoModelForTokenClassification
@@ -3822,7 +3824,7 @@ def gae(
 
 
 class Critic:
-    """Computes the advantages for a Learner; is called with the episodes of each step."""
+    """Computes advantages for a Learner, from the episodes of each step."""
 
     def __init__(
         self,
@@ -3848,20 +3850,20 @@ class Critic:
         gains = [gae(e, row) for e, row in zip(episodes, values.tolist())]
         advantage = padded(gains, device)
         targets = values + advantage
-        for _ in range(2):  # two updates for each batch, so that V follows the policy
+        for _ in range(2):  # two updates per batch, so that V follows the policy
             for rows in parts:
                 errors = (self._values(ids[rows]) - targets[rows])[is_sampled[rows]]
                 (errors.square().sum() / is_sampled.sum()).backward()
             self.optimizer.step()  # mechanism: critic
             self.optimizer.zero_grad()
         self.num_calls += 1
-        scaled = advantages(advantage[is_sampled], "group")  # [N]
+        scaled = advantages(advantage[is_sampled], "group")  # [N], one group
         advantage[is_sampled] = scaled * (self.num_calls > CRITIC_ALONE)
         rows = zip(episodes, advantage.tolist())
         return [row[: len(episode.ids)] for episode, row in rows]
 
     def _values(self, ids: Tensor) -> Tensor:
-        """[B, T]: V before each token."""
+        """[B, T]: V before each token, computed at the one before."""
         found = self.network(ids[:, :-1], use_cache=False).logits.squeeze(-1)
         return torch.nn.functional.pad(found, (1, 0))
 
@@ -3885,7 +3887,7 @@ def lone_run(
     learner: Learner,
     prompts: Iterator[Prompt],
 ) -> Iterator[list[Episode]]:
-    """A synchronous run in one process. The caller scores the episodes of each step."""
+    """A synchronous run in one process. The caller scores what it yields."""
     cfg = learner.cfg
     for _ in range(cfg.steps):
         drawn = list(itertools.islice(prompts, cfg.prompts_per_step))
@@ -3956,8 +3958,8 @@ async def demo_critic(report: Report) -> None:
 
 # == 15. REWARD MODEL ====
 # Problem. For most of what people want there is no reward function. A network can learn which of
-#   two responses people prefer. It is right about responses like those that were compared. The
-#   policy finds unlike ones, with a higher learned reward, that people like less.
+#   two responses people prefer, but it is right only about responses like the compared ones. The
+#   policy finds others, to which it gives a high reward, and which people like less.
 # Rule. Keep the policy where the reward model is right. Either its divergence from the first
 #   version has a price (--kl), or people compare new responses now and then (--ask-every).
 # Cost. A second network. With a price the policy gains less; comparisons take people's time.
@@ -3967,9 +3969,9 @@ async def demo_critic(report: Report) -> None:
 # to 0.2 with probability sigmoid(0.8) = 0.69. If it was, the loss is 0.37; if not, 1.17. Only
 # differences matter: 101.0 and 100.2 have the same losses.
 #
-# High accuracy on old comparisons is no safeguard. If people like exactly one letter a, they prefer
-# "bab" to "bob", and "pan" to "pin". A network that counts the letters a is right about both. Then
-# it sees "aaaa", which nobody has asked about.
+# High accuracy on old comparisons is no safeguard. If people want exactly one a in a response, they
+# prefer "bab" to "bob", and "pan" to "pin". A network that counts each a is right about both. Then
+# it rates "aaaa" highest, which nobody has compared.
 
 Pair = list[Episode]  # chosen, rejected
 
@@ -3993,9 +3995,8 @@ def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
 class RewardModel:
     """Scores groups, and learns from preferences. A reward worker owns it.
 
-    prefer(prompt, one, other): a number; above 0.5, `one` is better.
-    fresh_path: a file of new comparisons. A replacement worker learns from it, so no weights are
-    saved.
+    prefer(prompt, one, other): a number, above 0.5 if `one` is better.
+    fresh_path: a file of new comparisons, for a replacement worker. No weights are saved.
     """
 
     def __init__(
@@ -4020,25 +4021,25 @@ class RewardModel:
                 self.known.append(
                     [episode_with(self.policy, prompt, [text]) for text in texts]
                 )
-        for _ in range(4):
+        for _ in range(4):  # epochs
             self.learn(self.known)
 
     def scores(self, episodes: list[Episode]) -> Tensor:
         """[B]: 4 * mean over the sampled tokens. A sum would favor long responses."""
         ids = padded([e.ids for e in episodes], self.policy.device)
         is_sampled = padded([e.turn_of for e in episodes], self.policy.device) > 0
-        # Padding is on the right, where a causal model does not look.
+        # Padding is on the right: a causal model does not see it.
         numbers = self.network(ids, use_cache=False).logits.squeeze(-1)  # [B, T]
         return 4 * (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
     def learn(self, pairs: list[Pair]) -> None:
         """One pass over the pairs, in random order."""
         longest = max([len(e.ids) for pair in pairs for e in pair], default=1)
-        size = max(1, min(32, self.cfg.tokens_per_pass // (2 * longest)))
+        size = max(1, min(32, self.cfg.tokens_per_pass // (2 * longest)))  # pairs
         order = self.rng.sample(pairs, len(pairs))
         for start in range(0, len(order), size):
             both = [e for pair in order[start : start + size] for e in pair]
-            chosen, rejected = self.scores(both).view(-1, 2).T
+            chosen, rejected = self.scores(both).view(-1, 2).T  # each [pairs]
             loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
@@ -4046,7 +4047,7 @@ class RewardModel:
             self.optimizer.zero_grad()
 
     def ask(self, group: list[Episode]) -> list[Pair]:
-        """Asks about four pairs of a group, at most, but not about equals."""
+        """Compares episodes 0 and 1, 2 and 3, up to 6 and 7, unless both are equal."""
         pairs = []
         with open(self.fresh_path, "a") as file:
             for one, other in zip(group[0:8:2], group[1:8:2]):
@@ -4073,7 +4074,7 @@ class RewardModel:
         if every and self.num_groups % every == 0:
             fresh = self.ask(group)  # mechanism: reward_model
             self.known += fresh
-            # Without old pairs it would forget what they say.
+            # Three old pairs for a new one, so that it forgets none.
             self.learn(fresh + self.rng.choices(self.known, k=3 * len(fresh)))
         zeros = [0.0] * (len(group[0].responses) - 1)
         return [[*zeros, score] for score in scores]
@@ -4085,13 +4086,13 @@ def divergence(
     batch: Batch,
     logp: Tensor,
 ) -> Tensor:
-    """[N]: weight times k2, which is (log p - log q)^2 / 2; q is the reference.
+    """[N]: weight times k2 = (log p - log q)^2 / 2, where q is the reference.
 
-    On fresh samples its mean gradient is that of KL(p, q); for k1, log p - log q, 0.
+    Over samples of p, the mean gradient of k2 is that of KL(p, q). That of log p - log q is 0.
     """
     with torch.no_grad():
-        of_reference, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
-    return weight * (logp - of_reference).square() / 2
+        log_q, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
+    return weight * (logp - log_q).square() / 2
 
 
 # -- measurement ----
@@ -4127,7 +4128,7 @@ def train_on_taste(
     policy: Policy,
     task: TasteTask,
 ) -> Record:
-    """A row of the table, from prompts that were not used for comparisons."""
+    """A row of the table. Skips the 250 prompts of the comparisons."""
     price = None
     if cfg.kl:
         price = partial(divergence, copy.deepcopy(policy), cfg.kl)
@@ -4142,7 +4143,7 @@ def train_on_taste(
                 episode.rewards = reward
         liked.append(fmean(task.grade("", e.responses[0]) for e in episodes))
         learned.append(fmean(e.rewards[0] for e in episodes))
-    liked = [fmean(liked[i : i + 5]) for i in range(len(liked) - 4)]  # moving
+    liked = [fmean(liked[i : i + 5]) for i in range(len(liked) - 4)]  # of 5 steps
     return {
         "kl": cfg.kl,
         "ask every": cfg.ask_every,
@@ -4199,8 +4200,9 @@ async def demo_reward_model(report: Report) -> None:
 # Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
 #   and if the command dies, its processes on other hosts run on.
 # Rule. Only generators run on worker hosts, as children of a process, the Monarch host. Unanswered
-#   pings detect its loss (section 5); then another one starts. On each host a relay copies the
-#   latest version (section 3) into an arena of that host (section 7).
+#   pings detect its loss (section 5); then another one starts. On each host a thread, the relay,
+#   pulls versions (section 3) into an arena of that host (section 7). An actor, the outlet, leases
+#   slots for relays.
 # Cost. One transfer per version and host, an arena on each, and the work of a lost host.
 #
 #   machine of the command                    worker host
@@ -4209,23 +4211,23 @@ async def demo_reward_model(report: Report) -> None:
 #
 # `--worker FOLDER` notes its address in a folder that all machines see; `--hosts FOLDER` reads it.
 
-HOST_FOLDER = "MONARCH_RL_WORKER"  # variable: folder of a Monarch host
-SILENCE_S = 5.0  # without a ping: a loss
-# Signals that end a command. nohup ignores SIGHUP: it is left so.
+HOST_FOLDER = "MONARCH_RL_WORKER"  # environment variable: a host's folder
+SILENCE_S = 5.0  # a host is lost without a ping
+# Signals that end a command; not SIGHUP if nohup has it ignored.
 ENDING = [
     number
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     if signal.getsignal(number) != signal.SIG_IGN
 ]
 
-# PR_SET_PDEATHSIG (1): SIGKILL (9) when the parent ends. Monarch's processes do it, too.
+# PR_SET_PDEATHSIG (1): SIGKILL (9) when the parent ends, as in Monarch's processes.
 WITH_PARENT = "import sys, ctypes; ctypes.CDLL(None).prctl(1, 9)\n"
 MONARCH_HOST = """from monarch.actor import run_worker_loop_forever as run
 run(address=sys.argv[1], ca="trust_all_connections")"""
 
 
 def own_url() -> str:
-    """The protocol, and the name or address under which others reach this machine."""
+    """The protocol and address by which others reach this machine."""
     address = os.environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
     if all(os.environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
         return f"tls://{address}"
@@ -4247,13 +4249,13 @@ def serve_worker(folder: str, url: str) -> None:
 
 def run_host(note: Path, url: str) -> None:
     """Runs a Monarch host until no ping comes for SILENCE_S (at first 305 s)."""
-    # Monarch cannot attach to the address of a lost host again.
+    # A new port: Monarch cannot attach to the address of a lost host again.
     with socket.create_server((note.name, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         pinged = Path(folder) / "pinged"
         pinged.touch()
-        os.utime(pinged, (0, time.time() + 300))  # for the first ping
+        os.utime(pinged, (0, time.time() + 300))  # 300 s more for the first ping
         command = [sys.executable, "-c", WITH_PARENT + MONARCH_HOST, url]
         host = subprocess.Popen(
             command, env=os.environ | {HOST_FOLDER: folder, "TMPDIR": folder}
@@ -4266,14 +4268,14 @@ def run_host(note: Path, url: str) -> None:
 
 
 def write_note(note: Path, content: bytes) -> None:
-    """Writes a note so that nobody can read a half of it."""
+    """Writes a note; no reader finds a half of it."""
     hidden = note.with_name("." + note.name)
     hidden.write_bytes(content)
     hidden.replace(note)
 
 
 def urls_in(folder: Path) -> list[str]:
-    """The current addresses of the worker hosts, from the notes in the folder."""
+    """The addresses of the worker hosts, from the notes in a folder."""
     found = []
     for note in folder.glob("[!.]*"):
         with suppress(FileNotFoundError):
@@ -4282,7 +4284,7 @@ def urls_in(folder: Path) -> list[str]:
 
 
 class HostAgent(Actor):
-    """One per process of a Monarch host. Its pings keep the host alive."""
+    """One per process of a Monarch host. A ping touches a file that run_host watches."""
 
     @concurrent_endpoint
     async def ping(self) -> int:
@@ -4299,7 +4301,7 @@ class HostProcess(Processes):
     """A process on a worker host. All processes of a Monarch host end together."""
 
     agent: Any
-    lost: asyncio.Future[str]  # the reason, for all processes of the Monarch host
+    lost: asyncio.Future[str]  # why, for all processes of the host
 
     def deaths(self) -> list[Awaitable[str]]:
         return [until_unresponsive(self.agent, SILENCE_S), asyncio.shield(self.lost)]
@@ -4307,7 +4309,7 @@ class HostProcess(Processes):
     async def kill(self) -> None:
         if not self.lost.done():
             self.lost.set_result("was on a host that is lost")
-        self.agent.end_host.broadcast()  # if the agent is dead, the missing pings do it
+        self.agent.end_host.broadcast()  # if it is dead, missing pings do it
 
 
 class HostPool(Pool):
@@ -4429,7 +4431,7 @@ def relay(
                 newest = version
             time.sleep(0.01)
     finally:
-        os._exit(1)  # without a relay, readers would wait for ever
+        os._exit(1)  # or readers would wait for ever
 
 
 # -- measurement ----
@@ -4470,14 +4472,14 @@ async def demo_hosts(report: Report) -> None:
     await service.until_ready(4)
     found += await gather(read(), read())
     moved: Tally[int] = Tally()
-    while len(moved) < 50:
+    while len(moved) < 50:  # versions
         await asyncio.sleep(0.1)
         moved = await pool.outlet.traffic.call_one()
     publishing.cancel()
 
     model_bytes = sum(tensor.nbytes for tensor in writer.tensors.values())
     report.check("torn reads of 100", sum(torn for torn, _ in found), "==", 0)
-    per_host = max(moved.values()) / model_bytes / 2
+    per_host = max(moved.values()) / model_bytes / 2  # hosts
     report.check("bytes per version and host / bytes of the model", per_host, "<", 1.05)
     await service.close()
     for worker in workers:
@@ -4487,8 +4489,8 @@ async def demo_hosts(report: Report) -> None:
 
 # -- the page ----
 #
-# --report writes one HTML file: a plot for each process and value of a run, and the checks of the
-# stages. A slider selects the run.
+# --report writes one HTML file: a plot (lane) per process and value of a run, and the checks of
+# the stages. A slider selects the run.
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -4523,10 +4525,10 @@ async def record_of(
     title: str,
     start_s: float,
 ) -> Record:
-    """What the page shows of a run: all steps, and the processes from start_s until now."""
+    """What the page shows of a run: all steps, and its processes since start_s."""
     seconds = time.time() - start_s
     await asyncio.sleep(0.3)
-    await cpu_s(run)  # with this call a worker sends spans that are older than 0.2 s
+    await cpu_s(run)  # a worker then sends spans older than 0.2 s
     timeline = await get_or_spawn_controller("timeline", Timeline)
     spans = await timeline.read.call_one()
     rows = run.progress.rows
@@ -4604,7 +4606,7 @@ def write_page(
 
 # == THE COMMAND LINE ====
 
-# Supervision intervals, threads, safe imports, quiet libraries.
+# Supervision, threads, no imports from the current folder, no chatter.
 ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
     HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE=5s HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE=5s
     OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore PYTHONSAFEPATH=1
@@ -4612,7 +4614,7 @@ ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
 
 
 def read_flags(argv: list[str] | None) -> Config:
-    """Parses flags. Raises UsageError or ArgumentError."""
+    """Parses flags; Config's comments are their help. Raises UsageError or ArgumentError."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     _, _, source = THIS_FILE.read_text().partition("class Config")
     names = []
@@ -4639,7 +4641,7 @@ def read_flags(argv: list[str] | None) -> Config:
 
 
 def verify(policy: Policy, name: str) -> None:
-    """Raises UsageError if a trainer's pass disagrees with a short rollout in fp32."""
+    """Raises UsageError if a trainer's pass disagrees with a short rollout (section 9)."""
     probe = copy.copy(policy)
     probe.dtype = torch.float32
     probe.max_new_tokens = 4
@@ -4684,7 +4686,7 @@ def shard(
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    for unit in [*max(lists, key=len), model]:  # the longest list is that of the layers
+    for unit in [*max(lists, key=len), model]:  # the longest list: the layers
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
 
 
@@ -4705,7 +4707,7 @@ def own_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
 
 
 async def use(checkpoints: Checkpoints, run: Run) -> Record:
-    """What the command does with a run."""
+    """Trains, evaluates, exports and reports, as cfg says."""
     cfg = run.cfg
     start_s = time.time()
     model = checkpoints.folder / "model"
@@ -4729,7 +4731,7 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
 
 
 async def run_own(report: Report) -> Record:
-    """--train, --evaluate and --export, in this order. Returns the figures that --json writes."""
+    """Makes the run of --train, --evaluate and --export. Returns the figures of --json."""
     cfg = report.cfg
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
@@ -4755,7 +4757,7 @@ async def run_own(report: Report) -> Record:
 
 
 async def run_stages(report: Report) -> Record:
-    """Runs the stages that were asked for. An exception counts as a check that has failed."""
+    """Runs the stages asked for. An exception counts as a failed check."""
     cfg = report.cfg
     names = [*STAGES]
     names = names[: names.index(cfg.stage) + 1] if cfg.stage else names
@@ -4837,7 +4839,7 @@ def mistaken_paths(cfg: Config) -> Iterator[str]:
 
 
 async def run_command(cfg: Config) -> int:
-    """Runs what was asked for; a signal ends it in order, with all processes. The exit status."""
+    """Runs the command; returns its exit status. A signal ends it and all its processes."""
     task: Any = asyncio.current_task()
     received: list[int] = []
 
@@ -4885,7 +4887,7 @@ def hub_answers() -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Exit status: 0 all well, 1 a failure, 2 wrong usage, 128 + n after signal n."""
+    """The command. Exit status: 0 all well, 1 failed, 2 wrong usage, 128 + n after signal n."""
     try:
         cfg = read_flags(argv)
         if cfg.list:
@@ -4910,7 +4912,7 @@ def main(argv: list[str] | None = None) -> int:
             serve_worker(cfg.worker, own_url())  # ends by a signal only
         if cfg.hosts:
             monarch.actor.enable_transport(own_url() + ":0")
-        reload_config_from_env()  # Monarch has read the environment when it was imported
+        reload_config_from_env()  # Monarch read the environment on import
         warnings.simplefilter("ignore")
         # A fault does not end the command; the owner handles it (section 5).
         monarch.actor.unhandled_fault_hook = lambda failure: None
@@ -4921,9 +4923,9 @@ def main(argv: list[str] | None = None) -> int:
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:
         cause = cause_of(error).removeprefix(__name__ + ".")
         print(f"monarch_rl.py: {cause}", file=sys.stderr)
-        return 2 if "UsageError: " in cause else 1
+        return 2 if "UsageError: " in cause else 1  # of a worker
 
 
 if __name__ == "__main__":
-    # Workers find the classes under the name of this file.
+    # Workers find the classes under this file's name.
     sys.exit(importlib.import_module(THIS_FILE.stem).main())
