@@ -1635,16 +1635,31 @@ def tiny_policy(seed: int) -> tuple[Any, Any]:
     return tokenizer, auto.from_config(config, attn_implementation="eager")
 
 
+def place_of(error: BaseException) -> str:
+    """An error in one line, with the place in the user's code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = [f for f in frames if f.filename != str(THIS_FILE)]
+    own = [f for f in others if not re.search("/lib/python|^<frozen", f.filename)]
+    places = [f"{f.filename}, line {f.lineno}: " for f in own]
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    return "".join(places[-1:]) + text[:300]
+
+
+def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The result of somebody else's code. Its exceptions become UsageErrors."""
+    try:
+        return call(*args, **options)
+    except BaseException as error:
+        raise UsageError(f"{where}: {place_of(error)}") from error
+
+
 def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """(tokenizer, model) of a folder or hub id. Raises UsageError if anything is missing."""
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model, loaded = load(name, dtype=dtype, **how)
-    except Exception as error:  # of many types
-        text = " ".join(str(error).split())
-        raise UsageError(f"--model {name}: {text:.300}") from error
+    where = f"--model {name}"
+    tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
+    model, loaded = called(where, load, name, dtype=dtype, **how)
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
     weights = model.named_parameters()
     wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
@@ -1659,7 +1674,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
         wrong["without a chat template"] = ["the tokenizer"]
     for kind, names in wrong.items():
         if names:
-            raise UsageError(f"--model {name}: {kind}: {names[:3]}")
+            raise UsageError(f"{where}: {kind}: {names[:3]}")
     return tokenizer, model
 
 
@@ -1713,10 +1728,8 @@ class Policy:
 
     def _render(self, messages: Any, add_generation_prompt: bool) -> str:
         how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        try:
-            return self.tokenizer.apply_chat_template(messages, **how)
-        except Exception as error:  # the template raises what it likes
-            raise UsageError(f"the chat template: {error}") from error
+        render = self.tokenizer.apply_chat_template
+        return called("the chat template", render, messages, **how)
 
     def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
         how = {"add_special_tokens": False, "split_special_tokens": is_plain}
@@ -3196,14 +3209,6 @@ def load_python(spec: str) -> Any:
     return found
 
 
-def called(where: str, call: Callable[..., Any], *args: Any) -> Any:
-    """The result of the user's code. Its exceptions become UsageErrors."""
-    try:
-        return call(*args)
-    except BaseException as error:
-        raise UsageError(f"{where}: {place_of(error)}") from error
-
-
 class OwnTask(Task):
     """The task of --task, with the rewards of --reward if it is a function."""
 
@@ -3351,16 +3356,6 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
     if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
         raise ValueError(f"not {num_turns} finite rewards: {result!r:.80}")
     return rewards
-
-
-def place_of(error: BaseException) -> str:
-    """An error in one line, with the place in the user's code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    others = [f for f in frames if f.filename != str(THIS_FILE)]
-    own = [f for f in others if not re.search("/lib/python|^<frozen", f.filename)]
-    places = [f"{f.filename}, line {f.lineno}: " for f in own]
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
-    return "".join(places[-1:]) + text[:300]
 
 
 # == 13. RECOVERY ====
@@ -4646,12 +4641,10 @@ def verify(policy: Policy, name: str) -> None:
     probe.dtype = torch.float32
     probe.max_new_tokens = 4
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
-    try:
-        found = scored(probe, rollout(probe, prompts, 2, 0))
-    except Exception as error:  # of many types
-        raise UsageError(f"--model {name}: no rollout: {cause_of(error)}") from error
+    where = f"--model {name}: rollouts"
+    found = called(where, lambda: scored(probe, rollout(probe, prompts, 2, 0)))
     if not float(k3(*found).max()) < 1e-6:
-        raise UsageError(f"--model {name}: rollouts and the trainer's pass disagree")
+        raise UsageError(f"{where} and the trainer's pass disagree")
 
 
 def own_learner(
