@@ -57,8 +57,6 @@ import ctypes
 import difflib
 import fcntl
 import html
-import importlib
-import itertools
 import inspect
 import json
 import math
@@ -68,7 +66,6 @@ import os
 import pickle
 import random
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -83,15 +80,16 @@ import warnings
 import weakref
 import zipfile
 import zlib
-from asyncio import ensure_future, gather
+from asyncio import ensure_future, gather, sleep
 from collections import Counter as Tally, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import BrokenExecutor, Future
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from functools import cache, partial
+from importlib import import_module
+from itertools import count, groupby, islice, pairwise, zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
@@ -119,19 +117,21 @@ class Lazy:
         self.module_name = name
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(importlib.import_module(self.module_name), name)
+        found = getattr(import_module(self.module_name), name)
         setattr(self, name, found)
         return found
 
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     import torch.distributed.checkpoint.state_dict as dcp
     import torch.distributed.tensor as dtensor
     import transformers
     from torch import Tensor
 else:
     torch = Lazy("torch")
+    dist = Lazy("torch.distributed")
     dcp = Lazy("torch.distributed.checkpoint.state_dict")
     dtensor = Lazy("torch.distributed.tensor")
     transformers = Lazy("transformers")
@@ -183,7 +183,6 @@ class Config:
     reward_deadline: float = 60.0  # the seconds that the rewards of a group may take
     preferences: str = ""  # a FILE.jsonl: prompt, chosen, rejected
     ask_every: int = 0  # the groups between calls of the task's prefer; 0: none
-    mask_truncated: bool = False  # do not train on episodes with truncated responses
     checkpoint: str = ""  # a folder from which the same command resumes
     save_every: int = 20  # the steps between checkpoints
     eval_every: int = 0  # the steps between evaluations; 0: only the first and last
@@ -283,7 +282,7 @@ class Counter(Actor):
         """Adds one."""
         total = self.total
         # During the pause, another thread or coroutine would read the same total.
-        await asyncio.sleep(pause_s)
+        await sleep(pause_s)
         self.total = total + 1
 
     @endpoint
@@ -415,7 +414,7 @@ async def demo_rdma_transfer(report: Report) -> None:
     expected = await owner.as_message.call_one()
     mine = torch.zeros_like(expected)
     busy = ensure_future(owner.compute.call_one())
-    await asyncio.sleep(0.2)  # now the owner is inside of `sum`
+    await sleep(0.2)  # now the owner is inside of `sum`
     await handle.read_into(mine)  # mechanism: rdma_transfer
     pulled_s = time.time()
     report.check("s that `compute` outlasted the pull", await busy - pulled_s, ">", 0)
@@ -429,9 +428,6 @@ async def demo_rdma_transfer(report: Report) -> None:
 # Rule. Ask by name. `get_or_spawn_controller(name, Class)` gives every caller the same actor: the
 #   first request for a name creates it, in the main process, and later ones find it.
 # Cost. One more message for each lookup; one process answers all calls.
-#
-# In a run only the main process looks up names: a worker that dies in a lookup breaks
-# Monarch's registry of names.
 
 
 @dataclass(frozen=True)
@@ -541,11 +537,13 @@ class Worker(Actor):
 
     def setup(self, *args: Any) -> Any:
         """What is slow, or can fail: here, to import what most workers need."""
-        importlib.import_module("transformers.models.qwen2.modeling_qwen2")
-        importlib.import_module("transformers.models.auto.modeling_auto")
+        import_module("transformers.models.qwen2.modeling_qwen2")
+        import_module("transformers.models.auto.modeling_auto")
 
     def release(self) -> None:
-        """The last call, before another actor uses this process."""
+        """The last call, before another actor uses this process. Frees memory."""
+        # Monarch keeps this object, and so all that it refers to.
+        self.__dict__ = {"name": self.name, "spans": [], "timeline": None}
 
 
 def cause_of(error: BaseException) -> str:
@@ -592,7 +590,7 @@ async def until_unresponsive(
             return f"has not answered a ping for {unresponsive_s:g} s"
         except Exception as error:  # of several types: the process has ended
             return cause_of(error)
-        await asyncio.sleep(0.5)
+        await sleep(0.5)
 
 
 # -- measurement ----
@@ -629,7 +627,7 @@ async def who_hears(trouble: str) -> dict[str, float]:
         ensure_future(hear("pidfd", until_dead(pid))),
         ensure_future(hear("ping", until_unresponsive(worker, 2.0))),
     ]
-    await asyncio.sleep(8)
+    await sleep(8)
     ping = hearing[-1]
     if ping.done() and "has not answered" not in str(ping.result()):
         del heard_s["ping"]
@@ -805,7 +803,7 @@ class Service:
 
     async def until_ready(self, num_replicas: int) -> None:
         while len(self.ready()) < num_replicas and not self.error:
-            await asyncio.sleep(0.005)
+            await sleep(0.005)
             for keeper in self.keepers:
                 if keeper.done():
                     keeper.result()  # raises what `_end` raised
@@ -935,7 +933,7 @@ async def demo_service(report: Report) -> None:
         loop.call_later(number / 10, os.kill, victim.processes.ids[0], how)
 
     async def is_right(number: int) -> bool:
-        await asyncio.sleep(number * 0.002)
+        await sleep(number * 0.002)
         try:
             return await service.request("root", number) == math.sqrt(number)
         except (ActorError, ReplicaLost):
@@ -1188,9 +1186,7 @@ class WeightReader:
         reader: int,
         tensors: Weights,
     ) -> None:
-        for theirs, mine in itertools.zip_longest(
-            handle.manifest, manifest_of(tensors)
-        ):
+        for theirs, mine in zip_longest(handle.manifest, manifest_of(tensors)):
             if theirs != mine:
                 raise WeightMismatch(f"the writer has {theirs}, the reader {mine}")
         self.arena = Arena(handle)
@@ -1317,7 +1313,7 @@ async def demo_weight_sync(report: Report) -> None:
         while not reading.done():
             version += 1
             publish_filled(writer, version)
-            await asyncio.sleep(0)
+            await sleep(0)
         row["pull ms"] = max(waited for _, waited in reading.result())
         row["torn of 32"] = sum(torn for torn, _ in reading.result())
         num_torn[leases] += int(row["torn of 32"])
@@ -1379,12 +1375,12 @@ class ShardedWriter(WeightWriter):
         self, tensors: Record, num_readers: int, dtype: torch.dtype | None = None
     ) -> None:
         # A group of its own: the copy runs beside the next step's collectives.
-        self.group: Any = torch.distributed.new_group(backend="gloo")
-        self.rank = torch.distributed.get_rank()
+        self.group: Any = dist.new_group(backend="gloo")
+        self.rank = dist.get_rank()
         told: list[Any] = [None]
         if self.rank == 0:
             told[0], self.arena = create_arena(manifest_of(tensors, dtype), num_readers)
-        torch.distributed.broadcast_object_list(told, 0, self.group)
+        dist.broadcast_object_list(told, 0, self.group)
         self.handle = told[0]
         if self.rank > 0:
             self.arena = Arena(self.handle)
@@ -1394,11 +1390,11 @@ class ShardedWriter(WeightWriter):
 
     def _copy(self, version: int) -> None:
         slot = torch.tensor([self.arena.free_slot()])
-        torch.distributed.broadcast(slot, 0, self.group)  # the choice of rank 0
+        dist.broadcast(slot, 0, self.group)  # the choice of rank 0
         self.write(self.arena.slots[int(slot)])
         # Waits until all have written. If one raises, there is no version, and the others raise
         # after the timeout of the group, 30 minutes.
-        torch.distributed.barrier(self.group)
+        dist.barrier(self.group)
         if self.rank == 0:
             self.arena.commit(version, int(slot))
 
@@ -1421,7 +1417,7 @@ class ShardedWriter(WeightWriter):
 
 def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
     """Makes this process a member of a gloo group. Waits until all have come."""
-    torch.distributed.init_process_group(
+    dist.init_process_group(
         "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
     )
 
@@ -1439,7 +1435,7 @@ class ShardWorker(Worker):
 
     def setup(self, number: int, meeting_file: str, num_ranks: int) -> ArenaHandle:
         form_group(meeting_file, current_rank().rank, num_ranks)
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
+        mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
         placements = {"matrix": dtensor.Shard(0), "vector": dtensor.Replicate()}
         tensors = {}
         for name, tensor in example().items():
@@ -1454,7 +1450,7 @@ class ShardWorker(Worker):
         return self.writer.written_bytes
 
     def release(self) -> None:
-        torch.distributed.destroy_process_group()
+        dist.destroy_process_group()
 
 
 @stage(
@@ -1709,9 +1705,7 @@ class Policy:
     def _end_ids(self) -> list[int]:
         """The ends of a response: by the template, the tokenizer, and the model."""
         chat = [{"role": "user", "content": "question"}, RESPONSE]
-        shown, _, closing = self._render(chat, False).rpartition("response")
-        if "question" not in shown:
-            raise UsageError("the chat template leaves out what is said")
+        closing = self._render(chat, False).rpartition("response")[-1]
         # If a control token follows the response in the template, it ends the response.
         ends = [
             end
@@ -1757,6 +1751,9 @@ class Policy:
                 content = message["content"].replace(words, name)
                 messages[place] = {**message, "content": content}
         whole = self._render([*earlier, *messages], True)
+        for each in messages:
+            if each["role"] != "assistant" and each["content"].strip() not in whole:
+                raise UsageError(f"the chat template changes or drops: {each}")
         if not whole.startswith(before):
             raise UsageError("this chat template changes earlier turns: use one turn")
         ids = []
@@ -1995,6 +1992,7 @@ def advantages(
     """
     if kind == "none":
         return rewards
+    rewards = rewards - rewards[..., :1]  # equal ones give exact zeros
     centred = rewards - rewards.mean(-1, keepdim=True)
     if kind == "leave_one_out":
         num = rewards.shape[-1]
@@ -2083,7 +2081,7 @@ class Batch:
 
 def groups_of(episodes: list[Episode]) -> list[list[Episode]]:
     """The episodes of each prompt, which stand next to each other."""
-    groups = itertools.groupby(episodes, lambda episode: episode.prompt.number)
+    groups = groupby(episodes, lambda episode: episode.prompt.number)
     return [list(members) for _, members in groups]
 
 
@@ -2155,11 +2153,6 @@ class Learner:
 
     def step(self, episodes: list[Episode]) -> StepStats:
         """cfg.passes updates on the same episodes. Returns what the first one found."""
-        if self.cfg.mask_truncated:
-            episodes = [
-                replace(e, turn_of=[0] * len(e.turn_of)) if any(e.truncated) else e
-                for e in episodes
-            ]
         batches = self._batches(self.cfg, episodes, self.advantages(episodes))
         found = []
         for _ in range(self.cfg.passes):
@@ -2173,7 +2166,7 @@ class Learner:
         prompts = training_prompts(task)
         for _ in range(num_steps):
             episodes = []
-            for prompt in itertools.islice(prompts, 4 * cfg.prompts_per_step):
+            for prompt in islice(prompts, 4 * cfg.prompts_per_step):
                 right = [str(turn.answer) for turn in prompt.turns]
                 if any(turn.answer is None for turn in prompt.turns):
                     raise UsageError("--sft-steps: a prompt has no answer")
@@ -2197,18 +2190,14 @@ class Learner:
         ranks get equally many, because FSDP gathers each layer on all ranks at once.
         """
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
-        # Rows with zero advantage have no gradient, except from entropy or a penalty.
-        order = [row for row, of_tokens in enumerate(advantage) if any(of_tokens)]
-        if cfg.entropy or self.penalty or len(order) < self.num_ranks:
-            order = list(range(len(episodes)))
-        order.sort(key=lambda row: -len(episodes[row].ids))
+        order = sorted(range(len(episodes)), key=lambda row: -len(episodes[row].ids))
         rows_per_pass = max(2, cfg.tokens_per_pass // len(episodes[order[0]].ids))
         num_passes = math.ceil(len(order) / rows_per_pass / self.num_ranks)
         mine = order[self.rank :: self.num_ranks]
         ends = [len(mine) * i // num_passes for i in range(num_passes + 1)]
         device = self.policy.device
         batches = []
-        for start, end in itertools.pairwise(ends):
+        for start, end in pairwise(ends):
             rows = [episodes[row] for row in mine[start:end]]
             ids = padded([row.ids for row in rows], device)
             is_sampled = padded([row.turn_of for row in rows], device)[:, 1:] > 0
@@ -2269,7 +2258,7 @@ def training_prompts(
 ) -> Iterator[Prompt]:
     """The prompts of a task from this number on, without those that are held out."""
     last = first
-    for number in itertools.count(first):
+    for number in count(first):
         prompt = task.prompt(number)
         if not prompt.is_held_out:
             last = number
@@ -2444,8 +2433,9 @@ class Trainer(Worker):
         return stats
 
     def release(self) -> None:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        super().release()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class Generator(Worker):
@@ -2654,7 +2644,9 @@ class Run:
         """Groups to train on. Prompts without rewards count as lost."""
         groups: list[Group] = []
         try:
-            seed = self.cfg.seed * 1_000_000_007  # and a prompt's number is added
+            seed = (
+                self.cfg.seed % 10**9 * 1_000_000_007
+            )  # and a prompt's number is added
             groups = await self.judged(prompts, self.cfg.group_size, seed)
         except (ReplicaLost, ActorError) as error:
             self.note_error(cause_of(error))
@@ -2740,7 +2732,7 @@ async def report_waiting(run: Run) -> None:
     """After each 30 s without a step, says which workers live, and how old their requests are."""
     while True:
         num_steps = len(run.progress.rows)
-        await asyncio.sleep(30)
+        await sleep(30)
         if num_steps < len(run.progress.rows):
             continue
         print(f"           {len(run.replicas())} workers are ready")
@@ -2771,7 +2763,7 @@ async def finished(work: Awaitable[Any]) -> Any:
     try:
         await asyncio.wait([task])
     finally:
-        await task
+        await gather(task, return_exceptions=True)
     return task.result()
 
 
@@ -2794,14 +2786,8 @@ async def train_sync(
 
 
 def demo_config(cfg: Config) -> Config:
-    tiny = {
-        "model": "",
-        "task": "repeat",
-        "dtype": "float32",
-        "device": "cpu",
-        "trainers": 1,
-    }
-    return replace(cfg, **tiny, max_new_tokens=4, lr=1e-3, entropy=0.01, sft_steps=60)
+    tiny = {"dtype": "float32", "device": "cpu", "trainers": 1, "max_new_tokens": 4}
+    return replace(cfg, **tiny, lr=1e-3, entropy=0.01, sft_steps=60)
 
 
 async def begin_demo(report: Report) -> Run:
@@ -3013,7 +2999,7 @@ async def strike(
     how: signal.Signals,
 ) -> None:
     while run.version < at_step:
-        await asyncio.sleep(0.01)
+        await sleep(0.01)
     os.kill(service.replicas[0].processes.ids[0], how)
 
 
@@ -3134,6 +3120,8 @@ def prompt_of(
             messages = [{"role": "user", "content": messages}]
         if not [each["role"] for each in messages if each["content"].encode().strip()]:
             raise ValueError("it is empty")
+        if messages[-1]["role"] == "assistant":
+            raise ValueError("it ends with a response")
     except Exception as error:  # of many types
         raise UsageError(
             f'{where}: not {{"prompt": text or messages}}: {error!r}'
@@ -3141,7 +3129,7 @@ def prompt_of(
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
-NUMBER = r"-?\d*\.?\d+"
+NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
@@ -3174,10 +3162,12 @@ class FileTask(Task):
             raise ValueError("no answer")
         finals = []
         for text in (str(answer), response):
-            final = re.split(r"</think>|####|\\boxed\{", text)[-1]
-            final = unicodedata.normalize("NFC", final.partition("<think>")[0])
+            final = re.split(r"</think>|####|\\boxed(?=\{)", text)[-1]
+            boxed = re.match(r"\{((?:[^{}]|\{[^{}]*\})*)\}", final)
+            final = boxed.group(1) if boxed else final.partition("<think>")[0]
+            final = unicodedata.normalize("NFC", final).replace("\u2212", "-")
             final = re.sub(r",(?=\d{3})", "", final).casefold()  # 1,000 -> 1000
-            finals.append(final.lstrip(" $\n(*").rstrip(" .$}\r\n)*"))
+            finals.append(final.strip().lstrip(" $(*{").rstrip(" .$)*}"))
         wanted, final = finals
         if not re.fullmatch(NUMBER, wanted):
             return float(wanted == final)
@@ -3190,7 +3180,7 @@ def load_python(spec: str) -> Any:
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
-        raise UsageError(f"{spec}: not FILE.py:NAME")
+        raise UsageError(f"{spec}: neither FILE.jsonl nor FILE.py:NAME")
     root = file.parent
     while (root / "__init__.py").exists():  # a part of a package
         root = root.parent
@@ -3200,12 +3190,12 @@ def load_python(spec: str) -> Any:
     sys.path[place:place] = [str(root), str(file.parent)]
     os.environ["MONARCH_RL_TASK"] = str(root)
     module_name = ".".join(file.relative_to(root).with_suffix("").parts)
-    module = called(spec, importlib.import_module, module_name)
+    module = called(spec, import_module, module_name)
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
     found = getattr(module, name, None)
     if not callable(found):
-        raise UsageError(f"{spec}: not callable")
+        raise UsageError(f"{spec}: not found, or not callable")
     return found
 
 
@@ -3274,8 +3264,8 @@ class OwnProcess:
             return future.result(self.cfg.reward_deadline)
         except TimeoutError:
             reason = f"no reward within {self.cfg.reward_deadline:g} s"
-        except BrokenExecutor:
-            reason = "the process of the reward function has died"
+        except Exception as error:  # its process has died, for example
+            reason = f"the reward function: {place_of(error)}"
         if self.pid:
             kill_group(self.pid)
         self.executor.shutdown(wait=False)
@@ -3289,14 +3279,14 @@ def lead_process_group() -> None:
     os.environ.pop("PYTHONSAFEPATH", None)
     # With fork, a pool in the user's code finds its functions. Monarch sets another.
     multiprocessing.set_start_method("fork", force=True)
-    parent = os.pidfd_open(os.getppid())  # readable at its end: section 5
-
-    def end_with_parent() -> None:
-        select.select([parent], [], [])
-        os.killpg(0, signal.SIGKILL)  # 0: its group
-
-    # Not a daemon: children may outlive the main thread.
-    threading.Thread(target=end_with_parent).start()
+    # When that process ends, its end of this pipe closes, and the kernel kills the group, even if C
+    # code holds the GIL.
+    parent: Any = multiprocessing.parent_process()
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
+    if not parent.is_alive():  # it has ended already
+        kill_group(0)
 
 
 def score_group(cfg: Config, asked: Asked) -> Rewards:
@@ -3388,8 +3378,6 @@ class Checkpoints:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"--checkpoint {folder}: another run uses it") from None
-        for half in folder.glob("step_*.new"):  # of a killed process
-            half.unlink()
 
     def paths(self) -> list[Path]:
         """The newest first."""
@@ -3400,6 +3388,8 @@ class Checkpoints:
         for path in self.paths():
             try:
                 return str(path), read_progress(path)
+            except OSError:  # of the disk: the file may be intact
+                raise
             except Exception as error:  # of many types: any content
                 print(f"{path} is damaged: {error}")
                 path.rename(path.with_suffix(".damaged"))
@@ -3457,7 +3447,7 @@ def write_checkpoint(
 
 def write_durably(path: Path, state: Record) -> None:
     """Replaces a file: after a crash it has the old or the new content."""
-    beside = path.with_suffix(".new")
+    beside = path.with_name("new")  # of a killed process: the next one replaces it
     try:
         with open(beside, "wb") as file:
             torch.save(state, file)
@@ -3481,7 +3471,8 @@ def restore(trainer: Trainer, path: str) -> None:
     model = learner.policy.model
     dcp.set_model_state_dict(model, state["weights"], options=full)
     load = partial(dcp.set_optimizer_state_dict, options=full)
-    load(model, learner.optimizer, state["moments"])  # mechanism: recovery
+    if trainer.version:  # else there are none
+        load(model, learner.optimizer, state["moments"])  # mechanism: recovery
     for group in learner.optimizer.param_groups:
         group["lr"] = learner.cfg.lr  # the flag may have changed
     if state["advantages"] and learner.cfg.advantage == "critic":
@@ -3520,7 +3511,7 @@ async def train_saved(
                 step = min(cfg.steps, *multiples)
                 await train(step - run.version)
                 await pause(step)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, UsageError, RunError):
             if cfg.checkpoint and await checkpoints.save(run):
                 print(f"saved after step {run.version}")
             raise
@@ -3547,7 +3538,7 @@ async def with_restarts(
             task: Any = asyncio.current_task()
             if task.cancelling():  # a signal came, too
                 raise asyncio.CancelledError from error
-            await asyncio.sleep(1)  # a detector sees a death by then
+            await sleep(1)  # a detector sees a death by then
             losses[first] += 1
             # A generator that pulls from a dead trainer raises, too: no bug.
             is_lost = isinstance(run.trainer.error, ReplicaLost)
@@ -3669,6 +3660,18 @@ def save_flags(cfg: Config, folder: Path) -> None:
     os.replace(folder / "flags.new", folder / "flags.json")
 
 
+def verify(policy: Policy, name: str) -> None:
+    """Raises UsageError if a trainer's pass disagrees with a short rollout (section 9)."""
+    probe = copy.copy(policy)
+    probe.dtype = torch.float32
+    probe.max_new_tokens = 4
+    prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
+    where = f"--model {name}: rollouts"
+    found = called(where, lambda: scored(probe, rollout(probe, prompts, 2, 0)))
+    if not float(k3(*found).max()) < 1e-6:
+        raise UsageError(f"{where} and the trainer's pass disagree")
+
+
 def export(trainer: Trainer, folder: str) -> None:
     """Writes a folder that transformers loads: model and tokenizer."""
     model = trainer.policy.model
@@ -3718,7 +3721,7 @@ async def narrate(run: Run) -> None:
             log.write(json.dumps(row) + "\n")
         for number in range(len(rows), run.cfg.steps):
             while number == len(rows):
-                await asyncio.sleep(0.01)
+                await sleep(0.01)
             log.write(json.dumps(rows[number]) + "\n")
             print(step_line(rows[number]))
 
@@ -3812,9 +3815,7 @@ def gae(
         places = [i for i, t in enumerate(episode.turn_of) if t == turn]
         for place in places:
             found[place] = target - values[place]
-        if places:  # a masked episode has none
-            first = places[0]
-            target = values[first] + 0.8 * found[first]
+        target = values[places[0]] + 0.8 * found[places[0]]
     return found
 
 
@@ -3885,7 +3886,7 @@ def lone_run(
     """A synchronous run in one process. The caller scores what it yields."""
     cfg = learner.cfg
     for _ in range(cfg.steps):
-        drawn = list(itertools.islice(prompts, cfg.prompts_per_step))
+        drawn = list(islice(prompts, cfg.prompts_per_step))
         seed = drawn[0].number
         episodes = rollout(learner.policy, drawn, cfg.group_size, seed)
         yield episodes
@@ -4130,7 +4131,7 @@ def train_on_taste(
     model = RewardModel(cfg, task.prefer)
     liked = []
     learned = []
-    prompts = itertools.islice(training_prompts(task), 250, None)
+    prompts = islice(training_prompts(task), 250, None)
     for episodes in lone_run(Learner(policy, cfg, penalty=price), prompts):
         for group in groups_of(episodes):
             rewards: Any = model([(e.prompt, e.responses) for e in group])
@@ -4166,7 +4167,7 @@ async def demo_reward_model(report: Report) -> None:
     task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
     policy = Policy(cfg, torch.float32)
     Learner(policy, cfg).supervise(task, num_steps=60)
-    drawn = list(itertools.islice(training_prompts(task), 250))
+    drawn = list(islice(training_prompts(task), 250))
     model = RewardModel(cfg, task.prefer, Path(cfg.preferences))
     for group in groups_of(rollout(policy, drawn, 16, drawn[0].number)):
         model.ask(group)
@@ -4328,7 +4329,7 @@ class HostPool(Pool):
                 if self.started[url] < self.share and not self.lost[url].done():
                     self.started[url] += 1
                     return await self._start_on(url)
-            await asyncio.sleep(0.1)
+            await sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
         print(f"starting on {url}")
@@ -4446,29 +4447,29 @@ async def demo_hosts(report: Report) -> None:
     for url in ("tcp://127.0.0.2", "tcp://127.0.0.3"):
         workers.append(subprocess.Popen([sys.executable, "-c", code, str(folder), url]))
     while len(urls_in(folder)) < 2:
-        await asyncio.sleep(0.01)
+        await sleep(0.01)
     pool = HostPool(folder, 4)
     writer = WeightWriter(blocks(4), 4)
     make_reader = partial(relayed_reader, pool.outlet, writer.handle)
     service = Service(ReaderWorker, 4, pool, (make_reader, 4))
 
     async def publish() -> None:
-        for version in itertools.count():
+        for version in count():
             publish_filled(writer, version)
-            await asyncio.sleep(0)
+            await sleep(0)
 
     publishing = ensure_future(publish())
     await service.begin()
     read = partial(service.request, "read", 25, 1, True)
     reading = gather(read(), read())
-    await asyncio.sleep(0.1)
+    await sleep(0.1)
     await service.replicas[0].processes.kill()  # ends its whole host
     found = await reading
     await service.until_ready(4)
     found += await gather(read(), read())
     moved: Tally[int] = Tally()
     while len(moved) < 50:  # versions
-        await asyncio.sleep(0.1)
+        await sleep(0.1)
         moved = await pool.outlet.traffic.call_one()
     publishing.cancel()
 
@@ -4522,7 +4523,7 @@ async def record_of(
 ) -> Record:
     """What the page shows of a run: all steps, and its processes since start_s."""
     seconds = time.time() - start_s
-    await asyncio.sleep(0.3)
+    await sleep(0.3)
     await cpu_s(run)  # a worker then sends spans older than 0.2 s
     timeline = await get_or_spawn_controller("timeline", Timeline)
     spans = await timeline.read.call_one()
@@ -4635,18 +4636,6 @@ def read_flags(argv: list[str] | None) -> Config:
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
 
-def verify(policy: Policy, name: str) -> None:
-    """Raises UsageError if a trainer's pass disagrees with a short rollout (section 9)."""
-    probe = copy.copy(policy)
-    probe.dtype = torch.float32
-    probe.max_new_tokens = 4
-    prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
-    where = f"--model {name}: rollouts"
-    found = called(where, lambda: scored(probe, rollout(probe, prompts, 2, 0)))
-    if not float(k3(*found).max()) < 1e-6:
-        raise UsageError(f"{where} and the trainer's pass disagree")
-
-
 def own_learner(
     policy: Policy,
     cfg: Config,
@@ -4661,7 +4650,7 @@ def own_learner(
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = Learner(policy, cfg, rank, cfg.trainers, critic, penalty)
     is_copy = Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
-    if not (cfg.checkpoint and is_copy):  # the copy has been supervised
+    if cfg.sft_steps and not (cfg.checkpoint and is_copy):  # it has been supervised
         learner.supervise(own_task(cfg), cfg.sft_steps)
     if reference:  # a copy of version 0, after the supervised steps
         for old, new in zip(reference.model.parameters(), learner.weights, strict=True):
@@ -4675,8 +4664,8 @@ def shard(
     dtype: torch.dtype,
 ) -> None:
     """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
-    fsdp = importlib.import_module("torch.distributed.fsdp")
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (num_ranks,))
+    fsdp = import_module("torch.distributed.fsdp")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     for unit in [*max(lists, key=len), model]:  # the longest list: the layers
@@ -4791,18 +4780,28 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
             least = 0 if each.default < 1 or each.name == "max_staleness" else 1e-3
             if not least <= getattr(cfg, each.name) < math.inf:
                 yield f"--{each.name.replace('_', '-')} is out of range"
-    if cfg.group_size < 2 and cfg.advantage not in ("none", "critic"):
-        yield "--group-size 2 or more, for this --advantage"
-    if cfg.trainers > 1 and (cfg.device == "cuda" or cfg.advantage == "critic"):
-        yield "--trainers 2 or more: on CPUs, without a critic"
-    if cfg.prompts_per_step < cfg.trainers:
-        yield "--prompts-per-step below --trainers"
-    if cfg.reward == "model" and cfg.reward_workers > 1:
-        yield "--reward model needs --reward-workers 1"
-    if (cfg.reward == "model") != bool(cfg.preferences or cfg.ask_every):
-        yield "--reward model goes with --preferences or --ask-every"
-    if not cfg.model and (cfg.reward or cfg.task != "repeat"):
-        yield "without --model: only --task repeat"
+    is_own = cfg.train or cfg.evaluate or cfg.export
+    is_special = cfg.reward or cfg.task != "repeat"
+    is_learned = cfg.reward == "model"
+    has_critic = cfg.advantage == "critic"
+    has_group = not has_critic and cfg.advantage != "none"
+    on_gpu = cfg.device == "cuda"
+    asks = bool(cfg.preferences or cfg.ask_every)
+    rules = {
+        "--group-size 2 or more, for this --advantage": has_group
+        and cfg.group_size < 2,
+        "--trainers 2 or more: on CPUs, without a critic": (
+            cfg.trainers > 1 and (on_gpu or has_critic)
+        ),
+        "--prompts-per-step below --trainers": cfg.prompts_per_step < cfg.trainers,
+        "--reward model: one of --reward-workers": is_learned
+        and cfg.reward_workers > 1,
+        "--reward model goes with --preferences or --ask-every": is_learned != asks,
+        "--model goes with --train, --evaluate or --export": cfg.model and not is_own,
+        "without --model: only --task repeat": is_special and not cfg.model,
+        "--task is an output, too": cfg.task in (cfg.log, cfg.json, cfg.report),
+    }
+    yield from [told for told, is_so in rules.items() if is_so]
 
 
 def mistaken_paths(cfg: Config) -> Iterator[str]:
@@ -4838,7 +4837,8 @@ async def run_command(cfg: Config) -> int:
 
     def end(number: int) -> None:
         received.append(number)
-        task.cancel()
+        if len(received) == 1:  # a second one would interrupt the save
+            task.cancel()
 
     for number in ENDING:
         asyncio.get_running_loop().add_signal_handler(number, end, number)
@@ -4921,4 +4921,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # Workers find the classes under this file's name.
-    sys.exit(importlib.import_module(THIS_FILE.stem).main())
+    sys.exit(import_module(THIS_FILE.stem).main())
