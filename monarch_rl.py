@@ -50,7 +50,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import contextvars
 import copy
 import ctypes
@@ -80,22 +79,25 @@ import warnings
 import weakref
 import zipfile
 import zlib
-from asyncio import ensure_future, gather, sleep
+from asyncio import CancelledError, TaskGroup, ensure_future, gather
+from asyncio import get_running_loop, sleep, wait, wait_for
 from collections import Counter as Tally, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from functools import cache, partial
 from importlib import import_module
+from math import ceil
+from os import environ
 from itertools import count, groupby, islice, pairwise, zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 if __name__ == "__main__":
-    os.environ.setdefault("MONARCH_FILE_LOG", "error")  # else megabytes in /tmp
+    environ.setdefault("MONARCH_FILE_LOG", "error")  # else megabytes in /tmp
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -508,7 +510,7 @@ class Worker(Actor):
         self.spans: list[Span] = []  # not yet sent to the timeline
         self.thread = ThreadPoolExecutor(1)
         # Messages may have objects of the user's modules. These come last.
-        sys.path.append(os.environ.get("MONARCH_RL_TASK", ""))
+        sys.path.append(environ.get("MONARCH_RL_TASK", ""))
         # Its own process group: kill_group ends its children, and Ctrl-C does not reach it.
         os.setpgid(0, 0)
 
@@ -521,7 +523,7 @@ class Worker(Actor):
         """Runs a method, or a function of this worker, in the thread. what: its name, or itself."""
         # The context tells the thread which actor it belongs to.
         run: Any = contextvars.copy_context().run
-        loop = asyncio.get_running_loop()
+        loop = get_running_loop()
         return await loop.run_in_executor(self.thread, run, self._timed, what, args)
 
     def _timed(self, what: Any, args: tuple[Any, ...]) -> Any:
@@ -566,7 +568,7 @@ async def until_dead(pid: int) -> str:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return "has died"
-    loop = asyncio.get_running_loop()
+    loop = get_running_loop()
     has_ended = asyncio.Event()
     loop.add_reader(pidfd, has_ended.set)
     try:
@@ -585,7 +587,7 @@ async def until_unresponsive(
     while True:
         ping = worker.ping.call()
         try:
-            await asyncio.wait_for(ping, unresponsive_s)  # mechanism: supervision
+            await wait_for(ping, unresponsive_s)  # mechanism: supervision
         except TimeoutError:
             return f"has not answered a ping for {unresponsive_s:g} s"
         except Exception as error:  # of several types: the process has ended
@@ -730,7 +732,7 @@ class Pool:
 
     async def close(self) -> None:
         if self.making_spare:
-            await asyncio.wait([self.making_spare])
+            await wait([self.making_spare])
         await gather(*[processes.kill() for processes in self.idle])
 
 
@@ -757,7 +759,7 @@ class Replica:
             self.noticed_s = time.time()
             self.lost.set_result(reason)
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def watched(self, unresponsive_s: float) -> AsyncIterator[None]:
         """Inside this context, death and standstill are noticed."""
 
@@ -828,9 +830,7 @@ class Service:
         call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
-            await asyncio.wait(
-                [call, replica.lost], return_when=asyncio.FIRST_COMPLETED
-            )
+            await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
             call.cancel()  # if it is not done
             del replica.in_flight[call]
@@ -868,7 +868,7 @@ class Service:
                 num_failed = 0
                 self.replicas[number] = replica
                 async with replica.watched(self.unresponsive_s):
-                    await asyncio.wait([replica.lost])  # or until `close` cancels this
+                    await wait([replica.lost])  # or until `close` cancels this
             except ReplicaLost as error:  # in its setup, for lack of memory perhaps
                 num_failed += 1
                 if num_failed == 3:
@@ -897,7 +897,7 @@ class Service:
         was_ready = self.replicas.pop(number, None)
         if was_ready and not replica.in_flight and not replica.lost.done():
             with suppress(ActorError, ReplicaLost, TimeoutError):
-                await asyncio.wait_for(self._ask(replica, "release"), 10)
+                await wait_for(self._ask(replica, "release"), 10)
                 await replica.worker.stop()
                 self.pool.idle.append(replica.processes)
                 return
@@ -929,7 +929,7 @@ async def demo_service(report: Report) -> None:
     for number, how in ((2, signal.SIGKILL), (3, signal.SIGSTOP)):
         victim = service.replicas[number]
         struck_s[victim.name] = time.time() + number / 10
-        loop = asyncio.get_running_loop()
+        loop = get_running_loop()
         loop.call_later(number / 10, os.kill, victim.processes.ids[0], how)
 
     async def is_right(number: int) -> bool:
@@ -1010,7 +1010,7 @@ def manifest_of(
         in_slot = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         num_bytes = tensor.numel() * in_slot.itemsize
         specs.append(TensorSpec(name, tuple(tensor.shape), in_slot, offset, num_bytes))
-        offset += math.ceil(num_bytes / 64) * 64  # each tensor begins with a cache line
+        offset += ceil(num_bytes / 64) * 64  # each tensor begins with a cache line
     return tuple(specs)
 
 
@@ -1065,7 +1065,7 @@ class Arena:
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self.slots = whole[self.HEADER_BYTES :].view(self.num_slots, handle.slot_bytes)
 
-    @contextlib.contextmanager
+    @contextmanager
     def locked(self) -> Iterator[None]:
         """The header is read and changed inside of this."""
         fcntl.flock(self.file, fcntl.LOCK_EX)
@@ -1101,7 +1101,7 @@ def create_arena(
 ) -> tuple[ArenaHandle, Arena]:
     """An arena, which other processes can map while this one lives."""
     last = manifest[-1]
-    num_pages = math.ceil((last.offset + last.num_bytes) / mmap.PAGESIZE)
+    num_pages = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE)
     slot_bytes = num_pages * mmap.PAGESIZE
     descriptor = os.memfd_create("weights")
     os.ftruncate(descriptor, Arena.HEADER_BYTES + (num_readers + 2) * slot_bytes)
@@ -1362,7 +1362,7 @@ def box_of(
         if placement.is_replicate():
             continue
         outer = box[placement.dim]
-        length = math.ceil((outer.stop - outer.start) / num_ranks)
+        length = ceil((outer.stop - outer.start) / num_ranks)
         start = min(outer.start + rank * length, outer.stop)
         box[placement.dim] = slice(start, min(start + length, outer.stop))
     return tuple(box)
@@ -2190,9 +2190,13 @@ class Learner:
         ranks get equally many, because FSDP gathers each layer on all ranks at once.
         """
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
-        order = sorted(range(len(episodes)), key=lambda row: -len(episodes[row].ids))
+        # Without an advantage a row has no gradient, unless by entropy or a penalty.
+        order = [row for row, of_tokens in enumerate(advantage) if any(of_tokens)]
+        if cfg.entropy or self.penalty or len(order) < self.num_ranks:
+            order = list(range(len(episodes)))
+        order.sort(key=lambda row: -len(episodes[row].ids))
         rows_per_pass = max(2, cfg.tokens_per_pass // len(episodes[order[0]].ids))
-        num_passes = math.ceil(len(order) / rows_per_pass / self.num_ranks)
+        num_passes = ceil(len(order) / rows_per_pass / self.num_ranks)
         mine = order[self.rank :: self.num_ranks]
         ends = [len(mine) * i // num_passes for i in range(num_passes + 1)]
         device = self.policy.device
@@ -2538,7 +2542,7 @@ async def in_parts(
     ask: Callable[..., Any],
 ) -> list[Any]:
     """Splits items, asks for the answers to all parts at once, and joins them."""
-    size = math.ceil(len(items) / num_parts) if items else 1
+    size = ceil(len(items) / num_parts) if items else 1
     parts = [items[start : start + size] for start in range(0, len(items), size)]
     answers = await gather(*[ask(part) for part in parts])
     return [found for answer in answers for found in answer]
@@ -2675,7 +2679,7 @@ class Run:
             args = (self.handle, self.version, some, group_size, own_seed)
             return await self.generators.request("rollout", *args)
 
-        episodes = await in_parts(prompts, math.ceil(len(prompts) / 64), rollout)
+        episodes = await in_parts(prompts, ceil(len(prompts) / 64), rollout)
         self.num_too_long += len(prompts) * group_size - len(episodes)
         sampled = groups_of(episodes)
         asked = [[(e.prompt, e.responses) for e in members] for members in sampled]
@@ -2761,7 +2765,7 @@ async def finished(work: Awaitable[Any]) -> Any:
     """The result of the work. If the caller is cancelled meanwhile, the work is finished first."""
     task = ensure_future(work)
     try:
-        await asyncio.wait([task])
+        await wait([task])
     finally:
         await gather(task, return_exceptions=True)
     return task.result()
@@ -2925,7 +2929,7 @@ class ReplayBuffer:
 
 async def generate(
     buffer: ReplayBuffer,
-    tasks: asyncio.TaskGroup,
+    tasks: TaskGroup,
 ) -> None:
     """Consumes prompts, waits for room, produces requests; ends when it is cancelled."""
     cfg = buffer.run.cfg
@@ -2952,7 +2956,7 @@ async def learn(
             batch = await buffer.take(version)
             at_trainer.append(ensure_future(buffer.run.step(batch, waits=False)))
             if len(at_trainer) > buffer.num_ahead:
-                await asyncio.wait([at_trainer[0]])
+                await wait([at_trainer[0]])
                 at_trainer.popleft().result()
                 await buffer.wake()
     finally:
@@ -2960,7 +2964,7 @@ async def learn(
         await buffer.wake()
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def generating(
     run: Run,
     bound: int,
@@ -2969,7 +2973,7 @@ async def generating(
     """Inside this context, groups are sampled. Those that are left at its end are dropped."""
     buffer = ReplayBuffer(run, bound, num_batches or bound + 1)
     try:
-        async with asyncio.TaskGroup() as tasks:  # ends when all requests have ended
+        async with TaskGroup() as tasks:  # ends when all requests have ended
             task = tasks.create_task(generate(buffer, tasks))
             yield buffer
             task.cancel()
@@ -3118,10 +3122,9 @@ def prompt_of(
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if not [each["role"] for each in messages if each["content"].encode().strip()]:
-            raise ValueError("it is empty")
-        if messages[-1]["role"] == "assistant":
-            raise ValueError("it ends with a response")
+        said = [each["role"] for each in messages if each["content"].encode().strip()]
+        if said[-1:] in ([], ["assistant"]):
+            raise ValueError("no question at its end")
     except Exception as error:  # of many types
         raise UsageError(
             f'{where}: not {{"prompt": text or messages}}: {error!r}'
@@ -3181,16 +3184,11 @@ def load_python(spec: str) -> Any:
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
         raise UsageError(f"{spec}: neither FILE.jsonl nor FILE.py:NAME")
-    root = file.parent
-    while (root / "__init__.py").exists():  # a part of a package
-        root = root.parent
-    # After the standard library, which they must not hide; before installed packages.
+    # After the standard library, which it must not hide; before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
-    place = min(packages, default=len(sys.path))
-    sys.path[place:place] = [str(root), str(file.parent)]
-    os.environ["MONARCH_RL_TASK"] = str(root)
-    module_name = ".".join(file.relative_to(root).with_suffix("").parts)
-    module = called(spec, import_module, module_name)
+    sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
+    environ["MONARCH_RL_TASK"] = str(file.parent)
+    module = called(spec, import_module, file.stem)
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
     found = getattr(module, name, None)
@@ -3276,7 +3274,7 @@ class OwnProcess:
 def lead_process_group() -> None:
     """Makes this process lead a process group, which is killed when the parent ends."""
     os.setpgid(0, 0)
-    os.environ.pop("PYTHONSAFEPATH", None)
+    environ.pop("PYTHONSAFEPATH", None)
     # With fork, a pool in the user's code finds its functions. Monarch sets another.
     multiprocessing.set_start_method("fork", force=True)
     # When that process ends, its end of this pipe closes, and the kernel kills the group, even if C
@@ -3500,7 +3498,7 @@ async def train_saved(
         if cfg.eval_every and step % cfg.eval_every == 0:
             await evaluate()
 
-    async with contextlib.AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         train = partial(train_sync, run)
         if cfg.max_staleness:
             buffer = await stack.enter_async_context(generating(run, cfg.max_staleness))
@@ -3511,7 +3509,7 @@ async def train_saved(
                 step = min(cfg.steps, *multiples)
                 await train(step - run.version)
                 await pause(step)
-        except (asyncio.CancelledError, UsageError, RunError):
+        except (CancelledError, UsageError, RunError):
             if cfg.checkpoint and await checkpoints.save(run):
                 print(f"saved after step {run.version}")
             raise
@@ -3537,7 +3535,7 @@ async def with_restarts(
         except (ReplicaLost, ActorError, SupervisionError) as error:
             task: Any = asyncio.current_task()
             if task.cancelling():  # a signal came, too
-                raise asyncio.CancelledError from error
+                raise CancelledError from error
             await sleep(1)  # a detector sees a death by then
             losses[first] += 1
             # A generator that pulls from a dead trainer raises, too: no bug.
@@ -3692,7 +3690,7 @@ async def train_own(run: Run, checkpoints: Checkpoints) -> Record:
         await evaluate()
     start_s = time.time()
     try:
-        async with asyncio.TaskGroup() as tasks:  # an error of one ends the other
+        async with TaskGroup() as tasks:  # an error of one ends the other
             tasks.create_task(narrate(run))
             tasks.create_task(train_saved(run, checkpoints, evaluate))
     except ExceptionGroup as errors:
@@ -4224,8 +4222,8 @@ run(address=sys.argv[1], ca="trust_all_connections")"""
 
 def own_url() -> str:
     """The protocol and address by which others reach this machine."""
-    address = os.environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
-    if all(os.environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
+    address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
+    if all(environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
         return f"tls://{address}"
     print("tcp://, not tls://: anyone who can reach these ports can run code here")
     return f"tcp://{address}"
@@ -4254,7 +4252,7 @@ def run_host(note: Path, url: str) -> None:
         os.utime(pinged, (0, time.time() + 300))  # 300 s more for the first ping
         command = [sys.executable, "-c", WITH_PARENT + MONARCH_HOST, url]
         host = subprocess.Popen(
-            command, env=os.environ | {HOST_FOLDER: folder, "TMPDIR": folder}
+            command, env=environ | {HOST_FOLDER: folder, "TMPDIR": folder}
         )
         write_note(note, url.encode())
         while host.poll() is None:
@@ -4284,12 +4282,12 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def ping(self) -> int:
-        os.utime(Path(os.environ[HOST_FOLDER], "pinged"))  # raises once it is removed
+        os.utime(Path(environ[HOST_FOLDER], "pinged"))  # raises once it is removed
         return os.getpid()
 
     @concurrent_endpoint
     async def end_host(self) -> None:
-        Path(os.environ[HOST_FOLDER], "pinged").unlink(missing_ok=True)
+        Path(environ[HOST_FOLDER], "pinged").unlink(missing_ok=True)
 
 
 @dataclass
@@ -4317,7 +4315,7 @@ class HostPool(Pool):
     def __init__(self, folder: Path, num_processes: int) -> None:
         super().__init__()
         self.folder = folder
-        self.share = math.ceil(num_processes / len(urls_in(folder)))
+        self.share = ceil(num_processes / len(urls_in(folder)))
         self.started: Tally[str] = Tally()  # processes of each Monarch host
         self.lost: dict[str, Any] = defaultdict(asyncio.Future)  # of each Monarch host
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
@@ -4339,7 +4337,7 @@ class HostPool(Pool):
         mesh = host.spawn_procs({"rank": 1})
         agent = mesh.spawn("agent", HostAgent)
         try:
-            pid = await asyncio.wait_for(agent.ping.call_one(), 4 * SILENCE_S)
+            pid = await wait_for(agent.ping.call_one(), 4 * SILENCE_S)
         except Exception:
             self.started[url] -= 1
             what = "is its port open, and are both certificates of one CA (tls://)?"
@@ -4393,7 +4391,7 @@ def relayed_reader(
     tensors: Weights,
 ) -> WeightReader:
     """A reader of this host's copy of an arena. The first reader starts the relay."""
-    note = Path(os.environ[HOST_FOLDER]) / handle.path.replace("/", "_")
+    note = Path(environ[HOST_FOLDER]) / handle.path.replace("/", "_")
     try:
         note.touch(exist_ok=False)
     except FileExistsError:
@@ -4841,14 +4839,14 @@ async def run_command(cfg: Config) -> int:
             task.cancel()
 
     for number in ENDING:
-        asyncio.get_running_loop().add_signal_handler(number, end, number)
+        get_running_loop().add_signal_handler(number, end, number)
     pool = Pool()
     try:
         with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
             report = Report(cfg, Path(folder), pool)
             is_own = cfg.train or cfg.evaluate or cfg.export
             train = await (run_own(report) if is_own else run_stages(report))
-    except asyncio.CancelledError:
+    except CancelledError:
         print(f"ended by {signal.Signals(received[0]).name}")
         return 128 + received[0]
     finally:
@@ -4871,7 +4869,7 @@ def reopen_closed() -> None:
 
 
 def hub_answers() -> bool:
-    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    url = environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urllib.request.urlopen(url, timeout=5).close()
     except Exception as error:
@@ -4892,15 +4890,15 @@ def main(argv: list[str] | None = None) -> int:
         folder = tempfile.gettempdir()  # an existing one
         if len(folder) > 70:  # too long for sockets
             folder = "/tmp"
-        os.environ["TMPDIR"] = folder
+        environ["TMPDIR"] = folder
         if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
-            os.environ["HF_HUB_OFFLINE"] = "1"  # else transformers tries for a minute
+            environ["HF_HUB_OFFLINE"] = "1"  # else transformers tries for a minute
         for setting in ENVIRONMENT.split():
             name, _, value = setting.partition("=")
-            os.environ.setdefault(name, value)
-        paths = [str(THIS_FILE.parent), os.environ.get("PYTHONPATH", "")]
+            environ.setdefault(name, value)
+        paths = [str(THIS_FILE.parent), environ.get("PYTHONPATH", "")]
         # Workers import this file.
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths).strip(os.pathsep)
+        environ["PYTHONPATH"] = os.pathsep.join(paths).strip(os.pathsep)
         if cfg.worker:
             serve_worker(cfg.worker, own_url())  # ends by a signal only
         if cfg.hosts:
