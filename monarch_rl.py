@@ -975,10 +975,6 @@ async def demo_service(report: Report) -> None:
 # -- 7a. What lies in a slot ----
 
 
-class WeightMismatch(ValueError):
-    """The two sides do not have the same weights."""
-
-
 @dataclass(frozen=True)
 class TensorSpec:
     """Where one tensor lies in a slot."""
@@ -1188,7 +1184,7 @@ class WeightReader:
     ) -> None:
         for theirs, mine in zip_longest(handle.manifest, manifest_of(tensors)):
             if theirs != mine:
-                raise WeightMismatch(f"the writer has {theirs}, the reader {mine}")
+                raise ValueError(f"the writer has {theirs}, the reader {mine}")
         self.arena = Arena(handle)
         self.reader = reader
         self.tensors = tensors
@@ -3298,7 +3294,7 @@ def score_group(cfg: Config, asked: Asked) -> Rewards:
         except BaseException as error:
             results.append(error)
     # Not before: a reward function may call asyncio.run, which fails inside a loop.
-    results = own_loop().run(all_of(results))
+    results = own_loop().run(awaited(results))
     rewards: Rewards = []
     for (prompt, _), result in zip(asked, results):
         try:
@@ -3314,14 +3310,10 @@ def own_loop() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-async def all_of(results: list[Any]) -> list[Any]:
-    return await gather(*[awaited(result) for result in results])
-
-
 async def awaited(result: Any) -> Any:
     """Awaits a coroutine, or each one in a list. Exceptions become results."""
     if isinstance(result, list):
-        return await all_of(result)
+        return await gather(*[awaited(each) for each in result])
     try:
         return await result if inspect.isawaitable(result) else result
     except BaseException as error:
@@ -3386,7 +3378,7 @@ class Checkpoints:
         for path in self.paths():
             try:
                 return str(path), read_progress(path)
-            except OSError:  # of the disk: the file may be intact
+            except OSError:  # the file may be intact
                 raise
             except Exception as error:  # of many types: any content
                 print(f"{path} is damaged: {error}")
