@@ -138,8 +138,6 @@ else:
     dtensor = Lazy("torch.distributed.tensor")
     transformers = Lazy("transformers")
 
-# -- plumbing: flags, stages, report ----
-
 
 class UsageError(Exception):
     """A wrong command: one line, exit status 2."""
@@ -543,7 +541,7 @@ class Worker(Actor):
         import_module("transformers.models.auto.modeling_auto")
 
     def release(self) -> None:
-        """The last call, before another actor uses this process. Frees memory."""
+        """The last call, before another actor uses this process."""
         # Monarch keeps this object, and so all that it refers to.
         self.__dict__ = {"name": self.name, "spans": [], "timeline": None}
 
@@ -595,7 +593,7 @@ async def until_unresponsive(
         await sleep(0.5)
 
 
-# -- measurement ----
+# -- measurement ---
 
 
 class Troubled(Worker):
@@ -671,7 +669,7 @@ async def demo_supervision(report: Report) -> None:
 #                                          \------> replica 1   answers
 #          <------- 2.0 -----------------------------/
 
-# -- 6a. Processes ----
+# -- 6a. Processes ---
 #
 # Importing torch and a model class costs 4 s of CPU time. A new actor in a process that has done so
 # is ready after 16 ms. So processes outlive their actors, and go back to a pool.
@@ -736,7 +734,7 @@ class Pool:
         await gather(*[processes.kill() for processes in self.idle])
 
 
-# -- 6b. Replicas and requests ----
+# -- 6b. Replicas and requests ---
 
 
 class ReplicaLost(RuntimeError):
@@ -911,7 +909,7 @@ class Service:
 
 class RootWorker(Worker):
     def setup(self, number: int) -> None:
-        """Nothing: square roots need no imports."""
+        """Imports nothing."""
 
     def root(self, number: float) -> float:
         time.sleep(0.002)
@@ -972,7 +970,7 @@ async def demo_service(report: Report) -> None:
 #   generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
 #   generator 1   longest rolloutXXXX longest rolloutXXXX     longest rollout f longest rollout
 #
-# -- 7a. What lies in a slot ----
+# -- 7a. What lies in a slot ---
 
 
 @dataclass(frozen=True)
@@ -1010,7 +1008,7 @@ def manifest_of(
     return tuple(specs)
 
 
-# -- 7b. The arena: slots and leases ----
+# -- 7b. The arena: slots and leases ---
 #
 # With two readers, while version 8 is being written:
 #
@@ -1111,7 +1109,7 @@ def create_arena(
     return handle, arena
 
 
-# -- 7c. The writer and the readers ----
+# -- 7c. The writer and the readers ---
 
 
 class WeightWriter:
@@ -1212,7 +1210,7 @@ class WeightReader:
         return version
 
 
-# -- measurement ----
+# -- measurement ---
 
 
 def blocks(num_blocks: int) -> Weights:
@@ -1411,14 +1409,18 @@ class ShardedWriter(WeightWriter):
                 self.written_bytes += target.nbytes
 
 
-def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
+def form_group(
+    meeting_file: str,
+    rank: int,
+    num_ranks: int,
+) -> None:
     """Makes this process a member of a gloo group. Waits until all have come."""
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
     )
 
 
-# -- measurement ----
+# -- measurement ---
 
 
 def example() -> Weights:
@@ -1489,7 +1491,7 @@ async def demo_reshard(report: Report) -> None:
 #   its log-probability  in fp32, under the distribution that it was drawn from
 # Cost. Two more numbers per token.
 #
-# -- 9a. Tasks and prompts ----
+# -- 9a. Tasks and prompts ---
 
 
 @dataclass(frozen=True)
@@ -1560,7 +1562,7 @@ def letter_task(cfg: Config) -> Task:
     return LetterTask(cfg.seed)
 
 
-# -- 9b. What is recorded ----
+# -- 9b. What is recorded ---
 #
 # Two episodes. <u> and <a> begin a turn of the user and of the assistant, and <e> ends one; u is a
 # letter of the user; a to g were sampled. A response has at most four tokens with its end, so the
@@ -1598,7 +1600,7 @@ class Episode:
             self.add(token, 0, 0.0)
 
 
-# -- 9c. The policy ----
+# -- 9c. The policy ---
 
 
 def tiny_policy(seed: int) -> tuple[Any, Any]:
@@ -1637,7 +1639,12 @@ def place_of(error: BaseException) -> str:
     return "".join(places[-1:]) + text[:300]
 
 
-def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def called(
+    where: str,
+    call: Callable[..., Any],
+    *args: Any,
+    **options: Any,
+) -> Any:
     """The result of somebody else's code. Its exceptions become UsageErrors."""
     try:
         return call(*args, **options)
@@ -1767,7 +1774,7 @@ class Policy:
         return torch.func.functional_call(self.model, cast, ids, inputs).logits
 
 
-# -- 9d. Sampling ----
+# -- 9d. Sampling ---
 
 
 class Decoder:
@@ -1881,7 +1888,7 @@ def rollout(
     return [e for e in episodes if len(e.responses) == len(e.prompt.turns)]
 
 
-# -- 9e. What the trainer sees ----
+# -- 9e. What the trainer sees ---
 
 
 def token_logprobs(
@@ -2060,7 +2067,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     loss.__name__: loss for loss in (reinforce, ppo, decoupled)
 }
 
-# -- 10a. The learner ----
+# -- 10a. The learner ---
 
 
 @dataclass
@@ -2187,7 +2194,7 @@ class Learner:
         """
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
         # Without an advantage a row has no gradient, unless by entropy or a penalty.
-        order = [row for row, of_tokens in enumerate(advantage) if any(of_tokens)]
+        order = [row for row, gains in enumerate(advantage) if any(gains)]
         if cfg.entropy or self.penalty or len(order) < self.num_ranks:
             order = list(range(len(episodes)))
         order.sort(key=lambda row: -len(episodes[row].ids))
@@ -2282,7 +2289,7 @@ def episode_with(
     return episode
 
 
-# -- measurement ----
+# -- measurement ---
 
 
 @dataclass
@@ -2377,7 +2384,7 @@ async def demo_losses(report: Report) -> None:
 #   rewards        3. score each response
 #   trainer        4. makes an update, and publishes the new weights
 
-# -- 11a. The actors of a run ----
+# -- 11a. The actors of a run ---
 
 # Of a group: the prompt and responses of each episode, and its rewards for each turn, or the reason
 # why there are none.
@@ -2485,7 +2492,7 @@ class RewardWorker(Worker):
         return [self.score_group(asked) for asked in groups]
 
 
-# -- 11b. A run ----
+# -- 11b. A run ---
 
 
 def make_learner(
@@ -2782,7 +2789,7 @@ async def train_sync(
             num_steps -= 1
 
 
-# -- measurement ----
+# -- measurement ---
 
 
 def demo_config(cfg: Config) -> Config:
@@ -2989,7 +2996,7 @@ async def train_async(
         await learn(buffer, num_steps)
 
 
-# -- measurement ----
+# -- measurement ---
 
 
 async def strike(
@@ -3179,7 +3186,7 @@ def load_python(spec: str) -> Any:
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
-        raise UsageError(f"{spec}: neither FILE.jsonl nor FILE.py:NAME")
+        raise UsageError(f"{spec}: not FILE.jsonl, FILE.py:NAME")
     # After the standard library, which it must not hide; before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
@@ -3454,7 +3461,7 @@ def write_durably(path: Path, state: Record) -> None:
 
 
 def restore(trainer: Trainer, path: str) -> None:
-    """Runs in each rank: loads weights, moments and critic, and publishes the weights."""
+    """Runs in each rank: loads weights, moments and critic, and publishes."""
     learner: Any = trainer.learner
     state = torch.load(path, map_location="cpu")
     full = dcp.StateDictOptions(full_state_dict=True)
@@ -3540,7 +3547,7 @@ async def with_restarts(
             await run.close()
 
 
-# -- measurement ----
+# -- measurement ---
 
 
 def weights_of(trainer: Trainer) -> list[Tensor]:
@@ -3866,7 +3873,7 @@ class Critic:
         self.num_calls = state["num_calls"]
 
 
-# -- measurement ----
+# -- measurement ---
 
 
 def lone_run(
@@ -4081,7 +4088,7 @@ def divergence(
     return weight * (logp - log_q).square() / 2
 
 
-# -- measurement ----
+# -- measurement ---
 
 
 @dataclass
@@ -4340,7 +4347,7 @@ class HostPool(Pool):
         """Nothing: a lost host would take its spare with it."""
 
 
-# -- weights for another host ----
+# -- weights for another host ---
 
 
 class Outlet(Actor):
@@ -4420,7 +4427,7 @@ def relay(
         os._exit(1)  # or readers would wait for ever
 
 
-# -- measurement ----
+# -- measurement ---
 
 
 @stage(
@@ -4473,7 +4480,7 @@ async def demo_hosts(report: Report) -> None:
         worker.wait()
 
 
-# -- the page ----
+# -- the page ---
 #
 # --report writes one HTML file: a plot (lane) per process and value of a run, and the checks of
 # the stages. A slider selects the run.
@@ -4786,8 +4793,8 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
         "--prompts-per-step below --trainers": cfg.prompts_per_step < cfg.trainers,
         "--reward model: one of --reward-workers": is_learned
         and cfg.reward_workers > 1,
-        "--reward model goes with --preferences or --ask-every": is_learned != asks,
-        "--model goes with --train, --evaluate or --export": cfg.model and not is_own,
+        "--reward model: with --preferences or --ask-every": is_learned != asks,
+        "--model: with --train, --evaluate or --export": cfg.model and not is_own,
         "without --model: only --task repeat": is_special and not cfg.model,
         "--task is an output, too": cfg.task in (cfg.log, cfg.json, cfg.report),
     }
