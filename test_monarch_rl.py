@@ -23,6 +23,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -233,7 +234,7 @@ OTHERS = {
 def test_other_weights_are_refused_and_not_touched(other: dict[str, torch.Tensor]) -> None:
     writer = m.WeightWriter(weights(1), 1)
     published(writer, 1)
-    with pytest.raises(m.WeightMismatch):
+    with pytest.raises(ValueError, match="the writer has"):
         m.WeightReader(writer.handle, 0, other)
     assert held(other) == {0.0}
     m.WeightReader(writer.handle, 0, weights(0))
@@ -441,7 +442,8 @@ def test_advantages_have_their_closed_forms() -> None:
     centred = rewards - rewards.mean(1, keepdim=True)
     assert torch.allclose(group, centred / (centred.square().mean(1, True).sqrt() + 1e-4))
     for kind in ("group", "leave_one_out"):
-        assert torch.equal(m.advantages(torch.ones(2, 4), kind), torch.zeros(2, 4))
+        equal = torch.linspace(0, 1, 99)[:, None].expand(99, 12)  # the mean of 0.1 is not 0.1
+        assert not m.advantages(equal, kind).any()
 
 
 def gradient(loss: str, logp: Any, recorded: Any, near: Any, gain: Any) -> Any:
@@ -646,24 +648,6 @@ def test_an_update_that_is_not_finite_is_left_out(monkeypatch: Any) -> None:
     assert not torch.equal(parameters(one), before)
 
 
-def test_truncated_responses_can_be_masked() -> None:
-    found = {}
-    for masks in (False, True):
-        one = learner(mask_truncated=masks)
-        episodes = episodes_of(one)
-        for number, episode in enumerate(episodes):
-            episode.truncated = [False, number % 3 == 0]
-        kept = [e for e in episodes if not (masks and any(e.truncated))]
-        whole = sum(turn > 0 for e in kept for turn in e.turn_of)
-        assert one.step(episodes).num_tokens == whole > 0
-        found[masks] = whole
-    before = parameters(one)
-    for episode in episodes:
-        episode.truncated = [True, True]
-    assert one.step(episodes).num_tokens == 0
-    assert torch.equal(parameters(one), before)
-
-
 # == rollout =======================================================================================
 
 SMALL = "hidden_size=32 intermediate_size=64 num_hidden_layers=2 num_attention_heads=4 "
@@ -746,7 +730,7 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
     assert float(m.k3(recorded, recomputed).mean()) > 1e-6
 
 
-@pytest.mark.parametrize("fault", ["finite", "lm_head", "more", "[0-9]", "leaves", "disagree"])
+@pytest.mark.parametrize("fault", ["finite", "lm_head", "more", "[0-9]", "drops", "disagree"])
 def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(SHAPES, "mamba", ("MambaConfig", "hidden_size=32 num_hidden_layers=2"))
     folder = model_folder(tmp_path, "mamba" if fault == "disagree" else "qwen2")
@@ -762,12 +746,22 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
         model.model.more = torch.nn.Linear(2, 2)
     if fault == "[0-9]":
         tokenizer.add_tokens(["0", "9"])  # without an embedding
-    if fault == "leaves":
+    if fault == "drops":
         tokenizer.chat_template = TEMPLATE.replace("content", "content | upper")
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
     with pytest.raises(m.UsageError, match=fault):
         m.verify(policy_of(folder), "faulty")
+
+
+def test_both_programs_compute_the_same_in_bfloat16() -> None:
+    cfg = replace(CFG, dtype="bfloat16")
+    generator, trainer = (m.Policy(cfg, dtype) for dtype in (torch.bfloat16, torch.float32))
+    episodes = episodes_of(types.SimpleNamespace(cfg=cfg, policy=generator))
+    one, other = (m.scored(policy, episodes)[1] for policy in (generator, trainer))
+    assert torch.equal(one, other)
+    generator.model.to(torch.bfloat16)  # with its buffers: the frequencies of the positions
+    assert not torch.equal(m.scored(generator, episodes)[1], other)
 
 
 # == prompts =======================================================================================
@@ -859,22 +853,6 @@ def test_a_generator_waits_until_it_can_have_the_version_asked_for(without: Any)
     assert sampled_with(without("sync_rl")) == {0}
 
 
-def test_a_generator_reads_from_the_arena_that_it_is_told() -> None:
-    prompts = [m.letter_task(CFG).prompt(0)]
-    said = []
-    for scale in (1.0, 50.0):
-        generator = object.__new__(m.Generator)
-        generator.setup(0, CFG, m.WeightReader)
-        tensors = dict(m.Policy(CFG, torch.float32).model.named_parameters())
-        for tensor in tensors.values():
-            tensor.data.mul_(scale)
-        published(writer := m.WeightWriter(tensors, 1), 0)
-        for _ in range(2):
-            (episode,) = generator.rollout(writer.handle, 0, prompts, 1, None)
-            said.append(episode.logprobs)
-    assert said[0] == said[1] != said[2] == said[3]
-
-
 def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -898,8 +876,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_later_ones() -> N
     policy = policy_of()
     policy.tokenizer.chat_template = "<user>{{ messages[-1].content }}<end><assistant>"
     prompt = m.letter_task(CFG).prompt(0)
-    with pytest.raises(m.UsageError):
+    with pytest.raises(m.UsageError, match="changes earlier turns"):
         policy.prompt_ids(prompt, 1)
+    system = ({"role": "system", "content": "Be kind."}, *prompt.turns[0].messages)
+    with pytest.raises(m.UsageError, match=r"drops: .*Be kind"):
+        policy.prompt_ids(m.Prompt(0, (m.Turn(system, ""),)), 0)
 
 
 # == services ======================================================================================
@@ -1119,7 +1100,7 @@ def test_a_process_returns_to_the_pool_unless_release_fails(serve: Any, monkeypa
     async def work(service: Any) -> None:
         await service.begin()
         replicas = dict(service.replicas)
-        monkeypatch.setattr(asyncio, "wait_for", lambda work, seconds: wait_for(work, seconds / 10))
+        monkeypatch.setattr(m, "wait_for", lambda work, seconds: wait_for(work, seconds / 10))
         await service.close()
         assert service.pool.idle == [replicas[1].processes]
         assert replicas[1].worker.has_stopped
@@ -1165,18 +1146,6 @@ def test_the_pool_gives_out_processes_of_the_right_number(serve: Any) -> None:
         assert await pool.take(1) is spare
         assert await pool.take(2) is two
         pool.idle = [two, spare]
-
-    serve(lambda *_: None, work)
-
-
-def test_a_process_that_cannot_be_started_ends_the_service(serve: Any) -> None:
-    async def work(service: Any) -> None:
-        async def start(*_: Any, **__: Any) -> None:
-            raise OSError("no more processes")
-
-        service.pool._start = start
-        with pytest.raises(OSError, match="no more processes"):
-            await asyncio.wait_for(service.begin(), 5)
 
     serve(lambda *_: None, work)
 
@@ -1406,9 +1375,12 @@ THINKS = "<think>Rome?</think>\n\nParis"
 RIGHT = [("Paris", "Paris"), (" paris. ", "Paris"), (THINKS, "Paris"), ("7", 7), ("3 + 4 = 7", "7")]
 RIGHT += [("so #### 1,234", 1234), (r"not \boxed{41} but \boxed{42}", "42"), ("is -3.50", "-3.5")]
 RIGHT += [("«7» 👍", "«7» 👍"), (r"thus \boxed{42} holds", 42), ("cafe\u0301", "caf\u00e9")]
+RIGHT += [(r"$\boxed{12}$ cm$^2$", 12), (r"\boxed{42}. Steps: 3.", 42), ("\u22125", -5)]
+RIGHT += [("0.00001", 1e-5), (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), ("Paris\t", "Paris")]
 RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5), ("**7**", 7), ("<think>8</think> 7", 7)]
 WRONG_ANSWERS = [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
 WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B")]
+WRONG_ANSWERS += [("\u22125", 5), (r"\boxed{41}. Or 42", 42), ("3e8", 8)]
 WRONG_ANSWERS += [("9" * 20, int("9" * 19 + "8"))]
 SAME_TEXT = "1e5 1_000 nan Infinity 1/2 3-4 x=2 Rome 7% -0.5 1,234 $5 (7) 2^10 ~".split()
 
@@ -1428,7 +1400,11 @@ def test_words_are_graded() -> None:
 
 
 WRONG_LINES = ["{", "[1]", '{"answer": 1}', '{"prompt": 3}', '{"prompt": [{"role": 1}]}']
-WRONG_LINES += ["[" * 9999, '{"prompt": "\\ud800"}']
+WRONG_LINES += [
+    '{"prompt": [{"role": "assistant", "content": "a"}]}',
+    "[" * 9999,
+    '{"prompt": "\\ud800"}',
+]
 
 
 @pytest.mark.parametrize("line", WRONG_LINES, ids=range(len(WRONG_LINES)))
@@ -1652,6 +1628,7 @@ def leaves():
     raise SystemExit(3)
 def in_pool(function, x):
     return concurrent.futures.ProcessPoolExecutor(1).submit(function, x).result()
+stuck = lambda: sum(range(10**12))  # other threads of Python do not run meanwhile
 run = lambda: asyncio.run(asyncio.sleep(0, 0.5))
 coroutine = lambda: asyncio.sleep(0, 0.75)
 pool = lambda: in_pool(double, 0.5)
@@ -1689,7 +1666,8 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
         assert "own_rewards.py, line" in found[names.index(name)][0]
     assert all(len(told) < 500 and "\n" not in told for (told,) in found if isinstance(told, str))
     assert "sleep 1000" not in " ".join(left(mark, 1))  # it ended with the process that died
-    os.killpg(worker.score_group.pid, signal.SIGKILL)
+    worker.name = "rewardworker_0"
+    worker.release()
     assert left(mark) == []
 
 
@@ -1702,7 +1680,7 @@ if __name__ == "__main__":
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
     own = m.OwnProcess(cfg)
     print(own([(prompt, ["child"])]), flush=True)
-    time.sleep(1000)
+    own([(prompt, ["stuck"])])
 """
 
 
@@ -1719,6 +1697,7 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path)
     )
     assert worker.stdout.readline() == "[[0.125]]\n"
     until(lambda: any("sleep 1000" in line for line in left(mark, 1)))  # after its exec
+    time.sleep(1)  # the next one is stuck
     worker.kill()
     worker.communicate()
     assert left(mark) == []
@@ -1732,7 +1711,7 @@ WRONG = (
     "|--train --task own.py:Task|--train --model ./none|--train --model qwen2 --task none.jsonl"
     "|--prompts-per-step 1 --trainers 2|--evaluate -1|--kl -1|--train --reward own.py:f"
     "|--lr nan|--temperature nan|--reward-deadline nan|--train --export /proc/x"
-    "|--train --checkpoint /proc/x|--log /proc/x/log"
+    "|--train --checkpoint /proc/x|--log /proc/x/log|--model qwen2|--train --log repeat"
 )
 
 
@@ -1749,7 +1728,7 @@ def test_what_a_user_has_written_wrong_is_told(tmp_path: Path, words: str) -> No
     (tmp_path / "wrong.jsonl").write_text('{"prompt": 3}')
     (tmp_path / "own.py").write_text("1 / 0")
     flag, name = words.split()
-    cfg = m.read_flags(["--model", str(tmp_path), flag, str(tmp_path / name)])
+    cfg = m.read_flags(["--train", "--model", str(tmp_path), flag, str(tmp_path / name)])
     with pytest.raises(m.UsageError, match=r"line 1\b.*(wanted|not|ZeroDivisionError)"):
         m.own_task(cfg)
 
@@ -1928,7 +1907,6 @@ def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
     differ = max(float((one[name] - two[name]).abs().max()) for name in one)
     assert moved > 3e-3
     assert differ < 1e-4
-    assert len(norms) == 4
     assert norms_of_two == pytest.approx(norms, rel=1e-3)
 
 
@@ -1938,8 +1916,11 @@ def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
         command = Struck(tmp_path, words, TMPDIR=str(tmp_path))
         command.until(beginning)  # at the second one, its workers are being started
         until(lambda: len(command.children()) >= 2)  # noqa: B023
-        command.process.send_signal(signal.SIGTERM)
-        assert command.end(100)[0] == 128 + signal.SIGTERM
+        for _ in range(2):  # the second one changes nothing
+            command.process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        status, output = command.end(100)
+        assert status == 128 + signal.SIGTERM and "Traceback" not in output
         assert not list(tmp_path.glob("monarch_rl_*"))
 
 
@@ -1965,7 +1946,7 @@ def saved_run(folder: Path, **progress: Any) -> Any:
     return run
 
 
-def test_the_newest_checkpoint_that_is_whole_is_used(tmp_path: Path, capsys: Any) -> None:
+def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     checkpoints = m.Checkpoints(tmp_path / "run")
     assert checkpoints.newest() == ("", m.Progress())
     run = saved_run(tmp_path, num_drawn=90, again=[3], in_flight={88, 7}, ended=Counter(lost=2))
@@ -1984,6 +1965,11 @@ def test_the_newest_checkpoint_that_is_whole_is_used(tmp_path: Path, capsys: Any
         newest.write_bytes(damaged)
         assert checkpoints.newest()[0] == str(older)
         assert f"{newest} is damaged" in capsys.readouterr().out
+    newest.write_bytes(whole)
+    monkeypatch.setattr(m, "read_progress", lambda path: open("/proc/self/mem").read())
+    with pytest.raises(OSError):
+        checkpoints.newest()  # the disk fails, and the file may be whole
+    assert newest.is_file()
 
 
 def test_a_failed_save_is_said_and_the_older_one_stays(tmp_path: Path, capsys: Any) -> None:
@@ -1997,21 +1983,18 @@ def test_a_failed_save_is_said_and_the_older_one_stays(tmp_path: Path, capsys: A
     assert "step 2 is not saved: " in capsys.readouterr().out
     assert [path.name for path in checkpoints.paths()] == ["step_00000001.pt"]
 
-    class Full(dict):
-        def __reduce__(self) -> Any:
-            raise OSError("No space left on device")
-
-    with pytest.raises(OSError, match="No space"):
-        m.write_durably(tmp_path / "step_00000003.pt", {"full": Full()})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9999, limit[1]))
+    with pytest.raises(OSError, match="File too large"):
+        m.write_durably(tmp_path / "step_00000003.pt", {"full": torch.zeros(9999)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "step_00000001.pt"]
 
 
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
-    first = m.Checkpoints(tmp_path)
+    _first = m.Checkpoints(tmp_path)
     with pytest.raises(m.UsageError, match="another run uses it"):
         m.Checkpoints(tmp_path)
-    first.lock.close()
-    m.Checkpoints(tmp_path)
 
 
 def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
@@ -2034,9 +2017,32 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) -
         trainer.learner.step(episodes)
         is_equal = torch.equal(parameters(one), parameters(trainer.learner))
         assert is_equal is (restore is m.restore)
+    trainer.learner, trainer.version = one, 0
+    new = adam()
+    one.optimizer.state.clear()
+    one.policy.model.load_state_dict(new.policy.model.state_dict())
+    m.write_checkpoint(trainer, str(tmp_path / "first.pt"), m.progress_state(m.Progress()))
+    trainer.learner = adam()
+    m.restore(trainer, str(tmp_path / "first.pt"))
+    for each in (new, trainer.learner):
+        each.step(episodes)
+    assert torch.equal(parameters(new), parameters(trainer.learner))
     trainer.learner = m.Learner(one.policy, replace(CFG, lr=1e-5))
     m.restore(trainer, str(tmp_path / "saved.pt"))
     assert trainer.learner.optimizer.param_groups[0]["lr"] == 1e-5
+
+
+def test_a_signal_counts_although_the_save_fails() -> None:
+    async def fail() -> None:
+        await asyncio.sleep(0.01)
+        raise ActorError(OSError("No space left on device"))
+
+    async def work() -> None:
+        asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
+        await m.finished(fail())
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(work())
 
 
 def test_prompts_in_flight_are_drawn_again_before_others() -> None:
@@ -2291,12 +2297,6 @@ def test_gae_by_hand() -> None:
     episode = spoken([0, 1, 1, 0, 0, 2], [0.0, 0.9])
     found = m.gae(episode, [9.0, 0.4, 0.5, 9.0, 9.0, 0.7])
     assert found == pytest.approx([0.0, 0.46, 0.36, 0.0, 0.0, 0.2])
-
-
-def test_gae_pays_a_masked_turn_to_the_turn_before() -> None:
-    episode = spoken([0, 1, 1, 0, 0, 3, 3], [0.2, 0.1, 0.6])
-    found = m.gae(episode, [0.0] * 7)
-    assert found == pytest.approx([0, 0.3 + 0.8 * 0.6, 0.3 + 0.8 * 0.6, 0, 0, 0.6, 0.6])
 
 
 def test_a_learner_steps_once_its_critic_is_of_use() -> None:
