@@ -1820,7 +1820,7 @@ NAMED = """additions of 200 lost by the actor|members of 4 that ran under `call`
 |s that `compute` outlasted the pull|witnesses of 3 in the timeline of this process
 |standstills seen by the ping|requests of 400 with the right answer|torn reads of 96 with leases
 |bytes written / bytes needed|k3 of recorded and recomputed|push with a clip / without
-|largest staleness|largest staleness|largest difference of a weight|right letters, critic / batch
+|largest staleness|largest staleness|largest difference of a weight|right letters, critic - batch
 |liked share at the end, with --ask-every|torn reads of 100""".replace("\n", "").split("|")
 
 
