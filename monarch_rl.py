@@ -383,8 +383,7 @@ class Owner(Actor):
 
     @endpoint
     async def handle(self) -> RDMABuffer:
-        with warnings.catch_warnings(action="ignore"):  # there is no network card
-            return RDMABuffer(self.memory)
+        return RDMABuffer(self.memory)
 
     @endpoint
     async def as_message(self) -> Tensor:
@@ -1447,9 +1446,6 @@ class ShardWorker(Worker):
         self.writer.wait()
         return self.writer.written_bytes
 
-    def release(self) -> None:
-        dist.destroy_process_group()
-
 
 @stage(
     instead="pass",
@@ -2439,11 +2435,6 @@ class Trainer(Worker):
             self.writer.wait()
         return stats
 
-    def release(self) -> None:
-        super().release()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
 
 class Generator(Worker):
     """Samples with the newest weights."""
@@ -3258,20 +3249,23 @@ class OwnProcess:
         if not self.executor:
             spawn = multiprocessing.get_context("spawn")
             self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
-            self.pid = None
         try:
             self.pid = self.executor.submit(os.getpid).result()  # once it runs
             future = self.executor.submit(score_group, self.cfg, asked)
             return future.result(self.cfg.reward_deadline)
         except TimeoutError:
             reason = f"no reward within {self.cfg.reward_deadline:g} s"
-        except Exception as error:  # its process has died, for example
+        except Exception as error:  # it has died, perhaps
             reason = f"the reward function: {place_of(error)}"
         if self.pid:
             kill_group(self.pid)
         self.executor.shutdown(wait=False)
         self.executor = None  # the next group gets a new process
         return [reason] * len(asked)
+
+    def __del__(self) -> None:
+        if self.pid:
+            kill_group(self.pid)
 
 
 def lead_process_group() -> None:
@@ -3280,8 +3274,7 @@ def lead_process_group() -> None:
     environ.pop("PYTHONSAFEPATH", None)
     # With fork, a pool in the user's code finds its functions. Monarch sets another.
     multiprocessing.set_start_method("fork", force=True)
-    # When that process ends, its end of this pipe closes, and the kernel kills the group, even if C
-    # code holds the GIL.
+    # When that process ends, this pipe closes, and the kernel kills the group, whoever has the GIL.
     parent: Any = multiprocessing.parent_process()
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
@@ -4626,7 +4619,7 @@ def read_flags(argv: list[str] | None) -> Config:
     unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
     if unknown:
         near = difflib.get_close_matches(unknown[0], [*names, *STAGES], 1)
-        raise UsageError(f"unknown: {unknown[0]}; nearest: {near}")
+        raise UsageError(f"unknown: {unknown[0]}; nearest: {near or 'none'}")
     mistakes = [*mistakes_in(cfg)] or [*mistaken_paths(cfg)]
     if mistakes:
         raise UsageError(mistakes[0])
