@@ -3160,6 +3160,7 @@ class FileTask(Task):
         finals = []
         for text in (str(answer), response):
             final = re.split(r"</think>|####|\\boxed(?=\{)", text)[-1]
+            # Of a box the content counts, not what follows.
             boxed = re.match(r"\{((?:[^{}]|\{[^{}]*\})*)\}", final)
             final = boxed.group(1) if boxed else final.partition("<think>")[0]
             final = unicodedata.normalize("NFC", final).replace("\u2212", "-")
@@ -3264,6 +3265,7 @@ class OwnProcess:
         return [reason] * len(asked)
 
     def __del__(self) -> None:
+        """The reward worker is released: section 6."""
         if self.pid:
             kill_group(self.pid)
 
@@ -4827,11 +4829,14 @@ async def run_command(cfg: Config) -> int:
 
     def end(number: int) -> None:
         received.append(number)
-        if len(received) == 1:  # a second one would interrupt the save
-            task.cancel()
+        task.cancel()
+        for each in ENDING:  # another signal would interrupt the save
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_IGN)
 
+    loop = get_running_loop()
     for number in ENDING:
-        get_running_loop().add_signal_handler(number, end, number)
+        loop.add_signal_handler(number, end, number)
     pool = Pool()
     try:
         with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
