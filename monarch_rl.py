@@ -2642,9 +2642,8 @@ class Run:
         """Groups to train on. Prompts without rewards count as lost."""
         groups: list[Group] = []
         try:
-            seed = (
-                self.cfg.seed % 10**9 * 1_000_000_007
-            )  # and a prompt's number is added
+            # And the number of a prompt is added.
+            seed = self.cfg.seed % 10**9 * 1_000_000_007
             groups = await self.judged(prompts, self.cfg.group_size, seed)
         except (ReplicaLost, ActorError) as error:
             self.note_error(cause_of(error))
@@ -3322,7 +3321,10 @@ async def awaited(result: Any) -> Any:
         return error
 
 
-def rewards_from(result: Any, num_turns: int) -> list[float]:
+def rewards_from(
+    result: Any,
+    num_turns: int,
+) -> list[float]:
     """What `score` returned, as a reward for each turn. A single number is for the last turn."""
     if hasattr(result, "tolist"):  # a tensor of torch, or an array of numpy
         result = result.tolist()
