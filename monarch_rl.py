@@ -542,7 +542,8 @@ class Worker(Actor):
     def release(self) -> None:
         """The last call, before another actor uses this process."""
         # Monarch keeps this object, and so all that it refers to.
-        self.__dict__ = {"name": self.name, "spans": [], "timeline": None}
+        for name in vars(self).keys() - {"name", "spans", "timeline"}:
+            delattr(self, name)
 
 
 def cause_of(error: BaseException) -> str:
