@@ -89,9 +89,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from functools import cache, partial
 from importlib import import_module
+from itertools import count, groupby, islice, pairwise, zip_longest
 from math import ceil
 from os import environ
-from itertools import count, groupby, islice, pairwise, zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
@@ -891,9 +891,9 @@ class Service:
         return Replica(name, processes, worker)
 
     async def _end(self, number: int, replica: Replica) -> None:
-        """At `close` an idle replica's processes go back to the pool. All others are killed."""
-        was_ready = self.replicas.pop(number, None)
-        if was_ready and not replica.in_flight and not replica.lost.done():
+        """At `close` an idle replica of one rank goes back to the pool. All others are killed."""
+        can_return = self.replicas.pop(number, None) and self.num_ranks == 1
+        if can_return and not replica.in_flight and not replica.lost.done():
             with suppress(ActorError, ReplicaLost, TimeoutError):
                 await wait_for(self._ask(replica, "release"), 10)
                 await replica.worker.stop()
@@ -1705,12 +1705,12 @@ class Policy:
     def _end_ids(self) -> list[int]:
         """The ends of a response: by the template, the tokenizer, and the model."""
         chat = [{"role": "user", "content": "question"}, RESPONSE]
-        closing = self._render(chat, False).rpartition("response")[-1]
+        _, found, closing = self._render(chat, False).rpartition("response")
         # If a control token follows the response in the template, it ends the response.
         ends = [
             end
             for end in self.tokenize(closing)[:1]
-            if end in self.control_tokens.values()
+            if found and end in self.control_tokens.values()
         ]
         of_model = self.model.generation_config.eos_token_id
         of_model = of_model if isinstance(of_model, list) else [of_model]
@@ -1733,7 +1733,7 @@ class Policy:
         """The ids that a turn, from 0, appends to the conversation.
 
         For later turns: everything after the last response, including its end token.
-        Raises UsageError if the chat template rewrites earlier turns.
+        Raises UsageError if the template rewrites turns or drops messages.
         """
         earlier: list[Any] = []
         for past in prompt.turns[:turn]:
@@ -1752,8 +1752,10 @@ class Policy:
                 messages[place] = {**message, "content": content}
         whole = self._render([*earlier, *messages], True)
         for each in messages:
-            if each["role"] != "assistant" and each["content"].strip() not in whole:
-                raise UsageError(f"the chat template changes or drops: {each}")
+            # Templates may take switches out of these two.
+            kept = each["role"] not in ("system", "assistant")
+            if kept and each["content"].strip() not in whole:
+                raise UsageError(f"the template changes or drops: {each}")
         if not whole.startswith(before):
             raise UsageError("this chat template changes earlier turns: use one turn")
         ids = []
@@ -2190,7 +2192,7 @@ class Learner:
         ranks get equally many, because FSDP gathers each layer on all ranks at once.
         """
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
-        # Without an advantage a row has no gradient, unless by entropy or a penalty.
+        # Zero advantages have no gradient, except by entropy or a penalty.
         order = [row for row, gains in enumerate(advantage) if any(gains)]
         if cfg.entropy or self.penalty or len(order) < self.num_ranks:
             order = list(range(len(episodes)))
@@ -2636,14 +2638,14 @@ class Run:
             else:
                 prompts.append(next(self.prompts))
                 progress.num_drawn = prompts[-1].number + 1
-        progress.in_flight |= {prompt.number for prompt in prompts}
+            progress.in_flight.add(prompts[-1].number)
         return prompts
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
         """Groups to train on. Prompts without rewards count as lost."""
         groups: list[Group] = []
         try:
-            # And the number of a prompt is added.
+            # Later the number of a prompt is added.
             seed = self.cfg.seed % 10**9 * 1_000_000_007
             groups = await self.judged(prompts, self.cfg.group_size, seed)
         except (ReplicaLost, ActorError) as error:
@@ -2733,7 +2735,7 @@ async def report_waiting(run: Run) -> None:
         await sleep(30)
         if num_steps < len(run.progress.rows):
             continue
-        print(f"           {len(run.replicas())} workers are ready")
+        print(f"           {len(run.replicas())} workers ready")
         for replica in run.replicas():
             start_s = min(replica.in_flight.values(), default=time.time())
             busy = f"busy for {time.time() - start_s:.0f} s"
@@ -3126,6 +3128,8 @@ def prompt_of(
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
+# The content of \boxed{}, with nested braces.
+BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
 NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"
 
 
@@ -3159,13 +3163,11 @@ class FileTask(Task):
             raise ValueError("no answer")
         finals = []
         for text in (str(answer), response):
-            final = re.split(r"</think>|####|\\boxed(?=\{)", text)[-1]
-            # Of a box the content counts, not what follows.
-            boxed = re.match(r"\{((?:[^{}]|\{[^{}]*\})*)\}", final)
-            final = boxed.group(1) if boxed else final.partition("<think>")[0]
+            final = re.split(r"</think>|####", text)[-1].partition("<think>")[0]
+            final = [final, *re.findall(BOX, final)][-1]
             final = unicodedata.normalize("NFC", final).replace("\u2212", "-")
             final = re.sub(r",(?=\d{3})", "", final).casefold()  # 1,000 -> 1000
-            finals.append(final.strip().lstrip(" $(*{").rstrip(" .$)*}"))
+            finals.append(final.strip().lstrip(" \r\n$(*{").rstrip(" \r\n.$)*}"))
         wanted, final = finals
         if not re.fullmatch(NUMBER, wanted):
             return float(wanted == final)
@@ -3178,7 +3180,7 @@ def load_python(spec: str) -> Any:
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
-        raise UsageError(f"{spec}: not FILE.jsonl, FILE.py:NAME")
+        raise UsageError(f"{spec}: not a FILE.py:NAME")
     # After the standard library, which it must not hide; before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
@@ -3188,7 +3190,7 @@ def load_python(spec: str) -> Any:
         raise UsageError(f"{spec}: rename it: a module has its name")
     found = getattr(module, name, None)
     if not callable(found):
-        raise UsageError(f"{spec}: not found, or not callable")
+        raise UsageError(f"{spec}: not a function")
     return found
 
 
@@ -3262,10 +3264,10 @@ class OwnProcess:
             kill_group(self.pid)
         self.executor.shutdown(wait=False)
         self.executor = None  # the next group gets a new process
+        self.pid = None
         return [reason] * len(asked)
 
     def __del__(self) -> None:
-        """The reward worker is released: section 6."""
         if self.pid:
             kill_group(self.pid)
 
@@ -3276,7 +3278,7 @@ def lead_process_group() -> None:
     environ.pop("PYTHONSAFEPATH", None)
     # With fork, a pool in the user's code finds its functions. Monarch sets another.
     multiprocessing.set_start_method("fork", force=True)
-    # When that process ends, this pipe closes, and the kernel kills the group, whoever has the GIL.
+    # When the parent ends, this pipe closes, and the kernel kills the group, whoever has the GIL.
     parent: Any = multiprocessing.parent_process()
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
@@ -3322,10 +3324,7 @@ async def awaited(result: Any) -> Any:
         return error
 
 
-def rewards_from(
-    result: Any,
-    num_turns: int,
-) -> list[float]:
+def rewards_from(result: Any, num_turns: int) -> list[float]:
     """What `score` returned, as a reward for each turn. A single number is for the last turn."""
     if hasattr(result, "tolist"):  # a tensor of torch, or an array of numpy
         result = result.tolist()
@@ -3483,8 +3482,8 @@ async def train_saved(
 ) -> None:
     """Trains until step cfg.steps. Saves and evaluates at multiples of save_every, eval_every.
 
-    With --checkpoint, a cancelled run is saved after the step in progress. Without it the files
-    are for restarts by this command only, in its temporary folder.
+    With --checkpoint, a run that is cancelled, or that an error ends, is saved. Without it the
+    files are for restarts by this command only.
     """
     cfg = run.cfg
     intervals = (cfg.save_every, cfg.eval_every or cfg.steps)
@@ -3689,7 +3688,7 @@ async def train_own(run: Run, checkpoints: Checkpoints) -> Record:
     try:
         async with TaskGroup() as tasks:  # an error of one ends the other
             tasks.create_task(narrate(run))
-            tasks.create_task(train_saved(run, checkpoints, evaluate))
+            await train_saved(run, checkpoints, evaluate)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     seconds = time.time() - start_s
@@ -4645,7 +4644,9 @@ def own_learner(
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = Learner(policy, cfg, rank, cfg.trainers, critic, penalty)
     is_copy = Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
-    if cfg.sft_steps and not (cfg.checkpoint and is_copy):  # it has been supervised
+    if cfg.sft_steps and not (
+        cfg.checkpoint and is_copy
+    ):  # a copy is supervised already
         learner.supervise(own_task(cfg), cfg.sft_steps)
     if reference:  # a copy of version 0, after the supervised steps
         for old, new in zip(reference.model.parameters(), learner.weights, strict=True):

@@ -878,9 +878,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_later_ones() -> N
     prompt = m.letter_task(CFG).prompt(0)
     with pytest.raises(m.UsageError, match="changes earlier turns"):
         policy.prompt_ids(prompt, 1)
-    system = ({"role": "system", "content": "Be kind."}, *prompt.turns[0].messages)
+    tool = ({"role": "tool", "content": "Be kind."}, *prompt.turns[0].messages)
     with pytest.raises(m.UsageError, match=r"drops: .*Be kind"):
-        policy.prompt_ids(m.Prompt(0, (m.Turn(system, ""),)), 0)
+        policy.prompt_ids(m.Prompt(0, (m.Turn(tool, ""),)), 0)
 
 
 # == services ======================================================================================
@@ -1375,13 +1375,14 @@ THINKS = "<think>Rome?</think>\n\nParis"
 RIGHT = [("Paris", "Paris"), (" paris. ", "Paris"), (THINKS, "Paris"), ("7", 7), ("3 + 4 = 7", "7")]
 RIGHT += [("so #### 1,234", 1234), (r"not \boxed{41} but \boxed{42}", "42"), ("is -3.50", "-3.5")]
 RIGHT += [("«7» 👍", "«7» 👍"), (r"thus \boxed{42} holds", 42), ("cafe\u0301", "caf\u00e9")]
-RIGHT += [(r"$\boxed{12}$ cm$^2$", 12), (r"\boxed{42}. Steps: 3.", 42), ("\u22125", -5)]
-RIGHT += [("0.00001", 1e-5), (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), ("Paris\t", "Paris")]
+RIGHT += [(r"$\boxed{12}$ cm$^2$", 12), (r"\boxed{42}. In 3.", 42), ("$$\nx+1\n$$", "x+1")]
+RIGHT += [("\u22125", -5), ("0.00001", 1e-5), ("Paris\t", "Paris")]
+RIGHT += [(r"so \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}")]
 RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5), ("**7**", 7), ("<think>8</think> 7", 7)]
 WRONG_ANSWERS = [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
 WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B")]
-WRONG_ANSWERS += [("\u22125", 5), (r"\boxed{41}. Or 42", 42), ("3e8", 8)]
-WRONG_ANSWERS += [("9" * 20, int("9" * 19 + "8"))]
+WRONG_ANSWERS += [("{a} and {c}", "{a} and {b}"), ("\u22125", 5), (r"\boxed{41}. Or 42", 42)]
+WRONG_ANSWERS += [("9" * 20, int("9" * 19 + "8")), ("3e8", 8)]
 SAME_TEXT = "1e5 1_000 nan Infinity 1/2 3-4 x=2 Rome 7% -0.5 1,234 $5 (7) 2^10 ~".split()
 
 
