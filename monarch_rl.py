@@ -1752,7 +1752,7 @@ class Policy:
                 messages[place] = {**message, "content": content}
         whole = self._render([*earlier, *messages], True)
         for each in messages:
-            # Templates may take switches out of these two.
+            # A template may take a switch out of these.
             kept = each["role"] not in ("system", "assistant")
             if kept and each["content"].strip() not in whole:
                 raise UsageError(f"the template changes or drops: {each}")
@@ -1911,7 +1911,10 @@ def token_logprobs(
     return chosen, -(logp.exp() * logp).sum(-1)
 
 
-def k3(recorded: Tensor, recomputed: Tensor) -> Tensor:
+def k3(
+    recorded: Tensor,
+    recomputed: Tensor,
+) -> Tensor:
     """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
     Its mean over sampled tokens estimates the KL divergence (Schulman 2020); each term is >= 0. By
@@ -3258,7 +3261,7 @@ class OwnProcess:
             return future.result(self.cfg.reward_deadline)
         except TimeoutError:
             reason = f"no reward within {self.cfg.reward_deadline:g} s"
-        except Exception as error:  # it has died, perhaps
+        except Exception as error:  # it may have died
             reason = f"the reward function: {place_of(error)}"
         if self.pid:
             kill_group(self.pid)
@@ -3710,7 +3713,7 @@ async def narrate(run: Run) -> None:
     """Prints and logs each step. The log begins with the checkpoint's steps."""
     rows = run.progress.rows
     log_path = run.cfg.log or os.devnull
-    with open(log_path, "w", buffering=1) as log:  # line by line
+    with open(log_path, "w", buffering=1) as log:  # one line at a time
         for row in rows:
             log.write(json.dumps(row) + "\n")
         for number in range(len(rows), run.cfg.steps):
@@ -4644,9 +4647,8 @@ def own_learner(
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = Learner(policy, cfg, rank, cfg.trainers, critic, penalty)
     is_copy = Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
-    if cfg.sft_steps and not (
-        cfg.checkpoint and is_copy
-    ):  # a copy is supervised already
+    # A copy is supervised already.
+    if cfg.sft_steps and not (cfg.checkpoint and is_copy):
         learner.supervise(own_task(cfg), cfg.sft_steps)
     if reference:  # a copy of version 0, after the supervised steps
         for old, new in zip(reference.model.parameters(), learner.weights, strict=True):
