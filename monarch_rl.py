@@ -3193,7 +3193,7 @@ def load_python(spec: str) -> Any:
         raise UsageError(f"{spec}: rename it: a module has its name")
     found = getattr(module, name, None)
     if not callable(found):
-        raise UsageError(f"{spec}: not a function")
+        raise UsageError(f"{spec}: no such callable")
     return found
 
 
