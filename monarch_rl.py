@@ -383,6 +383,7 @@ class Owner(Actor):
 
     @endpoint
     async def handle(self) -> RDMABuffer:
+        warnings.simplefilter("ignore")  # there is no network card
         return RDMABuffer(self.memory)
 
     @endpoint
@@ -3193,7 +3194,7 @@ def load_python(spec: str) -> Any:
         raise UsageError(f"{spec}: rename it: a module has its name")
     found = getattr(module, name, None)
     if not callable(found):
-        raise UsageError(f"{spec}: no such callable")
+        raise UsageError(f"{spec}: not callable")
     return found
 
 
@@ -3256,7 +3257,7 @@ class OwnProcess:
             spawn = multiprocessing.get_context("spawn")
             self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
         try:
-            self.pid = self.executor.submit(os.getpid).result()  # once it runs
+            self.pid = self.executor.submit(os.getpid).result()
             future = self.executor.submit(score_group, self.cfg, asked)
             return future.result(self.cfg.reward_deadline)
         except TimeoutError:
@@ -4224,7 +4225,7 @@ def own_url() -> str:
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
     if all(environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
         return f"tls://{address}"
-    print("tcp://, not tls://: anyone who can reach these ports can run code here")
+    print("tcp://, not tls://: anyone who reaches these ports can run code here")
     return f"tcp://{address}"
 
 
@@ -4339,7 +4340,7 @@ class HostPool(Pool):
             pid = await wait_for(agent.ping.call_one(), 4 * SILENCE_S)
         except Exception:
             self.started[url] -= 1
-            what = "is its port open, and are both certificates of one CA (tls://)?"
+            what = "is its port open, and are both certificates of one CA?"
             raise RunError(f"no answer from {url}: {what}") from None
         return HostProcess(mesh, [pid], agent, self.lost[url])
 
@@ -4509,7 +4510,7 @@ slider.oninput = () => {
 if (runs.length > 1) slider.oninput();
 </script>
 <input type="range" value="0" aria-label="run" hidden>
-<p>How busy each process was over time; values over the steps.
+<p>How busy each process was; values over the steps.
 """
 
 
@@ -4626,7 +4627,7 @@ def read_flags(argv: list[str] | None) -> Config:
     unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
     if unknown:
         near = difflib.get_close_matches(unknown[0], [*names, *STAGES], 1)
-        raise UsageError(f"unknown: {unknown[0]}; nearest: {near or 'none'}")
+        raise UsageError(f"unknown: {unknown[0]}; nearest: {near}")
     mistakes = [*mistakes_in(cfg)] or [*mistaken_paths(cfg)]
     if mistakes:
         raise UsageError(mistakes[0])
@@ -4792,8 +4793,7 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
             cfg.trainers > 1 and (on_gpu or has_critic)
         ),
         "--prompts-per-step below --trainers": cfg.prompts_per_step < cfg.trainers,
-        "--reward model: one of --reward-workers": is_learned
-        and cfg.reward_workers > 1,
+        "--reward model: --reward-workers 1": is_learned and cfg.reward_workers > 1,
         "--reward model: with --preferences or --ask-every": is_learned != asks,
         "--model: with --train, --evaluate or --export": cfg.model and not is_own,
         "without --model: only --task repeat": is_special and not cfg.model,
@@ -4836,7 +4836,7 @@ async def run_command(cfg: Config) -> int:
     def end(number: int) -> None:
         received.append(number)
         task.cancel()
-        for each in ENDING:  # another signal would interrupt the save
+        for each in ENDING:  # another one would spoil the save
             loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_IGN)
 
