@@ -3262,7 +3262,7 @@ class OwnProcess:
             return future.result(self.cfg.reward_deadline)
         except TimeoutError:
             reason = f"no reward within {self.cfg.reward_deadline:g} s"
-        except Exception as error:  # it may have died
+        except Exception as error:  # or the process died
             reason = f"the reward function: {place_of(error)}"
         if self.pid:
             kill_group(self.pid)
