@@ -305,9 +305,7 @@ async def lost_by_threads(num_additions: int) -> int:
     return num_additions - shared["total"]
 
 
-@stage(
-    instead="@concurrent_endpoint",
-)
+@stage(instead="@concurrent_endpoint")
 async def demo_hello_actor(report: Report) -> None:
     """An actor's state lives in one process, and its calls run one at a time."""
     lost = await lost_by_threads(200)
@@ -338,9 +336,7 @@ async def demo_hello_actor(report: Report) -> None:
 #   failure.
 
 
-@stage(
-    instead="mesh = members.slice(worker=0)",
-)
+@stage(instead="mesh = members.slice(worker=0)")
 async def demo_actor_mesh(report: Report) -> None:
     """One call reaches every member of a mesh; its adverb says which members run and answer."""
     procs = this_host().spawn_procs(per_host={"worker": 4})
@@ -397,17 +393,11 @@ class Owner(Actor):
         return time.time()
 
 
-@stage(
-    instead="mine.copy_(await owner.as_message.call_one())",
-)
+@stage(instead="mine.copy_(await owner.as_message.call_one())")
 async def demo_rdma_transfer(report: Report) -> None:
     """A handle of half a kilobyte moves any number of bytes while the owner's Python is busy."""
     procs = this_host().spawn_procs(per_host={"worker": 1})
-    owner = procs.spawn(
-        "owner",
-        Owner,
-        32 << 20,
-    )
+    owner = procs.spawn("owner", Owner, 32 << 20)
     handle = await owner.handle.call_one()
     report.check("bytes of the handle", len(pickle.dumps(handle)), "<", 1024)
 
@@ -464,9 +454,7 @@ class Witness(Actor):
         await timeline.add.call_one([span])
 
 
-@stage(
-    instead='timeline = this_proc().spawn("timeline", Timeline)',
-)
+@stage(instead='timeline = this_proc().spawn("timeline", Timeline)')
 async def demo_controllers(report: Report) -> None:
     """Actors that never met find one singleton by its name."""
     procs = this_host().spawn_procs(per_host={"worker": 3})
@@ -578,10 +566,7 @@ async def until_dead(pid: int) -> str:
         os.close(pidfd)
 
 
-async def until_unresponsive(
-    worker: Any,
-    unresponsive_s: float,
-) -> str:
+async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
     """Pings the worker until it does not answer, and returns the reason."""
     while True:
         ping = worker.ping.call()
@@ -638,9 +623,7 @@ async def who_hears(trouble: str) -> dict[str, float]:
     return heard_s
 
 
-@stage(
-    instead="await ping",
-)
+@stage(instead="await ping")
 async def demo_supervision(report: Report) -> None:
     """Exceptions, deaths and standstills are detected; slow or endless work is not."""
     troubles = ("exception", "death", "standstill", "endless")
@@ -650,9 +633,7 @@ async def demo_supervision(report: Report) -> None:
     report.table([{"failure": trouble, **by} for trouble, by in heard.items()])
     report.check("observers of the exception", len(heard["exception"]), "==", 1)
     report.check("deaths seen by the pidfd", int("pidfd" in heard["death"]), "==", 1)
-    report.check(
-        "standstills seen by the ping", int("ping" in heard["standstill"]), "==", 1
-    )
+    report.check("standstills seen by the ping", int("ping" in heard["standstill"]), "==", 1)
     report.check("observers of endless work", len(heard["endless"]), "==", 0)
 
 
@@ -798,9 +779,7 @@ class Service:
         await self.until_ready(self.num_replicas)
 
     def ready(self) -> list[Replica]:
-        return [
-            replica for replica in self.replicas.values() if not replica.lost.done()
-        ]
+        return [replica for replica in self.replicas.values() if not replica.lost.done()]
 
     async def until_ready(self, num_replicas: int) -> None:
         while len(self.ready()) < num_replicas and not self.error:
@@ -857,9 +836,7 @@ class Service:
             try:
                 # Imports hold the GIL for seconds, hence the patience.
                 async with replica.watched(max(30.0, self.unresponsive_s)):
-                    replica.result = await self._ask(
-                        replica, "setup", number, *self.setup_args
-                    )
+                    replica.result = await self._ask(replica, "setup", number, *self.setup_args)
                 if loss:
                     loss.replaced_s = time.time()
                     loss = None
@@ -917,9 +894,7 @@ class RootWorker(Worker):
         return math.sqrt(number)
 
 
-@stage(
-    instead="raise",
-)
+@stage(instead="raise")
 async def demo_service(report: Report) -> None:
     """Every request is answered once, although replicas die and stand still."""
     service = Service(RootWorker, 4, report.pool, unresponsive_s=2.0)
@@ -994,10 +969,7 @@ Manifest = tuple[TensorSpec, ...]
 Weights = dict[str, "Tensor"]  # by name
 
 
-def manifest_of(
-    tensors: Weights,
-    dtype: torch.dtype | None = None,
-) -> Manifest:
+def manifest_of(tensors: Weights, dtype: torch.dtype | None = None) -> Manifest:
     """The layout of tensors in a slot. dtype: of floating-point tensors in the slot."""
     specs = []
     offset = 0
@@ -1090,10 +1062,7 @@ class Arena:
             self.words[self.LATEST] = slot
 
 
-def create_arena(
-    manifest: Manifest,
-    num_readers: int,
-) -> tuple[ArenaHandle, Arena]:
+def create_arena(manifest: Manifest, num_readers: int) -> tuple[ArenaHandle, Arena]:
     """An arena, which other processes can map while this one lives."""
     last = manifest[-1]
     num_pages = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE)
@@ -1124,10 +1093,7 @@ class WeightWriter:
     copying: Future[None] | None = None
 
     def __init__(
-        self,
-        tensors: Weights,
-        num_readers: int,
-        dtype: torch.dtype | None = None,
+        self, tensors: Weights, num_readers: int, dtype: torch.dtype | None = None
     ) -> None:
         self.tensors = tensors
         manifest = manifest_of(tensors, dtype)
@@ -1175,12 +1141,7 @@ class WeightReader:
     On a CPU they become views of the slot, so nothing is copied. On a GPU they are filled.
     """
 
-    def __init__(
-        self,
-        handle: ArenaHandle,
-        reader: int,
-        tensors: Weights,
-    ) -> None:
+    def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
         for theirs, mine in zip_longest(handle.manifest, manifest_of(tensors)):
             if theirs != mine:
                 raise ValueError(f"the writer has {theirs}, the reader {mine}")
@@ -1201,9 +1162,7 @@ class WeightReader:
             version, slot = self.arena.lease(self.reader)
         if slot != self.slot:  # the same slot has the same weights
             self.slot = slot
-            for tensor, view in zip(
-                self.tensors.values(), self.views[slot], strict=True
-            ):
+            for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
                 if tensor.is_cuda:
                     tensor.data.copy_(view)
                 else:
@@ -1222,20 +1181,10 @@ def blocks(num_blocks: int) -> Weights:
 class ReaderWorker(Worker):
     """Reads weights of which each version is filled with one number."""
 
-    def setup(
-        self,
-        number: int,
-        make_reader: Callable[..., WeightReader],
-        num_blocks: int,
-    ) -> None:
+    def setup(self, number: int, make_reader: Callable[..., WeightReader], num_blocks: int) -> None:
         self.reader = make_reader(number, blocks(num_blocks))
 
-    def read(
-        self,
-        num_reads: int,
-        num_versions: int,
-        keeps_lease: bool,
-    ) -> tuple[int, float]:
+    def read(self, num_reads: int, num_versions: int, keeps_lease: bool) -> tuple[int, float]:
         """(torn reads, median ms of a pull). A read is torn if two of its numbers differ.
 
         As a rollout does, each read lasts until so many newer versions have come.
@@ -1282,9 +1231,7 @@ def measure_publish(writer: WeightWriter) -> float:
     return median(ratios)
 
 
-@stage(
-    instead="pass",
-)
+@stage(instead="pass")
 async def demo_weight_sync(report: Report) -> None:
     """A generator never samples from half-updated weights, and a sync is one memory copy."""
     torch.set_num_threads(1)
@@ -1296,9 +1243,7 @@ async def demo_weight_sync(report: Report) -> None:
         service = Service(ReaderWorker, num_readers, report.pool, (make_reader, 32))
         await service.begin()
         row = {"publish x memmove": measure_publish(writer)}
-        report.figure(
-            **{f"publish_over_memmove_{num_readers}": row["publish x memmove"]}
-        )
+        report.figure(**{f"publish_over_memmove_{num_readers}": row["publish x memmove"]})
         version = 0
         reads = []
         read_args = ("read", 32 // num_readers, 2, leases == "with")
@@ -1318,9 +1263,7 @@ async def demo_weight_sync(report: Report) -> None:
     report.table(rows)
     report.check("torn reads of 32 without leases", num_torn["without"], ">", 0)
     report.check("torn reads of 96 with leases", num_torn["with"], "==", 0)
-    report.figure(
-        torn_reads=num_torn["with"], torn_reads_without_leases=num_torn["without"]
-    )
+    report.figure(torn_reads=num_torn["with"], torn_reads_without_leases=num_torn["without"])
 
 
 # == 8. RESHARD ====
@@ -1342,12 +1285,7 @@ Index = tuple[int, ...]
 Box = tuple[slice, ...]  # of a tensor, in each dimension: `tensor[box]` is a view of it
 
 
-def box_of(
-    shape: Index,
-    mesh_shape: Index,
-    placements: Any,
-    coordinate: Index,
-) -> Box:
+def box_of(shape: Index, mesh_shape: Index, placements: Any, coordinate: Index) -> Box:
     """The box of a DTensor that the rank at this coordinate of a mesh holds.
 
     placements: for each dimension of the mesh, Shard(dim of the tensor) or Replicate().
@@ -1366,9 +1304,7 @@ def box_of(
 class ShardedWriter(WeightWriter):
     """One rank of a trainer of several ranks, with DTensors. All write into the same slot."""
 
-    def __init__(
-        self, tensors: Record, num_readers: int, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, tensors: Record, num_readers: int, dtype: torch.dtype | None = None) -> None:
         # A group of its own: the copy runs beside the next step's collectives.
         self.group: Any = dist.new_group(backend="gloo")
         self.rank = dist.get_rank()
@@ -1410,11 +1346,7 @@ class ShardedWriter(WeightWriter):
                 self.written_bytes += target.nbytes
 
 
-def form_group(
-    meeting_file: str,
-    rank: int,
-    num_ranks: int,
-) -> None:
+def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
     """Makes this process a member of a gloo group. Waits until all have come."""
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
@@ -1449,9 +1381,7 @@ class ShardWorker(Worker):
         return self.writer.written_bytes
 
 
-@stage(
-    instead="pass",
-)
+@stage(instead="pass")
 async def demo_reshard(report: Report) -> None:
     """From one sharding to another, each byte that is needed is written once."""
     setup_args = (str(report.folder / "shards"), 2)
@@ -1637,12 +1567,7 @@ def place_of(error: BaseException) -> str:
     return "".join(places[-1:]) + text[:300]
 
 
-def called(
-    where: str,
-    call: Callable[..., Any],
-    *args: Any,
-    **options: Any,
-) -> Any:
+def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """The result of somebody else's code. Its exceptions become UsageErrors."""
     try:
         return call(*args, **options)
@@ -1820,10 +1745,7 @@ class Decoder:
 
 
 def respond(
-    policy: Policy,
-    episodes: list[Episode],
-    turn: int,
-    rng: torch.Generator | None,
+    policy: Policy, episodes: list[Episode], turn: int, rng: torch.Generator | None
 ) -> None:
     """Samples a response for each episode, in one batch; a row that has ended leaves it.
 
@@ -1846,19 +1768,13 @@ def respond(
             decoder.select(going_on)
     for episode in episodes:
         said = episode.ids[episode.turn_of.index(turn) :]
-        episode.responses.append(
-            policy.tokenizer.decode(said, skip_special_tokens=True)
-        )
+        episode.responses.append(policy.tokenizer.decode(said, skip_special_tokens=True))
         episode.truncated.append(said[-1] not in policy.end_ids)
 
 
 @torch.inference_mode()
 def rollout(
-    policy: Policy,
-    prompts: list[Prompt],
-    group_size: int,
-    seed: int | None,
-    version: int = 0,
+    policy: Policy, prompts: list[Prompt], group_size: int, seed: int | None, version: int = 0
 ) -> list[Episode]:
     """group_size episodes per prompt, less those beyond the context.
 
@@ -1867,14 +1783,10 @@ def rollout(
     rng = None
     if seed is not None:
         rng = torch.Generator(policy.device).manual_seed(seed)
-    episodes = [
-        Episode(prompt, version) for prompt in prompts for _ in range(group_size)
-    ]
+    episodes = [Episode(prompt, version) for prompt in prompts for _ in range(group_size)]
     longest = policy.context - policy.max_new_tokens
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        said = {
-            p.number: policy.prompt_ids(p, turn) for p in prompts if turn < len(p.turns)
-        }
+        said = {p.number: policy.prompt_ids(p, turn) for p in prompts if turn < len(p.turns)}
         speaking = []
         for episode in episodes:
             ids = said.get(episode.prompt.number)
@@ -1891,31 +1803,20 @@ def rollout(
 # -- 9e. What the trainer sees ---
 
 
-def token_logprobs(
-    policy: Policy,
-    ids: Tensor,
-    is_sampled: Tensor,
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N] and entropies [N] of the sampled tokens.
 
     ids: [B, T], padded on the right. is_sampled: [B, T - 1], of the tokens from the second on.
     """
     columns = is_sampled.any(0).nonzero().flatten()  # sampled in any row
-    logits = policy.forward(
-        ids[:, :-1],
-        use_cache=False,
-        logits_to_keep=columns,
-    )
+    logits = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)
     logits = logits[is_sampled[:, columns]].float()  # [N, V], row by row
     logp = (logits / policy.temperature).log_softmax(-1)
     chosen = logp.gather(1, ids[:, 1:][is_sampled][:, None]).squeeze(1)
     return chosen, -(logp.exp() * logp).sum(-1)
 
 
-def k3(
-    recorded: Tensor,
-    recomputed: Tensor,
-) -> Tensor:
+def k3(recorded: Tensor, recomputed: Tensor) -> Tensor:
     """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
 
     Its mean over sampled tokens estimates the KL divergence (Schulman 2020); each term is >= 0. By
@@ -1926,10 +1827,7 @@ def k3(
 
 
 @torch.no_grad()
-def scored(
-    policy: Policy,
-    episodes: list[Episode],
-) -> tuple[Tensor, Tensor]:
+def scored(policy: Policy, episodes: list[Episode]) -> tuple[Tensor, Tensor]:
     """[N] log-probabilities each: recorded, and by the trainer's pass."""
     recorded = []
     recomputed = []
@@ -1942,9 +1840,7 @@ def scored(
     return torch.cat(recorded), torch.cat(recomputed)
 
 
-@stage(
-    instead="logits = self.logits.bfloat16()",
-)
+@stage(instead="logits = self.logits.bfloat16()")
 async def demo_rollout(report: Report) -> None:
     """What was recorded while sampling is what the trainer recomputes."""
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
@@ -1981,10 +1877,7 @@ async def demo_rollout(report: Report) -> None:
 # Watch the reward and held-out accuracy instead.
 
 
-def advantages(
-    rewards: Tensor,
-    kind: str,
-) -> Tensor:
+def advantages(rewards: Tensor, kind: str) -> Tensor:
     """Rewards [..., G] of groups -> advantages [..., G].
 
     By example, an easy prompt and a hard one:
@@ -2016,32 +1909,17 @@ MAX_RATIO = 2.0  # maximum weight of a sample in decoupled
 MAX_BAD_RATIO = 3.0  # beyond this a token with A < 0 has no gradient: see ppo
 
 
-def ratio_of(
-    logp: Tensor,
-    recorded: Tensor,
-) -> Tensor:
+def ratio_of(logp: Tensor, recorded: Tensor) -> Tensor:
     """The ratio r, without overflow."""
     return (logp - recorded).clamp(max=20).exp()
 
 
-def reinforce(
-    logp: Any,
-    recorded: Any,
-    near: Any,
-    A: Any,
-    cfg: Config,
-) -> Tensor:
+def reinforce(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
     """Williams 1992. No ratio: right for fresh samples only."""
     return -A * logp
 
 
-def ppo(
-    logp: Any,
-    recorded: Any,
-    near: Any,
-    A: Any,
-    cfg: Config,
-) -> Tensor:
+def ppo(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
     """Schulman 2017, with the dual clip of Ye 2020.
 
     By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and
@@ -2055,13 +1933,7 @@ def ppo(
     return -torch.where(A < 0, gain.clamp(min=MAX_BAD_RATIO * A), gain)
 
 
-def decoupled(
-    logp: Any,
-    recorded: Any,
-    near: Any,
-    A: Any,
-    cfg: Config,
-) -> Tensor:
+def decoupled(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
     """AReaL (Fu 2025): clips exp(logp - near), which is 1 in the first update on a batch."""
     return ratio_of(near, recorded).clamp(max=MAX_RATIO) * ppo(logp, near, near, A, cfg)
 
@@ -2091,10 +1963,7 @@ def groups_of(episodes: list[Episode]) -> list[list[Episode]]:
     return [list(members) for _, members in groups]
 
 
-def advantages_of(
-    episodes: list[Episode],
-    kind: str,
-) -> list[list[float]]:
+def advantages_of(episodes: list[Episode], kind: str) -> list[list[float]]:
     """Of each token of each episode; 0 where it was not sampled."""
     found = []
     for group in groups_of(episodes):
@@ -2108,10 +1977,7 @@ def advantages_of(
     return found
 
 
-def padded(
-    rows: list[list[Any]],
-    device: torch.device,
-) -> Tensor:
+def padded(rows: list[list[Any]], device: torch.device) -> Tensor:
     """[B, T], with zeros on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
@@ -2185,10 +2051,7 @@ class Learner:
             self._update(optimizer, cfg, self._batches(cfg, episodes, advantage), None)
 
     def _batches(
-        self,
-        cfg: Config,
-        episodes: list[Episode],
-        advantage: list[list[float]],
+        self, cfg: Config, episodes: list[Episode], advantage: list[list[float]]
     ) -> list[Batch]:
         """The micro-batches of this rank, each of about cfg.tokens_per_pass.
 
@@ -2212,18 +2075,12 @@ class Learner:
             ids = padded([row.ids for row in rows], device)
             is_sampled = padded([row.turn_of for row in rows], device)[:, 1:] > 0
             recorded = padded([row.logprobs for row in rows], device)[:, 1:][is_sampled]
-            gains = padded([advantage[row] for row in mine[start:end]], device)[:, 1:][
-                is_sampled
-            ]
+            gains = padded([advantage[row] for row in mine[start:end]], device)[:, 1:][is_sampled]
             batches.append(Batch(num_tokens, ids, is_sampled, recorded, gains))
         return batches
 
     def _update(
-        self,
-        optimizer: torch.optim.Optimizer,
-        cfg: Config,
-        batches: list[Batch],
-        penalty: Any,
+        self, optimizer: torch.optim.Optimizer, cfg: Config, batches: list[Batch], penalty: Any
     ) -> StepStats:
         """One update; gradients add up over `batches`."""
         start = time.perf_counter()
@@ -2232,17 +2089,13 @@ class Learner:
             logp, entropy = token_logprobs(self.policy, batch.ids, batch.is_sampled)
             if batch.near is None:
                 batch.near = logp.detach()
-            loss = LOSSES[cfg.loss](
-                logp, batch.recorded, batch.near, batch.advantage, cfg
-            )
+            loss = LOSSES[cfg.loss](logp, batch.recorded, batch.near, batch.advantage, cfg)
             loss = loss - cfg.entropy * entropy
             if penalty:
                 loss = loss + penalty(batch, logp)
             # FSDP takes the mean of the ranks' gradients; what is wanted is their sum.
             (loss.sum() / max(batch.num_tokens, 1) * self.num_ranks).backward()
-            found.append(
-                torch.stack([loss, entropy, k3(batch.recorded, logp)]).detach()
-            )
+            found.append(torch.stack([loss, entropy, k3(batch.recorded, logp)]).detach())
         grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self.weights, 1.0)))
         if math.isfinite(grad_norm):  # else the weights stay, and the log shows it
             optimizer.step()
@@ -2250,10 +2103,7 @@ class Learner:
         of_tokens = torch.cat(found, dim=1)
         means = (of_tokens.sum(1) / max(of_tokens.shape[1], 1)).tolist()
         return StepStats(
-            batches[0].num_tokens,
-            *means,
-            grad_norm=grad_norm,
-            seconds=time.perf_counter() - start,
+            batches[0].num_tokens, *means, grad_norm=grad_norm, seconds=time.perf_counter() - start
         )
 
 
@@ -2262,10 +2112,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
 
 
-def training_prompts(
-    task: Task,
-    first: int = 0,
-) -> Iterator[Prompt]:
+def training_prompts(task: Task, first: int = 0) -> Iterator[Prompt]:
     """The prompts of a task from this number on, without those that are held out."""
     last = first
     for number in count(first):
@@ -2277,11 +2124,7 @@ def training_prompts(
             raise UsageError("all prompts of the task are held out")
 
 
-def episode_with(
-    policy: Policy,
-    prompt: Prompt,
-    responses: list[str],
-) -> Episode:
+def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episode:
     """The episode with these responses, as if they had been sampled."""
     episode = Episode(prompt, responses=responses)
     for turn, response in enumerate(responses):
@@ -2346,9 +2189,7 @@ class Known:
         return float((self.old.softmax(-1) * difference).sum(-1).mean())
 
 
-@stage(
-    instead="gain = A * ratio",
-)
+@stage(instead="gain = A * ratio")
 async def demo_losses(report: Report) -> None:
     """A baseline lowers noise, a ratio lowers the bias of staleness, a clip bounds the push."""
     rng = torch.Generator().manual_seed(0)
@@ -2446,12 +2287,7 @@ class Trainer(Worker):
 class Generator(Worker):
     """Samples with the newest weights."""
 
-    def setup(
-        self,
-        number: int,
-        cfg: Config,
-        make_reader: Callable[..., WeightReader],
-    ) -> None:
+    def setup(self, number: int, cfg: Config, make_reader: Callable[..., WeightReader]) -> None:
         """Loads the policy. The arena may not exist yet."""
         torch.set_num_threads(num_threads(cfg))
         self.number = number
@@ -2478,12 +2314,7 @@ class Generator(Worker):
 class RewardWorker(Worker):
     """Computes rewards."""
 
-    def setup(
-        self,
-        number: int,
-        cfg: Config,
-        make_scorer: Callable[[Config], Any],
-    ) -> None:
+    def setup(self, number: int, cfg: Config, make_scorer: Callable[[Config], Any]) -> None:
         self.score_group = make_scorer(cfg)
 
     def score(self, groups: list[Asked]) -> list[Rewards]:
@@ -2493,11 +2324,7 @@ class RewardWorker(Worker):
 # -- 11b. A run ---
 
 
-def make_learner(
-    policy: Policy,
-    cfg: Config,
-    rank: int,
-) -> Learner:
+def make_learner(policy: Policy, cfg: Config, rank: int) -> Learner:
     """The learner of a trainer's rank, after its supervised steps."""
     learner = Learner(policy, cfg, rank, cfg.trainers)
     learner.supervise(letter_task(cfg), cfg.sft_steps)
@@ -2537,11 +2364,7 @@ class RunError(RuntimeError):
     """The run cannot go on."""
 
 
-async def in_parts(
-    items: list[Any],
-    num_parts: int,
-    ask: Callable[..., Any],
-) -> list[Any]:
+async def in_parts(items: list[Any], num_parts: int, ask: Callable[..., Any]) -> list[Any]:
     """Splits items, asks for the answers to all parts at once, and joins them."""
     size = ceil(len(items) / num_parts) if items else 1
     parts = [items[start : start + size] for start in range(0, len(items), size)]
@@ -2596,9 +2419,7 @@ class Run:
         self.version = len(progress.rows)  # of the trainer's weights
         args = (cfg, parts.make_learner, meeting_file, self.version)
         # A lost trainer has lost the newest weights, so it ends the run.
-        self.trainer = service(
-            Trainer, 1, pool, args, num_ranks=cfg.trainers, replaces=False
-        )
+        self.trainer = service(Trainer, 1, pool, args, num_ranks=cfg.trainers, replaces=False)
         args = (cfg, parts.make_reader)
         self.generators = service(Generator, cfg.generators, generator_pool, args)
         args = (cfg, parts.make_scorer)
@@ -2654,9 +2475,7 @@ class Run:
             groups = await self.judged(prompts, self.cfg.group_size, seed)
         except (ReplicaLost, ActorError) as error:
             self.note_error(cause_of(error))
-        self.progress.end(
-            "lost", {prompt.number for prompt in prompts} - numbers_of(groups)
-        )
+        self.progress.end("lost", {prompt.number for prompt in prompts} - numbers_of(groups))
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
         return groups
 
@@ -2665,12 +2484,7 @@ class Run:
             print(f"           not scored: {error}")
         self.errors[error] += 1
 
-    async def judged(
-        self,
-        prompts: list[Prompt],
-        group_size: int,
-        seed: int | None,
-    ) -> list[Group]:
+    async def judged(self, prompts: list[Prompt], group_size: int, seed: int | None) -> list[Group]:
         """Groups of scored episodes. If only one of several has a reward, none is kept."""
 
         async def rollout(some: list[Prompt]) -> list[Episode]:
@@ -2746,10 +2560,7 @@ async def report_waiting(run: Run) -> None:
             print(f"           {replica.name}, process {replica.processes.ids}: {busy}")
 
 
-def held_out_prompts(
-    task: Task,
-    num_prompts: int,
-) -> list[Prompt]:
+def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
     """The first held-out prompts of a task, each once, or fewer."""
     found: dict[str, Prompt] = {}
     for number in range(50 * num_prompts):
@@ -2771,10 +2582,7 @@ async def finished(work: Awaitable[Any]) -> Any:
     return task.result()
 
 
-async def train_sync(
-    run: Run,
-    num_steps: int,
-) -> None:
+async def train_sync(run: Run, num_steps: int) -> None:
     """Sample, score, train. A step needs a group for each rank."""
     groups: list[Group] = []
     while num_steps > 0:
@@ -2804,19 +2612,12 @@ async def begin_demo(report: Report) -> Run:
 
 async def cpu_s(run: Run) -> float:
     """Seconds of CPU time of all workers and this process."""
-    calls = [
-        replica.worker.run.call(lambda _: time.process_time())
-        for replica in run.replicas()
-    ]
+    calls = [replica.worker.run.call(lambda _: time.process_time()) for replica in run.replicas()]
     of_ranks = [sum(answer.values()) for answer in await gather(*calls)]
     return sum(of_ranks) + time.process_time()
 
 
-async def measure(
-    run: Run,
-    training: Awaitable[None],
-    num_steps: int,
-) -> dict[str, float]:
+async def measure(run: Run, training: Awaitable[None], num_steps: int) -> dict[str, float]:
     """Speed and busy shares of so many steps."""
     start_s = time.time()
     start_cpu_s = await cpu_s(run)
@@ -2833,9 +2634,7 @@ async def measure(
     }
 
 
-@stage(
-    instead="version = 0",
-)
+@stage(instead="version = 0")
 async def demo_sync_rl(report: Report) -> None:
     """The loop, one thing at a time: both programs agree, and the reward rises."""
     run = await begin_demo(report)
@@ -2844,9 +2643,7 @@ async def demo_sync_rl(report: Report) -> None:
     after = await run.evaluate() or 0.0
     k3_max = max(row["k3"] for row in run.progress.rows)
     report.check("largest k3 of recorded and recomputed", k3_max, "<", 1e-10)
-    report.check(
-        "largest staleness", max(row["staleness"] for row in run.progress.rows), "==", 0
-    )
+    report.check("largest staleness", max(row["staleness"] for row in run.progress.rows), "==", 0)
     report.check(f"held-out accuracy of {len(run.held_out)}", after, ">", before + 0.2)
     report.figure(heldout_before=before, heldout_after=after)
     await run.close()
@@ -2879,12 +2676,7 @@ class ReplayBuffer:
     One event loop runs all its methods, so it needs no thread lock.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        bound: int,
-        num_batches: int,
-    ) -> None:
+    def __init__(self, run: Run, bound: int, num_batches: int) -> None:
         self.run = run
         self.bound = bound
         self.batch_size = run.cfg.prompts_per_step
@@ -2927,10 +2719,7 @@ class ReplayBuffer:
                 self.changed.notify_all()  # there is room now
 
 
-async def generate(
-    buffer: ReplayBuffer,
-    tasks: TaskGroup,
-) -> None:
+async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
     """Consumes prompts, waits for room, produces requests; ends when it is cancelled."""
     cfg = buffer.run.cfg
     # A request has a fixed cost, so it is large: each generator's share of K batches, at most one.
@@ -2941,10 +2730,7 @@ async def generate(
         tasks.create_task(buffer.fill(prompts))
 
 
-async def learn(
-    buffer: ReplayBuffer,
-    num_steps: int,
-) -> None:
+async def learn(buffer: ReplayBuffer, num_steps: int) -> None:
     """Consumes batches, waits for the trainer, frees capacity; ends after num_steps.
 
     If it is cancelled, it finishes the steps that the trainer has.
@@ -2965,11 +2751,7 @@ async def learn(
 
 
 @asynccontextmanager
-async def generating(
-    run: Run,
-    bound: int,
-    num_batches: int = 0,
-) -> AsyncIterator[ReplayBuffer]:
+async def generating(run: Run, bound: int, num_batches: int = 0) -> AsyncIterator[ReplayBuffer]:
     """Inside this context, groups are sampled. Those that are left at its end are dropped."""
     buffer = ReplayBuffer(run, bound, num_batches or bound + 1)
     try:
@@ -2982,12 +2764,7 @@ async def generating(
     run.progress.end("dropped", numbers_of(buffer.ready))
 
 
-async def train_async(
-    run: Run,
-    bound: int,
-    num_steps: int,
-    num_batches: int = 0,
-) -> None:
+async def train_async(run: Run, bound: int, num_steps: int, num_batches: int = 0) -> None:
     """Both loops, for so many steps."""
     async with generating(run, bound, num_batches) as buffer:
         await learn(buffer, num_steps)
@@ -2996,20 +2773,13 @@ async def train_async(
 # -- measurement ---
 
 
-async def strike(
-    run: Run,
-    service: Service,
-    at_step: int,
-    how: signal.Signals,
-) -> None:
+async def strike(run: Run, service: Service, at_step: int, how: signal.Signals) -> None:
     while run.version < at_step:
         await sleep(0.01)
     os.kill(service.replicas[0].processes.ids[0], how)
 
 
-@stage(
-    instead="if False:",
-)
+@stage(instead="if False:")
 async def demo_async_rl(report: Report) -> None:
     """Two loops and a buffer: staleness is bounded, and lost workers are replaced."""
     bound = max(1, report.cfg.max_staleness)
@@ -3018,9 +2788,7 @@ async def demo_async_rl(report: Report) -> None:
     sync = await measure(run, train_sync(run, 60), 60)
     together = await measure(run, train_async(run, bound, 140), 140)
     after = await run.evaluate() or 0.0
-    report.table(
-        [{"loop": "synchronous", **sync}, {"loop": "asynchronous", **together}]
-    )
+    report.table([{"loop": "synchronous", **sync}, {"loop": "asynchronous", **together}])
 
     await gather(
         strike(run, run.generators, 210, signal.SIGKILL),
@@ -3035,9 +2803,7 @@ async def demo_async_rl(report: Report) -> None:
     report.check("largest staleness", bounded, "<", bound + 1)
     report.check("largest staleness with the bound raised by 8", unbounded, ">", bound)
     report.check("workers lost and replaced", len(losses), "==", 2)
-    report.check(
-        "groups lost or still in flight", counts["lost"] + counts["in_flight"], "==", 0
-    )
+    report.check("groups lost or still in flight", counts["lost"] + counts["in_flight"], "==", 0)
     report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
     report.figure(
         steps_per_s=together["steps/s"],
@@ -3109,11 +2875,7 @@ class WordTask(Task):
         return num_right / max(len(right), len(said)) / 2
 
 
-def prompt_of(
-    number: int,
-    record: Any,
-    where: str,
-) -> Prompt:
+def prompt_of(number: int, record: Any, where: str) -> Prompt:
     """Converts {"prompt": text or messages, "answer": ...}, its JSON, or a Prompt, to a Prompt."""
     if isinstance(record, Prompt):
         return replace(record, number=number)
@@ -3126,9 +2888,7 @@ def prompt_of(
         if said[-1:] in ([], ["assistant"]):
             raise ValueError("no question at its end")
     except Exception as error:  # of many types
-        raise UsageError(
-            f'{where}: not {{"prompt": text or messages}}: {error!r}'
-        ) from error
+        raise UsageError(f'{where}: not {{"prompt": text or messages}}: {error!r}') from error
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
@@ -3235,9 +2995,7 @@ def own_task(cfg: Config) -> Task:
     if cfg.task.endswith(".jsonl"):
         task = FileTask(cfg.task, cfg.seed)
         answers = [p.turns[0].answer for p in task.prompts]
-        if not cfg.reward and not all(
-            isinstance(a, str | int | float) for a in answers
-        ):
+        if not cfg.reward and not all(isinstance(a, str | int | float) for a in answers):
             raise UsageError(f"--task {cfg.task}: its answers need --reward")
         return OwnTask(task, reward)
     return OwnTask(called(cfg.task, load_python(cfg.task)), reward)
@@ -3410,9 +3168,7 @@ class Checkpoints:
 def progress_state(progress: Progress) -> Record:
     """The progress as a dict. Groups in flight move to `again`. asdict breaks a Counter."""
     again = sorted(progress.in_flight | {*progress.again})
-    return asdict(
-        replace(progress, again=again, in_flight=set(), ended=dict(progress.ended))
-    )
+    return asdict(replace(progress, again=again, in_flight=set(), ended=dict(progress.ended)))
 
 
 def read_progress(path: Path) -> Progress:
@@ -3425,11 +3181,7 @@ def read_progress(path: Path) -> Progress:
     return Progress(**state | {"in_flight": set(), "ended": Tally(state["ended"])})
 
 
-def write_checkpoint(
-    trainer: Trainer,
-    path: str,
-    progress: Record,
-) -> None:
+def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     """Runs in each rank: all gather the state, and rank 0 writes it."""
     learner: Any = trainer.learner
     full = dcp.StateDictOptions(full_state_dict=True)
@@ -3480,9 +3232,7 @@ def restore(trainer: Trainer, path: str) -> None:
 
 
 async def train_saved(
-    run: Run,
-    checkpoints: Checkpoints,
-    evaluate: Callable[[], Awaitable[Any]],
+    run: Run, checkpoints: Checkpoints, evaluate: Callable[[], Awaitable[Any]]
 ) -> None:
     """Trains until step cfg.steps. Saves and evaluates at multiples of save_every, eval_every.
 
@@ -3561,10 +3311,7 @@ def restore_weights(trainer: Trainer, path: str) -> None:
 
 
 async def train_killed(
-    report: Report,
-    cfg: Config,
-    killed_after: int,
-    load: Callable[[Trainer, str], None],
+    report: Report, cfg: Config, killed_after: int, load: Callable[[Trainer, str], None]
 ) -> tuple[Progress, list[Tensor]]:
     """Trains. killed_after: the step after which the trainer is killed once, or 0."""
     checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
@@ -3577,22 +3324,16 @@ async def train_killed(
         await gather(*tasks)
         return run.progress, await run.trainer.request(weights_of)
 
-    return await with_restarts(
-        checkpoints, partial(Run, cfg, *places, Parts()), work, load
-    )
+    return await with_restarts(checkpoints, partial(Run, cfg, *places, Parts()), work, load)
 
 
-@stage(
-    instead="pass",
-)
+@stage(instead="pass")
 async def demo_recovery(report: Report) -> None:
     """A run whose trainer dies goes on from a checkpoint, bit for bit, and skips no prompt.
 
     12 synchronous steps: undisturbed; killed at random; killed, and resumed without moments.
     """
-    cfg = replace(
-        demo_config(report.cfg), steps=12, save_every=4, max_staleness=0, sft_steps=0
-    )
+    cfg = replace(demo_config(report.cfg), steps=12, save_every=4, max_staleness=0, sft_steps=0)
     step = random.randint(5, 10)
     kinds = {
         "undisturbed": (0, restore),
@@ -3637,9 +3378,7 @@ def with_saved_flags(given: Record) -> Record:
     if not (given.get("checkpoint") and (folder / "flags.json").is_file()):
         return given
     found = json.loads((folder / "flags.json").read_text())
-    saved = {
-        each.name: found[each.name] for each in fields(Config) if each.name in found
-    }
+    saved = {each.name: found[each.name] for each in fields(Config) if each.name in found}
     if (folder / "model").is_dir():
         saved["model"] = str(folder / "model")
         given = {name: value for name, value in given.items() if name != "model"}
@@ -3647,9 +3386,7 @@ def with_saved_flags(given: Record) -> Record:
 
 
 def save_flags(cfg: Config, folder: Path) -> None:
-    flags = {
-        name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND
-    }
+    flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
     for name in ("model", "task", "reward", "preferences"):
         is_folder = name == "model" and os.path.isdir(flags[name])
         if is_folder or re.search(r"\.(jsonl|py:\w+)$", flags[name]):
@@ -3747,9 +3484,7 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
         found[f"pass@{num_samples}"] = fmean(any(group) for group in right)
     if run.num_too_long:
         print(f"{run.num_too_long} episodes did not fit the context")
-    shown = [
-        f" {name} {value:.3f}" for name, value in found.items() if value is not None
-    ]
+    shown = [f" {name} {value:.3f}" for name, value in found.items() if value is not None]
     print(f"of {len(run.held_out)} held-out prompts:", *shown or [" none scored"])
     return found
 
@@ -3776,10 +3511,7 @@ async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
 CRITIC_ALONE = 8
 
 
-def value_network(
-    policy: Policy,
-    cfg: Config,
-) -> Any:
+def value_network(policy: Policy, cfg: Config) -> Any:
     """A network like the policy, in fp32, but with one number for each token, at first 0."""
     config = copy.deepcopy(policy.model.config)
     if type(config) not in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
@@ -3794,17 +3526,12 @@ def value_network(
     else:
         network = auto.from_config(config)
     # The head is the last layer. Its bias is 0 already.
-    *_, head = [
-        layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)
-    ]
+    *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
     torch.nn.init.zeros_(head.weight)
     return network.to(policy.device).eval()
 
 
-def gae(
-    episode: Episode,
-    values: list[float],
-) -> list[float]:
+def gae(episode: Episode, values: list[float]) -> list[float]:
     """The advantage of each token, 0 where not sampled. values: V before each token."""
     found = [0.0] * len(episode.ids)
     target = 0.0
@@ -3820,11 +3547,7 @@ def gae(
 class Critic:
     """Computes advantages for a Learner, from the episodes of each step."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        cfg: Config,
-    ) -> None:
+    def __init__(self, policy: Policy, cfg: Config) -> None:
         self.network = value_network(policy, cfg)
         lr = 1e-5 if cfg.model else 3e-3
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr)
@@ -3836,9 +3559,7 @@ class Critic:
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
-        parts = torch.arange(len(ids)).split(
-            max(1, self.tokens_per_pass // ids.shape[1])
-        )
+        parts = torch.arange(len(ids)).split(max(1, self.tokens_per_pass // ids.shape[1]))
         with torch.no_grad():
             values = torch.cat([self._values(ids[rows]) for rows in parts])
         gains = [gae(e, row) for e, row in zip(episodes, values.tolist())]
@@ -3877,10 +3598,7 @@ class Critic:
 # -- measurement ---
 
 
-def lone_run(
-    learner: Learner,
-    prompts: Iterator[Prompt],
-) -> Iterator[list[Episode]]:
+def lone_run(learner: Learner, prompts: Iterator[Prompt]) -> Iterator[list[Episode]]:
     """A synchronous run in one process. The caller scores what it yields."""
     cfg = learner.cfg
     for _ in range(cfg.steps):
@@ -3891,11 +3609,7 @@ def lone_run(
         learner.step(episodes)
 
 
-def train_with_baseline(
-    worker: Worker,
-    cfg: Config,
-    policy: Policy,
-) -> Record:
+def train_with_baseline(worker: Worker, cfg: Config, policy: Policy) -> Record:
     """Trains on one turn of `repeat`. Returns a row of the table.
 
     The reward is the share of right letters, plus -1.5 to 1.5 by the first letter asked for:
@@ -3919,9 +3633,7 @@ def train_with_baseline(
     return {"baseline": cfg.advantage, "right letters": fmean(shares[-1000:])}
 
 
-@stage(
-    instead="pass",
-)
+@stage(instead="pass")
 async def demo_critic(report: Report) -> None:
     """With one response per prompt, a learned value is a better baseline than the batch's mean."""
     cfg = Config(
@@ -3994,10 +3706,7 @@ class RewardModel:
     """
 
     def __init__(
-        self,
-        cfg: Config,
-        prefer: Any = None,
-        fresh_path: Path = Path(os.devnull),
+        self, cfg: Config, prefer: Any = None, fresh_path: Path = Path(os.devnull)
     ) -> None:
         self.cfg = cfg
         self.prefer = prefer
@@ -4012,9 +3721,7 @@ class RewardModel:
         self.known: list[Pair] = []
         for path in (Path(cfg.preferences), fresh_path):
             for prompt, texts in read_preferences(path):
-                self.known.append(
-                    [episode_with(self.policy, prompt, [text]) for text in texts]
-                )
+                self.known.append([episode_with(self.policy, prompt, [text]) for text in texts])
         for _ in range(4):  # epochs
             self.learn(self.known)
 
@@ -4074,12 +3781,7 @@ class RewardModel:
         return [[*zeros, score] for score in scores]
 
 
-def divergence(
-    reference: Policy,
-    weight: float,
-    batch: Batch,
-    logp: Tensor,
-) -> Tensor:
+def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> Tensor:
     """[N]: weight times k2 = (log p - log q)^2 / 2, where q is the reference.
 
     Over samples of p, the mean gradient of k2 is that of KL(p, q). That of log p - log q is 0.
@@ -4105,23 +3807,13 @@ class TasteTask(Task):
     def grade(self, answer: Any, response: str) -> float:
         return float(len(response) >= 3 and response.count("a") == 1)
 
-    def prefer(
-        self,
-        prompt: Prompt,
-        one: list[str],
-        other: list[str],
-    ) -> bool:
+    def prefer(self, prompt: Prompt, one: list[str], other: list[str]) -> bool:
         """One answer in ten is wrong. Between equals a coin decides."""
         gain = self.grade("", one[0]) - self.grade("", other[0])
         return self.rng.random() < 0.5 + 0.4 * gain
 
 
-def train_on_taste(
-    worker: Worker,
-    cfg: Config,
-    policy: Policy,
-    task: TasteTask,
-) -> Record:
+def train_on_taste(worker: Worker, cfg: Config, policy: Policy, task: TasteTask) -> Record:
     """A row of the table. Skips the 250 prompts of the comparisons."""
     price = None
     if cfg.kl:
@@ -4147,9 +3839,7 @@ def train_on_taste(
     }
 
 
-@stage(
-    instead="fresh = []",
-)
+@stage(instead="fresh = []")
 async def demo_reward_model(report: Report) -> None:
     """A policy exploits a learned reward; a price on divergence, or fresh preferences, holds it."""
     cfg = Config(
@@ -4172,11 +3862,7 @@ async def demo_reward_model(report: Report) -> None:
     service = Service(Worker, 3, report.pool)
     await service.begin()
     runs = []
-    for own in (
-        cfg,
-        replace(cfg, kl=0.4),
-        replace(cfg, ask_every=2),
-    ):
+    for own in (cfg, replace(cfg, kl=0.4), replace(cfg, ask_every=2)):
         runs.append(service.request(train_on_taste, own, policy, task))
     rows = await gather(*runs)
     report.table(rows)
@@ -4184,9 +3870,7 @@ async def demo_reward_model(report: Report) -> None:
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
-    report.check(
-        "liked share at the end, with --ask-every", fresh["liked, end"], ">", 0.3
-    )
+    report.check("liked share at the end, with --ask-every", fresh["liked, end"], ">", 0.3)
     await service.close()
 
 
@@ -4251,9 +3935,7 @@ def run_host(note: Path, url: str) -> None:
         pinged.touch()
         os.utime(pinged, (0, time.time() + 300))  # 300 s more for the first ping
         command = [sys.executable, "-c", WITH_PARENT + MONARCH_HOST, url]
-        host = subprocess.Popen(
-            command, env=environ | {HOST_FOLDER: folder, "TMPDIR": folder}
-        )
+        host = subprocess.Popen(command, env=environ | {HOST_FOLDER: folder, "TMPDIR": folder})
         write_note(note, url.encode())
         while host.poll() is None:
             time.sleep(0.1)
@@ -4331,9 +4013,7 @@ class HostPool(Pool):
 
     async def _start_on(self, url: str) -> HostProcess:
         print(f"starting on {url}")
-        host = monarch.actor.attach_to_workers(
-            ca="trust_all_connections", workers=[url]
-        )
+        host = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[url])
         mesh = host.spawn_procs({"rank": 1})
         agent = mesh.spawn("agent", HostAgent)
         try:
@@ -4360,10 +4040,7 @@ class Outlet(Actor):
 
     @endpoint
     async def lease(
-        self,
-        handle: ArenaHandle,
-        reader: int,
-        newest: int,
+        self, handle: ArenaHandle, reader: int, newest: int
     ) -> tuple[int, RDMABuffer | None]:
         """The latest version and its slot; None if it is `newest`, which the relay has.
 
@@ -4385,10 +4062,7 @@ class Outlet(Actor):
 
 
 def relayed_reader(
-    outlet: Outlet,
-    handle: ArenaHandle,
-    number: int,
-    tensors: Weights,
+    outlet: Outlet, handle: ArenaHandle, number: int, tensors: Weights
 ) -> WeightReader:
     """A reader of this host's copy of an arena. The first reader starts the relay."""
     note = Path(environ[HOST_FOLDER]) / handle.path.replace("/", "_")
@@ -4400,19 +4074,12 @@ def relayed_reader(
     else:
         own_handle, arena = create_arena(handle.manifest, handle.num_readers)
         run: Any = contextvars.copy_context().run  # as in Worker.run
-        threading.Thread(
-            target=run, args=(relay, outlet, handle, number, arena)
-        ).start()
+        threading.Thread(target=run, args=(relay, outlet, handle, number, arena)).start()
         write_note(note, pickle.dumps(own_handle))
     return WeightReader(pickle.loads(note.read_bytes()), number, tensors)
 
 
-def relay(
-    outlet: Any,
-    handle: ArenaHandle,
-    number: int,
-    arena: Arena,
-) -> None:
+def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
     """Copies new versions into slots, for ever. A failure ends the process."""
     newest = Arena.NOTHING
     try:
@@ -4431,9 +4098,7 @@ def relay(
 # -- measurement ---
 
 
-@stage(
-    instead="version, slot = self.arena.words[: Arena.LEASES]",
-)
+@stage(instead="version, slot = self.arena.words[: Arena.LEASES]")
 async def demo_hosts(report: Report) -> None:
     """Another host costs one copy per version, and a lost host its work in progress.
 
@@ -4514,11 +4179,7 @@ if (runs.length > 1) slider.oninput();
 """
 
 
-async def record_of(
-    run: Run,
-    title: str,
-    start_s: float,
-) -> Record:
+async def record_of(run: Run, title: str, start_s: float) -> Record:
     """What the page shows of a run: all steps, and its processes since start_s."""
     seconds = time.time() - start_s
     await sleep(0.3)
@@ -4539,9 +4200,7 @@ async def record_of(
     lanes = {who: busy[who].view(200, 10).mean(1).tolist() for who in sorted(busy)}
     for name in ("reward", "staleness"):
         lanes[name] = [row[name] for row in rows if math.isfinite(row[name])]
-    lanes["held-out accuracy"] = [
-        found for _, found in run.progress.heldout if found is not None
-    ]
+    lanes["held-out accuracy"] = [found for _, found in run.progress.heldout if found is not None]
     return {"title": title, "seconds": seconds, "summary": summary, "lanes": lanes}
 
 
@@ -4557,11 +4216,7 @@ async def sweep(report: Report) -> list[Record]:
     return records
 
 
-def picture(
-    name: str,
-    run: Record,
-    runs: list[Record],
-) -> str:
+def picture(name: str, run: Record, runs: list[Record]) -> str:
     """A lane of a run, as HTML. All runs have the same scales."""
     values = run["lanes"][name]
     scale = [0.0, 1.0]
@@ -4575,11 +4230,7 @@ def picture(
         preserveAspectRatio="none"><path d="M0 0{steps}V0"/></svg>"""
 
 
-def write_page(
-    path: str,
-    stages: list[Record],
-    runs: list[Record],
-) -> None:
+def write_page(path: str, stages: list[Record], runs: list[Record]) -> None:
     """stages: as for --json; runs: of `record_of`."""
     page = PAGE
     for run in runs:
@@ -4590,10 +4241,7 @@ def write_page(
     rows = []
     for stage in stages:
         rows.append([stage["name"], STAGES[stage["name"]].claim])
-        rows += [
-            ["ok" if check["ok"] else "FAIL", check["what"]]
-            for check in stage["checks"]
-        ]
+        rows += [["ok" if check["ok"] else "FAIL", check["what"]] for check in stage["checks"]]
     page += tabulate(rows, tablefmt="html")
     Path(path).write_text(page, encoding="utf-8")
 
@@ -4634,11 +4282,7 @@ def read_flags(argv: list[str] | None) -> Config:
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
 
-def own_learner(
-    policy: Policy,
-    cfg: Config,
-    rank: int,
-) -> Learner:
+def own_learner(policy: Policy, cfg: Config, rank: int) -> Learner:
     """The learner that the flags ask for, at version 0."""
     verify(policy, cfg.model)
     reference = copy.deepcopy(policy) if cfg.kl else None
@@ -4657,11 +4301,7 @@ def own_learner(
     return learner
 
 
-def shard(
-    model: torch.nn.Module,
-    num_ranks: int,
-    dtype: torch.dtype,
-) -> None:
+def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
     """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
     fsdp = import_module("torch.distributed.fsdp")
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
@@ -4717,9 +4357,7 @@ async def run_own(report: Report) -> Record:
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
-    device = cfg.device or (
-        "cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu"
-    )
+    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
     num_tokens = cfg.max_new_tokens or own_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
@@ -4731,9 +4369,7 @@ async def run_own(report: Report) -> Record:
 
     score = partial(own_scorer, folder=checkpoints.folder.resolve())
     places = (report.pool, generator_pool, report.folder)
-    make_run = partial(
-        Run, cfg, *places, Parts(own_task, own_learner, make_reader, score)
-    )
+    make_run = partial(Run, cfg, *places, Parts(own_task, own_learner, make_reader, score))
     return await with_restarts(checkpoints, make_run, partial(use, checkpoints))
 
 
@@ -4760,9 +4396,7 @@ async def run_stages(report: Report) -> Record:
         write_page(cfg.report, report.stages, await sweep(report))
     num_checks = sum(len(found["checks"]) for found in report.stages)
     seconds = sum(found["seconds"] for found in report.stages)
-    print(
-        f"\n{num_checks} checks, {seconds:.0f} s; failed: {report.failed() or 'none'}"
-    )
+    print(f"\n{num_checks} checks, {seconds:.0f} s; failed: {report.failed() or 'none'}")
     seen = {}
     for found in report.stages:
         seen |= found["figures"]
@@ -4787,8 +4421,7 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
     on_gpu = cfg.device == "cuda"
     asks = bool(cfg.preferences or cfg.ask_every)
     rules = {
-        "--group-size 2 or more, for this --advantage": has_group
-        and cfg.group_size < 2,
+        "--group-size 2 or more, for this --advantage": has_group and cfg.group_size < 2,
         "--trainers 2 or more: on CPUs, without a critic": (
             cfg.trainers > 1 and (on_gpu or has_critic)
         ),
