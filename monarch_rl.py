@@ -81,7 +81,7 @@ import zipfile
 import zlib
 from asyncio import CancelledError, TaskGroup, ensure_future, gather
 from asyncio import get_running_loop, sleep, wait, wait_for
-from collections import Counter as Tally, defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -164,7 +164,7 @@ class Config:
     group_size: int = 8  # the samples of each prompt
     max_new_tokens: int = 0  # of a response; by default what the task needs
     temperature: float = 1.0  # of the sampling
-    tokens_per_pass: int = 8192  # the tokens, with padding, of a micro-batch
+    tokens_per_micro_batch: int = 8192  # the tokens, with padding, of a micro-batch
     generators: int = 2  # the processes that sample
     reward_workers: int = 1  # the processes that compute rewards
     trainers: int = 1  # the ranks of the trainer (FSDP2)
@@ -173,7 +173,7 @@ class Config:
     max_staleness: int = 2  # K, in versions; 0: synchronous
     loss: Literal["reinforce", "ppo", "decoupled"] = "ppo"  # see section 10
     advantage: Literal["group", "leave_one_out", "none", "critic"] = "group"  # baseline
-    passes: int = 1  # updates from each batch
+    epochs: int = 1  # updates from each batch
     clip_low: float = 0.2  # of the importance ratio, below 1
     clip_high: float = 0.2  # of the importance ratio, above 1
     kl: float = 0.0  # the weight of the divergence from the first version
@@ -268,7 +268,7 @@ class Report:
 #   await ...                <-- answer --    add() has run from its first line to its last
 
 
-class Counter(Actor):
+class Accumulator(Actor):
     """A counter. `@endpoint` marks the methods that messages may call, one at a time.
 
     The calls of a `@concurrent_endpoint` may overlap.
@@ -314,7 +314,7 @@ async def demo_hello_actor(report: Report) -> None:
     # A process on this host, and an actor in it. `spawn` returns a reference at once. `call_one`
     # sends a message, and returns an awaitable for the answer.
     procs = this_host().spawn_procs(per_host={"worker": 1})
-    counter = procs.spawn("counter", Counter)
+    counter = procs.spawn("counter", Accumulator)
     await gather(*[counter.add.call_one() for _ in range(200)])
     lost = 200 - await counter.take.call_one()
     report.check("additions of 200 lost by the actor", lost, "==", 0)
@@ -340,7 +340,7 @@ async def demo_hello_actor(report: Report) -> None:
 async def demo_actor_mesh(report: Report) -> None:
     """One call reaches every member of a mesh; its adverb says which members run and answer."""
     procs = this_host().spawn_procs(per_host={"worker": 4})
-    members = procs.spawn("counters", Counter)
+    members = procs.spawn("counters", Accumulator)
     mesh = members  # mechanism: actor_mesh
 
     async def num_ran() -> int:
@@ -582,7 +582,7 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
 # -- measurement ---
 
 
-class Troubled(Worker):
+class FaultyWorker(Worker):
     def work(self) -> None:
         """Fails as the name of the worker says."""
         if self.name == "exception":
@@ -595,10 +595,10 @@ class Troubled(Worker):
             pass
 
 
-async def who_hears(trouble: str) -> dict[str, float]:
+async def detection_times(trouble: str) -> dict[str, float]:
     """Makes a worker fail. Returns the seconds until each observer heard of it."""
     procs = this_host().spawn_procs(name=trouble)
-    worker = procs.spawn(trouble, Troubled, trouble)
+    worker = procs.spawn(trouble, FaultyWorker, trouble)
     pid = await worker.ping.call_one()
     heard_s: dict[str, float] = {}
     start_s = time.time()
@@ -627,7 +627,7 @@ async def who_hears(trouble: str) -> dict[str, float]:
 async def demo_supervision(report: Report) -> None:
     """Exceptions, deaths and standstills are detected; slow or endless work is not."""
     troubles = ("exception", "death", "standstill", "endless")
-    found = await gather(*[who_hears(trouble) for trouble in troubles])
+    found = await gather(*[detection_times(trouble) for trouble in troubles])
     heard = dict(zip(troubles, found))
     report.say("seconds until each observer heard; empty: not within 8 s")
     report.table([{"failure": trouble, **by} for trouble, by in heard.items()])
@@ -768,14 +768,14 @@ class Service:
     unresponsive_s: float = 30.0  # a replica that answers no ping for so long is killed
     replaces: bool = True  # if not, requests raise ReplicaLost after a loss
     replicas: dict[int, Replica] = field(default_factory=dict)  # after their setup
-    losses: list[Replica] = field(default_factory=list)
+    failures: list[Replica] = field(default_factory=list)
     error: Exception | None = None  # why there will be no other replica
-    keepers: list[asyncio.Task[None]] = field(default_factory=list)
+    supervisors: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def begin(self) -> None:
         """Starts all replicas, and waits for them."""
         for number in range(self.num_replicas):
-            self.keepers.append(ensure_future(self._keep(number)))
+            self.supervisors.append(ensure_future(self._supervise(number)))
         await self.until_ready(self.num_replicas)
 
     def ready(self) -> list[Replica]:
@@ -784,9 +784,9 @@ class Service:
     async def until_ready(self, num_replicas: int) -> None:
         while len(self.ready()) < num_replicas and not self.error:
             await sleep(0.005)
-            for keeper in self.keepers:
-                if keeper.done():
-                    keeper.result()  # raises what `_end` raised
+            for supervisor in self.supervisors:
+                if supervisor.done():
+                    supervisor.result()  # raises what `_retire` raised
         if self.error:
             raise self.error
 
@@ -821,8 +821,8 @@ class Service:
                 replica.lose(cause_of(error))
         raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
 
-    async def _keep(self, number: int) -> None:
-        """Repeats spawn, setup, watch, `_end`. Three failures in a row end it."""
+    async def _supervise(self, number: int) -> None:
+        """Repeats spawn, setup, watch, `_retire`. Three failures in a row end it."""
         loss: Replica | None = None
         num_failed = 0
         while not self.error:
@@ -853,9 +853,9 @@ class Service:
                 replica.lose(cause_of(error))
                 self.error = error
             finally:
-                await self._end(number, replica)
+                await self._retire(number, replica)
             loss = loss or replica
-            self.losses.append(replica)
+            self.failures.append(replica)
             if not self.replaces and not self.error:
                 self.error = ReplicaLost(f"{replica.name} {replica.lost.result()}")
 
@@ -868,7 +868,7 @@ class Service:
         worker = processes.mesh.spawn(actor_name, self.worker_class, name, timeline)
         return Replica(name, processes, worker)
 
-    async def _end(self, number: int, replica: Replica) -> None:
+    async def _retire(self, number: int, replica: Replica) -> None:
         """At `close` an idle replica of one rank goes back to the pool. All others are killed."""
         can_return = self.replicas.pop(number, None) and self.num_ranks == 1
         if can_return and not replica.in_flight and not replica.lost.done():
@@ -880,9 +880,9 @@ class Service:
         await replica.processes.kill()
 
     async def close(self) -> None:
-        for keeper in self.keepers:
-            keeper.cancel()
-        await gather(*self.keepers, return_exceptions=True)
+        for supervisor in self.supervisors:
+            supervisor.cancel()
+        await gather(*self.supervisors, return_exceptions=True)
 
 
 class RootWorker(Worker):
@@ -899,10 +899,10 @@ async def demo_service(report: Report) -> None:
     """Every request is answered once, although replicas die and stand still."""
     service = Service(RootWorker, 4, report.pool, unresponsive_s=2.0)
     await service.begin()
-    struck_s = {}
+    injected_s = {}
     for number, how in ((2, signal.SIGKILL), (3, signal.SIGSTOP)):
         victim = service.replicas[number]
-        struck_s[victim.name] = time.time() + number / 10
+        injected_s[victim.name] = time.time() + number / 10
         loop = get_running_loop()
         loop.call_later(number / 10, os.kill, victim.processes.ids[0], how)
 
@@ -916,14 +916,14 @@ async def demo_service(report: Report) -> None:
     num_right = sum(await gather(*[is_right(number) for number in range(400)]))
     await service.until_ready(4)
     rows: list[Record] = []
-    for loss in service.losses:
+    for loss in service.failures:
         row: Record = {"replica": loss.name, "what": loss.lost.result()}
-        row["noticed, ms"] = (loss.noticed_s - struck_s[loss.name]) * 1e3
+        row["noticed, ms"] = (loss.noticed_s - injected_s[loss.name]) * 1e3
         row["replaced, ms"] = (loss.replaced_s - loss.noticed_s) * 1e3
         rows.append(row)
     report.table(rows)
     report.check("requests of 400 with the right answer", num_right, "==", 400)
-    report.check("replicas that were replaced", len(service.losses), "==", 2)
+    report.check("replicas that were replaced", len(service.failures), "==", 2)
     killed = rows[0]
     report.figure(notice_ms=killed["noticed, ms"], replace_ms=killed["replaced, ms"])
     report.figure(requests=400, answered_once=num_right)
@@ -965,11 +965,11 @@ class TensorSpec:
         return part.view(self.dtype).view(self.shape)
 
 
-Manifest = tuple[TensorSpec, ...]
+Layout = tuple[TensorSpec, ...]
 Weights = dict[str, "Tensor"]  # by name
 
 
-def manifest_of(tensors: Weights, dtype: torch.dtype | None = None) -> Manifest:
+def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
     """The layout of tensors in a slot. dtype: of floating-point tensors in the slot."""
     specs = []
     offset = 0
@@ -1008,7 +1008,7 @@ class ArenaHandle:
     """How another process finds the arena, and what is in it."""
 
     path: str
-    manifest: Manifest
+    layout: Layout
     slot_bytes: int
     num_readers: int
 
@@ -1062,15 +1062,15 @@ class Arena:
             self.words[self.LATEST] = slot
 
 
-def create_arena(manifest: Manifest, num_readers: int) -> tuple[ArenaHandle, Arena]:
+def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
     """An arena, which other processes can map while this one lives."""
-    last = manifest[-1]
+    last = layout[-1]
     num_pages = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE)
     slot_bytes = num_pages * mmap.PAGESIZE
     descriptor = os.memfd_create("weights")
     os.ftruncate(descriptor, Arena.HEADER_BYTES + (num_readers + 2) * slot_bytes)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    handle = ArenaHandle(path, manifest, slot_bytes, num_readers)
+    handle = ArenaHandle(path, layout, slot_bytes, num_readers)
     arena = Arena(handle)
     weakref.finalize(arena, os.close, descriptor)  # the memory goes with its last user
     for word in range(Arena.LEASES + num_readers):
@@ -1096,12 +1096,12 @@ class WeightWriter:
         self, tensors: Weights, num_readers: int, dtype: torch.dtype | None = None
     ) -> None:
         self.tensors = tensors
-        manifest = manifest_of(tensors, dtype)
-        self.handle, self.arena = create_arena(manifest, num_readers)
+        layout = layout_of(tensors, dtype)
+        self.handle, self.arena = create_arena(layout, num_readers)
         is_on_cpu = all(tensor.is_cpu for tensor in tensors.values())
-        if is_on_cpu and manifest == manifest_of(tensors):  # the same dtypes
+        if is_on_cpu and layout == layout_of(tensors):  # the same dtypes
             self.block = torch.zeros(self.handle.slot_bytes, dtype=torch.uint8)
-            for spec in manifest:
+            for spec in layout:
                 view = spec.view(self.block)
                 view.copy_(tensors[spec.name].detach())
                 tensors[spec.name].data = view
@@ -1131,7 +1131,7 @@ class WeightWriter:
             ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
             return
         with torch.no_grad():
-            for spec in self.handle.manifest:
+            for spec in self.handle.layout:
                 spec.view(slot).copy_(self.tensors[spec.name])
 
 
@@ -1142,7 +1142,7 @@ class WeightReader:
     """
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
-        for theirs, mine in zip_longest(handle.manifest, manifest_of(tensors)):
+        for theirs, mine in zip_longest(handle.layout, layout_of(tensors)):
             if theirs != mine:
                 raise ValueError(f"the writer has {theirs}, the reader {mine}")
         self.arena = Arena(handle)
@@ -1152,7 +1152,7 @@ class WeightReader:
         # Made once: this takes longer than the rest of a pull.
         self.views: list[list[Tensor]] = []
         for slot in self.arena.slots:
-            self.views.append([spec.view(slot) for spec in handle.manifest])
+            self.views.append([spec.view(slot) for spec in handle.layout])
 
     def pull(self, at_least: int = Arena.NOTHING) -> int:
         """Makes the tensors the latest version, and returns it. Waits until it is >= at_least."""
@@ -1310,7 +1310,7 @@ class ShardedWriter(WeightWriter):
         self.rank = dist.get_rank()
         told: list[Any] = [None]
         if self.rank == 0:
-            told[0], self.arena = create_arena(manifest_of(tensors, dtype), num_readers)
+            told[0], self.arena = create_arena(layout_of(tensors, dtype), num_readers)
         dist.broadcast_object_list(told, 0, self.group)
         self.handle = told[0]
         if self.rank > 0:
@@ -1331,7 +1331,7 @@ class ShardedWriter(WeightWriter):
 
     def write(self, slot: Tensor) -> None:
         """Writes this rank's boxes. Of ranks with the same box, the first writes it."""
-        for spec in self.handle.manifest:
+        for spec in self.handle.layout:
             tensor = self.tensors[spec.name]
             mesh = tensor.device_mesh
             coordinate = tuple(mesh.get_coordinate())
@@ -1394,7 +1394,7 @@ async def demo_reshard(report: Report) -> None:
     wanted = example()
     num_wrong = 0
     needed_bytes = 0
-    for spec in handle.manifest:
+    for spec in handle.layout:
         whole = spec.view(arena.slots[slot])
         needed_bytes += whole.nbytes
         by_columns = [dtensor.Shard(whole.dim() - 1)]
@@ -1827,7 +1827,7 @@ def k3(recorded: Tensor, recomputed: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def scored(policy: Policy, episodes: list[Episode]) -> tuple[Tensor, Tensor]:
+def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor, Tensor]:
     """[N] log-probabilities each: recorded, and by the trainer's pass."""
     recorded = []
     recomputed = []
@@ -1847,7 +1847,7 @@ async def demo_rollout(report: Report) -> None:
     task = letter_task(cfg)
     policy = Policy(cfg, torch.float32)
     prompts = [task.prompt(number) for number in range(16)]
-    recorded, recomputed = scored(policy, rollout(policy, prompts, 4, seed=0))
+    recorded, recomputed = recompute_logprobs(policy, rollout(policy, prompts, 4, seed=0))
     exact = float(k3(recorded, recomputed).mean())
     rounded = float(k3(recorded.bfloat16(), recomputed).mean())
     report.check("k3 of recorded and recomputed", exact, "<", 1e-10)
@@ -2024,14 +2024,14 @@ class Learner:
         self.optimizer = torch.optim.Adam(self.weights, cfg.lr)
 
     def step(self, episodes: list[Episode]) -> StepStats:
-        """cfg.passes updates on the same episodes. Returns what the first one found."""
+        """cfg.epochs updates on the same episodes. Returns what the first one found."""
         batches = self._batches(self.cfg, episodes, self.advantages(episodes))
         found = []
-        for _ in range(self.cfg.passes):
+        for _ in range(self.cfg.epochs):
             found.append(self._update(self.optimizer, self.cfg, batches, self.penalty))
         return found[0]
 
-    def supervise(self, task: Task, num_steps: int) -> None:
+    def sft(self, task: Task, num_steps: int) -> None:
         """Supervised warm start at twice the rate: REINFORCE on right responses, with A = 1."""
         cfg = replace(self.cfg, loss="reinforce", entropy=0.0)
         optimizer = torch.optim.Adam(self.weights, 2 * cfg.lr)
@@ -2053,7 +2053,7 @@ class Learner:
     def _batches(
         self, cfg: Config, episodes: list[Episode], advantage: list[list[float]]
     ) -> list[Batch]:
-        """The micro-batches of this rank, each of about cfg.tokens_per_pass.
+        """The micro-batches of this rank, each of about cfg.tokens_per_micro_batch.
 
         Rows are sorted by length, so that there is little padding, and assigned round-robin. All
         ranks get equally many, because FSDP gathers each layer on all ranks at once.
@@ -2064,7 +2064,7 @@ class Learner:
         if cfg.entropy or self.penalty or len(order) < self.num_ranks:
             order = list(range(len(episodes)))
         order.sort(key=lambda row: -len(episodes[row].ids))
-        rows_per_pass = max(2, cfg.tokens_per_pass // len(episodes[order[0]].ids))
+        rows_per_pass = max(2, cfg.tokens_per_micro_batch // len(episodes[order[0]].ids))
         num_passes = ceil(len(order) / rows_per_pass / self.num_ranks)
         mine = order[self.rank :: self.num_ranks]
         ends = [len(mine) * i // num_passes for i in range(num_passes + 1)]
@@ -2139,7 +2139,7 @@ def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episod
 
 
 @dataclass
-class Known:
+class Bandit:
     """4 prompts, 16 responses of one token to each. A policy is a table [4, 16] of logits.
 
     So J and its gradient can be computed from all responses, and estimates compared with it.
@@ -2196,23 +2196,23 @@ async def demo_losses(report: Report) -> None:
     rewards = torch.rand(4, 16, generator=rng).square()
     old = torch.randn(4, 16, generator=rng)
     drawn = torch.multinomial(old.softmax(-1), 2000 * 8, True, generator=rng)
-    known = Known(rewards, old, drawn.view(4, 2000, 8).transpose(0, 1))
+    bandit = Bandit(rewards, old, drawn.view(4, 2000, 8).transpose(0, 1))
     now = old
     for _ in range(8):
-        step = known.true_gradient(now)
+        step = bandit.true_gradient(now)
         now = now + 0.5 * step / step.norm()
-    plain = known.compare(old, "reinforce", "none")
-    group = known.compare(old, "reinforce", "group")
-    others = known.compare(old, "reinforce", "leave_one_out")
-    stale = known.compare(now, "reinforce", "leave_one_out")
-    ratio = known.compare(now, "decoupled", "leave_one_out")
+    plain = bandit.compare(old, "reinforce", "none")
+    group = bandit.compare(old, "reinforce", "group")
+    others = bandit.compare(old, "reinforce", "leave_one_out")
+    stale = bandit.compare(now, "reinforce", "leave_one_out")
+    ratio = bandit.compare(now, "decoupled", "leave_one_out")
     rows = [{"staleness": 0, **found} for found in (plain, group, others)]
     report.table(rows + [{"staleness": 8, **found} for found in (stale, ratio)])
     smaller = others["deviation"] / plain["deviation"]
     report.check("deviation with a baseline / without", smaller, "<", 0.8)
     straighter = ratio["degrees off"] / stale["degrees off"]
     report.check("degrees off with a ratio / without", straighter, "<", 0.9)
-    push = known.push("ppo") / known.push("reinforce")
+    push = bandit.push("ppo") / bandit.push("reinforce")
     report.check("push with a clip / without", push, "<", 0.2)
 
 
@@ -2327,12 +2327,12 @@ class RewardWorker(Worker):
 def make_learner(policy: Policy, cfg: Config, rank: int) -> Learner:
     """The learner of a trainer's rank, after its supervised steps."""
     learner = Learner(policy, cfg, rank, cfg.trainers)
-    learner.supervise(letter_task(cfg), cfg.sft_steps)
+    learner.sft(letter_task(cfg), cfg.sft_steps)
     return learner
 
 
 @dataclass(frozen=True)
-class Parts:
+class Factories:
     """Factories for what differs between runs."""
 
     make_task: Callable[..., Task] = letter_task
@@ -2364,7 +2364,7 @@ class RunError(RuntimeError):
     """The run cannot go on."""
 
 
-async def in_parts(items: list[Any], num_parts: int, ask: Callable[..., Any]) -> list[Any]:
+async def scatter_gather(items: list[Any], num_parts: int, ask: Callable[..., Any]) -> list[Any]:
     """Splits items, asks for the answers to all parts at once, and joins them."""
     size = ceil(len(items) / num_parts) if items else 1
     parts = [items[start : start + size] for start in range(0, len(items), size)]
@@ -2382,12 +2382,12 @@ class Progress:
     rows: list[Record] = field(default_factory=list)  # of each step
     heldout: list[Any] = field(default_factory=list)  # (version, accuracy) pairs
     num_drawn: int = 0  # prompts with smaller numbers have been drawn
-    again: list[int] = field(default_factory=list)  # to draw first after a resume
+    requeued: list[int] = field(default_factory=list)  # to draw first after a resume
     # Prompts with a generator, a reward worker, the buffer, or the trainer.
     in_flight: set[int] = field(default_factory=set)
     # trained; dropped: too old, or left at the end of the run; lost: no rewards, or too long, or
     # their request failed
-    ended: Tally[str] = field(default_factory=Tally)
+    ended: Counter[str] = field(default_factory=Counter)
 
     def end(self, how: str, numbers: set[int]) -> None:
         self.in_flight -= numbers
@@ -2408,7 +2408,7 @@ class Run:
         pool: Pool,
         generator_pool: Pool,
         folder: Path,
-        parts: Parts,
+        parts: Factories,
         progress: Progress,
         unresponsive_s: float = 30.0,
     ) -> None:
@@ -2430,7 +2430,7 @@ class Run:
         self.task = parts.make_task(cfg)
         self.prompts = training_prompts(self.task, progress.num_drawn)
         self.held_out = held_out_prompts(self.task, cfg.eval_prompts)
-        self.errors = Tally[str]()
+        self.errors = Counter[str]()
         self.num_too_long = 0  # episodes
         self.num_fruitless = 0  # requests in a row that brought no reward
 
@@ -2458,8 +2458,8 @@ class Run:
         progress = self.progress
         prompts = []
         for _ in range(num_prompts):
-            if progress.again:
-                prompts.append(self.task.prompt(progress.again.pop(0)))
+            if progress.requeued:
+                prompts.append(self.task.prompt(progress.requeued.pop(0)))
             else:
                 prompts.append(next(self.prompts))
                 progress.num_drawn = prompts[-1].number + 1
@@ -2472,7 +2472,7 @@ class Run:
         try:
             # Later the number of a prompt is added.
             seed = self.cfg.seed % 10**9 * 1_000_000_007
-            groups = await self.judged(prompts, self.cfg.group_size, seed)
+            groups = await self.sample_and_score(prompts, self.cfg.group_size, seed)
         except (ReplicaLost, ActorError) as error:
             self.note_error(cause_of(error))
         self.progress.end("lost", {prompt.number for prompt in prompts} - numbers_of(groups))
@@ -2484,7 +2484,9 @@ class Run:
             print(f"           not scored: {error}")
         self.errors[error] += 1
 
-    async def judged(self, prompts: list[Prompt], group_size: int, seed: int | None) -> list[Group]:
+    async def sample_and_score(
+        self, prompts: list[Prompt], group_size: int, seed: int | None
+    ) -> list[Group]:
         """Groups of scored episodes. If only one of several has a reward, none is kept."""
 
         async def rollout(some: list[Prompt]) -> list[Episode]:
@@ -2493,13 +2495,13 @@ class Run:
             args = (self.handle, self.version, some, group_size, own_seed)
             return await self.generators.request("rollout", *args)
 
-        episodes = await in_parts(prompts, ceil(len(prompts) / 64), rollout)
+        episodes = await scatter_gather(prompts, ceil(len(prompts) / 64), rollout)
         self.num_too_long += len(prompts) * group_size - len(episodes)
         sampled = groups_of(episodes)
         asked = [[(e.prompt, e.responses) for e in members] for members in sampled]
         score = partial(self.reward_workers.request, "score")
         groups = []
-        found = await in_parts(asked, self.cfg.reward_workers, score)
+        found = await scatter_gather(asked, self.cfg.reward_workers, score)
         for members, rewards in zip(sampled, found, strict=True):
             scored = []
             for episode, reward in zip(members, rewards):
@@ -2537,7 +2539,7 @@ class Run:
 
     async def evaluate(self) -> float | None:
         """The share of held-out prompts whose likeliest responses get the full reward, 1."""
-        groups = await self.judged(self.held_out, 1, seed=None)
+        groups = await self.sample_and_score(self.held_out, 1, seed=None)
         num_right = sum(sum(group.episodes[0].rewards) > 0.999 for group in groups)
         accuracy = None
         if groups:
@@ -2587,7 +2589,7 @@ async def train_sync(run: Run, num_steps: int) -> None:
     groups: list[Group] = []
     while num_steps > 0:
         prompts = run.draw(run.cfg.prompts_per_step)
-        groups += await in_parts(prompts, run.cfg.generators, run.sample)
+        groups += await scatter_gather(prompts, run.cfg.generators, run.sample)
         if len(groups) >= run.cfg.trainers:
             await finished(run.step(groups, waits=True))
             groups = []
@@ -2605,7 +2607,7 @@ def demo_config(cfg: Config) -> Config:
 async def begin_demo(report: Report) -> Run:
     """The tiny policy on `repeat`, after a warm start."""
     places = (report.pool, report.pool, report.folder)
-    run = Run(demo_config(report.cfg), *places, Parts(), Progress(), unresponsive_s=2.0)
+    run = Run(demo_config(report.cfg), *places, Factories(), Progress(), unresponsive_s=2.0)
     await run.begin()
     return run
 
@@ -2693,7 +2695,7 @@ class ReplayBuffer:
                 await self.changed.wait()
         return self.run.draw(num_groups)
 
-    async def fill(self, prompts: list[Prompt]) -> None:
+    async def sample_into(self, prompts: list[Prompt]) -> None:
         """One request. Its groups become ready, or are lost."""
         self.ready.extend(await self.run.sample(prompts))
         await self.wake()
@@ -2727,7 +2729,7 @@ async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
     size = max(1, min(cfg.prompts_per_step, share))
     while True:
         prompts = await buffer.draw(size)
-        tasks.create_task(buffer.fill(prompts))
+        tasks.create_task(buffer.sample_into(prompts))
 
 
 async def learn(buffer: ReplayBuffer, num_steps: int) -> None:
@@ -2773,7 +2775,7 @@ async def train_async(run: Run, bound: int, num_steps: int, num_batches: int = 0
 # -- measurement ---
 
 
-async def strike(run: Run, service: Service, at_step: int, how: signal.Signals) -> None:
+async def inject_fault(run: Run, service: Service, at_step: int, how: signal.Signals) -> None:
     while run.version < at_step:
         await sleep(0.01)
     os.kill(service.replicas[0].processes.ids[0], how)
@@ -2791,11 +2793,11 @@ async def demo_async_rl(report: Report) -> None:
     report.table([{"loop": "synchronous", **sync}, {"loop": "asynchronous", **together}])
 
     await gather(
-        strike(run, run.generators, 210, signal.SIGKILL),
-        strike(run, run.reward_workers, 230, signal.SIGSTOP),
+        inject_fault(run, run.generators, 210, signal.SIGKILL),
+        inject_fault(run, run.reward_workers, 230, signal.SIGSTOP),
         train_async(run, bound, 60, 2 * bound + 2),
     )
-    losses = [*run.generators.losses, *run.reward_workers.losses]
+    losses = [*run.generators.failures, *run.reward_workers.failures]
     bounded = max(row["staleness"] for row in run.progress.rows)
     await train_async(run, bound + 8, 30)
     unbounded = max(row["staleness"] for row in run.progress.rows)
@@ -2958,7 +2960,7 @@ def load_python(spec: str) -> Any:
     return found
 
 
-class OwnTask(Task):
+class UserTask(Task):
     """The task of --task, with the rewards of --reward if it is a function."""
 
     def __init__(self, task: Any, reward: Callable[..., Any] | None) -> None:
@@ -2983,7 +2985,7 @@ class OwnTask(Task):
 
 
 @cache
-def own_task(cfg: Config) -> Task:
+def user_task(cfg: Config) -> Task:
     """The task of --task and --reward, made once per process. Raises UsageError."""
     if not cfg.model:
         return letter_task(cfg)
@@ -2991,17 +2993,17 @@ def own_task(cfg: Config) -> Task:
     if cfg.reward not in ("", "model"):
         reward = load_python(cfg.reward)
     if cfg.task in TASKS:
-        return OwnTask(WordTask(cfg.task, cfg.seed), reward)
+        return UserTask(WordTask(cfg.task, cfg.seed), reward)
     if cfg.task.endswith(".jsonl"):
         task = FileTask(cfg.task, cfg.seed)
         answers = [p.turns[0].answer for p in task.prompts]
         if not cfg.reward and not all(isinstance(a, str | int | float) for a in answers):
             raise UsageError(f"--task {cfg.task}: its answers need --reward")
-        return OwnTask(task, reward)
-    return OwnTask(called(cfg.task, load_python(cfg.task)), reward)
+        return UserTask(task, reward)
+    return UserTask(called(cfg.task, load_python(cfg.task)), reward)
 
 
-class OwnProcess:
+class UserProcess:
     """A process whose main thread runs the user's code. Its children end with it."""
 
     def __init__(self, cfg: Config) -> None:
@@ -3051,7 +3053,7 @@ def lead_process_group() -> None:
 
 def score_group(cfg: Config, asked: Asked) -> Rewards:
     """Calls task.score for each episode. Coroutines of one group run concurrently."""
-    task = own_task(cfg)
+    task = user_task(cfg)
     results: list[Any] = []
     for prompt, responses in asked:
         try:
@@ -3060,7 +3062,7 @@ def score_group(cfg: Config, asked: Asked) -> Rewards:
         except BaseException as error:
             results.append(error)
     # Not before: a reward function may call asyncio.run, which fails inside a loop.
-    results = own_loop().run(awaited(results))
+    results = user_loop().run(awaited(results))
     rewards: Rewards = []
     for (prompt, _), result in zip(asked, results):
         try:
@@ -3071,7 +3073,7 @@ def score_group(cfg: Config, asked: Asked) -> Rewards:
 
 
 @cache
-def own_loop() -> asyncio.Runner:
+def user_loop() -> asyncio.Runner:
     """One event loop for all groups: an HTTP client of the user lives in one loop only."""
     return asyncio.Runner()
 
@@ -3167,8 +3169,8 @@ class Checkpoints:
 
 def progress_state(progress: Progress) -> Record:
     """The progress as a dict. Groups in flight move to `again`. asdict breaks a Counter."""
-    again = sorted(progress.in_flight | {*progress.again})
-    return asdict(replace(progress, again=again, in_flight=set(), ended=dict(progress.ended)))
+    requeued = sorted(progress.in_flight | {*progress.requeued})
+    return asdict(replace(progress, requeued=requeued, in_flight=set(), ended=dict(progress.ended)))
 
 
 def read_progress(path: Path) -> Progress:
@@ -3178,7 +3180,7 @@ def read_progress(path: Path) -> Progress:
     if damaged:
         raise ValueError(f"wrong checksum of {damaged}")
     state = torch.load(path, mmap=True)["progress"]
-    return Progress(**state | {"in_flight": set(), "ended": Tally(state["ended"])})
+    return Progress(**state | {"in_flight": set(), "ended": Counter(state["ended"])})
 
 
 def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
@@ -3272,7 +3274,7 @@ async def with_restarts(
     load: Callable[[Trainer, str], None] = restore,
 ) -> Any:
     """Calls work(run), again after a loss. Five losses without a new checkpoint raise the error."""
-    losses: Tally[int] = Tally()  # by the step of the checkpoint
+    losses: Counter[int] = Counter()  # by the step of the checkpoint
     while True:
         path, progress = await asyncio.to_thread(checkpoints.newest)
         run = make_run(progress)
@@ -3320,11 +3322,11 @@ async def train_killed(
     async def work(run: Run) -> tuple[Progress, list[Tensor]]:
         tasks = [train_saved(run, checkpoints, run.evaluate)]
         if killed_after and run.version == 0:
-            tasks.append(strike(run, run.trainer, killed_after, signal.SIGKILL))
+            tasks.append(inject_fault(run, run.trainer, killed_after, signal.SIGKILL))
         await gather(*tasks)
         return run.progress, await run.trainer.request(weights_of)
 
-    return await with_restarts(checkpoints, partial(Run, cfg, *places, Parts()), work, load)
+    return await with_restarts(checkpoints, partial(Run, cfg, *places, Factories()), work, load)
 
 
 @stage(instead="pass")
@@ -3402,7 +3404,7 @@ def verify(policy: Policy, name: str) -> None:
     probe.max_new_tokens = 4
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     where = f"--model {name}: rollouts"
-    found = called(where, lambda: scored(probe, rollout(probe, prompts, 2, 0)))
+    found = called(where, lambda: recompute_logprobs(probe, rollout(probe, prompts, 2, 0)))
     if not float(k3(*found).max()) < 1e-6:
         raise UsageError(f"{where} and the trainer's pass disagree")
 
@@ -3416,13 +3418,13 @@ def export(trainer: Trainer, folder: str) -> None:
         trainer.policy.tokenizer.save_pretrained(folder)
 
 
-async def train_own(run: Run, checkpoints: Checkpoints) -> Record:
+async def train_and_evaluate(run: Run, checkpoints: Checkpoints) -> Record:
     """Trains until step cfg.steps; evaluates before and after."""
     progress = run.progress
     if progress.rows:
         print(f"going on after step {run.version}")
     first = run.version
-    evaluate = partial(evaluate_own, run, 0)
+    evaluate = partial(evaluate_pass_at_k, run, 0)
     if not progress.heldout:
         await evaluate()
     start_s = time.time()
@@ -3443,7 +3445,7 @@ async def train_own(run: Run, checkpoints: Checkpoints) -> Record:
         found[f"{name}_max"] = max(row[name] for row in progress.rows)
     num_tokens = sum(row["num_tokens"] for row in progress.rows[first:])
     found["tokens_per_s"] = num_tokens / seconds
-    found["workers_replaced"] = sum(len(service.losses) for service in run.services)
+    found["workers_replaced"] = sum(len(service.failures) for service in run.services)
     return found
 
 
@@ -3471,12 +3473,12 @@ def step_line(row: Record) -> str:
     return line if row["step"] % 10 != 1 else f"{line}\n           {row['sample']}"
 
 
-async def evaluate_own(run: Run, num_samples: int) -> dict[str, float | None]:
+async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | None]:
     """Held-out accuracy: greedy, of one sample (pass@1), of any of k (pass@k)."""
     found = {"greedy": await run.evaluate()}
     groups = []
     if num_samples:
-        groups = await run.judged(run.held_out, num_samples, seed=0)
+        groups = await run.sample_and_score(run.held_out, num_samples, seed=0)
     groups = [group for group in groups if len(group.episodes) == num_samples]
     right = [[sum(e.rewards) > 0.999 for e in group.episodes] for group in groups]
     if right:
@@ -3551,7 +3553,7 @@ class Critic:
         self.network = value_network(policy, cfg)
         lr = 1e-5 if cfg.model else 3e-3
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr)
-        self.tokens_per_pass = cfg.tokens_per_pass
+        self.tokens_per_micro_batch = cfg.tokens_per_micro_batch
         self.num_calls = 0
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
@@ -3559,7 +3561,7 @@ class Critic:
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
-        parts = torch.arange(len(ids)).split(max(1, self.tokens_per_pass // ids.shape[1]))
+        parts = torch.arange(len(ids)).split(max(1, self.tokens_per_micro_batch // ids.shape[1]))
         with torch.no_grad():
             values = torch.cat([self._values(ids[rows]) for rows in parts])
         gains = [gae(e, row) for e, row in zip(episodes, values.tolist())]
@@ -3642,12 +3644,12 @@ async def demo_critic(report: Report) -> None:
         prompts_per_step=128,
         group_size=1,
         max_new_tokens=4,
-        passes=2,
+        epochs=2,
         lr=3e-3,
     )
     policy = Policy(cfg, torch.float32)
     warm_up = replace(cfg, prompts_per_step=16, lr=1e-3)
-    Learner(policy, warm_up).supervise(letter_task(cfg), num_steps=60)
+    Learner(policy, warm_up).sft(letter_task(cfg), num_steps=60)
     service = Service(Worker, 2, report.pool)
     await service.begin()
     runs = []
@@ -3736,7 +3738,7 @@ class RewardModel:
     def learn(self, pairs: list[Pair]) -> None:
         """One pass over the pairs, in random order."""
         longest = max([len(e.ids) for pair in pairs for e in pair], default=1)
-        size = max(1, min(32, self.cfg.tokens_per_pass // (2 * longest)))  # pairs
+        size = max(1, min(32, self.cfg.tokens_per_micro_batch // (2 * longest)))  # pairs
         order = self.rng.sample(pairs, len(pairs))
         for start in range(0, len(order), size):
             both = [e for pair in order[start : start + size] for e in pair]
@@ -3854,7 +3856,7 @@ async def demo_reward_model(report: Report) -> None:
     )
     task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
     policy = Policy(cfg, torch.float32)
-    Learner(policy, cfg).supervise(task, num_steps=60)
+    Learner(policy, cfg).sft(task, num_steps=60)
     drawn = list(islice(training_prompts(task), 250))
     model = RewardModel(cfg, task.prefer, Path(cfg.preferences))
     for group in groups_of(rollout(policy, drawn, 16, drawn[0].number)):
@@ -3904,7 +3906,7 @@ MONARCH_HOST = """from monarch.actor import run_worker_loop_forever as run
 run(address=sys.argv[1], ca="trust_all_connections")"""
 
 
-def own_url() -> str:
+def this_url() -> str:
     """The protocol and address by which others reach this machine."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
     if all(environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
@@ -3998,7 +4000,7 @@ class HostPool(Pool):
         super().__init__()
         self.folder = folder
         self.share = ceil(num_processes / len(urls_in(folder)))
-        self.started: Tally[str] = Tally()  # processes of each Monarch host
+        self.started: Counter[str] = Counter()  # processes of each Monarch host
         self.lost: dict[str, Any] = defaultdict(asyncio.Future)  # of each Monarch host
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
 
@@ -4036,7 +4038,7 @@ class Outlet(Actor):
 
     def __init__(self) -> None:
         self.handle: ArenaHandle | None = None
-        self.moved: Tally[int] = Tally()  # bytes of each version
+        self.moved: Counter[int] = Counter()  # bytes of each version
 
     @endpoint
     async def lease(
@@ -4057,7 +4059,7 @@ class Outlet(Actor):
         return version, self.buffers[slot]
 
     @endpoint
-    async def traffic(self) -> Tally[int]:
+    async def traffic(self) -> Counter[int]:
         return self.moved
 
 
@@ -4072,7 +4074,7 @@ def relayed_reader(
         while not note.stat().st_size:  # another reader is making the copy
             time.sleep(0.01)
     else:
-        own_handle, arena = create_arena(handle.manifest, handle.num_readers)
+        own_handle, arena = create_arena(handle.layout, handle.num_readers)
         run: Any = contextvars.copy_context().run  # as in Worker.run
         threading.Thread(target=run, args=(relay, outlet, handle, number, arena)).start()
         write_note(note, pickle.dumps(own_handle))
@@ -4130,7 +4132,7 @@ async def demo_hosts(report: Report) -> None:
     found = await reading
     await service.until_ready(4)
     found += await gather(read(), read())
-    moved: Tally[int] = Tally()
+    moved: Counter[int] = Counter()
     while len(moved) < 50:  # versions
         await sleep(0.1)
         moved = await pool.outlet.traffic.call_one()
@@ -4188,7 +4190,7 @@ async def record_of(run: Run, title: str, start_s: float) -> Record:
     spans = await timeline.read.call_one()
     rows = run.progress.rows
     summary = f"{sum(row['time'] > start_s for row in rows)} steps in {seconds:.1f} s"
-    for loss in [loss for service in run.services for loss in service.losses]:
+    for loss in [loss for service in run.services for loss in service.failures]:
         noticed_s = loss.noticed_s - start_s
         summary += f"; {loss.name} {loss.lost.result()} at {noticed_s:.1f} s"
     spans = [span for span in spans if span.end_s > start_s]
@@ -4282,7 +4284,7 @@ def read_flags(argv: list[str] | None) -> Config:
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
 
-def own_learner(policy: Policy, cfg: Config, rank: int) -> Learner:
+def user_learner(policy: Policy, cfg: Config, rank: int) -> Learner:
     """The learner that the flags ask for, at version 0."""
     verify(policy, cfg.model)
     reference = copy.deepcopy(policy) if cfg.kl else None
@@ -4294,7 +4296,7 @@ def own_learner(policy: Policy, cfg: Config, rank: int) -> Learner:
     is_copy = Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
     # A copy is supervised already.
     if cfg.sft_steps and not (cfg.checkpoint and is_copy):
-        learner.supervise(own_task(cfg), cfg.sft_steps)
+        learner.sft(user_task(cfg), cfg.sft_steps)
     if reference:  # a copy of version 0, after the supervised steps
         for old, new in zip(reference.model.parameters(), learner.weights, strict=True):
             old.data.copy_(whole(new.detach()))
@@ -4311,12 +4313,12 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
 
 
-def own_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
+def user_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
     """The scorer of --reward. folder: a reward model saves comparisons there."""
-    by_task = OwnProcess(cfg)
+    by_task = UserProcess(cfg)
     if cfg.reward != "model":
         return by_task
-    task: Any = own_task(cfg)
+    task: Any = user_task(cfg)
     prefer = None
     if cfg.ask_every:
         prefer = getattr(task.task, "prefer", None)
@@ -4335,9 +4337,9 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
         await run.trainer.request(export, f"{model}.new")
         os.replace(f"{model}.new", model)
-    found = await train_own(run, checkpoints) if cfg.train else {}
+    found = await train_and_evaluate(run, checkpoints) if cfg.train else {}
     if cfg.evaluate:
-        found["evaluation"] = await evaluate_own(run, cfg.evaluate)
+        found["evaluation"] = await evaluate_pass_at_k(run, cfg.evaluate)
     if cfg.export:
         await run.trainer.request(export, cfg.export)
     newest = checkpoints.folder / f"step_{run.version:08}.pt"
@@ -4351,14 +4353,14 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
     return found
 
 
-async def run_own(report: Report) -> Record:
+async def run_user_command(report: Report) -> Record:
     """Makes the run of --train, --evaluate and --export. Returns the figures of --json."""
     cfg = report.cfg
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
     device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
-    num_tokens = cfg.max_new_tokens or own_task(cfg).max_new_tokens
+    num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
     generator_pool = report.pool
@@ -4367,9 +4369,9 @@ async def run_own(report: Report) -> Record:
         generator_pool = HostPool(Path(cfg.hosts), cfg.generators)
         make_reader = partial(relayed_reader, generator_pool.outlet)
 
-    score = partial(own_scorer, folder=checkpoints.folder.resolve())
+    score = partial(user_scorer, folder=checkpoints.folder.resolve())
     places = (report.pool, generator_pool, report.folder)
-    make_run = partial(Run, cfg, *places, Parts(own_task, own_learner, make_reader, score))
+    make_run = partial(Run, cfg, *places, Factories(user_task, user_learner, make_reader, score))
     return await with_restarts(checkpoints, make_run, partial(use, checkpoints))
 
 
@@ -4481,7 +4483,7 @@ async def run_command(cfg: Config) -> int:
         with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
             report = Report(cfg, Path(folder), pool)
             is_own = cfg.train or cfg.evaluate or cfg.export
-            train = await (run_own(report) if is_own else run_stages(report))
+            train = await (run_user_command(report) if is_own else run_stages(report))
     except CancelledError:
         print(f"ended by {signal.Signals(received[0]).name}")
         return 128 + received[0]
@@ -4536,9 +4538,9 @@ def main(argv: list[str] | None = None) -> int:
         # Workers import this file.
         environ["PYTHONPATH"] = os.pathsep.join(paths).strip(os.pathsep)
         if cfg.worker:
-            serve_worker(cfg.worker, own_url())  # ends by a signal only
+            serve_worker(cfg.worker, this_url())  # ends by a signal only
         if cfg.hosts:
-            monarch.actor.enable_transport(own_url() + ":0")
+            monarch.actor.enable_transport(this_url() + ":0")
         reload_config_from_env()  # Monarch read the environment on import
         warnings.simplefilter("ignore")
         # A fault does not end the command; the owner handles it (section 5).

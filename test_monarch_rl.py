@@ -157,7 +157,7 @@ def slot_for(arena: Any, latest: int, leases: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("num_readers", [1, 2, 3])
 def test_readers_plus_2_slots_suffice_and_one_less_does_not(num_readers: int) -> None:
-    _, arena = m.create_arena(m.manifest_of(weights(0)), num_readers)
+    _, arena = m.create_arena(m.layout_of(weights(0)), num_readers)
     assert arena.num_slots == num_readers + 2
     slots = range(-1, num_readers + 2)
     for latest, *leases in itertools.product(slots, repeat=num_readers + 1):
@@ -403,8 +403,8 @@ def test_boxes_are_those_of_dtensor() -> None:
 def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
     """What all ranks write into one slot over what is needed; the slot must be the whole."""
     whole = torch.rand(shape) + 1
-    manifest = module.manifest_of({"a": whole})
-    slot = torch.zeros(manifest[0].num_bytes, dtype=torch.uint8)
+    layout = module.layout_of({"a": whole})
+    slot = torch.zeros(layout[0].num_bytes, dtype=torch.uint8)
     num_bytes = 0
     for rank in ranks_of(mesh):
         local = whole[box_of_dtensor(shape, mesh, rank, placements)]
@@ -412,12 +412,12 @@ def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
         tensor.device_mesh = types.SimpleNamespace(shape=mesh)
         tensor.device_mesh.get_coordinate = lambda rank=rank: list(rank)
         writer = object.__new__(module.ShardedWriter)
-        writer.handle = types.SimpleNamespace(manifest=manifest)
+        writer.handle = types.SimpleNamespace(layout=layout)
         writer.tensors = {"a": tensor}
         writer.written_bytes = 0
         writer.write(slot)
         num_bytes += writer.written_bytes
-    assert torch.equal(manifest[0].view(slot), whole)
+    assert torch.equal(layout[0].view(slot), whole)
     return num_bytes / whole.nbytes
 
 
@@ -518,7 +518,7 @@ def test_the_divergence_as_a_loss_has_the_gradient_of_kl(monkeypatch: Any) -> No
 def test_the_true_gradient_is_that_of_finite_differences() -> None:
     rng = torch.Generator().manual_seed(0)
     table, rewards = (torch.randn(4, 16, generator=rng, dtype=torch.float64) for _ in range(2))
-    found = m.Known(rewards, table, table).true_gradient(table).flatten()
+    found = m.Bandit(rewards, table, table).true_gradient(table).flatten()
 
     def mean_reward(place: int, by: float) -> float:
         moved = table.flatten().clone()
@@ -579,7 +579,7 @@ def test_an_advantage_is_that_of_what_follows() -> None:
 def test_a_step_in_parts_is_the_step_of_the_whole(loss: str) -> None:
     found = []
     for tokens in (8192, 40):
-        one = learner(loss=loss, passes=3, tokens_per_pass=tokens, entropy=0.01)
+        one = learner(loss=loss, epochs=3, tokens_per_micro_batch=tokens, entropy=0.01)
         one.penalty = functools.partial(m.divergence, copy.deepcopy(one.policy), 0.1)
         episodes = episodes_of(one)
         stats = one.step(episodes)
@@ -621,7 +621,7 @@ def test_rows_without_an_advantage_are_left_out_and_change_nothing() -> None:
 
 
 def test_ranks_share_the_rows_and_make_as_many_passes() -> None:
-    one = learner(tokens_per_pass=60)
+    one = learner(tokens_per_micro_batch=60)
     episodes = episodes_of(one, 8)
     for num_ranks, num_rows in itertools.product([1, 2, 3, 4], [4, 5, 9, 12, 17, 32]):
         sizes = []
@@ -710,7 +710,7 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
     prompts[4] = m.Prompt(4, (m.user_turn("abcdefghij", ""), said[1]))  # rows of other lengths
     episodes = m.rollout(policy, prompts, 3, 0)
     assert len(episodes) == 15
-    recorded, recomputed = m.scored(policy, episodes)
+    recorded, recomputed = m.recompute_logprobs(policy, episodes)
     assert torch.allclose(recorded, recomputed, atol=2e-3)
     assert float(m.k3(recorded, recomputed).mean()) <= 1e-6
     advantage = [[1.0] * len(episode.ids) for episode in episodes]
@@ -726,7 +726,7 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
             assert ends[-1] is not is_cut
             assert len(turn_ids) == 12 or not is_cut
     policy.temperature = 0.7  # the check finds a trainer that computes another distribution
-    recorded, recomputed = m.scored(policy, episodes)
+    recorded, recomputed = m.recompute_logprobs(policy, episodes)
     assert float(m.k3(recorded, recomputed).mean()) > 1e-6
 
 
@@ -758,10 +758,10 @@ def test_both_programs_compute_the_same_in_bfloat16() -> None:
     cfg = replace(CFG, dtype="bfloat16")
     generator, trainer = (m.Policy(cfg, dtype) for dtype in (torch.bfloat16, torch.float32))
     episodes = episodes_of(types.SimpleNamespace(cfg=cfg, policy=generator))
-    one, other = (m.scored(policy, episodes)[1] for policy in (generator, trainer))
+    one, other = (m.recompute_logprobs(policy, episodes)[1] for policy in (generator, trainer))
     assert torch.equal(one, other)
     generator.model.to(torch.bfloat16)  # with its buffers: the frequencies of the positions
-    assert not torch.equal(m.scored(generator, episodes)[1], other)
+    assert not torch.equal(m.recompute_logprobs(generator, episodes)[1], other)
 
 
 # == prompts =======================================================================================
@@ -972,8 +972,8 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
             found += await asyncio.gather(*[service.request("double", i) for i in numbers])
         await service.until_ready(3)
         assert not any(replica.in_flight for replica in service.replicas.values())
-        assert len(service.losses) >= befell["dies"] > 0
-        assert all(loss.replaced_s >= loss.noticed_s > 0 for loss in service.losses)
+        assert len(service.failures) >= befell["dies"] > 0
+        assert all(loss.replaced_s >= loss.noticed_s > 0 for loss in service.failures)
         return found
 
     found = serve(script, work, num_replicas=3, unresponsive_s=0.2)
@@ -992,7 +992,7 @@ def test_an_exception_is_the_callers_and_no_loss(serve: Any, without: Any) -> No
 
     async def work(service: Any) -> None:
         nonlocal service_losses
-        service_losses = lambda: service.losses  # noqa: E731
+        service_losses = lambda: service.failures  # noqa: E731
         await service.begin()
         with pytest.raises(ActorError, match="a bad request"):
             await service.request("bad")
@@ -1040,7 +1040,7 @@ def test_a_request_that_kills_its_replicas_is_given_up(serve: Any) -> None:
         await service.begin()
         with pytest.raises(m.ReplicaLost, match=r"worker_\d has died"):
             await service.request("deadly")
-        while len(service.losses) < 3:
+        while len(service.failures) < 3:
             await asyncio.sleep(0.01)
         return await service.request("harmless")  # and the service lives on
 
@@ -1083,7 +1083,7 @@ def test_a_trainer_is_not_replaced(serve: Any, replaces: bool) -> None:
     else:
         with pytest.raises(m.ReplicaLost, match="worker_0 has died"):
             serve(script, work, **kinds)
-    run = m.Run(CFG, m.Pool(), m.Pool(), Path("."), m.Parts(), m.Progress())
+    run = m.Run(CFG, m.Pool(), m.Pool(), Path("."), m.Factories(), m.Progress())
     assert [service.replaces for service in run.services] == [False, True, True]
     run.services.clear()  # all have begun, and the trainer is lost
     run.trainer.error = m.ReplicaLost("trainer_0 has died")
@@ -1204,7 +1204,7 @@ class FakeServices:
 def run_of(module: Any, cfg: Any, services: Any) -> Any:
     """A run without processes."""
     places = (module.Pool(), module.Pool(), Path("."))
-    run = module.Run(cfg, *places, module.Parts(), module.Progress())
+    run = module.Run(cfg, *places, module.Factories(), module.Progress())
     run.trainer = run.generators = run.reward_workers = services
     run.handle = None
     return run
@@ -1290,7 +1290,7 @@ def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
         run = asyncio.run(train())
         with monkeypatch.context() as patch:
             patch.setattr(m, "episode_with", episode_with)
-            learner(prompts_per_step=4).supervise(m.letter_task(cfg), 10)
+            learner(prompts_per_step=4).sft(m.letter_task(cfg), 10)
         texts = {str(prompt.turns) for prompt in seen + run.trainer.prompts}
         assert len(seen) == 160
         assert len(texts) > 300
@@ -1354,12 +1354,12 @@ def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
         episodes = [m.Episode(prompt, rewards=[float(reward)]) for reward in of_prompt]
         groups.append(m.Group(episodes))
 
-    async def judged(prompts: Any, num_samples: int, seed: int) -> Any:
+    async def sample_and_score(prompts: Any, num_samples: int, seed: int) -> Any:
         return groups
 
-    run = types.SimpleNamespace(judged=judged, held_out=[0] * 4, num_too_long=0)
+    run = types.SimpleNamespace(sample_and_score=sample_and_score, held_out=[0] * 4, num_too_long=0)
     run.evaluate = lambda: asyncio.sleep(0, 0.5)
-    found = asyncio.run(m.evaluate_own(run, 5))
+    found = asyncio.run(m.evaluate_pass_at_k(run, 5))
     assert found["greedy"] == 0.5
     assert found["pass@1"] == pytest.approx((2 / 5 + 0 + 1) / 3)  # of groups with all samples
     assert found["pass@5"] == pytest.approx(2 / 3)
@@ -1493,7 +1493,7 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
                 raise found
             return later(found[0]) if isinstance(found, tuple) else found
 
-    monkeypatch.setattr(m, "own_task", lambda cfg: Own())
+    monkeypatch.setattr(m, "user_task", lambda cfg: Own())
     results = {"a": 0.5, "b": ValueError("no b"), "c": None, "d": math.nan, "e": SystemExit(3)}
     for extra in ({}, {"f": (0.25,), "g": (KeyError("no g"),), "h": (None,)}):
         results |= extra
@@ -1515,7 +1515,7 @@ def test_a_reward_function_is_asked_turn_by_turn() -> None:
     asked: list[Any] = []
     system = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
     prompt = m.Prompt(0, (m.user_turn("p", 1), m.Turn(system, 2)))
-    task = m.OwnTask(types.SimpleNamespace(prompt=lambda number: prompt), reward)
+    task = m.UserTask(types.SimpleNamespace(prompt=lambda number: prompt), reward)
     assert task.score(task.prompt(3), ["a", "b"]) == [0.5, 0.5]
     assert asked == [("p", "a", 1), (list(system), "b", 2)]
     single = m.Prompt(0, (m.user_turn("p", 1),))
@@ -1538,7 +1538,7 @@ def recipe(folder: Path, package: str, spec: str) -> m.Config:
 
 def earned(cfg: m.Config, answer: Any) -> list[Any]:
     """The rewards of the right answer to a prompt, and of a wrong one."""
-    prompt = m.own_task(cfg).prompt(7)
+    prompt = m.user_task(cfg).prompt(7)
     return m.score_group(cfg, [(prompt, [said]) for said in (answer(prompt), "none")])
 
 
@@ -1653,7 +1653,7 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     monkeypatch.setenv(MARK, mark)
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))  # as main does for workers
     worker = object.__new__(m.RewardWorker)
-    worker.setup(0, own_rewards(tmp_path), m.OwnProcess)
+    worker.setup(0, own_rewards(tmp_path), m.UserProcess)
     wanted = {"alarm": 0.25, "run": 0.5, "coroutine": 0.75, "pool": 1.0, "child": 0.125}
     wanted |= {"client": 0.375}
     names = [*wanted, "client", "interrupts", "wrong", "long", "text", "raises", "leaves"]
@@ -1678,7 +1678,7 @@ import monarch_rl as m
 if __name__ == "__main__":
     cfg = m.Config(model="x", task=sys.argv[2], reward=sys.argv[3])
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
-    own = m.OwnProcess(cfg)
+    own = m.UserProcess(cfg)
     print(own([(prompt, ["child"])]), flush=True)
     own([(prompt, ["stuck"])])
 """
@@ -1730,12 +1730,12 @@ def test_what_a_user_has_written_wrong_is_told(tmp_path: Path, words: str) -> No
     flag, name = words.split()
     cfg = m.read_flags(["--train", "--model", str(tmp_path), flag, str(tmp_path / name)])
     with pytest.raises(m.UsageError, match=r"line 1\b.*(wanted|not|ZeroDivisionError)"):
-        m.own_task(cfg)
+        m.user_task(cfg)
 
 
 def test_an_error_in_a_prompt_is_told(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text("class T:\n def prompt(self, number):\n  1 / number")
-    task = m.own_task(replace(CFG, model="x", task=f"{tmp_path / 'late.py'}:T"))
+    task = m.user_task(replace(CFG, model="x", task=f"{tmp_path / 'late.py'}:T"))
     for number, told in ((0, r"prompt\(0\): .*late.py, line 3: Zero"), (1, r"prompt\(1\): not")):
         with pytest.raises(m.UsageError, match=told):
             task.prompt(number)
@@ -1949,7 +1949,7 @@ def saved_run(folder: Path, **progress: Any) -> Any:
 def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     checkpoints = m.Checkpoints(tmp_path / "run")
     assert checkpoints.newest() == ("", m.Progress())
-    run = saved_run(tmp_path, num_drawn=90, again=[3], in_flight={88, 7}, ended=Counter(lost=2))
+    run = saved_run(tmp_path, num_drawn=90, requeued=[3], in_flight={88, 7}, ended=Counter(lost=2))
     for version in (1, 2, 3):
         run.version = version
         run.progress.rows.append({"step": version, "reward": math.nan})
@@ -1958,7 +1958,7 @@ def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch:
     path, progress = checkpoints.newest()
     assert (path, older.name) == (str(newest), "step_00000002.pt")  # two are kept
     assert (len(progress.rows), progress.num_drawn, progress.ended) == (3, 90, Counter(lost=2))
-    assert (progress.again, progress.in_flight) == ([3, 7, 88], set())
+    assert (progress.requeued, progress.in_flight) == ([3, 7, 88], set())
     whole = newest.read_bytes()
     half = whole[: len(whole) // 2]
     for damaged in (whole[:-100], half, whole.replace(b"reward", b"drawer"), b""):
@@ -2059,7 +2059,7 @@ def test_prompts_in_flight_are_drawn_again_before_others() -> None:
             drawn += [prompt.number for prompt in run.trainer.prompts]
             progress = m.Progress(**state | {"in_flight": set()})
             progress.ended = Counter(state["ended"])
-        assert progress.again
+        assert progress.requeued
         return drawn[::2]  # groups have two episodes
 
     cfg = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
@@ -2232,7 +2232,7 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
 ATTACH = """if True:
     import asyncio, pathlib, sys, monarch_rl as m
     m.SILENCE_S = 1.5
-    m.monarch.actor.enable_transport(m.own_url() + ":0")
+    m.monarch.actor.enable_transport(m.this_url() + ":0")
     async def main() -> None:
         process = await m.HostPool(pathlib.Path(sys.argv[1]), 1).take(1)
         await process.kill()
@@ -2327,7 +2327,7 @@ def test_a_critic_learns_and_passes_of_any_size_are_equal(without: Any) -> None:
     policy = policy_of()
     episodes = single(policy, 16, 0)
     found = []
-    small = m.Critic(policy, replace(CFG, tokens_per_pass=1))
+    small = m.Critic(policy, replace(CFG, tokens_per_micro_batch=1))
     for critic in (m.Critic(policy, CFG), small, without("critic").Critic(policy, CFG)):
         for _ in range(20):
             critic(episodes)
@@ -2539,7 +2539,7 @@ def test_kl_holds_to_the_weights_after_the_warm_start() -> None:
     cfg = replace(CFG, kl=0.1, prompts_per_step=2, sft_steps=2)
     policy = m.Policy(cfg, torch.float32)
     before = {name: p.clone() for name, p in policy.model.state_dict().items()}
-    learner = m.own_learner(policy, cfg, 0)
+    learner = m.user_learner(policy, cfg, 0)
     reference, weight = learner.penalty.args
     assert weight == 0.1
     weights = reference.model.state_dict()
