@@ -3,12 +3,12 @@
 # requires-python = ">=3.11,<3.14"
 # dependencies = ["torch==2.14.1", "transformers==5.24.0", "torchmonarch==0.7.0"]
 # ///
-"""monarch_rl: an asynchronous RL system for language models, in one file that you can finish.
+"""monarch_rl: an asynchronous RL system for language models, in a single file.
 
-A generator samples while the trainer learns. Samples are at most K (--max-staleness) versions old,
-weights are never half updated, and a lost generator costs time only:
+A generator samples while the trainer learns. Samples are at most K versions of the weights old
+(--max-staleness), no read of the weights is torn, and a lost generator costs nothing but time:
 
-    python monarch_rl.py                      the tour: all stages, 2.5 minutes on two cores
+    python monarch_rl.py                      the tour: all stages, 2 minutes on two cores
     python monarch_rl.py --stage weight_sync  stages 1 to 7
     python monarch_rl.py --train --model FOLDER_OR_HUB_ID --task FILE.jsonl    your own run
 
@@ -18,14 +18,14 @@ weights are never half updated, and a lost generator costs time only:
               WeightReader <------ Arena: slots, leases <------ WeightWriter <------ Trainer
 
 Messages pass through the main process, weights through shared memory. Each concept is a stage,
-which measures its rule, and prints the change of one line that breaks it:
+which checks one rule by measurement, and prints a one-line edit that violates it:
 
      1 hello_actor     state in one process, one call at a time: no addition is lost
      2 actor_mesh      one call reaches every member of a mesh
      3 rdma_transfer   pass a handle, pull the bytes; the owner's Python takes no part
      4 controllers     actors that never met find one singleton by its name
-     5 supervision     exception, death, standstill, endless work: who hears of each, and how soon
-     6 service         every request is answered once, although replicas die and stand still
+     5 supervision     exception, crash, hang, infinite loop: who detects each, and how fast
+     6 service         every request is answered once, although replicas crash and hang
      7 weight_sync     never torn, and a sync costs one memory copy
      8 reshard         from one sharding to another, each byte that is needed is written once
      9 rollout         what was recorded while sampling is what the trainer recomputes
@@ -34,16 +34,20 @@ which measures its rule, and prints the change of one line that breaks it:
     12 async_rl        two loops and a buffer, with bounded staleness, under faults
     13 recovery, 14 critic, 15 reward_model, 16 hosts
 
-Read it from top to bottom. Part I (1 to 12) is the whole system on one host; Part II goes on with
-your own data, and 13 to 16. After a section, run its stage, and make its change: a check fails.
+Three ways to read. *An hour*: of each section of Part I the lead, the picture and the demo.
+*An afternoon*, three hours: Part I (1 to 12), which is the whole system on one host.
+*A weekend*: all of it, verified; Part II adds your own model and data, and stages 13 to 16.
+After a section, run its stage, and then make its edit: a check fails.
 
 Terms. An *episode* is one conversation. A *group* is the episodes of one prompt; their rewards are
-compared. A *version* numbers the weights: each step makes the next. *Staleness* is the
-trainer's version minus the sampling version. A *slot* holds one version; readers *lease* it.
+compared. A *version* numbers the weights: each step makes the next. *Staleness* is the trainer's
+version minus the version that sampled. A *slot* holds the weights of one version; readers *lease*
+it. CPU *staging* means that weights pass through memory of the host, here through a slot.
 
 Left out: paged attention and continuous batching (vLLM, SGLang); tensor, pipeline and expert
-parallelism (torchtitan, Megatron); LoRA (peft); sandboxes; trainers over several hosts; trackers.
-For Linux, with Python 3.11 to 3.13. It has not been run on a GPU.
+parallelism (torchtitan, Megatron); LoRA (peft); a transformer from scratch (nanoGPT); robotics and
+Gymnasium (CleanRL, SB3); sandboxes (OpenEnv, verifiers); trainers over several hosts (torchtitan);
+trackers (a loop over --log). For Linux on x86-64, with Python 3.11 to 3.13.
 """
 
 from __future__ import annotations
@@ -84,7 +88,7 @@ from asyncio import get_running_loop, sleep, wait, wait_for
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from functools import cache, partial
@@ -94,11 +98,14 @@ from math import ceil
 from os import environ
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 if __name__ == "__main__":
-    environ.setdefault("MONARCH_FILE_LOG", "error")  # else megabytes in /tmp
+    environ.setdefault("MONARCH_FILE_LOG", "error")  # else megabytes of logs in /tmp
 import monarch.actor
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as dtensor
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, ActorError, ProcMesh
@@ -106,95 +113,43 @@ from monarch.actor import concurrent_endpoint, current_rank, endpoint
 from monarch.actor import get_or_spawn_controller, this_host, this_proc
 from monarch.rdma import RDMABuffer
 from tabulate import tabulate
+from torch import Tensor
 
 THIS_FILE = Path(__file__).resolve()
 Record = dict[str, Any]
 STAGES: dict[str, Stage] = {}  # by name, in the order of the file
 
 
-class Lazy:
-    """A module that is imported at its first use: torch takes a second."""
-
-    def __init__(self, name: str) -> None:
-        self.module_name = name
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(import_module(self.module_name), name)
-        setattr(self, name, found)
-        return found
-
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint.state_dict as dcp
-    import torch.distributed.tensor as dtensor
-    import transformers
-    from torch import Tensor
-else:
-    torch = Lazy("torch")
-    dist = Lazy("torch.distributed")
-    dcp = Lazy("torch.distributed.checkpoint.state_dict")
-    dtensor = Lazy("torch.distributed.tensor")
-    transformers = Lazy("transformers")
-
-
 class UsageError(Exception):
-    """A wrong command: one line, exit status 2."""
+    """A wrong command: one line on stderr, and exit status 2."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """The flags: `max_staleness` is --max-staleness, with its comment in --help."""
+    """What the system of Part I can be told. Each field is a flag: --max-staleness, for example."""
 
-    stage: str = ""  # run all stages up to this one
-    only: str = ""  # run this stage alone
-    list: bool = False  # list the stages and their lines
-    train: bool = False  # train --model on --task
-    evaluate: int = 0  # pass@k, with so many samples of each prompt
-    export: str = ""  # write the model to this folder
-    model: str = ""  # a folder or a hub id of a causal model; default: a tiny one
-    task: str = "repeat"  # repeat, count or pattern; a FILE.jsonl; a FILE.py:CLASS
-    reward: str = ""  # a FILE.py:FUNCTION(prompt, response, answer), or model
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
-    device: Literal["", "cpu", "cuda"] = ""  # default: cuda, if any and one trainer
     seed: int = 0  # of the prompts, the sampling and fresh models
-    steps: int = 100  # updates of the policy
     prompts_per_step: int = 16  # the groups in a batch
     group_size: int = 8  # the samples of each prompt
     max_new_tokens: int = 0  # of a response; by default what the task needs
     temperature: float = 1.0  # of the sampling
-    tokens_per_micro_batch: int = 8192  # the tokens, with padding, of a micro-batch
+    tokens_per_micro_batch: int = 8192  # the tokens, with padding, of a forward pass in training
     generators: int = 2  # the processes that sample
     reward_workers: int = 1  # the processes that compute rewards
-    trainers: int = 1  # the ranks of the trainer (FSDP2)
-    hosts: str = ""  # the --worker folder; its hosts run generators
-    worker: str = ""  # offer this machine to --hosts in this folder
     max_staleness: int = 2  # K, in versions; 0: synchronous
     loss: Literal["reinforce", "ppo", "decoupled"] = "ppo"  # see section 10
     advantage: Literal["group", "leave_one_out", "none", "critic"] = "group"  # baseline
     epochs: int = 1  # updates from each batch
     clip_low: float = 0.2  # of the importance ratio, below 1
     clip_high: float = 0.2  # of the importance ratio, above 1
-    kl: float = 0.0  # the weight of the divergence from the first version
     entropy: float = 0.0  # the weight of an entropy bonus
     lr: float = 0.0  # the default is 1e-6, for the tiny policy 1e-3
-    sft_steps: int = 0  # supervised steps on the right answers before RL
-    reward_deadline: float = 60.0  # the seconds that the rewards of a group may take
-    preferences: str = ""  # a FILE.jsonl: prompt, chosen, rejected
-    ask_every: int = 0  # the groups between calls of the task's prefer; 0: none
-    checkpoint: str = ""  # a folder from which the same command resumes
-    save_every: int = 20  # the steps between checkpoints
-    eval_every: int = 0  # the steps between evaluations; 0: only the first and last
     eval_prompts: int = 256  # the held-out prompts of an evaluation
-    log: str = ""  # a line of JSON for every step, in this file
-    json: str = ""  # checks and figures of the command, in this file
-    report: str = ""  # a page of the command, in this file
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One concept: its claim, its demo, and the one-line change that makes the claim false."""
+    """One concept: its claim, its demo, and the one-line edit that makes the claim false."""
 
     name: str
     claim: str  # the first line of the demo's docstring
@@ -203,6 +158,8 @@ class Stage:
 
 
 def stage(instead: str) -> Callable[..., Any]:
+    """Decorates `demo_NAME`: registers it as the stage NAME."""
+
     def register(demo: Any) -> Any:
         name = demo.__name__.removeprefix("demo_")
         claim = demo.__doc__.splitlines()[0].rstrip(".")
@@ -212,45 +169,36 @@ def stage(instead: str) -> Callable[..., Any]:
     return register
 
 
-def line_with(text: str) -> int:
-    """The number of the first line of this file that has the text."""
-    return THIS_FILE.read_text().partition(text)[0].count("\n") + 1
-
-
-def title_of(stage: Stage) -> str:
-    place = f"[{[*STAGES].index(stage.name) + 1}/{len(STAGES)}]"
-    line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
-    return f"{place} {stage.name}: {stage.claim}  (line {line})"
-
-
 class Report:
-    """Prints what is found, and keeps it for --json."""
+    """Prints what a stage measures, and keeps it for --json."""
 
     def __init__(self, cfg: Config, folder: Path, pool: Pool) -> None:
         self.cfg = cfg
-        self.folder = folder
-        self.pool = pool
-        self.stages: list[Record] = []
+        self.folder = folder  # for temporary files
+        self.pool = pool  # starts processes: section 6
+        self.stages: list[Record] = []  # the last one is running
 
     def say(self, text: str) -> None:
         print(f"       {text}")
 
     def table(self, rows: list[Record]) -> None:
+        """Prints rows with the same keys, which become the heads of the columns."""
+        self.stages[-1]["tables"].append(rows)
         shown = tabulate(rows, headers="keys", tablefmt="plain", floatfmt=".3g")
         for line in shown.splitlines():
             self.say(line)
 
     def check(self, what: str, value: Any, relation: str, bound: Any) -> None:
+        """Prints whether `value relation bound` holds, as in `check("lost", 0, "==", 0)`."""
         relations = {"==": value == bound, "<": value < bound, ">": value > bound}
         holds = bool(relations[relation])
-        self.stages[-1]["checks"].append({"what": what, "ok": holds})
+        record = {"what": what, "value": value, "relation": relation, "bound": bound, "ok": holds}
+        self.stages[-1]["checks"].append(record)
         result = "ok" if holds else "FAIL"
         print(f"    {result} {what}: {value:.3g}  ({relation} {bound:.3g})")
 
-    def figure(self, **values: Any) -> None:
-        self.stages[-1]["figures"].update(values)
-
     def failed(self) -> list[str]:
+        """Returns the names of the stages in which a check failed."""
         return [s["name"] for s in self.stages if not all(c["ok"] for c in s["checks"])]
 
 
@@ -264,12 +212,12 @@ class Report:
 # Cost. A message and its answer take the time of thousands of function calls.
 #
 #   main process                              process of the actor
-#   counter.add.call_one()   -- message -->   waits in the mailbox until earlier calls are done
+#   total.add.call_one()     -- message -->   waits in the mailbox until earlier calls are done
 #   await ...                <-- answer --    add() has run from its first line to its last
 
 
 class Accumulator(Actor):
-    """A counter. `@endpoint` marks the methods that messages may call, one at a time.
+    """A running total. `@endpoint` marks the methods that messages may call, one at a time.
 
     The calls of a `@concurrent_endpoint` may overlap.
     """
@@ -287,13 +235,20 @@ class Accumulator(Actor):
 
     @endpoint
     async def take(self) -> int:
-        """The additions since the last call."""
+        """Returns the additions since the last call."""
         total = self.total
         self.total = 0
         return total
 
+    @endpoint
+    async def where(self) -> str:
+        """Returns the place of this actor: host, process and device."""
+        device: Any = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        return f"host {socket.gethostname()}, process {os.getpid()}, {device}"
+
 
 async def lost_by_threads(num_additions: int) -> int:
+    """Returns how many additions vanish when threads do what `Accumulator.add` does."""
     shared = {"total": 0}
 
     def add() -> None:
@@ -308,16 +263,24 @@ async def lost_by_threads(num_additions: int) -> int:
 @stage(instead="@concurrent_endpoint")
 async def demo_hello_actor(report: Report) -> None:
     """An actor's state lives in one process, and its calls run one at a time."""
+    # Without the rule: threads that share a dict.
     lost = await lost_by_threads(200)
     report.check("additions of 200 lost by threads", lost, ">", 0)
 
     # A process on this host, and an actor in it. `spawn` returns a reference at once. `call_one`
     # sends a message, and returns an awaitable for the answer.
     procs = this_host().spawn_procs(per_host={"worker": 1})
-    counter = procs.spawn("counter", Accumulator)
-    await gather(*[counter.add.call_one() for _ in range(200)])
-    lost = 200 - await counter.take.call_one()
+    total = procs.spawn("total", Accumulator)
+    report.say(f"this is process {os.getpid()}; the actor: {await total.where.call_one()}")
+    await gather(*[total.add.call_one() for _ in range(200)])
+    lost = 200 - await total.take.call_one()
     report.check("additions of 200 lost by the actor", lost, "==", 0)
+
+    # The cost: 100 messages, one after another.
+    start = time.perf_counter()
+    for _ in range(100):
+        await total.take.call_one()
+    report.say(f"a message and its answer: {(time.perf_counter() - start) * 1e4:.0f} us")
     await procs.stop()
 
 
@@ -327,32 +290,41 @@ async def demo_hello_actor(report: Report) -> None:
 # Rule. Actors that are spawned together are a mesh, an array with named dimensions. The adverb of
 #   a call says which members run, and which answer:
 #
-#   mesh.add.call(...)                    every member runs; returns a mesh of their answers
-#   mesh.add.broadcast(...)               every member runs; nobody answers
-#   mesh.add.choose(...)                  one member runs, drawn at random
-#   mesh.slice(worker=2).add.call_one()   this member runs
+#   mesh.add.call(...)                    runs on every member; returns a mesh of their answers
+#   mesh.add.broadcast(...)               runs on every member; returns no answer
+#   mesh.add.choose(...)                  runs on one member, drawn at random
+#   mesh.slice(worker=2).add.call_one()   runs on this member
 #
-# Cost. `call` is as slow as its slowest member, and fails if one fails. `broadcast` reports no
-#   failure.
+# Cost. `call` completes when the slowest member does, and raises if any member raises. `broadcast`
+#   reports no failure.
 
 
-@stage(instead="mesh = members.slice(worker=0)")
+@stage(instead="await members.slice(worker=0).add.call()")
 async def demo_actor_mesh(report: Report) -> None:
     """One call reaches every member of a mesh; its adverb says which members run and answer."""
+    # 4 processes, with an actor in each. Each actor has a total of its own.
     procs = this_host().spawn_procs(per_host={"worker": 4})
-    members = procs.spawn("counters", Accumulator)
-    mesh = members  # mechanism: actor_mesh
+    members = procs.spawn("members", Accumulator)
 
-    async def num_ran() -> int:
-        """The calls of `add` since the last `take`, which queues behind them."""
-        totals = await members.take.call()
-        return sum(totals.values())
+    async def totals() -> list[int]:
+        """Returns the additions of each member since the last call, which it queues behind."""
+        answers = await members.take.call()
+        return list(answers.values())
 
-    await num_ran()  # the first call waits until all processes have started
-    await mesh.add.call()
-    report.check("members of 4 that ran under `call`", await num_ran(), "==", 4)
-    mesh.add.broadcast()  # returns before any member has run
-    report.check("members of 4 that ran under `broadcast`", await num_ran(), "==", 4)
+    await totals()  # the first call waits until all processes have started
+    await members.add.call()  # mechanism: actor_mesh
+    report.check("members of 4 that ran under `call`", sum(await totals()), "==", 4)
+    members.add.broadcast()  # returns before any member has run
+    report.check("members of 4 that ran under `broadcast`", sum(await totals()), "==", 4)
+    await members.add.choose()
+    report.check("members of 4 that ran under `choose`", sum(await totals()), "==", 1)
+
+    # Two calls of one member leave the state of the others alone.
+    third = members.slice(worker=2)
+    await gather(third.add.call_one(), third.add.call_one())
+    state = await totals()
+    report.say(f"totals of the members after two calls of the third: {state}")
+    report.check("members of 4 with another total", sum(total > 0 for total in state), "==", 1)
     await procs.stop()
 
 
@@ -362,7 +334,7 @@ async def demo_actor_mesh(report: Report) -> None:
 # Rule. Control travels in messages. Bulk data stays where it is: its owner registers the memory
 #   once, as an RDMABuffer, and sends the handle in a message. The receiver moves the bytes. The
 #   operation is one-sided: no Python of the owner runs.
-# Cost. The owner must keep the memory alive, and does not learn when a reader is done (section 7).
+# Cost. The owner must keep the memory alive, and is not notified when a reader finishes.
 #
 #   owner                                           reader
 #   memory = torch.zeros(...)
@@ -371,9 +343,12 @@ async def demo_actor_mesh(report: Report) -> None:
 #
 # RDMA is remote direct memory access: a network card reads the memory of another machine without
 # that machine's processor. Without such a card Monarch does the same over TCP, by threads in Rust.
+# Within a host the weight sync (section 7) uses shared memory instead: a reader then needs no copy.
 
 
 class Owner(Actor):
+    """Owns memory, and lends it by a handle."""
+
     def __init__(self, num_bytes: int) -> None:
         self.memory = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
 
@@ -397,12 +372,27 @@ class Owner(Actor):
 async def demo_rdma_transfer(report: Report) -> None:
     """A handle of half a kilobyte moves any number of bytes while the owner's Python is busy."""
     procs = this_host().spawn_procs(per_host={"worker": 1})
-    owner = procs.spawn("owner", Owner, 32 << 20)
-    handle = await owner.handle.call_one()
+    rows = []
+    for mib in (1, 32):
+        owner = procs.spawn(f"owner_{mib}", Owner, mib << 20)
+        handle = await owner.handle.call_one()
+        expected = await owner.as_message.call_one()
+        mine = torch.zeros_like(expected)
+        await handle.read_into(mine)  # the first read also connects
+
+        # The same bytes once in a message, and once behind the handle.
+        start = time.perf_counter()
+        await owner.as_message.call_one()
+        middle = time.perf_counter()
+        await handle.read_into(mine)
+        end = time.perf_counter()
+        row = {"MiB": mib, "message, ms": (middle - start) * 1e3}
+        rows.append({**row, "handle, ms": (end - middle) * 1e3})
+    report.table(rows)
     report.check("bytes of the handle", len(pickle.dumps(handle)), "<", 1024)
 
-    expected = await owner.as_message.call_one()
-    mine = torch.zeros_like(expected)
+    # Another pull, while the owner cannot run any Python.
+    mine.zero_()
     busy = ensure_future(owner.compute.call_one())
     await sleep(0.2)  # now the owner is inside of `sum`
     await handle.read_into(mine)  # mechanism: rdma_transfer
@@ -422,7 +412,7 @@ async def demo_rdma_transfer(report: Report) -> None:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of work. Times are seconds since 1970: one clock for all processes of a host."""
+    """The interval of one call. Times are seconds since 1970: one clock for all processes."""
 
     who: str  # "trainer_0"
     start_s: float
@@ -436,27 +426,30 @@ class Timeline(Actor):
         self.spans: deque[Span] = deque(maxlen=100_000)
 
     @endpoint
-    async def add(self, spans: list[Span]) -> None:
-        self.spans.extend(spans)
+    async def add(self, span: Span) -> None:
+        self.spans.append(span)
 
     @endpoint
     async def read(self, who: str = "") -> list[Span]:
-        """The spans of workers whose name begins with `who`."""
+        """Returns the spans of workers whose name begins with `who`."""
         return [span for span in self.spans if span.who.startswith(who)]
 
 
 class Witness(Actor):
+    """A member of a mesh that knows the name of the timeline, and nothing else of it."""
+
     @endpoint
     async def report(self) -> None:
-        find = get_or_spawn_controller
-        timeline = await find("timeline", Timeline)  # mechanism: controllers
+        timeline = await get_or_spawn_controller("timeline", Timeline)  # mechanism: controllers
+        # `current_rank` says which member of the mesh this is: 0, 1 or 2.
         span = Span(f"witness_{current_rank().rank}", time.time(), time.time())
-        await timeline.add.call_one([span])
+        await timeline.add.call_one(span)
 
 
 @stage(instead='timeline = this_proc().spawn("timeline", Timeline)')
 async def demo_controllers(report: Report) -> None:
     """Actors that never met find one singleton by its name."""
+    # Three processes look the timeline up, and so does this one.
     procs = this_host().spawn_procs(per_host={"worker": 3})
     await procs.spawn("witnesses", Witness).report.call()
     timeline = await get_or_spawn_controller("timeline", Timeline)
@@ -466,22 +459,23 @@ async def demo_controllers(report: Report) -> None:
 
 
 # == 5. SUPERVISION ====
-# Problem. Processes raise, die, stand still, or work for ever, and their callers wait. But a worker
-#   that has been silent for ten minutes may just be busy.
+# Problem. Processes raise, crash, hang, or loop for ever, and their callers wait. But a worker that
+#   has been silent for ten minutes may just be busy.
 # Rule. An exception goes to the caller. The owner of a process, here the main process, kills and
-#   replaces it. Death and standstill have a detector each. Slow work still answers pings:
+#   replaces it. Crashes and hangs have a detector each. A slow worker still answers pings:
 #
-#   failure              its caller            its owner learns of it by
+#   failure              its caller            its owner detects it by
 #   an endpoint raises   gets the exception    nothing: the actor lives on
-#   the process dies     waits, then an error  a pidfd, in milliseconds
-#   it stands still      waits, then an error  unanswered pings, after `unresponsive_s`
-#   it works for ever    waits                 nothing: only a deadline helps
+#   the process crashes  waits, then an error  a pidfd, in milliseconds
+#   it hangs (stopped)   waits, then an error  unanswered pings, after `unresponsive_s`
+#   an infinite loop     waits                 nothing: only a deadline helps
 #
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
-#   holds the GIL for longer than `unresponsive_s`: 30 s, some demos 2 s.
+#   holds the GIL for longer than `unresponsive_s`: 30 s, in some demos 2 s.
 #
-# Monarch supervises, too, but slowly: it polls every 2 s, waits 5 s for an answer, fails
-# waiting calls, and calls `__supervise__` of the actor that spawned the process.
+# Monarch supervises, too: the actor that spawned a failed one is its parent, and has its method
+# `__supervise__` called. Monarch polls, here every 2 s, and waits 5 s for an answer, so a crash
+# takes it seconds. It is the net below the two detectors.
 
 
 class Worker(Actor):
@@ -493,21 +487,19 @@ class Worker(Actor):
     def __init__(self, name: str, timeline: Timeline | None = None) -> None:
         self.name = name
         self.timeline = timeline
-        self.spans: list[Span] = []  # not yet sent to the timeline
         self.thread = ThreadPoolExecutor(1)
-        # Messages may have objects of the user's modules. These come last.
-        sys.path.append(environ.get("MONARCH_RL_TASK", ""))
-        # Its own process group: kill_group ends its children, and Ctrl-C does not reach it.
+        # A process group of its own: kill_group ends its children, and Ctrl-C does not reach it.
         os.setpgid(0, 0)
 
     @concurrent_endpoint
     async def ping(self) -> int:
+        """Returns the process id."""
         return os.getpid()
 
     @concurrent_endpoint
     async def run(self, what: Any, *args: Any) -> Any:
-        """Runs a method, or a function of this worker, in the thread. what: its name, or itself."""
-        # The context tells the thread which actor it belongs to.
+        """Runs a method, given by its name, or a function of this worker, in the thread."""
+        # The thread sends messages (spans), so it needs this call's context, which names the actor.
         run: Any = contextvars.copy_context().run
         loop = get_running_loop()
         return await loop.run_in_executor(self.thread, run, self._timed, what, args)
@@ -518,25 +510,15 @@ class Worker(Actor):
         try:
             return method(self, *args)
         finally:
-            self.spans.append(Span(self.name, start_s, time.time()))
-            if self.timeline and time.time() - self.spans[0].end_s > 0.2:
-                self.timeline.add.broadcast(self.spans)
-                self.spans = []
+            if self.timeline:
+                self.timeline.add.broadcast(Span(self.name, start_s, time.time()))
 
     def setup(self, *args: Any) -> Any:
-        """What is slow, or can fail: here, to import what most workers need."""
-        import_module("transformers.models.qwen2.modeling_qwen2")
-        import_module("transformers.models.auto.modeling_auto")
-
-    def release(self) -> None:
-        """The last call, before another actor uses this process."""
-        # Monarch keeps this object, and so all that it refers to.
-        for name in vars(self).keys() - {"name", "spans", "timeline"}:
-            delattr(self, name)
+        """Performs initialization that is slow or can fail; `__init__` must do neither."""
 
 
 def cause_of(error: BaseException) -> str:
-    """The last line of an error, with its type."""
+    """Returns the last line of an error, with its type."""
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, ActorError):  # its last line says what the actor raised
         return lines[-1]
@@ -555,6 +537,7 @@ async def until_dead(pid: int) -> str:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return "has died"
+    # The event loop watches the file; no thread and no polling.
     loop = get_running_loop()
     has_ended = asyncio.Event()
     loop.add_reader(pidfd, has_ended.set)
@@ -583,58 +566,89 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
 
 
 class FaultyWorker(Worker):
-    def work(self) -> None:
-        """Fails as the name of the worker says."""
-        if self.name == "exception":
+    """Fails on demand."""
+
+    def work(self, fault: str) -> None:
+        """Triggers the fault."""
+        if fault == "exception":
             raise ValueError("a bad request")
-        if self.name == "death":
+        if fault == "crash":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.name == "standstill":
+        if fault == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
         while True:
             pass
 
 
-async def detection_times(trouble: str) -> dict[str, float]:
-    """Makes a worker fail. Returns the seconds until each observer heard of it."""
-    procs = this_host().spawn_procs(name=trouble)
-    worker = procs.spawn(trouble, FaultyWorker, trouble)
-    pid = await worker.ping.call_one()
-    heard_s: dict[str, float] = {}
+class Parent(Actor):
+    """An actor that spawns another one, its child, in a process of its own."""
+
+    def __init__(self) -> None:
+        self.detected_s: float | None = None
+
+    @endpoint
+    async def spawn_child(self, name: str) -> FaultyWorker:
+        procs = this_host().spawn_procs(name=name)
+        return procs.spawn(name, FaultyWorker, name)
+
+    async def __supervise__(self, failure: Any) -> bool:
+        """Monarch calls this when a child has failed. True: it goes no further up."""
+        self.detected_s = time.time()
+        return True
+
+    @endpoint
+    async def detected(self) -> float | None:
+        """Returns when the failure was detected, in seconds since 1970."""
+        return self.detected_s
+
+
+async def detection_times(fault: str) -> dict[str, float]:
+    """Makes a child fail. Returns the seconds until each observer detected it, if within 9 s."""
+    parent = this_proc().spawn(f"parent_{fault}", Parent)
+    child = await parent.spawn_child.call_one(fault)
+    pid = await child.ping.call_one()
+    seconds: dict[str, float] = {}
     start_s = time.time()
 
-    async def hear(who: str, news: Awaitable[Any]) -> Any:
-        found = await gather(news, return_exceptions=True)
-        heard_s[who] = time.time() - start_s
-        return found
+    async def observe(who: str, news: Awaitable[Any]) -> None:
+        (result,) = await gather(news, return_exceptions=True)
+        # A ping also fails when the process has ended; only a missing answer detects a hang.
+        if who != "ping" or "has not answered" in str(result):
+            seconds[who] = time.time() - start_s
 
-    hearing = [
-        ensure_future(hear("caller", worker.run.call_one("work"))),
-        ensure_future(hear("pidfd", until_dead(pid))),
-        ensure_future(hear("ping", until_unresponsive(worker, 2.0))),
+    observers = [
+        ensure_future(observe("caller", child.run.call_one("work", fault))),
+        ensure_future(observe("pidfd", until_dead(pid))),
+        ensure_future(observe("ping", until_unresponsive(child, 4.0))),
     ]
-    await sleep(8)
-    ping = hearing[-1]
-    if ping.done() and "has not answered" not in str(ping.result()):
-        del heard_s["ping"]
-    for task in hearing:
+    await sleep(9)
+    detected_s = await parent.detected.call_one()
+    if detected_s:
+        seconds["__supervise__"] = detected_s - start_s
+    for task in observers:
         task.cancel()
     kill_group(pid)
-    return heard_s
+    return seconds
 
 
 @stage(instead="await ping")
 async def demo_supervision(report: Report) -> None:
-    """Exceptions, deaths and standstills are detected; slow or endless work is not."""
-    troubles = ("exception", "death", "standstill", "endless")
-    found = await gather(*[detection_times(trouble) for trouble in troubles])
-    heard = dict(zip(troubles, found))
-    report.say("seconds until each observer heard; empty: not within 8 s")
-    report.table([{"failure": trouble, **by} for trouble, by in heard.items()])
-    report.check("observers of the exception", len(heard["exception"]), "==", 1)
-    report.check("deaths seen by the pidfd", int("pidfd" in heard["death"]), "==", 1)
-    report.check("standstills seen by the ping", int("ping" in heard["standstill"]), "==", 1)
-    report.check("observers of endless work", len(heard["endless"]), "==", 0)
+    """Exceptions, crashes and hangs are detected; slow or endless work is not."""
+    faults = ("exception", "crash", "hang", "infinite loop")
+    times = dict(zip(faults, await gather(*[detection_times(fault) for fault in faults])))
+    report.say("seconds until each observer detected it; empty: not within 9 s")
+    observers = ("caller", "pidfd", "ping", "__supervise__")
+    rows = []
+    for fault, seconds in times.items():
+        rows.append({"fault": fault, **{who: seconds.get(who) for who in observers}})
+    report.table(rows)
+    # Each failure, by the observer that is meant for it.
+    report.check("observers of the exception", len(times["exception"]), "==", 1)
+    report.check("crashes detected by the pidfd", int("pidfd" in times["crash"]), "==", 1)
+    report.check("hangs detected by the ping", int("ping" in times["hang"]), "==", 1)
+    to_parent = int("__supervise__" in times["crash"])
+    report.check("crashes reported to `__supervise__`", to_parent, "==", 1)
+    report.check("observers of the infinite loop", len(times["infinite loop"]), "==", 0)
 
 
 # == 6. SERVICE ====
@@ -644,108 +658,58 @@ async def demo_supervision(report: Report) -> None:
 #   the one with the fewest in flight. An attempt has one of three outcomes:
 #   1. The replica answers. The caller gets the answer, once.
 #   2. The replica is lost (section 5). It is replaced, and another one gets the request.
-#   3. The request raises. The exception is the caller's: elsewhere it would raise, too.
+#   3. The request raises. The exception goes to the caller, and is not retried: on another replica
+#      the request would raise, too.
 # Cost. A request may run twice, so it must be harmless to repeat.
+# Read on. `Service.request` and `_ask` are the idea, `_supervise` and `_live` replace what is lost.
 #
 #   caller --- request("root", 4) ---> Service ---> replica 0   is lost: it is replaced
 #                                          \------> replica 1   answers
 #          <------- 2.0 -----------------------------/
-
-# -- 6a. Processes ---
 #
-# Importing torch and a model class costs 4 s of CPU time. A new actor in a process that has done so
-# is ready after 16 ms. So processes outlive their actors, and go back to a pool.
-
-
-@dataclass
-class Processes:
-    """The processes of one mesh, one for each rank."""
-
-    mesh: ProcMesh
-    ids: list[int]
-
-    def deaths(self) -> list[Awaitable[str]]:
-        """Each waits for the death of one process, and returns the reason."""
-        return [until_dead(pid) for pid in self.ids]
-
-    async def kill(self) -> None:
-        for pid in self.ids:
-            kill_group(pid)
-        # Without the kill it would wait for a stopped process for ever.
-        await self.mesh.stop()
-
-
-class Pool:
-    """Processes without an actor. A spare is one that has imported what replicas need."""
-
-    def __init__(self) -> None:
-        self.idle: list[Processes] = []
-        self.making_spare: asyncio.Task[None] | None = None
-
-    async def take(self, num_ranks: int) -> Processes:
-        """Idle processes, or new ones. Dead ones are detected later (section 5)."""
-        for processes in self.idle:
-            if len(processes.ids) == num_ranks:
-                self.idle.remove(processes)
-                return processes
-        return await self._start(num_ranks)
-
-    async def _start(self, num_ranks: int, imports: bool = False) -> Processes:
-        name = f"process_{time.monotonic_ns()}"
-        mesh = this_host().spawn_procs(per_host={"rank": num_ranks}, name=name)
-        worker = mesh.spawn(f"{name}_first", Worker, name)
-        answers = await worker.ping.call()
-        if imports:
-            await worker.run.call("setup")
-        await worker.stop()
-        return Processes(mesh, list(answers.values()))
-
-    def keep_spare(self) -> None:
-        """Starts a process for the next loss, unless one is idle."""
-        is_making = self.making_spare and not self.making_spare.done()
-        if not self.idle and not is_making:
-            self.making_spare = ensure_future(self._make_spare())
-
-    async def _make_spare(self) -> None:
-        with suppress(SupervisionError):  # without a spare, a replacement takes longer
-            self.idle.append(await self._start(1, imports=True))
-
-    async def close(self) -> None:
-        if self.making_spare:
-            await wait([self.making_spare])
-        await gather(*[processes.kill() for processes in self.idle])
-
-
-# -- 6b. Replicas and requests ---
+# In use:
+#
+#   service = Service(RootWorker, num_replicas=4, pool=pool)   # RootWorker is a Worker
+#   await service.begin()                                      # all four are ready
+#   await service.request("root", 4)                           # 2.0, from one of them
+#
+# Why the fewest in flight, and not round robin: rollouts differ in length, and a request that waits
+# behind a long one waits for no reason. A server that keeps a conversation's KV cache would rather
+# send its next turn to the same replica (a sticky session); here one request holds all its turns.
 
 
 class ReplicaLost(RuntimeError):
-    """The replica that had the request was lost."""
+    """Raised when the replica that serves a request is lost."""
 
 
 @dataclass
 class Replica:
+    """One actor, or one for each rank, and the requests that it has."""
+
     name: str  # "generator_0"
     processes: Processes
-    worker: Any  # an actor for each rank
+    worker: Any  # a reference to the actors
     in_flight: dict[Any, float] = field(default_factory=dict)  # start times of requests
-    result: Any = None  # of its setup
-    lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # the reason
+    result: Any = None  # what `setup` returned
+    is_ready: bool = False  # `setup` has returned
+    lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # done: the reason
     noticed_s: float = 0.0  # when the loss was noticed, in seconds since 1970
     replaced_s: float = 0.0  # when its successor was ready
 
     def lose(self, reason: str) -> None:
+        """Marks this replica as lost. The first reason counts."""
         if not self.lost.done():
             self.noticed_s = time.time()
             self.lost.set_result(reason)
 
     @asynccontextmanager
     async def watched(self, unresponsive_s: float) -> AsyncIterator[None]:
-        """Inside this context, death and standstill are noticed."""
+        """Inside this context, a crash or a hang loses the replica."""
 
         async def watch(detector: Awaitable[str]) -> None:
             self.lose(await detector)
 
+        # One detector per process for crashes, one for hangs.
         detectors = self.processes.deaths()
         detectors.append(until_unresponsive(self.worker, unresponsive_s))
         watches = [ensure_future(watch(detector)) for detector in detectors]
@@ -763,17 +727,17 @@ class Service:
     worker_class: type[Worker]
     num_replicas: int
     pool: Pool
-    setup_args: tuple[Any, ...] = ()  # of setup(number of the replica, *setup_args)
-    num_ranks: int = 1
+    setup_args: tuple[Any, ...] = ()  # setup(number of the replica, *setup_args)
+    num_ranks: int = 1  # of each replica
     unresponsive_s: float = 30.0  # a replica that answers no ping for so long is killed
     replaces: bool = True  # if not, requests raise ReplicaLost after a loss
-    replicas: dict[int, Replica] = field(default_factory=dict)  # after their setup
-    failures: list[Replica] = field(default_factory=list)
-    error: Exception | None = None  # why there will be no other replica
-    supervisors: list[asyncio.Task[None]] = field(default_factory=list)
+    replicas: dict[int, Replica] = field(default_factory=dict)  # those that are ready
+    failures: list[Replica] = field(default_factory=list)  # those that were lost
+    error: Exception | None = None  # set when replicas can no longer be started
+    supervisors: list[asyncio.Task[None]] = field(default_factory=list)  # one per replica
 
     async def begin(self) -> None:
-        """Starts all replicas, and waits for them."""
+        """Starts all replicas, and waits until they are ready."""
         for number in range(self.num_replicas):
             self.supervisors.append(ensure_future(self._supervise(number)))
         await self.until_ready(self.num_replicas)
@@ -782,16 +746,21 @@ class Service:
         return [replica for replica in self.replicas.values() if not replica.lost.done()]
 
     async def until_ready(self, num_replicas: int) -> None:
+        """Waits until so many replicas are ready. Raises self.error."""
+        # Polls for two events: a replica gets ready, or a supervisor fails, which is a bug.
         while len(self.ready()) < num_replicas and not self.error:
             await sleep(0.005)
             for supervisor in self.supervisors:
                 if supervisor.done():
-                    supervisor.result()  # raises what `_retire` raised
+                    supervisor.result()
         if self.error:
             raise self.error
 
     async def request(self, what: Any, *args: Any) -> Any:
-        """A replica's answer. Raises ActorError, ReplicaLost after three losses, or self.error."""
+        """Returns a replica's answer.
+
+        Raises ActorError, ReplicaLost after three losses, or self.error.
+        """
         num_losses = 0
         while True:
             await self.until_ready(1)
@@ -800,94 +769,144 @@ class Service:
                 return await self._ask(replica, what, *args)
             except ReplicaLost:
                 num_losses += 1  # mechanism: service
+                # The request itself may be what kills replicas.
                 if num_losses == 3:
                     raise
 
     async def _ask(self, replica: Replica, what: Any, *args: Any) -> Any:
-        """One attempt: the answer of rank 0, ActorError or ReplicaLost."""
+        """Makes one attempt. Returns the answer of rank 0; raises ActorError or ReplicaLost."""
         call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
+            # The answer or the loss, whichever comes first.
             await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            call.cancel()  # if it is not done
+            # If there is no answer yet, nobody reads it; the worker is not interrupted.
+            call.cancel()
             del replica.in_flight[call]
+        # An answer of a lost replica is not used, even if it has just arrived.
         if not replica.lost.done():
             try:
                 return next(iter(call.result().values()))
-            except ActorError:  # the request itself has raised it
+            except ActorError:  # raised by the request itself
                 raise
             except Exception as error:  # of several types: the process has ended
                 replica.lose(cause_of(error))
         raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
 
     async def _supervise(self, number: int) -> None:
-        """Repeats spawn, setup, watch, `_retire`. Three failures in a row end it."""
-        loss: Replica | None = None
+        """Runs one replica after another until `close`. Three failed starts in a row are an error.
+
+        Equivalent of::
+
+            while not self.error:
+                replica = spawn; setup; serve until lost; kill
+        """
         num_failed = 0
         while not self.error:
-            try:
-                replica = await self._spawn(number)
-            except Exception as error:  # there is no process
-                num_failed += 1
-                if num_failed == 3:
-                    self.error = error
-                continue
-            try:
-                # Imports hold the GIL for seconds, hence the patience.
-                async with replica.watched(max(30.0, self.unresponsive_s)):
-                    replica.result = await self._ask(replica, "setup", number, *self.setup_args)
-                if loss:
-                    loss.replaced_s = time.time()
-                    loss = None
-                    self.pool.keep_spare()
-                num_failed = 0
-                self.replicas[number] = replica
-                async with replica.watched(self.unresponsive_s):
-                    await wait([replica.lost])  # or until `close` cancels this
-            except ReplicaLost as error:  # in its setup, for lack of memory perhaps
-                num_failed += 1
-                if num_failed == 3:
-                    self.error = error
-            except Exception as error:  # of the setup: others would raise it, too
-                replica.lose(cause_of(error))
-                self.error = error
-            finally:
-                await self._retire(number, replica)
-            loss = loss or replica
-            self.failures.append(replica)
-            if not self.replaces and not self.error:
-                self.error = ReplicaLost(f"{replica.name} {replica.lost.result()}")
+            failed_start = await self._live(number)
+            num_failed = num_failed + 1 if failed_start else 0
+            if num_failed == 3:
+                self.error = failed_start
+
+    async def _live(self, number: int) -> Exception | None:
+        """Runs one replica to its end. Returns why it never got ready, or None if it did."""
+        try:
+            replica = await self._spawn(number)
+        except Exception as error:  # there is no process
+            return error
+        failed_start = None
+        try:
+            # Imports hold the GIL for seconds, hence the patience.
+            async with replica.watched(max(30.0, self.unresponsive_s)):
+                replica.result = await self._ask(replica, "setup", number, *self.setup_args)
+            # From here on it gets requests, until it is lost or `close` cancels this task.
+            self._add(number, replica)
+            async with replica.watched(self.unresponsive_s):
+                await wait([replica.lost])
+        except ReplicaLost as error:  # lost in its setup, for lack of memory perhaps
+            failed_start = error
+        except Exception as error:  # `setup` raised; in another process it would raise again
+            replica.lose(cause_of(error))
+            self.error = error
+        finally:
+            # Not `ready` any more; its process group ends, lost or not.
+            self.replicas.pop(number, None)
+            await self.pool.end(replica)
+        self.failures.append(replica)
+        if not self.replaces and not self.error:
+            self.error = ReplicaLost(f"{replica.name} {replica.lost.result()}")
+        return failed_start
 
     async def _spawn(self, number: int) -> Replica:
-        """A replica before its setup."""
+        """Returns a replica whose `setup` has not run yet."""
         name = f"{self.worker_class.__name__.lower()}_{number}"
         timeline = await get_or_spawn_controller("timeline", Timeline)
-        processes = await self.pool.take(self.num_ranks)
+        processes = await self.pool.start(self.num_ranks)
+        # Monarch wants another name for each actor, also for a successor.
         actor_name = f"{name}_{time.monotonic_ns()}"
         worker = processes.mesh.spawn(actor_name, self.worker_class, name, timeline)
         return Replica(name, processes, worker)
 
-    async def _retire(self, number: int, replica: Replica) -> None:
-        """At `close` an idle replica of one rank goes back to the pool. All others are killed."""
-        can_return = self.replicas.pop(number, None) and self.num_ranks == 1
-        if can_return and not replica.in_flight and not replica.lost.done():
-            with suppress(ActorError, ReplicaLost, TimeoutError):
-                await wait_for(self._ask(replica, "release"), 10)
-                await replica.worker.stop()
-                self.pool.idle.append(replica.processes)
-                return
-        await replica.processes.kill()
+    def _add(self, number: int, replica: Replica) -> None:
+        """Makes a replica ready for requests, and dates the end of its predecessor's absence."""
+        replica.is_ready = True
+        self.replicas[number] = replica
+        for failed in self.failures:
+            if failed.name == replica.name and not failed.replaced_s:
+                failed.replaced_s = time.time()
 
     async def close(self) -> None:
+        """Ends all replicas."""
         for supervisor in self.supervisors:
             supervisor.cancel()
         await gather(*self.supervisors, return_exceptions=True)
 
 
+# -- processes ---
+
+
+@dataclass
+class Processes:
+    """The processes of one replica, one for each rank."""
+
+    mesh: ProcMesh
+    ids: list[int]  # process ids
+
+    def deaths(self) -> list[Awaitable[str]]:
+        """Returns an awaitable per process, which waits for its death and returns the reason."""
+        return [until_dead(pid) for pid in self.ids]
+
+    async def kill(self) -> None:
+        for pid in self.ids:
+            kill_group(pid)
+        # Only now: `stop` would block on a process that hangs.
+        await self.mesh.stop()
+
+
+class Pool:
+    """Starts and ends the processes of replicas. Part II keeps some of them for the next one."""
+
+    async def start(self, num_ranks: int) -> Processes:
+        """Returns new processes, one for each rank."""
+        name = f"process_{time.monotonic_ns()}"
+        mesh = this_host().spawn_procs(per_host={"rank": num_ranks}, name=name)
+        # A first actor tells the process ids, and ends.
+        worker = mesh.spawn(f"{name}_first", Worker, name)
+        ids = await worker.ping.call()
+        await worker.stop()
+        return Processes(mesh, list(ids.values()))
+
+    async def end(self, replica: Replica) -> None:
+        """Ends the processes of a replica, whether it is lost or not."""
+        await replica.processes.kill()
+
+
+# -- measurement ---
+
+
 class RootWorker(Worker):
-    def setup(self, number: int) -> None:
-        """Imports nothing."""
+    """A worker that any replica can replace: it has no state."""
 
     def root(self, number: float) -> float:
         time.sleep(0.002)
@@ -896,9 +915,10 @@ class RootWorker(Worker):
 
 @stage(instead="raise")
 async def demo_service(report: Report) -> None:
-    """Every request is answered once, although replicas die and stand still."""
+    """Every request is answered once, although replicas crash and hang."""
     service = Service(RootWorker, 4, report.pool, unresponsive_s=2.0)
     await service.begin()
+    # After 0.2 s replica 2 is killed, and after 0.3 s replica 3 is stopped.
     injected_s = {}
     for number, how in ((2, signal.SIGKILL), (3, signal.SIGSTOP)):
         victim = service.replicas[number]
@@ -907,26 +927,25 @@ async def demo_service(report: Report) -> None:
         loop.call_later(number / 10, os.kill, victim.processes.ids[0], how)
 
     async def is_right(number: int) -> bool:
+        """Requests a root, 2 ms after the request of the number before."""
         await sleep(number * 0.002)
         try:
             return await service.request("root", number) == math.sqrt(number)
         except (ActorError, ReplicaLost):
             return False
 
+    # 400 requests in 0.8 s, around the two faults.
     num_right = sum(await gather(*[is_right(number) for number in range(400)]))
     await service.until_ready(4)
     rows: list[Record] = []
-    for loss in service.failures:
-        row: Record = {"replica": loss.name, "what": loss.lost.result()}
-        row["noticed, ms"] = (loss.noticed_s - injected_s[loss.name]) * 1e3
-        row["replaced, ms"] = (loss.replaced_s - loss.noticed_s) * 1e3
+    for failed in service.failures:
+        row: Record = {"replica": failed.name, "what": failed.lost.result()}
+        row["noticed, ms"] = (failed.noticed_s - injected_s[failed.name]) * 1e3
+        row["replaced, ms"] = (failed.replaced_s - failed.noticed_s) * 1e3
         rows.append(row)
     report.table(rows)
     report.check("requests of 400 with the right answer", num_right, "==", 400)
     report.check("replicas that were replaced", len(service.failures), "==", 2)
-    killed = rows[0]
-    report.figure(notice_ms=killed["noticed, ms"], replace_ms=killed["replaced, ms"])
-    report.figure(requests=400, answered_once=num_right)
     await service.close()
 
 
@@ -938,50 +957,21 @@ async def demo_service(report: Report) -> None:
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
 # Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is memory layout.
 #
-# Left, the usual broadcast in a process group couples both sides: the trainer waits for the last
-# rollout. Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
+# The slot is *CPU staging*: the trainer need not know who reads, how many, or when. Left, the usual
+# broadcast in a process group couples both sides: the trainer waits for the last rollout. Right,
+# slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
 #
 #   trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #     a thread                                                       PPPP   PPPP   PPPP
 #   generator 0   rollout .......XXXX rollout .......XXXX     rollout f rollout f rollout f
 #   generator 1   longest rolloutXXXX longest rolloutXXXX     longest rollout f longest rollout
 #
-# -- 7a. What lies in a slot ---
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Where one tensor lies in a slot."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int  # bytes from the start of the slot
-    num_bytes: int
-
-    def view(self, slot: Tensor) -> Tensor:
-        """This tensor in a slot, [slot bytes] uint8, without a copy."""
-        part = slot[self.offset : self.offset + self.num_bytes]
-        return part.view(self.dtype).view(self.shape)
-
-
-Layout = tuple[TensorSpec, ...]
-Weights = dict[str, "Tensor"]  # by name
-
-
-def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
-    """The layout of tensors in a slot. dtype: of floating-point tensors in the slot."""
-    specs = []
-    offset = 0
-    for name, tensor in tensors.items():
-        in_slot = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-        num_bytes = tensor.numel() * in_slot.itemsize
-        specs.append(TensorSpec(name, tuple(tensor.shape), in_slot, offset, num_bytes))
-        offset += ceil(num_bytes / 64) * 64  # each tensor begins with a cache line
-    return tuple(specs)
-
-
-# -- 7b. The arena: slots and leases ---
+# -- 7a. The arena: slots and leases ---
+#
+#   the trainer                          a generator
+#   slot = arena.free_slot()             version, slot = arena.lease(reader)
+#   fill(slot)                           sample with the weights in the slot
+#   arena.commit(7, slot)                version, slot = arena.lease(reader)   # the next one
 #
 # With two readers, while version 8 is being written:
 #
@@ -1008,7 +998,7 @@ class ArenaHandle:
     """How another process finds the arena, and what is in it."""
 
     path: str
-    layout: Layout
+    layout: Layout  # of each slot
     slot_bytes: int
     num_readers: int
 
@@ -1027,14 +1017,16 @@ class Arena:
         self.file = open(handle.path, "r+b", buffering=0)
         self.num_readers = handle.num_readers
         self.num_slots = handle.num_readers + 2
-        memory = mmap.mmap(self.file.fileno(), 0)  # all of it
-        self.words = memoryview(memory)[: self.HEADER_BYTES].cast("q")
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        self.slots = whole[self.HEADER_BYTES :].view(self.num_slots, handle.slot_bytes)
+        # Maps the whole file, so that loads and stores reach all processes without a call.
+        memory = mmap.mmap(self.file.fileno(), 0)
+        self.words = memoryview(memory)[: self.HEADER_BYTES].cast("q")  # signed 8-byte integers
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        # [slots, bytes of a slot]
+        self.slots = everything[self.HEADER_BYTES :].view(self.num_slots, handle.slot_bytes)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """The header is read and changed inside of this."""
+        """The header changes only inside this context, in one process at a time."""
         fcntl.flock(self.file, fcntl.LOCK_EX)
         try:
             yield
@@ -1049,7 +1041,7 @@ class Arena:
             return self.words[self.VERSION], slot
 
     def free_slot(self) -> int:
-        """A slot that is neither the latest nor leased."""
+        """Returns a slot that is neither the latest nor leased."""
         with self.locked():
             leases = self.words[self.LEASES : self.LEASES + self.num_readers].tolist()
             taken = {self.words[self.LATEST], *leases}
@@ -1061,50 +1053,32 @@ class Arena:
             self.words[self.VERSION] = version
             self.words[self.LATEST] = slot
 
-
-def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
-    """An arena, which other processes can map while this one lives."""
-    last = layout[-1]
-    num_pages = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE)
-    slot_bytes = num_pages * mmap.PAGESIZE
-    descriptor = os.memfd_create("weights")
-    os.ftruncate(descriptor, Arena.HEADER_BYTES + (num_readers + 2) * slot_bytes)
-    path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    handle = ArenaHandle(path, layout, slot_bytes, num_readers)
-    arena = Arena(handle)
-    weakref.finalize(arena, os.close, descriptor)  # the memory goes with its last user
-    for word in range(Arena.LEASES + num_readers):
-        arena.words[word] = Arena.NOTHING
-    arena.slots.zero_()  # makes the pages now: in a publish that would cost more than the copy
-    return handle, arena
+    def release(self, reader: int) -> None:
+        """Gives a lease back before the next one."""
+        with self.locked():
+            self.words[self.LEASES + reader] = self.NOTHING
 
 
-# -- 7c. The writer and the readers ---
+# -- 7b. The writer and the readers ---
 
 
 class WeightWriter:
     """The trainer's side. `publish` copies in a background thread.
 
-    The tensors move into one block with the layout of a slot, so a publish is one memory copy. On a
-    GPU, or with another dtype, each is copied by itself.
+    The tensors move into one block with the layout of a slot, so a publish is one memory copy. The
+    model and the optimizer keep the same tensor objects, and updates in place write the block.
     """
 
-    block: Tensor | None = None
     copying: Future[None] | None = None
 
-    def __init__(
-        self, tensors: Weights, num_readers: int, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, tensors: Weights, num_readers: int) -> None:
         self.tensors = tensors
-        layout = layout_of(tensors, dtype)
-        self.handle, self.arena = create_arena(layout, num_readers)
-        is_on_cpu = all(tensor.is_cpu for tensor in tensors.values())
-        if is_on_cpu and layout == layout_of(tensors):  # the same dtypes
-            self.block = torch.zeros(self.handle.slot_bytes, dtype=torch.uint8)
-            for spec in layout:
-                view = spec.view(self.block)
-                view.copy_(tensors[spec.name].detach())
-                tensors[spec.name].data = view
+        self.handle, self.arena = create_arena(layout_of(tensors), num_readers)
+        self.block = torch.zeros(self.handle.slot_bytes, dtype=torch.uint8)
+        for spec in self.handle.layout:
+            view = spec.view(self.block)
+            view.copy_(tensors[spec.name].detach())
+            tensors[spec.name].data = view
         self.thread = ThreadPoolExecutor(1)
 
     def publish(self, version: int) -> None:
@@ -1113,7 +1087,7 @@ class WeightWriter:
         self.copying = self.thread.submit(self._copy, version)
 
     def wait(self) -> None:
-        """Returns when nothing is being copied. Raises what the copy raised, once."""
+        """Returns when nothing is being copied. Raises an error of the copy, once."""
         copying = self.copying
         self.copying = None
         if copying:
@@ -1126,70 +1100,118 @@ class WeightWriter:
 
     def write(self, slot: Tensor) -> None:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
-        if self.block is not None:
-            # For a large block it takes a third less time than copy_.
-            ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
-            return
-        with torch.no_grad():
-            for spec in self.handle.layout:
-                spec.view(slot).copy_(self.tensors[spec.name])
+        # memmove releases the GIL, and for a large block takes a third less time than copy_.
+        ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
 
 
 class WeightReader:
-    """A generator's side: `pull` makes its tensors the latest version.
-
-    On a CPU they become views of the slot, so nothing is copied. On a GPU they are filled.
-    """
+    """A generator's side. `pull` points its tensors at the latest version: nothing is copied."""
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
-        for theirs, mine in zip_longest(handle.layout, layout_of(tensors)):
-            if theirs != mine:
-                raise ValueError(f"the writer has {theirs}, the reader {mine}")
+        # Both sides must agree on each tensor's name, shape, dtype and place.
+        for theirs, ours in zip_longest(handle.layout, layout_of(tensors)):
+            if theirs != ours:
+                raise ValueError(f"the writer has {theirs}, the reader {ours}")
         self.arena = Arena(handle)
-        self.reader = reader
+        self.reader = reader  # its number, from 0
         self.tensors = tensors
         self.slot = Arena.NOTHING
-        # Made once: this takes longer than the rest of a pull.
+        # Of each slot, the views of all tensors. Making them takes longer than the rest of a pull.
         self.views: list[list[Tensor]] = []
         for slot in self.arena.slots:
             self.views.append([spec.view(slot) for spec in handle.layout])
 
     def pull(self, at_least: int = Arena.NOTHING) -> int:
-        """Makes the tensors the latest version, and returns it. Waits until it is >= at_least."""
+        """Points the tensors at the latest version, and returns it. Waits for at_least."""
         version, slot = self.arena.lease(self.reader)
         while version < at_least:
             time.sleep(0.001)
             version, slot = self.arena.lease(self.reader)
-        if slot != self.slot:  # the same slot has the same weights
+        if slot != self.slot:  # else the tensors point there already
             self.slot = slot
             for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
-                if tensor.is_cuda:
-                    tensor.data.copy_(view)
-                else:
-                    tensor.data = view
+                tensor.data = view
         return version
+
+
+# -- 7c. What lies in a slot ---
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Where one tensor lies in a slot."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int  # bytes from the start of the slot
+    num_bytes: int
+
+    def view(self, slot: Tensor) -> Tensor:
+        """Returns this tensor in a slot, [slot bytes] uint8, without a copy."""
+        part = slot[self.offset : self.offset + self.num_bytes]
+        return part.view(self.dtype).view(self.shape)
+
+
+Layout = tuple[TensorSpec, ...]
+Weights = dict[str, Tensor]  # by name
+
+
+def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
+    """Returns the layout of tensors in a slot.
+
+    dtype: of floating-point tensors in the slot; by default their own.
+    """
+    specs = []
+    offset = 0
+    for name, tensor in tensors.items():
+        in_slot = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        num_bytes = tensor.numel() * in_slot.itemsize
+        specs.append(TensorSpec(name, tuple(tensor.shape), in_slot, offset, num_bytes))
+        # The next tensor begins on a cache line of 64 bytes: copies are faster if aligned.
+        offset += ceil(num_bytes / 64) * 64
+    return tuple(specs)
+
+
+def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
+    """Returns an arena, and the handle by which other processes map it while this one lives."""
+    last = layout[-1]
+    num_pages = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE)
+    slot_bytes = num_pages * mmap.PAGESIZE
+    # A file in memory without a name: unlike one in /dev/shm it cannot be left behind. Other
+    # processes open it as this one's descriptor.
+    descriptor = os.memfd_create("weights")
+    os.ftruncate(descriptor, Arena.HEADER_BYTES + (num_readers + 2) * slot_bytes)
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    handle = ArenaHandle(path, layout, slot_bytes, num_readers)
+    arena = Arena(handle)
+    weakref.finalize(arena, os.close, descriptor)  # freed when the last mapping is closed
+    for word in range(Arena.LEASES + num_readers):
+        arena.words[word] = Arena.NOTHING
+    # Touches all pages now: in a publish, page faults would cost more than the copy.
+    arena.slots.zero_()
+    return handle, arena
 
 
 # -- measurement ---
 
 
 def blocks(num_blocks: int) -> Weights:
-    """Weights, 2 MiB in each block."""
+    """Returns weights, 2 MiB in each block."""
     return {f"block{i}": torch.zeros(1 << 19) for i in range(num_blocks)}
 
 
 class ReaderWorker(Worker):
-    """Reads weights of which each version is filled with one number."""
+    """Reads weights of which each version is filled with one number, its own."""
 
     def setup(self, number: int, make_reader: Callable[..., WeightReader], num_blocks: int) -> None:
         self.reader = make_reader(number, blocks(num_blocks))
 
     def read(self, num_reads: int, num_versions: int, keeps_lease: bool) -> tuple[int, float]:
-        """(torn reads, median ms of a pull). A read is torn if two of its numbers differ.
+        """Returns the number of torn reads, and the median ms of a pull.
 
-        As a rollout does, each read lasts until so many newer versions have come.
+        Each read spans num_versions publishes, as a rollout does.
         """
-        words = self.reader.arena.words
         num_torn = 0
         pull_ms = []
         for _ in range(num_reads):
@@ -1197,11 +1219,12 @@ class ReaderWorker(Worker):
             version = self.reader.pull(at_least=0)
             pull_ms.append((time.perf_counter() - start) * 1e3)
             if not keeps_lease:
-                words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
+                self.reader.arena.release(self.reader.reader)
+            # The first tensor, then the others, while the writer goes on. Torn: two numbers.
             numbers: set[Any] = {version}
             for tensor in self.reader.tensors.values():
                 numbers.update(extreme.item() for extreme in tensor.aminmax())
-                while words[Arena.VERSION] < version + num_versions:
+                while self.reader.arena.words[Arena.VERSION] < version + num_versions:
                     time.sleep(0.0005)
             num_torn += len(numbers) > 1
         return num_torn, median(pull_ms)
@@ -1216,13 +1239,12 @@ def publish_filled(writer: WeightWriter, version: int) -> None:
 
 
 def measure_publish(writer: WeightWriter) -> float:
-    """Median of publish time / memmove time."""
-    block: Any = writer.block
-    scratch = torch.ones_like(block)
+    """Returns the median of publish time / memmove time, taken alternately."""
+    scratch = torch.ones_like(writer.block)
     ratios = []
     for _ in range(15):
         start = time.perf_counter()
-        ctypes.memmove(scratch.data_ptr(), block.data_ptr(), block.nbytes)
+        ctypes.memmove(scratch.data_ptr(), writer.block.data_ptr(), scratch.nbytes)
         copied = time.perf_counter()
         writer.publish(0)
         writer.wait()
@@ -1231,48 +1253,53 @@ def measure_publish(writer: WeightWriter) -> float:
     return median(ratios)
 
 
+async def measure_reads(report: Report, num_readers: int, keeps_lease: bool) -> Record:
+    """Publishes 64 MiB as fast as possible beside 32 reads. Returns a row of the table."""
+    writer = WeightWriter(blocks(32), num_readers)
+    make_reader = partial(WeightReader, writer.handle)
+    service = Service(ReaderWorker, num_readers, report.pool, (make_reader, 32))
+    await service.begin()
+    publish_ratio = measure_publish(writer)
+    # All replicas read at once; a request would go to one of them.
+    args = ("read", 32 // num_readers, 2, keeps_lease)
+    replicas = service.replicas.values()
+    reading = gather(*[replica.worker.run.call_one(*args) for replica in replicas])
+    version = 0
+    while not reading.done():
+        version += 1
+        publish_filled(writer, version)
+        await sleep(0)  # lets the event loop receive answers
+    await service.close()
+    return {
+        "readers": f"{num_readers}, {'with' if keeps_lease else 'without'} leases",
+        "publish time / memmove time": publish_ratio,
+        "pull, ms": max(pull_ms for _, pull_ms in reading.result()),
+        "torn of 32": sum(num_torn for num_torn, _ in reading.result()),
+    }
+
+
 @stage(instead="pass")
 async def demo_weight_sync(report: Report) -> None:
     """A generator never samples from half-updated weights, and a sync is one memory copy."""
     torch.set_num_threads(1)
-    rows = []
-    num_torn = {"with": 0, "without": 0}
-    for num_readers, leases in ((1, "with"), (2, "without"), (2, "with"), (4, "with")):
-        writer = WeightWriter(blocks(32), num_readers)
-        make_reader = partial(WeightReader, writer.handle)
-        service = Service(ReaderWorker, num_readers, report.pool, (make_reader, 32))
-        await service.begin()
-        row = {"publish x memmove": measure_publish(writer)}
-        report.figure(**{f"publish_over_memmove_{num_readers}": row["publish x memmove"]})
-        version = 0
-        reads = []
-        read_args = ("read", 32 // num_readers, 2, leases == "with")
-        for replica in service.replicas.values():  # a request would go to one of them
-            reads.append(replica.worker.run.call_one(*read_args))
-        reading = gather(*reads)
-        while not reading.done():
-            version += 1
-            publish_filled(writer, version)
-            await sleep(0)
-        row["pull ms"] = max(waited for _, waited in reading.result())
-        row["torn of 32"] = sum(torn for torn, _ in reading.result())
-        num_torn[leases] += int(row["torn of 32"])
-        report.figure(pull_ms=row["pull ms"])
-        rows.append({"readers": f"{num_readers}, {leases} leases", **row})
-        await service.close()
-    report.table(rows)
-    report.check("torn reads of 32 without leases", num_torn["without"], ">", 0)
-    report.check("torn reads of 96 with leases", num_torn["with"], "==", 0)
-    report.figure(torn_reads=num_torn["with"], torn_reads_without_leases=num_torn["without"])
+    without = await measure_reads(report, 2, keeps_lease=False)
+    rows = [await measure_reads(report, n, keeps_lease=True) for n in (1, 2, 4)]
+    report.table([without, *rows])
+    report.check("torn reads of 32 without leases", without["torn of 32"], ">", 0)
+    report.check("torn reads of 96 with leases", sum(row["torn of 32"] for row in rows), "==", 0)
 
 
 # == 8. RESHARD ====
-# Problem. The trainer's ranks shard the weights in one way, say by rows, and the generator's ranks
-#   in another, say by columns. To gather the whole, and to shard it anew, moves the bytes twice.
+# Problem. A large model's trainer has several ranks, each with a shard of every weight, say rows. A
+#   reader wants the whole, or another sharding, say columns. To gather the whole on one rank, and
+#   to write it from there, moves the bytes twice, and no rank may have room for it.
 # Rule. A rank's shard is a box of the whole tensor. Each trainer rank writes its boxes into the
 #   same slot, and a reader can view any box of it: the slot is the whole, and no rank ever holds
 #   it. If several ranks hold a box, as replicas do, one writes it.
 # Cost. A box of columns is not contiguous, so it is copied row by row.
+#
+# In this file trainers of several ranks need it (Part II); a generator here holds whole tensors,
+# and one with shards of its own would read its boxes as the demo does.
 #
 # By example, a matrix of 5 x 23. The last shard may be smaller, or empty:
 #
@@ -1281,12 +1308,12 @@ async def demo_weight_sync(report: Report) -> None:
 #   generator rank 0   all rows, columns 0-11      views this box of the slot
 #   generator rank 1   all rows, columns 12-22     views this box of the slot
 
-Index = tuple[int, ...]
+Shape = tuple[int, ...]
 Box = tuple[slice, ...]  # of a tensor, in each dimension: `tensor[box]` is a view of it
 
 
-def box_of(shape: Index, mesh_shape: Index, placements: Any, coordinate: Index) -> Box:
-    """The box of a DTensor that the rank at this coordinate of a mesh holds.
+def box_of(shape: Shape, mesh_shape: Shape, placements: Any, coordinate: Shape) -> Box:
+    """Returns the box of a DTensor that the rank at this coordinate of a mesh holds.
 
     placements: for each dimension of the mesh, Shard(dim of the tensor) or Replicate().
     """
@@ -1294,6 +1321,7 @@ def box_of(shape: Index, mesh_shape: Index, placements: Any, coordinate: Index) 
     for placement, num_ranks, rank in zip(placements, mesh_shape, coordinate):
         if placement.is_replicate():
             continue
+        # Cuts this dimension once more: 5 rows on 2 ranks are 3 and 2.
         outer = box[placement.dim]
         length = ceil((outer.stop - outer.start) / num_ranks)
         start = min(outer.start + rank * length, outer.stop)
@@ -1302,17 +1330,21 @@ def box_of(shape: Index, mesh_shape: Index, placements: Any, coordinate: Index) 
 
 
 class ShardedWriter(WeightWriter):
-    """One rank of a trainer of several ranks, with DTensors. All write into the same slot."""
+    """One rank of a trainer of several ranks, with DTensors. All write into the same slot.
+
+    dtype: of floating-point tensors in the slot (Part II samples in bfloat16).
+    """
 
     def __init__(self, tensors: Record, num_readers: int, dtype: torch.dtype | None = None) -> None:
-        # A group of its own: the copy runs beside the next step's collectives.
+        # A process group of its own, because the copy runs beside the collectives of the next step.
         self.group: Any = dist.new_group(backend="gloo")
         self.rank = dist.get_rank()
-        told: list[Any] = [None]
+        # Rank 0 makes the arena, and the others map it.
+        handles: list[Any] = [None]
         if self.rank == 0:
-            told[0], self.arena = create_arena(layout_of(tensors, dtype), num_readers)
-        dist.broadcast_object_list(told, 0, self.group)
-        self.handle = told[0]
+            handles[0], self.arena = create_arena(layout_of(tensors, dtype), num_readers)
+        dist.broadcast_object_list(handles, 0, self.group)
+        self.handle = handles[0]
         if self.rank > 0:
             self.arena = Arena(self.handle)
         self.tensors = tensors
@@ -1357,12 +1389,12 @@ def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
 
 
 def example() -> Weights:
-    """The matrix, in which no two elements are equal, and a vector that each rank has whole."""
+    """Returns a matrix in which no two elements are equal, and a vector to replicate."""
     return {"matrix": torch.arange(1.0, 116.0).view(5, 23), "vector": torch.ones(23)}
 
 
 class ShardWorker(Worker):
-    """A rank with a shard of rows."""
+    """A trainer rank with a shard of rows."""
 
     def setup(self, number: int, meeting_file: str, num_ranks: int) -> ArenaHandle:
         form_group(meeting_file, current_rank().rank, num_ranks)
@@ -1384,29 +1416,29 @@ class ShardWorker(Worker):
 @stage(instead="pass")
 async def demo_reshard(report: Report) -> None:
     """From one sharding to another, each byte that is needed is written once."""
+    # Two ranks write shards of rows.
     setup_args = (str(report.folder / "shards"), 2)
     service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
     await service.begin()
     handle = service.replicas[0].result
     written_bytes = await service.replicas[0].worker.run.call("publish")
+
+    # Two readers view columns. Side by side, their boxes are the whole.
     arena = Arena(handle)
     _, slot = arena.lease(0)
-    wanted = example()
+    expected = example()
     num_wrong = 0
     needed_bytes = 0
     for spec in handle.layout:
-        whole = spec.view(arena.slots[slot])
-        needed_bytes += whole.nbytes
-        by_columns = [dtensor.Shard(whole.dim() - 1)]
+        tensor = spec.view(arena.slots[slot])
+        needed_bytes += tensor.nbytes
+        by_columns = [dtensor.Shard(tensor.dim() - 1)]
         boxes = [box_of(spec.shape, (2,), by_columns, (rank,)) for rank in range(2)]
-        read = torch.cat([whole[box] for box in boxes], -1)
-        num_wrong += int((read != wanted[spec.name]).sum())
+        columns = torch.cat([tensor[box] for box in boxes], -1)
+        num_wrong += int((columns != expected[spec.name]).sum())
     report.check("elements that differ", num_wrong, "==", 0)
     written = sum(written_bytes.values()) / needed_bytes
     report.check("bytes written / bytes needed", written, "==", 1)
-    # An all-gather moves 2 + 3 rows, as much as the matrix; then one rank writes all bytes.
-    gathered = written + wanted["matrix"].nbytes / needed_bytes
-    report.figure(written_over_needed=written, gather_over_needed=gathered)
     await service.close()
 
 
@@ -1415,9 +1447,14 @@ async def demo_reshard(report: Report) -> None:
 #   KV cache. The trainer computes the log-probabilities of whole conversations at once. If they
 #   disagree about what was sampled, or how likely it was, the gradient is wrong. No error says so.
 # Rule. Record while sampling, and reconstruct nothing afterwards. For each sampled token:
-#   its id               later turns continue the exact ids; text is for people
+#   its id               later turns append to the recorded ids; text is never tokenized again
 #   its log-probability  in fp32, under the distribution that it was drawn from
 # Cost. Two more numbers per token.
+# Read on. `rollout` and `respond` sample, `Episode` is the record, `token_logprobs` recomputes.
+#
+#   prompts = [task.prompt(number) for number in range(16)]
+#   episodes = rollout(policy, prompts, group_size=8, seed=0)   # 128, with ids and logprobs
+#   episodes[0].rewards = task.score(prompts[0], episodes[0].responses)   # [0.5, 0.17], per turn
 #
 # -- 9a. Tasks and prompts ---
 
@@ -1449,7 +1486,7 @@ def user_turn(text: str, answer: Any) -> Turn:
 
 
 class Task:
-    """What the policy is asked, and what its responses are worth."""
+    """The prompts of a run, and what the responses are worth."""
 
     max_new_tokens = 0  # of a response; 0: min(256, half of the context)
 
@@ -1457,9 +1494,9 @@ class Task:
     grade: Callable[[Any, str], float]  # (right answer, response) -> from 0 to 1
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
-        """The reward of each turn. If all is right, they add up to 1."""
+        """Returns the reward of each turn. If all responses are right, they add up to 1."""
         pairs = zip(prompt.turns, responses)
-        return [self.grade(turn.answer, said) / len(responses) for turn, said in pairs]
+        return [self.grade(turn.answer, response) / len(responses) for turn, response in pairs]
 
 
 LETTERS = "abcdefghijklmnop"
@@ -1467,7 +1504,7 @@ LETTERS = "abcdefghijklmnop"
 
 @dataclass
 class LetterTask(Task):
-    """`repeat` for the tiny policy: two turns of three letters, which it says back."""
+    """Two turns of three letters, which the policy repeats."""
 
     seed: int
     max_new_tokens = 4  # three letters and an end
@@ -1481,13 +1518,9 @@ class LetterTask(Task):
         return Prompt(number, tuple(turns))
 
     def grade(self, answer: str, response: str) -> float:
-        """The share of right letters; a surplus letter is wrong."""
+        """Returns the share of right letters. Extra letters count as errors."""
         num_right = sum(a == b for a, b in zip(answer, response))
         return num_right / max(len(answer), len(response))
-
-
-def letter_task(cfg: Config) -> Task:
-    return LetterTask(cfg.seed)
 
 
 # -- 9b. What is recorded ---
@@ -1523,8 +1556,10 @@ class Episode:
 
     def add_prompt(self, ids: list[int]) -> None:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
-        has_end = self.ids[-1:] == ids[:1] and not any(self.truncated[-1:])
-        for token in ids[has_end:]:
+        # The ids of a later turn begin with the end of the response before: <e> <u> u u u ...
+        if self.truncated and not self.truncated[-1] and self.ids[-1] == ids[0]:
+            ids = ids[1:]
+        for token in ids:
             self.add(token, 0, 0.0)
 
 
@@ -1532,7 +1567,10 @@ class Episode:
 
 
 def tiny_policy(seed: int) -> tuple[Any, Any]:
-    """(tokenizer, model): a Qwen2 of 30 thousand parameters, with a token per letter."""
+    """Returns (tokenizer, model): a Qwen2 of 30 thousand parameters, with a token per letter."""
+    import transformers  # here, and not above: only processes with a policy pay its second
+
+    # The conversation above: <user>abc<end><assistant>.
     tokens = ["<user>", "<assistant>", "<end>", *LETTERS]
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
     tokenizer = transformers.Qwen2Tokenizer(
@@ -1557,173 +1595,92 @@ def tiny_policy(seed: int) -> tuple[Any, Any]:
     return tokenizer, auto.from_config(config, attn_implementation="eager")
 
 
-def place_of(error: BaseException) -> str:
-    """An error in one line, with the place in the user's code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    others = [f for f in frames if f.filename != str(THIS_FILE)]
-    own = [f for f in others if not re.search("/lib/python|^<frozen", f.filename)]
-    places = [f"{f.filename}, line {f.lineno}: " for f in own]
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
-    return "".join(places[-1:]) + text[:300]
-
-
-def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The result of somebody else's code. Its exceptions become UsageErrors."""
-    try:
-        return call(*args, **options)
-    except BaseException as error:
-        raise UsageError(f"{where}: {place_of(error)}") from error
-
-
-def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """(tokenizer, model) of a folder or hub id. Raises UsageError if anything is missing."""
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    where = f"--model {name}"
-    tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
-    model, loaded = called(where, load, name, dtype=dtype, **how)
-    wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
-    weights = model.named_parameters()
-    wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
-    num_known = model.get_input_embeddings().num_embeddings
-    # Special tokens without an embedding, as for images, come in no text.
-    special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    vocabulary = tokenizer.get_vocab().items()
-    wrong["without an embedding"] = [
-        word for word, i in vocabulary if i >= num_known and i not in special
-    ]
-    if not tokenizer.chat_template:
-        wrong["without a chat template"] = ["the tokenizer"]
-    for kind, names in wrong.items():
-        if names:
-            raise UsageError(f"{where}: {kind}: {names[:3]}")
-    return tokenizer, model
-
-
 RESPONSE = {"role": "assistant", "content": "response"}  # stands for any response
 
 
 class Policy:
     """A causal language model, its tokenizer, and what its chat template means in tokens."""
 
-    def __init__(self, cfg: Config, dtype: torch.dtype) -> None:
-        if cfg.model:
-            self.tokenizer, model = pretrained(cfg.model, dtype)
-        else:
-            self.tokenizer, model = tiny_policy(cfg.seed)
-        self.device = torch.device(cfg.device or "cpu")
-        self.model = model.to(self.device).eval()  # without dropout
-        for weight in self.model.parameters():
-            weight.data = weight.data.to(dtype)  # not buffers: positions need fp32
-        # The forward dtype. With several trainers FSDP casts.
-        self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
+    def __init__(self, cfg: Config) -> None:
+        self.tokenizer, model = tiny_policy(cfg.seed)
+        self.model = model.eval()  # without dropout
+        self.device = model.device
+        self.context: int = model.config.max_position_embeddings  # tokens of a conversation
         self.temperature = cfg.temperature
-        config = model.config.get_text_config()
-        self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
-        self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
-        if self.max_new_tokens >= self.context:
-            raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
-        parameters = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in parameters
-        self.control_tokens = self.tokenizer.get_added_vocab()
-        self.end_ids = self._end_ids()
+        self.max_new_tokens = cfg.max_new_tokens
+        self.end_ids = [self.tokenizer.eos_token_id]
 
-    def _end_ids(self) -> list[int]:
-        """The ends of a response: by the template, the tokenizer, and the model."""
-        chat = [{"role": "user", "content": "question"}, RESPONSE]
-        _, found, closing = self._render(chat, False).rpartition("response")
-        # If a control token follows the response in the template, it ends the response.
-        ends = [
-            end
-            for end in self.tokenize(closing)[:1]
-            if found and end in self.control_tokens.values()
-        ]
-        of_model = self.model.generation_config.eos_token_id
-        of_model = of_model if isinstance(of_model, list) else [of_model]
-        ends += [self.tokenizer.eos_token_id, *of_model]
-        ends = [end for end in ends if end is not None]
-        if not ends:
-            raise UsageError("the tokenizer has no end token (eos_token)")
-        return ends
-
-    def _render(self, messages: Any, add_generation_prompt: bool) -> str:
+    def render(self, messages: Any, add_generation_prompt: bool) -> str:
+        """Returns the text of a conversation, by the chat template."""
         how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        render = self.tokenizer.apply_chat_template
-        return called("the chat template", render, messages, **how)
+        return self.tokenizer.apply_chat_template(messages, **how)
 
-    def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
-        how = {"add_special_tokens": False, "split_special_tokens": is_plain}
-        return self.tokenizer(text, **how)["input_ids"]
+    def tokenize(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def response_ids(self, response: str) -> list[int]:
+        """Returns the ids of a response that was not sampled, with its end."""
+        return self.tokenize(response) + self.end_ids[:1]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
-        """The ids that a turn, from 0, appends to the conversation.
+        """Returns the ids that a turn, from 0, appends to the conversation.
 
         For later turns: everything after the last response, including its end token.
-        Raises UsageError if the template rewrites turns or drops messages.
         """
+        # The conversation so far, with a word in place of each response.
         earlier: list[Any] = []
         for past in prompt.turns[:turn]:
             earlier += [*past.messages, RESPONSE]
         before = ""
         if turn > 0:
-            before = self._render(earlier[:-1], True) + "response"
-        messages = list(prompt.turns[turn].messages)
-        plain = {}  # so that no text of a user can forge a turn
-        for place, message in enumerate(messages):
-            words = message["content"].strip()
-            if any(token in words for token in self.control_tokens):
-                name = f"message{place}of"
-                plain[name] = words
-                content = message["content"].replace(words, name)
-                messages[place] = {**message, "content": content}
-        whole = self._render([*earlier, *messages], True)
-        for each in messages:
-            # A template may take a switch out of these.
-            kept = each["role"] not in ("system", "assistant")
-            if kept and each["content"].strip() not in whole:
-                raise UsageError(f"the template changes or drops: {each}")
-        if not whole.startswith(before):
-            raise UsageError("this chat template changes earlier turns: use one turn")
-        ids = []
-        text = whole[len(before) :]
-        for part in re.split(f"({'|'.join(plain)})", text) if plain else [text]:
-            ids += self.tokenize(plain.get(part, part), is_plain=part in plain)
-        return ids
+            before = self.render(earlier[:-1], True) + RESPONSE["content"]
+        # What the template appends to it for this turn.
+        text = self.render([*earlier, *prompt.turns[turn].messages], True)
+        return self.tokenize(text.removeprefix(before))
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
-        """Logits of ids [B, T], at the positions in `logits_to_keep`."""
-        if self.model.dtype == self.dtype:
-            return self.model(ids, **inputs).logits
-        # The parameters stay in fp32; this pass computes with copies.
-        cast = {name: p.to(self.dtype) for name, p in self.model.named_parameters()}
-        return torch.func.functional_call(self.model, cast, ids, inputs).logits
+        """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
+        return self.model(ids, **inputs).logits
 
 
 # -- 9d. Sampling ---
 
 
 class Decoder:
-    """KV cache and next-token logits of a batch of rows of ids. Equal rows are prefilled once."""
+    """KV cache and next-token logits of a batch of rows of ids. Equal rows are prefilled once.
+
+    decoder = Decoder(policy, [[5, 6], [5, 6], [7]])   # two rows in the cache, then three
+    tokens = decoder.sample(rng)                       # a token for each row
+    decoder.append([[8], [9], [8]])                    # logits of the next ones
+    """
 
     def __init__(self, policy: Policy, rows: list[list[int]]) -> None:
+        from transformers import DynamicCache
+
         self.policy = policy
-        self.cache: Any = transformers.DynamicCache(config=policy.model.config)
+        self.cache: Any = DynamicCache(config=policy.model.config)
+        # The samples of a group begin with the same prompt.
         unique = [list(row) for row in dict.fromkeys(tuple(row) for row in rows)]
         self.mask = torch.zeros(len(unique), 0, dtype=torch.long, device=policy.device)
         self.append(unique)
         self.select([unique.index(row) for row in rows])
 
     def append(self, rows: list[list[int]]) -> None:
-        """Feeds these ids, padded on the left, where the mask [B, T] is 0."""
+        """Feeds these ids. Shorter rows are padded on the left, where the mask [B, T] is 0."""
         width = max(len(row) for row in rows)
         padded = [[-1] * (width - len(row)) + row for row in rows]
         ids = torch.tensor(padded, device=self.mask.device)
         self.mask = torch.cat([self.mask, (ids >= 0).long()], 1)
-        inputs = {"attention_mask": self.mask, "cache": self.cache, "use_cache": True}
-        if self.policy.takes_positions:
-            positions = (self.mask.cumsum(1) - 1).clamp(min=0)
-            inputs["position_ids"] = positions[:, -width:]
-        logits = self.policy.forward(ids.clamp(min=0), logits_to_keep=1, **inputs)
+        # A row's positions count its own tokens, not the padding.
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -width:]
+        logits = self.policy.forward(
+            ids.clamp(min=0),
+            attention_mask=self.mask,
+            position_ids=positions,
+            cache=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         self.logits = logits[:, -1]  # [B, V]
 
     def select(self, rows: list[int]) -> None:
@@ -1733,15 +1690,16 @@ class Decoder:
         self.mask = self.mask[index]
         self.logits = self.logits[index]
 
-    def draw(self, rng: torch.Generator | None) -> Iterator[Any]:
-        """For each row a token and its log-probability. rng None: the likeliest token."""
+    def sample(self, rng: torch.Generator | None) -> list[tuple[int, float]]:
+        """Returns for each row a token and its log-probability. rng None: the likeliest token."""
         logits = self.logits.float()  # mechanism: rollout
         logp = (logits / self.policy.temperature).log_softmax(-1)
         if rng is None:
             token = logp.argmax(-1, keepdim=True)
         else:
             token = torch.multinomial(logp.exp(), 1, generator=rng)
-        return zip(token[:, 0].tolist(), logp.gather(1, token)[:, 0].tolist())
+        # [B, 1] each
+        return list(zip(token[:, 0].tolist(), logp.gather(1, token)[:, 0].tolist()))
 
 
 def respond(
@@ -1749,36 +1707,40 @@ def respond(
 ) -> None:
     """Samples a response for each episode, in one batch; a row that has ended leaves it.
 
-    turn: its number, from 1.
+    turn: the number of the turn, from 1.
     """
-    rows = episodes
+    rows = episodes  # those without an end
     decoder = Decoder(policy, [episode.ids for episode in rows])
     for number in range(policy.max_new_tokens):
         if number > 0:
             decoder.append([episode.ids[-1:] for episode in rows])
-        going_on = []
-        for place, (token, logprob) in enumerate(decoder.draw(rng)):
+        # One token for each row, recorded as it is drawn.
+        unfinished = []
+        for place, (token, logprob) in enumerate(decoder.sample(rng)):
             rows[place].add(token, turn, logprob)
             if token not in policy.end_ids:
-                going_on.append(place)
-        if not going_on:
+                unfinished.append(place)
+        # Finished rows leave the batch and the cache.
+        if not unfinished:
             break
-        if len(going_on) < len(rows):
-            rows = [rows[place] for place in going_on]
-            decoder.select(going_on)
+        if len(unfinished) < len(rows):
+            rows = [rows[place] for place in unfinished]
+            decoder.select(unfinished)
+    # The text is for rewards and people; training reads the ids.
     for episode in episodes:
-        said = episode.ids[episode.turn_of.index(turn) :]
-        episode.responses.append(policy.tokenizer.decode(said, skip_special_tokens=True))
-        episode.truncated.append(said[-1] not in policy.end_ids)
+        ids = episode.ids[episode.turn_of.index(turn) :]
+        episode.responses.append(policy.tokenizer.decode(ids, skip_special_tokens=True))
+        episode.truncated.append(ids[-1] not in policy.end_ids)
 
 
 @torch.inference_mode()
 def rollout(
     policy: Policy, prompts: list[Prompt], group_size: int, seed: int | None, version: int = 0
 ) -> list[Episode]:
-    """group_size episodes per prompt, less those beyond the context.
+    """Returns group_size episodes per prompt, excluding those that exceed the context.
 
-    seed None: with the likeliest tokens.
+    seed: of the sampling. If None, decodes greedily.
+    version: of the policy's weights, for the record.
     """
     rng = None
     if seed is not None:
@@ -1786,17 +1748,18 @@ def rollout(
     episodes = [Episode(prompt, version) for prompt in prompts for _ in range(group_size)]
     longest = policy.context - policy.max_new_tokens
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        said = {p.number: policy.prompt_ids(p, turn) for p in prompts if turn < len(p.turns)}
-        speaking = []
+        # What the user says in this turn, by prompt.
+        user_ids = {p.number: policy.prompt_ids(p, turn) for p in prompts if turn < len(p.turns)}
+        responding = []
         for episode in episodes:
-            ids = said.get(episode.prompt.number)
-            if ids is None or len(episode.responses) < turn:
-                continue  # finished, or too long
-            episode.add_prompt(ids)
+            # Conversations end after their last turn, or when they are too long to go on.
+            if episode.prompt.number not in user_ids or len(episode.responses) < turn:
+                continue
+            episode.add_prompt(user_ids[episode.prompt.number])
             if len(episode.ids) <= longest:
-                speaking.append(episode)
-        if speaking:
-            respond(policy, speaking, turn + 1, rng)
+                responding.append(episode)
+        if responding:
+            respond(policy, responding, turn + 1, rng)
     return [e for e in episodes if len(e.responses) == len(e.prompt.turns)]
 
 
@@ -1804,55 +1767,60 @@ def rollout(
 
 
 def token_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [N] and entropies [N] of the sampled tokens.
+    """Returns log-probabilities [N] and entropies [N] of the sampled tokens, row by row.
 
-    ids: [B, T], padded on the right. is_sampled: [B, T - 1], of the tokens from the second on.
+    ids: [B, T], padded on the right.
+    is_sampled: [B, T - 1], of the tokens from the second on.
     """
-    columns = is_sampled.any(0).nonzero().flatten()  # sampled in any row
-    logits = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)
-    logits = logits[is_sampled[:, columns]].float()  # [N, V], row by row
+    # Logits are the largest tensor of a pass: only positions that some row has sampled get any.
+    columns = is_sampled.any(0).nonzero().flatten()  # [C]
+    logits = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)  # [B, C, V]
+    logits = logits[is_sampled[:, columns]].float()  # [N, V]
     logp = (logits / policy.temperature).log_softmax(-1)
-    chosen = logp.gather(1, ids[:, 1:][is_sampled][:, None]).squeeze(1)
-    return chosen, -(logp.exp() * logp).sum(-1)
+    # The logits at one position are of the token at the next.
+    targets = ids[:, 1:][is_sampled]  # [N]
+    return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
-def k3(recorded: Tensor, recomputed: Tensor) -> Tensor:
-    """[N] log-probabilities each -> [N] float64: exp(d) - 1 - d with d = recomputed - recorded.
+def k3(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+    """Returns the k3 estimator of each token: exp(d) - 1 - d, with d = logprobs - old_logprobs.
 
     Its mean over sampled tokens estimates the KL divergence (Schulman 2020); each term is >= 0. By
     example, 0.50 is recomputed as 0.40: d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
+
+    Shape: [N] each -> [N] float64
     """
-    d = (recomputed - recorded).detach().double()
+    d = (logprobs - old_logprobs).detach().double()
     return d.exp() - 1 - d
 
 
 @torch.no_grad()
 def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor, Tensor]:
-    """[N] log-probabilities each: recorded, and by the trainer's pass."""
-    recorded = []
-    recomputed = []
+    """Returns [N] log-probabilities twice: as recorded, and by the trainer's pass."""
+    old_logprobs = []
+    logprobs = []
     for episode in episodes:
         ids = torch.tensor([episode.ids], device=policy.device)
         is_sampled = torch.tensor([episode.turn_of[1:]], device=policy.device) > 0
-        recomputed.append(token_logprobs(policy, ids, is_sampled)[0])
-        logprobs = torch.tensor([episode.logprobs[1:]], device=policy.device)
-        recorded.append(logprobs[is_sampled])
-    return torch.cat(recorded), torch.cat(recomputed)
+        logprobs.append(token_logprobs(policy, ids, is_sampled)[0])
+        recorded = torch.tensor([episode.logprobs[1:]], device=policy.device)
+        old_logprobs.append(recorded[is_sampled])
+    return torch.cat(old_logprobs), torch.cat(logprobs)
 
 
 @stage(instead="logits = self.logits.bfloat16()")
 async def demo_rollout(report: Report) -> None:
     """What was recorded while sampling is what the trainer recomputes."""
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
-    task = letter_task(cfg)
-    policy = Policy(cfg, torch.float32)
+    task = LetterTask(cfg.seed)
+    policy = Policy(cfg)
     prompts = [task.prompt(number) for number in range(16)]
+    # 64 conversations of two turns, once as recorded, once as recomputed.
     recorded, recomputed = recompute_logprobs(policy, rollout(policy, prompts, 4, seed=0))
     exact = float(k3(recorded, recomputed).mean())
     rounded = float(k3(recorded.bfloat16(), recomputed).mean())
     report.check("k3 of recorded and recomputed", exact, "<", 1e-10)
     report.check("the same, if recorded in bfloat16", rounded, ">", 1e-10)
-    report.figure(k3=exact)
 
 
 # == 10. LOSSES ====
@@ -1865,12 +1833,18 @@ async def demo_rollout(report: Report) -> None:
 #                if the current policy had drawn them.
 #   a clip       bounds the push: how far one batch can move a token's probability.
 # Cost. Ratios add noise: a few tokens may have most of the weight. Clipped tokens get no gradient.
+# Read on. `advantages` and `ppo` are the idea; `Learner.update` is where they meet.
 #
-# J = sum of p R: probability times reward. As grad log p = grad p / p,
+# J = sum of p R over responses: probability times reward. As grad log p = grad p / p,
 #
 #   grad J = sum of R grad p = sum of p (R grad log p) = mean of R grad log p over samples
 #
 # A baseline b adds no bias: its term is -b times the gradient of the sum of p, and that sum is 1.
+#
+# From responses to tokens. log p of a response is the sum of log p of its tokens, so each token
+# gets the gradient A grad log p with the advantage of its response. The ratio of a response would
+# be the product of its tokens' ratios, and explode with its length; the losses below take the
+# ratio of each token alone. That leaves some bias, of earlier tokens, and far less noise.
 #
 # Why the loss prints 0. With r = 1 the ppo loss of a token is -A, and the advantages of a group add
 # up to 0 (nearly, where responses differ in length). Its gradient, A grad log p, does not cancel.
@@ -1878,7 +1852,7 @@ async def demo_rollout(report: Report) -> None:
 
 
 def advantages(rewards: Tensor, kind: str) -> Tensor:
-    """Rewards [..., G] of groups -> advantages [..., G].
+    """Returns advantages [..., G] of rewards [..., G] of groups.
 
     By example, an easy prompt and a hard one:
 
@@ -1891,35 +1865,36 @@ def advantages(rewards: Tensor, kind: str) -> Tensor:
     """
     if kind == "none":
         return rewards
-    rewards = rewards - rewards[..., :1]  # equal ones give exact zeros
+    rewards = rewards - rewards[..., :1]  # so that equal rewards give exact zeros
     centred = rewards - rewards.mean(-1, keepdim=True)
     if kind == "leave_one_out":
-        num = rewards.shape[-1]
-        return centred * num / (num - 1)
-    return centred / (rewards.std(-1, correction=0, keepdim=True) + 1e-4)
+        return centred * rewards.shape[-1] / (rewards.shape[-1] - 1)
+    if kind == "group":
+        return centred / (rewards.std(-1, correction=0, keepdim=True) + 1e-4)
+    raise ValueError(f"unknown kind of advantage: {kind}")
 
 
 # A loss takes tensors [N], with an element for each sampled token, and returns [N]:
-#   logp        its log-probability now, with a gradient
-#   recorded    when it was sampled, by an older policy
-#   near        under the weights before this batch
-#   A           the advantage of its response
+#   logp           its log-probability now, with a gradient
+#   old_logprobs   when it was sampled, by an older policy
+#   prox_logprobs  under the weights before this batch (proximal policy: see `decoupled`)
+#   A              the advantage of its response
 
 MAX_RATIO = 2.0  # maximum weight of a sample in decoupled
 MAX_BAD_RATIO = 3.0  # beyond this a token with A < 0 has no gradient: see ppo
 
 
-def ratio_of(logp: Tensor, recorded: Tensor) -> Tensor:
-    """The ratio r, without overflow."""
-    return (logp - recorded).clamp(max=20).exp()
+def ratio_of(logp: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Returns the ratio r, without overflow."""
+    return (logp - old_logprobs).clamp(max=20).exp()
 
 
-def reinforce(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
-    """Williams 1992. No ratio: right for fresh samples only."""
+def reinforce(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
+    """Williams 1992. It has no ratio, so it is right for fresh samples only."""
     return -A * logp
 
 
-def ppo(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
+def ppo(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
     """Schulman 2017, with the dual clip of Ye 2020.
 
     By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and
@@ -1927,15 +1902,21 @@ def ppo(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
     token (A = -1) at 0.65 has the loss -min(-1.3, -1.2) = 1.3, and keeps its gradient, however
     large r is. So a bad token needs a bound of its own.
     """
-    ratio = ratio_of(logp, recorded)
+    ratio = ratio_of(logp, old_logprobs)
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    gain = torch.min(A * ratio, A * clipped)  # mechanism: losses
-    return -torch.where(A < 0, gain.clamp(min=MAX_BAD_RATIO * A), gain)
+    surrogate = torch.min(A * ratio, A * clipped)  # mechanism: losses
+    return -torch.where(A < 0, surrogate.clamp(min=MAX_BAD_RATIO * A), surrogate)
 
 
-def decoupled(logp: Any, recorded: Any, near: Any, A: Any, cfg: Config) -> Tensor:
-    """AReaL (Fu 2025): clips exp(logp - near), which is 1 in the first update on a batch."""
-    return ratio_of(near, recorded).clamp(max=MAX_RATIO) * ppo(logp, near, near, A, cfg)
+def decoupled(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
+    """AReaL (Fu 2025): two ratios with different tasks.
+
+    The bias of stale samples is removed by a weight, prox / old, which is a constant. The push is
+    clipped by another, now / prox, which is 1 in the first update on a batch. With `ppo` alone a
+    stale token may be beyond the clip before its first update, and is wasted.
+    """
+    weight = ratio_of(prox_logprobs, old_logprobs).clamp(max=MAX_RATIO)
+    return weight * ppo(logp, prox_logprobs, prox_logprobs, A, cfg)
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -1949,43 +1930,17 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 class Batch:
     """A micro-batch of episodes: B rows, T columns, N sampled tokens, row by row."""
 
-    num_tokens: int  # sampled, in all micro-batches
+    num_tokens: int  # sampled, in all micro-batches: the denominator of the loss
     ids: Tensor  # [B, T], padded on the right
     is_sampled: Tensor  # [B, T - 1], of the tokens from the second on
-    recorded: Tensor  # [N] log-probabilities
+    old_logprobs: Tensor  # [N]
     advantage: Tensor  # [N]
-    near: Tensor | None = None  # [N] log-probabilities, from the first update on
-
-
-def groups_of(episodes: list[Episode]) -> list[list[Episode]]:
-    """The episodes of each prompt, which stand next to each other."""
-    groups = groupby(episodes, lambda episode: episode.prompt.number)
-    return [list(members) for _, members in groups]
-
-
-def advantages_of(episodes: list[Episode], kind: str) -> list[list[float]]:
-    """Of each token of each episode; 0 where it was not sampled."""
-    found = []
-    for group in groups_of(episodes):
-        rewards = torch.tensor([episode.rewards for episode in group]).T
-        # [turns, G]: rewards to go, of this turn and later ones
-        returns = rewards.flip(0).cumsum(0).flip(0)
-        of_turns = advantages(returns, kind).T.tolist()
-        for episode, later in zip(group, of_turns):
-            by_turn = [0.0, *later]
-            found.append([by_turn[turn] for turn in episode.turn_of])
-    return found
-
-
-def padded(rows: list[list[Any]], device: torch.device) -> Tensor:
-    """[B, T], with zeros on the right."""
-    tensors = [torch.tensor(row) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
+    prox_logprobs: Tensor | None = None  # [N], from the first update on
 
 
 @dataclass
 class StepStats:
-    """Statistics of one update. Means are over the tokens that rank 0 trains on."""
+    """Statistics of one update. Means are over the sampled tokens."""
 
     num_tokens: int
     loss: float  # with ppo near 0, even in a healthy run: section 10
@@ -2000,139 +1955,122 @@ class Learner:
     """A policy, its optimizer, and its updates. Parameters, gradients and moments are in fp32.
 
     In bfloat16 most updates at a rate of 1e-6 would be rounded off.
-
-    advantages: of each token of each episode; default: as cfg.advantage says.
-    penalty(batch, logp): what is added to the loss of each token.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        cfg: Config,
-        rank: int = 0,
-        num_ranks: int = 1,
-        advantages: Callable[..., Any] | None = None,
-        penalty: Any = None,
-    ) -> None:
+    def __init__(self, policy: Policy, cfg: Config) -> None:
         self.policy = policy
         self.cfg = cfg
-        self.advantages = advantages or partial(advantages_of, kind=cfg.advantage)
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.penalty = penalty
         self.weights = list(policy.model.parameters())
         self.optimizer = torch.optim.Adam(self.weights, cfg.lr)
 
     def step(self, episodes: list[Episode]) -> StepStats:
-        """cfg.epochs updates on the same episodes. Returns what the first one found."""
-        batches = self._batches(self.cfg, episodes, self.advantages(episodes))
-        found = []
-        for _ in range(self.cfg.epochs):
-            found.append(self._update(self.optimizer, self.cfg, batches, self.penalty))
-        return found[0]
+        """Makes cfg.epochs updates on these episodes. Returns the statistics of the first."""
+        batches = self.micro_batches(episodes, self.advantages(episodes))
+        stats = [self.update(batches) for _ in range(self.cfg.epochs)]
+        return stats[0]
 
-    def sft(self, task: Task, num_steps: int) -> None:
-        """Supervised warm start at twice the rate: REINFORCE on right responses, with A = 1."""
-        cfg = replace(self.cfg, loss="reinforce", entropy=0.0)
-        optimizer = torch.optim.Adam(self.weights, 2 * cfg.lr)
-        prompts = training_prompts(task)
-        for _ in range(num_steps):
-            episodes = []
-            for prompt in islice(prompts, 4 * cfg.prompts_per_step):
-                right = [str(turn.answer) for turn in prompt.turns]
-                if any(turn.answer is None for turn in prompt.turns):
-                    raise UsageError("--sft-steps: a prompt has no answer")
-                episode = episode_with(self.policy, prompt, right)
-                if len(episode.ids) <= self.policy.context:
-                    episodes.append(episode)
-            if not episodes:
-                raise UsageError("--sft-steps: no prompt fits the context")
-            advantage = [[1.0] * len(episode.ids) for episode in episodes]
-            self._update(optimizer, cfg, self._batches(cfg, episodes, advantage), None)
+    def advantages(self, episodes: list[Episode]) -> list[list[float]]:
+        """Returns the advantage of each token of each episode."""
+        return advantages_of(episodes, self.cfg.advantage)
 
-    def _batches(
-        self, cfg: Config, episodes: list[Episode], advantage: list[list[float]]
-    ) -> list[Batch]:
-        """The micro-batches of this rank, each of about cfg.tokens_per_micro_batch.
+    def update(self, batches: list[Batch]) -> StepStats:
+        """Makes one update; gradients add up over the micro-batches."""
+        start = time.perf_counter()
+        per_token = []
+        for batch in batches:
+            logp, entropy = token_logprobs(self.policy, batch.ids, batch.is_sampled)  # [N] each
+            # In the first update this is the policy before the batch.
+            if batch.prox_logprobs is None:
+                batch.prox_logprobs = logp.detach()
+            loss = self.token_losses(batch, logp, entropy)
+            # The mean over the tokens of all micro-batches, in parts.
+            (loss.sum() / max(batch.num_tokens, 1)).backward()
+            per_token.append(torch.stack([loss, entropy, k3(batch.old_logprobs, logp)]).detach())
+        grad_norm = self.clip_gradients()
+        # One NaN would spoil all weights, so such an update is skipped, and the log shows it.
+        if math.isfinite(grad_norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        # [3, N] -> the three means
+        values = torch.cat(per_token, dim=1)
+        loss_mean, entropy_mean, k3_mean = (values.sum(1) / max(values.shape[1], 1)).tolist()
+        seconds = time.perf_counter() - start
+        num_tokens = batches[0].num_tokens
+        return StepStats(num_tokens, loss_mean, entropy_mean, k3_mean, grad_norm, seconds)
 
-        Rows are sorted by length, so that there is little padding, and assigned round-robin. All
-        ranks get equally many, because FSDP gathers each layer on all ranks at once.
+    def token_losses(self, batch: Batch, logp: Tensor, entropy: Tensor) -> Tensor:
+        """Returns the loss of each token, [N]."""
+        tensors = (logp, batch.old_logprobs, batch.prox_logprobs, batch.advantage)
+        return LOSSES[self.cfg.loss](*tensors, self.cfg) - self.cfg.entropy * entropy
+
+    def clip_gradients(self) -> float:
+        """Scales the gradients down to norm 1. Returns the norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(self.weights, 1.0))
+
+    def micro_batches(self, episodes: list[Episode], advantage: list[list[float]]) -> list[Batch]:
+        """Packs the episodes into micro-batches of about cfg.tokens_per_micro_batch.
+
+        Rows are sorted by length, so that there is little padding.
         """
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
-        # Zero advantages have no gradient, except by entropy or a penalty.
-        order = [row for row, gains in enumerate(advantage) if any(gains)]
-        if cfg.entropy or self.penalty or len(order) < self.num_ranks:
-            order = list(range(len(episodes)))
-        order.sort(key=lambda row: -len(episodes[row].ids))
-        rows_per_pass = max(2, cfg.tokens_per_micro_batch // len(episodes[order[0]].ids))
-        num_passes = ceil(len(order) / rows_per_pass / self.num_ranks)
-        mine = order[self.rank :: self.num_ranks]
-        ends = [len(mine) * i // num_passes for i in range(num_passes + 1)]
+        rows = self.rows_to_train(advantage)
+        rows.sort(key=lambda row: -len(episodes[row].ids))
         device = self.policy.device
         batches = []
-        for start, end in pairwise(ends):
-            rows = [episodes[row] for row in mine[start:end]]
-            ids = padded([row.ids for row in rows], device)
-            is_sampled = padded([row.turn_of for row in rows], device)[:, 1:] > 0
-            recorded = padded([row.logprobs for row in rows], device)[:, 1:][is_sampled]
-            gains = padded([advantage[row] for row in mine[start:end]], device)[:, 1:][is_sampled]
-            batches.append(Batch(num_tokens, ids, is_sampled, recorded, gains))
+        for part in self.partition(rows, len(episodes[rows[0]].ids)):
+            # Lists of different lengths become tensors [B, T], and then [N] of sampled tokens.
+            some = [episodes[row] for row in part]
+            ids = padded([episode.ids for episode in some], device)
+            is_sampled = padded([episode.turn_of for episode in some], device)[:, 1:] > 0
+            old_logprobs = padded([episode.logprobs for episode in some], device)[:, 1:][is_sampled]
+            gains = padded([advantage[row] for row in part], device)[:, 1:][is_sampled]
+            batches.append(Batch(num_tokens, ids, is_sampled, old_logprobs, gains))
         return batches
 
-    def _update(
-        self, optimizer: torch.optim.Optimizer, cfg: Config, batches: list[Batch], penalty: Any
-    ) -> StepStats:
-        """One update; gradients add up over `batches`."""
-        start = time.perf_counter()
-        found = []
-        for batch in batches:
-            logp, entropy = token_logprobs(self.policy, batch.ids, batch.is_sampled)
-            if batch.near is None:
-                batch.near = logp.detach()
-            loss = LOSSES[cfg.loss](logp, batch.recorded, batch.near, batch.advantage, cfg)
-            loss = loss - cfg.entropy * entropy
-            if penalty:
-                loss = loss + penalty(batch, logp)
-            # FSDP takes the mean of the ranks' gradients; what is wanted is their sum.
-            (loss.sum() / max(batch.num_tokens, 1) * self.num_ranks).backward()
-            found.append(torch.stack([loss, entropy, k3(batch.recorded, logp)]).detach())
-        grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self.weights, 1.0)))
-        if math.isfinite(grad_norm):  # else the weights stay, and the log shows it
-            optimizer.step()
-        optimizer.zero_grad()
-        of_tokens = torch.cat(found, dim=1)
-        means = (of_tokens.sum(1) / max(of_tokens.shape[1], 1)).tolist()
-        return StepStats(
-            batches[0].num_tokens, *means, grad_norm=grad_norm, seconds=time.perf_counter() - start
-        )
+    def rows_to_train(self, advantage: list[list[float]]) -> list[int]:
+        """Returns the rows that have a gradient: zero advantages have none, but for the entropy."""
+        rows = [row for row, gains in enumerate(advantage) if any(gains)]
+        return list(range(len(advantage))) if self.cfg.entropy or not rows else rows
+
+    def partition(self, rows: list[int], longest: int) -> list[list[int]]:
+        """Splits rows into micro-batches. longest: the tokens of the first row."""
+        # 128 rows of at most 500 tokens at 8192 a pass: 16 rows each, 8 passes.
+        rows_per_batch = max(2, self.cfg.tokens_per_micro_batch // longest)
+        return split(rows, ceil(len(rows) / rows_per_batch))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor; others unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
+def padded(rows: list[list[Any]], device: torch.device) -> Tensor:
+    """Returns a tensor [B, T] of B rows, with zeros on the right."""
+    tensors = [torch.tensor(row) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
 
 
-def training_prompts(task: Task, first: int = 0) -> Iterator[Prompt]:
-    """The prompts of a task from this number on, without those that are held out."""
-    last = first
-    for number in count(first):
-        prompt = task.prompt(number)
-        if not prompt.is_held_out:
-            last = number
-            yield prompt
-        elif number - last > 1000:
-            raise UsageError("all prompts of the task are held out")
+def split(items: list[Any], num_parts: int) -> list[list[Any]]:
+    """Splits a list into so many parts of nearly the same length: 5 in 2 parts are 2 and 3."""
+    ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
+    return [items[start:end] for start, end in pairwise(ends)]
 
 
-def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episode:
-    """The episode with these responses, as if they had been sampled."""
-    episode = Episode(prompt, responses=responses)
-    for turn, response in enumerate(responses):
-        ids = policy.prompt_ids(prompt, turn)
-        episode.add_prompt(ids)
-        for token in policy.tokenize(response, is_plain=True) + policy.end_ids[:1]:
-            episode.add(token, turn + 1, 0.0)
-    return episode
+def groups_of(episodes: list[Episode]) -> list[list[Episode]]:
+    """Returns the episodes of each prompt, which stand next to each other."""
+    groups = groupby(episodes, lambda episode: episode.prompt.number)
+    return [list(members) for _, members in groups]
+
+
+def advantages_of(episodes: list[Episode], kind: str) -> list[list[float]]:
+    """Returns the advantage of each token of each episode; 0 where it was not sampled.
+
+    A response is worth the rewards to go: those of its turn and of later turns, which it leads to.
+    """
+    per_token = []
+    for group in groups_of(episodes):
+        rewards = torch.tensor([episode.rewards for episode in group]).T  # [turns, G]
+        returns = rewards.flip(0).cumsum(0).flip(0)  # rewards to go
+        by_episode = advantages(returns, kind).T.tolist()  # [G, turns]
+        for episode, by_turn in zip(group, by_episode):
+            values = [0.0, *by_turn]  # turn 0: not sampled
+            per_token.append([values[turn] for turn in episode.turn_of])
+    return per_token
 
 
 # -- measurement ---
@@ -2140,48 +2078,50 @@ def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episod
 
 @dataclass
 class Bandit:
-    """4 prompts, 16 responses of one token to each. A policy is a table [4, 16] of logits.
+    """A contextual bandit: 4 prompts, with 16 possible responses of one token each.
 
-    So J and its gradient can be computed from all responses, and estimates compared with it.
+    A policy is a table [4, 16] of logits, so J and its gradient are computed exactly, from all
+    responses, and estimates from samples are compared with it.
     """
 
     rewards: Tensor  # [4, 16]
     old: Tensor  # [4, 16]: the policy that sampled
-    drawn: Tensor  # [batches, 4, 8]: responses
+    samples: Tensor  # [batches, 4, 8]: responses
 
     def true_gradient(self, now: Tensor) -> Tensor:
-        """[4, 16]: from all responses and their probabilities."""
+        """Returns grad J [4, 16], from all responses and their probabilities."""
         table = now.clone().requires_grad_()
         mean_reward = (table.softmax(-1) * self.rewards).sum(-1).mean()
         return torch.autograd.grad(mean_reward, table)[0]
 
     def estimates(self, now: Tensor, loss: str, kind: str) -> Tensor:
-        """[batches, 4, 16]: gradients, each from one batch."""
-        shape = (len(self.drawn), 4, 16)
+        """Returns gradients [batches, 4, 16], each from one batch of samples."""
+        shape = (len(self.samples), 4, 16)
         tables = now.expand(shape).clone().requires_grad_()  # one copy for each batch
-        logp = tables.log_softmax(-1).gather(2, self.drawn)
-        recorded = self.old.log_softmax(-1).expand(shape).gather(2, self.drawn)
-        advantage = advantages(self.rewards.expand(shape).gather(2, self.drawn), kind)
-        losses = LOSSES[loss](logp, recorded, logp.detach(), advantage, Config())
+        # [batches, 4, 8]: of each sample its log-probability now and then, and its advantage.
+        logp = tables.log_softmax(-1).gather(2, self.samples)
+        old_logprobs = self.old.log_softmax(-1).expand(shape).gather(2, self.samples)
+        advantage = advantages(self.rewards.expand(shape).gather(2, self.samples), kind)
+        losses = LOSSES[loss](logp, old_logprobs, logp.detach(), advantage, Config())
         return -torch.autograd.grad(losses.sum() / (4 * 8), tables)[0]
 
     def compare(self, now: Tensor, loss: str, kind: str) -> Record:
-        """Angle of the mean estimate to the true gradient, and relative standard deviation."""
-        found = self.estimates(now, loss, kind)
-        mean = found.mean(0)
+        """Returns the angle of the mean estimate to the true gradient, and the noise."""
+        estimates = self.estimates(now, loss, kind)
+        mean = estimates.mean(0)
         truth = self.true_gradient(now)
         cosine = (mean * truth).sum() / mean.norm() / truth.norm()
-        spread = (found - mean).square().sum((1, 2)).mean().sqrt()
+        deviation = (estimates - mean).square().sum((1, 2)).mean().sqrt()
         return {
             "loss": loss,
             "advantage": kind,
             "degrees off": math.degrees(math.acos(cosine)),
-            "deviation": float(spread / mean.norm()),
+            "relative deviation": float(deviation / mean.norm()),
         }
 
-    def push(self, loss: str) -> float:
-        """How far (KL, in nats) 100 updates on the first batch move the policy."""
-        first = replace(self, drawn=self.drawn[:1])
+    def kl_to_old(self, loss: str) -> float:
+        """Returns how far (KL, in nats) 100 updates on the first batch move the policy."""
+        first = replace(self, samples=self.samples[:1])
         now = self.old
         for _ in range(100):
             now = now + 2 * first.estimates(now, loss, "group")[0]
@@ -2189,30 +2129,32 @@ class Bandit:
         return float((self.old.softmax(-1) * difference).sum(-1).mean())
 
 
-@stage(instead="gain = A * ratio")
+@stage(instead="surrogate = A * ratio")
 async def demo_losses(report: Report) -> None:
     """A baseline lowers noise, a ratio lowers the bias of staleness, a clip bounds the push."""
+    # 2,000 batches of 8 samples for each of the 4 prompts.
     rng = torch.Generator().manual_seed(0)
     rewards = torch.rand(4, 16, generator=rng).square()
     old = torch.randn(4, 16, generator=rng)
-    drawn = torch.multinomial(old.softmax(-1), 2000 * 8, True, generator=rng)
-    bandit = Bandit(rewards, old, drawn.view(4, 2000, 8).transpose(0, 1))
+    samples = torch.multinomial(old.softmax(-1), 2000 * 8, True, generator=rng)
+    bandit = Bandit(rewards, old, samples.view(4, 2000, 8).transpose(0, 1))
+    # A policy that is 8 steps ahead of the one that sampled.
     now = old
     for _ in range(8):
         step = bandit.true_gradient(now)
         now = now + 0.5 * step / step.norm()
-    plain = bandit.compare(old, "reinforce", "none")
-    group = bandit.compare(old, "reinforce", "group")
-    others = bandit.compare(old, "reinforce", "leave_one_out")
-    stale = bandit.compare(now, "reinforce", "leave_one_out")
-    ratio = bandit.compare(now, "decoupled", "leave_one_out")
-    rows = [{"staleness": 0, **found} for found in (plain, group, others)]
-    report.table(rows + [{"staleness": 8, **found} for found in (stale, ratio)])
-    smaller = others["deviation"] / plain["deviation"]
-    report.check("deviation with a baseline / without", smaller, "<", 0.8)
-    straighter = ratio["degrees off"] / stale["degrees off"]
+    fresh = [bandit.compare(old, "reinforce", kind) for kind in ("none", "group", "leave_one_out")]
+    stale = [bandit.compare(now, loss, "leave_one_out") for loss in ("reinforce", "decoupled")]
+    rows = [{"staleness": 0, **row} for row in fresh]
+    report.table(rows + [{"staleness": 8, **row} for row in stale])
+
+    without_baseline, _, with_baseline = fresh
+    quieter = with_baseline["relative deviation"] / without_baseline["relative deviation"]
+    report.check("deviation with a baseline / without", quieter, "<", 0.8)
+    without_ratio, with_ratio = stale
+    straighter = with_ratio["degrees off"] / without_ratio["degrees off"]
     report.check("degrees off with a ratio / without", straighter, "<", 0.9)
-    push = bandit.push("ppo") / bandit.push("reinforce")
+    push = bandit.kl_to_old("ppo") / bandit.kl_to_old("reinforce")
     report.check("push with a clip / without", push, "<", 0.2)
 
 
@@ -2222,77 +2164,104 @@ async def demo_losses(report: Report) -> None:
 # Rule. One loop, one thing at a time. Generators pull before they sample, so staleness is 0. An
 #   unscored episode is left out. One object accounts for every group that was started.
 # Cost. Each side waits while the other works (section 12).
+# Read on. `train_sync` is the loop, `Run.sample_and_score` and `Run.step` its two halves.
 #
-#   main process   1. draws prompts
-#   generators     2. pull the newest weights, and sample a group for each prompt
-#   rewards        3. score each response
-#   trainer        4. makes an update, and publishes the new weights
+# From the loop to a sampled token, and to the new weights:
+#
+#   train_sync                          main process: draws prompts
+#     Run.sample                          counts groups that get lost
+#       Run.sample_and_score
+#         Service.request ------------> Generator.rollout      one of the generators
+#                                         WeightReader.pull      the newest weights
+#                                         rollout, respond       turns, tokens
+#                                           Decoder.sample         one token for each row
+#         Service.request ------------> RewardWorker.score     a reward for each response
+#     Run.step
+#       Service.request --------------> Trainer.step
+#                                         Learner.step           updates
+#                                         WeightWriter.publish   version + 1
+#
+# -- 11a. The loop ---
 
-# -- 11a. The actors of a run ---
+
+async def train_sync(run: Run, num_steps: int) -> None:
+    """Samples, scores and trains; one thing at a time."""
+    groups: list[Group] = []
+    while num_steps > 0:
+        prompts = run.draw(run.cfg.prompts_per_step)
+        groups += await scatter_gather(prompts, run.cfg.generators, run.sample)
+        # Groups can get lost. With too few, the next prompts fill the batch up.
+        if len(groups) >= run.min_groups:
+            await run.step(groups)
+            groups = []
+            num_steps -= 1
+
+
+async def scatter_gather(
+    items: list[Any], num_parts: int, request: Callable[..., Any]
+) -> list[Any]:
+    """Splits items, requests the answers to all parts at once, and joins them."""
+    answers = await gather(*[request(part) for part in split(items, num_parts) if part])
+    return [result for answer in answers for result in answer]
+
+
+# -- 11b. The actors of a run ---
 
 # Of a group: the prompt and responses of each episode, and its rewards for each turn, or the reason
 # why there are none.
-Asked = list[tuple[Prompt, list[str]]]
+Conversations = list[tuple[Prompt, list[str]]]
 Rewards = list[list[float] | str]
 
 
-def make_scorer(cfg: Config) -> Callable[[Asked], Rewards]:
-    """The reward function, for a group: it calls task.score for each episode."""
-    task = letter_task(cfg)
-    return lambda asked: [task.score(prompt, responses) for prompt, responses in asked]
+def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
+    """Returns the learner of a trainer, and the writer that publishes its weights."""
+    policy = Policy(cfg)
+    return Learner(policy, cfg), WeightWriter(dict(policy.model.named_parameters()), cfg.generators)
 
 
-def num_threads(cfg: Config) -> int:
-    """Of torch, in a trainer or generator. More threads than cores wait by spinning."""
-    return max(1, len(os.sched_getaffinity(0)) // (cfg.generators + cfg.trainers))
+def make_scorer(cfg: Config) -> Callable[[Conversations], Rewards]:
+    """Returns the reward function of a group. It calls task.score for each episode."""
+    task = LetterTask(cfg.seed)
+    return lambda group: [task.score(prompt, responses) for prompt, responses in group]
 
 
 class Trainer(Worker):
     """Learns, and publishes."""
 
     def setup(
-        self,
-        number: int,
-        cfg: Config,
-        make_learner: Callable[..., Learner],
-        meeting_file: str,
-        version: int,
+        self, number: int, cfg: Config, make_learner: Callable[..., Any], version: int
     ) -> ArenaHandle:
-        torch.set_num_threads(num_threads(cfg))
-        rank = current_rank().rank
-        if cfg.trainers > 1:
-            form_group(meeting_file, rank, cfg.trainers)
-        self.policy = Policy(cfg, torch.float32)
-        self.learner = make_learner(self.policy, cfg, rank)
-        writer_class = WeightWriter if cfg.trainers == 1 else ShardedWriter
-        weights = dict(self.policy.model.named_parameters())
-        self.writer = writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
-        # The copy of a version runs beside the next step, until that changes the weights.
+        """Publishes the first weights, as `version`. Returns where generators find them."""
+        self.learner, self.writer = make_learner(cfg)
+        # A version is copied while the next step computes, until that changes the weights.
         self.learner.optimizer.register_step_pre_hook(lambda *_: self.writer.wait())
         self.version = version
         self.writer.publish(version)
         self.writer.wait()
         return self.writer.handle
 
-    def step(self, episodes: list[Episode], waits: bool) -> StepStats:
-        """One batch: updates, and a new version. waits: until it is committed."""
+    def step(self, episodes: list[Episode]) -> StepStats:
+        """Trains on a batch, and begins to publish the next version."""
         stats = self.learner.step(episodes)
         self.version += 1
         self.writer.publish(self.version)
-        if waits:
-            self.writer.wait()
         return stats
 
 
 class Generator(Worker):
     """Samples with the newest weights."""
 
-    def setup(self, number: int, cfg: Config, make_reader: Callable[..., WeightReader]) -> None:
+    def setup(
+        self,
+        number: int,
+        cfg: Config,
+        make_policy: Callable[[Config], Policy],
+        make_reader: Callable[..., WeightReader],
+    ) -> None:
         """Loads the policy. The arena may not exist yet."""
-        torch.set_num_threads(num_threads(cfg))
         self.number = number
+        self.policy = make_policy(cfg)
         self.make_reader = make_reader
-        self.policy = Policy(cfg, getattr(torch, cfg.dtype))
         self.reader: WeightReader | None = None
 
     def rollout(
@@ -2303,7 +2272,7 @@ class Generator(Worker):
         group_size: int,
         seed: int | None,
     ) -> list[Episode]:
-        """The episodes of these prompts, with weights of at least this version."""
+        """Returns episodes of these prompts, with weights of at least this version."""
         if self.reader is None:
             weights = dict(self.policy.model.named_parameters())
             self.reader = self.make_reader(handle, self.number, weights)
@@ -2317,31 +2286,14 @@ class RewardWorker(Worker):
     def setup(self, number: int, cfg: Config, make_scorer: Callable[[Config], Any]) -> None:
         self.score_group = make_scorer(cfg)
 
-    def score(self, groups: list[Asked]) -> list[Rewards]:
-        return [self.score_group(asked) for asked in groups]
+    def score(self, groups: list[Conversations]) -> list[Rewards]:
+        return [self.score_group(group) for group in groups]
 
 
-# -- 11b. A run ---
+# -- 11c. A run ---
 
 
-def make_learner(policy: Policy, cfg: Config, rank: int) -> Learner:
-    """The learner of a trainer's rank, after its supervised steps."""
-    learner = Learner(policy, cfg, rank, cfg.trainers)
-    learner.sft(letter_task(cfg), cfg.sft_steps)
-    return learner
-
-
-@dataclass(frozen=True)
-class Factories:
-    """Factories for what differs between runs."""
-
-    make_task: Callable[..., Task] = letter_task
-    make_learner: Callable[..., Learner] = make_learner
-    make_reader: Callable[..., WeightReader] = WeightReader
-    make_scorer: Callable[..., Any] = make_scorer
-
-
-@dataclass(eq=False)
+@dataclass(eq=False)  # a group is equal to itself only
 class Group:
     """The episodes of one prompt that have rewards."""
 
@@ -2360,18 +2312,6 @@ def numbers_of(groups: list[Group]) -> set[int]:
     return {group.number for group in groups}
 
 
-class RunError(RuntimeError):
-    """The run cannot go on."""
-
-
-async def scatter_gather(items: list[Any], num_parts: int, ask: Callable[..., Any]) -> list[Any]:
-    """Splits items, asks for the answers to all parts at once, and joins them."""
-    size = ceil(len(items) / num_parts) if items else 1
-    parts = [items[start : start + size] for start in range(0, len(items), size)]
-    answers = await gather(*[ask(part) for part in parts])
-    return [found for answer in answers for found in answer]
-
-
 @dataclass
 class Progress:
     """How far a run has come, and where its groups are.
@@ -2382,258 +2322,232 @@ class Progress:
     rows: list[Record] = field(default_factory=list)  # of each step
     heldout: list[Any] = field(default_factory=list)  # (version, accuracy) pairs
     num_drawn: int = 0  # prompts with smaller numbers have been drawn
-    requeued: list[int] = field(default_factory=list)  # to draw first after a resume
     # Prompts with a generator, a reward worker, the buffer, or the trainer.
     in_flight: set[int] = field(default_factory=set)
     # trained; dropped: too old, or left at the end of the run; lost: no rewards, or too long, or
     # their request failed
-    ended: Counter[str] = field(default_factory=Counter)
+    ended: dict[str, int] = field(default_factory=lambda: dict(trained=0, dropped=0, lost=0))
 
     def end(self, how: str, numbers: set[int]) -> None:
+        """Moves groups from `in_flight` to a count of `ended`."""
         self.in_flight -= numbers
         self.ended[how] += len(numbers)
 
     def counts(self) -> dict[str, int]:
-        outcomes = {how: self.ended[how] for how in ("trained", "dropped", "lost")}
-        started = self.ended.total() + len(self.in_flight)
-        return {"started": started, **outcomes, "in_flight": len(self.in_flight)}
+        started = sum(self.ended.values()) + len(self.in_flight)
+        return {"started": started, **self.ended, "in_flight": len(self.in_flight)}
 
 
 class Run:
-    """The three services of a run, and its progress. folder: where the trainer's ranks meet."""
+    """The three services of a run, and its progress. Part II has a subclass with other services."""
+
+    min_groups = 1  # of a step; each rank of a trainer needs one
 
     def __init__(
         self,
         cfg: Config,
         pool: Pool,
-        generator_pool: Pool,
-        folder: Path,
-        parts: Factories,
-        progress: Progress,
+        progress: Progress | None = None,
         unresponsive_s: float = 30.0,
     ) -> None:
         self.cfg = cfg
         self.pool = pool
-        service = partial(Service, unresponsive_s=unresponsive_s)
-        meeting_file = str(folder / f"meeting_{time.monotonic_ns()}")
-        self.version = len(progress.rows)  # of the trainer's weights
-        args = (cfg, parts.make_learner, meeting_file, self.version)
-        # A lost trainer has lost the newest weights, so it ends the run.
-        self.trainer = service(Trainer, 1, pool, args, num_ranks=cfg.trainers, replaces=False)
-        args = (cfg, parts.make_reader)
-        self.generators = service(Generator, cfg.generators, generator_pool, args)
-        args = (cfg, parts.make_scorer)
-        self.reward_workers = service(RewardWorker, cfg.reward_workers, pool, args)
-        self.services = [self.trainer, self.generators, self.reward_workers]
-        self.progress = progress
-        self.num_begun = self.version  # steps
-        self.task = parts.make_task(cfg)
-        self.prompts = training_prompts(self.task, progress.num_drawn)
-        self.held_out = held_out_prompts(self.task, cfg.eval_prompts)
-        self.errors = Counter[str]()
-        self.num_too_long = 0  # episodes
-        self.num_fruitless = 0  # requests in a row that brought no reward
+        self.progress = progress or Progress()
+        service = partial(Service, pool=pool, unresponsive_s=unresponsive_s)
+        # A lost trainer has lost the newest weights, so it is not replaced.
+        trainer_args = (cfg, make_learner, self.version)
+        self.trainer = service(Trainer, 1, setup_args=trainer_args, replaces=False)
+        generator_args = (cfg, Policy, WeightReader)
+        self.generators = service(Generator, cfg.generators, setup_args=generator_args)
+        reward_args = (cfg, make_scorer)
+        self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=reward_args)
+        self.errors: Counter[str] = Counter()  # why groups and episodes were lost
+        self.num_too_long = 0  # episodes beyond the context
+        self.set_task(LetterTask(cfg.seed))
+
+    def set_task(self, task: Task) -> None:
+        self.task = task
+        self.prompts = training_prompts(task, self.progress.num_drawn)
+        self.held_out = held_out_prompts(task, self.cfg.eval_prompts)
+
+    @property
+    def version(self) -> int:
+        """The version of the trainer's weights: one per step."""
+        return len(self.progress.rows)
+
+    @property
+    def services(self) -> list[Service]:
+        return [self.trainer, self.generators, self.reward_workers]
 
     async def begin(self) -> None:
-        self.reporting = ensure_future(report_waiting(self))
+        """Starts all workers."""
         await gather(*[service.begin() for service in self.services])
-        await self.trainer.until_ready(1)  # raises if it is lost
+        await self.trainer.until_ready(1)  # raises if it is lost already
         self.handle = self.trainer.replicas[0].result
-        self.pool.keep_spare()
 
     async def close(self) -> None:
-        self.reporting.cancel()
         await gather(*[service.close() for service in self.services])
 
-    def replicas(self) -> list[Replica]:
-        return [replica for service in self.services for replica in service.ready()]
-
     def draw(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts. Their groups are in flight. Raises RunError and ReplicaLost."""
+        """Returns the next prompts. Their groups are in flight. Raises ReplicaLost."""
         if not self.trainer.ready():
             raise ReplicaLost("the trainer was lost")
-        if self.num_fruitless >= 20:
-            reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
-            raise RunError(f"20 requests in a row brought no reward: {reason}")
-        progress = self.progress
         prompts = []
-        for _ in range(num_prompts):
-            if progress.requeued:
-                prompts.append(self.task.prompt(progress.requeued.pop(0)))
-            else:
-                prompts.append(next(self.prompts))
-                progress.num_drawn = prompts[-1].number + 1
-            progress.in_flight.add(prompts[-1].number)
+        for prompt in islice(self.prompts, num_prompts):
+            prompts.append(prompt)
+            self.progress.num_drawn = max(self.progress.num_drawn, prompt.number + 1)
+            self.progress.in_flight.add(prompt.number)
         return prompts
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
-        """Groups to train on. Prompts without rewards count as lost."""
+        """Returns groups to train on. Prompts without rewards count as lost."""
         groups: list[Group] = []
         try:
-            # Later the number of a prompt is added.
-            seed = self.cfg.seed % 10**9 * 1_000_000_007
-            groups = await self.sample_and_score(prompts, self.cfg.group_size, seed)
+            groups = await self.sample_and_score(prompts, self.cfg.group_size, self.cfg.seed)
         except (ReplicaLost, ActorError) as error:
             self.note_error(cause_of(error))
         self.progress.end("lost", {prompt.number for prompt in prompts} - numbers_of(groups))
-        self.num_fruitless = 0 if groups else self.num_fruitless + 1
         return groups
-
-    def note_error(self, error: str) -> None:
-        if error not in self.errors and len(self.errors) < 5:
-            print(f"           not scored: {error}")
-        self.errors[error] += 1
 
     async def sample_and_score(
         self, prompts: list[Prompt], group_size: int, seed: int | None
     ) -> list[Group]:
-        """Groups of scored episodes. If only one of several has a reward, none is kept."""
+        """Returns groups of scored episodes. seed: of the run; None: greedy."""
 
         async def rollout(some: list[Prompt]) -> list[Episode]:
-            # At most 64 prompts in one batch, for each row of it has a cache.
-            own_seed = None if seed is None else seed + some[0].number
+            # Each request has a seed of its own: that of the run, and its first prompt's number.
+            own_seed = None
+            if seed is not None:
+                own_seed = seed % 10**9 * 1_000_000_007 + some[0].number
             args = (self.handle, self.version, some, group_size, own_seed)
             return await self.generators.request("rollout", *args)
 
+        # At most 64 prompts in one request, to bound the memory of KV caches.
         episodes = await scatter_gather(prompts, ceil(len(prompts) / 64), rollout)
         self.num_too_long += len(prompts) * group_size - len(episodes)
         sampled = groups_of(episodes)
-        asked = [[(e.prompt, e.responses) for e in members] for members in sampled]
+        conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
+        # The reward workers share the groups; the answers come in the same order.
         score = partial(self.reward_workers.request, "score")
+        scores = await scatter_gather(conversations, self.cfg.reward_workers, score)
         groups = []
-        found = await scatter_gather(asked, self.cfg.reward_workers, score)
-        for members, rewards in zip(sampled, found, strict=True):
+        for members, rewards in zip(sampled, scores, strict=True):
             scored = []
             for episode, reward in zip(members, rewards):
-                if isinstance(reward, str):
+                if isinstance(reward, str):  # the reason why there is none
                     self.note_error(reward)
                 else:
                     episode.rewards = reward
                     scored.append(episode)
+            # One episode alone has nothing to be compared with.
             if len(scored) >= min(2, group_size):
                 groups.append(Group(scored))
         return groups
 
-    async def step(self, groups: list[Group], waits: bool) -> None:
-        """One update of the trainer. Counts the groups, and adds a row."""
-        version = self.num_begun  # the trainer's version before this step
-        self.num_begun += 1
+    async def step(self, groups: list[Group]) -> None:
+        """Makes one update of the trainer. Counts the groups, and adds a row."""
         episodes = [episode for group in groups for episode in group.episodes]
-        stats = await self.trainer.request("step", episodes, waits)
-        first = episodes[0]
-        asked = first.prompt.turns[-1].messages[-1]["content"]
-        row = {
-            "step": version + 1,
-            "time": time.time(),
-            "reward": fmean(sum(e.rewards) for e in episodes),
-            "staleness": version - min(group.version for group in groups),
-            "truncated": fmean(any(e.truncated) for e in episodes),
-            "sample": f"{asked!r} -> {first.responses[-1]!r} ({sum(first.rewards):.2f})",
-            "tokens_per_s": stats.num_tokens / stats.seconds,
-            "too_long": self.num_too_long,
-            "not_scored": sum(self.errors.values()),
-        }
-        self.version = version + 1
+        stats = await self.trainer.request("step", episodes)
+        row = self.describe(groups, stats)
         self.progress.end("trained", numbers_of(groups))
-        self.progress.rows.append(row | asdict(stats) | self.progress.counts())
+        self.progress.rows.append(row | self.progress.counts())
+
+    def note_error(self, reason: str) -> None:
+        """Counts a group or an episode that was lost."""
+        self.errors[reason] += 1
+
+    def describe(self, groups: list[Group], stats: StepStats) -> Record:
+        """Returns the row of a step, which self.version is the trainer's version before."""
+        episodes = [episode for group in groups for episode in group.episodes]
+        return {
+            "step": self.version + 1,
+            "reward": fmean(sum(episode.rewards) for episode in episodes),
+            "staleness": self.version - min(group.version for group in groups),
+            **asdict(stats),
+        }
 
     async def evaluate(self) -> float | None:
-        """The share of held-out prompts whose likeliest responses get the full reward, 1."""
+        """Returns the share of held-out prompts whose greedy responses get the full reward, 1.
+
+        None: none of them could be scored.
+        """
         groups = await self.sample_and_score(self.held_out, 1, seed=None)
         num_right = sum(sum(group.episodes[0].rewards) > 0.999 for group in groups)
-        accuracy = None
-        if groups:
-            accuracy = num_right / len(self.held_out)
+        # A prompt that could not be scored counts as wrong.
+        accuracy = num_right / len(self.held_out) if groups else None
         self.progress.heldout.append((self.version, accuracy))
         return accuracy
 
 
-async def report_waiting(run: Run) -> None:
-    """After each 30 s without a step, says which workers live, and how old their requests are."""
-    while True:
-        num_steps = len(run.progress.rows)
-        await sleep(30)
-        if num_steps < len(run.progress.rows):
-            continue
-        print(f"           {len(run.replicas())} workers ready")
-        for replica in run.replicas():
-            start_s = min(replica.in_flight.values(), default=time.time())
-            busy = f"busy for {time.time() - start_s:.0f} s"
-            print(f"           {replica.name}, process {replica.processes.ids}: {busy}")
+def training_prompts(task: Task, first: int = 0) -> Iterator[Prompt]:
+    """Yields the prompts of a task from this number on, without those that are held out."""
+    for number in count(first):
+        prompt = task.prompt(number)
+        if not prompt.is_held_out:
+            yield prompt
 
 
 def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
-    """The first held-out prompts of a task, each once, or fewer."""
-    found: dict[str, Prompt] = {}
+    """Returns the first held-out prompts of a task, each once, or fewer."""
+    by_text: dict[str, Prompt] = {}
+    # One prompt in ten is held out, so 50 times as many numbers are plenty.
     for number in range(50 * num_prompts):
         prompt = task.prompt(number)
         if prompt.is_held_out:
-            found.setdefault(str([turn.messages for turn in prompt.turns]), prompt)
-        if len(found) == num_prompts:
+            by_text.setdefault(str([turn.messages for turn in prompt.turns]), prompt)
+        if len(by_text) == num_prompts:
             break
-    return list(found.values())
-
-
-async def finished(work: Awaitable[Any]) -> Any:
-    """The result of the work. If the caller is cancelled meanwhile, the work is finished first."""
-    task = ensure_future(work)
-    try:
-        await wait([task])
-    finally:
-        await gather(task, return_exceptions=True)
-    return task.result()
-
-
-async def train_sync(run: Run, num_steps: int) -> None:
-    """Sample, score, train. A step needs a group for each rank."""
-    groups: list[Group] = []
-    while num_steps > 0:
-        prompts = run.draw(run.cfg.prompts_per_step)
-        groups += await scatter_gather(prompts, run.cfg.generators, run.sample)
-        if len(groups) >= run.cfg.trainers:
-            await finished(run.step(groups, waits=True))
-            groups = []
-            num_steps -= 1
+    return list(by_text.values())
 
 
 # -- measurement ---
 
 
+def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episode:
+    """Returns the episode with these responses, as if they had been sampled."""
+    episode = Episode(prompt, responses=responses)
+    for turn, response in enumerate(responses):
+        episode.add_prompt(policy.prompt_ids(prompt, turn))
+        for token in policy.response_ids(response):
+            episode.add(token, turn + 1, 0.0)
+    return episode
+
+
+def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
+    """Supervised fine-tuning: REINFORCE on right responses, with A = 1, at twice the rate."""
+    # The same policy, with another loss and moments of its own.
+    student = copy.copy(learner)
+    student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
+    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
+    for _ in range(num_steps):
+        episodes = []
+        for prompt in islice(prompts, 4 * learner.cfg.prompts_per_step):
+            right = [str(turn.answer) for turn in prompt.turns]
+            episode = episode_with(learner.policy, prompt, right)
+            if len(episode.ids) <= learner.policy.context:
+                episodes.append(episode)
+        ones = [[1.0] * len(episode.ids) for episode in episodes]
+        student.update(student.micro_batches(episodes, ones))
+
+
+def warm_start(trainer: Trainer, num_steps: int) -> None:
+    """Runs in the trainer: lets the tiny policy begin at an accuracy of 0.07 in place of 0."""
+    sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
+    # Nobody has pulled version 0 yet, so it can be published again.
+    trainer.writer.publish(trainer.version)
+    trainer.writer.wait()
+
+
 def demo_config(cfg: Config) -> Config:
-    tiny = {"dtype": "float32", "device": "cpu", "trainers": 1, "max_new_tokens": 4}
-    return replace(cfg, **tiny, lr=1e-3, entropy=0.01, sft_steps=60)
+    return replace(cfg, max_new_tokens=4, lr=1e-3, entropy=0.01)
 
 
 async def begin_demo(report: Report) -> Run:
-    """The tiny policy on `repeat`, after a warm start."""
-    places = (report.pool, report.pool, report.folder)
-    run = Run(demo_config(report.cfg), *places, Factories(), Progress(), unresponsive_s=2.0)
+    """Returns a run of the tiny policy after its warm start."""
+    run = Run(demo_config(report.cfg), report.pool, unresponsive_s=2.0)
     await run.begin()
+    await run.trainer.request(warm_start, 60)
     return run
-
-
-async def cpu_s(run: Run) -> float:
-    """Seconds of CPU time of all workers and this process."""
-    calls = [replica.worker.run.call(lambda _: time.process_time()) for replica in run.replicas()]
-    of_ranks = [sum(answer.values()) for answer in await gather(*calls)]
-    return sum(of_ranks) + time.process_time()
-
-
-async def measure(run: Run, training: Awaitable[None], num_steps: int) -> dict[str, float]:
-    """Speed and busy shares of so many steps."""
-    start_s = time.time()
-    start_cpu_s = await cpu_s(run)
-    await training
-    seconds = time.time() - start_s
-    num_cores = (await cpu_s(run) - start_cpu_s) / seconds
-    timeline = await get_or_spawn_controller("timeline", Timeline)
-    spans = await timeline.read.call_one("trainer")
-    busy_s = sum(span.end_s - span.start_s for span in spans if span.start_s > start_s)
-    return {
-        "steps/s": num_steps / seconds,
-        "of all CPUs": num_cores / len(os.sched_getaffinity(0)),
-        "trainer busy": busy_s / seconds,
-    }
 
 
 @stage(instead="version = 0")
@@ -2647,7 +2561,6 @@ async def demo_sync_rl(report: Report) -> None:
     report.check("largest k3 of recorded and recomputed", k3_max, "<", 1e-10)
     report.check("largest staleness", max(row["staleness"] for row in run.progress.rows), "==", 0)
     report.check(f"held-out accuracy of {len(run.held_out)}", after, ">", before + 0.2)
-    report.figure(heldout_before=before, heldout_after=after)
     await run.close()
 
 
@@ -2658,6 +2571,13 @@ async def demo_sync_rl(report: Report) -> None:
 #   flight. The second takes a batch, and trains. A group older than K versions is dropped.
 # Cost. Stale samples, which the loss must correct (section 10). Dropped groups are wasted work.
 #
+#   generate                                                  learn
+#     draw    waits until fewer than K + 1 batches              take   waits for a batch;
+#             are in flight                                            drops groups older than K
+#     sample, score  ----> ReplayBuffer: groups ready ---->     step   version + 1
+#       ^                                                         |
+#       +------------- room for another batch --------------------+
+#
 # Why K + 1 batches: one trains and K wait; the last is K versions old when it is used. That alone
 # is no bound, for other groups overtake a slow one. By example, with K = 1 and the trainer at v:
 #
@@ -2667,65 +2587,26 @@ async def demo_sync_rl(report: Report) -> None:
 #   v = 7   c is late, and d comes first: a step on d (staleness 0): v = 8
 #   v = 8   c comes, of version 6. Its staleness would be 2, so it is dropped
 #
-# Dropped groups are mostly long responses, so the policy trains on shorter ones than it produces.
-# The other way to keep the bound is to train on groups in the order of their start. At most K
-# batches are before any group, so none becomes too old; but the trainer waits for stragglers.
+# Long responses come late, so most dropped groups have long ones, and the policy trains on shorter
+# responses than it produces. The other way to keep the bound is to train on groups in the order of
+# their start: at most K batches are before any group, so none becomes too old; but the trainer
+# waits for stragglers.
+#
+# -- 12a. Two loops ---
 
 
-class ReplayBuffer:
-    """A queue of groups, each trained on once, with bounded staleness.
-
-    One event loop runs all its methods, so it needs no thread lock.
-    """
-
-    def __init__(self, run: Run, bound: int, num_batches: int) -> None:
-        self.run = run
-        self.bound = bound
-        self.batch_size = run.cfg.prompts_per_step
-        self.limit = num_batches * self.batch_size  # groups in flight
-        # Batches that wait at the trainer. With K = 1, one is trained on and one is sampled.
-        self.num_ahead = min(1, bound - 1)
-        self.ready: list[Group] = []
-        self.changed = asyncio.Condition()
-
-    async def draw(self, num_groups: int) -> list[Prompt]:
-        """Waits for room for num_groups, then draws prompts."""
-        async with self.changed:
-            while len(self.run.progress.in_flight) + num_groups > self.limit:
-                await self.changed.wait()
-        return self.run.draw(num_groups)
-
-    async def sample_into(self, prompts: list[Prompt]) -> None:
-        """One request. Its groups become ready, or are lost."""
-        self.ready.extend(await self.run.sample(prompts))
-        await self.wake()
-
-    async def wake(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
-
-    async def take(self, version: int) -> list[Group]:
-        """Waits for a batch. version: the trainer's, when it begins this batch."""
-        async with self.changed:
-            self._drop_old(version)
-            while len(self.ready) < self.batch_size:
-                await self.changed.wait()
-                self._drop_old(version)
-            return [self.ready.pop(0) for _ in range(self.batch_size)]
-
-    def _drop_old(self, version: int) -> None:
-        for group in list(self.ready):
-            if version - group.version > self.bound:  # mechanism: async_rl
-                self.ready.remove(group)
-                self.run.progress.end("dropped", {group.number})
-                self.changed.notify_all()  # there is room now
+async def train_async(run: Run, max_staleness: int, num_steps: int, num_batches: int = 0) -> None:
+    """Runs both loops, for so many steps."""
+    async with generating(run, max_staleness, num_batches) as buffer:
+        await learn(buffer, num_steps)
 
 
 async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
-    """Consumes prompts, waits for room, produces requests; ends when it is cancelled."""
+    """Consumes prompts, waits for room, produces requests. Ends when it is cancelled."""
     cfg = buffer.run.cfg
-    # A request has a fixed cost, so it is large: each generator's share of K batches, at most one.
-    share = buffer.bound * cfg.prompts_per_step // cfg.generators
+    # K batches are sampled at a time. A generator gets its share of them in one request, at most
+    # one batch. With K = 2, 16 prompts in a batch and 2 generators: 16.
+    share = buffer.max_staleness * cfg.prompts_per_step // cfg.generators
     size = max(1, min(cfg.prompts_per_step, share))
     while True:
         prompts = await buffer.draw(size)
@@ -2733,49 +2614,103 @@ async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
 
 
 async def learn(buffer: ReplayBuffer, num_steps: int) -> None:
-    """Consumes batches, waits for the trainer, frees capacity; ends after num_steps.
-
-    If it is cancelled, it finishes the steps that the trainer has.
-    """
-    at_trainer = deque[Any]()
-    first = buffer.run.version
-    try:
-        for version in range(first, first + num_steps):
-            batch = await buffer.take(version)
-            at_trainer.append(ensure_future(buffer.run.step(batch, waits=False)))
-            if len(at_trainer) > buffer.num_ahead:
-                await wait([at_trainer[0]])
-                at_trainer.popleft().result()
-                await buffer.wake()
-    finally:
-        await gather(*at_trainer)
+    """Consumes batches, waits for the trainer, frees room. Ends after num_steps."""
+    for _ in range(num_steps):
+        batch = await buffer.take()
+        await buffer.run.step(batch)
         await buffer.wake()
 
 
 @asynccontextmanager
-async def generating(run: Run, bound: int, num_batches: int = 0) -> AsyncIterator[ReplayBuffer]:
-    """Inside this context, groups are sampled. Those that are left at its end are dropped."""
-    buffer = ReplayBuffer(run, bound, num_batches or bound + 1)
+async def generating(
+    run: Run, max_staleness: int, num_batches: int = 0
+) -> AsyncIterator[ReplayBuffer]:
+    """Inside this context, `generate` runs. Groups that are still buffered at its end are dropped.
+
+    If the body or `generate` raises, the other one is cancelled.
+
+    num_batches: the most that are in flight; by default max_staleness + 1.
+    """
+    buffer = ReplayBuffer(run, max_staleness, num_batches or max_staleness + 1)
     try:
-        async with TaskGroup() as tasks:  # ends when all requests have ended
-            task = tasks.create_task(generate(buffer, tasks))
+        async with TaskGroup() as tasks:
+            generating = tasks.create_task(generate(buffer, tasks))
             yield buffer
-            task.cancel()
+            # No new requests. The group then waits for those that are under way.
+            generating.cancel()
     except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        raise errors.exceptions[0] from None  # what the caller would expect of a plain call
     run.progress.end("dropped", numbers_of(buffer.ready))
 
 
-async def train_async(run: Run, bound: int, num_steps: int, num_batches: int = 0) -> None:
-    """Both loops, for so many steps."""
-    async with generating(run, bound, num_batches) as buffer:
-        await learn(buffer, num_steps)
+# -- 12b. The buffer ---
+
+
+class ReplayBuffer:
+    """A queue of groups with bounded staleness, and the only point where the loops meet.
+
+    In RL it is called so, although here it replays nothing: each group is trained on once. One
+    event loop runs all methods, so they need no thread lock.
+    """
+
+    def __init__(self, run: Run, max_staleness: int, num_batches: int) -> None:
+        self.run = run
+        self.max_staleness = max_staleness
+        self.batch_size = run.cfg.prompts_per_step
+        self.max_in_flight = num_batches * self.batch_size  # groups
+        self.ready: list[Group] = []
+        self.changed = asyncio.Condition()
+
+    async def draw(self, num_groups: int) -> list[Prompt]:
+        """Waits for room for so many groups, then draws their prompts."""
+        async with self.changed:
+            while len(self.run.progress.in_flight) + num_groups > self.max_in_flight:
+                await self.changed.wait()
+        return self.run.draw(num_groups)
+
+    async def sample_into(self, prompts: list[Prompt]) -> None:
+        """Makes one request, and adds its groups. Those that are lost leave room."""
+        self.ready.extend(await self.run.sample(prompts))
+        await self.wake()
+
+    async def wake(self) -> None:
+        """Lets the loops that wait look again."""
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def take(self) -> list[Group]:
+        """Waits for a batch that is not too old for the trainer's next step."""
+        async with self.changed:
+            self._drop_old()
+            while len(self.ready) < self.batch_size:
+                await self.changed.wait()
+                self._drop_old()
+            return [self.ready.pop(0) for _ in range(self.batch_size)]
+
+    def _drop_old(self) -> None:
+        for group in list(self.ready):
+            if self.run.version - group.version > self.max_staleness:  # mechanism: async_rl
+                self.ready.remove(group)
+                self.run.progress.end("dropped", {group.number})
+                self.changed.notify_all()  # there is room now
 
 
 # -- measurement ---
 
 
+async def measure(training: Awaitable[None], num_steps: int) -> dict[str, float]:
+    """Returns the speed of so many steps, and the share of the time that the trainer worked."""
+    start_s = time.time()
+    await training
+    seconds = time.time() - start_s
+    timeline = await get_or_spawn_controller("timeline", Timeline)
+    spans = await timeline.read.call_one("trainer")
+    busy_s = sum(span.end_s - span.start_s for span in spans if span.start_s > start_s)
+    return {"steps/s": num_steps / seconds, "trainer busy": busy_s / seconds}
+
+
 async def inject_fault(run: Run, service: Service, at_step: int, how: signal.Signals) -> None:
+    """Waits for a step, and sends a signal to the first replica."""
     while run.version < at_step:
         await sleep(0.01)
     os.kill(service.replicas[0].processes.ids[0], how)
@@ -2784,138 +2719,377 @@ async def inject_fault(run: Run, service: Service, at_step: int, how: signal.Sig
 @stage(instead="if False:")
 async def demo_async_rl(report: Report) -> None:
     """Two loops and a buffer: staleness is bounded, and lost workers are replaced."""
-    bound = max(1, report.cfg.max_staleness)
+    max_staleness = max(1, report.cfg.max_staleness)
     run = await begin_demo(report)
     before = await run.evaluate() or 0.0
-    sync = await measure(run, train_sync(run, 60), 60)
-    together = await measure(run, train_async(run, bound, 140), 140)
+    # Steps 1 to 60 with one loop, 61 to 200 with two.
+    sync = await measure(train_sync(run, 60), 60)
+    together = await measure(train_async(run, max_staleness, 140), 140)
     after = await run.evaluate() or 0.0
     report.table([{"loop": "synchronous", **sync}, {"loop": "asynchronous", **together}])
 
+    # 60 steps with two faults, and twice as many batches in flight as the bound allows, so that
+    # groups grow too old, and are dropped.
     await gather(
         inject_fault(run, run.generators, 210, signal.SIGKILL),
         inject_fault(run, run.reward_workers, 230, signal.SIGSTOP),
-        train_async(run, bound, 60, 2 * bound + 2),
+        train_async(run, max_staleness, 60, 2 * max_staleness + 2),
     )
-    losses = [*run.generators.failures, *run.reward_workers.failures]
+    failures = [*run.generators.failures, *run.reward_workers.failures]
     bounded = max(row["staleness"] for row in run.progress.rows)
-    await train_async(run, bound + 8, 30)
+    # 30 steps without the rule: a bound that is never reached.
+    await train_async(run, max_staleness + 8, 30)
     unbounded = max(row["staleness"] for row in run.progress.rows)
     counts = run.progress.counts()
-    report.check("largest staleness", bounded, "<", bound + 1)
-    report.check("largest staleness with the bound raised by 8", unbounded, ">", bound)
-    report.check("workers lost and replaced", len(losses), "==", 2)
+    report.say(f"groups: {counts}")
+    report.check("largest staleness", bounded, "<", max_staleness + 1)
+    report.check("the same with the bound raised by 8", unbounded, ">", max_staleness)
+    report.check("workers lost and replaced", len(failures), "==", 2)
     report.check("groups lost or still in flight", counts["lost"] + counts["in_flight"], "==", 0)
     report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
-    report.figure(
-        steps_per_s=together["steps/s"],
-        sync_steps_per_s=sync["steps/s"],
-        of_cpu_limit=together["of all CPUs"],
-        trainer_busy_share=together["trainer busy"],
-        heldout_before=before,
-        heldout_after=after,
-        staleness_max=bounded,
-        staleness_max_without_rule=unbounded,
-        **counts,
-    )
     await run.close()
 
 
 # ==== PART II: further ====
-# The system is complete. Part II: your own data, long runs, harder rewards, more hosts.
+# The system is complete. Part II adds a model and data of your own, long runs, GPUs, harder rewards
+# and more hosts, by subclasses and arguments of what Part I has.
+
+
+@dataclass(frozen=True)
+class Flags(Config):
+    """All flags: those of Part I, and these."""
+
+    stage: str = ""  # run all stages up to this one
+    only: str = ""  # run this stage alone
+    list: bool = False  # list the stages and their lines
+    train: bool = False  # train --model on --task
+    evaluate: int = 0  # pass@k, with so many samples of each prompt
+    export: str = ""  # write the model to this folder
+    model: str = ""  # a folder or a hub id of a causal model; default: a tiny one
+    task: str = "repeat"  # repeat, count or pattern; a FILE.jsonl; a FILE.py:CLASS
+    reward: str = ""  # a FILE.py:FUNCTION(prompt, response, answer), or model
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
+    device: Literal["", "cpu", "cuda"] = ""  # default: cuda if available and one trainer
+    steps: int = 100  # updates of the policy
+    trainers: int = 1  # the ranks of the trainer (FSDP2)
+    hosts: str = ""  # the --worker folder; its hosts run generators
+    worker: str = ""  # offer this machine to --hosts in this folder
+    kl: float = 0.0  # the weight of the divergence from the first version
+    sft_steps: int = 0  # supervised steps on the right answers before RL
+    reward_deadline: float = 60.0  # the seconds that the rewards of a group may take
+    preferences: str = ""  # a FILE.jsonl: prompt, chosen, rejected
+    ask_every: int = 0  # ask the task's prefer() about every Nth group; 0: never
+    checkpoint: str = ""  # a folder from which the same command resumes
+    save_every: int = 20  # the steps between checkpoints
+    eval_every: int = 0  # the steps between evaluations; 0: only the first and last
+    log: str = ""  # a line of JSON for every step, in this file
+    json: str = ""  # checks and figures of the command, in this file
+    report: str = ""  # a page of the command, in this file
+
 
 # == YOUR OWN DATA ====
-# Problem. A reward function is the user's code: it raises, hangs, forks, sets signal handlers, and
-#   returns anything. None of this may end a run.
-# Rule. A separate process calls it in the main thread, as handlers need, and is killed with all of
-#   its children. An episode without a reward is left out of its group: a 0 would blame the policy.
-# Cost. One more process, and two messages per group.
+# Problem. A run needs a model, prompts and a judge of responses, and this file knows none of them.
+#   Models have their own templates and ends, and data has wrong lines. A reward function raises, hangs, forks, sets signal handlers, and returns anything. None
+#   of this may end a run.
+# Rule. A task has two methods: `prompt(number)` returns a prompt, and `score(prompt, responses)` a
+#   reward for each of its turns. The tasks are words, the lines of a FILE.jsonl, or a class in a
+#   FILE.py; a function in a FILE.py may score in their place. Without it, a response to a line is
+#   right if its final part, or its last number, equals the answer. A wrong line ends the command
+#   before a process starts. `score` runs in the main thread of a separate process, because signal
+#   handlers can be set only there. After a deadline this process is killed with all of its
+#   children. An episode without a reward is left out of its group: a 0 would blame the policy.
+# Cost. One more process for each reward worker, and one more message for each group.
+#
+# By example, with --task sums.jsonl, a file with the line {"prompt": "17 + 25 = ?", "answer": 42}:
+#
+#   task = user_task(cfg)
+#   prompt = task.prompt(0)                                       in the main process
+#   task.score(prompt, ["<think>40?</think> It is 42."])  [1.0]   in the reward process
+#   task.score(prompt, ["It is 42 or 43."])               [0.0]
+
+# -- a model of your own ---
+
+
+def place_of(error: BaseException) -> str:
+    """Returns an error in one line, with the place in the user's code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # The innermost frame that is neither in this file nor in a library.
+    others = [f for f in frames if f.filename != str(THIS_FILE)]
+    user = [f for f in others if not re.search("/lib/python|^<frozen", f.filename)]
+    places = [f"{f.filename}, line {f.lineno}: " for f in user]
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    return "".join(places[-1:]) + text[:300]
+
+
+def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Returns the result of code of the user or a library. Its exceptions become UsageErrors."""
+    try:
+        return call(*args, **options)
+    except BaseException as error:
+        raise UsageError(f"{where}: {place_of(error)}") from error
+
+
+def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Returns (tokenizer, model) of a folder or hub id. Raises UsageError if parts are missing."""
+    import transformers
+
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    where = f"--model {name}"
+    tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
+    model, loaded = called(where, load, name, dtype=dtype, **how)
+    # transformers only warns of weights that are missing, unexpected or of another shape.
+    wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
+    weights = model.named_parameters()
+    wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
+    # Each token needs an embedding, but for special ones (of images, say) that no text has.
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    vocabulary = tokenizer.get_vocab().items()
+    wrong["without an embedding"] = [
+        word for word, i in vocabulary if i >= num_embeddings and i not in special
+    ]
+    if not tokenizer.chat_template:
+        wrong["without a chat template"] = ["the tokenizer"]
+    for kind, names in wrong.items():
+        if names:
+            raise UsageError(f"{where}: {kind}: {names[:3]}")
+    return tokenizer, model
+
+
+class HubPolicy(Policy):
+    """The policy of --model: any causal model whose tokenizer has a chat template.
+
+    dtype: of the parameters; forward passes compute in that of --dtype.
+    """
+
+    def __init__(self, cfg: Flags, dtype: torch.dtype) -> None:
+        if cfg.model:
+            self.tokenizer, model = pretrained(cfg.model, dtype)
+        else:
+            self.tokenizer, model = tiny_policy(cfg.seed)
+        self.device = torch.device(cfg.device or "cpu")
+        self.model = model.to(self.device).eval()
+        # Not the buffers: positions need fp32.
+        for weight in self.model.parameters():
+            weight.data = weight.data.to(dtype)
+        # Of the forward passes. With several trainers FSDP casts.
+        self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
+        self.temperature = cfg.temperature
+        config = model.config.get_text_config()
+        self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
+        if self.max_new_tokens >= self.context:
+            raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
+        # Models with recurrent layers may take none.
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        # Tokens with a meaning for the template, such as <|im_end|>: no user may write them.
+        self.control_tokens = self.tokenizer.get_added_vocab()
+        self.end_ids = self._end_ids()
+
+    def _end_ids(self) -> list[int]:
+        """Returns the ends of a response: by the template, the tokenizer, and the model."""
+        # "...<|im_start|>assistant\nresponse<|im_end|>\n" ends with "<|im_end|>\n": its first
+        # token ends a response, if it is a control token.
+        chat = [{"role": "user", "content": "question"}, RESPONSE]
+        _, response, closing = self.render(chat, False).rpartition(RESPONSE["content"])
+        first = self.tokenize(closing)[:1] if response else []
+        ends: list[Any] = [end for end in first if end in self.control_tokens.values()]
+        # The tokenizer names one end, the model one or several.
+        of_model = self.model.generation_config.eos_token_id
+        of_model = of_model if isinstance(of_model, list) else [of_model]
+        ends += [self.tokenizer.eos_token_id, *of_model]
+        ends = [end for end in ends if end is not None]
+        if not ends:
+            raise UsageError("the tokenizer has no end token (eos_token)")
+        return ends
+
+    def render(self, messages: Any, add_generation_prompt: bool) -> str:
+        return called("the chat template", super().render, messages, add_generation_prompt)
+
+    def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
+        """Returns ids. is_plain: the text of a control token becomes ordinary tokens."""
+        how = {"add_special_tokens": False, "split_special_tokens": is_plain}
+        return self.tokenizer(text, **how)["input_ids"]
+
+    def response_ids(self, response: str) -> list[int]:
+        return self.tokenize(response, is_plain=True) + self.end_ids[:1]
+
+    def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
+        """Returns the ids that a turn, from 0, appends to the conversation.
+
+        Raises UsageError if the template rewrites turns or drops messages.
+        """
+        # As in Policy: the conversation so far, with a word in place of each response.
+        earlier: list[Any] = []
+        for past in prompt.turns[:turn]:
+            earlier += [*past.messages, RESPONSE]
+        before = ""
+        if turn > 0:
+            before = self.render(earlier[:-1], True) + RESPONSE["content"]
+        # A user could forge a turn with the text of control tokens. Such content gets a
+        # placeholder for the template, and is tokenized as plain text below.
+        messages = list(prompt.turns[turn].messages)
+        plain = {}
+        for place, message in enumerate(messages):
+            words = message["content"].strip()
+            if any(token in words for token in self.control_tokens):
+                placeholder = f"message{place}of"
+                plain[placeholder] = words
+                content = message["content"].replace(words, placeholder)
+                messages[place] = {**message, "content": content}
+        text = self.render([*earlier, *messages], True)
+        self._check_template(messages, before, text)
+        # "...message0of..." -> ids of the template's text, plain ids of the message, and so on.
+        ids = []
+        appended = text[len(before) :]
+        for part in re.split(f"({'|'.join(plain)})", appended) if plain else [appended]:
+            ids += self.tokenize(plain.get(part, part), is_plain=part in plain)
+        return ids
+
+    def _check_template(self, messages: list[Any], before: str, text: str) -> None:
+        for message in messages:
+            # Templates may strip control switches (/no_think) from a system message.
+            is_kept = message["role"] not in ("system", "assistant")
+            if is_kept and message["content"].strip() not in text:
+                raise UsageError(f"the template changes or drops: {message}")
+        if not text.startswith(before):
+            raise UsageError("this chat template changes earlier turns: use one turn")
+
+    def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
+        """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
+        if not self.takes_positions:
+            inputs.pop("position_ids", None)
+        if self.model.dtype == self.dtype:
+            return self.model(ids, **inputs).logits
+        # The parameters stay in fp32; this pass computes with copies.
+        cast = {name: p.to(self.dtype) for name, p in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, cast, ids, inputs).logits
+
+
+# -- tasks in words ---
 
 WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle ember feather
     forest garden harbor hammer island jacket kettle ladder lemon lion market meadow mirror
     mountain ocean orange paper pencil pepper piano planet rabbit river rocket silver spider
     table window""".split()
 
-
 TASKS = ("repeat", "count", "pattern")
 
 
+@dataclass
 class WordTask(Task):
-    """The tasks `repeat`, `count` and `pattern`, for a chat model: in whole words."""
+    """The tasks `repeat`, `count` and `pattern` in whole words, for a chat model."""
 
-    def __init__(self, kind: str, seed: int) -> None:
-        self.kind = kind
-        self.seed = seed
-        self.max_new_tokens = 24 if kind == "count" else 6
+    kind: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        # Tokens: a word and its end, or up to five numbers with commas.
+        self.max_new_tokens = 24 if self.kind == "count" else 6
 
     def prompt(self, number: int) -> Prompt:
+        # The number is the seed, so every process makes the same prompt.
         rng = random.Random(f"{self.seed} {number}")
-        one, other, of_one, of_other = rng.sample(WORDS, 4)
+        word, other, answer, other_answer = rng.sample(WORDS, 4)
         if self.kind == "repeat":
-            asked = f"I will say a word, and you repeat it. Say nothing else. {one}"
-            return Prompt(number, (user_turn(asked, one), user_turn(other, other)))
+            # Two turns: the second word comes without the rule, which the policy has to remember.
+            text = f"I will say a word, and you repeat it. Say nothing else. {word}"
+            return Prompt(number, (user_turn(text, word), user_turn(other, other)))
         if self.kind == "count":
+            # The user: "Count from 8 to 10. ..." The right response is "8, 9, 10".
             first = rng.randint(1, 90)
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
-            asked = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
-            return Prompt(number, (user_turn(asked, ", ".join(numbers)),))
-        # A solved example, then the question.
-        rule = f"When I say {other}, you say {of_other}. When I say {one}, you say"
-        shown = user_turn(f"{rule} {of_one}. {other}", "").messages
-        shown += ({"role": "assistant", "content": of_other},)
-        shown += user_turn(one, "").messages
-        return Prompt(number, (Turn(shown, of_one),))
+            text = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
+            return Prompt(number, (user_turn(text, ", ".join(numbers)),))
+        # One turn of three messages, in which the assistant has solved an example.
+        # The user: "When I say cloud, you say eagle. When I say lemon, you say piano. cloud"
+        # The assistant: "eagle"
+        # The user: "lemon". The right response is "piano".
+        rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
+        example = user_turn(f"{rule} {other}", "").messages
+        solved = {"role": "assistant", "content": other_answer}
+        question = user_turn(word, "").messages
+        return Prompt(number, (Turn((*example, solved, *question), answer),))
 
     def grade(self, answer: str, response: str) -> float:
-        """1 for the exact answer; else half the share of words at the right place."""
+        """Returns 1 for the exact answer, else half the share of words at the right place."""
         if response.strip() == answer:
             return 1.0
+        # Partial credit, so that the rewards of a group differ before any response is exact. By
+        # example, "3, 4" for "3, 4, 5": 2 of 3 words are right, and half of this is 0.33.
         right = re.findall(r"\w+", answer)
-        said = re.findall(r"\w+", response.lower())
-        num_right = sum(a == b for a, b in zip(right, said))
-        # A gradient while no response is exact: 2 of 3 words get 0.33.
-        return num_right / max(len(right), len(said)) / 2
+        words = re.findall(r"\w+", response.lower())
+        num_right = sum(a == b for a, b in zip(right, words))
+        return num_right / max(len(right), len(words)) / 2
+
+
+# -- prompts and answers from a file ---
+
+
+def lines_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the place and the text of each line that is not blank. Raises UsageError."""
+    # utf-8-sig drops the mark that some editors write before the first line.
+    text = called(str(path), path.read_text, "utf-8-sig")
+    # splitlines would also cut at U+2028 and U+0085, which JSON allows inside a text.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield f"{path}, line {number}", line
 
 
 def prompt_of(number: int, record: Any, where: str) -> Prompt:
-    """Converts {"prompt": text or messages, "answer": ...}, its JSON, or a Prompt, to a Prompt."""
+    """Converts a record, its JSON, or a Prompt to the prompt with this number.
+
+    A record: {"prompt": text or messages, "answer": ...}. Raises UsageError, which names `where`.
+    """
     if isinstance(record, Prompt):
         return replace(record, number=number)
     try:
         record = json.loads(record) if isinstance(record, str) else record
         messages = record["prompt"]
         if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        said = [each["role"] for each in messages if each["content"].encode().strip()]
-        if said[-1:] in ([], ["assistant"]):
+            messages = user_turn(messages, None).messages
+        # The roles of messages that are not blank. Half a surrogate pair, as in "\ud800", is valid
+        # JSON, but no tokenizer takes it: `encode` raises.
+        roles = [each["role"] for each in messages if each["content"].encode().strip()]
+        if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
     except Exception as error:  # of many types
         raise UsageError(f'{where}: not {{"prompt": text or messages}}: {error!r}') from error
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
-# The content of \boxed{}, with nested braces.
-BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"
+# The content of a box. Braces may be nested: \boxed{\frac{\sqrt{3}}{2}} has three levels.
+BOX = r"""(?x) \\boxed \{ (
+    (?: [^{}]                 # level 1: any character, or
+    | \{ (?: [^{}]            # level 2: any character in braces, or
+        | \{ [^{}]* \} )* \}  # level 3: any characters in braces
+    )* ) \}"""
+NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, .5, 1e-5; Decimal refuses huge exponents
 
 
-def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the place and the text of each line that is not blank. Raises UsageError."""
-    try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: {error}") from error
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield f"{path}, line {number}", line
+def final_part(text: str) -> str:
+    r"""Returns the part of a text that counts as its answer, in one spelling.
+
+    By example: "<think>7</think> So #### \boxed{1,042}." -> "1042".
+    """
+    # Only the text after the last mark counts, and nothing of a thought that does not end.
+    text = re.split(r"</think>|####", text)[-1].partition("<think>")[0]
+    # If the text has boxes, the last one is the answer, without the words around it.
+    text = [text, *re.findall(BOX, text)][-1]
+    # One code point for an accented letter, and a hyphen for the minus sign U+2212.
+    text = unicodedata.normalize("NFC", text).replace("\u2212", "-")
+    # 1,000 -> 1000; upper case does not count.
+    text = re.sub(r",(?=\d{3})", "", text).casefold()
+    # "**(B)**." -> "b". A full stop goes at the end only: ".5" is a number.
+    return text.strip().lstrip(" \r\n$(*{").rstrip(" \r\n.$)*}")
 
 
 class FileTask(Task):
     """The prompts of a FILE.jsonl, shuffled once, then repeated. Raises UsageError."""
 
     def __init__(self, path: str, seed: int) -> None:
-        lines = lines_of(Path(path))
-        self.prompts = [prompt_of(0, line, where) for where, line in lines]
+        self.prompts = [prompt_of(0, line, where) for where, line in lines_of(Path(path))]
         if not self.prompts:
             raise UsageError(f"--task {path}: no prompts")
         random.Random(seed).shuffle(self.prompts)
@@ -2924,147 +3098,172 @@ class FileTask(Task):
         return replace(self.prompts[number % len(self.prompts)], number=number)
 
     def grade(self, answer: Any, response: str) -> float:
-        """1.0 if the text after </think>, #### or boxed{, or its last number, is the answer."""
+        """Returns 1 if the final part of the response, or for a number its last one, is right."""
         if answer is None:
             raise ValueError("no answer")
-        finals = []
-        for text in (str(answer), response):
-            final = re.split(r"</think>|####", text)[-1].partition("<think>")[0]
-            final = [final, *re.findall(BOX, final)][-1]
-            final = unicodedata.normalize("NFC", final).replace("\u2212", "-")
-            final = re.sub(r",(?=\d{3})", "", final).casefold()  # 1,000 -> 1000
-            finals.append(final.strip().lstrip(" \r\n$(*{").rstrip(" \r\n.$)*}"))
-        wanted, final = finals
+        wanted = final_part(str(answer))
+        final = final_part(response)
+        # "It is Paris" is wrong for Paris, but "It is 42 km" is right for 42.
         if not re.fullmatch(NUMBER, wanted):
             return float(wanted == final)
+        # Decimal is exact: as floats, two numbers of 20 digits that differ in the last are equal.
         numbers = [Decimal(number) for number in re.findall(NUMBER, final)]
         return float(numbers[-1:] == [Decimal(wanted)])
 
 
+# -- the user's task and reward function ---
+
+
 def load_python(spec: str) -> Any:
-    """Imports NAME from FILE.py. Adds its folder to sys.path, also for child processes."""
+    """Imports NAME from the file of FILE.py:NAME, and lets workers import it. Raises UsageError."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
         raise UsageError(f"{spec}: not a FILE.py:NAME")
-    # After the standard library, which it must not hide; before installed packages.
+    # The folder comes after the standard library, so that it hides none of its modules, and before
+    # installed packages (site-packages, dist-packages).
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
+    # Workers inherit the variable, and add it to their path (`add_user_folder`).
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
+    # `random.py` of a user is never reached: the import returns Python's module.
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
-    found = getattr(module, name, None)
-    if not callable(found):
+    loaded = getattr(module, name, None)
+    if not callable(loaded):
         raise UsageError(f"{spec}: not callable")
-    return found
+    return loaded
 
 
+@dataclass
 class UserTask(Task):
-    """The task of --task, with the rewards of --reward if it is a function."""
+    """The prompts of --task, with the rewards of the function of --reward, if there is one."""
 
-    def __init__(self, task: Any, reward: Callable[..., Any] | None) -> None:
-        self.task = task
-        self.reward = reward
-        self.max_new_tokens = getattr(task, "max_new_tokens", Task.max_new_tokens)
+    task: Any  # an object with `prompt` and `score`; its class may have any base
+    reward: Callable[..., Any] | None
+
+    def __post_init__(self) -> None:
+        self.max_new_tokens = getattr(self.task, "max_new_tokens", Task.max_new_tokens)
 
     def prompt(self, number: int) -> Prompt:
         where = f"prompt({number})"
         return prompt_of(number, called(where, self.task.prompt, number), where)
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
-        """What --reward returns for each turn, or else what the task does."""
+        """Calls the reward function for each turn, or else `score` of the task."""
         if self.reward is None:
             return self.task.score(prompt, responses)
         rewards = []
         for turn, response in zip(prompt.turns, responses):
-            text = turn.messages[0]["content"]
-            asked = text if len(turn.messages) == 1 else list(turn.messages)
-            rewards.append(self.reward(asked, response, turn.answer))
-        return rewards[0] if len(rewards) == 1 else rewards
+            # Of a turn with one message the function gets the text, else the list of messages.
+            messages = list(turn.messages)
+            question = messages if len(messages) > 1 else messages[0]["content"]
+            rewards.append(self.reward(question, response, turn.answer))
+        return rewards
 
 
 @cache
-def user_task(cfg: Config) -> Task:
-    """The task of --task and --reward, made once per process. Raises UsageError."""
+def user_task(cfg: Flags) -> Task:
+    """Returns the task of --task and --reward, one object per process. Raises UsageError."""
     if not cfg.model:
-        return letter_task(cfg)
-    reward = None
-    if cfg.reward not in ("", "model"):
-        reward = load_python(cfg.reward)
+        return LetterTask(cfg.seed)  # the tiny policy knows letters only
+    reward = load_python(cfg.reward) if cfg.reward not in ("", "model") else None
     if cfg.task in TASKS:
         return UserTask(WordTask(cfg.task, cfg.seed), reward)
-    if cfg.task.endswith(".jsonl"):
-        task = FileTask(cfg.task, cfg.seed)
-        answers = [p.turns[0].answer for p in task.prompts]
-        if not cfg.reward and not all(isinstance(a, str | int | float) for a in answers):
-            raise UsageError(f"--task {cfg.task}: its answers need --reward")
-        return UserTask(task, reward)
-    return UserTask(called(cfg.task, load_python(cfg.task)), reward)
+    if not cfg.task.endswith(".jsonl"):
+        return UserTask(called(cfg.task, load_python(cfg.task)), reward)
+    task = FileTask(cfg.task, cfg.seed)
+    # FileTask.grade compares texts and numbers. Other answers need a function that knows them.
+    types = {type(prompt.turns[0].answer) for prompt in task.prompts}
+    if not cfg.reward and types - {str, int, float, bool}:
+        raise UsageError(f"--task {cfg.task}: its answers need --reward")
+    return UserTask(task, reward)
 
 
+# -- the reward process ---
+#
+#   reward worker                                          its process, leader of a process group
+#     UserProcess(cfg) --- prompts and responses of a group ---> score_group
+#                      <-- rewards, or reasons ----------------- main thread: the user's code
+#                      --- SIGKILL, after the deadline --------> and all of its children
+
+
+@dataclass
 class UserProcess:
-    """A process whose main thread runs the user's code. Its children end with it."""
+    """A process whose main thread runs the user's code. Each call scores a group."""
 
-    def __init__(self, cfg: Config) -> None:
-        self.cfg = cfg
-        self.executor: ProcessPoolExecutor | None = None  # started with the first group
-        self.pid: int | None = None
+    cfg: Flags
+    executor: ProcessPoolExecutor = field(init=False)  # started with the first group
+    pid: int | None = None  # also the id of its process group; None: no process
 
-    def __call__(self, asked: Asked) -> Rewards:
-        """The rewards of a group, or why there are none: the deadline, or a dead process."""
-        if not self.executor:
+    def __call__(self, conversations: Conversations) -> Rewards:
+        """Returns the rewards of a group, or for each episode the reason why it has none."""
+        if not self.pid:
+            # Spawned: a forked child would inherit locks that this worker's threads hold.
             spawn = multiprocessing.get_context("spawn")
             self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
         try:
-            self.pid = self.executor.submit(os.getpid).result()
-            future = self.executor.submit(score_group, self.cfg, asked)
-            return future.result(self.cfg.reward_deadline)
+            # The first request, before any code of the user runs: which group to kill.
+            submit = self.executor.submit
+            self.pid = self.pid or submit(os.getpid).result()
+            # One deadline for the whole group. The first group also imports the user's file. (A
+            # name for the future would be a cycle with its exception, and delay `__del__`.)
+            return submit(score_group, self.cfg, conversations).result(self.cfg.reward_deadline)
         except TimeoutError:
             reason = f"no reward within {self.cfg.reward_deadline:g} s"
-        except Exception as error:  # or the process died
+        except Exception as error:  # of many types: the process has died, or cannot load the task
             reason = f"the reward function: {place_of(error)}"
-        if self.pid:
-            kill_group(self.pid)
-        self.executor.shutdown(wait=False)
-        self.executor = None  # the next group gets a new process
-        self.pid = None
-        return [reason] * len(asked)
+        # This process hangs, has died, or has no task. The next group gets a new one.
+        self.kill()
+        return [reason] * len(conversations)
 
-    def __del__(self) -> None:
+    def kill(self) -> None:
+        """Kills the process and its children, if it has been started."""
         if self.pid:
             kill_group(self.pid)
+        self.pid = None
+
+    # `release` deletes the worker's attributes, and this object with them.
+    __del__ = kill
 
 
 def lead_process_group() -> None:
     """Makes this process lead a process group, which is killed when the parent ends."""
+    # Children of the user's code are born into the group, so one signal reaches all of them.
     os.setpgid(0, 0)
+    # `main` forbids imports from the current folder. Programs of the user may need them.
     environ.pop("PYTHONSAFEPATH", None)
-    # With fork, a pool in the user's code finds its functions. Monarch sets another.
+    # Monarch selects forkserver; the user's pools get the method of a plain script.
     multiprocessing.set_start_method("fork", force=True)
-    # When the parent ends, this pipe closes, and the kernel kills the group, whoever has the GIL.
+    # The parent holds the other end of this pipe. When the parent ends, even by SIGKILL, the pipe
+    # becomes readable, and the kernel sends a signal. No Python code takes part, so C code that
+    # holds the GIL cannot delay it. This is signal-driven I/O:
     parent: Any = multiprocessing.parent_process()
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
-    if not parent.is_alive():  # it has ended already
-        kill_group(0)
+    pipe = parent.sentinel
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())  # whom: a negative number is a process group
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # which signal, in place of SIGIO
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)  # when: as soon as the pipe is readable
+    # A parent that has ended before these calls sends no signal.
+    if not parent.is_alive():
+        kill_group(0)  # 0: the group of the caller
 
 
-def score_group(cfg: Config, asked: Asked) -> Rewards:
+def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
     """Calls task.score for each episode. Coroutines of one group run concurrently."""
     task = user_task(cfg)
-    results: list[Any] = []
-    for prompt, responses in asked:
+    # First all plain calls, each with a copy of the prompt, because the user's code may change it.
+    results = []
+    for prompt, responses in conversations:
         try:
-            # A copy, for the user's code may change it.
             results.append(task.score(copy.deepcopy(prompt), responses))
-        except BaseException as error:
+        except BaseException as error:  # SystemExit, too: other episodes still get rewards
             results.append(error)
-    # Not before: a reward function may call asyncio.run, which fails inside a loop.
+    # Then all coroutines: inside this loop, asyncio.run in a plain call would fail.
     results = user_loop().run(awaited(results))
+    # A wrong result costs its own episode only.
     rewards: Rewards = []
-    for (prompt, _), result in zip(asked, results):
+    for (prompt, _), result in zip(conversations, results):
         try:
             rewards.append(rewards_from(result, len(prompt.turns)))
         except BaseException as error:
@@ -3072,14 +3271,13 @@ def score_group(cfg: Config, asked: Asked) -> Rewards:
     return rewards
 
 
-@cache
-def user_loop() -> asyncio.Runner:
-    """One event loop for all groups: an HTTP client of the user lives in one loop only."""
-    return asyncio.Runner()
+# Returns the event loop of this process. All groups share it: an HTTP client that the user keeps
+# works in one loop only.
+user_loop = cache(asyncio.Runner)
 
 
 async def awaited(result: Any) -> Any:
-    """Awaits a coroutine, or each one in a list. Exceptions become results."""
+    """Awaits a coroutine, or each one in a list. Returns an exception as a result."""
     if isinstance(result, list):
         return await gather(*[awaited(each) for each in result])
     try:
@@ -3089,11 +3287,14 @@ async def awaited(result: Any) -> Any:
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
-    """What `score` returned, as a reward for each turn. A single number is for the last turn."""
-    if hasattr(result, "tolist"):  # a tensor of torch, or an array of numpy
+    """Converts what `score` returned to a reward for each turn. Raises where it cannot."""
+    # A tensor of torch or an array of numpy becomes a list or a number.
+    if hasattr(result, "tolist"):
         result = result.tolist()
+    # A single number is the reward of the last turn.
     if not isinstance(result, (list, tuple)):
         result = [0.0] * (num_turns - 1) + [result]
+    # The exception of one turn is that of its episode.
     for part in result:
         if isinstance(part, BaseException):
             raise part
@@ -3101,27 +3302,40 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
         rewards = [float(reward) for reward in result]
     except (TypeError, ValueError):
         rewards = []
+    # Far below 3.4e38, so that sums of rewards are finite in float32, too.
     if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
         raise ValueError(f"not {num_turns} finite rewards: {result!r:.80}")
     return rewards
 
 
 # == 13. RECOVERY ====
-# Problem. A run takes days; a machine or the trainer fails sooner, or a job's time is over. With
-#   the weights alone it goes on as another run: Adam's moments are 0, and prompts are skipped or
-#   drawn twice.
-# Rule. A checkpoint is one file: the trainer's weights and moments in fp32 (and a critic's), which
-#   prompts were drawn and which were in flight, and the log. It is synced to disk before it gets
-#   its name: half a file has none. No random state is saved: a prompt's number seeds its samples.
-# Cost. Up to three files of 12 bytes per parameter (a weight, two moments). The trainer waits for
-#   each. Steps since the newest are made again.
+# Problem. A run takes days; a machine or the trainer fails sooner, or a job's time is over. Without
+#   the optimizer state and the position in the data, a resumed run is another run: Adam's moments
+#   are 0, and prompts are skipped or drawn twice.
+# Rule. A checkpoint is one file: the trainer's weights and moments in fp32, which prompts were
+#   drawn and which were in flight, and the log. It is synced to disk before it gets its name: an
+#   incomplete file never has this name. No random state is saved: a prompt's number seeds its
+#   samples.
+# Cost. 12 bytes per parameter (a weight, two moments) for each file: the newest two, and the one
+#   that is being written. The trainer waits for each. Steps since the newest are made again.
 #
-# By example, a checkpoint after step 50, and a death during step 57:
+# By example, a checkpoint after step 50, and a crash during step 57:
 #
 #   weights, moments     those after step 50; steps 51 to 56 are made again
 #   prompts in flight    groups in flight at step 50 are sampled again, before others
-#   synchronous          the same prompts, samples and sums: bit for bit the same run
+#   synchronous          the same prompts, samples and order of additions: the same run bit for bit
 #   asynchronous         the same prompts; the samples and their order differ
+
+
+@dataclass
+class SavedProgress(Progress):
+    """The progress of a run that has a checkpoint."""
+
+    requeued: list[int] = field(default_factory=list)  # prompts in flight then: drawn first
+
+
+class RunError(RuntimeError):
+    """Raised when the run cannot go on."""
 
 
 class Checkpoints:
@@ -3130,7 +3344,7 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        # The kernel unlocks it when this process ends.
+        # The kernel unlocks it when this process ends, however it ends.
         self.lock = open(folder / "lock", "w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -3138,27 +3352,27 @@ class Checkpoints:
             raise UsageError(f"--checkpoint {folder}: another run uses it") from None
 
     def paths(self) -> list[Path]:
-        """The newest first."""
+        """Returns the files, the newest first."""
         return sorted(self.folder.glob("step_*.pt"), reverse=True)
 
-    def newest(self) -> tuple[str, Progress]:
-        """The path of the newest checkpoint that is intact, or "", and its progress."""
+    def newest(self) -> tuple[str, SavedProgress]:
+        """Returns path and progress of the newest intact checkpoint; without any, "" and none."""
         for path in self.paths():
             try:
                 return str(path), read_progress(path)
-            except OSError:  # the file may be intact
+            except OSError:  # the disk fails; the file may be intact
                 raise
             except Exception as error:  # of many types: any content
                 print(f"{path} is damaged: {error}")
                 path.rename(path.with_suffix(".damaged"))
-        return "", Progress()
+        return "", SavedProgress()
 
     async def save(self, run: Run) -> bool:
-        """The trainer writes a checkpoint. Returns False if it could not."""
+        """Lets the trainer write a checkpoint. Returns False if it could not."""
         path = self.folder / f"step_{run.version:08}.pt"
         try:
-            progress = progress_state(run.progress)
-            await finished(run.trainer.request(write_checkpoint, str(path), progress))
+            state = progress_state(run.progress)
+            await finished(run.trainer.request(write_checkpoint, str(path), state))
         except ActorError as error:
             print(f"step {run.version} is not saved: {cause_of(error)}")
             return False
@@ -3167,68 +3381,96 @@ class Checkpoints:
         return True
 
 
-def progress_state(progress: Progress) -> Record:
-    """The progress as a dict. Groups in flight move to `again`. asdict breaks a Counter."""
+async def finished(work: Awaitable[Any]) -> Any:
+    """Returns the result of the work. If the caller is cancelled, first lets the work finish.
+
+    A signal cancels the main task at any moment; half a step or half a save would be wrong.
+    """
+    task = ensure_future(work)
+    try:
+        await wait([task])
+    finally:
+        await gather(task, return_exceptions=True)
+    return task.result()
+
+
+def progress_state(progress: Any) -> Record:
+    """Returns the progress as a dict. Groups in flight will be requeued."""
     requeued = sorted(progress.in_flight | {*progress.requeued})
-    return asdict(replace(progress, requeued=requeued, in_flight=set(), ended=dict(progress.ended)))
+    return asdict(replace(progress, requeued=requeued, in_flight=set()))
 
 
-def read_progress(path: Path) -> Progress:
-    """torch.save writes a zip archive. Raises if a checksum in it does not match."""
+def read_progress(path: Path) -> SavedProgress:
+    """Reads a file of torch.save, a zip archive. Raises if a checksum in it does not match."""
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged:
         raise ValueError(f"wrong checksum of {damaged}")
-    state = torch.load(path, mmap=True)["progress"]
-    return Progress(**state | {"in_flight": set(), "ended": Counter(state["ended"])})
+    # mmap: the weights in the file are not read.
+    return SavedProgress(**torch.load(path, mmap=True)["progress"])
+
+
+def requeued_first(run: Run, progress: SavedProgress) -> Iterator[Prompt]:
+    """Yields the prompts that were in flight at the checkpoint, and then new ones."""
+    new = run.prompts
+    # A prompt leaves the list as it is drawn, so the next checkpoint has those that are left.
+    while progress.requeued:
+        yield run.task.prompt(progress.requeued.pop(0))
+    yield from new
 
 
 def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     """Runs in each rank: all gather the state, and rank 0 writes it."""
-    learner: Any = trainer.learner
-    full = dcp.StateDictOptions(full_state_dict=True)
+    from torch.distributed.checkpoint import state_dict
+
+    learner = trainer.learner
+    whole_state = state_dict.StateDictOptions(full_state_dict=True)
     owners = (learner.policy.model, learner.optimizer)
-    weights, moments = dcp.get_state_dict(*owners, options=full)
+    weights, moments = state_dict.get_state_dict(*owners, options=whole_state)
     state = {"progress": progress, "weights": weights, "moments": moments}
-    state["advantages"] = {}
-    if hasattr(learner.advantages, "state"):  # a critic
-        state["advantages"] = learner.advantages.state()
-    if learner.rank == 0:
+    # Part II's learner may have a critic, which is trained, too.
+    critic = getattr(learner, "critic", None)
+    state["critic"] = critic.state() if critic else None
+    if current_rank().rank == 0:
         write_durably(Path(path), state)
 
 
 def write_durably(path: Path, state: Record) -> None:
-    """Replaces a file: after a crash it has the old or the new content."""
-    beside = path.with_name("new")  # of a killed process: the next one replaces it
+    """Replaces a file: after a power cut it has the old or the new content."""
+    beside = path.with_name("new")  # left by a killed process, and replaced by the next save
     try:
         with open(beside, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except RuntimeError as error:  # hides the error of the file
+    except RuntimeError as error:  # torch.save raises it in the context of the OSError
         raise error.__context__ or error from None
     finally:
         beside.unlink(missing_ok=True)
+    # The new name is on disk once the folder is.
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # its name
+    os.fsync(folder)
     os.close(folder)
 
 
 def restore(trainer: Trainer, path: str) -> None:
     """Runs in each rank: loads weights, moments and critic, and publishes."""
+    from torch.distributed.checkpoint import state_dict
+
     learner: Any = trainer.learner
     state = torch.load(path, map_location="cpu")
-    full = dcp.StateDictOptions(full_state_dict=True)
+    whole_state = state_dict.StateDictOptions(full_state_dict=True)
     model = learner.policy.model
-    dcp.set_model_state_dict(model, state["weights"], options=full)
-    load = partial(dcp.set_optimizer_state_dict, options=full)
-    if trainer.version:  # else there are none
+    state_dict.set_model_state_dict(model, state["weights"], options=whole_state)
+    load = partial(state_dict.set_optimizer_state_dict, options=whole_state)
+    if trainer.version:  # before the first step there are no moments
         load(model, learner.optimizer, state["moments"])  # mechanism: recovery
     for group in learner.optimizer.param_groups:
         group["lr"] = learner.cfg.lr  # the flag may have changed
-    if state["advantages"] and learner.cfg.advantage == "critic":
-        learner.advantages.load(state["advantages"])
+    if state["critic"] and learner.critic:
+        learner.critic.load(state["critic"])
+    # Generators get the restored weights under the number of the restored step.
     trainer.writer.publish(trainer.version)
     trainer.writer.wait()
 
@@ -3238,10 +3480,11 @@ async def train_saved(
 ) -> None:
     """Trains until step cfg.steps. Saves and evaluates at multiples of save_every, eval_every.
 
-    With --checkpoint, a run that is cancelled, or that an error ends, is saved. Without it the
-    files are for restarts by this command only.
+    With --checkpoint, a run that is cancelled, or that an error ends, is saved. Without
+    --checkpoint the folder is temporary, and serves only to restart a lost trainer.
     """
     cfg = run.cfg
+    assert isinstance(cfg, Flags)
     intervals = (cfg.save_every, cfg.eval_every or cfg.steps)
 
     async def pause(step: int) -> None:
@@ -3250,18 +3493,23 @@ async def train_saved(
         if cfg.eval_every and step % cfg.eval_every == 0:
             await evaluate()
 
-    async with AsyncExitStack() as stack:
-        train = partial(train_sync, run)
-        if cfg.max_staleness:
-            buffer = await stack.enter_async_context(generating(run, cfg.max_staleness))
-            train = partial(learn, buffer)
+    # Samples are generated during the pauses, too.
+    sampling = generating(run, cfg.max_staleness) if cfg.max_staleness else nullcontext()
+    async with sampling as buffer:
+        train = partial(learn, buffer) if buffer else partial(train_sync, run)
         try:
             while run.version < cfg.steps:
-                multiples = [(run.version // n + 1) * n for n in intervals]  # next
+                # With 20 and 50: pauses after steps 20, 40, 50, 60, 80, 100.
+                multiples = [(run.version // n + 1) * n for n in intervals]
                 step = min(cfg.steps, *multiples)
                 await train(step - run.version)
                 await pause(step)
-        except (CancelledError, UsageError, RunError):
+        except (
+            CancelledError,
+            UsageError,
+            RunError,
+            OSError,
+        ):  # the trainer lives, with newer weights
             if cfg.checkpoint and await checkpoints.save(run):
                 print(f"saved after step {run.version}")
             raise
@@ -3269,15 +3517,16 @@ async def train_saved(
 
 async def with_restarts(
     checkpoints: Checkpoints,
-    make_run: Callable[[Progress], Run],
-    work: Callable[[Run], Awaitable[Any]],
+    make_run: Callable[[SavedProgress], Run],
+    work: Callable[[Any], Awaitable[Any]],
     load: Callable[[Trainer, str], None] = restore,
 ) -> Any:
     """Calls work(run), again after a loss. Five losses without a new checkpoint raise the error."""
-    losses: Counter[int] = Counter()  # by the step of the checkpoint
+    num_losses: Counter[int] = Counter()  # by the step of the checkpoint
     while True:
         path, progress = await asyncio.to_thread(checkpoints.newest)
         run = make_run(progress)
+        run.prompts = requeued_first(run, progress)
         first = run.version
         try:
             await run.begin()
@@ -3285,15 +3534,18 @@ async def with_restarts(
                 await run.trainer.request(load, path)
             return await work(run)
         except (ReplicaLost, ActorError, SupervisionError) as error:
+            # A signal cancels this task; after a loss the error can hide it.
             task: Any = asyncio.current_task()
-            if task.cancelling():  # a signal came, too
+            if task.cancelling():
                 raise CancelledError from error
-            await sleep(1)  # a detector sees a death by then
-            losses[first] += 1
-            # A generator that pulls from a dead trainer raises, too: no bug.
-            is_lost = isinstance(run.trainer.error, ReplicaLost)
-            is_bug = isinstance(error, ActorError) and not is_lost
-            if losses[first] == 5 or is_bug:
+            # A generator that pulls from a dead trainer raises ActorError at once; the crash is
+            # noticed a moment later. Without a lost trainer, ActorError is a bug, and comes again.
+            await sleep(1)
+            has_lost_trainer = isinstance(run.trainer.error, ReplicaLost)
+            if isinstance(error, ActorError) and not has_lost_trainer:
+                raise
+            num_losses[first] += 1
+            if num_losses[first] == 5:
                 raise
             print(f"{cause_of(error)}: going on from the newest checkpoint")
         finally:
@@ -3308,118 +3560,115 @@ def weights_of(trainer: Trainer) -> list[Tensor]:
 
 
 def restore_weights(trainer: Trainer, path: str) -> None:
+    """Restores as without the rule: Adam's moments are 0."""
     restore(trainer, path)
-    trainer.learner.optimizer.state.clear()  # Adam's moments
+    trainer.learner.optimizer.state.clear()
 
 
 async def train_killed(
-    report: Report, cfg: Config, killed_after: int, load: Callable[[Trainer, str], None]
-) -> tuple[Progress, list[Tensor]]:
-    """Trains. killed_after: the step after which the trainer is killed once, or 0."""
+    report: Report, cfg: Flags, killed_after: int, load: Callable[[Trainer, str], None]
+) -> list[Tensor]:
+    """Trains, and returns the weights. killed_after: the trainer is killed once after this step."""
     checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
-    places = (report.pool, report.pool, report.folder)
 
-    async def work(run: Run) -> tuple[Progress, list[Tensor]]:
+    async def work(run: Run) -> list[Tensor]:
         tasks = [train_saved(run, checkpoints, run.evaluate)]
         if killed_after and run.version == 0:
             tasks.append(inject_fault(run, run.trainer, killed_after, signal.SIGKILL))
         await gather(*tasks)
-        return run.progress, await run.trainer.request(weights_of)
+        return await run.trainer.request(weights_of)
 
-    return await with_restarts(checkpoints, partial(Run, cfg, *places, Factories()), work, load)
+    return await with_restarts(checkpoints, partial(Run, cfg, report.pool), work, load)
 
 
 @stage(instead="pass")
 async def demo_recovery(report: Report) -> None:
-    """A run whose trainer dies goes on from a checkpoint, bit for bit, and skips no prompt.
+    """A run whose trainer crashes goes on from a checkpoint, bit for bit.
 
     12 synchronous steps: undisturbed; killed at random; killed, and resumed without moments.
     """
-    cfg = replace(demo_config(report.cfg), steps=12, save_every=4, max_staleness=0, sft_steps=0)
+    cfg = Flags(seed=report.cfg.seed, max_new_tokens=4, lr=1e-3, entropy=0.01)
+    cfg = replace(cfg, steps=12, save_every=4, max_staleness=0)
     step = random.randint(5, 10)
-    kinds = {
-        "undisturbed": (0, restore),
-        f"killed after step {step}": (step, restore),
-        "killed, no moments": (step, restore_weights),
-    }
-    found = {}
-    for kind, (killed_after, load) in kinds.items():
-        found[kind] = await train_killed(report, cfg, killed_after, load)
-    (expected, weights), *_ = found.values()
+    expected = await train_killed(report, cfg, 0, restore)
     rows = []
-    for kind, (progress, others) in found.items():
-        pairs = zip(weights, others)
-        difference = max(float((one - other).abs().max()) for one, other in pairs)
-        row = {"trainer": kind, "drawn": progress.num_drawn}
-        rows.append({**row, "difference": difference})
+    kinds = {"killed": restore, "killed, no moments": restore_weights}
+    for kind, load in kinds.items():
+        weights = await train_killed(report, cfg, step, load)
+        differences = [(one - other).abs().max() for one, other in zip(expected, weights)]
+        rows.append({"trainer": kind, "after step": step, "difference": float(max(differences))})
     report.table(rows)
-    _, killed, forgetful = rows
-    moved = abs(killed["drawn"] - expected.num_drawn)
-    report.check("largest difference of a weight", killed["difference"], "==", 0)
-    report.check("the same without moments", forgetful["difference"], ">", 0)
-    report.check("prompts skipped or drawn again", moved, "==", 0)
+    with_moments, without = rows
+    report.check("largest difference of a weight", with_moments["difference"], "==", 0)
+    report.check("the same without moments", without["difference"], ">", 0)
 
 
 # == YOUR OWN RUN ====
-# --train, --evaluate and --export share the folder of --checkpoint. Its files:
+# Problem. A command lives for hours, beside people. It has to say what it does, to go on where it
+#   was, to keep its settings, and to leave a model that other programs load.
+# Rule. `UserRun` is the run of Part I with your task, your model and a voice. Whatever is kept lies
+#   in one folder, that of --checkpoint, which --train, --evaluate and --export share:
 #
 #   flags.json    of the newest --train; defaults for the flags that a later command omits
 #   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
 #   preferences.jsonl   comparisons (section 15)
 #   lock          held by the process that uses the folder
-
-# Flags of a command, which flags.json does not keep.
-OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log json
-    report""".split()
-
-
-def with_saved_flags(given: Record) -> Record:
-    """Adds the saved flags of --checkpoint. A saved model replaces --model."""
-    folder = Path(given.get("checkpoint", "")).resolve()
-    if not (given.get("checkpoint") and (folder / "flags.json").is_file()):
-        return given
-    found = json.loads((folder / "flags.json").read_text())
-    saved = {each.name: found[each.name] for each in fields(Config) if each.name in found}
-    if (folder / "model").is_dir():
-        saved["model"] = str(folder / "model")
-        given = {name: value for name, value in given.items() if name != "model"}
-    return saved | given
+#
+# Cost. A copy of the model, and 12 bytes per parameter and checkpoint.
+#
+#   run_user_command -> with_restarts -> UserRun: UserLearner, HubPolicy, UserProcess
+#                                     -> do_command -> train_and_evaluate -> train_saved (13)
+#
+# -- the command ---
 
 
-def save_flags(cfg: Config, folder: Path) -> None:
-    flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
-    for name in ("model", "task", "reward", "preferences"):
-        is_folder = name == "model" and os.path.isdir(flags[name])
-        if is_folder or re.search(r"\.(jsonl|py:\w+)$", flags[name]):
-            flags[name] = os.path.abspath(flags[name])  # for commands in other folders
-    (folder / "flags.new").write_text(json.dumps(flags, indent=1))
-    os.replace(folder / "flags.new", folder / "flags.json")
+async def run_user_command(report: Report) -> Record:
+    """Makes the run of --train, --evaluate and --export. Returns the figures of --json."""
+    cfg = report.cfg
+    assert isinstance(cfg, Flags)
+    checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
+    if cfg.train:
+        save_flags(cfg, checkpoints.folder)
+    # What the flags leave open.
+    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
+    num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
+    cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
+    print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
+    hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
+    places = (report.pool, report.folder, checkpoints.folder.resolve(), hosts)
+    make_run = partial(UserRun, cfg, *places)
+    return await with_restarts(checkpoints, make_run, partial(do_command, checkpoints))
 
 
-def verify(policy: Policy, name: str) -> None:
-    """Raises UsageError if a trainer's pass disagrees with a short rollout (section 9)."""
-    probe = copy.copy(policy)
-    probe.dtype = torch.float32
-    probe.max_new_tokens = 4
-    prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
-    where = f"--model {name}: rollouts"
-    found = called(where, lambda: recompute_logprobs(probe, rollout(probe, prompts, 2, 0)))
-    if not float(k3(*found).max()) < 1e-6:
-        raise UsageError(f"{where} and the trainer's pass disagree")
+async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
+    """Trains, evaluates, exports and reports, as the flags say."""
+    cfg = run.cfg
+    start_s = time.time()
+    # Version 0 is kept once, so that a resumed run begins from the same weights.
+    model = checkpoints.folder / "model"
+    if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
+        await run.trainer.request(export, f"{model}.new")
+        os.replace(f"{model}.new", model)
+    figures = await train_and_evaluate(run, checkpoints) if cfg.train else {}
+    if cfg.evaluate:
+        figures["evaluation"] = await evaluate_pass_at_k(run, cfg.evaluate)
+    if cfg.export:
+        await run.trainer.request(export, cfg.export)
+    # A failed save did not end the run; it ends the command, with status 1.
+    newest = checkpoints.folder / f"step_{run.version:08}.pt"
+    if cfg.train and cfg.checkpoint and not newest.exists():
+        raise RunError(f"step {run.version} is not saved")
+    if cfg.evaluate and figures["evaluation"]["greedy"] is None:
+        raise RunError("nothing scored")
+    if cfg.report:
+        record = await record_of(run, f"K = {cfg.max_staleness}", start_s)
+        write_page(cfg.report, [record])
+    return figures
 
 
-def export(trainer: Trainer, folder: str) -> None:
-    """Writes a folder that transformers loads: model and tokenizer."""
-    model = trainer.policy.model
-    state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
-    if trainer.learner.rank == 0:
-        model.save_pretrained(folder, state_dict=state)
-        trainer.policy.tokenizer.save_pretrained(folder)
-
-
-async def train_and_evaluate(run: Run, checkpoints: Checkpoints) -> Record:
-    """Trains until step cfg.steps; evaluates before and after."""
+async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
+    """Trains until step cfg.steps; evaluates before and after. Returns figures."""
     progress = run.progress
     if progress.rows:
         print(f"going on after step {run.version}")
@@ -3428,67 +3677,427 @@ async def train_and_evaluate(run: Run, checkpoints: Checkpoints) -> Record:
     if not progress.heldout:
         await evaluate()
     start_s = time.time()
-    try:
-        async with TaskGroup() as tasks:  # an error of one ends the other
-            tasks.create_task(narrate(run))
-            await train_saved(run, checkpoints, evaluate)
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    await train_saved(run, checkpoints, evaluate)
     seconds = time.time() - start_s
-    versions = [version for version, _ in progress.heldout]
-    if versions[-1] != run.version:
+    last_version, _ = progress.heldout[-1]
+    if last_version != run.version:
         await evaluate()
     accuracies = [accuracy for _, accuracy in progress.heldout]
-    found = {"steps": len(progress.rows), "seconds": seconds, **progress.counts()}
-    found |= {"heldout_before": accuracies[0], "heldout_after": accuracies[-1]}
+    figures = {"steps": len(progress.rows), "seconds": seconds, **progress.counts()}
+    figures |= {"heldout_before": accuracies[0], "heldout_after": accuracies[-1]}
     for name in ("staleness", "k3"):
-        found[f"{name}_max"] = max(row[name] for row in progress.rows)
+        figures[f"{name}_max"] = max(row[name] for row in progress.rows)
     num_tokens = sum(row["num_tokens"] for row in progress.rows[first:])
-    found["tokens_per_s"] = num_tokens / seconds
-    found["workers_replaced"] = sum(len(service.failures) for service in run.services)
-    return found
+    figures["tokens_per_s"] = num_tokens / seconds
+    figures["workers_replaced"] = sum(len(service.failures) for service in run.services)
+    return figures
 
 
-async def narrate(run: Run) -> None:
-    """Prints and logs each step. The log begins with the checkpoint's steps."""
-    rows = run.progress.rows
-    log_path = run.cfg.log or os.devnull
-    with open(log_path, "w", buffering=1) as log:  # one line at a time
-        for row in rows:
-            log.write(json.dumps(row) + "\n")
-        for number in range(len(rows), run.cfg.steps):
-            while number == len(rows):
-                await sleep(0.01)
-            log.write(json.dumps(rows[number]) + "\n")
-            print(step_line(rows[number]))
+async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | None]:
+    """Prints held-out accuracy: greedy, of one sample (pass@1), of any of k (pass@k)."""
+    accuracies = {"greedy": await run.evaluate()}
+    groups = []
+    if num_samples:
+        groups = await run.sample_and_score(run.held_out, num_samples, seed=0)
+    # pass@k needs all k samples of a prompt.
+    groups = [group for group in groups if len(group.episodes) == num_samples]
+    right = [[sum(e.rewards) > 0.999 for e in group.episodes] for group in groups]
+    if right:
+        accuracies["pass@1"] = fmean(fmean(group) for group in right)
+        accuracies[f"pass@{num_samples}"] = fmean(any(group) for group in right)
+    if run.num_too_long:
+        print(f"{run.num_too_long} episodes did not fit the context")
+    shown = [f" {name} {value:.3f}" for name, value in accuracies.items() if value is not None]
+    print(f"of {len(run.held_out)} held-out prompts:", *shown or [" none scored"])
+    return accuracies
+
+
+def export(trainer: Trainer, folder: str) -> None:
+    """Runs in each rank: writes a folder that transformers loads, with model and tokenizer."""
+    policy = trainer.learner.policy
+    state = {name: whole(tensor) for name, tensor in policy.model.state_dict().items()}
+    if current_rank().rank == 0:
+        policy.model.save_pretrained(folder, state_dict=state)
+        policy.tokenizer.save_pretrained(folder)
+
+
+# -- the run ---
+
+
+class UserRun(Run):
+    """A run with the task, the model and the rewards that the flags name. It says what it does.
+
+    folder: temporary; the trainer's ranks meet there.
+    saved: the folder of the checkpoints; a reward model saves comparisons there.
+    hosts: starts generators on other machines.
+    """
+
+    cfg: Flags
+
+    def __init__(
+        self,
+        cfg: Flags,
+        pool: Pool,
+        folder: Path,
+        saved: Path,
+        hosts: HostPool | None,
+        progress: SavedProgress,
+    ) -> None:
+        super().__init__(cfg, pool, progress)
+        meeting_file = str(folder / f"meeting_{time.monotonic_ns()}")
+        learner = partial(user_learner, meeting_file=meeting_file)
+        trainer_args = (cfg, learner, self.version)
+        self.trainer = replace(self.trainer, setup_args=trainer_args, num_ranks=cfg.trainers)
+        self.min_groups = cfg.trainers
+        # Generators hold their weights in the dtype of the forward passes.
+        reader = partial(relayed_reader, hosts.outlet) if hosts else DeviceReader
+        generator_args = (cfg, generator_policy, reader)
+        self.generators = replace(self.generators, pool=hosts or pool, setup_args=generator_args)
+        scorer_args = (cfg, partial(user_scorer, folder=saved))
+        self.reward_workers = replace(self.reward_workers, setup_args=scorer_args)
+        self.num_fruitless = 0  # requests in a row that brought no reward
+        self.set_task(user_task(cfg))
+        # Held-out prompts are one in ten; 1,000 in a row mean that all texts are equal.
+        if all(self.task.prompt(number).is_held_out for number in range(1000)):
+            raise UsageError("all prompts of the task are held out")
+
+    async def begin(self) -> None:
+        """Starts all workers, and the log, which begins with the checkpoint's steps."""
+        self.reporting = ensure_future(report_waiting(self))
+        self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # one line at a time
+        for row in self.progress.rows:
+            self.log.write(json.dumps(row) + "\n")
+        await super().begin()
+
+    async def close(self) -> None:
+        self.reporting.cancel()
+        await super().close()
+
+    def draw(self, num_prompts: int) -> list[Prompt]:
+        """Returns the next prompts. Raises RunError if no request brings a reward any more."""
+        if self.num_fruitless >= 20:
+            reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
+            raise RunError(f"20 requests in a row brought no reward: {reason}")
+        return super().draw(num_prompts)
+
+    async def sample(self, prompts: list[Prompt]) -> list[Group]:
+        groups = await super().sample(prompts)
+        self.num_fruitless = 0 if groups else self.num_fruitless + 1
+        return groups
+
+    def note_error(self, reason: str) -> None:
+        """Prints the first five kinds of errors, and counts all."""
+        if reason not in self.errors and len(self.errors) < 5:
+            print(f"           not scored: {reason}")
+        super().note_error(reason)
+
+    async def step(self, groups: list[Group]) -> None:
+        """Makes one update, logs and prints it. If the caller is cancelled, finishes it first."""
+        await finished(super().step(groups))
+        row = self.progress.rows[-1]
+        self.log.write(json.dumps(row) + "\n")
+        print(step_line(row))
+
+    def describe(self, groups: list[Group], stats: StepStats) -> Record:
+        """Returns the row of a step, for the log and for the line that is printed."""
+        episodes = [episode for group in groups for episode in group.episodes]
+        first = episodes[0]
+        text = first.prompt.turns[-1].messages[-1]["content"]
+        return super().describe(groups, stats) | {
+            "time": time.time(),
+            "truncated": fmean(any(e.truncated) for e in episodes),
+            "sample": f"{text!r} -> {first.responses[-1]!r} ({sum(first.rewards):.2f})",
+            "tokens_per_s": stats.num_tokens / stats.seconds,
+            "too_long": self.num_too_long,
+            "not_scored": sum(self.errors.values()),
+        }
+
+
+async def report_waiting(run: Run) -> None:
+    """After each 30 s without a step, prints live workers and the age of their oldest request."""
+    while True:
+        num_steps = run.version
+        await sleep(30)
+        if num_steps < run.version:
+            continue
+        replicas = [replica for service in run.services for replica in service.ready()]
+        print(f"           {len(replicas)} workers ready")
+        for replica in replicas:
+            start_s = min(replica.in_flight.values(), default=time.time())
+            busy = f"busy for {time.time() - start_s:.0f} s"
+            print(f"           {replica.name}, process {replica.processes.ids}: {busy}")
 
 
 def step_line(row: Record) -> str:
+    """Returns the line of a step; after each tenth, with a sample below."""
     line = f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
     line += f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
     line += f"  {row['tokens_per_s']:.0f} tokens/s"
+    # Rare things are shown when they happen.
     for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
         if row[name]:
             line += f"  {name} {row[name]:.3g}"
     return line if row["step"] % 10 != 1 else f"{line}\n           {row['sample']}"
 
 
-async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | None]:
-    """Held-out accuracy: greedy, of one sample (pass@1), of any of k (pass@k)."""
-    found = {"greedy": await run.evaluate()}
-    groups = []
-    if num_samples:
-        groups = await run.sample_and_score(run.held_out, num_samples, seed=0)
-    groups = [group for group in groups if len(group.episodes) == num_samples]
-    right = [[sum(e.rewards) > 0.999 for e in group.episodes] for group in groups]
-    if right:
-        found["pass@1"] = fmean(fmean(group) for group in right)
-        found[f"pass@{num_samples}"] = fmean(any(group) for group in right)
-    if run.num_too_long:
-        print(f"{run.num_too_long} episodes did not fit the context")
-    shown = [f" {name} {value:.3f}" for name, value in found.items() if value is not None]
-    print(f"of {len(run.held_out)} held-out prompts:", *shown or [" none scored"])
-    return found
+# -- what the workers make ---
+
+
+class UserLearner(Learner):
+    """A learner that may be one of several ranks, with a critic or with a penalty.
+
+    critic: computes the advantages of episodes (section 14).
+    penalty: penalty(batch, logp) [N] is added to the loss of each token (section 15).
+    """
+
+    def __init__(
+        self, policy: Policy, cfg: Flags, rank: int = 0, critic: Any = None, penalty: Any = None
+    ) -> None:
+        super().__init__(policy, cfg)
+        self.rank = rank
+        self.num_ranks = cfg.trainers
+        self.critic = critic
+        self.penalty = penalty
+
+    def advantages(self, episodes: list[Episode]) -> list[list[float]]:
+        return self.critic(episodes) if self.critic else super().advantages(episodes)
+
+    def token_losses(self, batch: Batch, logp: Tensor, entropy: Tensor) -> Tensor:
+        losses = super().token_losses(batch, logp, entropy)
+        return losses + self.penalty(batch, logp) if self.penalty else losses
+
+    def rows_to_train(self, advantage: list[list[float]]) -> list[int]:
+        """Returns all rows if a penalty gives them a gradient, or if there are too few."""
+        rows = super().rows_to_train(advantage)
+        keeps_all = self.penalty or len(rows) < self.num_ranks
+        return list(range(len(advantage))) if keeps_all else rows
+
+    def partition(self, rows: list[int], longest: int) -> list[list[int]]:
+        """Splits this rank's share of the rows into micro-batches."""
+        # Ranks must make equally many passes: FSDP gathers each layer on all of them at once.
+        rows_per_batch = max(2, self.cfg.tokens_per_micro_batch // longest)
+        num_batches = ceil(len(rows) / rows_per_batch / self.num_ranks)
+        return split(rows[self.rank :: self.num_ranks], num_batches)
+
+    def clip_gradients(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        return float(whole(norm))  # a DTensor, if the weights are
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Returns the full tensor of a DTensor, and other tensors unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
+
+
+def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
+    """Returns what the flags ask for, at version 0. Runs in each rank of the trainer."""
+    torch.set_num_threads(num_threads(cfg))
+    rank = current_rank().rank
+    if cfg.trainers > 1:
+        form_group(meeting_file, rank, cfg.trainers)
+    policy = HubPolicy(cfg, torch.float32)
+    verify(policy, cfg.model)
+    reference = copy.deepcopy(policy) if cfg.kl else None
+    if cfg.trainers > 1:
+        shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
+    # Supervised steps, unless the model is the saved version 0, which has had them.
+    is_saved = cfg.checkpoint and Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
+    if cfg.sft_steps and not is_saved:
+        sft(UserLearner(policy, cfg, rank), sft_prompts(policy, user_task(cfg)), cfg.sft_steps)
+    penalty = None
+    if reference:  # a copy of version 0, after the supervised steps
+        for old, new in zip(reference.model.parameters(), policy.model.parameters(), strict=True):
+            old.data.copy_(whole(new.detach()))
+        penalty = partial(divergence, reference, cfg.kl)
+    critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
+    learner = UserLearner(policy, cfg, rank, critic, penalty)
+    writer_class = DeviceWriter if cfg.trainers == 1 else ShardedWriter
+    weights = dict(policy.model.named_parameters())
+    return learner, writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
+
+
+def generator_policy(cfg: Flags) -> Policy:
+    torch.set_num_threads(num_threads(cfg))
+    return HubPolicy(cfg, getattr(torch, cfg.dtype))
+
+
+def num_threads(cfg: Flags) -> int:
+    """Returns the threads of each worker. More threads than cores would wait for each other."""
+    return max(1, len(os.sched_getaffinity(0)) // (cfg.generators + cfg.trainers))
+
+
+def verify(policy: HubPolicy, name: str) -> None:
+    """Raises UsageError if a trainer's pass disagrees with a short rollout (section 9)."""
+    probe = copy.copy(policy)
+    probe.dtype = torch.float32
+    probe.max_new_tokens = 4
+    # Two lengths, so that one of them is padded.
+    prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
+    where = f"--model {name}: rollouts"
+    logprobs = called(where, lambda: recompute_logprobs(probe, rollout(probe, prompts, 2, 0)))
+    if not float(k3(*logprobs).max()) < 1e-6:
+        raise UsageError(f"{where} and the trainer's pass disagree")
+
+
+def sft_prompts(policy: Policy, task: Task) -> Iterator[Prompt]:
+    """Yields the prompts that have answers and fit the context. Raises UsageError."""
+    num_too_long = 0
+    for prompt in training_prompts(task):
+        if any(turn.answer is None for turn in prompt.turns):
+            raise UsageError("--sft-steps: a prompt has no answer")
+        right = [str(turn.answer) for turn in prompt.turns]
+        if len(episode_with(policy, prompt, right).ids) <= policy.context:
+            num_too_long = 0
+            yield prompt
+        elif (num_too_long := num_too_long + 1) == 1000:
+            raise UsageError("--sft-steps: no prompt fits the context")
+
+
+def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
+    """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
+    from torch.distributed import fsdp  # here and in section 13: these imports take half a second
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # The longest list of modules: the layers.
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    for unit in [*max(lists, key=len), model]:
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
+        # The ranks' losses have one denominator, so their gradients add up.
+        unit.set_gradient_divide_factor(1.0)
+
+
+def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
+    """Returns the scorer of --reward. folder: a reward model saves comparisons there."""
+    by_task = UserProcess(cfg)
+    if cfg.reward != "model":
+        return by_task
+    task: Any = user_task(cfg)
+    prefer = None
+    if cfg.ask_every:
+        prefer = getattr(task.task, "prefer", None)
+    if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
+        raise UsageError("--ask-every: a task with prefer, one turn")
+    model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
+
+    def score(group: Conversations) -> Rewards:
+        """The task scores held-out prompts, so that exploitation of the model becomes visible."""
+        prompt, _ = group[0]
+        return by_task(group) if prompt.is_held_out else model(group)
+
+    return score
+
+
+# -- flags that are kept ---
+
+# Flags of one command, which flags.json does not keep.
+OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log json
+    report""".split()
+
+
+def with_saved_flags(given: Record) -> Record:
+    """Adds the saved flags of --checkpoint. A saved model replaces --model: it is version 0."""
+    folder = Path(given.get("checkpoint", "")).resolve()
+    if not (given.get("checkpoint") and (folder / "flags.json").is_file()):
+        return given
+    flags = json.loads((folder / "flags.json").read_text())
+    saved = {each.name: flags[each.name] for each in fields(Flags) if each.name in flags}
+    if (folder / "model").is_dir():
+        saved["model"] = str(folder / "model")
+        given = {name: value for name, value in given.items() if name != "model"}
+    return saved | given
+
+
+def save_flags(cfg: Flags, folder: Path) -> None:
+    """Writes flags.json, with absolute paths, so that commands in other folders find the files."""
+    flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
+    for name in ("model", "task", "reward", "preferences"):
+        # "repeat" and hub ids are names; "./words.jsonl" and "rewards.py:score" are paths.
+        is_folder = name == "model" and os.path.isdir(flags[name])
+        if is_folder or re.search(r"\.(jsonl|py:\w+)$", flags[name]):
+            flags[name] = os.path.abspath(flags[name])
+    (folder / "flags.new").write_text(json.dumps(flags, indent=1))
+    os.replace(folder / "flags.new", folder / "flags.json")
+
+
+# -- warm processes ---
+#
+# Importing torch and a model class costs 4 s of CPU time. A new actor in a process that has done so
+# is ready after 16 ms. So processes outlive their actors, and go back to the pool.
+
+
+class WarmPool(Pool):
+    """Keeps the processes of actors that have ended, for the next ones."""
+
+    def __init__(self) -> None:
+        self.idle: list[Processes] = []
+
+    async def start(self, num_ranks: int) -> Processes:
+        """Returns idle processes, or new ones. Dead ones are detected later (section 5)."""
+        for processes in self.idle:
+            if len(processes.ids) == num_ranks:
+                self.idle.remove(processes)
+                return processes
+        processes = await super().start(num_ranks)
+        # A first actor makes the user's folder importable.
+        name = f"prepare_{time.monotonic_ns()}"
+        worker = processes.mesh.spawn(name, Worker, name)
+        await worker.run.call(add_user_folder)
+        await worker.stop()
+        return processes
+
+    async def end(self, replica: Replica) -> None:
+        """Keeps the process of an idle replica of one rank. Kills all others."""
+        is_idle = replica.is_ready and not replica.in_flight and not replica.lost.done()
+        if is_idle and len(replica.processes.ids) == 1:
+            with suppress(ActorError, SupervisionError, TimeoutError):
+                await wait_for(replica.worker.run.call(release), 10)
+                await replica.worker.stop()
+                self.idle.append(replica.processes)
+                return
+        await replica.processes.kill()
+
+    async def close(self) -> None:
+        await gather(*[processes.kill() for processes in self.idle])
+
+
+def add_user_folder(worker: Worker) -> None:
+    """Appends the folder of the user's task: messages may have objects of its classes."""
+    sys.path.append(environ.get("MONARCH_RL_TASK", ""))  # last, so that it hides no module
+
+
+def release(worker: Worker) -> None:
+    """Runs before another actor uses the process: frees what this one holds."""
+    # Monarch retains the actor object, so its attributes must be deleted to free memory.
+    for name in vars(worker).keys() - {"name", "timeline"}:
+        delattr(worker, name)
+
+
+# -- weights in another dtype, or on a GPU ---
+
+
+class DeviceWriter(WeightWriter):
+    def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
+        self.plain = all(t.is_cpu and t.dtype == dtype for t in tensors.values())
+        if self.plain:
+            super().__init__(tensors, num_readers)
+            return
+        self.tensors = tensors
+        self.handle, self.arena = create_arena(layout_of(tensors, dtype), num_readers)
+        self.thread = ThreadPoolExecutor(1)
+
+    def write(self, slot: Tensor) -> None:
+        if self.plain:
+            super().write(slot)
+            return
+        with torch.no_grad():
+            for spec in self.handle.layout:
+                spec.view(slot).copy_(self.tensors[spec.name])
+
+
+class DeviceReader(WeightReader):
+    def pull(self, at_least: int = Arena.NOTHING) -> int:
+        return super().pull(at_least)
 
 
 # == 14. CRITIC ====
@@ -3513,21 +4122,17 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
 CRITIC_ALONE = 8
 
 
-def value_network(policy: Policy, cfg: Config) -> Any:
-    """A network like the policy, in fp32, but with one number for each token, at first 0."""
+def value_network(policy: Policy) -> Any:
+    """Returns a copy of the policy with one number per token, at first 0, in place of logits."""
+    from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification
+
     config = copy.deepcopy(policy.model.config)
-    if type(config) not in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise UsageError(f"no value network for {config.model_type}")
     config.num_labels = 1
-    # With the usual 0.02 a narrow network hardly depends on its input.
-    config.initializer_range = 0.05
-    torch.manual_seed(cfg.seed)
-    auto = transformers.AutoModelForTokenClassification
-    if cfg.model:
-        network = auto.from_pretrained(cfg.model, config=config, dtype=torch.float32)
-    else:
-        network = auto.from_config(config)
-    # The head is the last layer. Its bias is 0 already.
+    network: Any = AutoModelForTokenClassification.from_config(config)
+    # The same body, in fp32, and a new head, which is the last layer. Its bias is 0 already.
+    network.base_model.load_state_dict(policy.model.base_model.state_dict())
     *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
     torch.nn.init.zeros_(head.weight)
     return network.to(policy.device).eval()
@@ -3549,8 +4154,8 @@ def gae(episode: Episode, values: list[float]) -> list[float]:
 class Critic:
     """Computes advantages for a Learner, from the episodes of each step."""
 
-    def __init__(self, policy: Policy, cfg: Config) -> None:
-        self.network = value_network(policy, cfg)
+    def __init__(self, policy: Policy, cfg: Flags) -> None:
+        self.network = value_network(policy)
         lr = 1e-5 if cfg.model else 3e-3
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr)
         self.tokens_per_micro_batch = cfg.tokens_per_micro_batch
@@ -3603,6 +4208,7 @@ class Critic:
 def lone_run(learner: Learner, prompts: Iterator[Prompt]) -> Iterator[list[Episode]]:
     """A synchronous run in one process. The caller scores what it yields."""
     cfg = learner.cfg
+    assert isinstance(cfg, Flags)
     for _ in range(cfg.steps):
         drawn = list(islice(prompts, cfg.prompts_per_step))
         seed = drawn[0].number
@@ -3611,17 +4217,26 @@ def lone_run(learner: Learner, prompts: Iterator[Prompt]) -> Iterator[list[Episo
         learner.step(episodes)
 
 
-def train_with_baseline(worker: Worker, cfg: Config, policy: Policy) -> Record:
+class BatchLearner(Learner):
+    """A learner whose baseline is the mean reward of the batch."""
+
+    def advantages(self, episodes: list[Episode]) -> list[list[float]]:
+        rewards = torch.tensor([episode.rewards[0] for episode in episodes])
+        pairs = zip(episodes, advantages(rewards, "group").tolist())
+        return [[gain * (turn > 0) for turn in e.turn_of] for e, gain in pairs]
+
+
+def train_with_baseline(worker: Worker, cfg: Flags, policy: Policy, baseline: str) -> Record:
     """Trains on one turn of `repeat`. Returns a row of the table.
 
     The reward is the share of right letters, plus -1.5 to 1.5 by the first letter asked for:
     "acf" -> "acf" gets 1 - 1.5 = -0.5, and "pcf" -> "aaa" gets 0 + 1.5 = 1.5.
     """
-    task = letter_task(cfg)
-    critic = None
-    if cfg.advantage == "critic":
-        critic = Critic(policy, cfg)
-    learner = Learner(policy, cfg, advantages=critic)
+    task = LetterTask(cfg.seed)
+    if baseline == "critic":
+        learner: Learner = UserLearner(policy, cfg, critic=Critic(policy, cfg))
+    else:
+        learner = BatchLearner(policy, cfg)
     shares = []
     prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
     for episodes in lone_run(learner, prompts):
@@ -3630,15 +4245,13 @@ def train_with_baseline(worker: Worker, cfg: Config, policy: Policy) -> Record:
             share = task.grade(right, episode.responses[0])
             episode.rewards = [share + LETTERS.index(right[0]) / 5 - 1.5]
             shares.append(share)
-            if cfg.advantage == "batch":
-                episode.prompt = episodes[0].prompt  # makes the batch one group
-    return {"baseline": cfg.advantage, "right letters": fmean(shares[-1000:])}
+    return {"baseline": baseline, "right letters": fmean(shares[-1000:])}
 
 
 @stage(instead="pass")
 async def demo_critic(report: Report) -> None:
     """With one response per prompt, a learned value is a better baseline than the batch's mean."""
-    cfg = Config(
+    cfg = Flags(
         seed=report.cfg.seed,
         steps=40,
         prompts_per_step=128,
@@ -3647,15 +4260,14 @@ async def demo_critic(report: Report) -> None:
         epochs=2,
         lr=3e-3,
     )
-    policy = Policy(cfg, torch.float32)
+    policy = Policy(cfg)
     warm_up = replace(cfg, prompts_per_step=16, lr=1e-3)
-    Learner(policy, warm_up).sft(letter_task(cfg), num_steps=60)
+    sft(Learner(policy, warm_up), training_prompts(LetterTask(cfg.seed)), 60)
     service = Service(Worker, 2, report.pool)
     await service.begin()
     runs = []
     for baseline in ("critic", "batch"):
-        own = replace(cfg, advantage=baseline)
-        runs.append(service.request(train_with_baseline, own, policy))
+        runs.append(service.request(train_with_baseline, cfg, policy, baseline))
     rows = await gather(*runs)
     report.table(rows)
     critic, batch = rows
@@ -3707,14 +4319,12 @@ class RewardModel:
     fresh_path: a file of new comparisons, for a replacement worker. No weights are saved.
     """
 
-    def __init__(
-        self, cfg: Config, prefer: Any = None, fresh_path: Path = Path(os.devnull)
-    ) -> None:
+    def __init__(self, cfg: Flags, prefer: Any = None, fresh_path: Path = Path(os.devnull)) -> None:
         self.cfg = cfg
         self.prefer = prefer
         self.fresh_path = fresh_path
-        self.policy = Policy(cfg, torch.float32)
-        self.network = value_network(self.policy, cfg)
+        self.policy = HubPolicy(cfg, torch.float32)
+        self.network = value_network(self.policy)
         self.policy.model.to("meta")  # frees its weights; only the tokenizer is used
         lr = 1e-5 if cfg.model else 1e-3
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr)
@@ -3767,7 +4377,7 @@ class RewardModel:
                 pairs.append([chosen, rejected])
         return pairs
 
-    def __call__(self, asked: Asked) -> Rewards:
+    def __call__(self, asked: Conversations) -> Rewards:
         """The rewards of a group: a score for the last turn."""
         group = [episode_with(self.policy, *said) for said in asked]
         with torch.inference_mode():
@@ -3815,7 +4425,7 @@ class TasteTask(Task):
         return self.rng.random() < 0.5 + 0.4 * gain
 
 
-def train_on_taste(worker: Worker, cfg: Config, policy: Policy, task: TasteTask) -> Record:
+def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) -> Record:
     """A row of the table. Skips the 250 prompts of the comparisons."""
     price = None
     if cfg.kl:
@@ -3824,7 +4434,7 @@ def train_on_taste(worker: Worker, cfg: Config, policy: Policy, task: TasteTask)
     liked = []
     learned = []
     prompts = islice(training_prompts(task), 250, None)
-    for episodes in lone_run(Learner(policy, cfg, penalty=price), prompts):
+    for episodes in lone_run(UserLearner(policy, cfg, penalty=price), prompts):
         for group in groups_of(episodes):
             rewards: Any = model([(e.prompt, e.responses) for e in group])
             for episode, reward in zip(group, rewards):
@@ -3844,7 +4454,7 @@ def train_on_taste(worker: Worker, cfg: Config, policy: Policy, task: TasteTask)
 @stage(instead="fresh = []")
 async def demo_reward_model(report: Report) -> None:
     """A policy exploits a learned reward; a price on divergence, or fresh preferences, holds it."""
-    cfg = Config(
+    cfg = Flags(
         seed=report.cfg.seed,
         steps=60,
         prompts_per_step=8,
@@ -3855,8 +4465,8 @@ async def demo_reward_model(report: Report) -> None:
         preferences=str(report.folder / "preferences"),
     )
     task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
-    policy = Policy(cfg, torch.float32)
-    Learner(policy, cfg).sft(task, num_steps=60)
+    policy = Policy(cfg)
+    sft(Learner(policy, cfg), training_prompts(task), 60)
     drawn = list(islice(training_prompts(task), 250))
     model = RewardModel(cfg, task.prefer, Path(cfg.preferences))
     for group in groups_of(rollout(policy, drawn, 16, drawn[0].number)):
@@ -3997,14 +4607,13 @@ class HostPool(Pool):
     """
 
     def __init__(self, folder: Path, num_processes: int) -> None:
-        super().__init__()
         self.folder = folder
         self.share = ceil(num_processes / len(urls_in(folder)))
         self.started: Counter[str] = Counter()  # processes of each Monarch host
         self.lost: dict[str, Any] = defaultdict(asyncio.Future)  # of each Monarch host
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
 
-    async def take(self, num_ranks: int) -> HostProcess:
+    async def start(self, num_ranks: int) -> HostProcess:
         """Starts a process on a host with less than its share, or waits. Raises RunError."""
         while True:
             for url in urls_in(self.folder):
@@ -4025,9 +4634,6 @@ class HostPool(Pool):
             what = "is its port open, and are both certificates of one CA?"
             raise RunError(f"no answer from {url}: {what}") from None
         return HostProcess(mesh, [pid], agent, self.lost[url])
-
-    def keep_spare(self) -> None:
-        """Nothing: a lost host would take its spare with it."""
 
 
 # -- weights for another host ---
@@ -4184,8 +4790,6 @@ if (runs.length > 1) slider.oninput();
 async def record_of(run: Run, title: str, start_s: float) -> Record:
     """What the page shows of a run: all steps, and its processes since start_s."""
     seconds = time.time() - start_s
-    await sleep(0.3)
-    await cpu_s(run)  # a worker then sends spans older than 0.2 s
     timeline = await get_or_spawn_controller("timeline", Timeline)
     spans = await timeline.read.call_one()
     rows = run.progress.rows
@@ -4232,19 +4836,14 @@ def picture(name: str, run: Record, runs: list[Record]) -> str:
         preserveAspectRatio="none"><path d="M0 0{steps}V0"/></svg>"""
 
 
-def write_page(path: str, stages: list[Record], runs: list[Record]) -> None:
-    """stages: as for --json; runs: of `record_of`."""
+def write_page(path: str, runs: list[Record]) -> None:
+    """Writes the page. runs: of `record_of`."""
     page = PAGE
     for run in runs:
         page += f"<section><h2>{run['title']}</h2><p>{html.escape(run['summary'])}"
         for name, values in run["lanes"].items():
             page += picture(name, run, runs) if values else ""
         page += "</section>\n"
-    rows = []
-    for stage in stages:
-        rows.append([stage["name"], STAGES[stage["name"]].claim])
-        rows += [["ok" if check["ok"] else "FAIL", check["what"]] for check in stage["checks"]]
-    page += tabulate(rows, tablefmt="html")
     Path(path).write_text(page, encoding="utf-8")
 
 
@@ -4257,23 +4856,36 @@ ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
     TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1"""
 
 
-def read_flags(argv: list[str] | None) -> Config:
+def line_with(text: str) -> int:
+    """Returns the number of the first line of this file that has the text."""
+    return THIS_FILE.read_text().partition(text)[0].count("\n") + 1
+
+
+def title_of(stage: Stage) -> str:
+    place = f"[{[*STAGES].index(stage.name) + 1}/{len(STAGES)}]"
+    line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
+    return f"{place} {stage.name}: {stage.claim}  (line {line})"
+
+
+def read_flags(argv: list[str] | None) -> Flags:
     """Parses flags; Config's comments are their help. Raises UsageError or ArgumentError."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    _, _, source = THIS_FILE.read_text().partition("class Config")
     names = []
-    texts = dict(re.findall(r"(\w+): .*  # (.*)", source.partition("@dataclass")[0]))
-    for each in fields(Config):
+    texts: dict[str, str] = {}
+    for name in ("class Config", "class Flags"):
+        _, _, source = THIS_FILE.read_text().partition(f"\n{name}")
+        texts |= dict(re.findall(r"(\w+): .*  # (.*)", source.partition("\n\n\n")[0]))
+    for each in fields(Flags):
         options: Any = {"action": "store_true"}
         if not isinstance(each.default, bool):
-            choices = get_args(get_type_hints(Config)[each.name]) or None
+            choices = get_args(get_type_hints(Flags)[each.name]) or None
             options = {"type": type(each.default), "choices": choices}
         text = f"{texts[each.name]} ({each.default})".replace("%", "%%")
         name = "--" + each.name.replace("_", "-")
         names.append(name)
         parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
     known, unknown = parser.parse_known_args(argv)
-    cfg = Config(**with_saved_flags(vars(known)))
+    cfg = Flags(**with_saved_flags(vars(known)))
     unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
     if unknown:
         near = difflib.get_close_matches(unknown[0], [*names, *STAGES], 1)
@@ -4284,105 +4896,15 @@ def read_flags(argv: list[str] | None) -> Config:
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
 
-def user_learner(policy: Policy, cfg: Config, rank: int) -> Learner:
-    """The learner that the flags ask for, at version 0."""
-    verify(policy, cfg.model)
-    reference = copy.deepcopy(policy) if cfg.kl else None
-    if cfg.trainers > 1:
-        shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
-    penalty = partial(divergence, reference, cfg.kl) if reference else None
-    critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
-    learner = Learner(policy, cfg, rank, cfg.trainers, critic, penalty)
-    is_copy = Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
-    # A copy is supervised already.
-    if cfg.sft_steps and not (cfg.checkpoint and is_copy):
-        learner.sft(user_task(cfg), cfg.sft_steps)
-    if reference:  # a copy of version 0, after the supervised steps
-        for old, new in zip(reference.model.parameters(), learner.weights, strict=True):
-            old.data.copy_(whole(new.detach()))
-    return learner
-
-
-def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
-    """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
-    fsdp = import_module("torch.distributed.fsdp")
-    mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
-    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    for unit in [*max(lists, key=len), model]:  # the longest list: the layers
-        fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
-
-
-def user_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
-    """The scorer of --reward. folder: a reward model saves comparisons there."""
-    by_task = UserProcess(cfg)
-    if cfg.reward != "model":
-        return by_task
-    task: Any = user_task(cfg)
-    prefer = None
-    if cfg.ask_every:
-        prefer = getattr(task.task, "prefer", None)
-    if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
-        raise UsageError("--ask-every: a task with prefer, one turn")
-    model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
-    # The task scores held-out prompts, so exploitation of the model becomes visible.
-    return lambda asked: (by_task if asked[0][0].is_held_out else model)(asked)
-
-
-async def use(checkpoints: Checkpoints, run: Run) -> Record:
-    """Trains, evaluates, exports and reports, as cfg says."""
-    cfg = run.cfg
-    start_s = time.time()
-    model = checkpoints.folder / "model"
-    if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
-        await run.trainer.request(export, f"{model}.new")
-        os.replace(f"{model}.new", model)
-    found = await train_and_evaluate(run, checkpoints) if cfg.train else {}
-    if cfg.evaluate:
-        found["evaluation"] = await evaluate_pass_at_k(run, cfg.evaluate)
-    if cfg.export:
-        await run.trainer.request(export, cfg.export)
-    newest = checkpoints.folder / f"step_{run.version:08}.pt"
-    if cfg.train and cfg.checkpoint and not newest.exists():
-        raise RunError(f"step {run.version} is not saved")
-    if cfg.evaluate and found["evaluation"]["greedy"] is None:
-        raise RunError("nothing scored")
-    if cfg.report:
-        record = await record_of(run, f"K = {cfg.max_staleness}", start_s)
-        write_page(cfg.report, [], [record])
-    return found
-
-
-async def run_user_command(report: Report) -> Record:
-    """Makes the run of --train, --evaluate and --export. Returns the figures of --json."""
-    cfg = report.cfg
-    checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
-    if cfg.train:
-        save_flags(cfg, checkpoints.folder)
-    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
-    num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
-    cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
-    print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
-    generator_pool = report.pool
-    make_reader: Callable[..., WeightReader] = WeightReader
-    if cfg.hosts:
-        generator_pool = HostPool(Path(cfg.hosts), cfg.generators)
-        make_reader = partial(relayed_reader, generator_pool.outlet)
-
-    score = partial(user_scorer, folder=checkpoints.folder.resolve())
-    places = (report.pool, generator_pool, report.folder)
-    make_run = partial(Run, cfg, *places, Factories(user_task, user_learner, make_reader, score))
-    return await with_restarts(checkpoints, make_run, partial(use, checkpoints))
-
-
 async def run_stages(report: Report) -> Record:
     """Runs the stages asked for. An exception counts as a failed check."""
     cfg = report.cfg
+    assert isinstance(cfg, Flags)
     names = [*STAGES]
     names = names[: names.index(cfg.stage) + 1] if cfg.stage else names
     for stage in [STAGES[name] for name in ([cfg.only] if cfg.only else names)]:
         print("\n" + title_of(stage))
-        found: Record = {"name": stage.name, "checks": [], "figures": {}}
+        found: Record = {"name": stage.name, "checks": [], "tables": []}
         report.stages.append(found)
         start = time.monotonic()
         try:
@@ -4395,22 +4917,17 @@ async def run_stages(report: Report) -> Record:
         report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
         report.say(f"{len(found['checks'])} checks, {found['seconds']:.1f} s")
     if cfg.report:
-        write_page(cfg.report, report.stages, await sweep(report))
+        write_page(cfg.report, await sweep(report))
     num_checks = sum(len(found["checks"]) for found in report.stages)
     seconds = sum(found["seconds"] for found in report.stages)
     print(f"\n{num_checks} checks, {seconds:.0f} s; failed: {report.failed() or 'none'}")
-    seen = {}
-    for found in report.stages:
-        seen |= found["figures"]
-    shown = ("torn_reads", "staleness_max", "heldout_after")
-    print(*[f"{name} {seen[name]}" for name in shown if name in seen])
     print("Next: --train --model FOLDER --task FILE.jsonl (DOCS 06)")
     return {}
 
 
-def mistakes_in(cfg: Config) -> Iterator[str]:
+def mistakes_in(cfg: Flags) -> Iterator[str]:
     """What is wrong with the flags."""
-    for each in fields(Config):
+    for each in fields(Flags):
         if isinstance(each.default, (int, float)):
             least = 0 if each.default < 1 or each.name == "max_staleness" else 1e-3
             if not least <= getattr(cfg, each.name) < math.inf:
@@ -4437,7 +4954,7 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
     yield from [told for told, is_so in rules.items() if is_so]
 
 
-def mistaken_paths(cfg: Config) -> Iterator[str]:
+def mistaken_paths(cfg: Flags) -> Iterator[str]:
     """What cannot be read, or written; folders for output are created."""
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     inputs = [cfg.preferences, cfg.hosts, cfg.worker, cfg.model if is_path else ""]
@@ -4463,7 +4980,7 @@ def mistaken_paths(cfg: Config) -> Iterator[str]:
         yield str(error)
 
 
-async def run_command(cfg: Config) -> int:
+async def run_command(cfg: Flags) -> int:
     """Runs the command; returns its exit status. A signal ends it and all its processes."""
     task: Any = asyncio.current_task()
     received: list[int] = []
@@ -4478,7 +4995,7 @@ async def run_command(cfg: Config) -> int:
     loop = get_running_loop()
     for number in ENDING:
         loop.add_signal_handler(number, end, number)
-    pool = Pool()
+    pool = WarmPool()
     try:
         with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
             report = Report(cfg, Path(folder), pool)

@@ -54,7 +54,7 @@ import monarch_rl as m
 from monarch.actor import ActorError
 
 torch.set_num_threads(1)
-CFG = replace(m.Config(), device="cpu", lr=1e-3, max_new_tokens=4)
+CFG = replace(m.Flags(), device="cpu", lr=1e-3, max_new_tokens=4)
 MARK = "MONARCH_RL_TEST"  # in the environment of a command and of all that it starts
 
 
@@ -533,7 +533,7 @@ def test_the_true_gradient_is_that_of_finite_differences() -> None:
 def learner(**flags: Any) -> Any:
     """A learner of the tiny policy, with plain gradient steps: its updates are linear."""
     cfg = replace(CFG, **flags)
-    learned = m.Learner(m.Policy(cfg, torch.float32), cfg)
+    learned = m.Learner(m.HubPolicy(cfg, torch.float32), cfg)
     learned.optimizer = torch.optim.SGD(learned.policy.model.parameters(), 0.5)
     return learned
 
@@ -543,7 +543,7 @@ def parameters(learned: Any) -> torch.Tensor:
 
 
 def episodes_of(learned: Any, num_prompts: int = 4) -> list[Any]:
-    task = m.letter_task(learned.cfg)
+    task = m.LetterTask(learned.cfg.seed)
     prompts = [task.prompt(number) for number in range(num_prompts)]
     episodes = m.rollout(learned.policy, prompts, 4, 0)
     for place, episode in enumerate(episodes):
@@ -557,7 +557,7 @@ def batches_of(learned: Any, episodes: list[Any]) -> list[Any]:
 
 
 def test_an_advantage_is_that_of_what_follows() -> None:
-    task = m.letter_task(CFG)
+    task = m.LetterTask(CFG.seed)
     rewards = [[[0.25, 0.5], [0.0, 1.0]], [[0.5, 0.0], [0.5, 0.25]]]
     turn_of = [[0, 1, 1, 0, 2], [0, 0, 1, 0, 0, 2, 2]]
     episodes = []
@@ -699,13 +699,13 @@ def model_folder(parent: Path, shape: str = "qwen2", characters: str = m.LETTERS
 
 def policy_of(folder: Path | None = None, **flags: Any) -> Any:
     cfg = replace(CFG, model=str(folder or ""), **flags)
-    return m.Policy(cfg, torch.float32)
+    return m.HubPolicy(cfg, torch.float32)
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> None:
     policy = policy_of(model_folder(tmp_path, shape), temperature=0.8, max_new_tokens=12)
-    prompts = [m.letter_task(CFG).prompt(number) for number in range(5)]
+    prompts = [m.LetterTask(CFG.seed).prompt(number) for number in range(5)]
     said = prompts[4].turns
     prompts[4] = m.Prompt(4, (m.user_turn("abcdefghij", ""), said[1]))  # rows of other lengths
     episodes = m.rollout(policy, prompts, 3, 0)
@@ -756,7 +756,7 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
 
 def test_both_programs_compute_the_same_in_bfloat16() -> None:
     cfg = replace(CFG, dtype="bfloat16")
-    generator, trainer = (m.Policy(cfg, dtype) for dtype in (torch.bfloat16, torch.float32))
+    generator, trainer = (m.HubPolicy(cfg, dtype) for dtype in (torch.bfloat16, torch.float32))
     episodes = episodes_of(types.SimpleNamespace(cfg=cfg, policy=generator))
     one, other = (m.recompute_logprobs(policy, episodes)[1] for policy in (generator, trainer))
     assert torch.equal(one, other)
@@ -810,7 +810,7 @@ def test_prompts_are_what_the_template_says(tmp_path: Path, template: str) -> No
 
 def test_a_conversation_is_what_the_template_says() -> None:
     policy = policy_of()
-    task = m.letter_task(CFG)
+    task = m.LetterTask(CFG.seed)
     prompts = [task.prompt(number) for number in range(20)]
     letters = {*policy.tokenizer.convert_tokens_to_ids(list(m.LETTERS)), *policy.end_ids}
 
@@ -868,14 +868,14 @@ def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path
     of_template = tokenizer.convert_tokens_to_ids("<turn>")
     assert policy.end_ids[0] == of_template  # supervised responses end like this
     assert set(policy.end_ids) == {of_template, 2, 5}
-    right = m.episode_with(policy, m.letter_task(CFG).prompt(0), ["abc", "a"])
+    right = m.episode_with(policy, m.LetterTask(CFG.seed).prompt(0), ["abc", "a"])
     assert right.ids[-1] == of_template
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_later_ones() -> None:
     policy = policy_of()
     policy.tokenizer.chat_template = "<user>{{ messages[-1].content }}<end><assistant>"
-    prompt = m.letter_task(CFG).prompt(0)
+    prompt = m.LetterTask(CFG.seed).prompt(0)
     with pytest.raises(m.UsageError, match="changes earlier turns"):
         policy.prompt_ids(prompt, 1)
     tool = ({"role": "tool", "content": "Be kind."}, *prompt.turns[0].messages)
@@ -1290,7 +1290,7 @@ def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
         run = asyncio.run(train())
         with monkeypatch.context() as patch:
             patch.setattr(m, "episode_with", episode_with)
-            learner(prompts_per_step=4).sft(m.letter_task(cfg), 10)
+            learner(prompts_per_step=4).sft(m.LetterTask(cfg.seed), 10)
         texts = {str(prompt.turns) for prompt in seen + run.trainer.prompts}
         assert len(seen) == 160
         assert len(texts) > 300
@@ -1339,7 +1339,7 @@ def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
 
 
 def test_a_task_with_held_out_prompts_only_is_refused() -> None:
-    letters = map(m.letter_task(CFG).prompt, itertools.count())
+    letters = map(m.LetterTask(CFG.seed).prompt, itertools.count())
     held_out = next(prompt for prompt in letters if prompt.is_held_out)
     same: Any = types.SimpleNamespace(prompt=lambda number: replace(held_out, number=number))
     with pytest.raises(m.UsageError):
@@ -1391,6 +1391,17 @@ def test_answers() -> None:
     assert all(task.grade(answer, response) == 1 for response, answer in RIGHT)
     assert not any(task.grade(answer, response) for response, answer in WRONG_ANSWERS)
     assert [text for text in SAME_TEXT if task.grade(text, text) != 1] == []
+    assert m.final_part(r"<think>7</think> So #### \boxed{1,042}.") == "1042"
+    assert m.final_part("**(B)**.") == "b"
+
+
+def test_the_example_of_the_section_on_data(tmp_path: Path) -> None:
+    file = tmp_path / "sums.jsonl"
+    file.write_text('{"prompt": "17 + 25 = ?", "answer": 42}')
+    task = m.user_task(replace(CFG, model="x", task=str(file)))
+    prompt = task.prompt(0)
+    assert task.score(prompt, ["<think>40?</think> It is 42."]) == [1.0]
+    assert task.score(prompt, ["It is 42 or 43."]) == [0.0]
 
 
 def test_words_are_graded() -> None:
@@ -1398,6 +1409,17 @@ def test_words_are_graded() -> None:
     assert task.grade("3, 4, 5", " 3, 4, 5\n") == 1
     assert 0 < task.grade("3, 4, 5", "3, 4") < task.grade("3, 4, 5", "3 4 5") < 1
     assert task.grade("3, 4, 5", "") == task.grade("apple", "no") == 0
+    assert task.grade("3, 4, 5", "3, 4") == 2 / 3 / 2
+
+
+def test_the_answer_to_a_pattern_follows_from_its_rule() -> None:
+    for number in range(20):
+        (turn,) = m.WordTask("pattern", 0).prompt(number).turns
+        rule, solved, question = [each["content"] for each in turn.messages]
+        pairs = dict(re.findall(r"When I say (\w+), you say (\w+)\.", rule))
+        assert len(pairs) == 2
+        assert solved == pairs.pop(rule.split()[-1])
+        assert pairs == {question: turn.answer}
 
 
 WRONG_LINES = ["{", "[1]", '{"answer": 1}', '{"prompt": 3}', '{"prompt": [{"role": 1}]}']
@@ -1441,15 +1463,15 @@ def test_a_file_has_each_prompt_once_in_every_epoch(tmp_path: Path) -> None:
 
 
 def test_python_of_the_user_is_loaded_with_its_neighbours(tmp_path: Path) -> None:
-    (tmp_path / "own_neighbour.py").write_text("VALUE = 7")
-    own = tmp_path / "own_code.py"
-    own.write_text("from own_neighbour import VALUE\ndef f():\n    return VALUE\n")
-    assert m.load_python(f"{own}:f")() == 7
-    wrong = tmp_path / "own_wrong.py"
+    (tmp_path / "user_neighbour.py").write_text("VALUE = 7")
+    code = tmp_path / "user_code.py"
+    code.write_text("from user_neighbour import VALUE\ndef f():\n    return VALUE\n")
+    assert m.load_python(f"{code}:f")() == 7
+    wrong = tmp_path / "user_wrong.py"
     wrong.write_text("x = 1\ny = x / 0\n")
-    with pytest.raises(m.UsageError, match=r"own_wrong\.py, line 2"):
+    with pytest.raises(m.UsageError, match=r"user_wrong\.py, line 2"):
         m.load_python(f"{wrong}:f")
-    for spec in (f"{own}:g", f"{own}", f"{tmp_path}/none.py:f", "own_code:f"):
+    for spec in (f"{code}:g", f"{code}", f"{tmp_path}/none.py:f", "user_code:f"):
         with pytest.raises(m.UsageError):
             m.load_python(spec)
 
@@ -1457,16 +1479,17 @@ def test_python_of_the_user_is_loaded_with_its_neighbours(tmp_path: Path) -> Non
 RESULTS = [(0.5, [0, 0.5]), (True, [0, 1]), ([1, 0], [1, 0]), ((0.25, 1), [0.25, 1])]
 RESULTS += [(torch.tensor([0.25, 0.5]), [0.25, 0.5]), (torch.tensor(0.5), [0, 0.5])]
 NO_REWARDS = [None, math.nan, math.inf, 1e300, [1], [1, 2, 3], "x", [None, 1], {}]
+NO_REWARDS += [[[0.5], [0.5]]]
 NO_REWARDS += [LookupError("no")]
 
 
 def test_a_file_of_the_user_with_the_name_of_another_module_is_refused(tmp_path: Path) -> None:
-    for name in ("a/own_twice.py", "b/own_twice.py", "c/statistics.py", "d/time.py"):
+    for name in ("a/user_twice.py", "b/user_twice.py", "c/statistics.py", "d/time.py"):
         file = tmp_path / name
         file.parent.mkdir()
         file.write_text("def mean(*_):\n    return 1\n")
-    assert m.load_python(f"{tmp_path}/a/own_twice.py:mean")() == 1
-    for name in ("b/own_twice.py", "c/statistics.py", "d/time.py"):
+    assert m.load_python(f"{tmp_path}/a/user_twice.py:mean")() == 1
+    for name in ("b/user_twice.py", "c/statistics.py", "d/time.py"):
         with pytest.raises(m.UsageError, match="rename it"):
             m.load_python(f"{tmp_path / name}:mean")
 
@@ -1486,45 +1509,45 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
             raise value
         return value
 
-    class Own(m.Task):
+    class Listed(m.Task):
         def score(self, prompt: Any, responses: list[str]) -> Any:
-            found = results[responses[0]]
-            if isinstance(found, BaseException):
-                raise found
-            return later(found[0]) if isinstance(found, tuple) else found
+            result = results[responses[0]]
+            if isinstance(result, BaseException):
+                raise result
+            return later(result[0]) if isinstance(result, tuple) else result
 
-    monkeypatch.setattr(m, "user_task", lambda cfg: Own())
+    monkeypatch.setattr(m, "user_task", lambda cfg: Listed())
     results = {"a": 0.5, "b": ValueError("no b"), "c": None, "d": math.nan, "e": SystemExit(3)}
     for extra in ({}, {"f": (0.25,), "g": (KeyError("no g"),), "h": (None,)}):
         results |= extra
-        asked = [(m.Prompt(0, (m.user_turn("p", 1),)), [response]) for response in results]
-        found = dict(zip(results, m.score_group(CFG, asked), strict=True))
+        group = [(m.Prompt(0, (m.user_turn("p", 1),)), [response]) for response in results]
+        scored = dict(zip(results, m.score_group(CFG, group), strict=True))
         wanted = {"a": [0.5], "f": [0.25]}
-        for response, rewards in found.items():
+        for response, rewards in scored.items():
             assert rewards == wanted[response] if response in wanted else rewards
             assert isinstance(rewards, str) is (response not in wanted)
-        assert "no b" in found["b"]
-        assert Path(__file__).name in found["b"]
+        assert "no b" in scored["b"]
+        assert Path(__file__).name in scored["b"]
 
 
-def test_a_reward_function_is_asked_turn_by_turn() -> None:
+def test_a_reward_function_is_called_turn_by_turn() -> None:
     def reward(*args: Any) -> float:
-        asked.append(args)
+        calls.append(args)
         return 0.5
 
-    asked: list[Any] = []
+    calls: list[Any] = []
     system = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
     prompt = m.Prompt(0, (m.user_turn("p", 1), m.Turn(system, 2)))
     task = m.UserTask(types.SimpleNamespace(prompt=lambda number: prompt), reward)
     assert task.score(task.prompt(3), ["a", "b"]) == [0.5, 0.5]
-    assert asked == [("p", "a", 1), (list(system), "b", 2)]
+    assert calls == [("p", "a", 1), (list(system), "b", 2)]
     single = m.Prompt(0, (m.user_turn("p", 1),))
-    assert task.score(single, ["a"]) == 0.5
+    assert task.score(single, ["a"]) == [0.5]
     assert task.prompt(3) == replace(prompt, number=3)
     assert task.max_new_tokens == m.Task.max_new_tokens
 
 
-def said_of(prompt: m.Prompt) -> str:
+def text_of(prompt: m.Prompt) -> str:
     return prompt.turns[0].messages[0]["content"]
 
 
@@ -1536,15 +1559,15 @@ def recipe(folder: Path, package: str, spec: str) -> m.Config:
     return replace(CFG, model="x", task=f"{folder}/{spec}")
 
 
-def earned(cfg: m.Config, answer: Any) -> list[Any]:
+def rewards_of_both(cfg: m.Config, answer: Any) -> list[Any]:
     """The rewards of the right answer to a prompt, and of a wrong one."""
     prompt = m.user_task(cfg).prompt(7)
-    return m.score_group(cfg, [(prompt, [said]) for said in (answer(prompt), "none")])
+    return m.score_group(cfg, [(prompt, [response]) for response in (answer(prompt), "none")])
 
 
 def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
     cfg = recipe(tmp_path, "reasoning_gym", "rg.py:Sums")
-    rewards = earned(cfg, lambda prompt: f"It is {prompt.turns[0].answer['answer']}.")
+    rewards = rewards_of_both(cfg, lambda prompt: f"It is {prompt.turns[0].answer['answer']}.")
     assert rewards == [[1.0], [0.0]]
 
 
@@ -1567,7 +1590,7 @@ class Reverse(vf.Taskset[Task, vf.TasksetConfig]):
 def test_the_recipe_for_verifiers(tmp_path: Path) -> None:
     cfg = recipe(tmp_path, "verifiers.v1", "tasks.py:Tasks")
     (tmp_path / "reverse_text.py").write_text(TASKSET)
-    rewards = earned(cfg, lambda prompt: said_of(prompt).split()[1][::-1])
+    rewards = rewards_of_both(cfg, lambda prompt: text_of(prompt).split()[1][::-1])
     assert rewards == [[1.0], [0.0]]
 
 
@@ -1596,13 +1619,13 @@ def test_the_recipe_for_openenv(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
     server = subprocess.Popen([sys.executable, "-c", ENVIRONMENT, str(port)])
     until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
-    rewards = earned(cfg, lambda prompt: str(2 * int(said_of(prompt).split()[1])))
+    rewards = rewards_of_both(cfg, lambda prompt: str(2 * int(text_of(prompt).split()[1])))
     server.kill()
     server.wait()
     assert rewards == [[1.0], [0.0]]
 
 
-OWN_REWARDS = """
+USER_REWARDS = """
 import asyncio, concurrent.futures, json, os, signal, subprocess, time
 def alarm():
     signal.signal(signal.SIGALRM, lambda *_: None)
@@ -1640,10 +1663,10 @@ reward = lambda prompt, response, answer: globals()[response]()
 """
 
 
-def own_rewards(folder: Path) -> Any:
+def user_rewards(folder: Path) -> Any:
     """A configuration with these reward functions."""
-    file = folder / "own_rewards.py"
-    file.write_text(OWN_REWARDS)
+    file = folder / "user_rewards.py"
+    file.write_text(USER_REWARDS)
     task = str(data_file(folder))
     return replace(CFG, model="x", task=task, reward=f"{file}:reward", reward_deadline=6.0)
 
@@ -1652,21 +1675,32 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))  # as main does for workers
+    submit = m.ProcessPoolExecutor.submit
+    sent: list[Any] = []
+
+    def send(executor: Any, function: Any, *args: Any) -> Any:
+        sent.append(function)
+        return submit(executor, function, *args)
+
+    monkeypatch.setattr(m.ProcessPoolExecutor, "submit", send)
     worker = object.__new__(m.RewardWorker)
-    worker.setup(0, own_rewards(tmp_path), m.UserProcess)
+    worker.setup(0, user_rewards(tmp_path), m.UserProcess)
     wanted = {"alarm": 0.25, "run": 0.5, "coroutine": 0.75, "pool": 1.0, "child": 0.125}
     wanted |= {"client": 0.375}
     names = [*wanted, "client", "interrupts", "wrong", "long", "text", "raises", "leaves"]
-    names += ["library", "dies", "alarm", "hangs", "pool"]
+    names += ["library", "dies", "alarm", "hangs", "pool", "child"]
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
     found = worker.score([[(prompt, [name])] for name in names])
+    # One request for each group, and one for each process: the first, after a death, after a hang.
+    assert Counter(sent) == {m.score_group: len(names), os.getpid: 3}
     for name, (rewards,) in zip(names, found, strict=True):
         assert isinstance(rewards, str) is (name not in wanted), rewards
         assert isinstance(rewards, str) or rewards == [wanted[name]]
     for name in ("raises", "library"):
-        assert "own_rewards.py, line" in found[names.index(name)][0]
-    assert all(len(told) < 500 and "\n" not in told for (told,) in found if isinstance(told, str))
-    assert "sleep 1000" not in " ".join(left(mark, 1))  # it ended with the process that died
+        assert "user_rewards.py, line" in found[names.index(name)][0]
+    assert all(len(text) < 500 and "\n" not in text for (text,) in found if isinstance(text, str))
+    # One child ended with the process that died, the other is killed when the worker is released.
+    assert sum("sleep 1000" in line for line in left(mark, 1)) == 1
     worker.release()
     assert left(mark) == []
 
@@ -1676,17 +1710,17 @@ import sys, time
 sys.path.insert(0, sys.argv[1])
 import monarch_rl as m
 if __name__ == "__main__":
-    cfg = m.Config(model="x", task=sys.argv[2], reward=sys.argv[3])
+    cfg = m.Flags(model="x", task=sys.argv[2], reward=sys.argv[3])
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
-    own = m.UserProcess(cfg)
-    print(own([(prompt, ["child"])]), flush=True)
-    own([(prompt, ["stuck"])])
+    score = m.UserProcess(cfg)
+    print(score([(prompt, ["child"])]), flush=True)
+    score([(prompt, ["stuck"])])
 """
 
 
 def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
-    cfg = own_rewards(tmp_path)
+    cfg = user_rewards(tmp_path)
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
     worker = subprocess.Popen(
@@ -2001,7 +2035,7 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) -
     published: list[int] = []
 
     def adam() -> Any:
-        return m.Learner(m.Policy(CFG, torch.float32), CFG)
+        return m.Learner(m.HubPolicy(CFG, torch.float32), CFG)
 
     one = adam()
     episodes = episodes_of(one)
@@ -2279,12 +2313,12 @@ def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None
 
 
 def spoken(turn_of: list[int], rewards: list[float]) -> m.Episode:
-    prompt = m.letter_task(CFG).prompt(0)
+    prompt = m.LetterTask(CFG.seed).prompt(0)
     return m.Episode(prompt, ids=list(range(3, 3 + len(turn_of))), turn_of=turn_of, rewards=rewards)
 
 
 def single(policy: m.Policy, num_prompts: int, seed: int) -> list[m.Episode]:
-    task = m.letter_task(CFG)
+    task = m.LetterTask(CFG.seed)
     prompts = [task.prompt(number) for number in range(num_prompts)]
     episodes = m.rollout(policy, prompts, 1, seed)
     for episode in episodes:
@@ -2379,7 +2413,7 @@ def preferences(path: Path, num_lines: int) -> str:
     return str(path)
 
 
-def asked(*responses: str, num_turns: int = 1) -> m.Asked:
+def asked(*responses: str, num_turns: int = 1) -> m.Conversations:
     turns = tuple(m.user_turn(text, text) for text in ("abc", "bcd")[:num_turns])
     return [(m.Prompt(0, turns), [said] * num_turns) for said in responses]
 
@@ -2537,7 +2571,7 @@ def test_a_conversation_that_is_over_stays_however_long() -> None:
 
 def test_kl_holds_to_the_weights_after_the_warm_start() -> None:
     cfg = replace(CFG, kl=0.1, prompts_per_step=2, sft_steps=2)
-    policy = m.Policy(cfg, torch.float32)
+    policy = m.HubPolicy(cfg, torch.float32)
     before = {name: p.clone() for name, p in policy.model.state_dict().items()}
     learner = m.user_learner(policy, cfg, 0)
     reference, weight = learner.penalty.args
