@@ -4148,7 +4148,7 @@ async def demo_hosts(report: Report) -> None:
     await service.until_ready(4)
     answers += await gather(read(), read())
 
-    # Each read waited for the next version, so each host has pulled 25 or more.
+    # Each read waited for the next version, so 25 or more were pulled.
     moved_bytes = await pool.outlet.traffic.call_one()
     publishing.cancel()
     per_host = sum(moved_bytes.values()) / len(moved_bytes)
