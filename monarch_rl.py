@@ -169,21 +169,21 @@ def stage(instead: str) -> Callable[..., Any]:
     return register
 
 
+@dataclass
 class Report:
     """Prints what a stage measures, and keeps it for --json."""
 
-    def __init__(self, cfg: Config, folder: Path, pool: Pool) -> None:
-        self.cfg = cfg
-        self.folder = folder  # for temporary files
-        self.pool = pool  # starts processes: section 6
-        self.stages: list[Record] = []  # the last one is running
+    cfg: Config
+    folder: Path  # for temporary files
+    pool: Pool  # starts processes: section 6
+    stages: list[Record] = field(default_factory=list)  # the last one is running
 
     def say(self, text: str) -> None:
         print(f"       {text}")
 
     def table(self, rows: list[Record]) -> None:
         """Prints rows with the same keys, which become the heads of the columns."""
-        self.stages[-1]["tables"].append(rows)
+        self.stages[-1]["rows"] += rows
         shown = tabulate(rows, headers="keys", tablefmt="plain", floatfmt=".3g")
         for line in shown.splitlines():
             self.say(line)
@@ -887,10 +887,12 @@ class Processes:
 class Pool:
     """Starts and ends the processes of replicas. Part II keeps some of them for the next one."""
 
+    bootstrap: Callable[[], None] | None = None  # runs first in each process
+
     async def start(self, num_ranks: int) -> Processes:
         """Returns new processes, one for each rank."""
         name = f"process_{time.monotonic_ns()}"
-        mesh = this_host().spawn_procs(per_host={"rank": num_ranks}, name=name)
+        mesh = this_host().spawn_procs({"rank": num_ranks}, self.bootstrap, name)
         # A first actor tells the process ids, and ends.
         worker = mesh.spawn(f"{name}_first", Worker, name)
         ids = await worker.ping.call()
@@ -2789,8 +2791,8 @@ class Flags(Config):
 
 # == YOUR OWN DATA ====
 # Problem. A run needs a model, prompts and a judge of responses, and this file knows none of them.
-#   Models have their own templates and ends, and data has wrong lines. A reward function raises, hangs, forks, sets signal handlers, and returns anything. None
-#   of this may end a run.
+#   Models have their own templates and ends; data has wrong lines; a reward function raises, hangs,
+#   forks, sets signal handlers, and returns anything. None of this may end a run.
 # Rule. A task has two methods: `prompt(number)` returns a prompt, and `score(prompt, responses)` a
 #   reward for each of its turns. The tasks are words, the lines of a FILE.jsonl, or a class in a
 #   FILE.py; a function in a FILE.py may score in their place. Without it, a response to a line is
@@ -3623,10 +3625,8 @@ async def demo_recovery(report: Report) -> None:
 # -- the command ---
 
 
-async def run_user_command(report: Report) -> Record:
+async def run_user_command(report: Report, cfg: Flags) -> Record:
     """Makes the run of --train, --evaluate and --export. Returns the figures of --json."""
-    cfg = report.cfg
-    assert isinstance(cfg, Flags)
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
@@ -3645,6 +3645,7 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
     """Trains, evaluates, exports and reports, as the flags say."""
     cfg = run.cfg
     start_s = time.time()
+    first = run.version
     # Version 0 is kept once, so that a resumed run begins from the same weights.
     model = checkpoints.folder / "model"
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
@@ -3662,7 +3663,7 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
     if cfg.evaluate and figures["evaluation"]["greedy"] is None:
         raise RunError("nothing scored")
     if cfg.report:
-        record = await record_of(run, f"K = {cfg.max_staleness}", start_s)
+        record = await record_of(run, f"K = {cfg.max_staleness}", start_s, run.version - first)
         write_page(cfg.report, [record])
     return figures
 
@@ -3962,9 +3963,9 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
     # The longest list of modules: the layers.
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     for unit in [*max(lists, key=len), model]:
-        fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
+        sharded: Any = fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
         # The ranks' losses have one denominator, so their gradients add up.
-        unit.set_gradient_divide_factor(1.0)
+        sharded.set_gradient_divide_factor(1.0)
 
 
 def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
@@ -4026,8 +4027,15 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 # is ready after 16 ms. So processes outlive their actors, and go back to the pool.
 
 
+def add_user_folder() -> None:
+    """Appends the folder of the user's task: messages may have objects of its classes."""
+    sys.path.append(environ.get("MONARCH_RL_TASK", ""))  # last, so that it hides no module
+
+
 class WarmPool(Pool):
     """Keeps the processes of actors that have ended, for the next ones."""
+
+    bootstrap = staticmethod(add_user_folder)
 
     def __init__(self) -> None:
         self.idle: list[Processes] = []
@@ -4038,19 +4046,13 @@ class WarmPool(Pool):
             if len(processes.ids) == num_ranks:
                 self.idle.remove(processes)
                 return processes
-        processes = await super().start(num_ranks)
-        # A first actor makes the user's folder importable.
-        name = f"prepare_{time.monotonic_ns()}"
-        worker = processes.mesh.spawn(name, Worker, name)
-        await worker.run.call(add_user_folder)
-        await worker.stop()
-        return processes
+        return await super().start(num_ranks)
 
     async def end(self, replica: Replica) -> None:
         """Keeps the process of an idle replica of one rank. Kills all others."""
         is_idle = replica.is_ready and not replica.in_flight and not replica.lost.done()
         if is_idle and len(replica.processes.ids) == 1:
-            with suppress(ActorError, SupervisionError, TimeoutError):
+            with suppress(Exception):  # of several types: it cannot be reused
                 await wait_for(replica.worker.run.call(release), 10)
                 await replica.worker.stop()
                 self.idle.append(replica.processes)
@@ -4059,11 +4061,6 @@ class WarmPool(Pool):
 
     async def close(self) -> None:
         await gather(*[processes.kill() for processes in self.idle])
-
-
-def add_user_folder(worker: Worker) -> None:
-    """Appends the folder of the user's task: messages may have objects of its classes."""
-    sys.path.append(environ.get("MONARCH_RL_TASK", ""))  # last, so that it hides no module
 
 
 def release(worker: Worker) -> None:
@@ -4487,38 +4484,127 @@ async def demo_reward_model(report: Report) -> None:
 
 
 # == 16. HOSTS ====
+# Terms. A *worker host* is a machine that runs `--worker`. A process on it, the *Monarch host*,
+#   starts generators. The *agent* is an actor beside each generator, which answers pings. The
+#   *relay*, a thread of one generator, copies weights to its host. The *outlet*, an actor of the
+#   main process, leases slots for relays.
 # Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
 #   and if the command dies, its processes on other hosts run on.
-# Rule. Only generators run on worker hosts, as children of a process, the Monarch host. Unanswered
-#   pings detect its loss (section 5); then another one starts. On each host a thread, the relay,
-#   pulls versions (section 3) into an arena of that host (section 7). An actor, the outlet, leases
-#   slots for relays.
+# Rule. Only generators run on worker hosts. The relay pulls each version (section 3) into an arena
+#   of its host (section 7), from which all generators there read. The command pings the agents:
+#   without an answer the host is lost (section 5), and a new Monarch host is started. A Monarch
+#   host that gets no pings is killed, so none outlives its command.
 # Cost. One transfer per version and host, an arena on each, and the work of a lost host.
+# Read on. `relay` and `Outlet.lease` are the idea; the rest starts, finds and ends processes.
 #
 #   machine of the command                    worker host
 #   Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
 #                +------ bytes, RDMABuffer ---->+
 #
-# `--worker FOLDER` notes its address in a folder that all machines see; `--hosts FOLDER` reads it.
+# `--worker FOLDER` writes its address into a folder that all machines see; `--hosts FOLDER` reads
+# it.
 
-HOST_FOLDER = "MONARCH_RL_WORKER"  # environment variable: a host's folder
-SILENCE_S = 5.0  # a host is lost without a ping
-# Signals that end a command; not SIGHUP if nohup has it ignored.
-ENDING = [
-    number
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    if signal.getsignal(number) != signal.SIG_IGN
-]
+# -- 16a. One transfer per version and host ---
 
-# PR_SET_PDEATHSIG (1): SIGKILL (9) when the parent ends, as in Monarch's processes.
-WITH_PARENT = "import sys, ctypes; ctypes.CDLL(None).prctl(1, 9)\n"
-MONARCH_HOST = """from monarch.actor import run_worker_loop_forever as run
-run(address=sys.argv[1], ca="trust_all_connections")"""
+HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # environment variable: a local folder of the Monarch host
+
+
+def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
+    """Copies versions from the trainer's arena into the arena of this host, for ever.
+
+    number: of the reader that started it, whose lease in the trainer's arena it has.
+    """
+    version = Arena.NOTHING
+    try:
+        while True:
+            # Until the next call, the trainer does not write into what this call leases. There are
+            # no weights if the version is still the latest.
+            version, weights = outlet.lease.call_one(handle, number, version).get()
+            if weights:
+                # As a publish does: fill a slot that nobody reads, then make it the latest.
+                slot = arena.free_slot()
+                weights.read_into(arena.slots[slot], timeout=600).get()
+                outlet.count.broadcast(version, environ[HOST_FOLDER], arena.slots[slot].nbytes)
+                arena.commit(version, slot)
+            time.sleep(0.01)
+    finally:
+        # A process without its relay would answer pings, and sample from old weights.
+        os._exit(1)
+
+
+class Outlet(Actor):
+    """Leases slots of the trainer's arena to relays. It lives in the main process."""
+
+    def __init__(self) -> None:
+        self.handle: ArenaHandle | None = None
+        self.moved_bytes: Counter[tuple[int, str]] = Counter()  # of each version on each host
+
+    @endpoint
+    async def lease(
+        self, handle: ArenaHandle, reader: int, newest: int
+    ) -> tuple[int, RDMABuffer | None]:
+        """Returns the latest version and a handle of its slot, or None if it is `newest`."""
+        # The first call, or a new trainer: map its arena, and make a handle for each slot.
+        if handle != self.handle:
+            self.handle = handle
+            self.arena = Arena(handle)
+            self.buffers = [RDMABuffer(slot) for slot in self.arena.slots]
+        version, slot = self.arena.lease(reader)  # mechanism: hosts
+        return version, None if version == newest else self.buffers[slot]
+
+    @endpoint
+    async def count(self, version: int, host: str, num_bytes: int) -> None:
+        self.moved_bytes[version, host] += num_bytes
+
+    @endpoint
+    async def traffic(self) -> Counter[tuple[int, str]]:
+        return self.moved_bytes
+
+
+def relayed_reader(
+    outlet: Outlet, handle: ArenaHandle, number: int, tensors: Weights
+) -> WeightReader:
+    """Returns a reader of this host's arena. The first reader creates it, and starts the relay.
+
+    handle: of the trainer's arena.
+    """
+    # A file per trainer has the handle of this host's arena. One process at a time opens it.
+    with open(Path(environ[HOST_FOLDER], handle.path.replace("/", "_")), "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not file.seek(0, os.SEEK_END):  # an empty file: this is the first reader
+            host_handle, arena = create_arena(handle.layout, handle.num_readers)
+            pickle.dump(host_handle, file)
+            # In this context, as in Worker.run, the thread may send messages.
+            run = contextvars.copy_context().run
+            threading.Thread(target=run, args=(relay, outlet, handle, number, arena)).start()
+        file.seek(0)
+        return WeightReader(pickle.load(file), number, tensors)
+
+
+# -- 16b. On a worker host ---
+
+SILENCE_S = 5.0  # without a ping or an answer for so long, a host is lost
+
+# Programs for `start_python`. The one value of `ca` that Monarch 0.7 accepts is no choice against
+# certificates: at an address that begins with tls:// (this_url) its transport checks them.
+MONARCH_HOST = """from monarch.actor import run_worker_loop_forever
+run_worker_loop_forever(address=sys.argv[1], ca="trust_all_connections")"""
+WORKER_HOST = """from importlib import import_module
+import_module(sys.argv[1]).serve_worker(*sys.argv[2:])"""
+
+
+def start_python(program: str, *args: str, **variables: str) -> subprocess.Popen[bytes]:
+    """Starts a program that the kernel kills when this process ends."""
+    # prctl(PR_SET_PDEATHSIG, SIGKILL), which Python does not have.
+    prelude = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9)\n"
+    command = [sys.executable, "-c", prelude + program, *args]
+    return subprocess.Popen(command, env=environ | variables)
 
 
 def this_url() -> str:
-    """The protocol and address by which others reach this machine."""
+    """Returns the protocol and the address by which others reach this machine."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
+    # Mutual TLS: each side shows a certificate that the CA has signed.
     if all(environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
         return f"tls://{address}"
     print("tcp://, not tls://: anyone who reaches these ports can run code here")
@@ -4526,7 +4612,8 @@ def this_url() -> str:
 
 
 def serve_worker(folder: str, url: str) -> None:
-    """--worker: restarts its Monarch host after each loss, until a signal. url: no port."""
+    """Runs one Monarch host after another, until a signal ends --worker. url: without a port."""
+    # SystemExit passes through `finally` below.
     for number in ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     note = Path(folder) / url.rpartition("/")[-1]
@@ -4538,17 +4625,21 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    """Runs a Monarch host until no ping comes for SILENCE_S (at first 305 s)."""
-    # A new port: Monarch cannot attach to the address of a lost host again.
+    """Runs a Monarch host until it is lost, or without a ping for SILENCE_S.
+
+    note: gets its address. The name of the file is the name of this machine.
+    """
+    # A free port, and a new one: Monarch cannot attach to the address of a lost host again.
     with socket.create_server((note.name, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        # Agents touch this file at each ping. The first ping has 300 s more.
         pinged = Path(folder) / "pinged"
         pinged.touch()
-        os.utime(pinged, (0, time.time() + 300))  # 300 s more for the first ping
-        command = [sys.executable, "-c", WITH_PARENT + MONARCH_HOST, url]
-        host = subprocess.Popen(command, env=environ | {HOST_FOLDER: folder, "TMPDIR": folder})
+        os.utime(pinged, (0, time.time() + 300))
+        host = start_python(MONARCH_HOST, url, **{HOST_FOLDER: folder, "TMPDIR": folder})
         write_note(note, url.encode())
+        # The kill ends the host's children, too; an agent asks for it by removing the file.
         while host.poll() is None:
             time.sleep(0.1)
             if not pinged.exists() or time.time() - pinged.stat().st_mtime > SILENCE_S:
@@ -4556,27 +4647,31 @@ def run_host(note: Path, url: str) -> None:
 
 
 def write_note(note: Path, content: bytes) -> None:
-    """Writes a note; no reader finds a half of it."""
+    """Writes a file in one step: readers find the old content or the new one."""
     hidden = note.with_name("." + note.name)
     hidden.write_bytes(content)
     hidden.replace(note)
 
 
 def urls_in(folder: Path) -> list[str]:
-    """The addresses of the worker hosts, from the notes in a folder."""
-    found = []
+    """Returns the addresses of the Monarch hosts, such as "tcp://node7:41234"."""
+    urls = []
     for note in folder.glob("[!.]*"):
-        with suppress(FileNotFoundError):
-            found.append(note.read_text())
-    return found
+        with suppress(FileNotFoundError):  # the host has just ended
+            urls.append(note.read_text())
+    return urls
+
+
+# -- 16c. Processes on other hosts ---
 
 
 class HostAgent(Actor):
-    """One per process of a Monarch host. A ping touches a file that run_host watches."""
+    """Shows run_host that the command lives. There is one in each process of a Monarch host."""
 
     @concurrent_endpoint
     async def ping(self) -> int:
-        os.utime(Path(environ[HOST_FOLDER], "pinged"))  # raises once it is removed
+        # Raises if the file has been removed: a host that is ending answers no ping.
+        os.utime(Path(environ[HOST_FOLDER], "pinged"))
         return os.getpid()
 
     @concurrent_endpoint
@@ -4589,32 +4684,35 @@ class HostProcess(Processes):
     """A process on a worker host. All processes of a Monarch host end together."""
 
     agent: Any
-    lost: asyncio.Future[str]  # why, for all processes of the host
+    lost: asyncio.Future[str]  # the reason, for all processes of the host
 
     def deaths(self) -> list[Awaitable[str]]:
+        # A watch that ends cancels what it awaits. The shield keeps the future, which is shared.
         return [until_unresponsive(self.agent, SILENCE_S), asyncio.shield(self.lost)]
 
     async def kill(self) -> None:
         if not self.lost.done():
             self.lost.set_result("was on a host that is lost")
-        self.agent.end_host.broadcast()  # if it is dead, missing pings do it
+        # A dead agent does not hear this. Then the missing pings end the host.
+        self.agent.end_host.broadcast()
 
 
 class HostPool(Pool):
-    """Processes on worker hosts, on each at most the same number. None is used twice.
+    """Processes on worker hosts, at most ceil(n / hosts) on each. A process is never reused.
 
-    Unused processes get no pings, so their Monarch host ends.
+    After a command nothing pings the processes, and their Monarch host exits (see run_host).
     """
 
     def __init__(self, folder: Path, num_processes: int) -> None:
         self.folder = folder
         self.share = ceil(num_processes / len(urls_in(folder)))
-        self.started: Counter[str] = Counter()  # processes of each Monarch host
-        self.lost: dict[str, Any] = defaultdict(asyncio.Future)  # of each Monarch host
+        # By the address of a Monarch host: its processes, and the future that tells of its loss.
+        self.started: Counter[str] = Counter()
+        self.lost: dict[str, Any] = defaultdict(asyncio.Future)
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
 
     async def start(self, num_ranks: int) -> HostProcess:
-        """Starts a process on a host with less than its share, or waits. Raises RunError."""
+        """Starts a process on a host with less than its share, or waits for such a host."""
         while True:
             for url in urls_in(self.folder):
                 if self.started[url] < self.share and not self.lost[url].done():
@@ -4623,84 +4721,19 @@ class HostPool(Pool):
             await sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
+        """Starts a process and its agent. Raises RunError if the host does not answer."""
         print(f"starting on {url}")
+        # For this value of `ca` see MONARCH_HOST.
         host = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[url])
         mesh = host.spawn_procs({"rank": 1})
         agent = mesh.spawn("agent", HostAgent)
         try:
             pid = await wait_for(agent.ping.call_one(), 4 * SILENCE_S)
-        except Exception:
+        except Exception:  # of several types: silence, or a refused connection
             self.started[url] -= 1
             what = "is its port open, and are both certificates of one CA?"
             raise RunError(f"no answer from {url}: {what}") from None
         return HostProcess(mesh, [pid], agent, self.lost[url])
-
-
-# -- weights for another host ---
-
-
-class Outlet(Actor):
-    """In the main process: leases slots of the trainer's arena for the relays."""
-
-    def __init__(self) -> None:
-        self.handle: ArenaHandle | None = None
-        self.moved: Counter[int] = Counter()  # bytes of each version
-
-    @endpoint
-    async def lease(
-        self, handle: ArenaHandle, reader: int, newest: int
-    ) -> tuple[int, RDMABuffer | None]:
-        """The latest version and its slot; None if it is `newest`, which the relay has.
-
-        The trainer does not write into this slot before this reader's next call.
-        """
-        if handle != self.handle:  # that of a new trainer
-            self.handle = handle
-            self.arena = Arena(handle)
-            self.buffers = [RDMABuffer(slot) for slot in self.arena.slots]
-        version, slot = self.arena.lease(reader)  # mechanism: hosts
-        if version == newest:
-            return version, None
-        self.moved[version] += self.buffers[slot].size()
-        return version, self.buffers[slot]
-
-    @endpoint
-    async def traffic(self) -> Counter[int]:
-        return self.moved
-
-
-def relayed_reader(
-    outlet: Outlet, handle: ArenaHandle, number: int, tensors: Weights
-) -> WeightReader:
-    """A reader of this host's copy of an arena. The first reader starts the relay."""
-    note = Path(environ[HOST_FOLDER]) / handle.path.replace("/", "_")
-    try:
-        note.touch(exist_ok=False)
-    except FileExistsError:
-        while not note.stat().st_size:  # another reader is making the copy
-            time.sleep(0.01)
-    else:
-        own_handle, arena = create_arena(handle.layout, handle.num_readers)
-        run: Any = contextvars.copy_context().run  # as in Worker.run
-        threading.Thread(target=run, args=(relay, outlet, handle, number, arena)).start()
-        write_note(note, pickle.dumps(own_handle))
-    return WeightReader(pickle.loads(note.read_bytes()), number, tensors)
-
-
-def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
-    """Copies new versions into slots, for ever. A failure ends the process."""
-    newest = Arena.NOTHING
-    try:
-        while True:
-            version, weights = outlet.lease.call_one(handle, number, newest).get()
-            if weights:
-                slot = arena.free_slot()
-                weights.read_into(arena.slots[slot], timeout=600).get()
-                arena.commit(version, slot)
-                newest = version
-            time.sleep(0.01)
-    finally:
-        os._exit(1)  # or readers would wait for ever
 
 
 # -- measurement ---
@@ -4712,13 +4745,15 @@ async def demo_hosts(report: Report) -> None:
 
     Two worker hosts on this machine, each with two readers of 8 MiB. One is killed.
     """
+    # Two addresses of this machine stand for two machines.
     folder = Path(tempfile.mkdtemp(dir=report.folder))
-    code = WITH_PARENT + f"__import__({THIS_FILE.stem!r}).serve_worker(*sys.argv[1:])"
     workers = []
     for url in ("tcp://127.0.0.2", "tcp://127.0.0.3"):
-        workers.append(subprocess.Popen([sys.executable, "-c", code, str(folder), url]))
+        workers.append(start_python(WORKER_HOST, THIS_FILE.stem, str(folder), url))
     while len(urls_in(folder)) < 2:
         await sleep(0.01)
+
+    # The service of section 7, with another pool and another way to make readers.
     pool = HostPool(folder, 4)
     writer = WeightWriter(blocks(4), 4)
     make_reader = partial(relayed_reader, pool.outlet, writer.handle)
@@ -4731,34 +4766,36 @@ async def demo_hosts(report: Report) -> None:
 
     publishing = ensure_future(publish())
     await service.begin()
+    # Two requests of 25 reads; then one of the hosts goes, and two more requests follow.
     read = partial(service.request, "read", 25, 1, True)
     reading = gather(read(), read())
     await sleep(0.1)
     await service.replicas[0].processes.kill()  # ends its whole host
-    found = await reading
+    answers = await reading
     await service.until_ready(4)
-    found += await gather(read(), read())
-    moved: Counter[int] = Counter()
-    while len(moved) < 50:  # versions
-        await sleep(0.1)
-        moved = await pool.outlet.traffic.call_one()
-    publishing.cancel()
+    answers += await gather(read(), read())
 
+    # Each read waited for the next version, so 25 or more were pulled.
+    moved_bytes = await pool.outlet.traffic.call_one()
+    publishing.cancel()
     model_bytes = sum(tensor.nbytes for tensor in writer.tensors.values())
-    report.check("torn reads of 100", sum(torn for torn, _ in found), "==", 0)
-    per_host = max(moved.values()) / model_bytes / 2  # hosts
-    report.check("bytes per version and host / bytes of the model", per_host, "<", 1.05)
+    ratio = sum(moved_bytes.values()) / len(moved_bytes) / model_bytes
+    report.check("torn reads of 100", sum(torn for torn, _ in answers), "==", 0)
+    report.check("bytes per version and host / bytes of the model", ratio, "==", 1)
     await service.close()
     for worker in workers:
         worker.terminate()
         worker.wait()
 
 
-# -- the page ---
-#
-# --report writes one HTML file: a plot (lane) per process and value of a run, and the checks of
-# the stages. A slider selects the run.
+# == THE PAGE ====
+# Problem. Means over a run do not show which process waited for which, and when.
+# Rule. --report writes one HTML file with a small plot, a lane, for each process (its busy share
+#   over the time) and for each value of a run (over the steps). After the tour the file has four
+#   runs, one for each of four bounds on staleness, and a slider selects the run.
+# Cost. After the tour, four more runs of 60 steps.
 
+# The head of the file. A section per run follows; the script shows the one of the slider's value.
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -4769,7 +4806,7 @@ PAGE = """<!doctype html>
 input { width: 100%; }
 svg { display: block; height: 2rem; outline: 1px solid gray; }
 path { fill: #2a7fd4; }
-p, td + td { overflow-wrap: anywhere; }
+p { overflow-wrap: anywhere; }
 </style>
 <script type="module">  // a module waits for the sections
 const runs = document.querySelectorAll("section");
@@ -4787,50 +4824,63 @@ if (runs.length > 1) slider.oninput();
 """
 
 
-async def record_of(run: Run, title: str, start_s: float) -> Record:
-    """What the page shows of a run: all steps, and its processes since start_s."""
+async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Record:
+    """Returns what the page shows of a run: all steps, and its processes since start_s.
+
+    num_steps: those since start_s.
+    """
     seconds = time.time() - start_s
     timeline = await get_or_spawn_controller("timeline", Timeline)
-    spans = await timeline.read.call_one()
+    spans = [span for span in await timeline.read.call_one() if span.end_s > start_s]
+
+    # A line such as "40 steps in 12.3 s; generator_0 has died at 7.1 s".
     rows = run.progress.rows
-    summary = f"{sum(row['time'] > start_s for row in rows)} steps in {seconds:.1f} s"
-    for loss in [loss for service in run.services for loss in service.failures]:
-        noticed_s = loss.noticed_s - start_s
-        summary += f"; {loss.name} {loss.lost.result()} at {noticed_s:.1f} s"
-    spans = [span for span in spans if span.end_s > start_s]
-    # 2000 samples over the run, 1 where busy; means of 10 give 200 busy shares.
+    summary = f"{num_steps} steps in {seconds:.1f} s"
+    for service in run.services:
+        for failed in service.failures:
+            noticed_s = failed.noticed_s - start_s
+            summary += f"; {failed.name} {failed.lost.result()} at {noticed_s:.1f} s"
+
+    # 2,000 samples of the time, each 1 or 0, so that overlapping spans do not count twice. Means of
+    # ten of them: 200 busy shares, as many as a narrow screen can show.
     busy = {span.who: torch.zeros(2000) for span in spans}
     for span in spans:
         first = max(0, int((span.start_s - start_s) / seconds * 2000))
         busy[span.who][first : int((span.end_s - start_s) / seconds * 2000)] = 1
     lanes = {who: busy[who].view(200, 10).mean(1).tolist() for who in sorted(busy)}
+
+    # Values over the steps. A step may have no reward (NaN), and an evaluation no accuracy.
     for name in ("reward", "staleness"):
         lanes[name] = [row[name] for row in rows if math.isfinite(row[name])]
-    lanes["held-out accuracy"] = [found for _, found in run.progress.heldout if found is not None]
+    accuracies = [accuracy for _, accuracy in run.progress.heldout if accuracy is not None]
+    lanes["held-out accuracy"] = accuracies
     return {"title": title, "seconds": seconds, "summary": summary, "lanes": lanes}
 
 
 async def sweep(report: Report) -> list[Record]:
-    """Runs from the same weights, at four bounds on staleness."""
+    """Trains from the same weights with four bounds on staleness. Returns their records."""
     records = []
-    for bound in (0, 1, 2, 4):
+    for max_staleness in (0, 1, 2, 4):
         run = await begin_demo(report)
         start_s = time.time()
-        await (train_async(run, bound, 60) if bound else train_sync(run, 60))
-        records.append(await record_of(run, f"K = {bound}", start_s))
+        await (train_async(run, max_staleness, 60) if max_staleness else train_sync(run, 60))
+        records.append(await record_of(run, f"K = {max_staleness}", start_s, 60))
         await run.close()
     return records
 
 
 def picture(name: str, run: Record, runs: list[Record]) -> str:
-    """A lane of a run, as HTML. All runs have the same scales."""
+    """Returns a lane of a run, as HTML, on the scales of all runs: height and seconds."""
     values = run["lanes"][name]
     scale = [0.0, 1.0]
     for other in runs:
         scale += other["lanes"].get(name, [])
     width = run["seconds"] / max(other["seconds"] for other in runs)
     text = f"{name}: mean {fmean(values):.3g}"
-    steps = "".join(f"V{-value:.3f}h1" for value in values)  # y points downwards
+    # [0.5, 1] -> M0 0 V-0.500h1 V-1.000h1 V0: from the origin up to 0.5, 1 to the right, up to 1,
+    # 1 to the right, and down. The browser fills the area. y points downwards, hence the minus.
+    steps = "".join(f"V{-value:.3f}h1" for value in values)
+    # viewBox: left, top, width and height of the plot, which is stretched to the lane.
     return f"""<p>{text}<svg role="img" aria-label="{text}" width="{width:.1%}"
         viewBox="0 {-max(scale)} {len(values)} {max(scale) - min(scale)}"
         preserveAspectRatio="none"><path d="M0 0{steps}V0"/></svg>"""
@@ -4840,6 +4890,7 @@ def write_page(path: str, runs: list[Record]) -> None:
     """Writes the page. runs: of `record_of`."""
     page = PAGE
     for run in runs:
+        # Reasons of losses may quote what a user's code raised, so they are escaped.
         page += f"<section><h2>{run['title']}</h2><p>{html.escape(run['summary'])}"
         for name, values in run["lanes"].items():
             page += picture(name, run, runs) if values else ""
@@ -4848,12 +4899,70 @@ def write_page(path: str, runs: list[Record]) -> None:
 
 
 # == THE COMMAND LINE ====
+# A command reads and checks its flags, sets the environment of all its processes, and runs stages,
+# a run of the user, or a worker host. Whatever ends it, its processes end with it.
 
-# Supervision, threads, no imports from the current folder, no chatter.
-ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
-    HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE=5s HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE=5s
-    OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore PYTHONSAFEPATH=1
-    TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1"""
+# Variables of this process and of all that it starts. What the user has set stays.
+ENVIRONMENT = {
+    # Monarch's own supervision: how often it polls, and how long an actor or a process may be
+    # silent (section 5). Services detect losses sooner.
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
+    "OMP_NUM_THREADS": "1",  # a thread per process: there are more processes than cores
+    "TOKENIZERS_PARALLELISM": "false",  # no threads of the tokenizer, and no warning after a fork
+    "PYTHONSAFEPATH": "1",  # a math.py in the current folder does not replace Python's
+    # Nothing but this file's lines on the terminal.
+    "PYTHONWARNINGS": "ignore",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+# Signals that end a command. One that is ignored, as SIGHUP is under nohup, stays ignored.
+ENDING = [
+    number
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN
+]
+# Flags of earlier versions.
+RENAMED = {"--passes": "--epochs", "--tokens-per-pass": "--tokens-per-micro-batch"}
+
+
+def read_flags(argv: list[str] | None) -> Flags:
+    """Returns the flags, checked. Raises UsageError or ArgumentError."""
+    # The comments of the two classes are the help: of `steps: int = 100  # updates of the policy`
+    # the text {"steps": "updates of the policy"}. A class ends with two empty lines.
+    texts: dict[str, str] = {}
+    for name in ("Config", "Flags"):
+        _, _, source = THIS_FILE.read_text().partition(f"\nclass {name}")
+        texts |= re.findall(r"(\w+): .*  # (.*)", source.partition("\n\n\n")[0])
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    names = []
+    for each in fields(Flags):
+        options: Any = {"action": "store_true"}
+        if not isinstance(each.default, bool):
+            # The values of a Literal; None allows all.
+            choices = get_args(get_type_hints(Flags)[each.name]) or None
+            if each.name in ("stage", "only"):
+                choices = [*STAGES]
+            options = {"type": type(each.default), "choices": choices}
+        text = f"{texts[each.name]} ({each.default})".replace("%", "%%")
+        name = "--" + each.name.replace("_", "-")
+        names.append(name)
+        # Flags that are not given are left out: those of --checkpoint go before the defaults.
+        parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        nearest = RENAMED.get(name, difflib.get_close_matches(name, names, 1))
+        raise UsageError(f"unknown: {name}; nearest: {nearest}")
+
+    # The paths are tried only if the flags agree, because that creates folders.
+    cfg = Flags(**with_saved_flags(vars(known)))
+    mistakes = [*mistakes_in(cfg)] or [*mistaken_paths(cfg)]
+    if mistakes:
+        raise UsageError(mistakes[0])
+    return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
 
 def line_with(text: str) -> int:
@@ -4862,100 +4971,79 @@ def line_with(text: str) -> int:
 
 
 def title_of(stage: Stage) -> str:
+    """Returns a line such as "[4/16] controllers: Actors that never met ...  (line 415)"."""
     place = f"[{[*STAGES].index(stage.name) + 1}/{len(STAGES)}]"
     line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
     return f"{place} {stage.name}: {stage.claim}  (line {line})"
 
 
-def read_flags(argv: list[str] | None) -> Flags:
-    """Parses flags; Config's comments are their help. Raises UsageError or ArgumentError."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    names = []
-    texts: dict[str, str] = {}
-    for name in ("class Config", "class Flags"):
-        _, _, source = THIS_FILE.read_text().partition(f"\n{name}")
-        texts |= dict(re.findall(r"(\w+): .*  # (.*)", source.partition("\n\n\n")[0]))
-    for each in fields(Flags):
-        options: Any = {"action": "store_true"}
-        if not isinstance(each.default, bool):
-            choices = get_args(get_type_hints(Flags)[each.name]) or None
-            options = {"type": type(each.default), "choices": choices}
-        text = f"{texts[each.name]} ({each.default})".replace("%", "%%")
-        name = "--" + each.name.replace("_", "-")
-        names.append(name)
-        parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
-    known, unknown = parser.parse_known_args(argv)
-    cfg = Flags(**with_saved_flags(vars(known)))
-    unknown += [name for name in (cfg.stage, cfg.only) if name and name not in STAGES]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], [*names, *STAGES], 1)
-        raise UsageError(f"unknown: {unknown[0]}; nearest: {near}")
-    mistakes = [*mistakes_in(cfg)] or [*mistaken_paths(cfg)]
-    if mistakes:
-        raise UsageError(mistakes[0])
-    return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
-
-
-async def run_stages(report: Report) -> Record:
-    """Runs the stages asked for. An exception counts as a failed check."""
-    cfg = report.cfg
-    assert isinstance(cfg, Flags)
+async def run_stages(report: Report, cfg: Flags) -> Record:
+    """Runs the tour, or a part of it. An exception counts as a failed check."""
     names = [*STAGES]
     names = names[: names.index(cfg.stage) + 1] if cfg.stage else names
     for stage in [STAGES[name] for name in ([cfg.only] if cfg.only else names)]:
         print("\n" + title_of(stage))
-        found: Record = {"name": stage.name, "checks": [], "tables": []}
-        report.stages.append(found)
+        result: Record = {"name": stage.name, "checks": [], "rows": []}
+        report.stages.append(result)  # filled by the demo
         start = time.monotonic()
         try:
             await stage.demo(report)
         except Exception as error:
             traceback.print_exc()
             report.check(f"errors that ended the stage ({cause_of(error)})", 1, "==", 0)
-        found["seconds"] = round(time.monotonic() - start, 2)
+        result["seconds"] = round(time.monotonic() - start, 2)
+        # The reader's experiment, and the size of what was just shown.
         changed = line_with("# mechanism: " + stage.name)
         report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
-        report.say(f"{len(found['checks'])} checks, {found['seconds']:.1f} s")
+        report.say(f"{len(result['checks'])} checks, {result['seconds']:.1f} s")
     if cfg.report:
         write_page(cfg.report, await sweep(report))
-    num_checks = sum(len(found["checks"]) for found in report.stages)
-    seconds = sum(found["seconds"] for found in report.stages)
+    num_checks = sum(len(result["checks"]) for result in report.stages)
+    seconds = sum(result["seconds"] for result in report.stages)
     print(f"\n{num_checks} checks, {seconds:.0f} s; failed: {report.failed() or 'none'}")
     print("Next: --train --model FOLDER --task FILE.jsonl (DOCS 06)")
     return {}
 
 
 def mistakes_in(cfg: Flags) -> Iterator[str]:
-    """What is wrong with the flags."""
+    """Yields requirements that the flags do not meet."""
     for each in fields(Flags):
         if isinstance(each.default, (int, float)):
-            least = 0 if each.default < 1 or each.name == "max_staleness" else 1e-3
+            # A flag whose default is below 1 may be 0, and so may K. Other integers begin at 1,
+            # and other floats above 0. Comparisons are false for NaN, so it is refused, too.
+            least = 1 if isinstance(each.default, int) else 1e-3
+            if each.default < 1 or each.name == "max_staleness":
+                least = 0
             if not least <= getattr(cfg, each.name) < math.inf:
-                yield f"--{each.name.replace('_', '-')} is out of range"
-    is_own = cfg.train or cfg.evaluate or cfg.export
-    is_special = cfg.reward or cfg.task != "repeat"
+                yield f"--{each.name.replace('_', '-')}: at least {least}, and finite"
+
+    is_of_user = cfg.train or cfg.evaluate or cfg.export
+    has_task = cfg.reward or cfg.task != "repeat"
     is_learned = cfg.reward == "model"
+    has_comparisons = bool(cfg.preferences or cfg.ask_every)
     has_critic = cfg.advantage == "critic"
-    has_group = not has_critic and cfg.advantage != "none"
-    on_gpu = cfg.device == "cuda"
-    asks = bool(cfg.preferences or cfg.ask_every)
+    has_group = cfg.advantage in ("group", "leave_one_out")
+    # Each requirement, and whether the flags meet it.
     rules = {
-        "--group-size 2 or more, for this --advantage": has_group and cfg.group_size < 2,
-        "--trainers 2 or more: on CPUs, without a critic": (
-            cfg.trainers > 1 and (on_gpu or has_critic)
+        "--group-size: at least 2, for this --advantage": not has_group or cfg.group_size > 1,
+        "--trainers: 1 on a GPU, and with a critic": (
+            cfg.trainers == 1 or not (cfg.device == "cuda" or has_critic)
         ),
-        "--prompts-per-step below --trainers": cfg.prompts_per_step < cfg.trainers,
-        "--reward model: --reward-workers 1": is_learned and cfg.reward_workers > 1,
-        "--reward model: with --preferences or --ask-every": is_learned != asks,
-        "--model: with --train, --evaluate or --export": cfg.model and not is_own,
-        "without --model: only --task repeat": is_special and not cfg.model,
-        "--task is an output, too": cfg.task in (cfg.log, cfg.json, cfg.report),
+        "--prompts-per-step: at least --trainers": cfg.prompts_per_step >= cfg.trainers,
+        "--reward-workers: 1 with --reward model": not is_learned or cfg.reward_workers == 1,
+        "--preferences and --ask-every: with --reward model, and that with one of them": (
+            is_learned == has_comparisons
+        ),
+        "--model: with --train, --evaluate or --export": is_of_user or not cfg.model,
+        "--reward, and a --task other than repeat: with --model": cfg.model or not has_task,
+        "--task: not an output, too": cfg.task not in (cfg.log, cfg.json, cfg.report),
     }
-    yield from [told for told, is_so in rules.items() if is_so]
+    yield from [requirement for requirement, is_met in rules.items() if not is_met]
 
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
-    """What cannot be read, or written; folders for output are created."""
+    """Yields what cannot be read or written. Creates the folders of outputs."""
+    # Inputs. "org/name" is a hub id, and "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     inputs = [cfg.preferences, cfg.hosts, cfg.worker, cfg.model if is_path else ""]
     inputs += [cfg.task] if cfg.task.endswith(".jsonl") else []
@@ -4967,6 +5055,8 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
     is_read = cfg.checkpoint and not cfg.train and (cfg.evaluate or cfg.export)
     if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
         yield "--checkpoint: nothing saved there"
+
+    # Outputs: write something now, rather than fail at the end of a run.
     try:
         for folder in (cfg.export, cfg.checkpoint):
             if folder:
@@ -4985,10 +5075,12 @@ async def run_command(cfg: Flags) -> int:
     task: Any = asyncio.current_task()
     received: list[int] = []
 
+    # The first signal cancels this task: what it is in saves, and closes. Later ones are ignored,
+    # because they would spoil the save.
     def end(number: int) -> None:
         received.append(number)
         task.cancel()
-        for each in ENDING:  # another one would spoil the save
+        for each in ENDING:
             loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_IGN)
 
@@ -4999,68 +5091,61 @@ async def run_command(cfg: Flags) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
             report = Report(cfg, Path(folder), pool)
-            is_own = cfg.train or cfg.evaluate or cfg.export
-            train = await (run_user_command(report) if is_own else run_stages(report))
+            is_of_user = cfg.train or cfg.evaluate or cfg.export
+            train = await (run_user_command(report, cfg) if is_of_user else run_stages(report, cfg))
     except CancelledError:
         print(f"ended by {signal.Signals(received[0]).name}")
-        return 128 + received[0]
+        return 128 + received[0]  # as a shell says it
     finally:
         await pool.close()
     if cfg.json:
-        found = {"stages": report.stages, "train": train}
-        Path(cfg.json).write_text(json.dumps(found, indent=1))
+        results = {"stages": report.stages, "train": train}
+        Path(cfg.json).write_text(json.dumps(results, indent=1))
     return 1 if report.failed() else 0
 
 
-def reopen_closed() -> None:
-    """Opens closed standard streams as /dev/null, and restarts to free descriptors 0 to 2."""
-    streams = (sys.stdin, sys.stdout, sys.stderr)
-    if None in streams:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for number, stream in enumerate(streams):
-            if stream is None:
-                os.dup2(nothing, number)
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-
-
 def hub_answers() -> bool:
+    """Returns whether the hub can be reached. An error of HTTP is an answer, too."""
     url = environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urllib.request.urlopen(url, timeout=5).close()
-    except Exception as error:
-        return hasattr(error, "code")  # an HTTPError is an answer
+    except Exception as error:  # of many types: no name, no route, no TLS
+        return hasattr(error, "code")  # only an HTTPError has one
     return True
 
 
+def set_environment(cfg: Flags) -> None:
+    """Sets the environment of this process and of all that it starts."""
+    environ.update(ENVIRONMENT | environ)
+    # Workers import this file.
+    paths = [str(THIS_FILE.parent), environ.get("PYTHONPATH", "")]
+    environ["PYTHONPATH"] = os.pathsep.join(paths).strip(os.pathsep)
+    # A folder that exists. Sockets lie in it, whose paths may have 107 characters.
+    folder = tempfile.gettempdir()
+    environ["TMPDIR"] = folder if len(folder) <= 70 else "/tmp"
+    # Without this, each process would try for a minute before it looks into the cache.
+    if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
+        environ["HF_HUB_OFFLINE"] = "1"
+    warnings.simplefilter("ignore")
+    reload_config_from_env()  # Monarch read the environment when it was imported
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command. Exit status: 0 all well, 1 failed, 2 wrong usage, 128 + n after signal n."""
+    """Runs a command. Exit status: 0 all well, 1 failed, 2 wrong usage, 128 + n after signal n."""
     try:
         cfg = read_flags(argv)
         if cfg.list:
             print("\n".join(title_of(stage) for stage in STAGES.values()))
             return 0
-        reopen_closed()
+        # Each line at once, and no error for a character that the terminal lacks.
         output: Any = sys.stdout
-        output.reconfigure(line_buffering=True, errors="replace")  # each line at once
-        folder = tempfile.gettempdir()  # an existing one
-        if len(folder) > 70:  # too long for sockets
-            folder = "/tmp"
-        environ["TMPDIR"] = folder
-        if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
-            environ["HF_HUB_OFFLINE"] = "1"  # else transformers tries for a minute
-        for setting in ENVIRONMENT.split():
-            name, _, value = setting.partition("=")
-            environ.setdefault(name, value)
-        paths = [str(THIS_FILE.parent), environ.get("PYTHONPATH", "")]
-        # Workers import this file.
-        environ["PYTHONPATH"] = os.pathsep.join(paths).strip(os.pathsep)
+        output.reconfigure(line_buffering=True, errors="replace")
+        set_environment(cfg)
         if cfg.worker:
-            serve_worker(cfg.worker, this_url())  # ends by a signal only
+            serve_worker(cfg.worker, this_url())  # until a signal
         if cfg.hosts:
-            monarch.actor.enable_transport(this_url() + ":0")
-        reload_config_from_env()  # Monarch read the environment on import
-        warnings.simplefilter("ignore")
-        # A fault does not end the command; the owner handles it (section 5).
+            monarch.actor.enable_transport(this_url() + ":0")  # port 0: any that is free
+        # By default a fault ends the command. Here the owner handles it (section 5).
         monarch.actor.unhandled_fault_hook = lambda failure: None
         return asyncio.run(run_command(cfg))
     except (UsageError, argparse.ArgumentError, json.JSONDecodeError) as error:
@@ -5069,9 +5154,10 @@ def main(argv: list[str] | None = None) -> int:
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:
         cause = cause_of(error).removeprefix(__name__ + ".")
         print(f"monarch_rl.py: {cause}", file=sys.stderr)
-        return 2 if "UsageError: " in cause else 1  # of a worker
+        # An ActorError has the worker's exception as text only, such as "UsageError: line 3 ...".
+        return 2 if "UsageError: " in cause else 1
 
 
 if __name__ == "__main__":
-    # Workers find the classes under this file's name.
+    # This file runs as `__main__`, but workers find its classes under its name.
     sys.exit(import_module(THIS_FILE.stem).main())

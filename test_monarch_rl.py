@@ -215,7 +215,7 @@ def test_a_slot_may_have_another_dtype() -> None:
     mine = {"a": torch.randn(5, 3), "n": torch.arange(3)}
     before = mine["a"].clone()
     theirs = {"a": torch.zeros(5, 3, dtype=torch.bfloat16), "n": torch.zeros(3, dtype=torch.long)}
-    writer = m.WeightWriter(mine, 1, torch.bfloat16)
+    writer = m.DeviceWriter(mine, 1, torch.bfloat16)
     published(writer, 1)
     m.WeightReader(writer.handle, 0, theirs).pull()
     assert torch.equal(theirs["a"], before.bfloat16())
@@ -448,6 +448,8 @@ def test_advantages_have_their_closed_forms() -> None:
     for kind in ("group", "leave_one_out"):
         equal = torch.linspace(0, 1, 99)[:, None].expand(99, 12)  # the mean of 0.1 is not 0.1
         assert not m.advantages(equal, kind).any()
+    with pytest.raises(ValueError, match="batch"):
+        m.advantages(rewards, "batch")
 
 
 def gradient(loss: str, logp: Any, recorded: Any, near: Any, gain: Any) -> Any:
@@ -537,7 +539,7 @@ def test_the_true_gradient_is_that_of_finite_differences() -> None:
 def learner(**flags: Any) -> Any:
     """A learner of the tiny policy, with plain gradient steps: its updates are linear."""
     cfg = replace(CFG, **flags)
-    learned = m.Learner(m.HubPolicy(cfg, torch.float32), cfg)
+    learned = m.UserLearner(m.HubPolicy(cfg, torch.float32), cfg)
     learned.optimizer = torch.optim.SGD(learned.policy.model.parameters(), 0.5)
     return learned
 
@@ -557,7 +559,7 @@ def episodes_of(learned: Any, num_prompts: int = 4) -> list[Any]:
 
 def batches_of(learned: Any, episodes: list[Any]) -> list[Any]:
     advantage = m.advantages_of(episodes, learned.cfg.advantage)
-    return learned._batches(learned.cfg, episodes, advantage)
+    return learned.micro_batches(episodes, advantage)
 
 
 def test_an_advantage_is_that_of_what_follows() -> None:
@@ -633,7 +635,7 @@ def test_ranks_share_the_rows_and_make_as_many_passes() -> None:
         one.num_ranks = num_ranks
         advantage = [[1.0] * len(episode.ids) for episode in some]
         for one.rank in range(num_ranks):
-            batches = one._batches(one.cfg, some, advantage)
+            batches = one.micro_batches(some, advantage)
             sizes.append([len(batch.ids) for batch in batches])
             assert all(sizes[-1])
         assert len({len(of_rank) for of_rank in sizes}) == 1
@@ -718,10 +720,10 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
     assert torch.allclose(recorded, recomputed, atol=2e-3)
     assert float(m.k3(recorded, recomputed).mean()) <= 1e-6
     advantage = [[1.0] * len(episode.ids) for episode in episodes]
-    (batch,) = m.Learner(policy, CFG)._batches(CFG, episodes, advantage)  # one padded batch
+    (batch,) = m.Learner(policy, CFG).micro_batches(episodes, advantage)  # one padded batch
     with torch.no_grad():
         together, _ = m.token_logprobs(policy, batch.ids, batch.is_sampled)
-    assert float(m.k3(batch.recorded, together).mean()) <= 1e-6
+    assert float(m.k3(batch.old_logprobs, together).mean()) <= 1e-6
     for episode in episodes:
         for turn, is_cut in enumerate(episode.truncated, 1):
             turn_ids = [i for i, t in zip(episode.ids, episode.turn_of, strict=True) if t == turn]
@@ -803,11 +805,11 @@ def test_prompts_are_what_the_template_says(tmp_path: Path, template: str) -> No
         ids = right.ids[:-1]  # without the end of the last response
         first = policy.prompt_ids(prompt, 0)
         for found, chat in ((first, messages), (ids, said)):
-            whole = unicodedata.normalize("NFC", policy._render(chat, True))
+            whole = unicodedata.normalize("NFC", policy.render(chat, True))
             assert policy.tokenizer.decode(found) == whole
             if not any(token in system + text for token in policy.control_tokens):
                 assert found == policy.tokenizer(whole, add_special_tokens=False)["input_ids"]
-            plain = policy._render([{**message, "content": "x"} for message in chat], True)
+            plain = policy.render([{**message, "content": "x"} for message in chat], True)
             wanted = [i for i in policy.tokenize(plain) if i in controls]
             assert [i for i in found if i in controls] == wanted
 
@@ -840,11 +842,11 @@ def test_a_conversation_is_what_the_template_says() -> None:
 def test_a_generator_waits_until_it_can_have_the_version_asked_for(without: Any) -> None:
     def sampled_with(module: Any) -> set[int]:
         generator = object.__new__(module.Generator)
-        generator.setup(0, CFG, module.WeightReader)
-        policy = module.Policy(CFG, torch.float32)
+        generator.setup(0, CFG, module.Policy, module.WeightReader)
+        policy = module.Policy(CFG)
         writer = module.WeightWriter(dict(policy.model.named_parameters()), 1)
         published(writer, 0)
-        prompts = [module.letter_task(CFG).prompt(0)]
+        prompts = [module.LetterTask(CFG.seed).prompt(0)]
         with ThreadPoolExecutor(1) as thread:
             asked = thread.submit(generator.rollout, writer.handle, 2, prompts, 2, 0)
             for version in (1, 2):
@@ -902,7 +904,8 @@ class FakeWorker:
         self.run = types.SimpleNamespace(call=self.called)
         self.ping = types.SimpleNamespace(call=self.pinged)
 
-    async def called(self, method: str, *args: Any) -> dict[int, Any]:
+    async def called(self, what: Any, *args: Any) -> dict[int, Any]:
+        method = what if isinstance(what, str) else what.__name__
         result = self.script(self, method, *args)
         return {0: await result if inspect.isawaitable(result) else result}
 
@@ -925,15 +928,15 @@ def serve(monkeypatch: Any) -> Any:
     async def served(script: Any, work: Any, module: Any, options: dict[str, Any]) -> Any:
         children = []
 
-        async def start(num_ranks: int, imports: bool = False) -> Any:
+        async def start(pool: Any, num_ranks: int) -> Any:
             child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
             children.append(child)
             mesh = types.SimpleNamespace(stop=lambda: asyncio.sleep(0))
-            mesh.spawn = lambda _, __, name, ___: FakeWorker(script, child, name)
+            mesh.spawn = lambda _, __, name, *___: FakeWorker(script, child, name)
             return module.Processes(mesh, [child.pid])
 
-        pool = module.Pool()
-        pool._start = start
+        monkeypatch.setattr(module.Pool, "start", start)
+        pool = module.WarmPool()
         number = options.pop("num_replicas", 2)
         service = module.Service(module.Worker, number, pool, **options)
         try:
@@ -1053,8 +1056,8 @@ def test_a_request_that_kills_its_replicas_is_given_up(serve: Any) -> None:
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_setup_that_raises_or_is_lost_thrice_ends_the_service(serve: Any, raises: bool) -> None:
-    def script(worker: Any, method: str, number: int) -> Any:
-        num_setups[number] += 1
+    def script(worker: Any, method: str, number: int = 0) -> Any:
+        num_setups[number] += method == "setup"
         if raises:
             raise ActorError(ValueError("no such model"))
         return worker.die() if number == 1 else None
@@ -1087,9 +1090,10 @@ def test_a_trainer_is_not_replaced(serve: Any, replaces: bool) -> None:
     else:
         with pytest.raises(m.ReplicaLost, match="worker_0 has died"):
             serve(script, work, **kinds)
-    run = m.Run(CFG, m.Pool(), m.Pool(), Path("."), m.Factories(), m.Progress())
+    run = m.Run(CFG, m.Pool())
     assert [service.replaces for service in run.services] == [False, True, True]
-    run.services.clear()  # all have begun, and the trainer is lost
+    for service in run.services:  # all have begun, and the trainer is lost
+        service.num_replicas = 0
     run.trainer.error = m.ReplicaLost("trainer_0 has died")
     with pytest.raises(m.ReplicaLost, match="trainer_0 has died"):
         asyncio.run(run.begin())
@@ -1110,7 +1114,7 @@ def test_a_process_returns_to_the_pool_unless_release_fails(serve: Any, monkeypa
         assert replicas[1].worker.has_stopped
         for number in (0, 2):
             assert replicas[number].worker.child.wait(10) == -signal.SIGKILL
-        assert await service.pool.take(1) is replicas[1].processes
+        assert await service.pool.start(1) is replicas[1].processes
         service.pool.idle.append(replicas[1].processes)
 
     wait_for = asyncio.wait_for
@@ -1137,19 +1141,14 @@ def test_a_busy_replica_is_killed_at_the_end(serve: Any) -> None:
 def test_the_pool_gives_out_processes_of_the_right_number(serve: Any) -> None:
     async def work(service: Any) -> None:
         pool = service.pool
-        pool.keep_spare()
-        pool.keep_spare()
-        await pool.making_spare
-        (spare,) = pool.idle
-        pool.keep_spare()  # there is one
-        two = await pool.take(2)
-        assert two is not spare
-        assert await pool.take(1) is spare
-        pool.idle += [two, spare]
+        one = await pool.start(1)
+        two = await pool.start(2)
+        assert two is not one
+        pool.idle += [two, one]
         two.ids *= 2
-        assert await pool.take(1) is spare
-        assert await pool.take(2) is two
-        pool.idle = [two, spare]
+        assert await pool.start(1) is one
+        assert await pool.start(2) is two
+        pool.idle = [two, one]
 
     serve(lambda *_: None, work)
 
@@ -1197,7 +1196,7 @@ class FakeServices:
         lost = [self.loses and self.rng.random() < 0.1 for _ in groups]
         return [["no reward" if gone else [0.0], [1.0]] for gone in lost]
 
-    async def step(self, episodes: list[Any], waits: bool) -> Any:
+    async def step(self, episodes: list[Any]) -> Any:
         async with self.trainer:
             await asyncio.sleep(0.001 * self.rng.random())
             self.version += 1
@@ -1207,16 +1206,17 @@ class FakeServices:
 
 def run_of(module: Any, cfg: Any, services: Any) -> Any:
     """A run without processes."""
-    places = (module.Pool(), module.Pool(), Path("."))
-    run = module.Run(cfg, *places, module.Factories(), module.Progress())
+    places = (module.Pool(), Path("."), Path("."), None)
+    run = module.UserRun(cfg, *places, module.SavedProgress())
     run.trainer = run.generators = run.reward_workers = services
     run.handle = None
+    run.log = open(os.devnull, "w")
     return run
 
 
 def trained(module: Any, staleness: int, loses: bool, seed: int = 0) -> Any:
     """A run of 60 steps; `dropped_early` is how many groups were dropped before its end."""
-    cfg = replace(module.Config(), prompts_per_step=4, generators=3, group_size=2)
+    cfg = replace(module.Flags(), prompts_per_step=4, generators=3, group_size=2)
 
     async def train() -> Any:
         run = run_of(module, cfg, FakeServices(module, seed, loses))
@@ -1224,10 +1224,10 @@ def trained(module: Any, staleness: int, loses: bool, seed: int = 0) -> Any:
         async with module.generating(run, staleness) as buffer:
             drop = buffer._drop_old
 
-            def counted(version: int) -> None:
+            def counted() -> None:
                 before = run.progress.ended["dropped"]
                 run.most_in_flight = max(run.most_in_flight, len(run.progress.in_flight))
-                drop(version)
+                drop()
                 run.dropped_early += run.progress.ended["dropped"] - before
 
             buffer._drop_old = counted
@@ -1294,7 +1294,7 @@ def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
         run = asyncio.run(train())
         with monkeypatch.context() as patch:
             patch.setattr(m, "episode_with", episode_with)
-            learner(prompts_per_step=4).sft(m.LetterTask(cfg.seed), 10)
+            m.sft(learner(prompts_per_step=4), m.training_prompts(m.LetterTask(cfg.seed)), 10)
         texts = {str(prompt.turns) for prompt in seen + run.trainer.prompts}
         assert len(seen) == 160
         assert len(texts) > 300
@@ -1325,29 +1325,29 @@ def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
         async def score(self, groups: list[Any]) -> list[Any]:
             return [[[0.0], [1.0]]] + [["no", "no"]] * (len(groups) - 1)
 
-        async def step(self, episodes: list[Any], waits: bool) -> Any:
-            advantage = m.advantages_of(episodes, "group")
+        async def step(self, episodes: list[Any]) -> Any:
             for rank in range(4):
-                learner.rank = rank
-                batches = m.Learner._batches(learner, cfg, episodes, advantage)
+                learner = m.UserLearner(policy, cfg, rank)
+                batches = learner.micro_batches(episodes, learner.advantages(episodes))
                 assert all(len(batch.ids) > 0 for batch in batches)
-            return await super().step(episodes, waits)
+            return await super().step(episodes)
 
     async def train() -> None:
         run = run_of(m, cfg, Services(m, 0, False))
         await asyncio.wait_for(m.train_sync(run, 3), 60)
 
     cfg = replace(CFG, prompts_per_step=4, generators=1, group_size=2, trainers=4)
-    learner = types.SimpleNamespace(cfg=cfg, policy=policy_of(), num_ranks=4, penalty=None)
+    policy = policy_of()
     asyncio.run(train())
 
 
-def test_a_task_with_held_out_prompts_only_is_refused() -> None:
+def test_a_task_with_held_out_prompts_only_is_refused(monkeypatch: Any) -> None:
     letters = map(m.LetterTask(CFG.seed).prompt, itertools.count())
     held_out = next(prompt for prompt in letters if prompt.is_held_out)
     same: Any = types.SimpleNamespace(prompt=lambda number: replace(held_out, number=number))
-    with pytest.raises(m.UsageError):
-        next(m.training_prompts(same))
+    monkeypatch.setattr(m, "user_task", lambda cfg: same)
+    with pytest.raises(m.UsageError, match="held out"):
+        run_of(m, CFG, None)
 
 
 def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
