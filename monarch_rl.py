@@ -1559,7 +1559,8 @@ class Episode:
     def add_prompt(self, ids: list[int]) -> None:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
         # The ids of a later turn begin with the end of the response before: <e> <u> u u u ...
-        if self.truncated and not self.truncated[-1] and self.ids[-1] == ids[0]:
+        is_truncated = bool(self.truncated) and self.truncated[-1]
+        if self.ids and self.ids[-1] == ids[0] and not is_truncated:
             ids = ids[1:]
         for token in ids:
             self.add(token, 0, 0.0)
