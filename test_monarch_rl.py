@@ -722,7 +722,7 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
     advantage = [[1.0] * len(episode.ids) for episode in episodes]
     (batch,) = m.Learner(policy, CFG).micro_batches(episodes, advantage)  # one padded batch
     with torch.no_grad():
-        together, _ = m.token_logprobs(policy, batch.ids, batch.is_sampled)
+        together, _ = policy.token_logprobs(batch.ids, batch.is_sampled)
     assert float(m.k3(batch.old_logprobs, together).mean()) <= 1e-6
     for episode in episodes:
         for turn, is_cut in enumerate(episode.truncated, 1):
