@@ -3465,9 +3465,8 @@ def read_progress(path: Path) -> SavedProgress:
     return SavedProgress(**torch.load(path, mmap=True)["progress"])
 
 
-def requeued_first(run: Run, progress: SavedProgress) -> Iterator[Prompt]:
+def requeued_first(run: Run, progress: SavedProgress, new: Iterator[Prompt]) -> Iterator[Prompt]:
     """Yields the prompts that were in flight at the checkpoint, and then new ones."""
-    new = run.prompts
     # A prompt leaves the list as it is drawn, so the next checkpoint has those that are left.
     while progress.requeued:
         yield run.task.prompt(progress.requeued.pop(0))
@@ -3581,7 +3580,7 @@ async def with_restarts(
     while True:
         path, progress = await asyncio.to_thread(checkpoints.newest)
         run = make_run(progress)
-        run.prompts = requeued_first(run, progress)
+        run.prompts = requeued_first(run, progress, run.prompts)
         first = run.version
         try:
             await run.begin()
