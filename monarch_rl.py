@@ -59,7 +59,6 @@ import copy
 import ctypes
 import difflib
 import fcntl
-import gc
 import html
 import inspect
 import json
@@ -2280,11 +2279,6 @@ def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
     return Learner(policy, cfg), WeightWriter(dict(policy.model.named_parameters()), cfg.generators)
 
 
-def make_policy(cfg: Config, number: int) -> Policy:
-    """Returns the policy of a generator."""
-    return Policy(cfg)
-
-
 def make_scorer(cfg: Config) -> Callable[[Conversations], Rewards]:
     """Returns the reward function of a group. It calls task.score for each episode."""
     task = LetterTask(cfg.seed)
@@ -2321,12 +2315,12 @@ class Generator(Worker):
         self,
         number: int,
         cfg: Config,
-        make_policy: Callable[..., Policy],
+        make_policy: Callable[[Config], Policy],
         make_reader: Callable[..., WeightReader],
     ) -> None:
         """Loads the policy. The arena may not exist yet."""
         self.number = number
-        self.policy = make_policy(cfg, number)
+        self.policy = make_policy(cfg)
         self.make_reader = make_reader
         self.reader: WeightReader | None = None
 
@@ -2423,7 +2417,7 @@ class Run:
         # A lost trainer has lost the newest weights, so it is not replaced.
         trainer_args = (cfg, make_learner, self.version)
         self.trainer = service(Trainer, 1, setup_args=trainer_args, replaces=False)
-        generator_args = (cfg, make_policy, WeightReader)
+        generator_args = (cfg, Policy, WeightReader)
         self.generators = service(Generator, cfg.generators, setup_args=generator_args)
         reward_args = (cfg, make_scorer)
         self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=reward_args)
@@ -2828,8 +2822,8 @@ class Flags(Config):
     model: str = ""  # a folder or a hub id of a causal model; default: a tiny one
     task: str = "repeat"  # repeat, count or pattern; a FILE.jsonl; a FILE.py:CLASS
     reward: str = ""  # a FILE.py:FUNCTION(prompt, response, answer), or model
-    dtype: Literal["", "float32", "bfloat16"] = ""  # of the forward passes; on GPUs bfloat16
-    device: Literal["", "cpu", "cuda"] = ""  # default: cuda, if each trainer has one
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
+    device: Literal["", "cpu", "cuda"] = ""  # default: cuda if available and one trainer
     steps: int = 100  # updates of the policy
     trainers: int = 1  # the ranks of the trainer (FSDP2)
     hosts: str = ""  # the --worker folder; its hosts run generators
@@ -2934,7 +2928,7 @@ class HubPolicy(Policy):
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)
         # Of the forward passes. With several trainers FSDP casts.
-        self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype or "float32")
+        self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
         self.temperature = cfg.temperature
         self.learns_entropy = cfg.entropy > 0
         config = model.config.get_text_config()
@@ -2947,17 +2941,6 @@ class HubPolicy(Policy):
         # Tokens with a meaning for the template, such as <|im_end|>: no user may write them.
         self.control_tokens = self.tokenizer.get_added_vocab()
         self.end_ids = self._end_ids()
-        # Of section ON GPUS: decoders by shape, and whether logits are computed in chunks.
-        self.graphs: dict[Any, Any] | None = {} if self.device.type == "cuda" else None
-        self.has_chunks = False
-
-    def decoder(self, rows: list[list[int]]) -> Decoder:
-        return decoder_of(self, rows)
-
-    def token_logprobs(self, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
-        if self.has_chunks:
-            return chunked_logprobs(self, ids, is_sampled)
-        return super().token_logprobs(ids, is_sampled)
 
     def _end_ids(self) -> list[int]:
         """Returns the ends of a response: by the template, the tokenizer, and the model."""
@@ -3479,7 +3462,7 @@ def read_progress(path: Path) -> SavedProgress:
     if damaged:
         raise ValueError(f"wrong checksum of {damaged}")
     # mmap: the weights in the file are not read.
-    return SavedProgress(**torch.load(path, mmap=True, map_location="cpu")["progress"])
+    return SavedProgress(**torch.load(path, mmap=True)["progress"])
 
 
 def requeued_first(run: Run, progress: SavedProgress, new: Iterator[Prompt]) -> Iterator[Prompt]:
@@ -3700,8 +3683,9 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
     # What the flags leave open.
+    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
-    cfg = replace(with_device(cfg), max_new_tokens=num_tokens)
+    cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
     hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
     places = (report.pool, report.folder, checkpoints.folder.resolve(), hosts)
@@ -3714,7 +3698,6 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
     cfg = run.cfg
     start_s = time.time()
     first = run.version
-    await print_devices(run)
     # Version 0 is kept once, so that a resumed run begins from the same weights.
     model = checkpoints.folder / "model"
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
@@ -3820,7 +3803,7 @@ class UserRun(Run):
         self.trainer = replace(self.trainer, setup_args=trainer_args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
         # Generators hold their weights in the dtype of the forward passes.
-        reader = partial(relayed_reader, hosts.outlet) if hosts else reader_of
+        reader = partial(relayed_reader, hosts.outlet) if hosts else DeviceReader
         generator_args = (cfg, generator_policy, reader)
         self.generators = replace(self.generators, pool=hosts or pool, setup_args=generator_args)
         scorer_args = (cfg, partial(user_scorer, folder=saved))
@@ -3928,19 +3911,6 @@ class UserLearner(Learner):
         self.num_ranks = cfg.trainers
         self.critic = critic
         self.penalty = penalty
-        if policy.device.type == "cuda":
-            save_memory(self)
-
-    def update(self, batches: list[Batch]) -> StepStats:
-        """Makes one update, with one cast of the weights that all its passes share."""
-        policy: Any = self.policy
-        if policy.model.dtype == policy.dtype:
-            return super().update(batches)
-        # Gradients pass through the copies to the weights in fp32.
-        copies = {name: p.to(policy.dtype) for name, p in policy.model.named_parameters()}
-        swap: Any = torch.nn.utils.stateless._reparametrize_module
-        with swap(policy.model, copies, tie_weights=True):
-            return super().update(batches)
 
     def advantages(self, episodes: list[Episode]) -> list[list[float]]:
         return self.critic(episodes) if self.critic else super().advantages(episodes)
@@ -3976,20 +3946,13 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     """Returns what the flags ask for, at version 0. Runs in each rank of the trainer."""
     torch.set_num_threads(num_threads(cfg))
     rank = current_rank().rank
-    cfg = on_device(cfg, rank)
     if cfg.trainers > 1:
-        backend = "gloo" if cfg.device in ("", "cpu") else "cpu:gloo,cuda:nccl"
-        form_group(meeting_file, rank, cfg.trainers, backend)
+        form_group(meeting_file, rank, cfg.trainers)
     policy = HubPolicy(cfg, torch.float32)
-    policy.has_chunks = True
-    try:
-        verify(policy, cfg.model)
-    except UsageError:  # it scales or caps its logits, or it cannot be trained
-        policy.has_chunks = False
-        verify(policy, cfg.model)
+    verify(policy, cfg.model)
     reference = copy.deepcopy(policy) if cfg.kl else None
     if cfg.trainers > 1:
-        shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype or "float32"))
+        shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
     # Supervised steps, unless the model is the saved version 0, which has had them.
     is_saved = cfg.checkpoint and Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
     if cfg.sft_steps and not is_saved:
@@ -4001,14 +3964,14 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
         penalty = partial(divergence, reference, cfg.kl)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = UserLearner(policy, cfg, rank, critic, penalty)
+    writer_class = DeviceWriter if cfg.trainers == 1 else ShardedWriter
     weights = dict(policy.model.named_parameters())
-    return learner, writer_of(weights, cfg.generators, getattr(torch, cfg.dtype or "float32"))
+    return learner, writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
 
 
-def generator_policy(cfg: Flags, number: int) -> Policy:
+def generator_policy(cfg: Flags) -> Policy:
     torch.set_num_threads(num_threads(cfg))
-    cfg = on_device(cfg, number, cfg.trainers)
-    return HubPolicy(cfg, getattr(torch, cfg.dtype or "float32"))
+    return HubPolicy(cfg, getattr(torch, cfg.dtype))
 
 
 def num_threads(cfg: Flags) -> int:
@@ -4020,7 +3983,6 @@ def verify(policy: HubPolicy, name: str) -> None:
     """Raises UsageError if a trainer's pass disagrees with a short rollout (section 9)."""
     probe = copy.copy(policy)
     probe.dtype = torch.float32
-    probe.graphs = copy.copy(policy.graphs)
     probe.max_new_tokens = 4
     # Two lengths, so that one of them is padded.
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
@@ -4048,8 +4010,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
     """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
     from torch.distributed import fsdp  # here and in section 13: these imports take half a second
 
-    device: Any = next(model.parameters()).device.type
-    mesh = dist.device_mesh.init_device_mesh(device, (num_ranks,))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     # The longest list of modules: the layers.
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
@@ -4070,7 +4031,7 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
         prefer = getattr(task.task, "prefer", None)
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
         raise UsageError("--ask-every: a task with prefer, one turn")
-    model = RewardModel(on_device(cfg, 0), prefer, folder / "preferences.jsonl")
+    model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
 
     def score(group: Conversations) -> Rewards:
         """The task scores held-out prompts, so that exploitation of the model becomes visible."""
@@ -4159,334 +4120,33 @@ def release(worker: Worker) -> None:
     # Monarch retains the actor object, so its attributes must be deleted to free memory.
     for name in vars(worker).keys() - {"name", "timeline"}:
         delattr(worker, name)
-    free_gpu()
 
 
-# == ON GPUS ====
-# Problem. What is cheap on a CPU is not on a GPU. A copy of each tensor into ordinary memory moves
-#   1 GB/s where the bus has 55. Python starts 500 kernels per token, and the GPU waits for it. The
-#   logits of 8,192 tokens over a vocabulary of 150,000 take 5 GB in fp32, several times.
-# Rule. Move one block, not 300 tensors. Record the kernels of a token once, then replay them.
-#   Compute logits in chunks, and where memory is short activations again in the backward pass.
-# Cost. A block of weights on each side, and a cache of fixed length for each shape of a batch.
-#
-#   trainer     weights --cast--> block --one copy, beside the next step--> slot
-#   generator   slot --one copy--> block = its weights; then it gives its lease back
-#
-# Trainer rank r computes on GPU r, generator i on GPU trainers + i, modulo their number. With one
-# trainer and three generators:
-#
-#   1 GPU    all on 0
-#   2 GPUs   trainer 0   generators 1 0 1
-#   8 GPUs   trainer 0   generators 1 2 3
-
-# -- devices ---
+# -- weights in another dtype, or on a GPU ---
 
 
-def device_of(num_gpus: int, number: int, num_trainers: int = 0) -> str:
-    """Returns the device of a trainer's rank, or with num_trainers of a generator."""
-    return f"cuda:{(num_trainers + number) % num_gpus}" if num_gpus else "cpu"
-
-
-def on_device(cfg: Flags, number: int, num_trainers: int = 0) -> Flags:
-    """Returns the configuration of one worker, and makes its device the current one."""
-    if cfg.device != "cuda":
-        return cfg
-    # A worker host has no trainers, but perhaps GPUs.
-    before = 0 if HOST_FOLDER in environ else num_trainers
-    device = device_of(torch.cuda.device_count(), number, before)
-    if device != "cpu":
-        torch.cuda.set_device(device)
-    return replace(cfg, device=device)
-
-
-def with_device(cfg: Flags) -> Flags:
-    """Resolves --device and --dtype: GPUs if there is one for each rank, and bfloat16 on them."""
-    num_gpus = torch.cuda.device_count()
-    if cfg.device == "cuda" and num_gpus < cfg.trainers:
-        raise UsageError(f"--device cuda: {num_gpus} GPUs for {cfg.trainers} trainers")
-    device = cfg.device or ("cuda" if num_gpus >= cfg.trainers else "cpu")
-    dtype = cfg.dtype or ("bfloat16" if device == "cuda" else "float32")
-    return replace(cfg, device=device, dtype=dtype)
-
-
-def describe_device(worker: Any) -> str:
-    """Runs in a trainer or a generator. Returns where it computes, and the memory there."""
-    device = (worker.learner if isinstance(worker, Trainer) else worker).policy.device
-    if device.type == "cpu":
-        return f"{device}, {torch.get_num_threads()} threads"
-    memory = [f"{size / 1e9:.0f}" for size in torch.cuda.mem_get_info(device)]
-    return f"{device}, {torch.cuda.get_device_name(device)}, {' of '.join(memory)} GB free"
-
-
-async def print_devices(run: Run) -> None:
-    """Prints a line for each rank of the trainer and each generator."""
-    for replica in [*run.trainer.ready(), *run.generators.ready()]:
-        places = await replica.worker.run.call(describe_device)
-        for place in places.values():
-            print(f"{replica.name}, process {replica.processes.ids}: {place}")
-
-
-def free_gpu() -> None:
-    """Frees GPU memory that torch keeps for later: other processes need it."""
-    if torch.cuda.is_initialized():
-        gc.collect()  # a policy and its graphs refer to each other
-        torch.cuda.empty_cache()
-
-
-# -- weights as one block ---
-
-
-def register(arena: Arena) -> None:
-    """Pins the slots for CUDA. Copies of memory that is not pinned take three times as long."""
-    address = arena.slots.data_ptr()
-    cudart: Any = torch.cuda.cudart()
-    error = int(cudart.cudaHostRegister(address, arena.slots.nbytes, 0))
-    if error:  # perhaps a limit on locked memory
-        print(f"the arena is not pinned (CUDA error {error}), so its copies are slower")
-        with suppress(RuntimeError):  # the next kernel reports the error, too
-            torch.zeros(1, device="cuda")
-    else:
-        weakref.finalize(arena, cudart.cudaHostUnregister, address)
-
-
-class BlockWriter(WeightWriter):
-    """A writer for tensors on a GPU, or with another dtype than the slot's.
-
-    `publish` casts them into a block; then they may change. One copy moves the block into a slot:
-    on a CPU a memmove, on a GPU on a stream of its own, beside the next step.
-    """
-
+class DeviceWriter(WeightWriter):
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
-        self.sources = [tensor.detach() for tensor in tensors.values()]
-        # Copies become the views of the block, [slot bytes].
-        copies = {name: tensor.detach().to(dtype, copy=True) for name, tensor in tensors.items()}
-        super().__init__(copies, num_readers)
-        if self.block.is_cuda:
-            register(self.arena)
-            self.stream = torch.cuda.Stream(self.block.device)
-            self.cast = torch.cuda.Event()
-
-    def publish(self, version: int) -> None:
-        self.wait()  # the copy of the last version still reads the block
-        # A GPU casts after the step and before the next one, in the order of its main stream.
-        torch._foreach_copy_([*self.tensors.values()], self.sources)  # pyright: ignore
-        if self.block.is_cuda:
-            self.cast.record()
-        super().publish(version)
+        self.plain = all(t.is_cpu and t.dtype == dtype for t in tensors.values())
+        if self.plain:
+            super().__init__(tensors, num_readers)
+            return
+        self.tensors = tensors
+        self.handle, self.arena = create_arena(layout_of(tensors, dtype), num_readers)
+        self.thread = ThreadPoolExecutor(1)
 
     def write(self, slot: Tensor) -> None:
-        """Fills a slot. Returns when the bytes are there: `commit` follows."""
-        if self.block.is_cpu:
+        if self.plain:
             super().write(slot)
             return
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(self.cast)
-            slot.copy_(self.block, non_blocking=True)
-        self.stream.synchronize()
+        with torch.no_grad():
+            for spec in self.handle.layout:
+                spec.view(slot).copy_(self.tensors[spec.name])
 
 
-class BlockReader(WeightReader):
-    """A reader with tensors on a GPU, which are views of a block there.
-
-    One copy fills the block, and then the lease is given back. A slot is leased while it is read,
-    as before, and each reader leases one at most: readers + 2 slots are enough.
-    """
-
-    def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
-        super().__init__(handle, reader, tensors)
-        # The addresses of the weights then stay the same, as a CUDA graph needs.
-        self.block = move_into_block(tensors, handle)
-        if self.block.is_cuda:
-            register(self.arena)
-
-    def read(self, slot: int) -> None:
-        """Fills the block, waits for its bytes, and gives the lease back."""
-        self.block.copy_(self.arena.slots[slot], non_blocking=True)
-        if self.block.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        self.arena.release(self.reader)
-        # From now on a newer version may be written into this slot.
-        self.slot = Arena.NOTHING
-
-
-def writer_of(tensors: Record, num_readers: int, dtype: torch.dtype) -> WeightWriter:
-    """Returns the writer for tensors of this kind."""
-    first = next(iter(tensors.values()))
-    if isinstance(first, dtensor.DTensor):
-        return ShardedWriter(tensors, num_readers, dtype)
-    if first.is_cpu and first.dtype == dtype:
-        return WeightWriter(tensors, num_readers)
-    return BlockWriter(tensors, num_readers, dtype)
-
-
-def reader_of(handle: ArenaHandle, reader: int, tensors: Weights) -> WeightReader:
-    """Returns the reader for tensors of this kind."""
-    is_cuda = next(iter(tensors.values())).is_cuda
-    return (BlockReader if is_cuda else WeightReader)(handle, reader, tensors)
-
-
-# -- decoding by a graph ---
-
-
-class GraphDecoder(Decoder):
-    """Decodes by a CUDA graph: the kernels of a token are recorded once, and start all at once.
-
-    A graph has fixed shapes and addresses. So the cache has a fixed length; rows that have ended
-    stay in the batch; weights change in place. Causality hides the columns that are not used yet.
-    Without a GPU, the same passes run without a graph.
-
-    prefilled: a decoder that has read the prompts.
-    length: of the cache, in columns.
-    """
-
-    def __init__(self, policy: Policy, prefilled: Decoder, length: int) -> None:
-        from transformers.cache_utils import Cache, StaticLayer
-
-        self.policy = policy
-        self.mask = prefilled.mask.new_ones(len(prefilled.mask), length)
-        self.positions = torch.zeros_like(self.mask[:, :1])
-        self.ids = torch.zeros_like(self.positions)
-        # Layers with a sliding window get a whole cache, too; the mask has the window.
-        layers: list[Any] = [StaticLayer(length) for _ in prefilled.cache.layers]
-        for fixed, grown in zip(layers, prefilled.cache.layers):
-            fixed.lazy_initialization(grown.keys, grown.values)
-        self.cache = Cache(layers=layers)
-        self.begin(prefilled)
-        if policy.device.type == "cuda":
-            self._capture()
-            self.begin(prefilled)  # the capture has advanced cache and positions
-
-    def begin(self, prefilled: Decoder) -> None:
-        """Takes over the rows of a decoder, as many as before, with other ids."""
-        width = prefilled.mask.shape[1]
-        self.cache.reset()  # a masked nan would still spoil a sum
-        for fixed, grown in zip(self.cache.layers, prefilled.cache.layers):
-            # Of a sliding window there are only the last columns.
-            columns = slice(width - grown.keys.shape[2], width)
-            fixed.keys[:, :, columns] = grown.keys  # [B, heads, columns, size]
-            fixed.values[:, :, columns] = grown.values
-            fixed.cumulative_length.fill_(width)
-        self.mask.fill_(1)
-        self.mask[:, :width] = prefilled.mask
-        self.positions.copy_(prefilled.mask.sum(1, keepdim=True) - 1)
-        self.logits = prefilled.logits
-        self.rows = torch.arange(len(self.mask), device=self.mask.device)
-
-    def _capture(self) -> None:
-        """Records a pass. Another one runs before, so that libraries allocate what they need."""
-        self._pass()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.recorded = self._pass()
-
-    def _pass(self) -> Tensor:
-        """Returns the next logits of all rows, [B, V]. The cache and the positions advance."""
-        self.positions.add_(1)
-        inputs = {"attention_mask": self.mask, "position_ids": self.positions}
-        inputs |= {"cache": self.cache, "use_cache": True, "logits_to_keep": 1}
-        return self.policy.forward(self.ids, **inputs)[:, -1]
-
-    def append(self, rows: list[list[int]]) -> None:
-        """Feeds one id to each row that goes on."""
-        self.ids[self.rows] = torch.tensor(rows, device=self.ids.device)
-        if self.ids.is_cuda:
-            self.graph.replay()
-        else:
-            self.recorded = self._pass()
-        self.logits = self.recorded[self.rows]
-
-    def select(self, rows: list[int]) -> None:
-        """Names the rows that go on."""
-        self.rows = self.rows[rows]
-
-
-def decoder_of(policy: HubPolicy, rows: list[list[int]]) -> Decoder:
-    """Returns a decoder of these rows: by a graph, if the policy keeps graphs.
-
-    To record a graph takes as long as ten tokens, so policy.graphs keeps some, by their shape.
-    """
-    prefilled = Decoder(policy, rows)
-    if policy.graphs is None:
-        return prefilled
-    width = prefilled.mask.shape[1] + policy.max_new_tokens
-    length = ceil(width / 64) * 64  # rounded up: one length for many prompts
-    try:
-        decoder = policy.graphs.get((len(rows), length))
-        if decoder:
-            decoder.begin(prefilled)
-            return decoder
-        if len(policy.graphs) == 4:
-            policy.graphs.clear()  # their caches take memory
-        policy.graphs[len(rows), length] = GraphDecoder(policy, prefilled, length)
-        return policy.graphs[len(rows), length]
-    except (AttributeError, RuntimeError) as error:  # a layer without keys, or a failed capture
-        print(f"decoding without a CUDA graph: {error}")
-        policy.graphs = None
-        return prefilled
-
-
-# -- memory of a step ---
-
-
-def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what Policy.token_logprobs does, with the logits of some tokens at a time.
-
-    The last layer, the head, here returns [N, 2] instead of logits. The model's own forward runs,
-    so that FSDP's hooks do, too. `verify` notices a model that changes its logits afterwards.
-    """
-    from torch.utils.checkpoint import checkpoint
-
-    columns = is_sampled.any(0).nonzero().flatten()
-    targets = ids[:, 1:][is_sampled]  # [N]
-    head: Any = policy.model.get_output_embeddings()
-    # Logits of 64 MiB in fp32; on a GPU, where small products are slow, 512 MiB.
-    size = (1 << (27 if ids.is_cuda else 24)) // len(head.weight) + 1
-
-    def of_chunk(hidden: Tensor, weight: Tensor, bias: Any, some: Tensor) -> Tensor:
-        """[n, H] -> [n, 2]: log-probabilities and entropies."""
-        logits = torch.nn.functional.linear(hidden, weight, bias)  # [n, V]
-        return torch.stack(policy.logprobs_of(logits, some), 1)
-
-    def in_chunks(hidden: Tensor) -> Tensor:
-        """[B, columns, H] -> [N, 2]. The backward pass computes each chunk again."""
-        parts = zip(hidden[is_sampled[:, columns]].split(size), targets.split(size))
-        weights = (head.weight, head.bias)
-        chunks = [checkpoint(of_chunk, h, *weights, t, use_reentrant=False) for h, t in parts]
-        return torch.cat(chunks)  # pyright: ignore
-
-    head.forward = in_chunks
-    try:
-        pairs = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)
-    finally:
-        del head.forward  # the method of its class is back
-    logp, entropy = pairs.unbind(1)
-    return logp, entropy
-
-
-def recompute_activations(model: Any) -> None:
-    """Keeps only the input of each layer; the backward pass computes the rest again."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    # The layers need training mode for it; what is in them does not, so there is no dropout.
-    layers: list[Any] = [*model.modules()]
-    for layer in layers:
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
-            if isinstance(getattr(layer, "dropout", None), float):  # not a module
-                layer.dropout = 0.0  # pyright: ignore
-
-
-def save_memory(learner: UserLearner) -> None:
-    """On a GPU: fuses Adam, and recomputes activations if the model takes a third of the memory."""
-    weights = learner.weights
-    learner.optimizer = torch.optim.Adam(weights, learner.cfg.lr, fused=True)
-    # In fp32: weights, gradients and two moments; in the forward dtype: a copy.
-    num_bytes = 18 * sum(weight.numel() for weight in weights) / learner.num_ranks
-    if num_bytes > max(torch.cuda.mem_get_info()) / 3:
-        recompute_activations(learner.policy.model)
+class DeviceReader(WeightReader):
+    def pull(self, at_least: int = Arena.NOTHING) -> int:
+        return super().pull(at_least)
 
 
 # == 14. CRITIC ====
@@ -4970,7 +4630,7 @@ def relayed_reader(
             run = contextvars.copy_context().run
             threading.Thread(target=run, args=(relay, outlet, handle, number, arena)).start()
         file.seek(0)
-        return reader_of(pickle.load(file), number, tensors)
+        return WeightReader(pickle.load(file), number, tensors)
 
 
 # -- 16b. On a worker host ---
@@ -5308,7 +4968,6 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # batches differ in size
 }
 # Signals that end a command. One that is ignored, as SIGHUP is under nohup, stays ignored.
 ENDING = [
@@ -5419,7 +5078,9 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
     # Each requirement, and whether the flags meet it.
     rules = {
         "--group-size: at least 2, for this --advantage": not has_group or cfg.group_size > 1,
-        "--trainers: 1 with a critic": cfg.trainers == 1 or not has_critic,
+        "--trainers: 1 on a GPU, and with a critic": (
+            cfg.trainers == 1 or not (cfg.device == "cuda" or has_critic)
+        ),
         "--prompts-per-step: at least --trainers": cfg.prompts_per_step >= cfg.trainers,
         "--reward-workers: 1 with --reward model": not is_learned or cfg.reward_workers == 1,
         "--preferences and --ask-every: with --reward model, and that with one of them": (
