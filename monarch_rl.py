@@ -1408,10 +1408,10 @@ class ShardedWriter(WeightWriter):
                 self.written_bytes += target.nbytes
 
 
-def form_group(meeting_file: str, rank: int, num_ranks: int, backend: str = "gloo") -> None:
-    """Makes this process a member of a process group. Waits until all have come."""
+def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
+    """Makes this process a member of a gloo group. Waits until all have come."""
     dist.init_process_group(
-        backend, init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
+        "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
     )
 
 
@@ -1679,10 +1679,6 @@ class Policy:
         """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
         return self.model(ids, **inputs).logits
 
-    def decoder(self, rows: list[list[int]]) -> Decoder:
-        """Returns what samples the next tokens of these rows of ids."""
-        return Decoder(self, rows)
-
     def token_logprobs(self, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities [N] and entropies [N] of the sampled tokens, row by row.
 
@@ -1774,7 +1770,7 @@ def respond(
     turn: the number of the turn, from 1.
     """
     rows = episodes  # those without an end
-    decoder = policy.decoder([episode.ids for episode in rows])
+    decoder = Decoder(policy, [episode.ids for episode in rows])
     for number in range(policy.max_new_tokens):
         if number > 0:
             decoder.append([episode.ids[-1:] for episode in rows])
@@ -3462,7 +3458,7 @@ def read_progress(path: Path) -> SavedProgress:
     if damaged:
         raise ValueError(f"wrong checksum of {damaged}")
     # mmap: the weights in the file are not read.
-    return SavedProgress(**torch.load(path, mmap=True)["progress"])
+    return SavedProgress(**torch.load(path, mmap=True, map_location="cpu")["progress"])
 
 
 def requeued_first(run: Run, progress: SavedProgress, new: Iterator[Prompt]) -> Iterator[Prompt]:
@@ -4126,6 +4122,8 @@ def release(worker: Worker) -> None:
 
 
 class DeviceWriter(WeightWriter):
+    """A writer for tensors on a GPU, or with another dtype than the slot's: each is copied."""
+
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.plain = all(t.is_cpu and t.dtype == dtype for t in tensors.values())
         if self.plain:
@@ -4145,8 +4143,14 @@ class DeviceWriter(WeightWriter):
 
 
 class DeviceReader(WeightReader):
-    def pull(self, at_least: int = Arena.NOTHING) -> int:
-        return super().pull(at_least)
+    """A reader whose tensors may be on a GPU. Those are filled."""
+
+    def read(self, slot: int) -> None:
+        for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
+            if tensor.is_cuda:
+                tensor.data.copy_(view)
+            else:
+                tensor.data = view
 
 
 # == 14. CRITIC ====
