@@ -4014,6 +4014,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
         sharded: Any = fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
         # The ranks' losses have one denominator, so their gradients add up.
         sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
 def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
