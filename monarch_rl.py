@@ -3358,7 +3358,7 @@ async def with_restarts(
     while True:
         path, progress = await asyncio.to_thread(checkpoints.newest)
         run = make_run(progress)
-        run.prompts = requeued_first(run, progress)
+        run.prompts = requeued_first(run.task, progress.requeued, run.prompts)
         first = run.version
         try:
             await run.begin()
@@ -3384,12 +3384,11 @@ async def with_restarts(
             await run.close()
 
 
-def requeued_first(run: Run, progress: SavedProgress) -> Iterator[Prompt]:
+def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> Iterator[Prompt]:
     """Yields the prompts that were in flight at the checkpoint, and then new ones."""
-    new = run.prompts
     # A drawn prompt leaves the list, so that the next checkpoint has the rest.
-    while progress.requeued:
-        yield run.task.prompt(progress.requeued.pop(0))
+    while requeued:
+        yield task.prompt(requeued.pop(0))
     yield from new
 
 
