@@ -34,9 +34,9 @@ which checks one rule by measurement, and prints a one-line edit that violates i
     12 async_rl        two loops and a buffer, with bounded staleness, under faults
     13 recovery, 14 critic, 15 reward_model, 16 hosts
 
-Three ways to read. *An hour*: of each section of Part I the lead, the picture and the demo.
-*An afternoon*, three hours: Part I (1 to 12), which is the whole system on one host.
-*A weekend*: all of it, verified; Part II adds your own model and data, and stages 13 to 16.
+Three ways to read. *An hour*: the introduction, the picture and the demo of each section of Part I.
+*An afternoon*, three hours: Part I (1 to 12), the whole system on one host, following everything.
+*A weekend*: everything, verified; Part II adds your own model and data, and stages 13 to 16.
 After a section, run its stage, and then make its edit: a check fails.
 
 Terms. An *episode* is one conversation. A *group* is the episodes of one prompt; their rewards are
@@ -112,7 +112,7 @@ from monarch.actor import Actor, ActorError, ProcMesh
 from monarch.actor import concurrent_endpoint, current_rank, endpoint
 from monarch.actor import get_or_spawn_controller, this_host, this_proc
 from monarch.rdma import RDMABuffer
-from tabulate import tabulate
+from tabulate import tabulate  # comes with torchmonarch
 from torch import Tensor
 
 THIS_FILE = Path(__file__).resolve()
@@ -126,12 +126,15 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Config:
-    """What the system of Part I can be told. Each field is a flag: --max-staleness, for example."""
+    """Configuration of the system. Each field is also a flag: --max-staleness, for example.
+
+    Part II replaces a default of 0 by what its comment says; the demos give values.
+    """
 
     seed: int = 0  # of the prompts, the sampling and fresh models
     prompts_per_step: int = 16  # the groups in a batch
     group_size: int = 8  # the samples of each prompt
-    max_new_tokens: int = 0  # of a response; by default what the task needs
+    max_new_tokens: int = 0  # of a response; 0: what the task needs
     temperature: float = 1.0  # of the sampling
     tokens_per_micro_batch: int = 8192  # the tokens, with padding, of a forward pass in training
     generators: int = 2  # the processes that sample
@@ -143,7 +146,7 @@ class Config:
     clip_low: float = 0.2  # of the importance ratio, below 1
     clip_high: float = 0.2  # of the importance ratio, above 1
     entropy: float = 0.0  # the weight of an entropy bonus
-    lr: float = 0.0  # the default is 1e-6, for the tiny policy 1e-3
+    lr: float = 0.0  # the learning rate; 0: 1e-6, for the tiny policy 1e-3
     eval_prompts: int = 256  # the held-out prompts of an evaluation
 
 
@@ -280,7 +283,8 @@ async def demo_hello_actor(report: Report) -> None:
     start = time.perf_counter()
     for _ in range(100):
         await total.take.call_one()
-    report.say(f"a message and its answer: {(time.perf_counter() - start) * 1e4:.0f} us")
+    each_s = (time.perf_counter() - start) / 100
+    report.say(f"a message and its answer: {each_s * 1e6:.0f} us")
     await procs.stop()
 
 
@@ -288,7 +292,7 @@ async def demo_hello_actor(report: Report) -> None:
 # Problem. A run has many generators, and a trainer many ranks. Calling them one after another takes
 #   the sum of their times.
 # Rule. Actors that are spawned together are a mesh, an array with named dimensions. The adverb of
-#   a call says which members run, and which answer:
+#   a call selects which members run, and which of them return an answer:
 #
 #   mesh.add.call(...)                    runs on every member; returns a mesh of their answers
 #   mesh.add.broadcast(...)               runs on every member; returns no answer
@@ -307,7 +311,7 @@ async def demo_actor_mesh(report: Report) -> None:
     members = procs.spawn("members", Accumulator)
 
     async def totals() -> list[int]:
-        """Returns the additions of each member since the last call, which it queues behind."""
+        """Returns the additions of each member since the last call. Pending additions run first."""
         answers = await members.take.call()
         return list(answers.values())
 
@@ -332,8 +336,8 @@ async def demo_actor_mesh(report: Report) -> None:
 # Problem. Weights are gigabytes. A message is pickled, copied, queued and unpickled, and its
 #   answer waits until the owner's Python has time.
 # Rule. Control travels in messages. Bulk data stays where it is: its owner registers the memory
-#   once, as an RDMABuffer, and sends the handle in a message. The receiver moves the bytes. The
-#   operation is one-sided: no Python of the owner runs.
+#   once, as an RDMABuffer, and sends the handle in a message: whose memory it is, where, and how
+#   large. The receiver moves the bytes. The operation is one-sided: no Python of the owner runs.
 # Cost. The owner must keep the memory alive, and is not notified when a reader finishes.
 #
 #   owner                                           reader
@@ -436,7 +440,7 @@ class Timeline(Actor):
 
 
 class Witness(Actor):
-    """A member of a mesh that knows the name of the timeline, and nothing else of it."""
+    """An actor that looks the timeline up by name."""
 
     @endpoint
     async def report(self) -> None:
@@ -461,21 +465,21 @@ async def demo_controllers(report: Report) -> None:
 # == 5. SUPERVISION ====
 # Problem. Processes raise, crash, hang, or loop for ever, and their callers wait. But a worker that
 #   has been silent for ten minutes may just be busy.
-# Rule. An exception goes to the caller. The owner of a process, here the main process, kills and
-#   replaces it. Crashes and hangs have a detector each. A slow worker still answers pings:
+# Rule. An exception goes to the caller. When a process crashes or hangs, its owner, here the main
+#   process, kills and replaces it. Each has a detector. A slow worker still answers pings:
 #
 #   failure              its caller            its owner detects it by
 #   an endpoint raises   gets the exception    nothing: the actor lives on
 #   the process crashes  waits, then an error  a pidfd, in milliseconds
 #   it hangs (stopped)   waits, then an error  unanswered pings, after `unresponsive_s`
-#   an infinite loop     waits                 nothing: only a deadline helps
+#   an infinite loop     waits                 nothing: it needs a deadline (Part II: rewards)
 #
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`: 30 s, in some demos 2 s.
 #
 # Monarch supervises, too: the actor that spawned a failed one is its parent, and has its method
-# `__supervise__` called. Monarch polls, here every 2 s, and waits 5 s for an answer, so a crash
-# takes it seconds. It is the net below the two detectors.
+# `__supervise__` called. Monarch polls (this file sets 2 s) and waits for an answer (5 s), so it
+# takes seconds. It is a fallback for the two detectors.
 
 
 class Worker(Actor):
@@ -500,9 +504,9 @@ class Worker(Actor):
     async def run(self, what: Any, *args: Any) -> Any:
         """Runs a method, given by its name, or a function of this worker, in the thread."""
         # The thread sends messages (spans), so it needs this call's context, which names the actor.
-        run: Any = contextvars.copy_context().run
+        in_context: Any = contextvars.copy_context().run
         loop = get_running_loop()
-        return await loop.run_in_executor(self.thread, run, self._timed, what, args)
+        return await loop.run_in_executor(self.thread, in_context, self._timed, what, args)
 
     def _timed(self, what: Any, args: tuple[Any, ...]) -> Any:
         method = getattr(type(self), what) if isinstance(what, str) else what
@@ -592,7 +596,7 @@ class Parent(Actor):
         return procs.spawn(name, FaultyWorker, name)
 
     async def __supervise__(self, failure: Any) -> bool:
-        """Monarch calls this when a child has failed. True: it goes no further up."""
+        """Monarch calls this when a child has failed. True: the failure is handled here."""
         self.detected_s = time.time()
         return True
 
@@ -611,7 +615,10 @@ async def detection_times(fault: str) -> dict[str, float]:
     start_s = time.time()
 
     async def observe(who: str, news: Awaitable[Any]) -> None:
-        (result,) = await gather(news, return_exceptions=True)
+        try:
+            result = await news
+        except Exception as error:
+            result = error
         # A ping also fails when the process has ended; only a missing answer detects a hang.
         if who != "ping" or "has not answered" in str(result):
             seconds[who] = time.time() - start_s
@@ -684,14 +691,14 @@ class ReplicaLost(RuntimeError):
 
 @dataclass
 class Replica:
-    """One actor, or one for each rank, and the requests that it has."""
+    """One actor per rank, and the requests in flight."""
 
     name: str  # "generator_0"
     processes: Processes
     worker: Any  # a reference to the actors
-    in_flight: dict[Any, float] = field(default_factory=dict)  # start times of requests
+    in_flight: dict[Any, float] = field(default_factory=dict)  # start times, by call
     result: Any = None  # what `setup` returned
-    is_ready: bool = False  # `setup` has returned
+    is_ready: bool = False  # `setup` has returned (Part II reuses such processes)
     lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # done: the reason
     noticed_s: float = 0.0  # when the loss was noticed, in seconds since 1970
     replaced_s: float = 0.0  # when its successor was ready
@@ -778,21 +785,19 @@ class Service:
         call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
-            # The answer or the loss, whichever comes first.
+            # The answer or the loss, whichever comes first. If both have come, the loss counts.
             await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
+            if not replica.lost.done():
+                error = call.exception()
+                if error is None:
+                    return next(iter(call.result().values()))
+                if isinstance(error, ActorError):  # raised by the request itself
+                    raise error
+                replica.lose(cause_of(error))  # of several types: the process has ended
+            raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
         finally:
-            # If there is no answer yet, nobody reads it; the worker is not interrupted.
-            call.cancel()
+            call.cancel()  # has no effect if it is done; the worker is not interrupted
             del replica.in_flight[call]
-        # An answer of a lost replica is not used, even if it has just arrived.
-        if not replica.lost.done():
-            try:
-                return next(iter(call.result().values()))
-            except ActorError:  # raised by the request itself
-                raise
-            except Exception as error:  # of several types: the process has ended
-                replica.lose(cause_of(error))
-        raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
 
     async def _supervise(self, number: int) -> None:
         """Runs one replica after another until `close`. Three failed starts in a row are an error.
@@ -815,28 +820,32 @@ class Service:
             replica = await self._spawn(number)
         except Exception as error:  # there is no process
             return error
-        failed_start = None
         try:
-            # Imports hold the GIL for seconds, hence the patience.
-            async with replica.watched(max(30.0, self.unresponsive_s)):
-                replica.result = await self._ask(replica, "setup", number, *self.setup_args)
-            # From here on it gets requests, until it is lost or `close` cancels this task.
-            self._add(number, replica)
-            async with replica.watched(self.unresponsive_s):
-                await wait([replica.lost])
-        except ReplicaLost as error:  # lost in its setup, for lack of memory perhaps
-            failed_start = error
-        except Exception as error:  # `setup` raised; in another process it would raise again
-            replica.lose(cause_of(error))
-            self.error = error
-        finally:
-            # Not `ready` any more; its process group ends, lost or not.
+            failed_start = await self._serve(number, replica)
+        finally:  # it was lost, or `close` cancelled this task
             self.replicas.pop(number, None)
             await self.pool.end(replica)
         self.failures.append(replica)
         if not self.replaces and not self.error:
             self.error = ReplicaLost(f"{replica.name} {replica.lost.result()}")
         return failed_start
+
+    async def _serve(self, number: int, replica: Replica) -> Exception | None:
+        """Sets a replica up, and lets it get requests until it is lost. Returns as `_live`."""
+        try:
+            # Imports hold the GIL for seconds, hence the patience.
+            async with replica.watched(max(30.0, self.unresponsive_s)):
+                replica.result = await self._ask(replica, "setup", number, *self.setup_args)
+        except ReplicaLost as error:  # for lack of memory, perhaps
+            return error
+        except Exception as error:  # `setup` raised; in another process it would raise again
+            replica.lose(cause_of(error))
+            self.error = error
+            return None
+        self._add(number, replica)
+        async with replica.watched(self.unresponsive_s):
+            await wait([replica.lost])
+        return None
 
     async def _spawn(self, number: int) -> Replica:
         """Returns a replica whose `setup` has not run yet."""
@@ -885,7 +894,7 @@ class Processes:
 
 
 class Pool:
-    """Starts and ends the processes of replicas. Part II keeps some of them for the next one."""
+    """Starts and ends the processes of replicas. Part II reuses some for later replicas."""
 
     bootstrap: Callable[[], None] | None = None  # runs first in each process
 
@@ -893,7 +902,7 @@ class Pool:
         """Returns new processes, one for each rank."""
         name = f"process_{time.monotonic_ns()}"
         mesh = this_host().spawn_procs({"rank": num_ranks}, self.bootstrap, name)
-        # A first actor tells the process ids, and ends.
+        # A temporary actor tells the process ids. The replica's own actor may fail as it starts.
         worker = mesh.spawn(f"{name}_first", Worker, name)
         ids = await worker.ping.call()
         await worker.stop()
@@ -908,7 +917,7 @@ class Pool:
 
 
 class RootWorker(Worker):
-    """A worker that any replica can replace: it has no state."""
+    """A stateless worker."""
 
     def root(self, number: float) -> float:
         time.sleep(0.002)
@@ -959,9 +968,10 @@ async def demo_service(report: Report) -> None:
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
 # Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is memory layout.
 #
-# The slot is *CPU staging*: the trainer need not know who reads, how many, or when. Left, the usual
-# broadcast in a process group couples both sides: the trainer waits for the last rollout. Right,
-# slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
+# The slot is *CPU staging*: the trainer need not know who reads, or when. Left, the usual broadcast
+# in a process group couples both sides: it is one operation of all members, and weights must not
+# change within a rollout, so the trainer waits for the last one. Right, slots. Dots are waiting, X
+# the broadcast, P the copy into a slot, f a pull.
 #
 #   trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #     a thread                                                       PPPP   PPPP   PPPP
@@ -1076,11 +1086,7 @@ class WeightWriter:
     def __init__(self, tensors: Weights, num_readers: int) -> None:
         self.tensors = tensors
         self.handle, self.arena = create_arena(layout_of(tensors), num_readers)
-        self.block = torch.zeros(self.handle.slot_bytes, dtype=torch.uint8)
-        for spec in self.handle.layout:
-            view = spec.view(self.block)
-            view.copy_(tensors[spec.name].detach())
-            tensors[spec.name].data = view
+        self.block = move_into_block(tensors, self.handle)
         self.thread = ThreadPoolExecutor(1)
 
     def publish(self, version: int) -> None:
@@ -1102,8 +1108,19 @@ class WeightWriter:
 
     def write(self, slot: Tensor) -> None:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
-        # memmove releases the GIL, and for a large block takes a third less time than copy_.
+        # ctypes releases the GIL, so that the trainer's thread goes on meanwhile.
         ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
+
+
+def move_into_block(tensors: Weights, handle: ArenaHandle) -> Tensor:
+    """Makes the tensors views of one block, [slot bytes] uint8, with the layout of a slot."""
+    device = next(iter(tensors.values())).device
+    block = torch.zeros(handle.slot_bytes, dtype=torch.uint8, device=device)
+    for spec in handle.layout:
+        view = spec.view(block)
+        view.copy_(tensors[spec.name].detach())
+        tensors[spec.name].data = view
+    return block
 
 
 class WeightReader:
@@ -1131,9 +1148,13 @@ class WeightReader:
             version, slot = self.arena.lease(self.reader)
         if slot != self.slot:  # else the tensors point there already
             self.slot = slot
-            for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
-                tensor.data = view
+            self.read(slot)
         return version
+
+    def read(self, slot: int) -> None:
+        """Points the tensors at a slot, which is leased."""
+        for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
+            tensor.data = view
 
 
 # -- 7c. What lies in a slot ---
@@ -1203,6 +1224,11 @@ def blocks(num_blocks: int) -> Weights:
     return {f"block{i}": torch.zeros(1 << 19) for i in range(num_blocks)}
 
 
+def extremes(tensor: Tensor) -> list[float]:
+    """Returns the smallest and the largest number of a tensor."""
+    return [extreme.item() for extreme in tensor.aminmax()]
+
+
 class ReaderWorker(Worker):
     """Reads weights of which each version is filled with one number, its own."""
 
@@ -1222,12 +1248,13 @@ class ReaderWorker(Worker):
             pull_ms.append((time.perf_counter() - start) * 1e3)
             if not keeps_lease:
                 self.reader.arena.release(self.reader.reader)
-            # The first tensor, then the others, while the writer goes on. Torn: two numbers.
-            numbers: set[Any] = {version}
-            for tensor in self.reader.tensors.values():
-                numbers.update(extreme.item() for extreme in tensor.aminmax())
-                while self.reader.arena.words[Arena.VERSION] < version + num_versions:
-                    time.sleep(0.0005)
+            # The first tensor; then the writer publishes; then the others.
+            first, *others = self.reader.tensors.values()
+            numbers = {version, *extremes(first)}
+            while self.reader.arena.words[Arena.VERSION] < version + num_versions:
+                time.sleep(0.0005)
+            for tensor in others:
+                numbers.update(extremes(tensor))
             num_torn += len(numbers) > 1
         return num_torn, median(pull_ms)
 
@@ -1274,7 +1301,7 @@ async def measure_reads(report: Report, num_readers: int, keeps_lease: bool) -> 
     await service.close()
     return {
         "readers": f"{num_readers}, {'with' if keeps_lease else 'without'} leases",
-        "publish time / memmove time": publish_ratio,
+        "publish / memmove": publish_ratio,
         "pull, ms": max(pull_ms for _, pull_ms in reading.result()),
         "torn of 32": sum(num_torn for num_torn, _ in reading.result()),
     }
@@ -1283,18 +1310,19 @@ async def measure_reads(report: Report, num_readers: int, keeps_lease: bool) -> 
 @stage(instead="pass")
 async def demo_weight_sync(report: Report) -> None:
     """A generator never samples from half-updated weights, and a sync is one memory copy."""
-    torch.set_num_threads(1)
     without = await measure_reads(report, 2, keeps_lease=False)
     rows = [await measure_reads(report, n, keeps_lease=True) for n in (1, 2, 4)]
     report.table([without, *rows])
     report.check("torn reads of 32 without leases", without["torn of 32"], ">", 0)
     report.check("torn reads of 96 with leases", sum(row["torn of 32"] for row in rows), "==", 0)
+    slowest = max(row["publish / memmove"] for row in rows)
+    report.check("largest publish time / time of one memory copy", slowest, "<", 2)
 
 
 # == 8. RESHARD ====
 # Problem. A large model's trainer has several ranks, each with a shard of every weight, say rows. A
 #   reader wants the whole, or another sharding, say columns. To gather the whole on one rank, and
-#   to write it from there, moves the bytes twice, and no rank may have room for it.
+#   to write it from there, copies the data twice, and the whole may not fit on one rank.
 # Rule. A rank's shard is a box of the whole tensor. Each trainer rank writes its boxes into the
 #   same slot, and a reader can view any box of it: the slot is the whole, and no rank ever holds
 #   it. If several ranks hold a box, as replicas do, one writes it.
@@ -1380,10 +1408,10 @@ class ShardedWriter(WeightWriter):
                 self.written_bytes += target.nbytes
 
 
-def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
-    """Makes this process a member of a gloo group. Waits until all have come."""
+def form_group(meeting_file: str, rank: int, num_ranks: int, backend: str = "gloo") -> None:
+    """Makes this process a member of a process group. Waits until all have come."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
+        backend, init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
     )
 
 
@@ -1452,7 +1480,7 @@ async def demo_reshard(report: Report) -> None:
 #   its id               later turns append to the recorded ids; text is never tokenized again
 #   its log-probability  in fp32, under the distribution that it was drawn from
 # Cost. Two more numbers per token.
-# Read on. `rollout` and `respond` sample, `Episode` is the record, `token_logprobs` recomputes.
+# Read on. `rollout` and `respond` sample, `Episode` records, `Policy.token_logprobs` recomputes.
 #
 #   prompts = [task.prompt(number) for number in range(16)]
 #   episodes = rollout(policy, prompts, group_size=8, seed=0)   # 128, with ids and logprobs
@@ -1488,12 +1516,17 @@ def user_turn(text: str, answer: Any) -> Turn:
 
 
 class Task:
-    """The prompts of a run, and what the responses are worth."""
+    """Defines the prompts and the rewards of a run."""
 
     max_new_tokens = 0  # of a response; 0: min(256, half of the context)
 
-    prompt: Callable[[int], Prompt]  # number (from 0) -> prompt; deterministic
-    grade: Callable[[Any, str], float]  # (right answer, response) -> from 0 to 1
+    def prompt(self, number: int) -> Prompt:
+        """Returns a prompt, the same for the same number. Numbers count from 0."""
+        raise NotImplementedError
+
+    def grade(self, answer: Any, response: str) -> float:
+        """Returns from 0 to 1 how right a response is. answer: the right one."""
+        raise NotImplementedError
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
         """Returns the reward of each turn. If all responses are right, they add up to 1."""
@@ -1559,7 +1592,8 @@ class Episode:
     def add_prompt(self, ids: list[int]) -> None:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
         # The ids of a later turn begin with the end of the response before: <e> <u> u u u ...
-        if self.truncated and not self.truncated[-1] and self.ids[-1] == ids[0]:
+        is_truncated = bool(self.truncated) and self.truncated[-1]
+        if self.ids and self.ids[-1] == ids[0] and not is_truncated:
             ids = ids[1:]
         for token in ids:
             self.add(token, 0, 0.0)
@@ -1570,7 +1604,7 @@ class Episode:
 
 def tiny_policy(seed: int) -> tuple[Any, Any]:
     """Returns (tokenizer, model): a Qwen2 of 30 thousand parameters, with a token per letter."""
-    import transformers  # here, and not above: only processes with a policy pay its second
+    import transformers  # here: it takes a second, and only processes with a policy need it
 
     # The conversation above: <user>abc<end><assistant>.
     tokens = ["<user>", "<assistant>", "<end>", *LETTERS]
@@ -1601,7 +1635,7 @@ RESPONSE = {"role": "assistant", "content": "response"}  # stands for any respon
 
 
 class Policy:
-    """A causal language model, its tokenizer, and what its chat template means in tokens."""
+    """A causal language model, its tokenizer, and the way from chat messages to token ids."""
 
     def __init__(self, cfg: Config) -> None:
         self.tokenizer, model = tiny_policy(cfg.seed)
@@ -1611,6 +1645,7 @@ class Policy:
         self.temperature = cfg.temperature
         self.max_new_tokens = cfg.max_new_tokens
         self.end_ids = [self.tokenizer.eos_token_id]
+        self.learns_entropy = cfg.entropy > 0
 
     def render(self, messages: Any, add_generation_prompt: bool) -> str:
         """Returns the text of a conversation, by the chat template."""
@@ -1629,20 +1664,47 @@ class Policy:
 
         For later turns: everything after the last response, including its end token.
         """
-        # The conversation so far, with a word in place of each response.
-        earlier: list[Any] = []
-        for past in prompt.turns[:turn]:
-            earlier += [*past.messages, RESPONSE]
-        before = ""
-        if turn > 0:
-            before = self.render(earlier[:-1], True) + RESPONSE["content"]
-        # What the template appends to it for this turn.
-        text = self.render([*earlier, *prompt.turns[turn].messages], True)
-        return self.tokenize(text.removeprefix(before))
+        new = list(prompt.turns[turn].messages)
+        if turn == 0:
+            return self.tokenize(self.render(new, True))
+        # The conversation up to the last response, with a word in place of each response.
+        past: list[Any] = []
+        for earlier in prompt.turns[:turn]:
+            past += [*earlier.messages, RESPONSE]
+        up_to_response = self.render(past[:-1], True) + RESPONSE["content"]
+        # What the template appends to it: <end><user>def<end><assistant>
+        return self.tokenize(self.render([*past, *new], True).removeprefix(up_to_response))
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
         return self.model(ids, **inputs).logits
+
+    def decoder(self, rows: list[list[int]]) -> Decoder:
+        """Returns what samples the next tokens of these rows of ids."""
+        return Decoder(self, rows)
+
+    def token_logprobs(self, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns log-probabilities [N] and entropies [N] of the sampled tokens, row by row.
+
+        This is the trainer's pass, over whole conversations.
+
+        ids: [B, T], padded on the right.
+        is_sampled: [B, T - 1], of the tokens from the second on.
+        """
+        # No mask: the padding is on the right, where a causal model does not look. Logits are the
+        # largest tensor of a pass: only positions that some row has sampled get any.
+        columns = is_sampled.any(0).nonzero().flatten()  # [C]
+        logits = self.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)  # [B, C, V]
+        # The logits at one position are of the token at the next.
+        return self.logprobs_of(logits[is_sampled[:, columns]], ids[:, 1:][is_sampled])
+
+    def logprobs_of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns log-probabilities [N] of targets [N], and entropies [N], of logits [N, V]."""
+        logp = (logits.float() / self.temperature).log_softmax(-1)
+        chosen = logp.gather(1, targets[:, None]).squeeze(1)
+        # Without a bonus in the loss, the entropy needs no gradient, which would take memory.
+        with torch.set_grad_enabled(self.learns_entropy and logp.requires_grad):
+            return chosen, torch.special.entr(logp.exp()).sum(-1)  # sum of -p log p
 
 
 # -- 9d. Sampling ---
@@ -1712,7 +1774,7 @@ def respond(
     turn: the number of the turn, from 1.
     """
     rows = episodes  # those without an end
-    decoder = Decoder(policy, [episode.ids for episode in rows])
+    decoder = policy.decoder([episode.ids for episode in rows])
     for number in range(policy.max_new_tokens):
         if number > 0:
             decoder.append([episode.ids[-1:] for episode in rows])
@@ -1765,30 +1827,14 @@ def rollout(
     return [e for e in episodes if len(e.responses) == len(e.prompt.turns)]
 
 
-# -- 9e. What the trainer sees ---
-
-
-def token_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities [N] and entropies [N] of the sampled tokens, row by row.
-
-    ids: [B, T], padded on the right.
-    is_sampled: [B, T - 1], of the tokens from the second on.
-    """
-    # Logits are the largest tensor of a pass: only positions that some row has sampled get any.
-    columns = is_sampled.any(0).nonzero().flatten()  # [C]
-    logits = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)  # [B, C, V]
-    logits = logits[is_sampled[:, columns]].float()  # [N, V]
-    logp = (logits / policy.temperature).log_softmax(-1)
-    # The logits at one position are of the token at the next.
-    targets = ids[:, 1:][is_sampled]  # [N]
-    return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+# -- 9e. Agreement of both programs ---
 
 
 def k3(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """Returns the k3 estimator of each token: exp(d) - 1 - d, with d = logprobs - old_logprobs.
 
-    Its mean over sampled tokens estimates the KL divergence (Schulman 2020); each term is >= 0. By
-    example, 0.50 is recomputed as 0.40: d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
+    Its mean over sampled tokens estimates the KL divergence KL(old, new) (Schulman 2020); each term
+    is >= 0. By example, 0.50 is recomputed as 0.40: d = -0.22, and 0.80 - 1 + 0.22 = 0.023.
 
     Shape: [N] each -> [N] float64
     """
@@ -1804,7 +1850,7 @@ def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor,
     for episode in episodes:
         ids = torch.tensor([episode.ids], device=policy.device)
         is_sampled = torch.tensor([episode.turn_of[1:]], device=policy.device) > 0
-        logprobs.append(token_logprobs(policy, ids, is_sampled)[0])
+        logprobs.append(policy.token_logprobs(ids, is_sampled)[0])
         recorded = torch.tensor([episode.logprobs[1:]], device=policy.device)
         old_logprobs.append(recorded[is_sampled])
     return torch.cat(old_logprobs), torch.cat(logprobs)
@@ -1846,7 +1892,8 @@ async def demo_rollout(report: Report) -> None:
 # From responses to tokens. log p of a response is the sum of log p of its tokens, so each token
 # gets the gradient A grad log p with the advantage of its response. The ratio of a response would
 # be the product of its tokens' ratios, and explode with its length; the losses below take the
-# ratio of each token alone. That leaves some bias, of earlier tokens, and far less noise.
+# ratio of each token alone. That ignores how likely the tokens before it have become, which adds
+# some bias, and removes most of the noise.
 #
 # Why the loss prints 0. With r = 1 the ppo loss of a token is -A, and the advantages of a group add
 # up to 0 (nearly, where responses differ in length). Its gradient, A grad log p, does not cancel.
@@ -1911,7 +1958,7 @@ def ppo(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -
 
 
 def decoupled(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
-    """AReaL (Fu 2025): two ratios with different tasks.
+    """AReaL (Fu 2025): one ratio for the weight of a sample, and another for the clip.
 
     The bias of stale samples is removed by a weight, prox / old, which is a constant. The push is
     clipped by another, now / prox, which is 1 in the first update on a batch. With `ppo` alone a
@@ -1942,7 +1989,7 @@ class Batch:
 
 @dataclass
 class StepStats:
-    """Statistics of one update. Means are over the sampled tokens."""
+    """Statistics of one update. Means are over the sampled tokens of the rows in it."""
 
     num_tokens: int
     loss: float  # with ppo near 0, even in a healthy run: section 10
@@ -1966,7 +2013,10 @@ class Learner:
         self.optimizer = torch.optim.Adam(self.weights, cfg.lr)
 
     def step(self, episodes: list[Episode]) -> StepStats:
-        """Makes cfg.epochs updates on these episodes. Returns the statistics of the first."""
+        """Makes cfg.epochs updates on these episodes.
+
+        Returns the statistics of the first: it begins with the weights that are published.
+        """
         batches = self.micro_batches(episodes, self.advantages(episodes))
         stats = [self.update(batches) for _ in range(self.cfg.epochs)]
         return stats[0]
@@ -1980,7 +2030,7 @@ class Learner:
         start = time.perf_counter()
         per_token = []
         for batch in batches:
-            logp, entropy = token_logprobs(self.policy, batch.ids, batch.is_sampled)  # [N] each
+            logp, entropy = self.policy.token_logprobs(batch.ids, batch.is_sampled)  # [N] each
             # In the first update this is the policy before the batch.
             if batch.prox_logprobs is None:
                 batch.prox_logprobs = logp.detach()
@@ -2003,7 +2053,8 @@ class Learner:
     def token_losses(self, batch: Batch, logp: Tensor, entropy: Tensor) -> Tensor:
         """Returns the loss of each token, [N]."""
         tensors = (logp, batch.old_logprobs, batch.prox_logprobs, batch.advantage)
-        return LOSSES[self.cfg.loss](*tensors, self.cfg) - self.cfg.entropy * entropy
+        losses = LOSSES[self.cfg.loss](*tensors, self.cfg)
+        return losses - self.cfg.entropy * entropy if self.cfg.entropy else losses
 
     def clip_gradients(self) -> float:
         """Scales the gradients down to norm 1. Returns the norm before."""
@@ -2024,20 +2075,24 @@ class Learner:
             some = [episodes[row] for row in part]
             ids = padded([episode.ids for episode in some], device)
             is_sampled = padded([episode.turn_of for episode in some], device)[:, 1:] > 0
-            old_logprobs = padded([episode.logprobs for episode in some], device)[:, 1:][is_sampled]
-            gains = padded([advantage[row] for row in part], device)[:, 1:][is_sampled]
-            batches.append(Batch(num_tokens, ids, is_sampled, old_logprobs, gains))
+            logprobs = padded([episode.logprobs for episode in some], device)[:, 1:]
+            gains = padded([advantage[row] for row in part], device)[:, 1:]
+            values = (logprobs[is_sampled], gains[is_sampled])
+            batches.append(Batch(num_tokens, ids, is_sampled, *values))
         return batches
 
     def rows_to_train(self, advantage: list[list[float]]) -> list[int]:
-        """Returns the rows that have a gradient: zero advantages have none, but for the entropy."""
-        rows = [row for row, gains in enumerate(advantage) if any(gains)]
-        return list(range(len(advantage))) if self.cfg.entropy or not rows else rows
+        """Returns the rows that have a gradient: some advantage, or an entropy bonus."""
+        everything = list(range(len(advantage)))
+        if self.cfg.entropy:
+            return everything
+        # If all rewards of all groups are equal, all rows are used, for a gradient of 0.
+        return [row for row in everything if any(advantage[row])] or everything
 
     def partition(self, rows: list[int], longest: int) -> list[list[int]]:
         """Splits rows into micro-batches. longest: the tokens of the first row."""
         # 128 rows of at most 500 tokens at 8192 a pass: 16 rows each, 8 passes.
-        rows_per_batch = max(2, self.cfg.tokens_per_micro_batch // longest)
+        rows_per_batch = max(1, self.cfg.tokens_per_micro_batch // longest)
         return split(rows, ceil(len(rows) / rows_per_batch))
 
 
@@ -2096,7 +2151,7 @@ class Bandit:
         mean_reward = (table.softmax(-1) * self.rewards).sum(-1).mean()
         return torch.autograd.grad(mean_reward, table)[0]
 
-    def estimates(self, now: Tensor, loss: str, kind: str) -> Tensor:
+    def estimates(self, now: Tensor, loss: str, kind: str, cfg: Config = Config()) -> Tensor:
         """Returns gradients [batches, 4, 16], each from one batch of samples."""
         shape = (len(self.samples), 4, 16)
         tables = now.expand(shape).clone().requires_grad_()  # one copy for each batch
@@ -2104,7 +2159,7 @@ class Bandit:
         logp = tables.log_softmax(-1).gather(2, self.samples)
         old_logprobs = self.old.log_softmax(-1).expand(shape).gather(2, self.samples)
         advantage = advantages(self.rewards.expand(shape).gather(2, self.samples), kind)
-        losses = LOSSES[loss](logp, old_logprobs, logp.detach(), advantage, Config())
+        losses = LOSSES[loss](logp, old_logprobs, logp.detach(), advantage, cfg)
         return -torch.autograd.grad(losses.sum() / (4 * 8), tables)[0]
 
     def compare(self, now: Tensor, loss: str, kind: str) -> Record:
@@ -2121,12 +2176,12 @@ class Bandit:
             "relative deviation": float(deviation / mean.norm()),
         }
 
-    def kl_to_old(self, loss: str) -> float:
-        """Returns how far (KL, in nats) 100 updates on the first batch move the policy."""
+    def kl_to_old(self, cfg: Config) -> float:
+        """Returns how far (KL, in nats) 100 updates of ppo on the first batch move the policy."""
         first = replace(self, samples=self.samples[:1])
         now = self.old
         for _ in range(100):
-            now = now + 2 * first.estimates(now, loss, "group")[0]
+            now = now + 2 * first.estimates(now, "ppo", "group", cfg)[0]
         difference = self.old.log_softmax(-1) - now.log_softmax(-1)
         return float((self.old.softmax(-1) * difference).sum(-1).mean())
 
@@ -2145,26 +2200,29 @@ async def demo_losses(report: Report) -> None:
     for _ in range(8):
         step = bandit.true_gradient(now)
         now = now + 0.5 * step / step.norm()
-    fresh = [bandit.compare(old, "reinforce", kind) for kind in ("none", "group", "leave_one_out")]
+    fresh = [bandit.compare(old, "reinforce", kind) for kind in ("none", "leave_one_out")]
+    # In a first update `decoupled` has its weight only, and no clip: the ratio by itself.
     stale = [bandit.compare(now, loss, "leave_one_out") for loss in ("reinforce", "decoupled")]
     rows = [{"staleness": 0, **row} for row in fresh]
     report.table(rows + [{"staleness": 8, **row} for row in stale])
 
-    without_baseline, _, with_baseline = fresh
+    without_baseline, with_baseline = fresh
     quieter = with_baseline["relative deviation"] / without_baseline["relative deviation"]
     report.check("deviation with a baseline / without", quieter, "<", 0.8)
     without_ratio, with_ratio = stale
     straighter = with_ratio["degrees off"] / without_ratio["degrees off"]
     report.check("degrees off with a ratio / without", straighter, "<", 0.9)
-    push = bandit.kl_to_old("ppo") / bandit.kl_to_old("reinforce")
+    no_clip = Config(clip_low=1.0, clip_high=math.inf)
+    push = bandit.kl_to_old(Config()) / bandit.kl_to_old(no_clip)
     report.check("push with a clip / without", push, "<", 0.2)
 
 
 # == 11. SYNC RL ====
 # Problem. Sampling, scoring and updating run in different processes, which need each other's
 #   results in the right order, with the right weights.
-# Rule. One loop, one thing at a time. Generators pull before they sample, so staleness is 0. An
-#   unscored episode is left out. One object accounts for every group that was started.
+# Rule. One loop, one thing at a time. Generators wait for the newest version before they sample,
+#   and no step is made meanwhile, so staleness is 0. An unscored episode is left out. One object
+#   accounts for every group that was started.
 # Cost. Each side waits while the other works (section 12).
 # Read on. `train_sync` is the loop, `Run.sample_and_score` and `Run.step` its two halves.
 #
@@ -2192,7 +2250,7 @@ async def train_sync(run: Run, num_steps: int) -> None:
     while num_steps > 0:
         prompts = run.draw(run.cfg.prompts_per_step)
         groups += await scatter_gather(prompts, run.cfg.generators, run.sample)
-        # Groups can get lost. With too few, the next prompts fill the batch up.
+        # Groups can get lost. If too few are left, more prompts are drawn.
         if len(groups) >= run.min_groups:
             await run.step(groups)
             groups = []
@@ -2235,7 +2293,7 @@ class Trainer(Worker):
     ) -> ArenaHandle:
         """Publishes the first weights, as `version`. Returns where generators find them."""
         self.learner, self.writer = make_learner(cfg)
-        # A version is copied while the next step computes, until that changes the weights.
+        # The copy overlaps the next step, and ends before that step changes the weights.
         self.learner.optimizer.register_step_pre_hook(lambda *_: self.writer.wait())
         self.version = version
         self.writer.publish(version)
@@ -2316,7 +2374,7 @@ def numbers_of(groups: list[Group]) -> set[int]:
 
 @dataclass
 class Progress:
-    """How far a run has come, and where its groups are.
+    """Counters of a run, and the state of its groups.
 
     started = trained + dropped + lost + in flight
     """
@@ -2397,6 +2455,7 @@ class Run:
         prompts = []
         for prompt in islice(self.prompts, num_prompts):
             prompts.append(prompt)
+            # The largest: a resumed run draws some earlier prompts again.
             self.progress.num_drawn = max(self.progress.num_drawn, prompt.number + 1)
             self.progress.in_flight.add(prompt.number)
         return prompts
@@ -2417,7 +2476,8 @@ class Run:
         """Returns groups of scored episodes. seed: of the run; None: greedy."""
 
         async def rollout(some: list[Prompt]) -> list[Episode]:
-            # Each request has a seed of its own: that of the run, and its first prompt's number.
+            # Each request has a seed of its own: a multiple for the run, plus its first prompt's
+            # number. It stays below 2^63.
             own_seed = None
             if seed is not None:
                 own_seed = seed % 10**9 * 1_000_000_007 + some[0].number
@@ -2447,7 +2507,7 @@ class Run:
         return groups
 
     async def step(self, groups: list[Group]) -> None:
-        """Makes one update of the trainer. Counts the groups, and adds a row."""
+        """Lets the trainer train on a batch. Counts the groups, and adds a row."""
         episodes = [episode for group in groups for episode in group.episodes]
         stats = await self.trainer.request("step", episodes)
         row = self.describe(groups, stats)
@@ -2459,7 +2519,7 @@ class Run:
         self.errors[reason] += 1
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        """Returns the row of a step, which self.version is the trainer's version before."""
+        """Returns the row of a step, by the version before it."""
         episodes = [episode for group in groups for episode in group.episodes]
         return {
             "step": self.version + 1,
@@ -2533,7 +2593,7 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
 
 
 def warm_start(trainer: Trainer, num_steps: int) -> None:
-    """Runs in the trainer: lets the tiny policy begin at an accuracy of 0.07 in place of 0."""
+    """Runs in the trainer: pretrains the policy, so that held-out accuracy starts near 0.07."""
     sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
     # Nobody has pulled version 0 yet, so it can be published again.
     trainer.writer.publish(trainer.version)
@@ -2606,10 +2666,10 @@ async def train_async(run: Run, max_staleness: int, num_steps: int, num_batches:
 async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
     """Consumes prompts, waits for room, produces requests. Ends when it is cancelled."""
     cfg = buffer.run.cfg
-    # K batches are sampled at a time. A generator gets its share of them in one request, at most
-    # one batch. With K = 2, 16 prompts in a batch and 2 generators: 16.
-    share = buffer.max_staleness * cfg.prompts_per_step // cfg.generators
-    size = max(1, min(cfg.prompts_per_step, share))
+    # While one batch trains, K are sampled: the generators share them, in requests of at most one
+    # batch. With K = 2, 16 prompts in a batch and 2 generators: 16.
+    sampled_at_once = buffer.max_staleness * cfg.prompts_per_step
+    size = max(1, min(cfg.prompts_per_step, sampled_at_once // cfg.generators))
     while True:
         prompts = await buffer.draw(size)
         tasks.create_task(buffer.sample_into(prompts))
@@ -2636,10 +2696,10 @@ async def generating(
     buffer = ReplayBuffer(run, max_staleness, num_batches or max_staleness + 1)
     try:
         async with TaskGroup() as tasks:
-            generating = tasks.create_task(generate(buffer, tasks))
+            producer = tasks.create_task(generate(buffer, tasks))
             yield buffer
-            # No new requests. The group then waits for those that are under way.
-            generating.cancel()
+            # No new requests. Leaving the TaskGroup waits for those that are under way.
+            producer.cancel()
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None  # what the caller would expect of a plain call
     run.progress.end("dropped", numbers_of(buffer.ready))
@@ -2700,17 +2760,6 @@ class ReplayBuffer:
 # -- measurement ---
 
 
-async def measure(training: Awaitable[None], num_steps: int) -> dict[str, float]:
-    """Returns the speed of so many steps, and the share of the time that the trainer worked."""
-    start_s = time.time()
-    await training
-    seconds = time.time() - start_s
-    timeline = await get_or_spawn_controller("timeline", Timeline)
-    spans = await timeline.read.call_one("trainer")
-    busy_s = sum(span.end_s - span.start_s for span in spans if span.start_s > start_s)
-    return {"steps/s": num_steps / seconds, "trainer busy": busy_s / seconds}
-
-
 async def inject_fault(run: Run, service: Service, at_step: int, how: signal.Signals) -> None:
     """Waits for a step, and sends a signal to the first replica."""
     while run.version < at_step:
@@ -2725,10 +2774,13 @@ async def demo_async_rl(report: Report) -> None:
     run = await begin_demo(report)
     before = await run.evaluate() or 0.0
     # Steps 1 to 60 with one loop, 61 to 200 with two.
-    sync = await measure(train_sync(run, 60), 60)
-    together = await measure(train_async(run, max_staleness, 140), 140)
+    start_s = time.monotonic()
+    await train_sync(run, 60)
+    middle_s = time.monotonic()
+    await train_async(run, max_staleness, 140)
+    speeds = {"sync": 60 / (middle_s - start_s), "async": 140 / (time.monotonic() - middle_s)}
+    report.table([{"loop": name, "steps/s": speed} for name, speed in speeds.items()])
     after = await run.evaluate() or 0.0
-    report.table([{"loop": "synchronous", **sync}, {"loop": "asynchronous", **together}])
 
     # 60 steps with two faults, and twice as many batches in flight as the bound allows, so that
     # groups grow too old, and are dropped.
@@ -2739,7 +2791,7 @@ async def demo_async_rl(report: Report) -> None:
     )
     failures = [*run.generators.failures, *run.reward_workers.failures]
     bounded = max(row["staleness"] for row in run.progress.rows)
-    # 30 steps without the rule: a bound that is never reached.
+    # 30 steps with more batches in flight, and a bound that lets their groups pass.
     await train_async(run, max_staleness + 8, 30)
     unbounded = max(row["staleness"] for row in run.progress.rows)
     counts = run.progress.counts()
@@ -2878,6 +2930,7 @@ class HubPolicy(Policy):
         # Of the forward passes. With several trainers FSDP casts.
         self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
         self.temperature = cfg.temperature
+        self.learns_entropy = cfg.entropy > 0
         config = model.config.get_text_config()
         self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
@@ -3412,9 +3465,8 @@ def read_progress(path: Path) -> SavedProgress:
     return SavedProgress(**torch.load(path, mmap=True)["progress"])
 
 
-def requeued_first(run: Run, progress: SavedProgress) -> Iterator[Prompt]:
+def requeued_first(run: Run, progress: SavedProgress, new: Iterator[Prompt]) -> Iterator[Prompt]:
     """Yields the prompts that were in flight at the checkpoint, and then new ones."""
-    new = run.prompts
     # A prompt leaves the list as it is drawn, so the next checkpoint has those that are left.
     while progress.requeued:
         yield run.task.prompt(progress.requeued.pop(0))
@@ -3528,7 +3580,7 @@ async def with_restarts(
     while True:
         path, progress = await asyncio.to_thread(checkpoints.newest)
         run = make_run(progress)
-        run.prompts = requeued_first(run, progress)
+        run.prompts = requeued_first(run, progress, run.prompts)
         first = run.version
         try:
             await run.begin()
@@ -3876,7 +3928,7 @@ class UserLearner(Learner):
     def partition(self, rows: list[int], longest: int) -> list[list[int]]:
         """Splits this rank's share of the rows into micro-batches."""
         # Ranks must make equally many passes: FSDP gathers each layer on all of them at once.
-        rows_per_batch = max(2, self.cfg.tokens_per_micro_batch // longest)
+        rows_per_batch = max(1, self.cfg.tokens_per_micro_batch // longest)
         num_batches = ceil(len(rows) / rows_per_batch / self.num_ranks)
         return split(rows[self.rank :: self.num_ranks], num_batches)
 
@@ -4396,7 +4448,7 @@ def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> 
     Over samples of p, the mean gradient of k2 is that of KL(p, q). That of log p - log q is 0.
     """
     with torch.no_grad():
-        log_q, _ = token_logprobs(reference, batch.ids, batch.is_sampled)
+        log_q, _ = reference.token_logprobs(batch.ids, batch.is_sampled)
     return weight * (logp - log_q).square() / 2
 
 

@@ -722,7 +722,7 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
     advantage = [[1.0] * len(episode.ids) for episode in episodes]
     (batch,) = m.Learner(policy, CFG).micro_batches(episodes, advantage)  # one padded batch
     with torch.no_grad():
-        together, _ = m.token_logprobs(policy, batch.ids, batch.is_sampled)
+        together, _ = policy.token_logprobs(batch.ids, batch.is_sampled)
     assert float(m.k3(batch.old_logprobs, together).mean()) <= 1e-6
     for episode in episodes:
         for turn, is_cut in enumerate(episode.truncated, 1):
@@ -1705,7 +1705,7 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     assert all(len(text) < 500 and "\n" not in text for (text,) in found if isinstance(text, str))
     # One child ended with the process that died, the other is killed when the worker is released.
     assert sum("sleep 1000" in line for line in left(mark, 1)) == 1
-    worker.release()
+    m.release(worker)
     assert left(mark) == []
 
 
@@ -2317,7 +2317,7 @@ ATTACH = """if True:
     m.SILENCE_S = 1.5
     m.monarch.actor.enable_transport(m.this_url() + ":0")
     async def main() -> None:
-        process = await m.HostPool(pathlib.Path(sys.argv[1]), 1).take(1)
+        process = await m.HostPool(pathlib.Path(sys.argv[1]), 1).start(1)
         await process.kill()
         print("attached")
     asyncio.run(main())
@@ -2560,8 +2560,7 @@ def record(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, Any]:
         return types.SimpleNamespace(read=types.SimpleNamespace(call_one=answer_spans))
 
     monkeypatch.setattr(m, "get_or_spawn_controller", answer)
-    monkeypatch.setattr(m, "cpu_s", answer)
-    return asyncio.run(m.record_of(made_up_run(start_s, **changes), "K = 2", start_s))
+    return asyncio.run(m.record_of(made_up_run(start_s, **changes), "K = 2", start_s, 4))
 
 
 def test_record_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -2617,11 +2616,12 @@ def test_a_conversation_that_is_over_stays_however_long() -> None:
     assert [episode.prompt.number for episode in episodes] == [0, 0, 1, 1]
 
 
-def test_kl_holds_to_the_weights_after_the_warm_start() -> None:
+def test_kl_holds_to_the_weights_after_the_warm_start(monkeypatch: Any) -> None:
+    monkeypatch.setattr(m, "current_rank", lambda: types.SimpleNamespace(rank=0))
     cfg = replace(CFG, kl=0.1, prompts_per_step=2, sft_steps=2)
-    policy = m.HubPolicy(cfg, torch.float32)
-    before = {name: p.clone() for name, p in policy.model.state_dict().items()}
-    learner = m.user_learner(policy, cfg, 0)
+    before = m.HubPolicy(cfg, torch.float32).model.state_dict()
+    learner, _ = m.user_learner(cfg, "")
+    policy = learner.policy
     reference, weight = learner.penalty.args
     assert weight == 0.1
     weights = reference.model.state_dict()
