@@ -1408,10 +1408,10 @@ class ShardedWriter(WeightWriter):
                 self.written_bytes += target.nbytes
 
 
-def form_group(meeting_file: str, rank: int, num_ranks: int, backend: str = "gloo") -> None:
-    """Makes this process a member of a process group. Waits until all have come."""
+def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
+    """Makes this process a member of a gloo group. Waits until all have come."""
     dist.init_process_group(
-        backend, init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
+        "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
     )
 
 
@@ -1679,10 +1679,6 @@ class Policy:
         """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
         return self.model(ids, **inputs).logits
 
-    def decoder(self, rows: list[list[int]]) -> Decoder:
-        """Returns what samples the next tokens of these rows of ids."""
-        return Decoder(self, rows)
-
     def token_logprobs(self, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities [N] and entropies [N] of the sampled tokens, row by row.
 
@@ -1774,7 +1770,7 @@ def respond(
     turn: the number of the turn, from 1.
     """
     rows = episodes  # those without an end
-    decoder = policy.decoder([episode.ids for episode in rows])
+    decoder = Decoder(policy, [episode.ids for episode in rows])
     for number in range(policy.max_new_tokens):
         if number > 0:
             decoder.append([episode.ids[-1:] for episode in rows])
@@ -3368,29 +3364,129 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 #   the optimizer state and the position in the data, a resumed run is another run: Adam's moments
 #   are 0, and prompts are skipped or drawn twice.
 # Rule. A checkpoint is one file: the trainer's weights and moments in fp32, which prompts were
-#   drawn and which were in flight, and the log. It is synced to disk before it gets its name: an
-#   incomplete file never has this name. No random state is saved: a prompt's number seeds its
+#   drawn and which were in flight, and the log. It is synced to disk before it gets its name, so
+#   an incomplete file never has this name. No random state is saved: a prompt's number seeds its
 #   samples.
 # Cost. 12 bytes per parameter (a weight, two moments) for each file: the newest two, and the one
 #   that is being written. The trainer waits for each. Steps since the newest are made again.
+# Read on. `with_restarts` and `train_saved` are the loops; `write_checkpoint` and `restore`, the
+#   file.
 #
 # By example, a checkpoint after step 50, and a crash during step 57:
 #
 #   weights, moments     those after step 50; steps 51 to 56 are made again
 #   prompts in flight    groups in flight at step 50 are sampled again, before others
-#   synchronous          the same prompts, samples and order of additions: the same run bit for bit
+#   synchronous          the same prompts and samples, added up in the same order: equal bit for bit
 #   asynchronous         the same prompts; the samples and their order differ
 
 
 @dataclass
 class SavedProgress(Progress):
-    """The progress of a run that has a checkpoint."""
+    """The progress of a run that has checkpoints."""
 
     requeued: list[int] = field(default_factory=list)  # prompts in flight then: drawn first
 
 
 class RunError(RuntimeError):
-    """Raised when the run cannot go on."""
+    """Raised when a run cannot go on."""
+
+
+# -- 13a. The loops ---
+
+
+async def with_restarts(
+    checkpoints: Checkpoints,
+    make_run: Callable[[SavedProgress], Run],
+    work: Callable[[Any], Awaitable[Any]],
+) -> Any:
+    """Returns work(run). After a loss, calls it again with a run from the newest checkpoint.
+
+    Raises the error of a fifth loss after the same checkpoint.
+    """
+    num_losses: Counter[int] = Counter()  # by the step of the checkpoint
+    while True:
+        path, progress = await asyncio.to_thread(checkpoints.newest)
+        run = make_run(progress)
+        run.prompts = requeued_first(run.task, progress.requeued, run.prompts)
+        first = run.version
+        try:
+            await run.begin()
+            if path:
+                await run.trainer.request(restore, path)
+            return await work(run)
+        except (ReplicaLost, ActorError, SupervisionError) as error:
+            # A signal cancels this task; the error of a worker may hide that.
+            task: Any = asyncio.current_task()
+            if task.cancelling():
+                raise CancelledError from error
+            # A generator that pulls from a dead trainer raises ActorError at once; the crash is
+            # noticed a moment later. Without a lost trainer, ActorError is a bug, and comes again.
+            await sleep(1)
+            has_lost_trainer = isinstance(run.trainer.error, ReplicaLost)
+            if isinstance(error, ActorError) and not has_lost_trainer:
+                raise
+            num_losses[first] += 1
+            if num_losses[first] == 5:
+                raise
+            print(f"{cause_of(error)}: going on from the newest checkpoint")
+        finally:
+            await run.close()
+
+
+def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> Iterator[Prompt]:
+    """Yields the prompts that were in flight at the checkpoint, and then new ones."""
+    # A drawn prompt leaves the list, so that the next checkpoint has the rest.
+    while requeued:
+        yield task.prompt(requeued.pop(0))
+    yield from new
+
+
+async def train_saved(
+    run: Run, checkpoints: Checkpoints, evaluate: Callable[[], Awaitable[Any]]
+) -> None:
+    """Trains until step cfg.steps. Saves and evaluates at multiples of save_every, eval_every.
+
+    With --checkpoint, a run that is cancelled, or that an error ends, is saved. Without
+    --checkpoint the folder is temporary, and serves only to restart a lost trainer.
+    """
+    cfg = run.cfg
+    assert isinstance(cfg, Flags)
+
+    async def pause(step: int) -> None:
+        if step % cfg.save_every == 0 or (cfg.checkpoint and step == cfg.steps):
+            await checkpoints.save(run)
+        if cfg.eval_every and step % cfg.eval_every == 0:
+            await evaluate()
+
+    # Generators sample during the pauses, too.
+    sampling = generating(run, cfg.max_staleness) if cfg.max_staleness else nullcontext()
+    async with sampling as buffer:
+        train = partial(learn, buffer) if buffer else partial(train_sync, run)
+        try:
+            while run.version < cfg.steps:
+                await train(1)
+                await pause(run.version)
+        # After these errors the trainer lives, and has newer weights than the last file.
+        except (CancelledError, UsageError, RunError, OSError):
+            if cfg.checkpoint and await checkpoints.save(run):
+                print(f"saved after step {run.version}")
+            raise
+
+
+async def finished(work: Awaitable[Any]) -> Any:
+    """Returns the result of the work. If the caller is cancelled, first lets the work finish.
+
+    A signal cancels the main task at any moment; half a step or half a save would be wrong.
+    """
+    task = ensure_future(work)
+    try:
+        await wait([task])  # which leaves the task alone when it is cancelled
+    finally:
+        await gather(task, return_exceptions=True)
+    return task.result()
+
+
+# -- 13b. The files ---
 
 
 class Checkpoints:
@@ -3436,19 +3532,6 @@ class Checkpoints:
         return True
 
 
-async def finished(work: Awaitable[Any]) -> Any:
-    """Returns the result of the work. If the caller is cancelled, first lets the work finish.
-
-    A signal cancels the main task at any moment; half a step or half a save would be wrong.
-    """
-    task = ensure_future(work)
-    try:
-        await wait([task])
-    finally:
-        await gather(task, return_exceptions=True)
-    return task.result()
-
-
 def progress_state(progress: Any) -> Record:
     """Returns the progress as a dict. Groups in flight will be requeued."""
     requeued = sorted(progress.in_flight | {*progress.requeued})
@@ -3461,16 +3544,8 @@ def read_progress(path: Path) -> SavedProgress:
         damaged = archive.testzip()
     if damaged:
         raise ValueError(f"wrong checksum of {damaged}")
-    # mmap: the weights in the file are not read.
-    return SavedProgress(**torch.load(path, mmap=True)["progress"])
-
-
-def requeued_first(run: Run, progress: SavedProgress, new: Iterator[Prompt]) -> Iterator[Prompt]:
-    """Yields the prompts that were in flight at the checkpoint, and then new ones."""
-    # A prompt leaves the list as it is drawn, so the next checkpoint has those that are left.
-    while progress.requeued:
-        yield run.task.prompt(progress.requeued.pop(0))
-    yield from new
+    # With mmap, torch reads none of the weights.
+    return SavedProgress(**torch.load(path, mmap=True, map_location="cpu")["progress"])
 
 
 def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
@@ -3482,7 +3557,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     owners = (learner.policy.model, learner.optimizer)
     weights, moments = state_dict.get_state_dict(*owners, options=whole_state)
     state = {"progress": progress, "weights": weights, "moments": moments}
-    # Part II's learner may have a critic, which is trained, too.
+    # A learner of Part II may have a critic, which is trained, too.
     critic = getattr(learner, "critic", None)
     state["critic"] = critic.state() if critic else None
     if current_rank().rank == 0:
@@ -3529,110 +3604,34 @@ def restore(trainer: Trainer, path: str) -> None:
     trainer.writer.wait()
 
 
-async def train_saved(
-    run: Run, checkpoints: Checkpoints, evaluate: Callable[[], Awaitable[Any]]
-) -> None:
-    """Trains until step cfg.steps. Saves and evaluates at multiples of save_every, eval_every.
-
-    With --checkpoint, a run that is cancelled, or that an error ends, is saved. Without
-    --checkpoint the folder is temporary, and serves only to restart a lost trainer.
-    """
-    cfg = run.cfg
-    assert isinstance(cfg, Flags)
-    intervals = (cfg.save_every, cfg.eval_every or cfg.steps)
-
-    async def pause(step: int) -> None:
-        if step % cfg.save_every == 0 or (cfg.checkpoint and step == cfg.steps):
-            await checkpoints.save(run)
-        if cfg.eval_every and step % cfg.eval_every == 0:
-            await evaluate()
-
-    # Samples are generated during the pauses, too.
-    sampling = generating(run, cfg.max_staleness) if cfg.max_staleness else nullcontext()
-    async with sampling as buffer:
-        train = partial(learn, buffer) if buffer else partial(train_sync, run)
-        try:
-            while run.version < cfg.steps:
-                # With 20 and 50: pauses after steps 20, 40, 50, 60, 80, 100.
-                multiples = [(run.version // n + 1) * n for n in intervals]
-                step = min(cfg.steps, *multiples)
-                await train(step - run.version)
-                await pause(step)
-        except (
-            CancelledError,
-            UsageError,
-            RunError,
-            OSError,
-        ):  # the trainer lives, with newer weights
-            if cfg.checkpoint and await checkpoints.save(run):
-                print(f"saved after step {run.version}")
-            raise
-
-
-async def with_restarts(
-    checkpoints: Checkpoints,
-    make_run: Callable[[SavedProgress], Run],
-    work: Callable[[Any], Awaitable[Any]],
-    load: Callable[[Trainer, str], None] = restore,
-) -> Any:
-    """Calls work(run), again after a loss. Five losses without a new checkpoint raise the error."""
-    num_losses: Counter[int] = Counter()  # by the step of the checkpoint
-    while True:
-        path, progress = await asyncio.to_thread(checkpoints.newest)
-        run = make_run(progress)
-        run.prompts = requeued_first(run, progress, run.prompts)
-        first = run.version
-        try:
-            await run.begin()
-            if path:
-                await run.trainer.request(load, path)
-            return await work(run)
-        except (ReplicaLost, ActorError, SupervisionError) as error:
-            # A signal cancels this task; after a loss the error can hide it.
-            task: Any = asyncio.current_task()
-            if task.cancelling():
-                raise CancelledError from error
-            # A generator that pulls from a dead trainer raises ActorError at once; the crash is
-            # noticed a moment later. Without a lost trainer, ActorError is a bug, and comes again.
-            await sleep(1)
-            has_lost_trainer = isinstance(run.trainer.error, ReplicaLost)
-            if isinstance(error, ActorError) and not has_lost_trainer:
-                raise
-            num_losses[first] += 1
-            if num_losses[first] == 5:
-                raise
-            print(f"{cause_of(error)}: going on from the newest checkpoint")
-        finally:
-            await run.close()
-
-
 # -- measurement ---
 
 
-def weights_of(trainer: Trainer) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in trainer.learner.weights]
+def weights_of(trainer: Trainer) -> Tensor:
+    return torch.nn.utils.parameters_to_vector(trainer.learner.weights).detach()
 
 
-def restore_weights(trainer: Trainer, path: str) -> None:
-    """Restores as without the rule: Adam's moments are 0."""
-    restore(trainer, path)
+def forget_moments(trainer: Trainer) -> None:
     trainer.learner.optimizer.state.clear()
 
 
-async def train_killed(
-    report: Report, cfg: Flags, killed_after: int, load: Callable[[Trainer, str], None]
-) -> list[Tensor]:
-    """Trains, and returns the weights. killed_after: the trainer is killed once after this step."""
+async def train_killed(report: Report, cfg: Flags, at_step: int, forgets: bool = False) -> Tensor:
+    """Returns the weights after training. Kills the trainer once at a step, unless at_step is 0.
+
+    forgets: a resumed run loses Adam's moments, as without the rule.
+    """
     checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
 
-    async def work(run: Run) -> list[Tensor]:
+    async def work(run: Run) -> Tensor:
         tasks = [train_saved(run, checkpoints, run.evaluate)]
-        if killed_after and run.version == 0:
-            tasks.append(inject_fault(run, run.trainer, killed_after, signal.SIGKILL))
+        if run.version == 0 and at_step:
+            tasks.append(inject_fault(run, run.trainer, at_step, signal.SIGKILL))
+        elif forgets:
+            await run.trainer.request(forget_moments)
         await gather(*tasks)
         return await run.trainer.request(weights_of)
 
-    return await with_restarts(checkpoints, partial(Run, cfg, report.pool), work, load)
+    return await with_restarts(checkpoints, partial(Run, cfg, report.pool), work)
 
 
 @stage(instead="pass")
@@ -3641,20 +3640,25 @@ async def demo_recovery(report: Report) -> None:
 
     12 synchronous steps: undisturbed; killed at random; killed, and resumed without moments.
     """
-    cfg = Flags(seed=report.cfg.seed, max_new_tokens=4, lr=1e-3, entropy=0.01)
-    cfg = replace(cfg, steps=12, save_every=4, max_staleness=0)
+    cfg = Flags(
+        seed=report.cfg.seed,
+        steps=12,
+        save_every=4,
+        max_staleness=0,
+        max_new_tokens=4,
+        lr=1e-3,
+        entropy=0.01,
+    )
     step = random.randint(5, 10)
-    expected = await train_killed(report, cfg, 0, restore)
-    rows = []
-    kinds = {"killed": restore, "killed, no moments": restore_weights}
-    for kind, load in kinds.items():
-        weights = await train_killed(report, cfg, step, load)
-        differences = [(one - other).abs().max() for one, other in zip(expected, weights)]
-        rows.append({"trainer": kind, "after step": step, "difference": float(max(differences))})
-    report.table(rows)
-    with_moments, without = rows
-    report.check("largest difference of a weight", with_moments["difference"], "==", 0)
-    report.check("the same without moments", without["difference"], ">", 0)
+    expected = await train_killed(report, cfg, 0)
+    differences = []
+    for forgets in (False, True):
+        weights = await train_killed(report, cfg, step, forgets)
+        differences.append(float((weights - expected).abs().max()))
+    with_moments, without = differences
+    report.say(f"12 steps; the trainer is killed after step {step}")
+    report.check("largest difference of a weight", with_moments, "==", 0)
+    report.check("the same without moments", without, ">", 0)
 
 
 # == YOUR OWN RUN ====
@@ -4018,6 +4022,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
         sharded: Any = fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
         # The ranks' losses have one denominator, so their gradients add up.
         sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
 def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
@@ -4126,6 +4131,8 @@ def release(worker: Worker) -> None:
 
 
 class DeviceWriter(WeightWriter):
+    """A writer for tensors on a GPU, or with another dtype than the slot's: each is copied."""
+
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.plain = all(t.is_cpu and t.dtype == dtype for t in tensors.values())
         if self.plain:
@@ -4145,30 +4152,39 @@ class DeviceWriter(WeightWriter):
 
 
 class DeviceReader(WeightReader):
-    def pull(self, at_least: int = Arena.NOTHING) -> int:
-        return super().pull(at_least)
+    """A reader whose tensors may be on a GPU. Those are filled."""
+
+    def read(self, slot: int) -> None:
+        for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
+            if tensor.is_cuda:
+                tensor.data.copy_(view)
+            else:
+                tensor.data = view
 
 
 # == 14. CRITIC ====
 # Problem. A user does not have the same conversation eight times, so there is no group. Compared
 #   with the mean of the batch, any response to a generous user is good.
 # Rule. A second network, the critic, predicts V, the sum of later rewards, before each token. The
-#   advantage of a token is a target minus V, normalized.
-# Cost. A network as large as the policy, and one trainer rank only. Where a prompt can be sampled
-#   several times, use a group, which needs none of this.
+#   advantage of a token is a target minus V, normalized over the batch.
+# Cost. A network as large as the policy, whole in one process: a trainer of several ranks has none.
+#   Where a prompt can be sampled several times, a group needs none of this.
 #
-# The target is GAE (Schulman 2016). Later rewards are an unbiased target with noise; V of the next
-# token is a biased one with less noise. Lambda weights the former: 1 (no V) in a turn, 0.8 between
-# turns. So all tokens of a turn share one target: its reward plus V + 0.8 * advantage at the first
-# token of the next turn. By example, two turns:
+# The target of a turn's tokens is the reward of the turn plus what is expected after it. The
+# sampled sum of later rewards is right on average, and noisy. V', that is V at the first token of
+# the next turn, has less noise, and the critic's error. Generalized advantage estimation (GAE,
+# Schulman 2016) takes both:
+#
+#   target = reward + V' + 0.8 (target' - V')        0.8 is called lambda; within a turn it is 1
+#
+# By example, two turns:
 #
 #   token  turn  reward    V  target                       advantage = target - V
 #   a         1          0.4  0.0 + 0.7 + 0.8 * 0.2 = 0.86   0.46
 #   b         1     0.0  0.5                          0.86   0.36
 #   c         2     0.9  0.7                          0.90   0.20
 
-# The first steps train the critic only: with an untrained V the policy collapses.
-CRITIC_ALONE = 8
+CRITIC_ALONE = 8  # steps that train only the critic, because V is noise at first
 
 
 def value_network(policy: Policy) -> Any:
@@ -4180,7 +4196,7 @@ def value_network(policy: Policy) -> Any:
         raise UsageError(f"no value network for {config.model_type}")
     config.num_labels = 1
     network: Any = AutoModelForTokenClassification.from_config(config)
-    # The same body, in fp32, and a new head, which is the last layer. Its bias is 0 already.
+    # The policy's body, in fp32, and a new head, the last layer, whose bias is 0 already.
     network.base_model.load_state_dict(policy.model.base_model.state_dict())
     *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
     torch.nn.init.zeros_(head.weight)
@@ -4188,113 +4204,113 @@ def value_network(policy: Policy) -> Any:
 
 
 def gae(episode: Episode, values: list[float]) -> list[float]:
-    """The advantage of each token, 0 where not sampled. values: V before each token."""
-    found = [0.0] * len(episode.ids)
+    """Returns the advantage of each token; 0 where it was not sampled. values: V before each."""
+    advantage = [0.0] * len(episode.ids)
     target = 0.0
     for turn in range(len(episode.rewards), 0, -1):
+        # All tokens of a turn share one target.
         target += episode.rewards[turn - 1]
         places = [i for i, t in enumerate(episode.turn_of) if t == turn]
         for place in places:
-            found[place] = target - values[place]
-        target = values[places[0]] + 0.8 * found[places[0]]
-    return found
+            advantage[place] = target - values[place]
+        # What the turn before expects after it: V' + 0.8 (target' - V').
+        target = values[places[0]] + 0.8 * advantage[places[0]]
+    return advantage
 
 
 class Critic:
-    """Computes advantages for a Learner, from the episodes of each step."""
+    """Computes the advantages of a batch, and learns from it."""
 
     def __init__(self, policy: Policy, cfg: Flags) -> None:
         self.network = value_network(policy)
-        lr = 1e-5 if cfg.model else 3e-3
-        self.optimizer = torch.optim.Adam(self.network.parameters(), lr)
-        self.tokens_per_micro_batch = cfg.tokens_per_micro_batch
+        self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 3e-3)
+        self.cfg = cfg
         self.num_calls = 0
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
-        """Advantages, normalized over the batch. Then trains the critic on the targets."""
+        """Returns the advantage of each token, normalized over the batch, after one update of V.
+
+        During the first steps all advantages are 0.
+        """
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
-        parts = torch.arange(len(ids)).split(max(1, self.tokens_per_micro_batch // ids.shape[1]))
+        # 16 rows of 500 tokens at 2000 a pass: 4 parts of 4 rows.
+        size = max(1, self.cfg.tokens_per_micro_batch // ids.shape[1])
         with torch.no_grad():
-            values = torch.cat([self._values(ids[rows]) for rows in parts])
-        gains = [gae(e, row) for e, row in zip(episodes, values.tolist())]
-        advantage = padded(gains, device)
-        targets = values + advantage
-        for _ in range(2):  # two updates per batch, so that V follows the policy
-            for rows in parts:
-                errors = (self._values(ids[rows]) - targets[rows])[is_sampled[rows]]
+            values = torch.cat([self.values(part) for part in ids.split(size)])
+        rows = [gae(e, row) for e, row in zip(episodes, values.tolist())]
+        advantage = padded(rows, device)  # [B, T]
+        self.learn(ids, is_sampled, values + advantage, size)
+        self.num_calls += 1
+        # The N sampled tokens are normalized as one group.
+        scaled = advantages(advantage[is_sampled], "group")
+        advantage[is_sampled] = scaled * (self.num_calls > CRITIC_ALONE)
+        pairs = zip(episodes, advantage.tolist())
+        return [row[: len(episode.ids)] for episode, row in pairs]
+
+    def values(self, ids: Tensor) -> Tensor:
+        """Returns V before each token, [B, T]: the output at the token before it."""
+        values = self.network(ids[:, :-1], use_cache=False).logits.squeeze(-1)
+        return torch.nn.functional.pad(values, (1, 0))
+
+    def learn(self, ids: Tensor, is_sampled: Tensor, targets: Tensor, size: int) -> None:
+        """Makes two updates, so that V follows the policy. size: the rows of a pass."""
+        for _ in range(2):
+            for rows in torch.arange(len(ids)).split(size):
+                errors = (self.values(ids[rows]) - targets[rows])[is_sampled[rows]]
                 (errors.square().sum() / is_sampled.sum()).backward()
             self.optimizer.step()  # mechanism: critic
             self.optimizer.zero_grad()
-        self.num_calls += 1
-        scaled = advantages(advantage[is_sampled], "group")  # [N], one group
-        advantage[is_sampled] = scaled * (self.num_calls > CRITIC_ALONE)
-        rows = zip(episodes, advantage.tolist())
-        return [row[: len(episode.ids)] for episode, row in rows]
 
-    def _values(self, ids: Tensor) -> Tensor:
-        """[B, T]: V before each token, computed at the one before."""
-        found = self.network(ids[:, :-1], use_cache=False).logits.squeeze(-1)
-        return torch.nn.functional.pad(found, (1, 0))
+    def state(self) -> tuple[Any, ...]:
+        return self.network.state_dict(), self.optimizer.state_dict(), self.num_calls
 
-    def state(self) -> Record:
-        return {
-            "network": self.network.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "num_calls": self.num_calls,
-        }
-
-    def load(self, state: Record) -> None:
-        self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.num_calls = state["num_calls"]
+    def load(self, state: tuple[Any, ...]) -> None:
+        network, optimizer, self.num_calls = state
+        self.network.load_state_dict(network)
+        self.optimizer.load_state_dict(optimizer)
 
 
 # -- measurement ---
 
 
-def lone_run(learner: Learner, prompts: Iterator[Prompt]) -> Iterator[list[Episode]]:
-    """A synchronous run in one process. The caller scores what it yields."""
-    cfg = learner.cfg
-    assert isinstance(cfg, Flags)
-    for _ in range(cfg.steps):
-        drawn = list(islice(prompts, cfg.prompts_per_step))
-        seed = drawn[0].number
-        episodes = rollout(learner.policy, drawn, cfg.group_size, seed)
+def lone_run(
+    learner: Learner, prompts: Iterator[Prompt], num_steps: int
+) -> Iterator[list[Episode]]:
+    """Samples and trains in this process. Yields the episodes of each step, to be scored."""
+    for _ in range(num_steps):
+        drawn = list(islice(prompts, learner.cfg.prompts_per_step))
+        episodes = rollout(learner.policy, drawn, learner.cfg.group_size, drawn[0].number)
         yield episodes
         learner.step(episodes)
 
 
-class BatchLearner(Learner):
-    """A learner whose baseline is the mean reward of the batch."""
-
-    def advantages(self, episodes: list[Episode]) -> list[list[float]]:
-        rewards = torch.tensor([episode.rewards[0] for episode in episodes])
-        pairs = zip(episodes, advantages(rewards, "group").tolist())
-        return [[gain * (turn > 0) for turn in e.turn_of] for e, gain in pairs]
+def over_batch(episodes: list[Episode]) -> list[list[float]]:
+    """Returns the advantages of single turns: the batch is one group."""
+    rewards = torch.tensor([episode.rewards[0] for episode in episodes])
+    pairs = zip(episodes, advantages(rewards, "group").tolist())
+    return [[gain] * len(episode.ids) for episode, gain in pairs]
 
 
-def train_with_baseline(worker: Worker, cfg: Flags, policy: Policy, baseline: str) -> Record:
-    """Trains on one turn of `repeat`. Returns a row of the table.
+def train_with(worker: Worker, baseline: str, cfg: Flags, policy: Policy) -> float:
+    """Returns the share of right letters at the end of training on one turn of LetterTask.
 
-    The reward is the share of right letters, plus -1.5 to 1.5 by the first letter asked for:
+    The reward is this share, plus -1.5 to 1.5 by the first letter of the prompt:
     "acf" -> "acf" gets 1 - 1.5 = -0.5, and "pcf" -> "aaa" gets 0 + 1.5 = 1.5.
     """
     task = LetterTask(cfg.seed)
-    if baseline == "critic":
-        learner: Learner = UserLearner(policy, cfg, critic=Critic(policy, cfg))
-    else:
-        learner = BatchLearner(policy, cfg)
+    critic = Critic(policy, cfg) if baseline == "critic" else over_batch
+    learner = UserLearner(policy, cfg, critic=critic)
     shares = []
     prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
-    for episodes in lone_run(learner, prompts):
+    for episodes in lone_run(learner, prompts, cfg.steps):
         for episode in episodes:
             right = episode.prompt.turns[0].answer
             share = task.grade(right, episode.responses[0])
             episode.rewards = [share + LETTERS.index(right[0]) / 5 - 1.5]
             shares.append(share)
-    return {"baseline": baseline, "right letters": fmean(shares[-1000:])}
+    return fmean(shares[-1000:])
 
 
 @stage(instead="pass")
@@ -4310,25 +4326,22 @@ async def demo_critic(report: Report) -> None:
         lr=3e-3,
     )
     policy = Policy(cfg)
-    warm_up = replace(cfg, prompts_per_step=16, lr=1e-3)
-    sft(Learner(policy, warm_up), training_prompts(LetterTask(cfg.seed)), 60)
+    warm_up = Learner(policy, demo_config(report.cfg))
+    sft(warm_up, training_prompts(LetterTask(cfg.seed)), 60)
+    # Both runs begin from this policy, at the same time.
     service = Service(Worker, 2, report.pool)
     await service.begin()
-    runs = []
-    for baseline in ("critic", "batch"):
-        runs.append(service.request(train_with_baseline, cfg, policy, baseline))
-    rows = await gather(*runs)
-    report.table(rows)
-    critic, batch = rows
-    gain = critic["right letters"] - batch["right letters"]
-    report.check("right letters, critic - batch", gain, ">", 0.25)
+    train = partial(service.request, train_with)
+    critic, batch = await gather(train("critic", cfg, policy), train("batch", cfg, policy))
+    report.table([{"right letters, critic": critic, "right letters, batch": batch}])
+    report.check("right letters, critic - batch", critic - batch, ">", 0.25)
     await service.close()
 
 
 # == 15. REWARD MODEL ====
 # Problem. For most of what people want there is no reward function. A network can learn which of
 #   two responses people prefer, but it is right only about responses like the compared ones. The
-#   policy finds others, to which it gives a high reward, and which people like less.
+#   policy finds responses that the network rates high and people like less.
 # Rule. Keep the policy where the reward model is right. Either its divergence from the first
 #   version has a price (--kl), or people compare new responses now and then (--ask-every).
 # Cost. A second network. With a price the policy gains less; comparisons take people's time.
@@ -4346,29 +4359,50 @@ Pair = list[Episode]  # chosen, rejected
 
 
 def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
-    """The prompt, the chosen and the rejected text of each line of a file, if it exists.
+    """Returns the prompt, and the chosen and the rejected text, of each line of a file, if any.
 
     A line: {"prompt": text or messages, "chosen": text, "rejected": text}. Raises UsageError.
     """
-    found = []
+    preferences = []
     for where, line in lines_of(path) if path.is_file() else []:
         prompt = prompt_of(0, line, where)
         record = json.loads(line)
         texts = [record.get("chosen"), record.get("rejected")]
         if not all(isinstance(text, str) for text in texts):
             raise UsageError(f"{where}: needs texts as chosen and rejected")
-        found.append((prompt, texts))
-    return found
+        preferences.append((prompt, texts))
+    return preferences
+
+
+def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
+    """Compares episodes 0 and 1, 2 and 3, up to 6 and 7, and appends the results to a file.
+
+    prefer(prompt, one, other): a number, above 0.5 if the responses `one` are better.
+    """
+    pairs = []
+    with open(path, "a") as file:
+        for one, other in zip(group[0:8:2], group[1:8:2]):
+            # Equal responses teach nothing.
+            if one.responses == other.responses:
+                continue
+            is_first = prefer(one.prompt, one.responses, other.responses) > 0.5
+            pair = [one, other] if is_first else [other, one]
+            chosen, rejected = [episode.responses[0] for episode in pair]
+            messages = one.prompt.turns[0].messages
+            record = {"prompt": messages, "chosen": chosen, "rejected": rejected}
+            file.write(json.dumps(record) + "\n")
+            pairs.append(pair)
+    return pairs
 
 
 class RewardModel:
     """Scores groups, and learns from preferences. A reward worker owns it.
 
-    prefer(prompt, one, other): a number, above 0.5 if `one` is better.
-    fresh_path: a file of new comparisons, for a replacement worker. No weights are saved.
+    fresh_path: the file of new comparisons. The weights are not saved: a worker that replaces a
+        lost one learns from this file and --preferences again.
     """
 
-    def __init__(self, cfg: Flags, prefer: Any = None, fresh_path: Path = Path(os.devnull)) -> None:
+    def __init__(self, cfg: Flags, prefer: Any, fresh_path: Path) -> None:
         self.cfg = cfg
         self.prefer = prefer
         self.fresh_path = fresh_path
@@ -4379,6 +4413,7 @@ class RewardModel:
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr)
         self.rng = random.Random(cfg.seed)
         self.num_groups = 0
+        # Without --preferences the first path is no file, and has no lines.
         self.known: list[Pair] = []
         for path in (Path(cfg.preferences), fresh_path):
             for prompt, texts in read_preferences(path):
@@ -4387,7 +4422,11 @@ class RewardModel:
             self.learn(self.known)
 
     def scores(self, episodes: list[Episode]) -> Tensor:
-        """[B]: 4 * mean over the sampled tokens. A sum would favor long responses."""
+        """Returns scores [B]: four times the mean over the sampled tokens.
+
+        A sum would favor long responses. With Adam, the factor lets scores change four times as
+        fast.
+        """
         ids = padded([e.ids for e in episodes], self.policy.device)
         is_sampled = padded([e.turn_of for e in episodes], self.policy.device) > 0
         # Padding is on the right: a causal model does not see it.
@@ -4395,57 +4434,42 @@ class RewardModel:
         return 4 * (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
     def learn(self, pairs: list[Pair]) -> None:
-        """One pass over the pairs, in random order."""
+        """Makes one pass over the pairs, in random order."""
+        # Two rows for each pair, at most tokens_per_micro_batch in all.
         longest = max([len(e.ids) for pair in pairs for e in pair], default=1)
-        size = max(1, min(32, self.cfg.tokens_per_micro_batch // (2 * longest)))  # pairs
+        size = max(1, min(32, self.cfg.tokens_per_micro_batch // (2 * longest)))
         order = self.rng.sample(pairs, len(pairs))
         for start in range(0, len(order), size):
             both = [e for pair in order[start : start + size] for e in pair]
             chosen, rejected = self.scores(both).view(-1, 2).T  # each [pairs]
+            # The loss of Bradley and Terry.
             loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def ask(self, group: list[Episode]) -> list[Pair]:
-        """Compares episodes 0 and 1, 2 and 3, up to 6 and 7, unless both are equal."""
-        pairs = []
-        with open(self.fresh_path, "a") as file:
-            for one, other in zip(group[0:8:2], group[1:8:2]):
-                if one.responses == other.responses:
-                    continue
-                is_first = self.prefer(one.prompt, one.responses, other.responses) > 0.5
-                chosen, rejected = (one, other) if is_first else (other, one)
-                record = {
-                    "prompt": one.prompt.turns[0].messages,
-                    "chosen": chosen.responses[0],
-                    "rejected": rejected.responses[0],
-                }
-                file.write(json.dumps(record) + "\n")
-                pairs.append([chosen, rejected])
-        return pairs
-
-    def __call__(self, asked: Conversations) -> Rewards:
-        """The rewards of a group: a score for the last turn."""
-        group = [episode_with(self.policy, *said) for said in asked]
+    def __call__(self, conversations: Conversations) -> Rewards:
+        """Returns the rewards of a group: a score for the last turn."""
+        group = [episode_with(self.policy, *each) for each in conversations]
         with torch.inference_mode():
             scores = self.scores(group).tolist()
         self.num_groups += 1
         every = self.cfg.ask_every
         if every and self.num_groups % every == 0:
-            fresh = self.ask(group)  # mechanism: reward_model
+            fresh = compare(group, self.prefer, self.fresh_path)  # mechanism: reward_model
             self.known += fresh
-            # Three old pairs for a new one, so that it forgets none.
+            # For each new pair three of all that are known, so that the network forgets none.
             self.learn(fresh + self.rng.choices(self.known, k=3 * len(fresh)))
         zeros = [0.0] * (len(group[0].responses) - 1)
         return [[*zeros, score] for score in scores]
 
 
 def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> Tensor:
-    """[N]: weight times k2 = (log p - log q)^2 / 2, where q is the reference.
+    """Returns weight * k2 of each token, [N]: k2 = (log p - log q)^2 / 2, where q is the reference.
 
-    Over samples of p, the mean gradient of k2 is that of KL(p, q). That of log p - log q is 0.
+    Why a square: only gradients count. Over samples of p, the mean gradient of log p - log q is the
+    sum of p grad log p = the gradient of the sum of p = 0. That of k2 is the gradient of KL(p, q).
     """
     with torch.no_grad():
         log_q, _ = reference.token_logprobs(batch.ids, batch.is_sampled)
@@ -4453,6 +4477,8 @@ def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> 
 
 
 # -- measurement ---
+
+NUM_COMPARED = 250  # the first prompts, whose responses people compare before training
 
 
 @dataclass
@@ -4469,21 +4495,23 @@ class TasteTask(Task):
         return float(len(response) >= 3 and response.count("a") == 1)
 
     def prefer(self, prompt: Prompt, one: list[str], other: list[str]) -> bool:
-        """One answer in ten is wrong. Between equals a coin decides."""
+        """Returns whether `one` is better; one answer in ten is wrong.
+
+        Equally good responses are preferred with probability 0.5.
+        """
         gain = self.grade("", one[0]) - self.grade("", other[0])
         return self.rng.random() < 0.5 + 0.4 * gain
 
 
 def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) -> Record:
-    """A row of the table. Skips the 250 prompts of the comparisons."""
-    price = None
-    if cfg.kl:
-        price = partial(divergence, copy.deepcopy(policy), cfg.kl)
-    model = RewardModel(cfg, task.prefer)
+    """Trains with a reward model. Returns a row of the table."""
+    price = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
+    model = RewardModel(cfg, task.prefer, Path(os.devnull))  # new comparisons are not kept
     liked = []
     learned = []
-    prompts = islice(training_prompts(task), 250, None)
-    for episodes in lone_run(UserLearner(policy, cfg, penalty=price), prompts):
+    # Other prompts than those of the comparisons.
+    prompts = islice(training_prompts(task), NUM_COMPARED, None)
+    for episodes in lone_run(UserLearner(policy, cfg, penalty=price), prompts, cfg.steps):
         for group in groups_of(episodes):
             rewards: Any = model([(e.prompt, e.responses) for e in group])
             for episode, reward in zip(group, rewards):
@@ -4516,15 +4544,15 @@ async def demo_reward_model(report: Report) -> None:
     task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
-    drawn = list(islice(training_prompts(task), 250))
-    model = RewardModel(cfg, task.prefer, Path(cfg.preferences))
-    for group in groups_of(rollout(policy, drawn, 16, drawn[0].number)):
-        model.ask(group)
+    # Four pairs of responses to each prompt are compared, for all three reward models.
+    compared = list(islice(training_prompts(task), NUM_COMPARED))
+    for group in groups_of(rollout(policy, compared, 16, compared[0].number)):
+        compare(group, task.prefer, Path(cfg.preferences))
+    # Without a remedy, and with each of the two.
     service = Service(Worker, 3, report.pool)
     await service.begin()
-    runs = []
-    for own in (cfg, replace(cfg, kl=0.4), replace(cfg, ask_every=2)):
-        runs.append(service.request(train_on_taste, own, policy, task))
+    kinds = (cfg, replace(cfg, kl=0.4), replace(cfg, ask_every=2))
+    runs = [service.request(train_on_taste, kind, policy, task) for kind in kinds]
     rows = await gather(*runs)
     report.table(rows)
     nothing, price, fresh = rows

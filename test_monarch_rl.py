@@ -2024,23 +2024,22 @@ def saved_run(folder: Path, **progress: Any) -> Any:
             what(trainer, *args)
 
     run = run_of(m, CFG, Trainer())
-    run.progress = m.Progress(**progress)
+    run.progress = m.SavedProgress(**progress)
     run.learner = learned
     return run
 
 
 def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     checkpoints = m.Checkpoints(tmp_path / "run")
-    assert checkpoints.newest() == ("", m.Progress())
-    run = saved_run(tmp_path, num_drawn=90, requeued=[3], in_flight={88, 7}, ended=Counter(lost=2))
+    assert checkpoints.newest() == ("", m.SavedProgress())
+    run = saved_run(tmp_path, num_drawn=90, requeued=[3], in_flight={88, 7}, ended={"lost": 2})
     for version in (1, 2, 3):
-        run.version = version
         run.progress.rows.append({"step": version, "reward": math.nan})
         asyncio.run(checkpoints.save(run))
     newest, older = checkpoints.paths()
     path, progress = checkpoints.newest()
     assert (path, older.name) == (str(newest), "step_00000002.pt")  # two are kept
-    assert (len(progress.rows), progress.num_drawn, progress.ended) == (3, 90, Counter(lost=2))
+    assert (len(progress.rows), progress.num_drawn, progress.ended) == (3, 90, {"lost": 2})
     assert (progress.requeued, progress.in_flight) == ([3, 7, 88], set())
     whole = newest.read_bytes()
     half = whole[: len(whole) // 2]
@@ -2058,10 +2057,10 @@ def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch:
 def test_a_failed_save_is_said_and_the_older_one_stays(tmp_path: Path, capsys: Any) -> None:
     checkpoints = m.Checkpoints(tmp_path)
     run = saved_run(tmp_path)
-    run.version = 1
+    run.progress.rows.append({})
     assert asyncio.run(checkpoints.save(run))
     run.trainer.fails = True
-    run.version = 2
+    run.progress.rows.append({})
     assert not asyncio.run(checkpoints.save(run))
     assert "step 2 is not saved: " in capsys.readouterr().out
     assert [path.name for path in checkpoints.paths()] == ["step_00000001.pt"]
@@ -2084,33 +2083,35 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) -
     published: list[int] = []
 
     def adam() -> Any:
-        return m.Learner(m.HubPolicy(CFG, torch.float32), CFG)
+        return m.UserLearner(m.HubPolicy(CFG, torch.float32), CFG)
 
     one = adam()
     episodes = episodes_of(one)
     one.step(episodes)
     writer = types.SimpleNamespace(publish=published.append, wait=lambda: None)
     trainer: Any = types.SimpleNamespace(learner=one, writer=writer, version=1)
-    m.write_checkpoint(trainer, str(tmp_path / "saved.pt"), m.progress_state(m.Progress()))
+    m.write_checkpoint(trainer, str(tmp_path / "saved.pt"), m.progress_state(m.SavedProgress()))
     one.step(episodes)
-    for restore in (m.restore, m.restore_weights):
+    for forgets in (False, True):
         trainer.learner = adam()
-        restore(trainer, str(tmp_path / "saved.pt"))
+        m.restore(trainer, str(tmp_path / "saved.pt"))
+        if forgets:
+            m.forget_moments(trainer)
         assert published.pop() == 1
         trainer.learner.step(episodes)
         is_equal = torch.equal(parameters(one), parameters(trainer.learner))
-        assert is_equal is (restore is m.restore)
+        assert is_equal is not forgets
     trainer.learner, trainer.version = one, 0
     new = adam()
     one.optimizer.state.clear()
     one.policy.model.load_state_dict(new.policy.model.state_dict())
-    m.write_checkpoint(trainer, str(tmp_path / "first.pt"), m.progress_state(m.Progress()))
+    m.write_checkpoint(trainer, str(tmp_path / "first.pt"), m.progress_state(m.SavedProgress()))
     trainer.learner = adam()
     m.restore(trainer, str(tmp_path / "first.pt"))
     for each in (new, trainer.learner):
         each.step(episodes)
     assert torch.equal(parameters(new), parameters(trainer.learner))
-    trainer.learner = m.Learner(one.policy, replace(CFG, lr=1e-5))
+    trainer.learner = m.UserLearner(one.policy, replace(CFG, lr=1e-5))
     m.restore(trainer, str(tmp_path / "saved.pt"))
     assert trainer.learner.optimizer.param_groups[0]["lr"] == 1e-5
 
@@ -2131,17 +2132,19 @@ def test_a_signal_counts_although_the_save_fails() -> None:
 def test_prompts_in_flight_are_drawn_again_before_others() -> None:
     async def train() -> list[int]:
         drawn: list[int] = []
-        progress = m.Progress()
+        progress = m.SavedProgress()
         for _ in range(4):  # lives, each of which ends in the middle
-            run = run_of(m, cfg, FakeServices(m, len(drawn), False))
+            services = FakeServices(m, len(drawn), False)
+            services.version = len(progress.rows)
+            run = run_of(m, cfg, services)
             run.progress = progress
-            run.prompts = m.training_prompts(run.task, progress.num_drawn)
+            new = m.training_prompts(run.task, progress.num_drawn)
+            run.prompts = m.requeued_first(run.task, progress.requeued, new)
             async with m.generating(run, 2) as buffer:
                 await m.learn(buffer, 5)
                 state = m.progress_state(run.progress)
             drawn += [prompt.number for prompt in run.trainer.prompts]
-            progress = m.Progress(**state | {"in_flight": set()})
-            progress.ended = Counter(state["ended"])
+            progress = m.SavedProgress(**state)
         assert progress.requeued
         return drawn[::2]  # groups have two episodes
 
@@ -2385,7 +2388,7 @@ def test_gae_by_hand() -> None:
 def test_a_learner_steps_once_its_critic_is_of_use() -> None:
     policy = policy_of()
     critic = m.Critic(policy, CFG)
-    learner = m.Learner(policy, replace(CFG, group_size=1), advantages=critic)
+    learner = m.UserLearner(policy, replace(CFG, group_size=1), critic=critic)
     before = copy.deepcopy(policy.model.state_dict())
     for number in range(m.CRITIC_ALONE + 1):
         learner.step(single(policy, 16, number))
@@ -2399,7 +2402,7 @@ def test_a_learner_steps_once_its_critic_is_of_use() -> None:
 def explained(critic: Any, episodes: list[m.Episode]) -> float:
     """1 - variance of the advantages / variance of the targets."""
     with torch.no_grad():
-        values = critic._values(m.padded([e.ids for e in episodes], critic.network.device))
+        values = critic.values(m.padded([e.ids for e in episodes], critic.network.device))
     gains = torch.cat([torch.tensor(m.gae(e, v)) for e, v in zip(episodes, values.tolist())])
     targets = gains + torch.cat([v[: len(e.ids)] for e, v in zip(episodes, values)])
     is_sampled = torch.tensor([turn > 0 for e in episodes for turn in e.turn_of])
@@ -2435,7 +2438,7 @@ def test_a_critic_goes_on_from_its_state() -> None:
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "bloom"])
 def test_value_networks_of_other_models(tmp_path: Path, shape: str) -> None:
     policy = policy_of(model_folder(tmp_path, shape))
-    network = m.value_network(policy, replace(CFG, model=str(tmp_path / shape)))
+    network = m.value_network(policy)
     body = policy.model.base_model.state_dict()
     for name, tensor in network.base_model.state_dict().items():
         torch.testing.assert_close(tensor, body[name])
@@ -2489,8 +2492,10 @@ def test_wrong_lines_of_preferences_are_named(tmp_path: Path, line: str) -> None
 
 
 def test_a_reward_model_learns_and_scores_the_last_turn(tmp_path: Path) -> None:
-    assert m.RewardModel(CFG)(asked("abc", "a", "")) == [[0.0], [0.0], [0.0]]
-    model = m.RewardModel(replace(CFG, preferences=preferences(tmp_path / "p.jsonl", 800)))
+    none = tmp_path / "none"
+    assert m.RewardModel(CFG, None, none)(asked("abc", "a", "")) == [[0.0], [0.0], [0.0]]
+    cfg = replace(CFG, preferences=preferences(tmp_path / "p.jsonl", 800))
+    model = m.RewardModel(cfg, None, none)
     scores = [sum(rewards) for rewards in model(asked("aab", "abk", "cde"))]
     assert scores == sorted(scores, reverse=True)
     assert scores[0] > scores[-1] + 0.5
