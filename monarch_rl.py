@@ -680,9 +680,9 @@ async def demo_supervision(report: Report) -> None:
 #   await service.begin()                                      # all four are ready
 #   await service.request("root", 4)                           # 2.0, from one of them
 #
-# Why the fewest in flight, and not round robin: rollouts differ in length, and a request that waits
-# behind a long one waits for no reason. A server that keeps a conversation's KV cache would rather
-# send its next turn to the same replica (a sticky session); here one request holds all its turns.
+# Why the fewest in flight, and not round robin: rollouts differ in length, and round robin queues
+# requests behind a long one. A server that keeps KV caches between turns would send a turn to the
+# replica of the last one (a sticky session); here one request has all turns.
 
 
 class ReplicaLost(RuntimeError):
@@ -1647,10 +1647,6 @@ class Policy:
     def tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def response_ids(self, response: str) -> list[int]:
-        """Returns the ids of a response that was not sampled, with its end."""
-        return self.tokenize(response) + self.end_ids[:1]
-
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
         """Returns the ids that a turn, from 0, appends to the conversation.
 
@@ -1830,18 +1826,20 @@ def k3(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     return d.exp() - 1 - d
 
 
+def padded(rows: list[list[Any]], device: torch.device) -> Tensor:
+    """Returns a tensor [B, T] of B rows, with zeros on the right."""
+    tensors = [torch.tensor(row) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
+
+
 @torch.no_grad()
 def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor, Tensor]:
     """Returns [N] log-probabilities twice: as recorded, and by the trainer's pass."""
-    old_logprobs = []
-    logprobs = []
-    for episode in episodes:
-        ids = torch.tensor([episode.ids], device=policy.device)
-        is_sampled = torch.tensor([episode.turn_of[1:]], device=policy.device) > 0
-        logprobs.append(policy.token_logprobs(ids, is_sampled)[0])
-        recorded = torch.tensor([episode.logprobs[1:]], device=policy.device)
-        old_logprobs.append(recorded[is_sampled])
-    return torch.cat(old_logprobs), torch.cat(logprobs)
+    ids = padded([episode.ids for episode in episodes], policy.device)
+    is_sampled = padded([episode.turn_of for episode in episodes], policy.device)[:, 1:] > 0
+    recorded = padded([episode.logprobs for episode in episodes], policy.device)[:, 1:]
+    recomputed, _ = policy.token_logprobs(ids, is_sampled)
+    return recorded[is_sampled], recomputed
 
 
 @stage(instead="logits = self.logits.bfloat16()")
@@ -2083,12 +2081,6 @@ class Learner:
         # 128 rows of at most 500 tokens at 8192 a pass: 16 rows each, 8 passes.
         rows_per_batch = max(1, self.cfg.tokens_per_micro_batch // longest)
         return split(rows, ceil(len(rows) / rows_per_batch))
-
-
-def padded(rows: list[list[Any]], device: torch.device) -> Tensor:
-    """Returns a tensor [B, T] of B rows, with zeros on the right."""
-    tensors = [torch.tensor(row) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
 
 
 def split(items: list[Any], num_parts: int) -> list[list[Any]]:
@@ -2554,49 +2546,15 @@ def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
 # -- measurement ---
 
 
-def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episode:
-    """Returns the episode with these responses, as if they had been sampled."""
-    episode = Episode(prompt, responses=responses)
-    for turn, response in enumerate(responses):
-        episode.add_prompt(policy.prompt_ids(prompt, turn))
-        for token in policy.response_ids(response):
-            episode.add(token, turn + 1, 0.0)
-    return episode
-
-
-def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
-    """Supervised fine-tuning: REINFORCE on right responses, with A = 1, at twice the rate."""
-    # The same policy, with another loss and moments of its own.
-    student = copy.copy(learner)
-    student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
-    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
-    for _ in range(num_steps):
-        episodes = []
-        for prompt in islice(prompts, 4 * learner.cfg.prompts_per_step):
-            right = [str(turn.answer) for turn in prompt.turns]
-            episode = episode_with(learner.policy, prompt, right)
-            if len(episode.ids) <= learner.policy.context:
-                episodes.append(episode)
-        ones = [[1.0] * len(episode.ids) for episode in episodes]
-        student.update(student.micro_batches(episodes, ones))
-
-
-def warm_start(trainer: Trainer, num_steps: int) -> None:
-    """Runs in the trainer: pretrains the policy, so that held-out accuracy starts near 0.07."""
-    sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
-    # Nobody has pulled version 0 yet, so it can be published again.
-    trainer.writer.publish(trainer.version)
-    trainer.writer.wait()
-
-
 def demo_config(cfg: Config) -> Config:
     return replace(cfg, max_new_tokens=4, lr=1e-3, entropy=0.01)
 
 
 async def begin_demo(report: Report) -> Run:
-    """Returns a run of the tiny policy after its warm start."""
+    """Returns a run of the tiny policy, which begins with a held-out accuracy near 0.07."""
     run = Run(demo_config(report.cfg), report.pool, unresponsive_s=2.0)
     await run.begin()
+    # 60 supervised steps, as by --sft-steps (Part II). Fresh weights would need 300 steps of RL.
     await run.trainer.request(warm_start, 60)
     return run
 
@@ -2955,9 +2913,6 @@ class HubPolicy(Policy):
         """Returns ids. is_plain: the text of a control token becomes ordinary tokens."""
         how = {"add_special_tokens": False, "split_special_tokens": is_plain}
         return self.tokenizer(text, **how)["input_ids"]
-
-    def response_ids(self, response: str) -> list[int]:
-        return self.tokenize(response, is_plain=True) + self.end_ids[:1]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
         """Returns the ids that a turn, from 0, appends to the conversation.
@@ -4037,6 +3992,46 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
         return by_task(group) if prompt.is_held_out else model(group)
 
     return score
+
+
+# -- supervised steps ---
+
+
+def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episode:
+    """Returns the episode with these responses, as if they had been sampled."""
+    episode = Episode(prompt, responses=responses)
+    for turn, response in enumerate(responses):
+        episode.add_prompt(policy.prompt_ids(prompt, turn))
+        # A text, not a turn: <end> in it becomes ordinary tokens.
+        how = {"add_special_tokens": False, "split_special_tokens": True}
+        for token in policy.tokenizer(response, **how)["input_ids"] + policy.end_ids[:1]:
+            episode.add(token, turn + 1, 0.0)
+    return episode
+
+
+def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
+    """Supervised fine-tuning: REINFORCE on right responses, with A = 1, at twice the rate."""
+    # The same policy, with another loss and moments of its own.
+    student = copy.copy(learner)
+    student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
+    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
+    for _ in range(num_steps):
+        episodes = []
+        for prompt in islice(prompts, 4 * learner.cfg.prompts_per_step):
+            right = [str(turn.answer) for turn in prompt.turns]
+            episode = episode_with(learner.policy, prompt, right)
+            if len(episode.ids) <= learner.policy.context:
+                episodes.append(episode)
+        ones = [[1.0] * len(episode.ids) for episode in episodes]
+        student.update(student.micro_batches(episodes, ones))
+
+
+def warm_start(trainer: Trainer, num_steps: int) -> None:
+    """Runs in the trainer: pretrains the policy, so that held-out accuracy starts near 0.07."""
+    sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
+    # Nobody has pulled version 0 yet, so it can be published again.
+    trainer.writer.publish(trainer.version)
+    trainer.writer.wait()
 
 
 # -- flags that are kept ---
