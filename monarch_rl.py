@@ -1630,16 +1630,19 @@ class Policy:
 
         For later turns: everything after the last response, including its end token.
         """
-        # The conversation so far, with a word in place of each response.
+        before, text = self.render_turn(prompt.turns[: turn + 1])
+        return self.tokenize(text.removeprefix(before))
+
+    def render_turn(self, turns: tuple[Turn, ...]) -> tuple[str, str]:
+        """Returns the text up to the last response, and the text with the last turn."""
+        # A word stands in place of each response.
         earlier: list[Any] = []
-        for past in prompt.turns[:turn]:
+        for past in turns[:-1]:
             earlier += [*past.messages, RESPONSE]
         before = ""
-        if turn > 0:
+        if earlier:
             before = self.render(earlier[:-1], True) + RESPONSE["content"]
-        # What the template appends to it for this turn.
-        text = self.render([*earlier, *prompt.turns[turn].messages], True)
-        return self.tokenize(text.removeprefix(before))
+        return before, self.render([*earlier, *turns[-1].messages], True)
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
@@ -2795,12 +2798,9 @@ class Flags(Config):
 #   Models have their own templates and ends; data has wrong lines; a reward function raises, hangs,
 #   forks, sets signal handlers, and returns anything. None of this may end a run.
 # Rule. A task has two methods: `prompt(number)` returns a prompt, and `score(prompt, responses)` a
-#   reward for each of its turns. The tasks are words, the lines of a FILE.jsonl, or a class in a
-#   FILE.py; a function in a FILE.py may score in their place. Without it, a response to a line is
-#   right if its final part, or its last number, equals the answer. A wrong line ends the command
-#   before a process starts. `score` runs in the main thread of a separate process, because signal
-#   handlers can be set only there. After a deadline this process is killed with all of its
-#   children. An episode without a reward is left out of its group: a 0 would blame the policy.
+#   reward for each of its turns. A wrong line of a file ends the command before a process starts.
+#   `score` runs in a separate process, which is killed with its children after a deadline. An
+#   episode without a reward is left out of its group: a 0 would blame the policy.
 # Cost. One more process for each reward worker, and one more message for each group.
 #
 # By example, with --task sums.jsonl, a file with the line {"prompt": "17 + 25 = ?", "answer": 42}:
@@ -2815,13 +2815,13 @@ class Flags(Config):
 
 def place_of(error: BaseException) -> str:
     """Returns an error in one line, with the place in the user's code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
+    place = ""
     # The innermost frame that is neither in this file nor in a library.
-    others = [f for f in frames if f.filename != str(THIS_FILE)]
-    user = [f for f in others if not re.search("/lib/python|^<frozen", f.filename)]
-    places = [f"{f.filename}, line {f.lineno}: " for f in user]
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not re.search(f"/lib/python|^<frozen|^{THIS_FILE}$", frame.filename):
+            place = f"{frame.filename}, line {frame.lineno}: "
     text = " ".join("".join(traceback.format_exception_only(error)).split())
-    return "".join(places[-1:]) + text[:300]
+    return place + text[:300]
 
 
 def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -2852,8 +2852,6 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     wrong["without an embedding"] = [
         word for word, i in vocabulary if i >= num_embeddings and i not in special
     ]
-    if not tokenizer.chat_template:
-        wrong["without a chat template"] = ["the tokenizer"]
     for kind, names in wrong.items():
         if names:
             raise UsageError(f"{where}: {kind}: {names[:3]}")
@@ -2873,7 +2871,7 @@ class HubPolicy(Policy):
             self.tokenizer, model = tiny_policy(cfg.seed)
         self.device = torch.device(cfg.device or "cpu")
         self.model = model.to(self.device).eval()
-        # Not the buffers: positions need fp32.
+        # Buffers keep their dtype: positions need fp32.
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)
         # Of the forward passes. With several trainers FSDP casts.
@@ -2915,49 +2913,37 @@ class HubPolicy(Policy):
         how = {"add_special_tokens": False, "split_special_tokens": is_plain}
         return self.tokenizer(text, **how)["input_ids"]
 
-    def response_ids(self, response: str) -> list[int]:
-        return self.tokenize(response, is_plain=True) + self.end_ids[:1]
-
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
         """Returns the ids that a turn, from 0, appends to the conversation.
 
         Raises UsageError if the template rewrites turns or drops messages.
         """
-        # As in Policy: the conversation so far, with a word in place of each response.
-        earlier: list[Any] = []
-        for past in prompt.turns[:turn]:
-            earlier += [*past.messages, RESPONSE]
-        before = ""
-        if turn > 0:
-            before = self.render(earlier[:-1], True) + RESPONSE["content"]
         # A user could forge a turn with the text of control tokens. Such content gets a
         # placeholder for the template, and is tokenized as plain text below.
-        messages = list(prompt.turns[turn].messages)
         plain = {}
-        for place, message in enumerate(messages):
-            words = message["content"].strip()
+        messages = []
+        for message in prompt.turns[turn].messages:
+            content = message["content"]
+            words = content.strip()
             if any(token in words for token in self.control_tokens):
-                placeholder = f"message{place}of"
+                placeholder = f"message{len(plain)}of"
                 plain[placeholder] = words
-                content = message["content"].replace(words, placeholder)
-                messages[place] = {**message, "content": content}
-        text = self.render([*earlier, *messages], True)
-        self._check_template(messages, before, text)
-        # "...message0of..." -> ids of the template's text, plain ids of the message, and so on.
-        ids = []
-        appended = text[len(before) :]
-        for part in re.split(f"({'|'.join(plain)})", appended) if plain else [appended]:
-            ids += self.tokenize(plain.get(part, part), is_plain=part in plain)
-        return ids
-
-    def _check_template(self, messages: list[Any], before: str, text: str) -> None:
+                content = content.replace(words, placeholder)
+            messages.append({**message, "content": content})
+        turns = (*prompt.turns[:turn], Turn(tuple(messages), None))
+        before, text = self.render_turn(turns)
+        if not text.startswith(before):
+            raise UsageError("this chat template changes earlier turns: use one turn")
         for message in messages:
             # Templates may strip control switches (/no_think) from a system message.
             is_kept = message["role"] not in ("system", "assistant")
             if is_kept and message["content"].strip() not in text:
                 raise UsageError(f"the template changes or drops: {message}")
-        if not text.startswith(before):
-            raise UsageError("this chat template changes earlier turns: use one turn")
+        # "...message0of..." -> ids of the template's text, plain ids of the message, and so on.
+        ids = []
+        for part in re.split(r"(message\d+of)", text.removeprefix(before)):
+            ids += self.tokenize(plain.get(part, part), is_plain=part in plain)
+        return ids
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
@@ -2982,7 +2968,7 @@ TASKS = ("repeat", "count", "pattern")
 
 @dataclass
 class WordTask(Task):
-    """The tasks `repeat`, `count` and `pattern` in whole words, for a chat model."""
+    """Three tasks in whole words, for a chat model."""
 
     kind: str
     seed: int
@@ -2996,7 +2982,7 @@ class WordTask(Task):
         rng = random.Random(f"{self.seed} {number}")
         word, other, answer, other_answer = rng.sample(WORDS, 4)
         if self.kind == "repeat":
-            # Two turns: the second word comes without the rule, which the policy has to remember.
+            # The second word comes without the rule, which the policy has to remember.
             text = f"I will say a word, and you repeat it. Say nothing else. {word}"
             return Prompt(number, (user_turn(text, word), user_turn(other, other)))
         if self.kind == "count":
@@ -3005,10 +2991,8 @@ class WordTask(Task):
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
             text = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
             return Prompt(number, (user_turn(text, ", ".join(numbers)),))
-        # One turn of three messages, in which the assistant has solved an example.
         # The user: "When I say cloud, you say eagle. When I say lemon, you say piano. cloud"
-        # The assistant: "eagle"
-        # The user: "lemon". The right response is "piano".
+        # The assistant: "eagle". The user: "lemon". The right response is "piano".
         rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
         example = user_turn(f"{rule} {other}", "").messages
         solved = {"role": "assistant", "content": other_answer}
@@ -3019,8 +3003,7 @@ class WordTask(Task):
         """Returns 1 for the exact answer, else half the share of words at the right place."""
         if response.strip() == answer:
             return 1.0
-        # Partial credit, so that the rewards of a group differ before any response is exact. By
-        # example, "3, 4" for "3, 4, 5": 2 of 3 words are right, and half of this is 0.33.
+        # Rewards of a group must differ before any is 1: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
         right = re.findall(r"\w+", answer)
         words = re.findall(r"\w+", response.lower())
         num_right = sum(a == b for a, b in zip(right, words))
@@ -3032,7 +3015,7 @@ class WordTask(Task):
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
     """Yields the place and the text of each line that is not blank. Raises UsageError."""
-    # utf-8-sig drops the mark that some editors write before the first line.
+    # utf-8-sig drops the mark of some editors before the first line.
     text = called(str(path), path.read_text, "utf-8-sig")
     # splitlines would also cut at U+2028 and U+0085, which JSON allows inside a text.
     for number, line in enumerate(text.split("\n"), 1):
@@ -3052,8 +3035,7 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = user_turn(messages, None).messages
-        # The roles of messages that are not blank. Half a surrogate pair, as in "\ud800", is valid
-        # JSON, but no tokenizer takes it: `encode` raises.
+        # Of messages that are not blank. `encode` raises for "\ud800": valid JSON, but no text.
         roles = [each["role"] for each in messages if each["content"].encode().strip()]
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
@@ -3076,9 +3058,9 @@ def final_part(text: str) -> str:
 
     By example: "<think>7</think> So #### \boxed{1,042}." -> "1042".
     """
-    # Only the text after the last mark counts, and nothing of a thought that does not end.
+    # The text after the last mark counts, and nothing of a thought that does not end.
     text = re.split(r"</think>|####", text)[-1].partition("<think>")[0]
-    # If the text has boxes, the last one is the answer, without the words around it.
+    # The last box, if there is one, without the words around it.
     text = [text, *re.findall(BOX, text)][-1]
     # One code point for an accented letter, and a hyphen for the minus sign U+2212.
     text = unicodedata.normalize("NFC", text).replace("\u2212", "-")
@@ -3109,7 +3091,7 @@ class FileTask(Task):
         # "It is Paris" is wrong for Paris, but "It is 42 km" is right for 42.
         if not re.fullmatch(NUMBER, wanted):
             return float(wanted == final)
-        # Decimal is exact: as floats, two numbers of 20 digits that differ in the last are equal.
+        # Decimal is exact: floats have 16 digits.
         numbers = [Decimal(number) for number in re.findall(NUMBER, final)]
         return float(numbers[-1:] == [Decimal(wanted)])
 
@@ -3123,14 +3105,13 @@ def load_python(spec: str) -> Any:
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
         raise UsageError(f"{spec}: not a FILE.py:NAME")
-    # The folder comes after the standard library, so that it hides none of its modules, and before
-    # installed packages (site-packages, dist-packages).
+    # The folder comes after the standard library, and before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
     # Workers inherit the variable, and add it to their path (`add_user_folder`).
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
-    # `random.py` of a user is never reached: the import returns Python's module.
+    # For a user's random.py the import returns Python's module.
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
     loaded = getattr(module, name, None)
@@ -3202,22 +3183,21 @@ class UserProcess:
 
     def __call__(self, conversations: Conversations) -> Rewards:
         """Returns the rewards of a group, or for each episode the reason why it has none."""
-        if not self.pid:
-            # Spawned: a forked child would inherit locks that this worker's threads hold.
-            spawn = multiprocessing.get_context("spawn")
-            self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
+        limit_s = self.cfg.reward_deadline
         try:
-            # The first request, before any code of the user runs: which group to kill.
-            submit = self.executor.submit
-            self.pid = self.pid or submit(os.getpid).result()
-            # One deadline for the whole group. The first group also imports the user's file. (A
-            # name for the future would be a cycle with its exception, and delay `__del__`.)
-            return submit(score_group, self.cfg, conversations).result(self.cfg.reward_deadline)
+            if not self.pid:
+                # Spawned: a forked child would inherit locks that this worker's threads hold.
+                spawn = multiprocessing.get_context("spawn")
+                self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
+                # Which group to kill, before any code of the user runs.
+                self.pid = self.executor.submit(os.getpid).result()
+            # A name for the future would be a cycle with its exception, and delay `__del__`.
+            return self.executor.submit(score_group, self.cfg, conversations).result(limit_s)
         except TimeoutError:
-            reason = f"no reward within {self.cfg.reward_deadline:g} s"
+            reason = f"no reward within {limit_s:g} s"
         except Exception as error:  # of many types: the process has died, or cannot load the task
             reason = f"the reward function: {place_of(error)}"
-        # This process hangs, has died, or has no task. The next group gets a new one.
+        # The next group gets a new process.
         self.kill()
         return [reason] * len(conversations)
 
@@ -3239,9 +3219,8 @@ def lead_process_group() -> None:
     environ.pop("PYTHONSAFEPATH", None)
     # Monarch selects forkserver; the user's pools get the method of a plain script.
     multiprocessing.set_start_method("fork", force=True)
-    # The parent holds the other end of this pipe. When the parent ends, even by SIGKILL, the pipe
-    # becomes readable, and the kernel sends a signal. No Python code takes part, so C code that
-    # holds the GIL cannot delay it. This is signal-driven I/O:
+    # When the parent ends, even by SIGKILL, this pipe becomes readable, and the kernel sends a
+    # signal. No Python code takes part, so C code that holds the GIL cannot delay it.
     parent: Any = multiprocessing.parent_process()
     pipe = parent.sentinel
     fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())  # whom: a negative number is a process group
@@ -3255,7 +3234,7 @@ def lead_process_group() -> None:
 def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
     """Calls task.score for each episode. Coroutines of one group run concurrently."""
     task = user_task(cfg)
-    # First all plain calls, each with a copy of the prompt, because the user's code may change it.
+    # First all plain calls, with copies, because the user's code may change a prompt.
     results = []
     for prompt, responses in conversations:
         try:
@@ -3607,10 +3586,10 @@ async def demo_recovery(report: Report) -> None:
 
 
 # == YOUR OWN RUN ====
-# Problem. A command lives for hours, beside people. It has to say what it does, to go on where it
-#   was, to keep its settings, and to leave a model that other programs load.
-# Rule. `UserRun` is the run of Part I with your task, your model and a voice. Whatever is kept lies
-#   in one folder, that of --checkpoint, which --train, --evaluate and --export share:
+# Problem. A command lives for hours. It has to say what it does, to go on where it was, to keep its
+#   settings, and to leave a model that other programs load.
+# Rule. `UserRun` is the run of Part I with your task and your model. Whatever is kept lies in the
+#   folder of --checkpoint, which --train, --evaluate and --export share:
 #
 #   flags.json    of the newest --train; defaults for the flags that a later command omits
 #   model/        version 0, after supervised steps
@@ -3637,8 +3616,8 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
     hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
-    places = (report.pool, report.folder, checkpoints.folder.resolve(), hosts)
-    make_run = partial(UserRun, cfg, *places)
+    saved = checkpoints.folder.resolve()
+    make_run = partial(UserRun, cfg, report.pool, report.folder, saved, hosts)
     return await with_restarts(checkpoints, make_run, partial(do_command, checkpoints))
 
 
@@ -3672,38 +3651,34 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
 async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     """Trains until step cfg.steps; evaluates before and after. Returns figures."""
     progress = run.progress
+    evaluate = partial(evaluate_pass_at_k, run, 0)
+    # A resumed run has been evaluated before.
     if progress.rows:
         print(f"going on after step {run.version}")
-    first = run.version
-    evaluate = partial(evaluate_pass_at_k, run, 0)
     if not progress.heldout:
         await evaluate()
-    start_s = time.time()
     await train_saved(run, checkpoints, evaluate)
-    seconds = time.time() - start_s
     last_version, _ = progress.heldout[-1]
     if last_version != run.version:
         await evaluate()
-    accuracies = [accuracy for _, accuracy in progress.heldout]
-    figures = {"steps": len(progress.rows), "seconds": seconds, **progress.counts()}
-    figures |= {"heldout_before": accuracies[0], "heldout_after": accuracies[-1]}
-    for name in ("staleness", "k3"):
-        figures[f"{name}_max"] = max(row[name] for row in progress.rows)
-    num_tokens = sum(row["num_tokens"] for row in progress.rows[first:])
-    figures["tokens_per_s"] = num_tokens / seconds
-    figures["workers_replaced"] = sum(len(service.failures) for service in run.services)
-    return figures
+    return {
+        "steps": run.version,
+        **progress.counts(),
+        "heldout": progress.heldout,
+        "staleness_max": max(row["staleness"] for row in progress.rows),
+        "workers_replaced": sum(len(service.failures) for service in run.services),
+    }
 
 
 async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | None]:
     """Prints held-out accuracy: greedy, of one sample (pass@1), of any of k (pass@k)."""
     accuracies = {"greedy": await run.evaluate()}
-    groups = []
+    right = []
     if num_samples:
-        groups = await run.sample_and_score(run.held_out, num_samples, seed=0)
-    # pass@k needs all k samples of a prompt.
-    groups = [group for group in groups if len(group.episodes) == num_samples]
-    right = [[sum(e.rewards) > 0.999 for e in group.episodes] for group in groups]
+        for group in await run.sample_and_score(run.held_out, num_samples, seed=0):
+            # pass@k needs all k samples of a prompt.
+            if len(group.episodes) == num_samples:
+                right.append([sum(episode.rewards) > 0.999 for episode in group.episodes])
     if right:
         accuracies["pass@1"] = fmean(fmean(group) for group in right)
         accuracies[f"pass@{num_samples}"] = fmean(any(group) for group in right)
@@ -3727,7 +3702,7 @@ def export(trainer: Trainer, folder: str) -> None:
 
 
 class UserRun(Run):
-    """A run with the task, the model and the rewards that the flags name. It says what it does.
+    """A run with the task, the model and the rewards that the flags name.
 
     folder: temporary; the trainer's ranks meet there.
     saved: the folder of the checkpoints; a reward model saves comparisons there.
@@ -3746,17 +3721,16 @@ class UserRun(Run):
         progress: SavedProgress,
     ) -> None:
         super().__init__(cfg, pool, progress)
-        meeting_file = str(folder / f"meeting_{time.monotonic_ns()}")
-        learner = partial(user_learner, meeting_file=meeting_file)
-        trainer_args = (cfg, learner, self.version)
-        self.trainer = replace(self.trainer, setup_args=trainer_args, num_ranks=cfg.trainers)
+        learner = partial(user_learner, meeting_file=folder / f"meeting_{time.monotonic_ns()}")
+        trainer = replace(self.trainer, setup_args=(cfg, learner, self.version))
+        self.trainer = replace(trainer, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
         # Generators hold their weights in the dtype of the forward passes.
         reader = partial(relayed_reader, hosts.outlet) if hosts else DeviceReader
-        generator_args = (cfg, generator_policy, reader)
-        self.generators = replace(self.generators, pool=hosts or pool, setup_args=generator_args)
-        scorer_args = (cfg, partial(user_scorer, folder=saved))
-        self.reward_workers = replace(self.reward_workers, setup_args=scorer_args)
+        generators = replace(self.generators, setup_args=(cfg, generator_policy, reader))
+        self.generators = replace(generators, pool=hosts or pool)
+        scorer = partial(user_scorer, folder=saved)
+        self.reward_workers = replace(self.reward_workers, setup_args=(cfg, scorer))
         self.num_fruitless = 0  # requests in a row that brought no reward
         self.set_task(user_task(cfg))
         # Held-out prompts are one in ten; 1,000 in a row mean that all texts are equal.
@@ -3775,16 +3749,13 @@ class UserRun(Run):
         self.reporting.cancel()
         await super().close()
 
-    def draw(self, num_prompts: int) -> list[Prompt]:
-        """Returns the next prompts. Raises RunError if no request brings a reward any more."""
-        if self.num_fruitless >= 20:
-            reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
-            raise RunError(f"20 requests in a row brought no reward: {reason}")
-        return super().draw(num_prompts)
-
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
+        """Returns groups to train on. Raises RunError if no request brings a reward any more."""
         groups = await super().sample(prompts)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
+        if self.num_fruitless == 20:
+            reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
+            raise RunError(f"20 requests in a row brought no reward: {reason}")
         return groups
 
     def note_error(self, reason: str) -> None:
@@ -3794,8 +3765,8 @@ class UserRun(Run):
         super().note_error(reason)
 
     async def step(self, groups: list[Group]) -> None:
-        """Makes one update, logs and prints it. If the caller is cancelled, finishes it first."""
-        await finished(super().step(groups))
+        """Makes one update, logs and prints it."""
+        await finished(super().step(groups))  # in spite of a signal
         row = self.progress.rows[-1]
         self.log.write(json.dumps(row) + "\n")
         print(step_line(row))
@@ -3891,23 +3862,22 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
 
 
-def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
+def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]:
     """Returns what the flags ask for, at version 0. Runs in each rank of the trainer."""
     torch.set_num_threads(num_threads(cfg))
     rank = current_rank().rank
     if cfg.trainers > 1:
-        form_group(meeting_file, rank, cfg.trainers)
+        form_group(str(meeting_file), rank, cfg.trainers)
     policy = HubPolicy(cfg, torch.float32)
     verify(policy, cfg.model)
-    reference = copy.deepcopy(policy) if cfg.kl else None
     if cfg.trainers > 1:
         shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
-    # Supervised steps, unless the model is the saved version 0, which has had them.
-    is_saved = cfg.checkpoint and Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
-    if cfg.sft_steps and not is_saved:
-        sft(UserLearner(policy, cfg, rank), sft_prompts(policy, user_task(cfg)), cfg.sft_steps)
+    prompts = sft_prompts(policy, user_task(cfg))
+    sft(UserLearner(policy, cfg, rank), prompts, cfg.sft_steps)
     penalty = None
-    if reference:  # a copy of version 0, after the supervised steps
+    if cfg.kl:
+        # The reference is a copy of version 0, after the supervised steps.
+        reference = HubPolicy(cfg, torch.float32)
         for old, new in zip(reference.model.parameters(), policy.model.parameters(), strict=True):
             old.data.copy_(whole(new.detach()))
         penalty = partial(divergence, reference, cfg.kl)
@@ -3975,9 +3945,7 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
     if cfg.reward != "model":
         return by_task
     task: Any = user_task(cfg)
-    prefer = None
-    if cfg.ask_every:
-        prefer = getattr(task.task, "prefer", None)
+    prefer = getattr(task.task, "prefer", None)
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
         raise UsageError("--ask-every: a task with prefer, one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
@@ -3998,16 +3966,15 @@ OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint lo
 
 
 def with_saved_flags(given: Record) -> Record:
-    """Adds the saved flags of --checkpoint. A saved model replaces --model: it is version 0."""
-    folder = Path(given.get("checkpoint", "")).resolve()
-    if not (given.get("checkpoint") and (folder / "flags.json").is_file()):
+    """Adds the saved flags of --checkpoint. A saved version 0 takes the place of --model."""
+    folder = Path(given.get("checkpoint") or os.devnull).resolve()
+    if not (folder / "flags.json").is_file():
         return given
     flags = json.loads((folder / "flags.json").read_text())
     saved = {each.name: flags[each.name] for each in fields(Flags) if each.name in flags}
-    if (folder / "model").is_dir():
-        saved["model"] = str(folder / "model")
-        given = {name: value for name, value in given.items() if name != "model"}
-    return saved | given
+    # Version 0 has had its supervised steps.
+    model = {"model": str(folder / "model"), "sft_steps": 0}
+    return saved | given | (model if (folder / "model").is_dir() else {})
 
 
 def save_flags(cfg: Flags, folder: Path) -> None:
@@ -4042,11 +4009,9 @@ class WarmPool(Pool):
         self.idle: list[Processes] = []
 
     async def start(self, num_ranks: int) -> Processes:
-        """Returns idle processes, or new ones. Dead ones are detected later (section 5)."""
-        for processes in self.idle:
-            if len(processes.ids) == num_ranks:
-                self.idle.remove(processes)
-                return processes
+        """Returns an idle process, or new ones. A dead one is detected later (section 5)."""
+        if num_ranks == 1 and self.idle:
+            return self.idle.pop()
         return await super().start(num_ranks)
 
     async def end(self, replica: Replica) -> None:
