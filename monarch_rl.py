@@ -2529,9 +2529,7 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
         episodes = []
         for prompt in islice(prompts, 4 * learner.cfg.prompts_per_step):
             right = [str(turn.answer) for turn in prompt.turns]
-            episode = episode_with(learner.policy, prompt, right)
-            if len(episode.ids) <= learner.policy.context:
-                episodes.append(episode)
+            episodes.append(episode_with(learner.policy, prompt, right))
         ones = [[1.0] * len(episode.ids) for episode in episodes]
         student.update(student.micro_batches(episodes, ones))
 
@@ -2836,10 +2834,10 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Returns (tokenizer, model) of a folder or hub id. Raises UsageError if parts are missing."""
     import transformers
 
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
     # transformers only warns of weights that are missing, unexpected or of another shape.
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
@@ -2884,22 +2882,19 @@ class HubPolicy(Policy):
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
         # Models with recurrent layers may take none.
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        # Tokens with a meaning for the template, such as <|im_end|>: no user may write them.
-        self.control_tokens = self.tokenizer.get_added_vocab()
+        self.control_tokens = self.tokenizer.get_added_vocab()  # <|im_end|>, <|im_start|>
         self.end_ids = self._end_ids()
 
     def _end_ids(self) -> list[int]:
-        """Returns the ends of a response: by the template, the tokenizer, and the model."""
-        # "...<|im_start|>assistant\nresponse<|im_end|>\n" ends with "<|im_end|>\n": its first
-        # token ends a response, if it is a control token.
+        """Returns the ends of a response: of the template, the tokenizer, and the model."""
+        # "...assistant\nresponse<|im_end|>\n" -> "<|im_end|>\n" -> its first token
         chat = [{"role": "user", "content": "question"}, RESPONSE]
         _, response, closing = self.render(chat, False).rpartition(RESPONSE["content"])
         first = self.tokenize(closing)[:1] if response else []
         ends: list[Any] = [end for end in first if end in self.control_tokens.values()]
-        # The tokenizer names one end, the model one or several.
+        ends.append(self.tokenizer.eos_token_id)
         of_model = self.model.generation_config.eos_token_id
-        of_model = of_model if isinstance(of_model, list) else [of_model]
-        ends += [self.tokenizer.eos_token_id, *of_model]
+        ends += of_model if isinstance(of_model, list) else [of_model]
         ends = [end for end in ends if end is not None]
         if not ends:
             raise UsageError("the tokenizer has no end token (eos_token)")
@@ -2914,12 +2909,9 @@ class HubPolicy(Policy):
         return self.tokenizer(text, **how)["input_ids"]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
-        """Returns the ids that a turn, from 0, appends to the conversation.
-
-        Raises UsageError if the template rewrites turns or drops messages.
-        """
-        # A user could forge a turn with the text of control tokens. Such content gets a
-        # placeholder for the template, and is tokenized as plain text below.
+        """Returns the ids of a turn. Raises UsageError if the template rewrites or drops text."""
+        # "<|im_end|>" in a message would end a turn. The template gets a placeholder for such
+        # content, which is tokenized as plain text below.
         plain = {}
         messages = []
         for message in prompt.turns[turn].messages:
@@ -2951,7 +2943,7 @@ class HubPolicy(Policy):
             inputs.pop("position_ids", None)
         if self.model.dtype == self.dtype:
             return self.model(ids, **inputs).logits
-        # The parameters stay in fp32; this pass computes with copies.
+        # The parameters stay in fp32; this pass uses copies.
         cast = {name: p.to(self.dtype) for name, p in self.model.named_parameters()}
         return torch.func.functional_call(self.model, cast, ids, inputs).logits
 
@@ -2963,8 +2955,6 @@ WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle em
     mountain ocean orange paper pencil pepper piano planet rabbit river rocket silver spider
     table window""".split()
 
-TASKS = ("repeat", "count", "pattern")
-
 
 @dataclass
 class WordTask(Task):
@@ -2974,11 +2964,10 @@ class WordTask(Task):
     seed: int
 
     def __post_init__(self) -> None:
-        # Tokens: a word and its end, or up to five numbers with commas.
+        # A word and its end, or up to five numbers with commas.
         self.max_new_tokens = 24 if self.kind == "count" else 6
 
     def prompt(self, number: int) -> Prompt:
-        # The number is the seed, so every process makes the same prompt.
         rng = random.Random(f"{self.seed} {number}")
         word, other, answer, other_answer = rng.sample(WORDS, 4)
         if self.kind == "repeat":
@@ -3017,17 +3006,14 @@ def lines_of(path: Path) -> Iterator[tuple[str, str]]:
     """Yields the place and the text of each line that is not blank. Raises UsageError."""
     # utf-8-sig drops the mark of some editors before the first line.
     text = called(str(path), path.read_text, "utf-8-sig")
-    # splitlines would also cut at U+2028 and U+0085, which JSON allows inside a text.
+    # splitlines would also cut at U+2028, which JSON allows inside a text.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{path}, line {number}", line
 
 
 def prompt_of(number: int, record: Any, where: str) -> Prompt:
-    """Converts a record, its JSON, or a Prompt to the prompt with this number.
-
-    A record: {"prompt": text or messages, "answer": ...}. Raises UsageError, which names `where`.
-    """
+    """Converts {"prompt": text or messages, "answer": ...}, or its JSON, or a Prompt."""
     if isinstance(record, Prompt):
         return replace(record, number=number)
     try:
@@ -3044,29 +3030,24 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
-# The content of a box. Braces may be nested: \boxed{\frac{\sqrt{3}}{2}} has three levels.
-BOX = r"""(?x) \\boxed \{ (
-    (?: [^{}]                 # level 1: any character, or
-    | \{ (?: [^{}]            # level 2: any character in braces, or
-        | \{ [^{}]* \} )* \}  # level 3: any characters in braces
-    )* ) \}"""
+# The content of a box; \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
+BOX = r"""(?x) \\boxed \{ ( (?: [^{}]  # level 1, or
+    | \{ (?: [^{}]  # level 2, or
+    | \{ [^{}]* \} )* \} )* ) \}"""
 NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, .5, 1e-5; Decimal refuses huge exponents
 
 
 def final_part(text: str) -> str:
-    r"""Returns the part of a text that counts as its answer, in one spelling.
-
-    By example: "<think>7</think> So #### \boxed{1,042}." -> "1042".
-    """
+    r"""Returns the answer in a text: "<think>7</think> So #### \boxed{1,042}." -> "1042"."""
     # The text after the last mark counts, and nothing of a thought that does not end.
     text = re.split(r"</think>|####", text)[-1].partition("<think>")[0]
     # The last box, if there is one, without the words around it.
     text = [text, *re.findall(BOX, text)][-1]
-    # One code point for an accented letter, and a hyphen for the minus sign U+2212.
+    # One code point for an accented letter; a hyphen for the minus sign.
     text = unicodedata.normalize("NFC", text).replace("\u2212", "-")
-    # 1,000 -> 1000; upper case does not count.
+    # 1,000 -> 1000
     text = re.sub(r",(?=\d{3})", "", text).casefold()
-    # "**(B)**." -> "b". A full stop goes at the end only: ".5" is a number.
+    # "**(B)**." -> "b"; but ".5" keeps its point
     return text.strip().lstrip(" \r\n$(*{").rstrip(" \r\n.$)*}")
 
 
@@ -3083,7 +3064,7 @@ class FileTask(Task):
         return replace(self.prompts[number % len(self.prompts)], number=number)
 
     def grade(self, answer: Any, response: str) -> float:
-        """Returns 1 if the final part of the response, or for a number its last one, is right."""
+        """Returns 1 if the final part of the response, or its last number, is the answer."""
         if answer is None:
             raise ValueError("no answer")
         wanted = final_part(str(answer))
@@ -3100,7 +3081,7 @@ class FileTask(Task):
 
 
 def load_python(spec: str) -> Any:
-    """Imports NAME from the file of FILE.py:NAME, and lets workers import it. Raises UsageError."""
+    """Imports FILE.py:NAME, and lets workers import it. Raises UsageError."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
@@ -3108,7 +3089,7 @@ def load_python(spec: str) -> Any:
     # The folder comes after the standard library, and before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
-    # Workers inherit the variable, and add it to their path (`add_user_folder`).
+    # Workers add it to their path, too (`add_user_folder`).
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # For a user's random.py the import returns Python's module.
@@ -3140,7 +3121,6 @@ class UserTask(Task):
             return self.task.score(prompt, responses)
         rewards = []
         for turn, response in zip(prompt.turns, responses):
-            # Of a turn with one message the function gets the text, else the list of messages.
             messages = list(turn.messages)
             question = messages if len(messages) > 1 else messages[0]["content"]
             rewards.append(self.reward(question, response, turn.answer))
@@ -3149,16 +3129,15 @@ class UserTask(Task):
 
 @cache
 def user_task(cfg: Flags) -> Task:
-    """Returns the task of --task and --reward, one object per process. Raises UsageError."""
+    """Returns the task of --task and --reward, one object per process."""
     if not cfg.model:
         return LetterTask(cfg.seed)  # the tiny policy knows letters only
     reward = load_python(cfg.reward) if cfg.reward not in ("", "model") else None
-    if cfg.task in TASKS:
+    if cfg.task in ("repeat", "count", "pattern"):
         return UserTask(WordTask(cfg.task, cfg.seed), reward)
     if not cfg.task.endswith(".jsonl"):
         return UserTask(called(cfg.task, load_python(cfg.task)), reward)
     task = FileTask(cfg.task, cfg.seed)
-    # FileTask.grade compares texts and numbers. Other answers need a function that knows them.
     types = {type(prompt.turns[0].answer) for prompt in task.prompts}
     if not cfg.reward and types - {str, int, float, bool}:
         raise UsageError(f"--task {cfg.task}: its answers need --reward")
@@ -3167,22 +3146,21 @@ def user_task(cfg: Flags) -> Task:
 
 # -- the reward process ---
 #
-#   reward worker                                          its process, leader of a process group
-#     UserProcess(cfg) --- prompts and responses of a group ---> score_group
-#                      <-- rewards, or reasons ----------------- main thread: the user's code
-#                      --- SIGKILL, after the deadline --------> and all of its children
+#   UserProcess(cfg), in the worker --- prompts and responses ---> score_group, in its process
+#                                   <-- rewards, or reasons -----
+#                                   --- SIGKILL, when too late --> and all of its children
 
 
 @dataclass
 class UserProcess:
-    """A process whose main thread runs the user's code. Each call scores a group."""
+    """A process whose main thread runs the user's code: signal handlers can be set only there."""
 
     cfg: Flags
     executor: ProcessPoolExecutor = field(init=False)  # started with the first group
     pid: int | None = None  # also the id of its process group; None: no process
 
     def __call__(self, conversations: Conversations) -> Rewards:
-        """Returns the rewards of a group, or for each episode the reason why it has none."""
+        """Returns the rewards of a group, or the reasons why there are none."""
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
@@ -3202,7 +3180,7 @@ class UserProcess:
         return [reason] * len(conversations)
 
     def kill(self) -> None:
-        """Kills the process and its children, if it has been started."""
+        """Kills the process and its children."""
         if self.pid:
             kill_group(self.pid)
         self.pid = None
@@ -3213,20 +3191,20 @@ class UserProcess:
 
 def lead_process_group() -> None:
     """Makes this process lead a process group, which is killed when the parent ends."""
-    # Children of the user's code are born into the group, so one signal reaches all of them.
+    # Children are born into the group, so one signal reaches all of them.
     os.setpgid(0, 0)
-    # `main` forbids imports from the current folder. Programs of the user may need them.
+    # Programs of the user may import from the current folder.
     environ.pop("PYTHONSAFEPATH", None)
-    # Monarch selects forkserver; the user's pools get the method of a plain script.
+    # Monarch selects forkserver; a plain script has fork.
     multiprocessing.set_start_method("fork", force=True)
     # When the parent ends, even by SIGKILL, this pipe becomes readable, and the kernel sends a
     # signal. No Python code takes part, so C code that holds the GIL cannot delay it.
     parent: Any = multiprocessing.parent_process()
     pipe = parent.sentinel
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())  # whom: a negative number is a process group
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # which signal, in place of SIGIO
-    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)  # when: as soon as the pipe is readable
-    # A parent that has ended before these calls sends no signal.
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())  # negative: a process group
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # in place of SIGIO
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)  # once it is readable
+    # The parent may have ended before these calls.
     if not parent.is_alive():
         kill_group(0)  # 0: the group of the caller
 
@@ -3241,9 +3219,8 @@ def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
             results.append(task.score(copy.deepcopy(prompt), responses))
         except BaseException as error:  # SystemExit, too: other episodes still get rewards
             results.append(error)
-    # Then all coroutines: inside this loop, asyncio.run in a plain call would fail.
+    # Then all coroutines: inside a loop, asyncio.run in a plain call would fail.
     results = user_loop().run(awaited(results))
-    # A wrong result costs its own episode only.
     rewards: Rewards = []
     for (prompt, _), result in zip(conversations, results):
         try:
@@ -3253,8 +3230,7 @@ def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
     return rewards
 
 
-# Returns the event loop of this process. All groups share it: an HTTP client that the user keeps
-# works in one loop only.
+# Returns the event loop of this process: an HTTP client that the user keeps works in one only.
 user_loop = cache(asyncio.Runner)
 
 
@@ -3269,8 +3245,8 @@ async def awaited(result: Any) -> Any:
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
-    """Converts what `score` returned to a reward for each turn. Raises where it cannot."""
-    # A tensor of torch or an array of numpy becomes a list or a number.
+    """Converts what `score` returned to a reward for each turn."""
+    # A tensor, or an array of numpy
     if hasattr(result, "tolist"):
         result = result.tolist()
     # A single number is the reward of the last turn.
@@ -3284,7 +3260,7 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
         rewards = [float(reward) for reward in result]
     except (TypeError, ValueError):
         rewards = []
-    # Far below 3.4e38, so that sums of rewards are finite in float32, too.
+    # Far below 3.4e38: sums must be finite in float32.
     if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
         raise ValueError(f"not {num_turns} finite rewards: {result!r:.80}")
     return rewards
@@ -3606,7 +3582,7 @@ async def demo_recovery(report: Report) -> None:
 
 
 async def run_user_command(report: Report, cfg: Flags) -> Record:
-    """Makes the run of --train, --evaluate and --export. Returns the figures of --json."""
+    """Runs --train, --evaluate and --export. Returns the figures of --json."""
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
@@ -3653,8 +3629,6 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     progress = run.progress
     evaluate = partial(evaluate_pass_at_k, run, 0)
     # A resumed run has been evaluated before.
-    if progress.rows:
-        print(f"going on after step {run.version}")
     if not progress.heldout:
         await evaluate()
     await train_saved(run, checkpoints, evaluate)
@@ -3692,7 +3666,7 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
 def export(trainer: Trainer, folder: str) -> None:
     """Runs in each rank: writes a folder that transformers loads, with model and tokenizer."""
     policy = trainer.learner.policy
-    state = {name: whole(tensor) for name, tensor in policy.model.state_dict().items()}
+    state = whole_state(policy)
     if current_rank().rank == 0:
         policy.model.save_pretrained(folder, state_dict=state)
         policy.tokenizer.save_pretrained(folder)
@@ -3705,8 +3679,7 @@ class UserRun(Run):
     """A run with the task, the model and the rewards that the flags name.
 
     folder: temporary; the trainer's ranks meet there.
-    saved: the folder of the checkpoints; a reward model saves comparisons there.
-    hosts: starts generators on other machines.
+    saved: the folder of the checkpoints and comparisons.
     """
 
     cfg: Flags
@@ -3722,23 +3695,22 @@ class UserRun(Run):
     ) -> None:
         super().__init__(cfg, pool, progress)
         learner = partial(user_learner, meeting_file=folder / f"meeting_{time.monotonic_ns()}")
-        trainer = replace(self.trainer, setup_args=(cfg, learner, self.version))
-        self.trainer = replace(trainer, num_ranks=cfg.trainers)
+        trainer_args = (cfg, learner, self.version)
+        self.trainer = replace(self.trainer, setup_args=trainer_args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
-        # Generators hold their weights in the dtype of the forward passes.
         reader = partial(relayed_reader, hosts.outlet) if hosts else DeviceReader
-        generators = replace(self.generators, setup_args=(cfg, generator_policy, reader))
-        self.generators = replace(generators, pool=hosts or pool)
-        scorer = partial(user_scorer, folder=saved)
-        self.reward_workers = replace(self.reward_workers, setup_args=(cfg, scorer))
+        generator_args = (cfg, generator_policy, reader)
+        self.generators = replace(self.generators, pool=hosts or pool, setup_args=generator_args)
+        scorer_args = (cfg, partial(user_scorer, folder=saved))
+        self.reward_workers = replace(self.reward_workers, setup_args=scorer_args)
         self.num_fruitless = 0  # requests in a row that brought no reward
         self.set_task(user_task(cfg))
-        # Held-out prompts are one in ten; 1,000 in a row mean that all texts are equal.
+        # One prompt in ten is held out; 1,000 in a row mean that all texts are equal.
         if all(self.task.prompt(number).is_held_out for number in range(1000)):
             raise UsageError("all prompts of the task are held out")
 
     async def begin(self) -> None:
-        """Starts all workers, and the log, which begins with the checkpoint's steps."""
+        """Starts all workers, and the log with the checkpoint's steps."""
         self.reporting = ensure_future(report_waiting(self))
         self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # one line at a time
         for row in self.progress.rows:
@@ -3817,10 +3789,10 @@ def step_line(row: Record) -> str:
 
 
 class UserLearner(Learner):
-    """A learner that may be one of several ranks, with a critic or with a penalty.
+    """A learner that may be one of several ranks.
 
-    critic: computes the advantages of episodes (section 14).
-    penalty: penalty(batch, logp) [N] is added to the loss of each token (section 15).
+    critic: computes advantages (section 14).
+    penalty: penalty(batch, logp) [N] is added to the loss (section 15).
     """
 
     def __init__(
@@ -3848,8 +3820,7 @@ class UserLearner(Learner):
     def partition(self, rows: list[int], longest: int) -> list[list[int]]:
         """Splits this rank's share of the rows into micro-batches."""
         # Ranks must make equally many passes: FSDP gathers each layer on all of them at once.
-        rows_per_batch = max(2, self.cfg.tokens_per_micro_batch // longest)
-        num_batches = ceil(len(rows) / rows_per_batch / self.num_ranks)
+        num_batches = ceil(len(super().partition(rows, longest)) / self.num_ranks)
         return split(rows[self.rank :: self.num_ranks], num_batches)
 
     def clip_gradients(self) -> float:
@@ -3862,15 +3833,19 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
 
 
+def whole_state(policy: Policy) -> Weights:
+    """Returns the full tensors of the model, in each rank."""
+    return {name: whole(tensor) for name, tensor in policy.model.state_dict().items()}
+
+
 def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]:
     """Returns what the flags ask for, at version 0. Runs in each rank of the trainer."""
     torch.set_num_threads(num_threads(cfg))
     rank = current_rank().rank
-    if cfg.trainers > 1:
-        form_group(str(meeting_file), rank, cfg.trainers)
     policy = HubPolicy(cfg, torch.float32)
     verify(policy, cfg.model)
     if cfg.trainers > 1:
+        form_group(str(meeting_file), rank, cfg.trainers)
         shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
     prompts = sft_prompts(policy, user_task(cfg))
     sft(UserLearner(policy, cfg, rank), prompts, cfg.sft_steps)
@@ -3878,8 +3853,7 @@ def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]
     if cfg.kl:
         # The reference is a copy of version 0, after the supervised steps.
         reference = HubPolicy(cfg, torch.float32)
-        for old, new in zip(reference.model.parameters(), policy.model.parameters(), strict=True):
-            old.data.copy_(whole(new.detach()))
+        reference.model.load_state_dict(whole_state(policy))
         penalty = partial(divergence, reference, cfg.kl)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = UserLearner(policy, cfg, rank, critic, penalty)
@@ -3940,7 +3914,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
 
 
 def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
-    """Returns the scorer of --reward. folder: a reward model saves comparisons there."""
+    """Returns the scorer of --reward. folder: of comparisons."""
     by_task = UserProcess(cfg)
     if cfg.reward != "model":
         return by_task
@@ -3951,7 +3925,7 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
 
     def score(group: Conversations) -> Rewards:
-        """The task scores held-out prompts, so that exploitation of the model becomes visible."""
+        """Scores held-out prompts by the task: this shows exploitation of the model."""
         prompt, _ = group[0]
         return by_task(group) if prompt.is_held_out else model(group)
 
@@ -3978,12 +3952,12 @@ def with_saved_flags(given: Record) -> Record:
 
 
 def save_flags(cfg: Flags, folder: Path) -> None:
-    """Writes flags.json, with absolute paths, so that commands in other folders find the files."""
+    """Writes flags.json, with absolute paths: commands may run in other folders."""
     flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
     for name in ("model", "task", "reward", "preferences"):
         # "repeat" and hub ids are names; "./words.jsonl" and "rewards.py:score" are paths.
-        is_folder = name == "model" and os.path.isdir(flags[name])
-        if is_folder or re.search(r"\.(jsonl|py:\w+)$", flags[name]):
+        is_file = re.search(r"\.(jsonl|py:\w+)$", flags[name])
+        if is_file or (name == "model" and os.path.isdir(flags[name])):
             flags[name] = os.path.abspath(flags[name])
     (folder / "flags.new").write_text(json.dumps(flags, indent=1))
     os.replace(folder / "flags.new", folder / "flags.json")
@@ -3991,12 +3965,12 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 
 # -- warm processes ---
 #
-# Importing torch and a model class costs 4 s of CPU time. A new actor in a process that has done so
-# is ready after 16 ms. So processes outlive their actors, and go back to the pool.
+# Importing torch and a model class costs 4 s of CPU time. Processes outlive their actors: a new one
+# in such a process is ready after 16 ms.
 
 
 def add_user_folder() -> None:
-    """Appends the folder of the user's task: messages may have objects of its classes."""
+    """Appends the folder of the user's task, whose objects come in messages."""
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))  # last, so that it hides no module
 
 
@@ -4031,7 +4005,7 @@ class WarmPool(Pool):
 
 def release(worker: Worker) -> None:
     """Runs before another actor uses the process: frees what this one holds."""
-    # Monarch retains the actor object, so its attributes must be deleted to free memory.
+    # Monarch retains the actor object.
     for name in vars(worker).keys() - {"name", "timeline"}:
         delattr(worker, name)
 
