@@ -3031,9 +3031,11 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
 
 
 # The content of a box; \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
-BOX = r"""(?x) \\boxed \{ ( (?: [^{}]  # level 1, or
-    | \{ (?: [^{}]  # level 2, or
-    | \{ [^{}]* \} )* \} )* ) \}"""
+BOX = r"""(?x) \\boxed \{ (
+    (?: [^{}]                 # any character, or
+    | \{ (?: [^{}]            # any in braces, or
+        | \{ [^{}]* \} )* \}  # any in braces in braces
+    )* ) \}"""
 NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, .5, 1e-5; Decimal refuses huge exponents
 
 
@@ -3698,6 +3700,7 @@ class UserRun(Run):
         trainer_args = (cfg, learner, self.version)
         self.trainer = replace(self.trainer, setup_args=trainer_args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
+        # Generators on other hosts pull through a relay of their host (section 16).
         reader = partial(relayed_reader, hosts.outlet) if hosts else DeviceReader
         generator_args = (cfg, generator_policy, reader)
         self.generators = replace(self.generators, pool=hosts or pool, setup_args=generator_args)
@@ -3725,6 +3728,7 @@ class UserRun(Run):
         """Returns groups to train on. Raises RunError if no request brings a reward any more."""
         groups = await super().sample(prompts)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
+        # Else a reward function that always raises would keep the run busy for ever.
         if self.num_fruitless == 20:
             reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
             raise RunError(f"20 requests in a row brought no reward: {reason}")
@@ -3763,11 +3767,13 @@ async def report_waiting(run: Run) -> None:
     while True:
         num_steps = run.version
         await sleep(30)
+        # Evaluations and exports make no steps, and are reported, too.
         if num_steps < run.version:
             continue
         replicas = [replica for service in run.services for replica in service.ready()]
         print(f"           {len(replicas)} workers ready")
         for replica in replicas:
+            # in_flight: the start of each request
             start_s = min(replica.in_flight.values(), default=time.time())
             busy = f"busy for {time.time() - start_s:.0f} s"
             print(f"           {replica.name}, process {replica.processes.ids}: {busy}")
@@ -3857,6 +3863,7 @@ def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]
         penalty = partial(divergence, reference, cfg.kl)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = UserLearner(policy, cfg, rank, critic, penalty)
+    # Slots are in the dtype of the forward passes; with several ranks each writes its part.
     writer_class = DeviceWriter if cfg.trainers == 1 else ShardedWriter
     weights = dict(policy.model.named_parameters())
     return learner, writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
@@ -3905,7 +3912,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # The longest list of modules: the layers.
+    # The layers are the longest list of modules.
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     for unit in [*max(lists, key=len), model]:
         sharded: Any = fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
@@ -3946,7 +3953,7 @@ def with_saved_flags(given: Record) -> Record:
         return given
     flags = json.loads((folder / "flags.json").read_text())
     saved = {each.name: flags[each.name] for each in fields(Flags) if each.name in flags}
-    # Version 0 has had its supervised steps.
+    # Version 0 has had its supervised steps; a resumed run makes none.
     model = {"model": str(folder / "model"), "sft_steps": 0}
     return saved | given | (model if (folder / "model").is_dir() else {})
 
