@@ -2793,8 +2793,8 @@ class Flags(Config):
 
 # == YOUR OWN DATA ====
 # Problem. A run needs a model, prompts and a judge of responses, and this file knows none of them.
-#   Models have their own templates and ends; data has wrong lines; a reward function raises, hangs,
-#   forks, sets signal handlers, and returns anything. None of this may end a run.
+#   Templates differ; data has wrong lines; a reward function raises, hangs, forks, sets signal
+#   handlers, and returns anything. None of this may end a run.
 # Rule. A task has two methods: `prompt(number)` returns a prompt, and `score(prompt, responses)` a
 #   reward for each of its turns. A wrong line of a file ends the command before a process starts.
 #   `score` runs in a separate process, which is killed with its children after a deadline. An
@@ -2823,7 +2823,7 @@ def place_of(error: BaseException) -> str:
 
 
 def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Returns the result of code of the user or a library. Its exceptions become UsageErrors."""
+    """Calls code of the user or a library. Its exceptions become UsageErrors."""
     try:
         return call(*args, **options)
     except BaseException as error:
@@ -2843,13 +2843,12 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
     weights = model.named_parameters()
     wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
-    # Each token needs an embedding, but for special ones (of images, say) that no text has.
+    # Each token needs an embedding, except special ones (of images, say).
     num_embeddings = model.get_input_embeddings().num_embeddings
     special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    vocabulary = tokenizer.get_vocab().items()
-    wrong["without an embedding"] = [
-        word for word, i in vocabulary if i >= num_embeddings and i not in special
-    ]
+    for word, i in tokenizer.get_vocab().items():
+        if i >= num_embeddings and i not in special:
+            wrong["without an embedding"] = [word]
     for kind, names in wrong.items():
         if names:
             raise UsageError(f"{where}: {kind}: {names[:3]}")
@@ -2857,10 +2856,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 class HubPolicy(Policy):
-    """The policy of --model: any causal model whose tokenizer has a chat template.
-
-    dtype: of the parameters; forward passes compute in that of --dtype.
-    """
+    """The policy of --model. dtype: of the parameters; forward passes have that of --dtype."""
 
     def __init__(self, cfg: Flags, dtype: torch.dtype) -> None:
         if cfg.model:
@@ -2905,8 +2901,8 @@ class HubPolicy(Policy):
 
     def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
         """Returns ids. is_plain: the text of a control token becomes ordinary tokens."""
-        how = {"add_special_tokens": False, "split_special_tokens": is_plain}
-        return self.tokenizer(text, **how)["input_ids"]
+        encode = partial(self.tokenizer, add_special_tokens=False)
+        return encode(text, split_special_tokens=is_plain)["input_ids"]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
         """Returns the ids of a turn. Raises UsageError if the template rewrites or drops text."""
@@ -2922,8 +2918,7 @@ class HubPolicy(Policy):
                 plain[placeholder] = words
                 content = content.replace(words, placeholder)
             messages.append({**message, "content": content})
-        turns = (*prompt.turns[:turn], Turn(tuple(messages), None))
-        before, text = self.render_turn(turns)
+        before, text = self.render_turn((*prompt.turns[:turn], Turn(tuple(messages), None)))
         if not text.startswith(before):
             raise UsageError("this chat template changes earlier turns: use one turn")
         for message in messages:
@@ -2985,8 +2980,8 @@ class WordTask(Task):
         rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
         example = user_turn(f"{rule} {other}", "").messages
         solved = {"role": "assistant", "content": other_answer}
-        question = user_turn(word, "").messages
-        return Prompt(number, (Turn((*example, solved, *question), answer),))
+        messages = (*example, solved, *user_turn(word, "").messages)
+        return Prompt(number, (Turn(messages, answer),))
 
     def grade(self, answer: str, response: str) -> float:
         """Returns 1 for the exact answer, else half the share of words at the right place."""
@@ -3003,7 +2998,7 @@ class WordTask(Task):
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the place and the text of each line that is not blank. Raises UsageError."""
+    """Yields the place and the text of each line that is not blank."""
     # utf-8-sig drops the mark of some editors before the first line.
     text = called(str(path), path.read_text, "utf-8-sig")
     # splitlines would also cut at U+2028, which JSON allows inside a text.
@@ -3105,7 +3100,7 @@ def load_python(spec: str) -> Any:
 
 @dataclass
 class UserTask(Task):
-    """The prompts of --task, with the rewards of the function of --reward, if there is one."""
+    """The prompts of --task, with the rewards of --reward, if it is given."""
 
     task: Any  # an object with `prompt` and `score`; its class may have any base
     reward: Callable[..., Any] | None
@@ -3846,7 +3841,7 @@ def whole_state(policy: Policy) -> Weights:
 
 def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]:
     """Returns what the flags ask for, at version 0. Runs in each rank of the trainer."""
-    torch.set_num_threads(num_threads(cfg))
+    share_cores(cfg)
     rank = current_rank().rank
     policy = HubPolicy(cfg, torch.float32)
     verify(policy, cfg.model)
@@ -3870,13 +3865,14 @@ def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]
 
 
 def generator_policy(cfg: Flags) -> Policy:
-    torch.set_num_threads(num_threads(cfg))
+    share_cores(cfg)
     return HubPolicy(cfg, getattr(torch, cfg.dtype))
 
 
-def num_threads(cfg: Flags) -> int:
-    """Returns the threads of each worker. More threads than cores would wait for each other."""
-    return max(1, len(os.sched_getaffinity(0)) // (cfg.generators + cfg.trainers))
+def share_cores(cfg: Flags) -> None:
+    """Limits the threads of this worker: more threads than cores would wait for each other."""
+    num_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, num_cores // (cfg.generators + cfg.trainers)))
 
 
 def verify(policy: HubPolicy, name: str) -> None:
