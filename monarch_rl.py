@@ -1652,16 +1652,19 @@ class Policy:
 
         For later turns: everything after the last response, including its end token.
         """
-        new = list(prompt.turns[turn].messages)
-        if turn == 0:
-            return self.tokenize(self.render(new, True))
-        # The conversation up to the last response, with a word in place of each response.
-        past: list[Any] = []
-        for earlier in prompt.turns[:turn]:
-            past += [*earlier.messages, RESPONSE]
-        up_to_response = self.render(past[:-1], True) + RESPONSE["content"]
-        # What the template appends to it: <end><user>def<end><assistant>
-        return self.tokenize(self.render([*past, *new], True).removeprefix(up_to_response))
+        before, text = self.render_turn(prompt.turns[: turn + 1])
+        return self.tokenize(text.removeprefix(before))
+
+    def render_turn(self, turns: tuple[Turn, ...]) -> tuple[str, str]:
+        """Returns the text up to the last response, and the text with the last turn."""
+        # A word stands in place of each response.
+        earlier: list[Any] = []
+        for past in turns[:-1]:
+            earlier += [*past.messages, RESPONSE]
+        before = ""
+        if earlier:
+            before = self.render(earlier[:-1], True) + RESPONSE["content"]
+        return before, self.render([*earlier, *turns[-1].messages], True)
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
@@ -2790,15 +2793,12 @@ class Flags(Config):
 
 # == YOUR OWN DATA ====
 # Problem. A run needs a model, prompts and a judge of responses, and this file knows none of them.
-#   Models have their own templates and ends; data has wrong lines; a reward function raises, hangs,
-#   forks, sets signal handlers, and returns anything. None of this may end a run.
+#   Templates differ; data has wrong lines; a reward function raises, hangs, forks, sets signal
+#   handlers, and returns anything. None of this may end a run.
 # Rule. A task has two methods: `prompt(number)` returns a prompt, and `score(prompt, responses)` a
-#   reward for each of its turns. The tasks are words, the lines of a FILE.jsonl, or a class in a
-#   FILE.py; a function in a FILE.py may score in their place. Without it, a response to a line is
-#   right if its final part, or its last number, equals the answer. A wrong line ends the command
-#   before a process starts. `score` runs in the main thread of a separate process, because signal
-#   handlers can be set only there. After a deadline this process is killed with all of its
-#   children. An episode without a reward is left out of its group: a 0 would blame the policy.
+#   reward for each of its turns. A wrong line of a file ends the command before a process starts.
+#   `score` runs in a separate process, which is killed with its children after a deadline. An
+#   episode without a reward is left out of its group: a 0 would blame the policy.
 # Cost. One more process for each reward worker, and one more message for each group.
 #
 # By example, with --task sums.jsonl, a file with the line {"prompt": "17 + 25 = ?", "answer": 42}:
@@ -2813,17 +2813,17 @@ class Flags(Config):
 
 def place_of(error: BaseException) -> str:
     """Returns an error in one line, with the place in the user's code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
+    place = ""
     # The innermost frame that is neither in this file nor in a library.
-    others = [f for f in frames if f.filename != str(THIS_FILE)]
-    user = [f for f in others if not re.search("/lib/python|^<frozen", f.filename)]
-    places = [f"{f.filename}, line {f.lineno}: " for f in user]
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not re.search(f"/lib/python|^<frozen|^{THIS_FILE}$", frame.filename):
+            place = f"{frame.filename}, line {frame.lineno}: "
     text = " ".join("".join(traceback.format_exception_only(error)).split())
-    return "".join(places[-1:]) + text[:300]
+    return place + text[:300]
 
 
 def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Returns the result of code of the user or a library. Its exceptions become UsageErrors."""
+    """Calls code of the user or a library. Its exceptions become UsageErrors."""
     try:
         return call(*args, **options)
     except BaseException as error:
@@ -2834,24 +2834,21 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Returns (tokenizer, model) of a folder or hub id. Raises UsageError if parts are missing."""
     import transformers
 
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
     # transformers only warns of weights that are missing, unexpected or of another shape.
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
     weights = model.named_parameters()
     wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
-    # Each token needs an embedding, but for special ones (of images, say) that no text has.
+    # Each token needs an embedding, except special ones (of images, say).
     num_embeddings = model.get_input_embeddings().num_embeddings
     special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    vocabulary = tokenizer.get_vocab().items()
-    wrong["without an embedding"] = [
-        word for word, i in vocabulary if i >= num_embeddings and i not in special
-    ]
-    if not tokenizer.chat_template:
-        wrong["without a chat template"] = ["the tokenizer"]
+    for word, i in tokenizer.get_vocab().items():
+        if i >= num_embeddings and i not in special:
+            wrong["without an embedding"] = [word]
     for kind, names in wrong.items():
         if names:
             raise UsageError(f"{where}: {kind}: {names[:3]}")
@@ -2859,10 +2856,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 class HubPolicy(Policy):
-    """The policy of --model: any causal model whose tokenizer has a chat template.
-
-    dtype: of the parameters; forward passes compute in that of --dtype.
-    """
+    """The policy of --model. dtype: of the parameters; forward passes have that of --dtype."""
 
     def __init__(self, cfg: Flags, dtype: torch.dtype) -> None:
         if cfg.model:
@@ -2871,7 +2865,7 @@ class HubPolicy(Policy):
             self.tokenizer, model = tiny_policy(cfg.seed)
         self.device = torch.device(cfg.device or "cpu")
         self.model = model.to(self.device).eval()
-        # Not the buffers: positions need fp32.
+        # Buffers keep their dtype: positions need fp32.
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)
         # Of the forward passes. With several trainers FSDP casts.
@@ -2885,22 +2879,19 @@ class HubPolicy(Policy):
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
         # Models with recurrent layers may take none.
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        # Tokens with a meaning for the template, such as <|im_end|>: no user may write them.
-        self.control_tokens = self.tokenizer.get_added_vocab()
+        self.control_tokens = self.tokenizer.get_added_vocab()  # <|im_end|>, <|im_start|>
         self.end_ids = self._end_ids()
 
     def _end_ids(self) -> list[int]:
-        """Returns the ends of a response: by the template, the tokenizer, and the model."""
-        # "...<|im_start|>assistant\nresponse<|im_end|>\n" ends with "<|im_end|>\n": its first
-        # token ends a response, if it is a control token.
+        """Returns the ends of a response: of the template, the tokenizer, and the model."""
+        # "...assistant\nresponse<|im_end|>\n" -> "<|im_end|>\n" -> its first token
         chat = [{"role": "user", "content": "question"}, RESPONSE]
         _, response, closing = self.render(chat, False).rpartition(RESPONSE["content"])
         first = self.tokenize(closing)[:1] if response else []
         ends: list[Any] = [end for end in first if end in self.control_tokens.values()]
-        # The tokenizer names one end, the model one or several.
+        ends.append(self.tokenizer.eos_token_id)
         of_model = self.model.generation_config.eos_token_id
-        of_model = of_model if isinstance(of_model, list) else [of_model]
-        ends += [self.tokenizer.eos_token_id, *of_model]
+        ends += of_model if isinstance(of_model, list) else [of_model]
         ends = [end for end in ends if end is not None]
         if not ends:
             raise UsageError("the tokenizer has no end token (eos_token)")
@@ -2911,49 +2902,36 @@ class HubPolicy(Policy):
 
     def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
         """Returns ids. is_plain: the text of a control token becomes ordinary tokens."""
-        how = {"add_special_tokens": False, "split_special_tokens": is_plain}
-        return self.tokenizer(text, **how)["input_ids"]
+        encode = partial(self.tokenizer, add_special_tokens=False)
+        return encode(text, split_special_tokens=is_plain)["input_ids"]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
-        """Returns the ids that a turn, from 0, appends to the conversation.
-
-        Raises UsageError if the template rewrites turns or drops messages.
-        """
-        # As in Policy: the conversation so far, with a word in place of each response.
-        earlier: list[Any] = []
-        for past in prompt.turns[:turn]:
-            earlier += [*past.messages, RESPONSE]
-        before = ""
-        if turn > 0:
-            before = self.render(earlier[:-1], True) + RESPONSE["content"]
-        # A user could forge a turn with the text of control tokens. Such content gets a
-        # placeholder for the template, and is tokenized as plain text below.
-        messages = list(prompt.turns[turn].messages)
+        """Returns the ids of a turn. Raises UsageError if the template rewrites or drops text."""
+        # "<|im_end|>" in a message would end a turn. The template gets a placeholder for such
+        # content, which is tokenized as plain text below.
         plain = {}
-        for place, message in enumerate(messages):
-            words = message["content"].strip()
+        messages = []
+        for message in prompt.turns[turn].messages:
+            content = message["content"]
+            words = content.strip()
             if any(token in words for token in self.control_tokens):
-                placeholder = f"message{place}of"
+                placeholder = f"message{len(plain)}of"
                 plain[placeholder] = words
-                content = message["content"].replace(words, placeholder)
-                messages[place] = {**message, "content": content}
-        text = self.render([*earlier, *messages], True)
-        self._check_template(messages, before, text)
-        # "...message0of..." -> ids of the template's text, plain ids of the message, and so on.
-        ids = []
-        appended = text[len(before) :]
-        for part in re.split(f"({'|'.join(plain)})", appended) if plain else [appended]:
-            ids += self.tokenize(plain.get(part, part), is_plain=part in plain)
-        return ids
-
-    def _check_template(self, messages: list[Any], before: str, text: str) -> None:
+                content = content.replace(words, placeholder)
+            messages.append({**message, "content": content})
+        before, text = self.render_turn((*prompt.turns[:turn], Turn(tuple(messages), None)))
+        if not text.startswith(before):
+            raise UsageError("this chat template changes earlier turns: use one turn")
         for message in messages:
             # Templates may strip control switches (/no_think) from a system message.
             is_kept = message["role"] not in ("system", "assistant")
             if is_kept and message["content"].strip() not in text:
                 raise UsageError(f"the template changes or drops: {message}")
-        if not text.startswith(before):
-            raise UsageError("this chat template changes earlier turns: use one turn")
+        # "...message0of..." -> ids of the template's text, plain ids of the message, and so on.
+        ids = []
+        for part in re.split(r"(message\d+of)", text.removeprefix(before)):
+            ids += self.tokenize(plain.get(part, part), is_plain=part in plain)
+        return ids
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
@@ -2961,7 +2939,7 @@ class HubPolicy(Policy):
             inputs.pop("position_ids", None)
         if self.model.dtype == self.dtype:
             return self.model(ids, **inputs).logits
-        # The parameters stay in fp32; this pass computes with copies.
+        # The parameters stay in fp32; this pass uses copies.
         cast = {name: p.to(self.dtype) for name, p in self.model.named_parameters()}
         return torch.func.functional_call(self.model, cast, ids, inputs).logits
 
@@ -2973,26 +2951,23 @@ WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle em
     mountain ocean orange paper pencil pepper piano planet rabbit river rocket silver spider
     table window""".split()
 
-TASKS = ("repeat", "count", "pattern")
-
 
 @dataclass
 class WordTask(Task):
-    """The tasks `repeat`, `count` and `pattern` in whole words, for a chat model."""
+    """Three tasks in whole words, for a chat model."""
 
     kind: str
     seed: int
 
     def __post_init__(self) -> None:
-        # Tokens: a word and its end, or up to five numbers with commas.
+        # A word and its end, or up to five numbers with commas.
         self.max_new_tokens = 24 if self.kind == "count" else 6
 
     def prompt(self, number: int) -> Prompt:
-        # The number is the seed, so every process makes the same prompt.
         rng = random.Random(f"{self.seed} {number}")
         word, other, answer, other_answer = rng.sample(WORDS, 4)
         if self.kind == "repeat":
-            # Two turns: the second word comes without the rule, which the policy has to remember.
+            # The second word comes without the rule, which the policy has to remember.
             text = f"I will say a word, and you repeat it. Say nothing else. {word}"
             return Prompt(number, (user_turn(text, word), user_turn(other, other)))
         if self.kind == "count":
@@ -3001,22 +2976,19 @@ class WordTask(Task):
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
             text = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
             return Prompt(number, (user_turn(text, ", ".join(numbers)),))
-        # One turn of three messages, in which the assistant has solved an example.
         # The user: "When I say cloud, you say eagle. When I say lemon, you say piano. cloud"
-        # The assistant: "eagle"
-        # The user: "lemon". The right response is "piano".
+        # The assistant: "eagle". The user: "lemon". The right response is "piano".
         rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
         example = user_turn(f"{rule} {other}", "").messages
         solved = {"role": "assistant", "content": other_answer}
-        question = user_turn(word, "").messages
-        return Prompt(number, (Turn((*example, solved, *question), answer),))
+        messages = (*example, solved, *user_turn(word, "").messages)
+        return Prompt(number, (Turn(messages, answer),))
 
     def grade(self, answer: str, response: str) -> float:
         """Returns 1 for the exact answer, else half the share of words at the right place."""
         if response.strip() == answer:
             return 1.0
-        # Partial credit, so that the rewards of a group differ before any response is exact. By
-        # example, "3, 4" for "3, 4, 5": 2 of 3 words are right, and half of this is 0.33.
+        # Rewards of a group must differ before any is 1: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
         right = re.findall(r"\w+", answer)
         words = re.findall(r"\w+", response.lower())
         num_right = sum(a == b for a, b in zip(right, words))
@@ -3027,20 +2999,17 @@ class WordTask(Task):
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the place and the text of each line that is not blank. Raises UsageError."""
-    # utf-8-sig drops the mark that some editors write before the first line.
+    """Yields the place and the text of each line that is not blank."""
+    # utf-8-sig drops the mark of some editors before the first line.
     text = called(str(path), path.read_text, "utf-8-sig")
-    # splitlines would also cut at U+2028 and U+0085, which JSON allows inside a text.
+    # splitlines would also cut at U+2028, which JSON allows inside a text.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{path}, line {number}", line
 
 
 def prompt_of(number: int, record: Any, where: str) -> Prompt:
-    """Converts a record, its JSON, or a Prompt to the prompt with this number.
-
-    A record: {"prompt": text or messages, "answer": ...}. Raises UsageError, which names `where`.
-    """
+    """Converts {"prompt": text or messages, "answer": ...}, or its JSON, or a Prompt."""
     if isinstance(record, Prompt):
         return replace(record, number=number)
     try:
@@ -3048,8 +3017,7 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = user_turn(messages, None).messages
-        # The roles of messages that are not blank. Half a surrogate pair, as in "\ud800", is valid
-        # JSON, but no tokenizer takes it: `encode` raises.
+        # Of messages that are not blank. `encode` raises for "\ud800": valid JSON, but no text.
         roles = [each["role"] for each in messages if each["content"].encode().strip()]
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
@@ -3058,29 +3026,26 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
-# The content of a box. Braces may be nested: \boxed{\frac{\sqrt{3}}{2}} has three levels.
+# The content of a box; \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
 BOX = r"""(?x) \\boxed \{ (
-    (?: [^{}]                 # level 1: any character, or
-    | \{ (?: [^{}]            # level 2: any character in braces, or
-        | \{ [^{}]* \} )* \}  # level 3: any characters in braces
+    (?: [^{}]                 # any character, or
+    | \{ (?: [^{}]            # any in braces, or
+        | \{ [^{}]* \} )* \}  # any in braces in braces
     )* ) \}"""
 NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, .5, 1e-5; Decimal refuses huge exponents
 
 
 def final_part(text: str) -> str:
-    r"""Returns the part of a text that counts as its answer, in one spelling.
-
-    By example: "<think>7</think> So #### \boxed{1,042}." -> "1042".
-    """
-    # Only the text after the last mark counts, and nothing of a thought that does not end.
+    r"""Returns the answer in a text: "<think>7</think> So #### \boxed{1,042}." -> "1042"."""
+    # The text after the last mark counts, and nothing of a thought that does not end.
     text = re.split(r"</think>|####", text)[-1].partition("<think>")[0]
-    # If the text has boxes, the last one is the answer, without the words around it.
+    # The last box, if there is one, without the words around it.
     text = [text, *re.findall(BOX, text)][-1]
-    # One code point for an accented letter, and a hyphen for the minus sign U+2212.
+    # One code point for an accented letter; a hyphen for the minus sign.
     text = unicodedata.normalize("NFC", text).replace("\u2212", "-")
-    # 1,000 -> 1000; upper case does not count.
+    # 1,000 -> 1000
     text = re.sub(r",(?=\d{3})", "", text).casefold()
-    # "**(B)**." -> "b". A full stop goes at the end only: ".5" is a number.
+    # "**(B)**." -> "b"; but ".5" keeps its point
     return text.strip().lstrip(" \r\n$(*{").rstrip(" \r\n.$)*}")
 
 
@@ -3097,7 +3062,7 @@ class FileTask(Task):
         return replace(self.prompts[number % len(self.prompts)], number=number)
 
     def grade(self, answer: Any, response: str) -> float:
-        """Returns 1 if the final part of the response, or for a number its last one, is right."""
+        """Returns 1 if the final part of the response, or its last number, is the answer."""
         if answer is None:
             raise ValueError("no answer")
         wanted = final_part(str(answer))
@@ -3105,7 +3070,7 @@ class FileTask(Task):
         # "It is Paris" is wrong for Paris, but "It is 42 km" is right for 42.
         if not re.fullmatch(NUMBER, wanted):
             return float(wanted == final)
-        # Decimal is exact: as floats, two numbers of 20 digits that differ in the last are equal.
+        # Decimal is exact: floats have 16 digits.
         numbers = [Decimal(number) for number in re.findall(NUMBER, final)]
         return float(numbers[-1:] == [Decimal(wanted)])
 
@@ -3114,19 +3079,18 @@ class FileTask(Task):
 
 
 def load_python(spec: str) -> Any:
-    """Imports NAME from the file of FILE.py:NAME, and lets workers import it. Raises UsageError."""
+    """Imports FILE.py:NAME, and lets workers import it. Raises UsageError."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
         raise UsageError(f"{spec}: not a FILE.py:NAME")
-    # The folder comes after the standard library, so that it hides none of its modules, and before
-    # installed packages (site-packages, dist-packages).
+    # The folder comes after the standard library, and before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
-    # Workers inherit the variable, and add it to their path (`add_user_folder`).
+    # Workers add it to their path, too (`add_user_folder`).
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
-    # `random.py` of a user is never reached: the import returns Python's module.
+    # For a user's random.py the import returns Python's module.
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
     loaded = getattr(module, name, None)
@@ -3137,7 +3101,7 @@ def load_python(spec: str) -> Any:
 
 @dataclass
 class UserTask(Task):
-    """The prompts of --task, with the rewards of the function of --reward, if there is one."""
+    """The prompts of --task, with the rewards of --reward, if it is given."""
 
     task: Any  # an object with `prompt` and `score`; its class may have any base
     reward: Callable[..., Any] | None
@@ -3155,7 +3119,6 @@ class UserTask(Task):
             return self.task.score(prompt, responses)
         rewards = []
         for turn, response in zip(prompt.turns, responses):
-            # Of a turn with one message the function gets the text, else the list of messages.
             messages = list(turn.messages)
             question = messages if len(messages) > 1 else messages[0]["content"]
             rewards.append(self.reward(question, response, turn.answer))
@@ -3164,16 +3127,15 @@ class UserTask(Task):
 
 @cache
 def user_task(cfg: Flags) -> Task:
-    """Returns the task of --task and --reward, one object per process. Raises UsageError."""
+    """Returns the task of --task and --reward, one object per process."""
     if not cfg.model:
         return LetterTask(cfg.seed)  # the tiny policy knows letters only
     reward = load_python(cfg.reward) if cfg.reward not in ("", "model") else None
-    if cfg.task in TASKS:
+    if cfg.task in ("repeat", "count", "pattern"):
         return UserTask(WordTask(cfg.task, cfg.seed), reward)
     if not cfg.task.endswith(".jsonl"):
         return UserTask(called(cfg.task, load_python(cfg.task)), reward)
     task = FileTask(cfg.task, cfg.seed)
-    # FileTask.grade compares texts and numbers. Other answers need a function that knows them.
     types = {type(prompt.turns[0].answer) for prompt in task.prompts}
     if not cfg.reward and types - {str, int, float, bool}:
         raise UsageError(f"--task {cfg.task}: its answers need --reward")
@@ -3182,43 +3144,41 @@ def user_task(cfg: Flags) -> Task:
 
 # -- the reward process ---
 #
-#   reward worker                                          its process, leader of a process group
-#     UserProcess(cfg) --- prompts and responses of a group ---> score_group
-#                      <-- rewards, or reasons ----------------- main thread: the user's code
-#                      --- SIGKILL, after the deadline --------> and all of its children
+#   UserProcess(cfg), in the worker --- prompts and responses ---> score_group, in its process
+#                                   <-- rewards, or reasons -----
+#                                   --- SIGKILL, when too late --> and all of its children
 
 
 @dataclass
 class UserProcess:
-    """A process whose main thread runs the user's code. Each call scores a group."""
+    """A process whose main thread runs the user's code: signal handlers can be set only there."""
 
     cfg: Flags
     executor: ProcessPoolExecutor = field(init=False)  # started with the first group
     pid: int | None = None  # also the id of its process group; None: no process
 
     def __call__(self, conversations: Conversations) -> Rewards:
-        """Returns the rewards of a group, or for each episode the reason why it has none."""
-        if not self.pid:
-            # Spawned: a forked child would inherit locks that this worker's threads hold.
-            spawn = multiprocessing.get_context("spawn")
-            self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
+        """Returns the rewards of a group, or the reasons why there are none."""
+        limit_s = self.cfg.reward_deadline
         try:
-            # The first request, before any code of the user runs: which group to kill.
-            submit = self.executor.submit
-            self.pid = self.pid or submit(os.getpid).result()
-            # One deadline for the whole group. The first group also imports the user's file. (A
-            # name for the future would be a cycle with its exception, and delay `__del__`.)
-            return submit(score_group, self.cfg, conversations).result(self.cfg.reward_deadline)
+            if not self.pid:
+                # Spawned: a forked child would inherit locks that this worker's threads hold.
+                spawn = multiprocessing.get_context("spawn")
+                self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
+                # Which group to kill, before any code of the user runs.
+                self.pid = self.executor.submit(os.getpid).result()
+            # A name for the future would be a cycle with its exception, and delay `__del__`.
+            return self.executor.submit(score_group, self.cfg, conversations).result(limit_s)
         except TimeoutError:
-            reason = f"no reward within {self.cfg.reward_deadline:g} s"
+            reason = f"no reward within {limit_s:g} s"
         except Exception as error:  # of many types: the process has died, or cannot load the task
             reason = f"the reward function: {place_of(error)}"
-        # This process hangs, has died, or has no task. The next group gets a new one.
+        # The next group gets a new process.
         self.kill()
         return [reason] * len(conversations)
 
     def kill(self) -> None:
-        """Kills the process and its children, if it has been started."""
+        """Kills the process and its children."""
         if self.pid:
             kill_group(self.pid)
         self.pid = None
@@ -3229,21 +3189,20 @@ class UserProcess:
 
 def lead_process_group() -> None:
     """Makes this process lead a process group, which is killed when the parent ends."""
-    # Children of the user's code are born into the group, so one signal reaches all of them.
+    # Children are born into the group, so one signal reaches all of them.
     os.setpgid(0, 0)
-    # `main` forbids imports from the current folder. Programs of the user may need them.
+    # Programs of the user may import from the current folder.
     environ.pop("PYTHONSAFEPATH", None)
-    # Monarch selects forkserver; the user's pools get the method of a plain script.
+    # Monarch selects forkserver; a plain script has fork.
     multiprocessing.set_start_method("fork", force=True)
-    # The parent holds the other end of this pipe. When the parent ends, even by SIGKILL, the pipe
-    # becomes readable, and the kernel sends a signal. No Python code takes part, so C code that
-    # holds the GIL cannot delay it. This is signal-driven I/O:
+    # When the parent ends, even by SIGKILL, this pipe becomes readable, and the kernel sends a
+    # signal. No Python code takes part, so C code that holds the GIL cannot delay it.
     parent: Any = multiprocessing.parent_process()
     pipe = parent.sentinel
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())  # whom: a negative number is a process group
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # which signal, in place of SIGIO
-    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)  # when: as soon as the pipe is readable
-    # A parent that has ended before these calls sends no signal.
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())  # negative: a process group
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # in place of SIGIO
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)  # once it is readable
+    # The parent may have ended before these calls.
     if not parent.is_alive():
         kill_group(0)  # 0: the group of the caller
 
@@ -3251,16 +3210,15 @@ def lead_process_group() -> None:
 def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
     """Calls task.score for each episode. Coroutines of one group run concurrently."""
     task = user_task(cfg)
-    # First all plain calls, each with a copy of the prompt, because the user's code may change it.
+    # First all plain calls, with copies, because the user's code may change a prompt.
     results = []
     for prompt, responses in conversations:
         try:
             results.append(task.score(copy.deepcopy(prompt), responses))
         except BaseException as error:  # SystemExit, too: other episodes still get rewards
             results.append(error)
-    # Then all coroutines: inside this loop, asyncio.run in a plain call would fail.
+    # Then all coroutines: inside a loop, asyncio.run in a plain call would fail.
     results = user_loop().run(awaited(results))
-    # A wrong result costs its own episode only.
     rewards: Rewards = []
     for (prompt, _), result in zip(conversations, results):
         try:
@@ -3270,8 +3228,7 @@ def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
     return rewards
 
 
-# Returns the event loop of this process. All groups share it: an HTTP client that the user keeps
-# works in one loop only.
+# Returns the event loop of this process: an HTTP client that the user keeps works in one only.
 user_loop = cache(asyncio.Runner)
 
 
@@ -3286,8 +3243,8 @@ async def awaited(result: Any) -> Any:
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
-    """Converts what `score` returned to a reward for each turn. Raises where it cannot."""
-    # A tensor of torch or an array of numpy becomes a list or a number.
+    """Converts what `score` returned to a reward for each turn."""
+    # A tensor, or an array of numpy
     if hasattr(result, "tolist"):
         result = result.tolist()
     # A single number is the reward of the last turn.
@@ -3301,7 +3258,7 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
         rewards = [float(reward) for reward in result]
     except (TypeError, ValueError):
         rewards = []
-    # Far below 3.4e38, so that sums of rewards are finite in float32, too.
+    # Far below 3.4e38: sums must be finite in float32.
     if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
         raise ValueError(f"not {num_turns} finite rewards: {result!r:.80}")
     return rewards
@@ -3610,10 +3567,10 @@ async def demo_recovery(report: Report) -> None:
 
 
 # == YOUR OWN RUN ====
-# Problem. A command lives for hours, beside people. It has to say what it does, to go on where it
-#   was, to keep its settings, and to leave a model that other programs load.
-# Rule. `UserRun` is the run of Part I with your task, your model and a voice. Whatever is kept lies
-#   in one folder, that of --checkpoint, which --train, --evaluate and --export share:
+# Problem. A command lives for hours. It has to say what it does, to go on where it was, to keep its
+#   settings, and to leave a model that other programs load.
+# Rule. `UserRun` is the run of Part I with your task and your model. Whatever is kept lies in the
+#   folder of --checkpoint, which --train, --evaluate and --export share:
 #
 #   flags.json    of the newest --train; defaults for the flags that a later command omits
 #   model/        version 0, after supervised steps
@@ -3630,7 +3587,7 @@ async def demo_recovery(report: Report) -> None:
 
 
 async def run_user_command(report: Report, cfg: Flags) -> Record:
-    """Makes the run of --train, --evaluate and --export. Returns the figures of --json."""
+    """Runs --train, --evaluate and --export. Returns the figures of --json."""
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
@@ -3640,8 +3597,8 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
     hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
-    places = (report.pool, report.folder, checkpoints.folder.resolve(), hosts)
-    make_run = partial(UserRun, cfg, *places)
+    saved = checkpoints.folder.resolve()
+    make_run = partial(UserRun, cfg, report.pool, report.folder, saved, hosts)
     return await with_restarts(checkpoints, make_run, partial(do_command, checkpoints))
 
 
@@ -3675,38 +3632,32 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
 async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     """Trains until step cfg.steps; evaluates before and after. Returns figures."""
     progress = run.progress
-    if progress.rows:
-        print(f"going on after step {run.version}")
-    first = run.version
     evaluate = partial(evaluate_pass_at_k, run, 0)
+    # A resumed run has been evaluated before.
     if not progress.heldout:
         await evaluate()
-    start_s = time.time()
     await train_saved(run, checkpoints, evaluate)
-    seconds = time.time() - start_s
     last_version, _ = progress.heldout[-1]
     if last_version != run.version:
         await evaluate()
-    accuracies = [accuracy for _, accuracy in progress.heldout]
-    figures = {"steps": len(progress.rows), "seconds": seconds, **progress.counts()}
-    figures |= {"heldout_before": accuracies[0], "heldout_after": accuracies[-1]}
-    for name in ("staleness", "k3"):
-        figures[f"{name}_max"] = max(row[name] for row in progress.rows)
-    num_tokens = sum(row["num_tokens"] for row in progress.rows[first:])
-    figures["tokens_per_s"] = num_tokens / seconds
-    figures["workers_replaced"] = sum(len(service.failures) for service in run.services)
-    return figures
+    return {
+        "steps": run.version,
+        **progress.counts(),
+        "heldout": progress.heldout,
+        "staleness_max": max(row["staleness"] for row in progress.rows),
+        "workers_replaced": sum(len(service.failures) for service in run.services),
+    }
 
 
 async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | None]:
     """Prints held-out accuracy: greedy, of one sample (pass@1), of any of k (pass@k)."""
     accuracies = {"greedy": await run.evaluate()}
-    groups = []
+    right = []
     if num_samples:
-        groups = await run.sample_and_score(run.held_out, num_samples, seed=0)
-    # pass@k needs all k samples of a prompt.
-    groups = [group for group in groups if len(group.episodes) == num_samples]
-    right = [[sum(e.rewards) > 0.999 for e in group.episodes] for group in groups]
+        for group in await run.sample_and_score(run.held_out, num_samples, seed=0):
+            # pass@k needs all k samples of a prompt.
+            if len(group.episodes) == num_samples:
+                right.append([sum(episode.rewards) > 0.999 for episode in group.episodes])
     if right:
         accuracies["pass@1"] = fmean(fmean(group) for group in right)
         accuracies[f"pass@{num_samples}"] = fmean(any(group) for group in right)
@@ -3720,7 +3671,7 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
 def export(trainer: Trainer, folder: str) -> None:
     """Runs in each rank: writes a folder that transformers loads, with model and tokenizer."""
     policy = trainer.learner.policy
-    state = {name: whole(tensor) for name, tensor in policy.model.state_dict().items()}
+    state = whole_state(policy)
     if current_rank().rank == 0:
         policy.model.save_pretrained(folder, state_dict=state)
         policy.tokenizer.save_pretrained(folder)
@@ -3730,11 +3681,10 @@ def export(trainer: Trainer, folder: str) -> None:
 
 
 class UserRun(Run):
-    """A run with the task, the model and the rewards that the flags name. It says what it does.
+    """A run with the task, the model and the rewards that the flags name.
 
     folder: temporary; the trainer's ranks meet there.
-    saved: the folder of the checkpoints; a reward model saves comparisons there.
-    hosts: starts generators on other machines.
+    saved: the folder of the checkpoints and comparisons.
     """
 
     cfg: Flags
@@ -3749,12 +3699,11 @@ class UserRun(Run):
         progress: SavedProgress,
     ) -> None:
         super().__init__(cfg, pool, progress)
-        meeting_file = str(folder / f"meeting_{time.monotonic_ns()}")
-        learner = partial(user_learner, meeting_file=meeting_file)
+        learner = partial(user_learner, meeting_file=folder / f"meeting_{time.monotonic_ns()}")
         trainer_args = (cfg, learner, self.version)
         self.trainer = replace(self.trainer, setup_args=trainer_args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
-        # Generators hold their weights in the dtype of the forward passes.
+        # Generators on other hosts pull through a relay of their host (section 16).
         reader = partial(relayed_reader, hosts.outlet) if hosts else DeviceReader
         generator_args = (cfg, generator_policy, reader)
         self.generators = replace(self.generators, pool=hosts or pool, setup_args=generator_args)
@@ -3762,12 +3711,12 @@ class UserRun(Run):
         self.reward_workers = replace(self.reward_workers, setup_args=scorer_args)
         self.num_fruitless = 0  # requests in a row that brought no reward
         self.set_task(user_task(cfg))
-        # Held-out prompts are one in ten; 1,000 in a row mean that all texts are equal.
+        # One prompt in ten is held out; 1,000 in a row mean that all texts are equal.
         if all(self.task.prompt(number).is_held_out for number in range(1000)):
             raise UsageError("all prompts of the task are held out")
 
     async def begin(self) -> None:
-        """Starts all workers, and the log, which begins with the checkpoint's steps."""
+        """Starts all workers, and the log with the checkpoint's steps."""
         self.reporting = ensure_future(report_waiting(self))
         self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # one line at a time
         for row in self.progress.rows:
@@ -3778,16 +3727,14 @@ class UserRun(Run):
         self.reporting.cancel()
         await super().close()
 
-    def draw(self, num_prompts: int) -> list[Prompt]:
-        """Returns the next prompts. Raises RunError if no request brings a reward any more."""
-        if self.num_fruitless >= 20:
-            reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
-            raise RunError(f"20 requests in a row brought no reward: {reason}")
-        return super().draw(num_prompts)
-
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
+        """Returns groups to train on. Raises RunError if no request brings a reward any more."""
         groups = await super().sample(prompts)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
+        # Else a reward function that always raises would keep the run busy for ever.
+        if self.num_fruitless == 20:
+            reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
+            raise RunError(f"20 requests in a row brought no reward: {reason}")
         return groups
 
     def note_error(self, reason: str) -> None:
@@ -3797,8 +3744,8 @@ class UserRun(Run):
         super().note_error(reason)
 
     async def step(self, groups: list[Group]) -> None:
-        """Makes one update, logs and prints it. If the caller is cancelled, finishes it first."""
-        await finished(super().step(groups))
+        """Makes one update, logs and prints it."""
+        await finished(super().step(groups))  # in spite of a signal
         row = self.progress.rows[-1]
         self.log.write(json.dumps(row) + "\n")
         print(step_line(row))
@@ -3823,11 +3770,13 @@ async def report_waiting(run: Run) -> None:
     while True:
         num_steps = run.version
         await sleep(30)
+        # Evaluations and exports make no steps, and are reported, too.
         if num_steps < run.version:
             continue
         replicas = [replica for service in run.services for replica in service.ready()]
         print(f"           {len(replicas)} workers ready")
         for replica in replicas:
+            # in_flight: the start of each request
             start_s = min(replica.in_flight.values(), default=time.time())
             busy = f"busy for {time.time() - start_s:.0f} s"
             print(f"           {replica.name}, process {replica.processes.ids}: {busy}")
@@ -3849,10 +3798,10 @@ def step_line(row: Record) -> str:
 
 
 class UserLearner(Learner):
-    """A learner that may be one of several ranks, with a critic or with a penalty.
+    """A learner that may be one of several ranks.
 
-    critic: computes the advantages of episodes (section 14).
-    penalty: penalty(batch, logp) [N] is added to the loss of each token (section 15).
+    critic: computes advantages (section 14).
+    penalty: penalty(batch, logp) [N] is added to the loss (section 15).
     """
 
     def __init__(
@@ -3880,8 +3829,7 @@ class UserLearner(Learner):
     def partition(self, rows: list[int], longest: int) -> list[list[int]]:
         """Splits this rank's share of the rows into micro-batches."""
         # Ranks must make equally many passes: FSDP gathers each layer on all of them at once.
-        rows_per_batch = max(1, self.cfg.tokens_per_micro_batch // longest)
-        num_batches = ceil(len(rows) / rows_per_batch / self.num_ranks)
+        num_batches = ceil(len(super().partition(rows, longest)) / self.num_ranks)
         return split(rows[self.rank :: self.num_ranks], num_batches)
 
     def clip_gradients(self) -> float:
@@ -3894,41 +3842,45 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
 
 
-def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
+def whole_state(policy: Policy) -> Weights:
+    """Returns the full tensors of the model, in each rank."""
+    return {name: whole(tensor) for name, tensor in policy.model.state_dict().items()}
+
+
+def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]:
     """Returns what the flags ask for, at version 0. Runs in each rank of the trainer."""
-    torch.set_num_threads(num_threads(cfg))
+    share_cores(cfg)
     rank = current_rank().rank
-    if cfg.trainers > 1:
-        form_group(meeting_file, rank, cfg.trainers)
     policy = HubPolicy(cfg, torch.float32)
     verify(policy, cfg.model)
-    reference = copy.deepcopy(policy) if cfg.kl else None
     if cfg.trainers > 1:
+        form_group(str(meeting_file), rank, cfg.trainers)
         shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
-    # Supervised steps, unless the model is the saved version 0, which has had them.
-    is_saved = cfg.checkpoint and Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
-    if cfg.sft_steps and not is_saved:
-        sft(UserLearner(policy, cfg, rank), sft_prompts(policy, user_task(cfg)), cfg.sft_steps)
+    prompts = sft_prompts(policy, user_task(cfg))
+    sft(UserLearner(policy, cfg, rank), prompts, cfg.sft_steps)
     penalty = None
-    if reference:  # a copy of version 0, after the supervised steps
-        for old, new in zip(reference.model.parameters(), policy.model.parameters(), strict=True):
-            old.data.copy_(whole(new.detach()))
+    if cfg.kl:
+        # The reference is a copy of version 0, after the supervised steps.
+        reference = HubPolicy(cfg, torch.float32)
+        reference.model.load_state_dict(whole_state(policy))
         penalty = partial(divergence, reference, cfg.kl)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = UserLearner(policy, cfg, rank, critic, penalty)
+    # Slots are in the dtype of the forward passes; with several ranks each writes its part.
     writer_class = DeviceWriter if cfg.trainers == 1 else ShardedWriter
     weights = dict(policy.model.named_parameters())
     return learner, writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
 
 
 def generator_policy(cfg: Flags) -> Policy:
-    torch.set_num_threads(num_threads(cfg))
+    share_cores(cfg)
     return HubPolicy(cfg, getattr(torch, cfg.dtype))
 
 
-def num_threads(cfg: Flags) -> int:
-    """Returns the threads of each worker. More threads than cores would wait for each other."""
-    return max(1, len(os.sched_getaffinity(0)) // (cfg.generators + cfg.trainers))
+def share_cores(cfg: Flags) -> None:
+    """Limits the threads of this worker: more threads than cores would wait for each other."""
+    num_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, num_cores // (cfg.generators + cfg.trainers)))
 
 
 def verify(policy: HubPolicy, name: str) -> None:
@@ -3964,7 +3916,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # The longest list of modules: the layers.
+    # The layers are the longest list of modules.
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     for unit in [*max(lists, key=len), model]:
         sharded: Any = fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
@@ -3974,20 +3926,18 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
 
 
 def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
-    """Returns the scorer of --reward. folder: a reward model saves comparisons there."""
+    """Returns the scorer of --reward. folder: of comparisons."""
     by_task = UserProcess(cfg)
     if cfg.reward != "model":
         return by_task
     task: Any = user_task(cfg)
-    prefer = None
-    if cfg.ask_every:
-        prefer = getattr(task.task, "prefer", None)
+    prefer = getattr(task.task, "prefer", None)
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
         raise UsageError("--ask-every: a task with prefer, one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
 
     def score(group: Conversations) -> Rewards:
-        """The task scores held-out prompts, so that exploitation of the model becomes visible."""
+        """Scores held-out prompts by the task: this shows exploitation of the model."""
         prompt, _ = group[0]
         return by_task(group) if prompt.is_held_out else model(group)
 
@@ -4019,9 +3969,7 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
         episodes = []
         for prompt in islice(prompts, 4 * learner.cfg.prompts_per_step):
             right = [str(turn.answer) for turn in prompt.turns]
-            episode = episode_with(learner.policy, prompt, right)
-            if len(episode.ids) <= learner.policy.context:
-                episodes.append(episode)
+            episodes.append(episode_with(learner.policy, prompt, right))
         ones = [[1.0] * len(episode.ids) for episode in episodes]
         student.update(student.micro_batches(episodes, ones))
 
@@ -4042,25 +3990,24 @@ OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint lo
 
 
 def with_saved_flags(given: Record) -> Record:
-    """Adds the saved flags of --checkpoint. A saved model replaces --model: it is version 0."""
-    folder = Path(given.get("checkpoint", "")).resolve()
-    if not (given.get("checkpoint") and (folder / "flags.json").is_file()):
+    """Adds the saved flags of --checkpoint. A saved version 0 takes the place of --model."""
+    folder = Path(given.get("checkpoint") or os.devnull).resolve()
+    if not (folder / "flags.json").is_file():
         return given
     flags = json.loads((folder / "flags.json").read_text())
     saved = {each.name: flags[each.name] for each in fields(Flags) if each.name in flags}
-    if (folder / "model").is_dir():
-        saved["model"] = str(folder / "model")
-        given = {name: value for name, value in given.items() if name != "model"}
-    return saved | given
+    # Version 0 has had its supervised steps; a resumed run makes none.
+    model = {"model": str(folder / "model"), "sft_steps": 0}
+    return saved | given | (model if (folder / "model").is_dir() else {})
 
 
 def save_flags(cfg: Flags, folder: Path) -> None:
-    """Writes flags.json, with absolute paths, so that commands in other folders find the files."""
+    """Writes flags.json, with absolute paths: commands may run in other folders."""
     flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
     for name in ("model", "task", "reward", "preferences"):
         # "repeat" and hub ids are names; "./words.jsonl" and "rewards.py:score" are paths.
-        is_folder = name == "model" and os.path.isdir(flags[name])
-        if is_folder or re.search(r"\.(jsonl|py:\w+)$", flags[name]):
+        is_file = re.search(r"\.(jsonl|py:\w+)$", flags[name])
+        if is_file or (name == "model" and os.path.isdir(flags[name])):
             flags[name] = os.path.abspath(flags[name])
     (folder / "flags.new").write_text(json.dumps(flags, indent=1))
     os.replace(folder / "flags.new", folder / "flags.json")
@@ -4068,12 +4015,12 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 
 # -- warm processes ---
 #
-# Importing torch and a model class costs 4 s of CPU time. A new actor in a process that has done so
-# is ready after 16 ms. So processes outlive their actors, and go back to the pool.
+# Importing torch and a model class costs 4 s of CPU time. Processes outlive their actors: a new one
+# in such a process is ready after 16 ms.
 
 
 def add_user_folder() -> None:
-    """Appends the folder of the user's task: messages may have objects of its classes."""
+    """Appends the folder of the user's task, whose objects come in messages."""
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))  # last, so that it hides no module
 
 
@@ -4086,11 +4033,9 @@ class WarmPool(Pool):
         self.idle: list[Processes] = []
 
     async def start(self, num_ranks: int) -> Processes:
-        """Returns idle processes, or new ones. Dead ones are detected later (section 5)."""
-        for processes in self.idle:
-            if len(processes.ids) == num_ranks:
-                self.idle.remove(processes)
-                return processes
+        """Returns an idle process, or new ones. A dead one is detected later (section 5)."""
+        if num_ranks == 1 and self.idle:
+            return self.idle.pop()
         return await super().start(num_ranks)
 
     async def end(self, replica: Replica) -> None:
@@ -4110,7 +4055,7 @@ class WarmPool(Pool):
 
 def release(worker: Worker) -> None:
     """Runs before another actor uses the process: frees what this one holds."""
-    # Monarch retains the actor object, so its attributes must be deleted to free memory.
+    # Monarch retains the actor object.
     for name in vars(worker).keys() - {"name", "timeline"}:
         delattr(worker, name)
 

@@ -1142,13 +1142,13 @@ def test_the_pool_gives_out_processes_of_the_right_number(serve: Any) -> None:
     async def work(service: Any) -> None:
         pool = service.pool
         one = await pool.start(1)
+        pool.idle.append(one)
         two = await pool.start(2)
         assert two is not one
-        pool.idle += [two, one]
-        two.ids *= 2
         assert await pool.start(1) is one
-        assert await pool.start(2) is two
-        pool.idle = [two, one]
+        three = await pool.start(1)
+        assert three not in (one, two)
+        pool.idle = [three, two, one]
 
     serve(lambda *_: None, work)
 
@@ -1955,6 +1955,7 @@ def test_command_the_whole_way_of_a_user(tmp_path: Path) -> None:
     done(words, tmp_path)
     figures = json.loads((tmp_path / "out.json").read_text())["train"]
     assert (figures["steps"], figures["workers_replaced"]) == (6, 0)
+    assert {version for version, _ in figures["heldout"]} == {0, 2, 4, 6}
     names = ("trained", "dropped", "lost", "in_flight")
     assert figures["started"] == sum(figures[name] for name in names)
     assert figures["staleness_max"] <= CFG.max_staleness
