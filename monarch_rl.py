@@ -57,7 +57,6 @@ import asyncio
 import contextvars
 import copy
 import ctypes
-import difflib
 import fcntl
 import html
 import inspect
@@ -4508,10 +4507,7 @@ HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # environment variable: a local folder o
 
 
 def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
-    """Copies versions from the trainer's arena into the arena of this host, for ever.
-
-    number: of the reader that started it, whose lease in the trainer's arena it has.
-    """
+    """Copies versions into the arena of this host, for ever, with the lease of reader `number`."""
     version = Arena.NOTHING
     try:
         while True:
@@ -4541,7 +4537,7 @@ class Outlet(Actor):
         self, handle: ArenaHandle, reader: int, newest: int, host: str
     ) -> tuple[int, RDMABuffer | None]:
         """Returns the latest version and a handle of its slot, or None if it is `newest`."""
-        # The first call, or a new trainer: map its arena, and make a handle for each slot.
+        # A new trainer: map its arena, and make a handle for each slot.
         if handle != self.handle:
             self.handle = handle
             self.arena = Arena(handle)
@@ -4598,7 +4594,7 @@ def this_url() -> str:
 
 
 def serve_worker(folder: str, url: str) -> None:
-    """Runs one Monarch host after another, until a signal ends --worker. url: without a port."""
+    """Runs one Monarch host after another, until a signal. url: without a port."""
     # SystemExit passes through `finally` below.
     for number in ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -4611,10 +4607,7 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    """Runs a Monarch host until it is lost, or without a ping for SILENCE_S.
-
-    note: the file that gets its address. The name of the file is the name of this machine.
-    """
+    """Runs a Monarch host until it is lost. `note`, named as this machine, gets its URL."""
     # A free port, and a new one: Monarch cannot attach to the address of a lost host again.
     with socket.create_server((note.name, 0)) as server:
         url += f":{server.getsockname()[-1]}"
@@ -4622,7 +4615,7 @@ def run_host(note: Path, url: str) -> None:
     program = f"""from monarch.actor import run_worker_loop_forever
 run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        # Agents touch this file at each ping. The first ping has 300 s more.
+        # Agents touch this file. The first ping has 300 s more.
         pinged = Path(folder) / "pinged"
         pinged.touch()
         os.utime(pinged, (0, time.time() + 300))
@@ -4631,7 +4624,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
         hidden = note.with_name("." + note.name)
         hidden.write_text(url)
         hidden.replace(note)
-        # The kill ends the host's children, too; an agent asks for it by removing the file.
+        # The kill ends the host's children, too. An agent removes the file to request it.
         while host.poll() is None:
             time.sleep(0.1)
             if not pinged.exists() or time.time() - pinged.stat().st_mtime > SILENCE_S:
@@ -4672,7 +4665,7 @@ class HostProcess(Processes):
     lost: asyncio.Future[str]  # the reason, for all processes of the host
 
     def deaths(self) -> list[Awaitable[str]]:
-        # A watch that ends cancels what it awaits. The shield keeps the future, which is shared.
+        # A watch that ends cancels what it awaits. The shield keeps the shared future.
         return [until_unresponsive(self.agent, SILENCE_S), asyncio.shield(self.lost)]
 
     async def kill(self) -> None:
@@ -4812,23 +4805,23 @@ async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Rec
     spans = [span for span in await timeline.read.call_one() if span.end_s > start_s]
 
     # A line such as "40 steps in 12.3 s; generator_0 has died at 7.1 s".
-    rows = run.progress.rows
     summary = f"{num_steps} steps in {seconds:.1f} s"
     for service in run.services:
         for failed in service.failures:
-            noticed_s = failed.noticed_s - start_s
-            summary += f"; {failed.name} {failed.lost.result()} at {noticed_s:.1f} s"
+            when_s = failed.noticed_s - start_s
+            summary += f"; {failed.name} {failed.lost.result()} at {when_s:.1f} s"
 
     # 2,000 samples, each 1 or 0: overlapping spans do not count twice. Means of ten are 200 shares.
     busy = {span.who: torch.zeros(2000) for span in spans}
+    rate = 2000 / seconds
     for span in spans:
-        first = max(0, int((span.start_s - start_s) / seconds * 2000))
-        busy[span.who][first : int((span.end_s - start_s) / seconds * 2000)] = 1
+        first = max(0, int((span.start_s - start_s) * rate))
+        busy[span.who][first : int((span.end_s - start_s) * rate)] = 1
     lanes = {who: busy[who].view(200, 10).mean(1).tolist() for who in sorted(busy)}
 
     # Values over the steps, but for NaN and None.
     for name in ("reward", "staleness"):
-        lanes[name] = [row[name] for row in rows if math.isfinite(row[name])]
+        lanes[name] = [row[name] for row in run.progress.rows if math.isfinite(row[name])]
     accuracies = [accuracy for _, accuracy in run.progress.heldout if accuracy is not None]
     lanes["held-out accuracy"] = accuracies
     return {"title": title, "summary": summary, "lanes": lanes}
@@ -4846,19 +4839,17 @@ async def sweep(report: Report) -> list[Record]:
     return records
 
 
-def picture(name: str, run: Record, runs: list[Record]) -> str:
-    """Returns a lane of a run, as HTML, on the scale of all runs."""
-    values = run["lanes"][name]
-    scale = [0.0, 1.0]
-    for other in runs:
-        scale += other["lanes"].get(name, [])
+def picture(name: str, values: list[float]) -> str:
+    """Returns a lane as HTML."""
     text = f"{name}: mean {fmean(values):.3g}"
     # [0.5, 1] -> M0 0 V-0.500h1 V-1.000h1 V0: up to 0.5, right, up to 1, right, down. The browser
     # fills the area. y points downwards, hence the minus.
     steps = "".join(f"V{-value:.3f}h1" for value in values)
+    top = max(1.0, *values)
+    bottom = min(0.0, *values)
     # viewBox: left, top, width and height.
     return f"""<p>{text}<svg role="img" aria-label="{text}" width="100%"
-        viewBox="0 {-max(scale)} {len(values)} {max(scale) - min(scale)}"
+        viewBox="0 {-top} {len(values)} {top - bottom}"
         preserveAspectRatio="none"><path d="M0 0{steps}V0"/></svg>"""
 
 
@@ -4868,14 +4859,14 @@ def write_page(path: str, runs: list[Record]) -> None:
         # Reasons of losses may quote what a user's code raised.
         page += f"<section><h2>{run['title']}</h2><p>{html.escape(run['summary'])}"
         for name, values in run["lanes"].items():
-            page += picture(name, run, runs) if values else ""
+            page += picture(name, values) if values else ""
         page += "</section>\n"
     Path(path).write_text(page, encoding="utf-8")
 
 
 # == THE COMMAND LINE ====
-# A command reads and checks its flags, sets the environment of all its processes, and runs stages,
-# a run of the user, or a worker host. Whatever ends it, its processes end with it.
+# A command checks its flags, sets the environment of its processes, and runs stages, a run of the
+# user, or a worker host. Whatever ends it, its processes end with it.
 
 # Of all processes. What the user has set stays.
 ENVIRONMENT = {
@@ -4911,7 +4902,6 @@ def read_flags(argv: list[str] | None) -> Flags:
         texts |= re.findall(r"(\w+): .*  # (.*)", source.partition("\n\n\n")[0])
 
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    names = []
     for each in fields(Flags):
         options: Any = {"action": "store_true"}
         if not isinstance(each.default, bool):
@@ -4922,20 +4912,18 @@ def read_flags(argv: list[str] | None) -> Flags:
             options = {"type": type(each.default), "choices": choices}
         text = f"{texts[each.name]} ({each.default})".replace("%", "%%")
         name = "--" + each.name.replace("_", "-")
-        names.append(name)
         # Omitted flags are left out: those of --checkpoint go before the defaults.
         parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
-        nearest = RENAMED.get(name, difflib.get_close_matches(name, names, 1))
-        raise UsageError(f"unknown: {name}; nearest: {nearest}")
+        raise UsageError(f"unknown: {name}; see {RENAMED.get(name, '--help')}")
 
     # Paths last, because trying them creates folders.
     cfg = Flags(**with_saved_flags(vars(known)))
-    mistakes = [*mistakes_in(cfg)] or [*mistaken_paths(cfg)]
-    if mistakes:
-        raise UsageError(mistakes[0])
+    for mistakes in (mistakes_in, mistaken_paths):
+        for mistake in mistakes(cfg):
+            raise UsageError(mistake)
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
 
@@ -4969,7 +4957,6 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
         # The reader's experiment.
         changed = line_with("# mechanism: " + stage.name)
         report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
-        report.say(f"{len(result['checks'])} checks, {result['seconds']:.1f} s")
     if cfg.report:
         write_page(cfg.report, await sweep(report))
     print(f"\nstages with a failed check: {report.failed() or 'none'}")
@@ -5013,7 +5000,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
 
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
-    """Yields what cannot be read or written. Creates the folders of outputs."""
+    """Yields what cannot be read or written. Creates folders."""
     # Inputs. "org/name" is a hub id, and "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     inputs = [cfg.preferences, cfg.hosts, cfg.worker, cfg.model if is_path else ""]
@@ -5042,7 +5029,7 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
 
 
 async def run_command(cfg: Flags) -> int:
-    """Runs the command; returns its exit status. A signal ends it and all its processes."""
+    """Returns the exit status. A signal ends the command and all its processes."""
     task: Any = asyncio.current_task()
     received: list[int] = []
 
@@ -5085,11 +5072,11 @@ def hub_answers() -> bool:
 
 
 def set_environment(cfg: Flags) -> None:
-    """Sets the environment of this process and of all that it starts."""
+    """Sets the environment of all processes."""
     environ.update(ENVIRONMENT | environ)
     # Workers import this file.
-    paths = [str(THIS_FILE.parent), environ.get("PYTHONPATH", "")]
-    environ["PYTHONPATH"] = os.pathsep.join(paths).strip(os.pathsep)
+    path = environ.get("PYTHONPATH", "")
+    environ["PYTHONPATH"] = f"{THIS_FILE.parent}:{path}".rstrip(":")
     # Sockets lie there, whose paths may have 107 characters.
     folder = tempfile.gettempdir()
     environ["TMPDIR"] = folder if len(folder) <= 70 else "/tmp"
@@ -5115,7 +5102,7 @@ def main(argv: list[str] | None = None) -> int:
             serve_worker(cfg.worker, this_url())  # until a signal
         if cfg.hosts:
             monarch.actor.enable_transport(this_url() + ":0")  # port 0: any that is free
-        # By default a fault ends the command. Here the owner handles it (section 5).
+        # The owner handles faults (section 5).
         monarch.actor.unhandled_fault_hook = lambda failure: None
         return asyncio.run(run_command(cfg))
     except (UsageError, argparse.ArgumentError, json.JSONDecodeError) as error:
@@ -5124,10 +5111,10 @@ def main(argv: list[str] | None = None) -> int:
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:
         cause = cause_of(error).removeprefix(__name__ + ".")
         print(f"monarch_rl.py: {cause}", file=sys.stderr)
-        # An ActorError has the worker's exception as text only, such as "UsageError: line 3 ...".
+        # An ActorError has the worker's exception as text only.
         return 2 if "UsageError: " in cause else 1
 
 
 if __name__ == "__main__":
-    # This file runs as `__main__`, but workers find its classes under its name.
+    # Workers find the classes under the name of the file.
     sys.exit(import_module(THIS_FILE.stem).main())
