@@ -4487,8 +4487,8 @@ async def demo_reward_model(report: Report) -> None:
 # Terms. A *worker host* is a machine that runs `--worker`. A process on it, the *Monarch host*,
 #   starts generators, each with an *agent*, which answers pings. The *relay*, a thread of one
 #   generator, copies weights to its host. The *outlet* leases slots to relays.
-# Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
-#   and if the command dies, its processes on other hosts run on.
+# Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing.
+#   If the command dies, its processes on other hosts run on.
 # Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
 #   generators there read. The command pings the agents: without an answer the host is lost, and a
 #   new Monarch host is started. A Monarch host without pings is killed.
@@ -4696,7 +4696,7 @@ class HostPool(Pool):
             await sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
-        """Starts a process and its agent. Raises RunError if the host does not answer."""
+        """Starts a process and its agent. Raises RunError without an answer."""
         print(f"starting on {url}")
         # For this value of `ca` see run_host.
         host = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[url])
@@ -4730,7 +4730,7 @@ async def demo_hosts(report: Report) -> None:
     while len(urls_in(folder)) < 2:
         await sleep(0.01)
 
-    # The service of section 7, with another pool and another way to make readers.
+    # The service of section 7, with readers on these hosts.
     pool = HostPool(folder, 4)
     writer = WeightWriter(blocks(4), 4)
     make_reader = partial(relayed_reader, pool.outlet, writer.handle)
@@ -4743,7 +4743,7 @@ async def demo_hosts(report: Report) -> None:
 
     publishing = ensure_future(publish())
     await service.begin()
-    # Two requests of 25 reads; then one of the hosts goes, and two more requests follow.
+    # Two requests of 25 reads, each of a new version. One host is killed, and two more follow.
     read = partial(service.request, "read", 25, 1, True)
     reading = gather(read(), read())
     await sleep(0.1)
@@ -4752,7 +4752,6 @@ async def demo_hosts(report: Report) -> None:
     await service.until_ready(4)
     answers += await gather(read(), read())
 
-    # Each read waited for the next version, so 25 or more were pulled.
     num_transfers = await pool.outlet.traffic.call_one()
     publishing.cancel()
     report.check("torn reads of 100", sum(torn for torn, _ in answers), "==", 0)
@@ -4893,7 +4892,7 @@ RENAMED = {"--passes": "--epochs", "--tokens-per-pass": "--tokens-per-micro-batc
 
 
 def read_flags(argv: list[str] | None) -> Flags:
-    """Returns the flags, checked. Raises UsageError or ArgumentError."""
+    """Returns the flags. Raises UsageError or ArgumentError."""
     # The comments of the two classes are the help: {"steps": "updates of the policy", ...}. A class
     # ends with two empty lines.
     texts: dict[str, str] = {}
@@ -4976,24 +4975,24 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
 
     is_of_user = cfg.train or cfg.evaluate or cfg.export
-    has_task = cfg.reward or cfg.task != "repeat"
     is_learned = cfg.reward == "model"
-    has_comparisons = bool(cfg.preferences or cfg.ask_every)
-    has_critic = cfg.advantage == "critic"
-    has_group = cfg.advantage in ("group", "leave_one_out")
     # Each requirement, and whether the flags meet it.
     rules = {
-        "--group-size: at least 2, for this --advantage": not has_group or cfg.group_size > 1,
+        "--group-size: at least 2, for this --advantage": (
+            cfg.group_size > 1 or cfg.advantage in ("none", "critic")
+        ),
         "--trainers: 1 on a GPU, and with a critic": (
-            cfg.trainers == 1 or not (cfg.device == "cuda" or has_critic)
+            cfg.trainers == 1 or (cfg.device != "cuda" and cfg.advantage != "critic")
         ),
         "--prompts-per-step: at least --trainers": cfg.prompts_per_step >= cfg.trainers,
         "--reward-workers: 1 with --reward model": not is_learned or cfg.reward_workers == 1,
         "--preferences and --ask-every: with --reward model, and that with one of them": (
-            is_learned == has_comparisons
+            is_learned == bool(cfg.preferences or cfg.ask_every)
         ),
         "--model: with --train, --evaluate or --export": is_of_user or not cfg.model,
-        "--reward, and a --task other than repeat: with --model": cfg.model or not has_task,
+        "--reward, and a --task other than repeat: with --model": (
+            cfg.model or (cfg.task == "repeat" and not cfg.reward)
+        ),
         "--task: not an output, too": cfg.task not in (cfg.log, cfg.json, cfg.report),
     }
     yield from [requirement for requirement, is_met in rules.items() if not is_met]
@@ -5022,7 +5021,6 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
                 tempfile.TemporaryFile(dir=folder).close()
         for file in (cfg.log, cfg.json, cfg.report):
             if file:
-                os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
                 open(file, "a").close()
     except OSError as error:
         yield str(error)
