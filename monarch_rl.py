@@ -4807,8 +4807,8 @@ async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Rec
     summary = f"{num_steps} steps in {seconds:.1f} s"
     for service in run.services:
         for failed in service.failures:
-            when_s = failed.noticed_s - start_s
-            summary += f"; {failed.name} {failed.lost.result()} at {when_s:.1f} s"
+            summary += f"; {failed.name} {failed.lost.result()}"
+            summary += f" at {failed.noticed_s - start_s:.1f} s"
 
     # 2,000 samples, each 1 or 0: overlapping spans do not count twice. Means of ten are 200 shares.
     busy = {span.who: torch.zeros(2000) for span in spans}
