@@ -4484,16 +4484,16 @@ async def demo_reward_model(report: Report) -> None:
 
 
 # == 16. HOSTS ====
-# Terms. A *worker host* is a machine that runs `--worker`. A process on it, the *Monarch host*,
-#   starts generators, each with an *agent*, which answers pings. The *relay*, a thread of one
-#   generator, copies weights to its host. The *outlet* leases slots to relays.
+# Terms. A *worker host* runs `--worker`. A process on it, the *Monarch host*, starts generators,
+#   each with an *agent*, which answers pings. The *relay*, a thread of one generator, copies the
+#   weights to its host. The *outlet* leases slots to relays.
 # Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing.
 #   If the command dies, its processes on other hosts run on.
 # Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
 #   generators there read. The command pings the agents: without an answer the host is lost, and a
 #   new Monarch host is started. A Monarch host without pings is killed.
 # Cost. One transfer per version and host, an arena on each, and the work of a lost host.
-# Read on. `relay` and `Outlet.lease` are the idea; the rest starts, finds and ends processes.
+# Read on. `relay` and `Outlet.lease` are the idea.
 #
 #   machine of the command                    worker host
 #   Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
@@ -4511,7 +4511,7 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
     version = Arena.NOTHING
     try:
         while True:
-            # The trainer does not write into what this call leases, until the next call.
+            # Until the next call, the trainer does not write into this slot.
             lease = outlet.lease.call_one(handle, number, version, environ[HOST_FOLDER])
             version, weights = lease.get()
             if weights:
@@ -4521,7 +4521,7 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
                 arena.commit(version, slot)
             time.sleep(0.01)
     finally:
-        # A process without its relay would answer pings, and sample from old weights.
+        # Else the process would answer pings, and sample from old weights.
         os._exit(1)
 
 
@@ -4563,7 +4563,7 @@ def relayed_reader(
         if not file.seek(0, os.SEEK_END):  # an empty file: this is the first reader
             host_handle, arena = create_arena(handle.layout, handle.num_readers)
             pickle.dump(host_handle, file)
-            # In this context, as in Worker.run, the thread may send messages.
+            # In this context the thread may send messages.
             run = contextvars.copy_context().run
             threading.Thread(target=run, args=(relay, outlet, handle, number, arena)).start()
         file.seek(0)
@@ -4576,15 +4576,15 @@ SILENCE_S = 5.0  # without a ping or an answer for so long, a host is lost
 
 
 def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
-    """Starts a program that the kernel kills when this process ends."""
-    # prctl(PR_SET_PDEATHSIG, SIGKILL), which Python does not have.
+    """Starts a program that ends with this process."""
+    # prctl(PR_SET_PDEATHSIG, SIGKILL): the kernel kills the child.
     request_kill = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)
     command = [sys.executable, "-c", program]
     return subprocess.Popen(command, env=environ | variables, preexec_fn=request_kill)
 
 
 def this_url() -> str:
-    """Returns the protocol and the address by which others reach this machine."""
+    """Returns the protocol and address of this machine, such as "tcp://node7"."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
     # Mutual TLS: each side shows a certificate of the CA.
     if all(environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
@@ -4608,7 +4608,7 @@ def serve_worker(folder: str, url: str) -> None:
 
 def run_host(note: Path, url: str) -> None:
     """Runs a Monarch host until it is lost. `note`, named as this machine, gets its URL."""
-    # A free port, and a new one: Monarch cannot attach to the address of a lost host again.
+    # A new port: Monarch cannot attach to the address of a lost host again.
     with socket.create_server((note.name, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     # The one value of `ca` that Monarch 0.7 accepts. At tls:// certificates are checked.
@@ -4620,7 +4620,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
         pinged.touch()
         os.utime(pinged, (0, time.time() + 300))
         host = start_python(program, **{HOST_FOLDER: folder, "TMPDIR": folder})
-        # Renamed, so that no reader finds half an address.
+        # Renamed: no reader finds half an address.
         hidden = note.with_name("." + note.name)
         hidden.write_text(url)
         hidden.replace(note)
@@ -4659,7 +4659,7 @@ class HostAgent(Actor):
 
 @dataclass
 class HostProcess(Processes):
-    """A process on a worker host. All processes of a Monarch host end together."""
+    """A process on a worker host. All of its Monarch host end together."""
 
     agent: Any
     lost: asyncio.Future[str]  # the reason, for all processes of the host
@@ -4720,7 +4720,7 @@ async def demo_hosts(report: Report) -> None:
 
     Two worker hosts on this machine, each with two readers of 8 MiB. One is killed.
     """
-    # Two addresses of this machine stand for two machines.
+    # Two addresses stand for two machines.
     folder = Path(tempfile.mkdtemp(dir=report.folder))
     workers = []
     for address in ("127.0.0.2", "127.0.0.3"):
@@ -4827,7 +4827,7 @@ async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Rec
 
 
 async def sweep(report: Report) -> list[Record]:
-    """Trains from the same weights with four bounds on staleness. Returns their records."""
+    """Returns records of four runs from the same weights, with four bounds on staleness."""
     records = []
     for max_staleness in (0, 1, 2, 4):
         run = await begin_demo(report)
@@ -4841,8 +4841,7 @@ async def sweep(report: Report) -> list[Record]:
 def picture(name: str, values: list[float]) -> str:
     """Returns a lane as HTML."""
     text = f"{name}: mean {fmean(values):.3g}"
-    # [0.5, 1] -> M0 0 V-0.500h1 V-1.000h1 V0: up to 0.5, right, up to 1, right, down. The browser
-    # fills the area. y points downwards, hence the minus.
+    # [0.5, 1] -> M0 0 V-0.500h1 V-1.000h1 V0: up to 0.5, right, up to 1, right, down; -y is up.
     steps = "".join(f"V{-value:.3f}h1" for value in values)
     top = max(1.0, *values)
     bottom = min(0.0, *values)
@@ -4939,7 +4938,7 @@ def title_of(stage: Stage) -> str:
 
 
 async def run_stages(report: Report, cfg: Flags) -> Record:
-    """Runs the tour, or a part of it. An exception counts as a failed check."""
+    """Runs the tour, or a part of it. Exceptions are failed checks."""
     names = [*STAGES]
     names = names[: names.index(cfg.stage) + 1] if cfg.stage else names
     for stage in [STAGES[name] for name in ([cfg.only] if cfg.only else names)]:
@@ -5092,7 +5091,7 @@ def main(argv: list[str] | None = None) -> int:
         if cfg.list:
             print("\n".join(title_of(stage) for stage in STAGES.values()))
             return 0
-        # Each line at once, and no error for a character that the terminal lacks.
+        # Each line at once, whatever characters the terminal lacks.
         output: Any = sys.stdout
         output.reconfigure(line_buffering=True, errors="replace")
         set_environment(cfg)
