@@ -57,7 +57,6 @@ import asyncio
 import contextvars
 import copy
 import ctypes
-import difflib
 import fcntl
 import html
 import inspect
@@ -4497,25 +4496,22 @@ async def demo_reward_model(report: Report) -> None:
 
 
 # == 16. HOSTS ====
-# Terms. A *worker host* is a machine that runs `--worker`. A process on it, the *Monarch host*,
-#   starts generators. The *agent* is an actor beside each generator, which answers pings. The
-#   *relay*, a thread of one generator, copies weights to its host. The *outlet*, an actor of the
-#   main process, leases slots for relays.
-# Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
-#   and if the command dies, its processes on other hosts run on.
-# Rule. Only generators run on worker hosts. The relay pulls each version (section 3) into an arena
-#   of its host (section 7), from which all generators there read. The command pings the agents:
-#   without an answer the host is lost (section 5), and a new Monarch host is started. A Monarch
-#   host that gets no pings is killed, so none outlives its command.
+# Terms. A *worker host* runs `--worker`. A process on it, the *Monarch host*, starts generators,
+#   each with an *agent*, which answers pings. The *relay*, a thread of one generator, copies the
+#   weights to its host. The *outlet* leases slots to relays.
+# Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing.
+#   If the command dies, its processes on other hosts run on.
+# Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
+#   generators there read. The command pings the agents: without an answer the host is lost, and a
+#   new Monarch host is started. A Monarch host without pings is killed.
 # Cost. One transfer per version and host, an arena on each, and the work of a lost host.
-# Read on. `relay` and `Outlet.lease` are the idea; the rest starts, finds and ends processes.
+# Read on. `relay` and `Outlet.lease` are the idea.
 #
 #   machine of the command                    worker host
 #   Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
 #                +------ bytes, RDMABuffer ---->+
 #
-# `--worker FOLDER` writes its address into a folder that all machines see; `--hosts FOLDER` reads
-# it.
+# `--worker FOLDER` writes its address into a folder that all machines see; `--hosts` reads it.
 
 # -- 16a. One transfer per version and host ---
 
@@ -4523,25 +4519,21 @@ HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # environment variable: a local folder o
 
 
 def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
-    """Copies versions from the trainer's arena into the arena of this host, for ever.
-
-    number: of the reader that started it, whose lease in the trainer's arena it has.
-    """
+    """Copies versions into the arena of this host, for ever, with the lease of reader `number`."""
     version = Arena.NOTHING
     try:
         while True:
-            # Until the next call, the trainer does not write into what this call leases. There are
-            # no weights if the version is still the latest.
-            version, weights = outlet.lease.call_one(handle, number, version).get()
+            # Until the next call, the trainer does not write into this slot.
+            lease = outlet.lease.call_one(handle, number, version, environ[HOST_FOLDER])
+            version, weights = lease.get()
             if weights:
                 # As a publish does: fill a slot that nobody reads, then make it the latest.
                 slot = arena.free_slot()
                 weights.read_into(arena.slots[slot], timeout=600).get()
-                outlet.count.broadcast(version, environ[HOST_FOLDER], arena.slots[slot].nbytes)
                 arena.commit(version, slot)
             time.sleep(0.01)
     finally:
-        # A process without its relay would answer pings, and sample from old weights.
+        # Else the process would answer pings, and sample from old weights.
         os._exit(1)
 
 
@@ -4550,44 +4542,40 @@ class Outlet(Actor):
 
     def __init__(self) -> None:
         self.handle: ArenaHandle | None = None
-        self.moved_bytes: Counter[tuple[int, str]] = Counter()  # of each version on each host
+        self.num_transfers: Counter[tuple[int, str]] = Counter()  # of each version to each host
 
     @endpoint
     async def lease(
-        self, handle: ArenaHandle, reader: int, newest: int
+        self, handle: ArenaHandle, reader: int, newest: int, host: str
     ) -> tuple[int, RDMABuffer | None]:
         """Returns the latest version and a handle of its slot, or None if it is `newest`."""
-        # The first call, or a new trainer: map its arena, and make a handle for each slot.
+        # A new trainer: map its arena, and make a handle for each slot.
         if handle != self.handle:
             self.handle = handle
             self.arena = Arena(handle)
             self.buffers = [RDMABuffer(slot) for slot in self.arena.slots]
         version, slot = self.arena.lease(reader)  # mechanism: hosts
-        return version, None if version == newest else self.buffers[slot]
-
-    @endpoint
-    async def count(self, version: int, host: str, num_bytes: int) -> None:
-        self.moved_bytes[version, host] += num_bytes
+        if version == newest:
+            return version, None
+        self.num_transfers[version, host] += 1
+        return version, self.buffers[slot]
 
     @endpoint
     async def traffic(self) -> Counter[tuple[int, str]]:
-        return self.moved_bytes
+        return self.num_transfers
 
 
 def relayed_reader(
     outlet: Outlet, handle: ArenaHandle, number: int, tensors: Weights
 ) -> WeightReader:
-    """Returns a reader of this host's arena. The first reader creates it, and starts the relay.
-
-    handle: of the trainer's arena.
-    """
-    # A file per trainer has the handle of this host's arena. One process at a time opens it.
+    """Returns a reader of this host's arena. The first reader creates it, and starts the relay."""
+    # A file per trainer's arena has the handle of this host's. One process at a time opens it.
     with open(Path(environ[HOST_FOLDER], handle.path.replace("/", "_")), "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if not file.seek(0, os.SEEK_END):  # an empty file: this is the first reader
             host_handle, arena = create_arena(handle.layout, handle.num_readers)
             pickle.dump(host_handle, file)
-            # In this context, as in Worker.run, the thread may send messages.
+            # In this context the thread may send messages.
             run = contextvars.copy_context().run
             threading.Thread(target=run, args=(relay, outlet, handle, number, arena)).start()
         file.seek(0)
@@ -4598,26 +4586,19 @@ def relayed_reader(
 
 SILENCE_S = 5.0  # without a ping or an answer for so long, a host is lost
 
-# Programs for `start_python`. The one value of `ca` that Monarch 0.7 accepts is no choice against
-# certificates: at an address that begins with tls:// (this_url) its transport checks them.
-MONARCH_HOST = """from monarch.actor import run_worker_loop_forever
-run_worker_loop_forever(address=sys.argv[1], ca="trust_all_connections")"""
-WORKER_HOST = """from importlib import import_module
-import_module(sys.argv[1]).serve_worker(*sys.argv[2:])"""
 
-
-def start_python(program: str, *args: str, **variables: str) -> subprocess.Popen[bytes]:
-    """Starts a program that the kernel kills when this process ends."""
-    # prctl(PR_SET_PDEATHSIG, SIGKILL), which Python does not have.
-    prelude = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9)\n"
-    command = [sys.executable, "-c", prelude + program, *args]
-    return subprocess.Popen(command, env=environ | variables)
+def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
+    """Starts a program that ends with this process."""
+    # prctl(PR_SET_PDEATHSIG, SIGKILL): the kernel kills the child.
+    request_kill = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)
+    command = [sys.executable, "-c", program]
+    return subprocess.Popen(command, env=environ | variables, preexec_fn=request_kill)
 
 
 def this_url() -> str:
-    """Returns the protocol and the address by which others reach this machine."""
+    """Returns the protocol and address of this machine, such as "tcp://node7"."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
-    # Mutual TLS: each side shows a certificate that the CA has signed.
+    # Mutual TLS: each side shows a certificate of the CA.
     if all(environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
         return f"tls://{address}"
     print("tcp://, not tls://: anyone who reaches these ports can run code here")
@@ -4625,7 +4606,7 @@ def this_url() -> str:
 
 
 def serve_worker(folder: str, url: str) -> None:
-    """Runs one Monarch host after another, until a signal ends --worker. url: without a port."""
+    """Runs one Monarch host after another, until a signal. url: without a port."""
     # SystemExit passes through `finally` below.
     for number in ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -4638,32 +4619,28 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    """Runs a Monarch host until it is lost, or without a ping for SILENCE_S.
-
-    note: gets its address. The name of the file is the name of this machine.
-    """
-    # A free port, and a new one: Monarch cannot attach to the address of a lost host again.
+    """Runs a Monarch host until it is lost. `note`, named as this machine, gets its URL."""
+    # A new port: Monarch cannot attach to the address of a lost host again.
     with socket.create_server((note.name, 0)) as server:
         url += f":{server.getsockname()[-1]}"
+    # The one value of `ca` that Monarch 0.7 accepts. At tls:// certificates are checked.
+    program = f"""from monarch.actor import run_worker_loop_forever
+run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        # Agents touch this file at each ping. The first ping has 300 s more.
+        # Agents touch this file. The first ping has 300 s more.
         pinged = Path(folder) / "pinged"
         pinged.touch()
         os.utime(pinged, (0, time.time() + 300))
-        host = start_python(MONARCH_HOST, url, **{HOST_FOLDER: folder, "TMPDIR": folder})
-        write_note(note, url.encode())
-        # The kill ends the host's children, too; an agent asks for it by removing the file.
+        host = start_python(program, **{HOST_FOLDER: folder, "TMPDIR": folder})
+        # Renamed: no reader finds half an address.
+        hidden = note.with_name("." + note.name)
+        hidden.write_text(url)
+        hidden.replace(note)
+        # The kill ends the host's children, too. An agent removes the file to request it.
         while host.poll() is None:
             time.sleep(0.1)
             if not pinged.exists() or time.time() - pinged.stat().st_mtime > SILENCE_S:
                 host.kill()
-
-
-def write_note(note: Path, content: bytes) -> None:
-    """Writes a file in one step: readers find the old content or the new one."""
-    hidden = note.with_name("." + note.name)
-    hidden.write_bytes(content)
-    hidden.replace(note)
 
 
 def urls_in(folder: Path) -> list[str]:
@@ -4679,11 +4656,11 @@ def urls_in(folder: Path) -> list[str]:
 
 
 class HostAgent(Actor):
-    """Shows run_host that the command lives. There is one in each process of a Monarch host."""
+    """Shows run_host that the command lives. Each process of a Monarch host has one."""
 
     @concurrent_endpoint
     async def ping(self) -> int:
-        # Raises if the file has been removed: a host that is ending answers no ping.
+        # Raises without the file: a host that is ending answers no ping.
         os.utime(Path(environ[HOST_FOLDER], "pinged"))
         return os.getpid()
 
@@ -4694,32 +4671,29 @@ class HostAgent(Actor):
 
 @dataclass
 class HostProcess(Processes):
-    """A process on a worker host. All processes of a Monarch host end together."""
+    """A process on a worker host. All of its Monarch host end together."""
 
     agent: Any
     lost: asyncio.Future[str]  # the reason, for all processes of the host
 
     def deaths(self) -> list[Awaitable[str]]:
-        # A watch that ends cancels what it awaits. The shield keeps the future, which is shared.
+        # A watch that ends cancels what it awaits. The shield keeps the shared future.
         return [until_unresponsive(self.agent, SILENCE_S), asyncio.shield(self.lost)]
 
     async def kill(self) -> None:
         if not self.lost.done():
             self.lost.set_result("was on a host that is lost")
-        # A dead agent does not hear this. Then the missing pings end the host.
+        # If the agent is dead, the missing pings end the host.
         self.agent.end_host.broadcast()
 
 
 class HostPool(Pool):
-    """Processes on worker hosts, at most ceil(n / hosts) on each. A process is never reused.
-
-    After a command nothing pings the processes, and their Monarch host exits (see run_host).
-    """
+    """Processes on worker hosts, at most ceil(n / hosts) on each. They are never reused."""
 
     def __init__(self, folder: Path, num_processes: int) -> None:
         self.folder = folder
         self.share = ceil(num_processes / len(urls_in(folder)))
-        # By the address of a Monarch host: its processes, and the future that tells of its loss.
+        # By address: the number of processes, and the future that tells of a host's loss.
         self.started: Counter[str] = Counter()
         self.lost: dict[str, Any] = defaultdict(asyncio.Future)
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
@@ -4734,9 +4708,9 @@ class HostPool(Pool):
             await sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
-        """Starts a process and its agent. Raises RunError if the host does not answer."""
+        """Starts a process and its agent. Raises RunError without an answer."""
         print(f"starting on {url}")
-        # For this value of `ca` see MONARCH_HOST.
+        # For this value of `ca` see run_host.
         host = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[url])
         mesh = host.spawn_procs({"rank": 1})
         agent = mesh.spawn("agent", HostAgent)
@@ -4758,15 +4732,17 @@ async def demo_hosts(report: Report) -> None:
 
     Two worker hosts on this machine, each with two readers of 8 MiB. One is killed.
     """
-    # Two addresses of this machine stand for two machines.
+    # Two addresses stand for two machines.
     folder = Path(tempfile.mkdtemp(dir=report.folder))
     workers = []
-    for url in ("tcp://127.0.0.2", "tcp://127.0.0.3"):
-        workers.append(start_python(WORKER_HOST, THIS_FILE.stem, str(folder), url))
+    for address in ("127.0.0.2", "127.0.0.3"):
+        args = (str(folder), "tcp://" + address)
+        program = f"__import__({THIS_FILE.stem!r}).serve_worker(*{args})"
+        workers.append(start_python(program))
     while len(urls_in(folder)) < 2:
         await sleep(0.01)
 
-    # The service of section 7, with another pool and another way to make readers.
+    # The service of section 7, with readers on these hosts.
     pool = HostPool(folder, 4)
     writer = WeightWriter(blocks(4), 4)
     make_reader = partial(relayed_reader, pool.outlet, writer.handle)
@@ -4779,7 +4755,7 @@ async def demo_hosts(report: Report) -> None:
 
     publishing = ensure_future(publish())
     await service.begin()
-    # Two requests of 25 reads; then one of the hosts goes, and two more requests follow.
+    # Two requests of 25 reads, each of a new version. One host is killed, and two more follow.
     read = partial(service.request, "read", 25, 1, True)
     reading = gather(read(), read())
     await sleep(0.1)
@@ -4788,13 +4764,10 @@ async def demo_hosts(report: Report) -> None:
     await service.until_ready(4)
     answers += await gather(read(), read())
 
-    # Each read waited for the next version, so 25 or more were pulled.
-    moved_bytes = await pool.outlet.traffic.call_one()
+    num_transfers = await pool.outlet.traffic.call_one()
     publishing.cancel()
-    model_bytes = sum(tensor.nbytes for tensor in writer.tensors.values())
-    ratio = sum(moved_bytes.values()) / len(moved_bytes) / model_bytes
     report.check("torn reads of 100", sum(torn for torn, _ in answers), "==", 0)
-    report.check("bytes per version and host / bytes of the model", ratio, "==", 1)
+    report.check("transfers of a version to a host", max(num_transfers.values()), "==", 1)
     await service.close()
     for worker in workers:
         worker.terminate()
@@ -4802,13 +4775,12 @@ async def demo_hosts(report: Report) -> None:
 
 
 # == THE PAGE ====
-# Problem. Means over a run do not show which process waited for which, and when.
-# Rule. --report writes one HTML file with a small plot, a lane, for each process (its busy share
-#   over the time) and for each value of a run (over the steps). After the tour the file has four
-#   runs, one for each of four bounds on staleness, and a slider selects the run.
-# Cost. After the tour, four more runs of 60 steps.
+# Problem. Means over a run do not show which process waited, and when.
+# Rule. --report writes one HTML file with a small plot, a lane, for each process (busy share over
+#   time) and each value (over the steps). After stages a slider selects one of four runs.
+# Cost. After stages, four more runs of 60 steps.
 
-# The head of the file. A section per run follows; the script shows the one of the slider's value.
+# The head of the file. A section per run follows; the script shows the selected one.
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -4838,40 +4810,36 @@ if (runs.length > 1) slider.oninput();
 
 
 async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Record:
-    """Returns what the page shows of a run: all steps, and its processes since start_s.
-
-    num_steps: those since start_s.
-    """
+    """Returns what the page shows of a run, which made num_steps since start_s."""
     seconds = time.time() - start_s
     timeline = await get_or_spawn_controller("timeline", Timeline)
     spans = [span for span in await timeline.read.call_one() if span.end_s > start_s]
 
     # A line such as "40 steps in 12.3 s; generator_0 has died at 7.1 s".
-    rows = run.progress.rows
     summary = f"{num_steps} steps in {seconds:.1f} s"
     for service in run.services:
         for failed in service.failures:
-            noticed_s = failed.noticed_s - start_s
-            summary += f"; {failed.name} {failed.lost.result()} at {noticed_s:.1f} s"
+            summary += f"; {failed.name} {failed.lost.result()}"
+            summary += f" at {failed.noticed_s - start_s:.1f} s"
 
-    # 2,000 samples of the time, each 1 or 0, so that overlapping spans do not count twice. Means of
-    # ten of them: 200 busy shares, as many as a narrow screen can show.
+    # 2,000 samples, each 1 or 0: overlapping spans do not count twice. Means of ten are 200 shares.
     busy = {span.who: torch.zeros(2000) for span in spans}
+    rate = 2000 / seconds
     for span in spans:
-        first = max(0, int((span.start_s - start_s) / seconds * 2000))
-        busy[span.who][first : int((span.end_s - start_s) / seconds * 2000)] = 1
+        first = max(0, int((span.start_s - start_s) * rate))
+        busy[span.who][first : int((span.end_s - start_s) * rate)] = 1
     lanes = {who: busy[who].view(200, 10).mean(1).tolist() for who in sorted(busy)}
 
-    # Values over the steps. A step may have no reward (NaN), and an evaluation no accuracy.
+    # Values over the steps, but for NaN and None.
     for name in ("reward", "staleness"):
-        lanes[name] = [row[name] for row in rows if math.isfinite(row[name])]
+        lanes[name] = [row[name] for row in run.progress.rows if math.isfinite(row[name])]
     accuracies = [accuracy for _, accuracy in run.progress.heldout if accuracy is not None]
     lanes["held-out accuracy"] = accuracies
-    return {"title": title, "seconds": seconds, "summary": summary, "lanes": lanes}
+    return {"title": title, "summary": summary, "lanes": lanes}
 
 
 async def sweep(report: Report) -> list[Record]:
-    """Trains from the same weights with four bounds on staleness. Returns their records."""
+    """Returns records of four runs from the same weights, with four bounds on staleness."""
     records = []
     for max_staleness in (0, 1, 2, 4):
         run = await begin_demo(report)
@@ -4882,55 +4850,49 @@ async def sweep(report: Report) -> list[Record]:
     return records
 
 
-def picture(name: str, run: Record, runs: list[Record]) -> str:
-    """Returns a lane of a run, as HTML, on the scales of all runs: height and seconds."""
-    values = run["lanes"][name]
-    scale = [0.0, 1.0]
-    for other in runs:
-        scale += other["lanes"].get(name, [])
-    width = run["seconds"] / max(other["seconds"] for other in runs)
+def picture(name: str, values: list[float]) -> str:
+    """Returns a lane as HTML."""
     text = f"{name}: mean {fmean(values):.3g}"
-    # [0.5, 1] -> M0 0 V-0.500h1 V-1.000h1 V0: from the origin up to 0.5, 1 to the right, up to 1,
-    # 1 to the right, and down. The browser fills the area. y points downwards, hence the minus.
+    # [0.5, 1] -> M0 0 V-0.500h1 V-1.000h1 V0: up to 0.5, right, up to 1, right, down; -y is up.
     steps = "".join(f"V{-value:.3f}h1" for value in values)
-    # viewBox: left, top, width and height of the plot, which is stretched to the lane.
-    return f"""<p>{text}<svg role="img" aria-label="{text}" width="{width:.1%}"
-        viewBox="0 {-max(scale)} {len(values)} {max(scale) - min(scale)}"
+    top = max(1.0, *values)
+    bottom = min(0.0, *values)
+    # viewBox: left, top, width and height.
+    return f"""<p>{text}<svg role="img" aria-label="{text}" width="100%"
+        viewBox="0 {-top} {len(values)} {top - bottom}"
         preserveAspectRatio="none"><path d="M0 0{steps}V0"/></svg>"""
 
 
 def write_page(path: str, runs: list[Record]) -> None:
-    """Writes the page. runs: of `record_of`."""
     page = PAGE
     for run in runs:
-        # Reasons of losses may quote what a user's code raised, so they are escaped.
+        # Reasons of losses may quote what a user's code raised.
         page += f"<section><h2>{run['title']}</h2><p>{html.escape(run['summary'])}"
         for name, values in run["lanes"].items():
-            page += picture(name, run, runs) if values else ""
+            page += picture(name, values) if values else ""
         page += "</section>\n"
     Path(path).write_text(page, encoding="utf-8")
 
 
 # == THE COMMAND LINE ====
-# A command reads and checks its flags, sets the environment of all its processes, and runs stages,
-# a run of the user, or a worker host. Whatever ends it, its processes end with it.
+# A command checks its flags, sets the environment of its processes, and runs stages, a run of the
+# user, or a worker host. Whatever ends it, its processes end with it.
 
-# Variables of this process and of all that it starts. What the user has set stays.
+# Of all processes. What the user has set stays.
 ENVIRONMENT = {
-    # Monarch's own supervision: how often it polls, and how long an actor or a process may be
-    # silent (section 5). Services detect losses sooner.
+    # Monarch's supervision: how often it polls, and how long an actor or a process may be silent.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
-    "OMP_NUM_THREADS": "1",  # a thread per process: there are more processes than cores
-    "TOKENIZERS_PARALLELISM": "false",  # no threads of the tokenizer, and no warning after a fork
+    "OMP_NUM_THREADS": "1",  # there are more processes than cores
+    "TOKENIZERS_PARALLELISM": "false",  # else a warning after a fork
     "PYTHONSAFEPATH": "1",  # a math.py in the current folder does not replace Python's
-    # Nothing but this file's lines on the terminal.
+    # Only this file's lines on the terminal.
     "PYTHONWARNINGS": "ignore",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-# Signals that end a command. One that is ignored, as SIGHUP is under nohup, stays ignored.
+# Signals that end a command. SIGHUP stays ignored under nohup.
 ENDING = [
     number
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -4941,16 +4903,15 @@ RENAMED = {"--passes": "--epochs", "--tokens-per-pass": "--tokens-per-micro-batc
 
 
 def read_flags(argv: list[str] | None) -> Flags:
-    """Returns the flags, checked. Raises UsageError or ArgumentError."""
-    # The comments of the two classes are the help: of `steps: int = 100  # updates of the policy`
-    # the text {"steps": "updates of the policy"}. A class ends with two empty lines.
+    """Returns the flags. Raises UsageError or ArgumentError."""
+    # The comments of the two classes are the help: {"steps": "updates of the policy", ...}. A class
+    # ends with two empty lines.
     texts: dict[str, str] = {}
     for name in ("Config", "Flags"):
         _, _, source = THIS_FILE.read_text().partition(f"\nclass {name}")
         texts |= re.findall(r"(\w+): .*  # (.*)", source.partition("\n\n\n")[0])
 
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    names = []
     for each in fields(Flags):
         options: Any = {"action": "store_true"}
         if not isinstance(each.default, bool):
@@ -4961,20 +4922,18 @@ def read_flags(argv: list[str] | None) -> Flags:
             options = {"type": type(each.default), "choices": choices}
         text = f"{texts[each.name]} ({each.default})".replace("%", "%%")
         name = "--" + each.name.replace("_", "-")
-        names.append(name)
-        # Flags that are not given are left out: those of --checkpoint go before the defaults.
+        # Omitted flags are left out: those of --checkpoint go before the defaults.
         parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
-        nearest = RENAMED.get(name, difflib.get_close_matches(name, names, 1))
-        raise UsageError(f"unknown: {name}; nearest: {nearest}")
+        raise UsageError(f"unknown: {name}; see {RENAMED.get(name, '--help')}")
 
-    # The paths are tried only if the flags agree, because that creates folders.
+    # Paths last, because trying them creates folders.
     cfg = Flags(**with_saved_flags(vars(known)))
-    mistakes = [*mistakes_in(cfg)] or [*mistaken_paths(cfg)]
-    if mistakes:
-        raise UsageError(mistakes[0])
+    for mistakes in (mistakes_in, mistaken_paths):
+        for mistake in mistakes(cfg):
+            raise UsageError(mistake)
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
 
@@ -4991,7 +4950,7 @@ def title_of(stage: Stage) -> str:
 
 
 async def run_stages(report: Report, cfg: Flags) -> Record:
-    """Runs the tour, or a part of it. An exception counts as a failed check."""
+    """Runs the tour, or a part of it. Exceptions are failed checks."""
     names = [*STAGES]
     names = names[: names.index(cfg.stage) + 1] if cfg.stage else names
     for stage in [STAGES[name] for name in ([cfg.only] if cfg.only else names)]:
@@ -5005,15 +4964,12 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
             traceback.print_exc()
             report.check(f"errors that ended the stage ({cause_of(error)})", 1, "==", 0)
         result["seconds"] = round(time.monotonic() - start, 2)
-        # The reader's experiment, and the size of what was just shown.
+        # The reader's experiment.
         changed = line_with("# mechanism: " + stage.name)
         report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
-        report.say(f"{len(result['checks'])} checks, {result['seconds']:.1f} s")
     if cfg.report:
         write_page(cfg.report, await sweep(report))
-    num_checks = sum(len(result["checks"]) for result in report.stages)
-    seconds = sum(result["seconds"] for result in report.stages)
-    print(f"\n{num_checks} checks, {seconds:.0f} s; failed: {report.failed() or 'none'}")
+    print(f"\nstages with a failed check: {report.failed() or 'none'}")
     print("Next: --train --model FOLDER --task FILE.jsonl (DOCS 06)")
     return {}
 
@@ -5022,40 +4978,39 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
     """Yields requirements that the flags do not meet."""
     for each in fields(Flags):
         if isinstance(each.default, (int, float)):
-            # A flag whose default is below 1 may be 0, and so may K. Other integers begin at 1,
-            # and other floats above 0. Comparisons are false for NaN, so it is refused, too.
-            least = 1 if isinstance(each.default, int) else 1e-3
-            if each.default < 1 or each.name == "max_staleness":
-                least = 0
-            if not least <= getattr(cfg, each.name) < math.inf:
-                yield f"--{each.name.replace('_', '-')}: at least {least}, and finite"
+            # A flag whose default is below 1 may be 0, and so may K. NaN fails any comparison.
+            value = getattr(cfg, each.name)
+            may_be_0 = each.default < 1 or each.name == "max_staleness"
+            if not 0 <= value < math.inf or not (value or may_be_0):
+                least = "at least" if may_be_0 else "above"
+                yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
 
     is_of_user = cfg.train or cfg.evaluate or cfg.export
-    has_task = cfg.reward or cfg.task != "repeat"
     is_learned = cfg.reward == "model"
-    has_comparisons = bool(cfg.preferences or cfg.ask_every)
-    has_critic = cfg.advantage == "critic"
-    has_group = cfg.advantage in ("group", "leave_one_out")
     # Each requirement, and whether the flags meet it.
     rules = {
-        "--group-size: at least 2, for this --advantage": not has_group or cfg.group_size > 1,
+        "--group-size: at least 2, for this --advantage": (
+            cfg.group_size > 1 or cfg.advantage in ("none", "critic")
+        ),
         "--trainers: 1 on a GPU, and with a critic": (
-            cfg.trainers == 1 or not (cfg.device == "cuda" or has_critic)
+            cfg.trainers == 1 or (cfg.device != "cuda" and cfg.advantage != "critic")
         ),
         "--prompts-per-step: at least --trainers": cfg.prompts_per_step >= cfg.trainers,
         "--reward-workers: 1 with --reward model": not is_learned or cfg.reward_workers == 1,
         "--preferences and --ask-every: with --reward model, and that with one of them": (
-            is_learned == has_comparisons
+            is_learned == bool(cfg.preferences or cfg.ask_every)
         ),
         "--model: with --train, --evaluate or --export": is_of_user or not cfg.model,
-        "--reward, and a --task other than repeat: with --model": cfg.model or not has_task,
+        "--reward, and a --task other than repeat: with --model": (
+            cfg.model or (cfg.task == "repeat" and not cfg.reward)
+        ),
         "--task: not an output, too": cfg.task not in (cfg.log, cfg.json, cfg.report),
     }
     yield from [requirement for requirement, is_met in rules.items() if not is_met]
 
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
-    """Yields what cannot be read or written. Creates the folders of outputs."""
+    """Yields what cannot be read or written. Creates folders."""
     # Inputs. "org/name" is a hub id, and "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     inputs = [cfg.preferences, cfg.hosts, cfg.worker, cfg.model if is_path else ""]
@@ -5069,7 +5024,7 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
     if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
         yield "--checkpoint: nothing saved there"
 
-    # Outputs: write something now, rather than fail at the end of a run.
+    # Outputs fail now, rather than at the end of a run.
     try:
         for folder in (cfg.export, cfg.checkpoint):
             if folder:
@@ -5077,19 +5032,17 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
                 tempfile.TemporaryFile(dir=folder).close()
         for file in (cfg.log, cfg.json, cfg.report):
             if file:
-                os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
                 open(file, "a").close()
     except OSError as error:
         yield str(error)
 
 
 async def run_command(cfg: Flags) -> int:
-    """Runs the command; returns its exit status. A signal ends it and all its processes."""
+    """Returns the exit status. A signal ends the command and all its processes."""
     task: Any = asyncio.current_task()
     received: list[int] = []
 
-    # The first signal cancels this task: what it is in saves, and closes. Later ones are ignored,
-    # because they would spoil the save.
+    # The first signal cancels this task, which saves and closes. Later ones would spoil the save.
     def end(number: int) -> None:
         received.append(number)
         task.cancel()
@@ -5118,25 +5071,25 @@ async def run_command(cfg: Flags) -> int:
 
 
 def hub_answers() -> bool:
-    """Returns whether the hub can be reached. An error of HTTP is an answer, too."""
+    """Returns whether the hub can be reached."""
     url = environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urllib.request.urlopen(url, timeout=5).close()
     except Exception as error:  # of many types: no name, no route, no TLS
-        return hasattr(error, "code")  # only an HTTPError has one
+        return hasattr(error, "code")  # an HTTPError is an answer
     return True
 
 
 def set_environment(cfg: Flags) -> None:
-    """Sets the environment of this process and of all that it starts."""
+    """Sets the environment of all processes."""
     environ.update(ENVIRONMENT | environ)
     # Workers import this file.
-    paths = [str(THIS_FILE.parent), environ.get("PYTHONPATH", "")]
-    environ["PYTHONPATH"] = os.pathsep.join(paths).strip(os.pathsep)
-    # A folder that exists. Sockets lie in it, whose paths may have 107 characters.
+    path = environ.get("PYTHONPATH", "")
+    environ["PYTHONPATH"] = f"{THIS_FILE.parent}:{path}".rstrip(":")
+    # Sockets lie there, whose paths may have 107 characters.
     folder = tempfile.gettempdir()
     environ["TMPDIR"] = folder if len(folder) <= 70 else "/tmp"
-    # Without this, each process would try for a minute before it looks into the cache.
+    # Else each process would try for a minute before it looks into the cache.
     if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
         environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
@@ -5150,7 +5103,7 @@ def main(argv: list[str] | None = None) -> int:
         if cfg.list:
             print("\n".join(title_of(stage) for stage in STAGES.values()))
             return 0
-        # Each line at once, and no error for a character that the terminal lacks.
+        # Each line at once, whatever characters the terminal lacks.
         output: Any = sys.stdout
         output.reconfigure(line_buffering=True, errors="replace")
         set_environment(cfg)
@@ -5158,7 +5111,7 @@ def main(argv: list[str] | None = None) -> int:
             serve_worker(cfg.worker, this_url())  # until a signal
         if cfg.hosts:
             monarch.actor.enable_transport(this_url() + ":0")  # port 0: any that is free
-        # By default a fault ends the command. Here the owner handles it (section 5).
+        # The owner handles faults (section 5).
         monarch.actor.unhandled_fault_hook = lambda failure: None
         return asyncio.run(run_command(cfg))
     except (UsageError, argparse.ArgumentError, json.JSONDecodeError) as error:
@@ -5167,10 +5120,10 @@ def main(argv: list[str] | None = None) -> int:
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:
         cause = cause_of(error).removeprefix(__name__ + ".")
         print(f"monarch_rl.py: {cause}", file=sys.stderr)
-        # An ActorError has the worker's exception as text only, such as "UsageError: line 3 ...".
+        # An ActorError has the worker's exception as text only.
         return 2 if "UsageError: " in cause else 1
 
 
 if __name__ == "__main__":
-    # This file runs as `__main__`, but workers find its classes under its name.
+    # Workers find the classes under the name of the file.
     sys.exit(import_module(THIS_FILE.stem).main())
