@@ -4155,6 +4155,7 @@ class Critic:
 
     def __init__(self, policy: Policy, cfg: Flags) -> None:
         self.network = value_network(policy)
+        # The tiny network takes larger steps than a pretrained one.
         self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 3e-3)
         self.cfg = cfg
         self.num_calls = 0
@@ -4190,6 +4191,7 @@ class Critic:
         """Makes two updates, so that V follows the policy. size: the rows of a pass."""
         for _ in range(2):
             for rows in torch.arange(len(ids)).split(size):
+                # [N], of the sampled tokens; their squares have one mean over all passes.
                 errors = (self.values(ids[rows]) - targets[rows])[is_sampled[rows]]
                 (errors.square().sum() / is_sampled.sum()).backward()
             self.optimizer.step()  # mechanism: critic
@@ -4214,7 +4216,7 @@ def lone_run(
     for _ in range(num_steps):
         drawn = list(islice(prompts, learner.cfg.prompts_per_step))
         episodes = rollout(learner.policy, drawn, learner.cfg.group_size, drawn[0].number)
-        yield episodes
+        yield episodes  # the caller sets their rewards
         learner.step(episodes)
 
 
@@ -4235,6 +4237,7 @@ def train_with(worker: Worker, baseline: str, cfg: Flags, policy: Policy) -> flo
     critic = Critic(policy, cfg) if baseline == "critic" else over_batch
     learner = UserLearner(policy, cfg, critic=critic)
     shares = []
+    # The first turn of each conversation. Its first letter says how generous the user is.
     prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
     for episodes in lone_run(learner, prompts, cfg.steps):
         for episode in episodes:
@@ -4242,7 +4245,7 @@ def train_with(worker: Worker, baseline: str, cfg: Flags, policy: Policy) -> flo
             share = task.grade(right, episode.responses[0])
             episode.rewards = [share + LETTERS.index(right[0]) / 5 - 1.5]
             shares.append(share)
-    return fmean(shares[-1000:])
+    return fmean(shares[-1000:])  # of about eight steps
 
 
 @stage(instead="pass")
@@ -4322,7 +4325,7 @@ def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
             chosen, rejected = [episode.responses[0] for episode in pair]
             messages = one.prompt.turns[0].messages
             record = {"prompt": messages, "chosen": chosen, "rejected": rejected}
-            file.write(json.dumps(record) + "\n")
+            print(json.dumps(record), file=file)
             pairs.append(pair)
     return pairs
 
@@ -4341,8 +4344,7 @@ class RewardModel:
         self.policy = HubPolicy(cfg, torch.float32)
         self.network = value_network(self.policy)
         self.policy.model.to("meta")  # frees its weights; only the tokenizer is used
-        lr = 1e-5 if cfg.model else 1e-3
-        self.optimizer = torch.optim.Adam(self.network.parameters(), lr)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 1e-3)
         self.rng = random.Random(cfg.seed)
         self.num_groups = 0
         # Without --preferences the first path is no file, and has no lines.
@@ -4387,8 +4389,7 @@ class RewardModel:
         with torch.inference_mode():
             scores = self.scores(group).tolist()
         self.num_groups += 1
-        every = self.cfg.ask_every
-        if every and self.num_groups % every == 0:
+        if self.cfg.ask_every and self.num_groups % self.cfg.ask_every == 0:
             fresh = compare(group, self.prefer, self.fresh_path)  # mechanism: reward_model
             self.known += fresh
             # For each new pair three of all that are known, so that the network forgets none.
