@@ -3632,6 +3632,8 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     """Trains until step cfg.steps; evaluates before and after. Returns figures."""
     progress = run.progress
     evaluate = partial(evaluate_pass_at_k, run, 0)
+    if run.version:
+        print(f"going on after step {run.version}")
     # A resumed run has been evaluated before.
     if not progress.heldout:
         await evaluate()
