@@ -6,7 +6,7 @@
 """monarch_rl: an asynchronous RL system for language models, in a single file.
 
 A generator samples while the trainer learns. Samples are at most K versions of the weights old
-(--max-staleness), no read of the weights is torn, and a lost generator costs nothing but time:
+(--max-staleness), no sample mixes two versions, and the loss of a generator only delays the run:
 
     python monarch_rl.py                      the tour: all stages, 2 minutes on two cores
     python monarch_rl.py --stage weight_sync  stages 1 to 7
@@ -39,10 +39,11 @@ Three ways to read. *An hour*: the introduction, the picture and the demo of eac
 *A weekend*: everything, verified; Part II adds your own model and data, and stages 13 to 16.
 After a section, run its stage, and then make its edit: a check fails.
 
-Terms. An *episode* is one conversation. A *group* is the episodes of one prompt; their rewards are
-compared. A *version* numbers the weights: each step makes the next. *Staleness* is the trainer's
-version minus the version that sampled. A *slot* holds the weights of one version; readers *lease*
-it. CPU *staging* means that weights pass through memory of the host, here through a slot.
+Terms. An *episode* is one conversation, and a *rollout* samples episodes. A *group* is the episodes
+of one prompt; their rewards are compared. A *version* numbers the weights: each step makes the
+next. *Staleness* is the trainer's version minus the version that sampled. A *slot* holds the
+weights of one version; readers *lease* it. CPU *staging* means that weights pass through memory of
+the host, here through a slot.
 
 Left out: paged attention and continuous batching (vLLM, SGLang); tensor, pipeline and expert
 parallelism (torchtitan, Megatron); LoRA (peft); a transformer from scratch (nanoGPT); robotics and
@@ -127,7 +128,7 @@ class UsageError(Exception):
 class Config:
     """Configuration of the system. Each field is also a flag: --max-staleness, for example.
 
-    Part II replaces a default of 0 by what its comment says; the demos give values.
+    If `max_new_tokens` or `lr` is 0, Part II chooses a value; the demos give values.
     """
 
     seed: int = 0  # of the prompts, the sampling and fresh models
@@ -178,7 +179,7 @@ class Report:
     cfg: Config
     folder: Path  # for temporary files
     pool: Pool  # starts processes: section 6
-    stages: list[Record] = field(default_factory=list)  # the last one is running
+    stages: list[Record] = field(default_factory=list)  # `run_stages` appends the running one
 
     def say(self, text: str) -> None:
         print(f"       {text}")
@@ -314,7 +315,6 @@ async def demo_actor_mesh(report: Report) -> None:
         answers = await members.take.call()
         return list(answers.values())
 
-    await totals()  # the first call waits until all processes have started
     await members.add.call()  # mechanism: actor_mesh
     report.check("members of 4 that ran under `call`", sum(await totals()), "==", 4)
     members.add.broadcast()  # returns before any member has run
@@ -327,7 +327,7 @@ async def demo_actor_mesh(report: Report) -> None:
     await gather(third.add.call_one(), third.add.call_one())
     state = await totals()
     report.say(f"totals of the members after two calls of the third: {state}")
-    report.check("members of 4 with another total", sum(total > 0 for total in state), "==", 1)
+    report.check("members of 4 whose total changed", sum(total > 0 for total in state), "==", 1)
     await procs.stop()
 
 
@@ -465,20 +465,20 @@ async def demo_controllers(report: Report) -> None:
 # Problem. Processes raise, crash, hang, or loop for ever, and their callers wait. But a worker that
 #   has been silent for ten minutes may just be busy.
 # Rule. An exception goes to the caller. When a process crashes or hangs, its owner, here the main
-#   process, kills and replaces it. Each has a detector. A slow worker still answers pings:
+#   process, kills and replaces it. Crashes and hangs have separate detectors, and a slow worker
+#   still answers pings.
 #
 #   failure              its caller            its owner detects it by
 #   an endpoint raises   gets the exception    nothing: the actor lives on
-#   the process crashes  waits, then an error  a pidfd, in milliseconds
+#   the process crashes  waits, then an error  a pidfd (until_dead), in milliseconds
 #   it hangs (stopped)   waits, then an error  unanswered pings, after `unresponsive_s`
 #   an infinite loop     waits                 nothing: it needs a deadline (Part II: rewards)
 #
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
-#   holds the GIL for longer than `unresponsive_s`: 30 s, in some demos 2 s.
+#   holds the GIL for longer than `unresponsive_s`: 30 s, in some demos 2 or 4 s.
 #
 # Monarch supervises, too: the actor that spawned a failed one is its parent, and has its method
-# `__supervise__` called. Monarch polls (this file sets 2 s) and waits for an answer (5 s), so it
-# takes seconds. It is a fallback for the two detectors.
+# `__supervise__` called. It polls, so it takes seconds. It is a fallback for the two detectors.
 
 
 class Worker(Actor):
@@ -501,7 +501,7 @@ class Worker(Actor):
 
     @concurrent_endpoint
     async def run(self, what: Any, *args: Any) -> Any:
-        """Runs a method, given by its name, or a function of this worker, in the thread."""
+        """Runs a method, given by its name, or a function that takes this worker, in the thread."""
         # The thread sends messages (spans), so it needs this call's context, which names the actor.
         in_context: Any = contextvars.copy_context().run
         loop = get_running_loop()
@@ -517,7 +517,7 @@ class Worker(Actor):
                 self.timeline.add.broadcast(Span(self.name, start_s, time.time()))
 
     def setup(self, *args: Any) -> Any:
-        """Performs initialization that is slow or can fail; `__init__` must do neither."""
+        """Performs initialization that is slow or can fail. `__init__` must be fast and safe."""
 
 
 def cause_of(error: BaseException) -> str:
@@ -666,7 +666,7 @@ async def demo_supervision(report: Report) -> None:
 #   2. The replica is lost (section 5). It is replaced, and another one gets the request.
 #   3. The request raises. The exception goes to the caller, and is not retried: on another replica
 #      the request would raise, too.
-# Cost. A request may run twice, so it must be harmless to repeat.
+# Cost. A request may run several times, so it must be harmless to repeat.
 # Read on. `Service.request` and `_ask` are the idea, `_supervise` and `_live` replace what is lost.
 #
 #   caller --- request("root", 4) ---> Service ---> replica 0   is lost: it is replaced
@@ -696,9 +696,11 @@ class Replica:
     processes: Processes
     worker: Any  # a reference to the actors
     in_flight: dict[Any, float] = field(default_factory=dict)  # start times, by call
-    result: Any = None  # what `setup` returned
+    result: Any = None  # the return value of `setup`
     is_ready: bool = False  # `setup` has returned (Part II reuses such processes)
-    lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # done: the reason
+    lost: asyncio.Future[str] = field(
+        default_factory=asyncio.Future
+    )  # set to the reason of the loss
     noticed_s: float = 0.0  # when the loss was noticed, in seconds since 1970
 
     def lose(self, reason: str) -> None:
@@ -783,7 +785,8 @@ class Service:
         call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
-            # The answer or the loss, whichever comes first. If both have come, the loss counts.
+            # The answer or the loss, whichever comes first. If both have come, the loss counts:
+            # what a caller does next would need the replica.
             await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
             if not replica.lost.done():
                 error = call.exception()
@@ -813,7 +816,7 @@ class Service:
                 self.error = failed_start
 
     async def _live(self, number: int) -> Exception | None:
-        """Runs one replica to its end. Returns why it never got ready, or None if it did."""
+        """Runs one replica to its end. Returns the error of a start to be retried, else None."""
         try:
             replica = await self._spawn(number)
         except Exception as error:  # there is no process
@@ -829,12 +832,15 @@ class Service:
         return failed_start
 
     async def _serve(self, number: int, replica: Replica) -> Exception | None:
-        """Sets a replica up, and lets it get requests until it is lost. Returns as `_live`."""
+        """Sets a replica up, and lets it get requests until it is lost.
+
+        Returns the same as `_live`. If `setup` raises, the service ends.
+        """
         try:
-            # Imports hold the GIL for seconds, hence the patience.
+            # Imports may hold the GIL for seconds, so the timeout is at least 30 s.
             async with replica.watched(max(30.0, self.unresponsive_s)):
                 replica.result = await self._ask(replica, "setup", number, *self.setup_args)
-        except ReplicaLost as error:  # for lack of memory, perhaps
+        except ReplicaLost as error:  # killed when out of memory, for example
             return error
         except Exception as error:  # `setup` raised; in another process it would raise again
             replica.lose(cause_of(error))
@@ -881,7 +887,7 @@ class Processes:
     async def kill(self) -> None:
         for pid in self.ids:
             kill_group(pid)
-        # Only now: `stop` would block on a process that hangs.
+        # After the kill, because `stop` blocks on a process that hangs.
         await self.mesh.stop()
 
 
@@ -1037,7 +1043,7 @@ class Arena:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """Leases the latest (version, slot) until the next call; NOTHING before a commit."""
+        """Leases the latest (version, slot) until the next call; (NOTHING, NOTHING) at first."""
         with self.locked():
             slot = self.words[self.LATEST]
             self.words[self.LEASES + reader] = slot  # mechanism: weight_sync
@@ -1057,7 +1063,7 @@ class Arena:
             self.words[self.LATEST] = slot
 
     def release(self, reader: int) -> None:
-        """Gives a lease back before the next one."""
+        """Releases the lease of this reader."""
         with self.locked():
             self.words[self.LEASES + reader] = self.NOTHING
 
@@ -1099,7 +1105,7 @@ class WeightWriter:
 
     def write(self, slot: Tensor) -> None:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
-        # ctypes releases the GIL, so that the trainer's thread goes on meanwhile.
+        # ctypes releases the GIL, so that the trainer's thread goes on. (Part II: GPUs.)
         ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
 
 
@@ -1132,7 +1138,7 @@ class WeightReader:
             self.views.append([spec.view(slot) for spec in handle.layout])
 
     def pull(self, at_least: int = Arena.NOTHING) -> int:
-        """Points the tensors at the latest version, and returns it. Waits for at_least."""
+        """Points the tensors at the latest version, and returns it. Waits for one >= at_least."""
         version, slot = self.arena.lease(self.reader)
         while version < at_least:
             time.sleep(0.001)
@@ -1280,7 +1286,8 @@ async def measure_reads(report: Report, num_readers: int, keeps_lease: bool) -> 
     service = Service(ReaderWorker, num_readers, report.pool, (make_reader, 32))
     await service.begin()
     publish_ratio = measure_publish(writer)
-    # All replicas read at once; a request would go to one of them.
+    # All replicas read at once; a request would go to one of them. After two publishes the writer
+    # has used the slot again, unless it is leased.
     args = ("read", 32 // num_readers, 2, keeps_lease)
     replicas = service.replicas.values()
     reading = gather(*[replica.worker.run.call_one(*args) for replica in replicas])
@@ -1582,7 +1589,8 @@ class Episode:
 
     def add_prompt(self, ids: list[int]) -> None:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
-        # The ids of a later turn begin with the end of the response before: <e> <u> u u u ...
+        # The ids of a later turn begin with the end of the response before: <e> <u> u u u ... A
+        # truncated response has none, even if its last token happens to be the same.
         is_truncated = bool(self.truncated) and self.truncated[-1]
         if self.ids and self.ids[-1] == ids[0] and not is_truncated:
             ids = ids[1:]
@@ -1681,8 +1689,9 @@ class Policy:
         # largest tensor of a pass: only positions that some row has sampled get any.
         columns = is_sampled.any(0).nonzero().flatten()  # [C]
         logits = self.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)  # [B, C, V]
-        # The logits at one position are of the token at the next.
-        return self.logprobs_of(logits[is_sampled[:, columns]], ids[:, 1:][is_sampled])
+        # The logits at one position are of the token at the next. Both are [B, C, ...] -> [N, ...].
+        is_kept = is_sampled[:, columns]
+        return self.logprobs_of(logits[is_kept], ids[:, 1:][:, columns][is_kept])
 
     def logprobs_of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities [N] of targets [N], and entropies [N], of logits [N, V]."""
@@ -1727,7 +1736,7 @@ class Decoder:
             ids.clamp(min=0),
             attention_mask=self.mask,
             position_ids=positions,
-            cache=self.cache,
+            cache=self.cache,  # formerly past_key_values
             use_cache=True,
             logits_to_keep=1,
         )
@@ -1760,6 +1769,7 @@ def respond(
     turn: the number of the turn, from 1.
     """
     rows = episodes  # those without an end
+    # Each turn reads the conversation again, because rows have left the last decoder.
     decoder = Decoder(policy, [episode.ids for episode in rows])
     for number in range(policy.max_new_tokens):
         if number > 0:
@@ -1847,7 +1857,7 @@ def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor,
 @stage(instead="logits = self.logits.bfloat16()")
 async def demo_rollout(report: Report) -> None:
     """What was recorded while sampling is what the trainer recomputes."""
-    # The policy is fresh, so its letters are random; that does not matter here.
+    # In fp32 both agree up to rounding, 1e-14; in bfloat16 the error is 1e-5.
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
     task = LetterTask(cfg.seed)
     policy = Policy(cfg)
@@ -1881,8 +1891,7 @@ async def demo_rollout(report: Report) -> None:
 # From responses to tokens. log p of a response is the sum of log p of its tokens, so each token
 # gets the gradient A grad log p with the advantage of its response. The ratio of a response would
 # be the product of its tokens' ratios, and explode with its length; the losses below take the
-# ratio of each token alone. That ignores how likely the tokens before it have become, which adds
-# some bias, and removes most of the noise.
+# ratio of each token alone. That ignores how likely the tokens before it have become.
 #
 # Why the loss prints 0. With r = 1 the ppo loss of a token is -A, and the advantages of a group add
 # up to 0 (nearly, where responses differ in length). Its gradient, A grad log p, does not cancel.
@@ -2043,6 +2052,7 @@ class Learner:
         """Returns the loss of each token, [N]."""
         tensors = (logp, batch.old_logprobs, batch.prox_logprobs, batch.advantage)
         losses = LOSSES[self.cfg.loss](*tensors, self.cfg)
+        # A bonus for entropy keeps the policy from becoming deterministic too soon.
         return losses - self.cfg.entropy * entropy if self.cfg.entropy else losses
 
     def clip_gradients(self) -> float:
@@ -2075,7 +2085,7 @@ class Learner:
         everything = list(range(len(advantage)))
         if self.cfg.entropy:
             return everything
-        # If all rewards of all groups are equal, all rows are used, for a gradient of 0.
+        # If all rewards of all groups are equal, the step has a gradient of 0, and a version.
         return [row for row in everything if any(advantage[row])] or everything
 
     def partition(self, rows: list[int], longest: int) -> list[list[int]]:
@@ -2143,7 +2153,9 @@ class Bandit:
         old_logprobs = self.old.log_softmax(-1).expand(shape).gather(2, self.samples)
         advantage = advantages(self.rewards.expand(shape).gather(2, self.samples), kind)
         losses = LOSSES[loss](logp, old_logprobs, logp.detach(), advantage, cfg)
-        return -torch.autograd.grad(losses.sum() / (4 * 8), tables)[0]
+        # Table i is in batch i only, so one gradient of the sum has that of each batch.
+        mean_losses = losses.mean((1, 2))  # [batches]
+        return -torch.autograd.grad(mean_losses.sum(), tables)[0]
 
     def compare(self, now: Tensor, loss: str, kind: str) -> Record:
         """Returns the angle of the mean estimate to the true gradient, and the noise."""
@@ -2184,7 +2196,7 @@ async def demo_losses(report: Report) -> None:
         step = bandit.true_gradient(now)
         now = now + 0.5 * step / step.norm()
     fresh = [bandit.compare(old, "reinforce", kind) for kind in ("none", "leave_one_out")]
-    # In a first update `decoupled` has its weight only, and no clip: the ratio by itself.
+    # The ratio by itself, at most 2, is the weight of `decoupled` in a first update.
     stale = [bandit.compare(now, loss, "leave_one_out") for loss in ("reinforce", "decoupled")]
     rows = [{"staleness": 0, **row} for row in fresh]
     report.table(rows + [{"staleness": 8, **row} for row in stale])
@@ -2254,6 +2266,9 @@ async def scatter_gather(
 # why there are none.
 Conversations = list[tuple[Prompt, list[str]]]
 Rewards = list[list[float] | str]
+
+
+# Each worker gets a function that makes its part in its own process. Part II passes others.
 
 
 def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
@@ -2433,6 +2448,7 @@ class Run:
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         """Returns the next prompts. Their groups are in flight. Raises ReplicaLost."""
+        # Without a trainer, generators could wait for ever for its weights.
         if not self.trainer.ready():
             raise ReplicaLost("the trainer was lost")
         prompts = []
@@ -2502,7 +2518,7 @@ class Run:
         self.errors[reason] += 1
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        """Returns the row of a step, by the version before it."""
+        """Returns the row of a step. Called before the version is incremented."""
         episodes = [episode for group in groups for episode in group.episodes]
         return {
             "step": self.version + 1,
@@ -2556,7 +2572,7 @@ async def begin_demo(report: Report) -> Run:
     """Returns a run of the tiny policy, which begins with a held-out accuracy near 0.07."""
     run = Run(demo_config(report.cfg), report.pool, unresponsive_s=2.0)
     await run.begin()
-    # 60 supervised steps, as by --sft-steps (Part II). Fresh weights would need 300 steps of RL.
+    # 60 supervised steps, as by --sft-steps (Part II).
     await run.trainer.request(warm_start, 60)
     return run
 
@@ -2600,9 +2616,7 @@ async def demo_sync_rl(report: Report) -> None:
 #   v = 8   c comes, of version 6. Its staleness would be 2, so it is dropped
 #
 # Long responses come late, so most dropped groups have long ones, and the policy trains on shorter
-# responses than it produces. The other way to keep the bound is to train on groups in the order of
-# their start: at most K batches are before any group, so none becomes too old; but the trainer
-# waits for stragglers.
+# responses than it produces.
 #
 # -- 12a. Two loops ---
 
@@ -2614,7 +2628,7 @@ async def train_async(run: Run, max_staleness: int, num_steps: int, num_batches:
 
 
 async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
-    """Consumes prompts, waits for room, produces requests. Ends when it is cancelled."""
+    """Draws prompts when there is room, and starts a request for them. Ends when cancelled."""
     cfg = buffer.run.cfg
     # While one batch trains, K are sampled: the generators share them, in requests of at most one
     # batch. With K = 2, 16 prompts in a batch and 2 generators: 16.
@@ -2639,7 +2653,7 @@ async def generating(
 ) -> AsyncIterator[ReplayBuffer]:
     """Inside this context, `generate` runs. Groups that are still buffered at its end are dropped.
 
-    If the body or `generate` raises, the other one is cancelled.
+    If the body or `generate` raises, the other is cancelled.
 
     num_batches: the most that are in flight; by default max_staleness + 1.
     """
@@ -2661,8 +2675,8 @@ async def generating(
 class ReplayBuffer:
     """A queue of groups with bounded staleness, and the only point where the loops meet.
 
-    In RL it is called so, although here it replays nothing: each group is trained on once. One
-    event loop runs all methods, so they need no thread lock.
+    The name is customary; each group is used once. One event loop runs all methods, so they need no
+    thread lock.
     """
 
     def __init__(self, run: Run, max_staleness: int, num_batches: int) -> None:
@@ -2681,7 +2695,7 @@ class ReplayBuffer:
         return self.run.draw(num_groups)
 
     async def sample_into(self, prompts: list[Prompt]) -> None:
-        """Makes one request, and adds its groups. Those that are lost leave room."""
+        """Makes one request, and adds its groups. Lost groups also free room."""
         self.ready.extend(await self.run.sample(prompts))
         await self.wake()
 
@@ -2740,6 +2754,7 @@ async def demo_async_rl(report: Report) -> None:
         train_async(run, max_staleness, 60, 2 * max_staleness + 2),
     )
     failures = [*run.generators.failures, *run.reward_workers.failures]
+    num_dropped = run.progress.ended["dropped"]
     bounded = max(row["staleness"] for row in run.progress.rows)
     # 30 steps with more batches in flight, and a bound that lets their groups pass.
     await train_async(run, max_staleness + 8, 30)
@@ -2747,6 +2762,7 @@ async def demo_async_rl(report: Report) -> None:
     counts = run.progress.counts()
     report.check("largest staleness", bounded, "<", max_staleness + 1)
     report.check("the same with the bound raised by 8", unbounded, ">", max_staleness)
+    report.check("groups dropped", num_dropped, ">", 0)
     report.check("workers lost and replaced", len(failures), "==", 2)
     report.check("groups lost or still in flight", counts["lost"] + counts["in_flight"], "==", 0)
     report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
@@ -3831,6 +3847,7 @@ class UserLearner(Learner):
         """Splits this rank's share of the rows into micro-batches."""
         # Ranks must make equally many passes: FSDP gathers each layer on all of them at once.
         num_batches = ceil(len(super().partition(rows, longest)) / self.num_ranks)
+        num_batches = min(num_batches, len(rows) // self.num_ranks)  # none is empty
         return split(rows[self.rank :: self.num_ranks], num_batches)
 
     def clip_gradients(self) -> float:
