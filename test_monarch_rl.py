@@ -628,8 +628,8 @@ def test_rows_without_an_advantage_are_left_out_and_change_nothing() -> None:
 
 def test_ranks_share_the_rows_and_make_as_many_passes() -> None:
     episodes = episodes_of(learner(), 8)
-    sizes = itertools.product([60, 1], [1, 2, 3, 4], [4, 5, 9, 12, 17, 32])
-    for num_tokens, num_ranks, num_rows in sizes:
+    cases = itertools.product([60, 1], [1, 2, 3, 4], [4, 5, 9, 12, 17, 32])
+    for num_tokens, num_ranks, num_rows in cases:
         one = learner(tokens_per_micro_batch=num_tokens)
         sizes = []
         some = episodes[:num_rows]
