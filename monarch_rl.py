@@ -216,7 +216,7 @@ class Report:
 #
 #   main process                              process of the actor
 #   total.add.call_one()     -- message -->   waits in the mailbox until earlier calls are done
-#   await ...                <-- answer --    add() has run from its first line to its last
+#   await ...                <-- answer --    add() has run to its end
 
 
 class Accumulator(Actor):
@@ -569,10 +569,7 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
 
 
 class FaultyWorker(Worker):
-    """Fails on demand."""
-
     def work(self, fault: str) -> None:
-        """Triggers the fault."""
         if fault == "exception":
             raise ValueError("a bad request")
         if fault == "crash":
@@ -679,9 +676,9 @@ async def demo_supervision(report: Report) -> None:
 #   await service.begin()                                      # all four are ready
 #   await service.request("root", 4)                           # 2.0, from one of them
 #
-# Why the fewest in flight, and not round robin: rollouts differ in length, and round robin queues
-# requests behind a long one. A server that keeps KV caches between turns would send a turn to the
-# replica of the last one (a sticky session); here one request has all turns.
+# Why the fewest in flight: rollouts differ in length, and round robin queues requests behind a long
+# one. A server that keeps KV caches between turns would send a turn to the replica of the last one
+# (a sticky session); here one request has all turns.
 
 
 class ReplicaLost(RuntimeError):
@@ -801,13 +798,7 @@ class Service:
             del replica.in_flight[call]
 
     async def _supervise(self, number: int) -> None:
-        """Runs one replica after another until `close`. Three failed starts in a row are an error.
-
-        Equivalent of::
-
-            while not self.error:
-                replica = spawn; setup; serve until lost; kill
-        """
+        """Runs one replica after another until `close`. Three failed starts in a row are an error."""
         num_failed = 0
         while not self.error:
             failed_start = await self._live(number)
@@ -864,7 +855,6 @@ class Service:
         return Replica(name, processes, worker)
 
     async def close(self) -> None:
-        """Ends all replicas."""
         for supervisor in self.supervisors:
             supervisor.cancel()
         await gather(*self.supervisors, return_exceptions=True)
@@ -946,12 +936,14 @@ async def demo_service(report: Report) -> None:
 
     # 400 requests in 0.8 s, around the two faults.
     num_right = sum(await gather(*[is_right(number) for number in range(400)]))
+    await service.until_ready(4)
     rows: list[Record] = []
     for failed in service.failures:
         noticed_ms = (failed.noticed_s - injected_s[failed.name]) * 1e3
-        rows.append({"replica": failed.name, "what": failed.lost.result(), "ms": noticed_ms})
+        rows.append(
+            {"replica": failed.name, "what": failed.lost.result(), "noticed, ms": noticed_ms}
+        )
     report.table(rows)
-    await service.until_ready(4)
     report.check("requests of 400 with the right answer", num_right, "==", 400)
     report.check("replicas that were replaced", len(service.failures), "==", 2)
     await service.close()
@@ -965,10 +957,9 @@ async def demo_service(report: Report) -> None:
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
 # Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is memory layout.
 #
-# The slot is *CPU staging*: the trainer need not know who reads, or when. Left, the usual broadcast
-# in a process group couples both sides: it is one operation of all members, and weights must not
-# change within a rollout, so the trainer waits for the last one. Right, slots. Dots are waiting, X
-# the broadcast, P the copy into a slot, f a pull.
+# The slot is *CPU staging*: the trainer need not know who reads, or when. Left, a broadcast in a
+# process group is one operation of all members, so the trainer waits for the last rollout. Right,
+# slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
 #
 #   trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #     a thread                                                       PPPP   PPPP   PPPP
@@ -998,8 +989,8 @@ async def demo_service(report: Report) -> None:
 # reader keeps its lease until its next one, so nobody writes what it reads.
 #
 # The kernel releases the lock of a holder that dies. A dead reader's successor has its number, and
-# overwrites its lease. A process that is stopped inside the lock (5 microseconds) blocks the others
-# until its owner kills it.
+# overwrites its lease. A process that is stopped inside the lock blocks the others until its owner
+# kills it.
 
 
 @dataclass(frozen=True)
@@ -1087,7 +1078,10 @@ class WeightWriter:
         self.thread = ThreadPoolExecutor(1)
 
     def publish(self, version: int) -> None:
-        """Begins to copy. Nobody may change the tensors until `wait` has returned."""
+        """Begins to copy. Nobody may change the tensors until `wait` has returned.
+
+        The trainer waits just before `optimizer.step()`: a forward and a backward pass only read.
+        """
         self.wait()
         self.copying = self.thread.submit(self._copy, version)
 
@@ -1326,8 +1320,7 @@ async def demo_weight_sync(report: Report) -> None:
 #   it. If several ranks hold a box, as replicas do, one writes it.
 # Cost. A box of columns is not contiguous, so it is copied row by row.
 #
-# In this file trainers of several ranks need it (Part II); a generator here holds whole tensors,
-# and one with shards of its own would read its boxes as the demo does.
+# In this file trainers of several ranks need it (Part II). Generators here hold whole tensors.
 #
 # By example, a matrix of 5 x 23. The last shard may be smaller, or empty:
 #
@@ -1422,8 +1415,6 @@ def example() -> Weights:
 
 
 class ShardWorker(Worker):
-    """A trainer rank with a shard of rows."""
-
     def setup(self, number: int, meeting_file: str, num_ranks: int) -> ArenaHandle:
         form_group(meeting_file, current_rank().rank, num_ranks)
         mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
@@ -1706,7 +1697,10 @@ class Policy:
 
 
 class Decoder:
-    """KV cache and next-token logits of a batch of rows of ids. Equal rows are prefilled once.
+    """KV cache and next-token logits of a batch of rows of ids.
+
+    The cache keeps the attention keys and values of all tokens so far, so each token passes through
+    the model once. The first pass, over whole prompts, is the prefill; equal rows share it.
 
     decoder = Decoder(policy, [[5, 6], [5, 6], [7]])   # two rows in the cache, then three
     tokens = decoder.sample(rng)                       # a token for each row
@@ -1725,7 +1719,10 @@ class Decoder:
         self.select([unique.index(row) for row in rows])
 
     def append(self, rows: list[list[int]]) -> None:
-        """Feeds these ids. Shorter rows are padded on the left, where the mask [B, T] is 0."""
+        """Feeds these ids. Shorter rows are padded on the left, where the mask [B, T] is 0.
+
+        All rows grow on the right: the newest token is in the last column.
+        """
         width = max(len(row) for row in rows)
         padded = [[-1] * (width - len(row)) + row for row in rows]
         ids = torch.tensor(padded, device=self.mask.device)
@@ -1765,6 +1762,16 @@ def respond(
     policy: Policy, episodes: list[Episode], turn: int, rng: torch.Generator | None
 ) -> None:
     """Samples a response for each episode, in one batch; a row that has ended leaves it.
+
+    Without cache and batch, for one episode::
+
+        for _ in range(policy.max_new_tokens):
+            logits = policy.forward(torch.tensor([episode.ids]))[0, -1]  # [V]
+            logp = (logits / policy.temperature).log_softmax(-1)
+            token = int(torch.multinomial(logp.exp(), 1))
+            episode.add(token, turn, float(logp[token]))
+            if token in policy.end_ids:
+                break
 
     turn: the number of the turn, from 1.
     """
@@ -1896,6 +1903,16 @@ async def demo_rollout(report: Report) -> None:
 # Why the loss prints 0. With r = 1 the ppo loss of a token is -A, and the advantages of a group add
 # up to 0 (nearly, where responses differ in length). Its gradient, A grad log p, does not cancel.
 # Watch the reward and held-out accuracy instead.
+#
+# From a loss to an update, for one batch with N sampled tokens:
+#
+#   logp, entropy = policy.token_logprobs(ids, is_sampled)       # [N] each, now
+#   loss = ppo(logp, old_logprobs, logp.detach(), A, cfg)        # [N]
+#   (loss.sum() / N).backward()
+#   optimizer.step()
+#
+# The mean is over the tokens of the batch (DAPO, Yu 2025). GRPO first took the mean of each
+# response, so that a token of a long response had less weight.
 
 
 def advantages(rewards: Tensor, kind: str) -> Tensor:
@@ -2221,7 +2238,16 @@ async def demo_losses(report: Report) -> None:
 # Cost. Each side waits while the other works (section 12).
 # Read on. `train_sync` is the loop, `Run.sample_and_score` and `Run.step` its two halves.
 #
-# From the loop to a sampled token, and to the new weights:
+# In one process, where nothing fails or waits, this section would be six lines, and they run:
+#
+#   prompts = training_prompts(task)
+#   for step in range(300):
+#       episodes = rollout(policy, list(islice(prompts, 16)), group_size=8, seed=step)   # 128
+#       for episode in episodes:
+#           episode.rewards = task.score(episode.prompt, episode.responses)
+#       learner.step(episodes)                                        # section 10: one update
+#
+# With processes, from the loop to a sampled token, and to the new weights:
 #
 #   train_sync                          main process: draws prompts
 #     Run.sample                          counts groups that get lost
@@ -2284,8 +2310,6 @@ def make_scorer(cfg: Config) -> Callable[[Conversations], Rewards]:
 
 
 class Trainer(Worker):
-    """Learns, and publishes."""
-
     def setup(
         self, number: int, cfg: Config, make_learner: Callable[..., Any], version: int
     ) -> ArenaHandle:
@@ -2307,8 +2331,6 @@ class Trainer(Worker):
 
 
 class Generator(Worker):
-    """Samples with the newest weights."""
-
     def setup(
         self,
         number: int,
@@ -2339,8 +2361,6 @@ class Generator(Worker):
 
 
 class RewardWorker(Worker):
-    """Computes rewards."""
-
     def setup(self, number: int, cfg: Config, make_scorer: Callable[[Config], Any]) -> None:
         self.score_group = make_scorer(cfg)
 
@@ -2438,7 +2458,6 @@ class Run:
         return [self.trainer, self.generators, self.reward_workers]
 
     async def begin(self) -> None:
-        """Starts all workers."""
         await gather(*[service.begin() for service in self.services])
         await self.trainer.until_ready(1)  # raises if it is lost already
         self.handle = self.trainer.replicas[0].result
@@ -2474,7 +2493,7 @@ class Run:
     ) -> list[Group]:
         """Returns groups of scored episodes. seed: of the run; None: greedy."""
 
-        async def rollout(some: list[Prompt]) -> list[Episode]:
+        async def request_rollout(some: list[Prompt]) -> list[Episode]:
             # Each request has a seed of its own: a multiple for the run, plus its first prompt's
             # number. It stays below 2^63.
             own_seed = None
@@ -2484,7 +2503,7 @@ class Run:
             return await self.generators.request("rollout", *args)
 
         # At most 64 prompts in one request, to bound the memory of KV caches.
-        episodes = await scatter_gather(prompts, ceil(len(prompts) / 64), rollout)
+        episodes = await scatter_gather(prompts, ceil(len(prompts) / 64), request_rollout)
         self.num_too_long += len(prompts) * group_size - len(episodes)
         sampled = groups_of(episodes)
         conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
@@ -2602,9 +2621,11 @@ async def demo_sync_rl(report: Report) -> None:
 #   generate                                                  learn
 #     draw    waits until fewer than K + 1 batches              take   waits for a batch;
 #             are in flight                                            drops groups older than K
-#     sample, score  ----> ReplayBuffer: groups ready ---->     step   version + 1
+#     sample, score  ----> ReplayBuffer: groups ready ---->     step   version + 1, published
 #       ^                                                         |
 #       +------------- room for another batch --------------------+
+#
+# Nobody sends weights to a generator: each request begins with a pull of the latest (section 7).
 #
 # Why K + 1 batches: one trains and K wait; the last is K versions old when it is used. That alone
 # is no bound, for other groups overtake a slow one. By example, with K = 1 and the trainer at v:
@@ -2629,13 +2650,10 @@ async def train_async(run: Run, max_staleness: int, num_steps: int, num_batches:
 
 async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
     """Draws prompts when there is room, and starts a request for them. Ends when cancelled."""
-    cfg = buffer.run.cfg
-    # While one batch trains, K are sampled: the generators share them, in requests of at most one
-    # batch. With K = 2, 16 prompts in a batch and 2 generators: 16.
-    sampled_at_once = buffer.max_staleness * cfg.prompts_per_step
-    size = max(1, min(cfg.prompts_per_step, sampled_at_once // cfg.generators))
+    size = request_size(buffer.run.cfg, buffer.max_staleness)
     while True:
         prompts = await buffer.draw(size)
+        # Not awaited: the next `draw` waits for room, not for these groups.
         tasks.create_task(buffer.sample_into(prompts))
 
 
@@ -2643,8 +2661,16 @@ async def learn(buffer: ReplayBuffer, num_steps: int) -> None:
     """Consumes batches, waits for the trainer, frees room. Ends after num_steps."""
     for _ in range(num_steps):
         batch = await buffer.take()
+        # The trainer updates, and begins to publish. Then the batch is no longer in flight.
         await buffer.run.step(batch)
         await buffer.wake()
+
+
+def request_size(cfg: Config, max_staleness: int) -> int:
+    """Returns the prompts of a request. K = 2, batches of 16 and 2 generators: 16."""
+    # While one batch trains, K are sampled: the generators share them, at most one batch each.
+    sampled_at_once = max_staleness * cfg.prompts_per_step
+    return max(1, min(cfg.prompts_per_step, sampled_at_once // cfg.generators))
 
 
 @asynccontextmanager
@@ -2700,7 +2726,6 @@ class ReplayBuffer:
         await self.wake()
 
     async def wake(self) -> None:
-        """Lets the loops that wait look again."""
         async with self.changed:
             self.changed.notify_all()
 
