@@ -798,7 +798,7 @@ class Service:
             del replica.in_flight[call]
 
     async def _supervise(self, number: int) -> None:
-        """Runs one replica after another until `close`. Three failed starts in a row are an error."""
+        """Runs one replica after another until `close`. Three failed starts in a row end it."""
         num_failed = 0
         while not self.error:
             failed_start = await self._live(number)
