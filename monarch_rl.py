@@ -55,6 +55,7 @@ import copy
 import ctypes
 import difflib
 import fcntl
+import gc
 import html
 import inspect
 import json
@@ -156,8 +157,8 @@ class Config:
     model: str = ""  # a folder or a hub id of a causal model; default: a tiny one
     task: str = "repeat"  # repeat, count or pattern; a FILE.jsonl; a FILE.py:CLASS
     reward: str = ""  # a FILE.py:FUNCTION(prompt, response, answer), or model
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
-    device: Literal["", "cpu", "cuda"] = ""  # default: cuda, if any and one trainer
+    dtype: Literal["", "float32", "bfloat16"] = ""  # of the passes; on GPUs bfloat16
+    device: Literal["", "cpu", "cuda"] = ""  # default: cuda, if each trainer has one
     seed: int = 0  # of the prompts, the sampling and fresh models
     steps: int = 100  # updates of the policy
     prompts_per_step: int = 16  # the groups in a batch
@@ -533,6 +534,7 @@ class Worker(Actor):
         # Monarch keeps this object, and so all that it refers to.
         for name in vars(self).keys() - {"name", "spans", "timeline"}:
             delattr(self, name)
+        free_gpu()
 
 
 def cause_of(error: BaseException) -> str:
@@ -1082,29 +1084,29 @@ def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
 # -- 7c. The writer and the readers ---
 
 
+def move_into_block(tensors: Weights, handle: ArenaHandle) -> Tensor:
+    """Makes the tensors views of one block, [slot bytes] uint8, with the layout of a slot."""
+    device = next(iter(tensors.values())).device
+    block = torch.zeros(handle.slot_bytes, dtype=torch.uint8, device=device)
+    for spec in handle.layout:
+        view = spec.view(block)
+        view.copy_(tensors[spec.name].detach())
+        tensors[spec.name].data = view
+    return block
+
+
 class WeightWriter:
     """The trainer's side. `publish` copies in a background thread.
 
-    The tensors move into one block with the layout of a slot, so a publish is one memory copy. On a
-    GPU, or with another dtype, each is copied by itself.
+    The tensors move into one block with the layout of a slot, so a publish is one memory copy.
     """
 
-    block: Tensor | None = None
     copying: Future[None] | None = None
 
-    def __init__(
-        self, tensors: Weights, num_readers: int, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, tensors: Weights, num_readers: int) -> None:
         self.tensors = tensors
-        layout = layout_of(tensors, dtype)
-        self.handle, self.arena = create_arena(layout, num_readers)
-        is_on_cpu = all(tensor.is_cpu for tensor in tensors.values())
-        if is_on_cpu and layout == layout_of(tensors):  # the same dtypes
-            self.block = torch.zeros(self.handle.slot_bytes, dtype=torch.uint8)
-            for spec in layout:
-                view = spec.view(self.block)
-                view.copy_(tensors[spec.name].detach())
-                tensors[spec.name].data = view
+        self.handle, self.arena = create_arena(layout_of(tensors), num_readers)
+        self.block = move_into_block(tensors, self.handle)
         self.thread = ThreadPoolExecutor(1)
 
     def publish(self, version: int) -> None:
@@ -1126,19 +1128,14 @@ class WeightWriter:
 
     def write(self, slot: Tensor) -> None:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
-        if self.block is not None:
-            # For a large block it takes a third less time than copy_.
-            ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
-            return
-        with torch.no_grad():
-            for spec in self.handle.layout:
-                spec.view(slot).copy_(self.tensors[spec.name])
+        # For a large block it takes a third less time than copy_.
+        ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
 
 
 class WeightReader:
     """A generator's side: `pull` makes its tensors the latest version.
 
-    On a CPU they become views of the slot, so nothing is copied. On a GPU they are filled.
+    They become views of the slot, so nothing is copied.
     """
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
@@ -1162,12 +1159,13 @@ class WeightReader:
             version, slot = self.arena.lease(self.reader)
         if slot != self.slot:  # the same slot has the same weights
             self.slot = slot
-            for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
-                if tensor.is_cuda:
-                    tensor.data.copy_(view)
-                else:
-                    tensor.data = view
+            self.read(slot)
         return version
+
+    def read(self, slot: int) -> None:
+        """Makes the tensors views of a slot, which is leased."""
+        for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
+            tensor.data = view
 
 
 # -- measurement ---
@@ -1217,7 +1215,7 @@ def publish_filled(writer: WeightWriter, version: int) -> None:
 
 def measure_publish(writer: WeightWriter) -> float:
     """Median of publish time / memmove time."""
-    block: Any = writer.block
+    block = writer.block
     scratch = torch.ones_like(block)
     ratios = []
     for _ in range(15):
@@ -1346,10 +1344,10 @@ class ShardedWriter(WeightWriter):
                 self.written_bytes += target.nbytes
 
 
-def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
-    """Makes this process a member of a gloo group. Waits until all have come."""
+def form_group(meeting_file: str, rank: int, num_ranks: int, backend: str = "gloo") -> None:
+    """Makes this process a member of a process group. Waits until all have come."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
+        backend, init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
     )
 
 
@@ -1616,7 +1614,10 @@ class Policy:
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)  # not buffers: positions need fp32
         # The forward dtype. With several trainers FSDP casts.
-        self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
+        self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype or "float32")
+        self.learns_entropy = cfg.entropy > 0
+        self.graphs: Any = {} if self.device.type == "cuda" else None  # of decoder_of
+        self.has_chunks = False  # log-probabilities by chunked_logprobs
         self.temperature = cfg.temperature
         config = model.config.get_text_config()
         self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
@@ -1752,7 +1753,7 @@ def respond(
     turn: its number, from 1.
     """
     rows = episodes
-    decoder = Decoder(policy, [episode.ids for episode in rows])
+    decoder = decoder_of(policy, [episode.ids for episode in rows])
     for number in range(policy.max_new_tokens):
         if number > 0:
             decoder.append([episode.ids[-1:] for episode in rows])
@@ -1808,12 +1809,21 @@ def token_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Ten
 
     ids: [B, T], padded on the right. is_sampled: [B, T - 1], of the tokens from the second on.
     """
+    if policy.has_chunks:
+        return chunked_logprobs(policy, ids, is_sampled)
     columns = is_sampled.any(0).nonzero().flatten()  # sampled in any row
     logits = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)
-    logits = logits[is_sampled[:, columns]].float()  # [N, V], row by row
-    logp = (logits / policy.temperature).log_softmax(-1)
-    chosen = logp.gather(1, ids[:, 1:][is_sampled][:, None]).squeeze(1)
-    return chosen, -(logp.exp() * logp).sum(-1)
+    # [N, V], row by row
+    return logprobs_of(logits[is_sampled[:, columns]], ids[:, 1:][is_sampled][:, None], policy)
+
+
+def logprobs_of(logits: Tensor, chosen: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [N] of the chosen tokens [N, 1], and entropies [N]. logits: [N, V]."""
+    logp = (logits.float() / policy.temperature).log_softmax(-1)
+    # Unless the loss has it, the entropy needs no gradient. 0 log 0 is 0, not nan.
+    with torch.set_grad_enabled(policy.learns_entropy and logp.requires_grad):
+        entropy = torch.special.entr(logp.exp()).sum(-1)
+    return logp.gather(1, chosen).squeeze(1), entropy
 
 
 def k3(recorded: Tensor, recomputed: Tensor) -> Tensor:
@@ -2090,7 +2100,8 @@ class Learner:
             if batch.near is None:
                 batch.near = logp.detach()
             loss = LOSSES[cfg.loss](logp, batch.recorded, batch.near, batch.advantage, cfg)
-            loss = loss - cfg.entropy * entropy
+            if cfg.entropy:
+                loss = loss - cfg.entropy * entropy
             if penalty:
                 loss = loss + penalty(batch, logp)
             # FSDP takes the mean of the ranks' gradients; what is wanted is their sum.
@@ -2260,13 +2271,14 @@ class Trainer(Worker):
     ) -> ArenaHandle:
         torch.set_num_threads(num_threads(cfg))
         rank = current_rank().rank
+        cfg = on_device(cfg, rank)
         if cfg.trainers > 1:
-            form_group(meeting_file, rank, cfg.trainers)
+            backend = "gloo" if cfg.device in ("", "cpu") else "cpu:gloo,cuda:nccl"
+            form_group(meeting_file, rank, cfg.trainers, backend)
         self.policy = Policy(cfg, torch.float32)
         self.learner = make_learner(self.policy, cfg, rank)
-        writer_class = WeightWriter if cfg.trainers == 1 else ShardedWriter
         weights = dict(self.policy.model.named_parameters())
-        self.writer = writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
+        self.writer = writer_of(weights, cfg.generators, getattr(torch, cfg.dtype))
         # The copy of a version runs beside the next step, until that changes the weights.
         self.learner.optimizer.register_step_pre_hook(lambda *_: self.writer.wait())
         self.version = version
@@ -2290,6 +2302,7 @@ class Generator(Worker):
     def setup(self, number: int, cfg: Config, make_reader: Callable[..., WeightReader]) -> None:
         """Loads the policy. The arena may not exist yet."""
         torch.set_num_threads(num_threads(cfg))
+        cfg = on_device(cfg, number, cfg.trainers)
         self.number = number
         self.make_reader = make_reader
         self.policy = Policy(cfg, getattr(torch, cfg.dtype))
@@ -3179,7 +3192,7 @@ def read_progress(path: Path) -> Progress:
         damaged = archive.testzip()
     if damaged:
         raise ValueError(f"wrong checksum of {damaged}")
-    state = torch.load(path, mmap=True)["progress"]
+    state = torch.load(path, mmap=True, map_location="cpu")["progress"]
     return Progress(**state | {"in_flight": set(), "ended": Counter(state["ended"])})
 
 
@@ -3401,6 +3414,7 @@ def verify(policy: Policy, name: str) -> None:
     """Raises UsageError if a trainer's pass disagrees with a short rollout (section 9)."""
     probe = copy.copy(policy)
     probe.dtype = torch.float32
+    probe.graphs = copy.copy(policy.graphs)
     probe.max_new_tokens = 4
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     where = f"--model {name}: rollouts"
@@ -3489,6 +3503,335 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
     shown = [f" {name} {value:.3f}" for name, value in found.items() if value is not None]
     print(f"of {len(run.held_out)} held-out prompts:", *shown or [" none scored"])
     return found
+
+
+# == ON GPUS ====
+# Problem. What is cheap on a CPU is not on a GPU. A copy of each tensor into ordinary memory moves
+#   1 GB/s where the bus has 55. Python starts 500 kernels per token, and the GPU waits for it. The
+#   logits of 8,192 tokens over a vocabulary of 150,000 take 5 GB in fp32, several times.
+# Rule. Move one block, not 300 tensors. Record the kernels of a token once, and replay them. Compute
+#   logits in chunks, and the activations of a layer again when the backward pass needs them.
+# Cost. A block of weights on each side, a cache of fixed length, up to a third more arithmetic.
+#
+#   trainer     weights --cast--> block --one copy, beside the next step--> slot
+#   generator   slot --one copy--> block = its weights; then it gives its lease back
+#
+# Trainer rank r computes on GPU r, generator i on GPU trainers + i, modulo their number. With one
+# trainer and three generators:
+#
+#   1 GPU    all on 0
+#   2 GPUs   trainer 0   generators 1 0 1
+#   8 GPUs   trainer 0   generators 1 2 3
+
+# -- devices ---
+
+
+def device_of(num_gpus: int, number: int, num_trainers: int = 0) -> str:
+    """Returns the device of a trainer's rank, or with num_trainers of a generator."""
+    return f"cuda:{(num_trainers + number) % num_gpus}" if num_gpus else "cpu"
+
+
+def on_device(cfg: Config, number: int, num_trainers: int = 0) -> Config:
+    """Returns the configuration of one worker, and makes its device the current one."""
+    if cfg.device != "cuda":
+        return cfg
+    # A worker host has no trainers, but perhaps GPUs.
+    before = 0 if HOST_FOLDER in environ else num_trainers
+    device = device_of(torch.cuda.device_count(), number, before)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    return replace(cfg, device=device)
+
+
+def with_device(cfg: Config) -> Config:
+    """Resolves --device and --dtype: GPUs if there is one for each rank, and bfloat16 on them."""
+    num_gpus = torch.cuda.device_count()
+    if cfg.device == "cuda" and num_gpus < cfg.trainers:
+        raise UsageError(f"--device cuda: {num_gpus} GPUs for {cfg.trainers} trainers")
+    device = cfg.device or ("cuda" if num_gpus >= cfg.trainers else "cpu")
+    dtype = cfg.dtype or ("bfloat16" if device == "cuda" else "float32")
+    return replace(cfg, device=device, dtype=dtype)
+
+
+def describe_device(worker: Any) -> str:
+    """Returns where a trainer or generator computes, and the memory there."""
+    device = worker.policy.device
+    if device.type == "cpu":
+        return f"{device}, {torch.get_num_threads()} threads"
+    memory = [f"{size / 1e9:.0f}" for size in torch.cuda.mem_get_info(device)]
+    return f"{device}, {torch.cuda.get_device_name(device)}, {' of '.join(memory)} GB free"
+
+
+async def print_devices(run: Run) -> None:
+    """Prints a line for each rank of the trainer and each generator."""
+    for replica in [*run.trainer.ready(), *run.generators.ready()]:
+        places = await replica.worker.run.call(describe_device)
+        for place in places.values():
+            print(f"{replica.name}, process {replica.processes.ids}: {place}")
+
+
+def free_gpu() -> None:
+    """Frees GPU memory that torch keeps for later: other processes need it."""
+    if "torch" in sys.modules and torch.cuda.is_initialized():
+        gc.collect()  # a policy and its graphs refer to each other
+        torch.cuda.empty_cache()
+
+
+# -- weights as one block ---
+
+
+def register(arena: Arena) -> None:
+    """Pins the slots for CUDA. Copies of memory that is not pinned take three times as long."""
+    address = arena.slots.data_ptr()
+    cudart: Any = torch.cuda.cudart()
+    error = int(cudart.cudaHostRegister(address, arena.slots.nbytes, 0))
+    if error:  # perhaps a limit on locked memory
+        print(f"the arena is not pinned (CUDA error {error}), so its copies are slower")
+    else:
+        weakref.finalize(arena, cudart.cudaHostUnregister, address)
+
+
+class BlockWriter(WeightWriter):
+    """A writer for tensors on a GPU, or with another dtype than the slot's.
+
+    `publish` casts them into a block; then they may change. One copy moves the block into a slot:
+    on a CPU a memmove, on a GPU on a stream of its own, beside the next step.
+    """
+
+    def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
+        self.sources = [tensor.detach() for tensor in tensors.values()]
+        # Copies become the views of the block. [slot bytes]
+        copies = {name: tensor.detach().to(dtype, copy=True) for name, tensor in tensors.items()}
+        super().__init__(copies, num_readers)
+        if self.block.is_cuda:
+            register(self.arena)
+            self.stream = torch.cuda.Stream(self.block.device)
+            self.cast = torch.cuda.Event()
+
+    def publish(self, version: int) -> None:
+        self.wait()  # the copy of the last version still reads the block
+        # A GPU casts after the step and before the next one, in the order of the stream.
+        torch._foreach_copy_([*self.tensors.values()], self.sources)  # pyright: ignore
+        if self.block.is_cuda:
+            self.cast.record()
+        super().publish(version)
+
+    def write(self, slot: Tensor) -> None:
+        """Fills a slot. Returns when the bytes are there: `commit` follows."""
+        if self.block.is_cpu:
+            super().write(slot)
+            return
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.cast)
+            slot.copy_(self.block, non_blocking=True)
+        self.stream.synchronize()
+
+
+class BlockReader(WeightReader):
+    """A reader with tensors on a GPU, which are views of a block there.
+
+    One copy fills the block, and then the lease is given back. A slot is leased while it is read,
+    as before, and each reader leases one at most: readers + 2 slots are enough.
+    """
+
+    def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
+        super().__init__(handle, reader, tensors)
+        # The addresses of the weights then stay the same, as a CUDA graph needs.
+        self.block = move_into_block(tensors, handle)
+        if self.block.is_cuda:
+            register(self.arena)
+
+    def read(self, slot: int) -> None:
+        """Fills the block, waits for its bytes, and gives the lease back."""
+        self.block.copy_(self.arena.slots[slot], non_blocking=True)
+        if self.block.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        with self.arena.locked():
+            self.arena.words[Arena.LEASES + self.reader] = Arena.NOTHING
+        # From now on a newer version may be written into this slot.
+        self.slot = Arena.NOTHING
+
+
+def writer_of(tensors: Record, num_readers: int, dtype: torch.dtype) -> WeightWriter:
+    """Returns the writer for tensors of this kind."""
+    first = next(iter(tensors.values()))
+    if isinstance(first, dtensor.DTensor):
+        return ShardedWriter(tensors, num_readers, dtype)
+    if first.is_cpu and first.dtype == dtype:
+        return WeightWriter(tensors, num_readers)
+    return BlockWriter(tensors, num_readers, dtype)
+
+
+def reader_of(handle: ArenaHandle, reader: int, tensors: Weights) -> WeightReader:
+    """Returns the reader for tensors of this kind."""
+    is_cuda = next(iter(tensors.values())).is_cuda
+    return (BlockReader if is_cuda else WeightReader)(handle, reader, tensors)
+
+
+# -- decoding by a graph ---
+
+
+class GraphDecoder(Decoder):
+    """Decodes by a CUDA graph: the kernels of a token are recorded once, and start all at once.
+
+    A graph has fixed shapes and addresses. So the cache has a fixed length; rows that have ended
+    stay in the batch; weights change in place. Causality hides the columns that are not used yet.
+    Without a GPU, the same passes run without a graph.
+    """
+
+    def __init__(self, policy: Policy, prefilled: Decoder, length: int) -> None:
+        """length: of the cache, in columns."""
+        self.policy = policy
+        self.mask = prefilled.mask.new_ones(len(prefilled.mask), length)
+        self.positions = torch.zeros_like(self.mask[:, :1])
+        self.ids = torch.zeros_like(self.positions)
+        # Layers with a sliding window get a whole cache, too; the mask has the window.
+        layer: Any = import_module("transformers.cache_utils").StaticLayer
+        layers = [layer(length) for _ in prefilled.cache.layers]
+        for fixed, grown in zip(layers, prefilled.cache.layers):
+            fixed.lazy_initialization(grown.keys, grown.values)
+        self.cache = transformers.Cache(layers=layers)
+        self.counters = [self.positions, *[fixed.cumulative_length for fixed in layers]]
+        self.begin(prefilled)
+        if policy.device.type == "cuda":
+            self._capture()
+            self.begin(prefilled)
+
+    def begin(self, prefilled: Decoder) -> None:
+        """Takes over the rows of a decoder, as many as before, with other ids."""
+        width = prefilled.mask.shape[1]
+        self.cache.reset()  # a masked nan would still spoil a sum
+        for fixed, grown in zip(self.cache.layers, prefilled.cache.layers):
+            # Of a sliding window there are only the last columns.
+            columns = slice(width - grown.keys.shape[2], width)
+            fixed.keys[:, :, columns] = grown.keys  # [B, heads, columns, size]
+            fixed.values[:, :, columns] = grown.values
+            fixed.cumulative_length.fill_(width)
+        self.mask.fill_(1)
+        self.mask[:, :width] = prefilled.mask
+        self.positions.copy_(prefilled.mask.sum(1, keepdim=True) - 1)
+        self.logits = prefilled.logits
+        self.rows = torch.arange(len(self.mask), device=self.mask.device)
+
+    def _capture(self) -> None:
+        """Records a pass. Another one runs before, so that libraries allocate what they need."""
+        self._pass()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.recorded = self._pass()
+
+    def _pass(self) -> Tensor:
+        """The next logits of all rows, [B, V]. The cache and the positions advance."""
+        self.positions.add_(1)
+        inputs = {"attention_mask": self.mask, "cache": self.cache, "use_cache": True}
+        if self.policy.takes_positions:
+            inputs["position_ids"] = self.positions
+        return self.policy.forward(self.ids, logits_to_keep=1, **inputs)[:, -1]
+
+    def append(self, rows: list[list[int]]) -> None:
+        """Feeds one id to each row that goes on."""
+        self.ids[self.rows] = torch.tensor(rows, device=self.ids.device)
+        if self.ids.is_cuda:
+            self.graph.replay()
+        else:
+            self.recorded = self._pass()
+        self.logits = self.recorded[self.rows]
+
+    def select(self, rows: list[int]) -> None:
+        """Names the rows that go on."""
+        self.rows = self.rows[rows]
+
+
+def decoder_of(policy: Policy, rows: list[list[int]]) -> Decoder:
+    """Returns a decoder of these rows: by a graph, if the policy keeps graphs.
+
+    To record a graph takes as long as ten tokens, so policy.graphs keeps some, by their shape.
+    """
+    prefilled = Decoder(policy, rows)
+    if policy.graphs is None:
+        return prefilled
+    width = prefilled.mask.shape[1] + policy.max_new_tokens
+    shape = (len(rows), ceil(width / 64) * 64)  # rounded up: one length for many prompts
+    try:
+        if shape in policy.graphs:
+            policy.graphs[shape].begin(prefilled)
+        else:
+            if len(policy.graphs) == 4:
+                policy.graphs.clear()  # their caches take memory
+            policy.graphs[shape] = GraphDecoder(policy, prefilled, *shape[1:])
+        return policy.graphs[shape]
+    except (AttributeError, RuntimeError) as error:  # a layer without keys, or a failed capture
+        print(f"decoding without a CUDA graph: {error}")
+        policy.graphs = None
+        return prefilled
+
+
+# -- memory of a step ---
+
+
+def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """As token_logprobs, but with the logits of some tokens at a time, in both passes.
+
+    The last layer, the head, here returns [N, 2] instead of logits. The model's own forward runs,
+    so that FSDP's hooks do, too. `verify` notices a model that changes its logits afterwards.
+    """
+    columns = is_sampled.any(0).nonzero().flatten()
+    chosen = ids[:, 1:][is_sampled][:, None]  # [N, 1]
+    head: Any = policy.model.get_output_embeddings()
+    # 64 MiB in fp32; on a GPU, where small products are slow, 512 MiB.
+    size = (1 << (27 if ids.is_cuda else 24)) // len(head.weight) + 1
+
+    def of_chunk(hidden: Tensor, weight: Tensor, bias: Any, chosen: Tensor) -> Tensor:
+        """[n, H] -> [n, 2]: log-probabilities and entropies."""
+        logits = torch.nn.functional.linear(hidden, weight, bias)  # [n, V]
+        return torch.stack(logprobs_of(logits, chosen, policy), 1)
+
+    def in_chunks(hidden: Tensor) -> Tensor:
+        """[B, columns, H] -> [N, 2]. The backward pass computes each chunk again."""
+        parts = zip(hidden[is_sampled[:, columns]].split(size), chosen.split(size))
+        how = partial(
+            import_module("torch.utils.checkpoint").checkpoint, of_chunk, use_reentrant=False
+        )
+        return torch.cat([how(part, head.weight, head.bias, some) for part, some in parts])
+
+    head.forward = in_chunks
+    try:
+        found = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)
+    finally:
+        del head.forward  # the method of its class is back
+    logp, entropy = found.unbind(1)
+    return logp, entropy
+
+
+def recompute_activations(model: Any) -> None:
+    """Keeps only the input of each layer; the backward pass computes the rest again."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # The layers need training mode for it. What is in them does not, so there is no dropout.
+    for layer in model.modules():
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.training = True
+
+
+class UserLearner(Learner):
+    """A learner of a large model: one cast per update; on a GPU less memory, and a fused Adam."""
+
+    def __init__(self, policy: Policy, cfg: Config, *args: Any) -> None:
+        super().__init__(policy, cfg, *args)
+        if policy.device.type == "cuda":
+            self.optimizer = torch.optim.Adam(self.weights, cfg.lr, fused=True)
+            recompute_activations(policy.model)
+
+    def _update(self, *args: Any) -> StepStats:
+        """An update, with one cast of the weights that all its passes share, backward ones too."""
+        policy = self.policy
+        if policy.model.dtype == policy.dtype:
+            return super()._update(*args)
+        # Gradients pass through the copies to the weights in fp32.
+        copies = {name: p.to(policy.dtype) for name, p in policy.model.named_parameters()}
+        swap: Any = torch.nn.utils.stateless._reparametrize_module
+        with swap(policy.model, copies, tie_weights=True):
+            return super()._update(*args)
 
 
 # == 14. CRITIC ====
@@ -4078,7 +4421,7 @@ def relayed_reader(
         run: Any = contextvars.copy_context().run  # as in Worker.run
         threading.Thread(target=run, args=(relay, outlet, handle, number, arena)).start()
         write_note(note, pickle.dumps(own_handle))
-    return WeightReader(pickle.loads(note.read_bytes()), number, tensors)
+    return reader_of(pickle.loads(note.read_bytes()), number, tensors)
 
 
 def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
@@ -4254,7 +4597,8 @@ def write_page(path: str, stages: list[Record], runs: list[Record]) -> None:
 ENVIRONMENT = """HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY=2s
     HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE=5s HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE=5s
     OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore PYTHONSAFEPATH=1
-    TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1"""
+    TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"""
 
 
 def read_flags(argv: list[str] | None) -> Config:
@@ -4286,13 +4630,18 @@ def read_flags(argv: list[str] | None) -> Config:
 
 def user_learner(policy: Policy, cfg: Config, rank: int) -> Learner:
     """The learner that the flags ask for, at version 0."""
-    verify(policy, cfg.model)
+    policy.has_chunks = True
+    try:
+        verify(policy, cfg.model)
+    except UsageError:  # it scales or caps its logits, or it cannot be trained
+        policy.has_chunks = False
+        verify(policy, cfg.model)
     reference = copy.deepcopy(policy) if cfg.kl else None
     if cfg.trainers > 1:
         shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
     penalty = partial(divergence, reference, cfg.kl) if reference else None
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
-    learner = Learner(policy, cfg, rank, cfg.trainers, critic, penalty)
+    learner = UserLearner(policy, cfg, rank, cfg.trainers, critic, penalty)
     is_copy = Path(cfg.model) == Path(cfg.checkpoint).resolve() / "model"
     # A copy is supervised already.
     if cfg.sft_steps and not (cfg.checkpoint and is_copy):
@@ -4306,7 +4655,8 @@ def user_learner(policy: Policy, cfg: Config, rank: int) -> Learner:
 def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
     """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
     fsdp = import_module("torch.distributed.fsdp")
-    mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
+    device: Any = next(model.parameters()).device.type
+    mesh = dist.device_mesh.init_device_mesh(device, (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     for unit in [*max(lists, key=len), model]:  # the longest list: the layers
@@ -4324,7 +4674,7 @@ def user_scorer(cfg: Config, folder: Path) -> Callable[[Asked], Rewards]:
         prefer = getattr(task.task, "prefer", None)
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
         raise UsageError("--ask-every: a task with prefer, one turn")
-    model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
+    model = RewardModel(on_device(cfg, 0), prefer, folder / "preferences.jsonl")
     # The task scores held-out prompts, so exploitation of the model becomes visible.
     return lambda asked: (by_task if asked[0][0].is_held_out else model)(asked)
 
@@ -4334,6 +4684,7 @@ async def use(checkpoints: Checkpoints, run: Run) -> Record:
     cfg = run.cfg
     start_s = time.time()
     model = checkpoints.folder / "model"
+    await print_devices(run)
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
         await run.trainer.request(export, f"{model}.new")
         os.replace(f"{model}.new", model)
@@ -4359,12 +4710,11 @@ async def run_user_command(report: Report) -> Record:
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
-    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
-    cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
+    cfg = replace(with_device(cfg), max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
     generator_pool = report.pool
-    make_reader: Callable[..., WeightReader] = WeightReader
+    make_reader: Callable[..., WeightReader] = reader_of
     if cfg.hosts:
         generator_pool = HostPool(Path(cfg.hosts), cfg.generators)
         make_reader = partial(relayed_reader, generator_pool.outlet)
@@ -4420,13 +4770,10 @@ def mistakes_in(cfg: Config) -> Iterator[str]:
     is_learned = cfg.reward == "model"
     has_critic = cfg.advantage == "critic"
     has_group = not has_critic and cfg.advantage != "none"
-    on_gpu = cfg.device == "cuda"
     asks = bool(cfg.preferences or cfg.ask_every)
     rules = {
         "--group-size 2 or more, for this --advantage": has_group and cfg.group_size < 2,
-        "--trainers 2 or more: on CPUs, without a critic": (
-            cfg.trainers > 1 and (on_gpu or has_critic)
-        ),
+        "--trainers 2 or more: without a critic": cfg.trainers > 1 and has_critic,
         "--prompts-per-step below --trainers": cfg.prompts_per_step < cfg.trainers,
         "--reward model: --reward-workers 1": is_learned and cfg.reward_workers > 1,
         "--reward model: with --preferences or --ask-every": is_learned != asks,
