@@ -1820,10 +1820,10 @@ def token_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Ten
 def logprobs_of(logits: Tensor, chosen: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N] of the chosen tokens [N, 1], and entropies [N]. logits: [N, V]."""
     logp = (logits.float() / policy.temperature).log_softmax(-1)
+    found = logp.gather(1, chosen).squeeze(1)
     # Unless the loss has it, the entropy needs no gradient. 0 log 0 is 0, not nan.
     with torch.set_grad_enabled(policy.learns_entropy and logp.requires_grad):
-        entropy = torch.special.entr(logp.exp()).sum(-1)
-    return logp.gather(1, chosen).squeeze(1), entropy
+        return found, torch.special.entr(logp.exp()).sum(-1)
 
 
 def k3(recorded: Tensor, recomputed: Tensor) -> Tensor:
@@ -3587,6 +3587,8 @@ def register(arena: Arena) -> None:
     error = int(cudart.cudaHostRegister(address, arena.slots.nbytes, 0))
     if error:  # perhaps a limit on locked memory
         print(f"the arena is not pinned (CUDA error {error}), so its copies are slower")
+        with suppress(RuntimeError):  # of the next kernel, which is told of it, too
+            torch.zeros(1, device="cuda")
     else:
         weakref.finalize(arena, cudart.cudaHostUnregister, address)
 
@@ -3818,8 +3820,12 @@ class UserLearner(Learner):
 
     def __init__(self, policy: Policy, cfg: Config, *args: Any) -> None:
         super().__init__(policy, cfg, *args)
-        if policy.device.type == "cuda":
-            self.optimizer = torch.optim.Adam(self.weights, cfg.lr, fused=True)
+        if policy.device.type == "cpu":
+            return
+        self.optimizer = torch.optim.Adam(self.weights, cfg.lr, fused=True)
+        # In fp32: weights, gradients and two moments; in the forward dtype: a copy.
+        num_bytes = 18 * sum(weight.numel() for weight in self.weights) / self.num_ranks
+        if num_bytes > max(torch.cuda.mem_get_info()) / 3:
             recompute_activations(policy.model)
 
     def _update(self, *args: Any) -> StepStats:
