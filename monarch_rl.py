@@ -3808,11 +3808,14 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
 
 def recompute_activations(model: Any) -> None:
     """Keeps only the input of each layer; the backward pass computes the rest again."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    # The layers need training mode for it. What is in them does not, so there is no dropout.
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    layer_class: Any = import_module("transformers.modeling_layers").GradientCheckpointingLayer
+    # The layers need training mode for it; what is in them does not, so there is no dropout.
     for layer in model.modules():
-        if getattr(layer, "gradient_checkpointing", False):
+        if isinstance(layer, layer_class):
             layer.training = True
+            if isinstance(getattr(layer, "dropout", None), float):  # not a module
+                layer.dropout = 0.0
 
 
 class UserLearner(Learner):

@@ -207,18 +207,6 @@ def test_the_successor_of_a_dead_reader_takes_its_lease_over() -> None:
     assert writer.arena.words[m.Arena.LEASES] == writer.arena.words[m.Arena.LATEST] != dead
 
 
-def test_a_slot_may_have_another_dtype() -> None:
-    mine = {"a": torch.randn(5, 3), "n": torch.arange(3)}
-    before = mine["a"].clone()
-    theirs = {"a": torch.zeros(5, 3, dtype=torch.bfloat16), "n": torch.zeros(3, dtype=torch.long)}
-    writer = m.WeightWriter(mine, 1, torch.bfloat16)
-    published(writer, 1)
-    m.WeightReader(writer.handle, 0, theirs).pull()
-    assert torch.equal(theirs["a"], before.bfloat16())
-    assert torch.equal(theirs["n"], torch.arange(3))
-    assert torch.equal(mine["a"], before)
-
-
 A32, B64 = torch.zeros(3, 5), torch.zeros(7, dtype=torch.float64)
 OTHERS = {
     "fewer": {"a": A32},
@@ -2273,6 +2261,251 @@ def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None
         refused = "are both certificates of one CA"
         assert [refused in output for output in found] == [True, True, False]
         assert ["tcp://, not tls://" in output for output in found] == [False, True, False]
+
+
+# == on GPUs =======================================================================================
+
+
+def test_devices_of_trainers_and_generators(monkeypatch: Any) -> None:
+    for num_gpus, num_trainers in itertools.product(range(1, 9), range(1, 5)):
+        ranks = [m.device_of(num_gpus, rank) for rank in range(min(num_trainers, num_gpus))]
+        assert ranks == [f"cuda:{rank}" for rank in range(len(ranks))]  # NCCL: one GPU each
+        for num_generators in range(1, 8):
+            found = [m.device_of(num_gpus, i, num_trainers) for i in range(num_generators)]
+            if num_trainers + num_generators <= num_gpus:
+                assert len({*ranks, *found}) == num_trainers + num_generators
+            shares = Counter(found).values()
+            assert max(shares) - min(shares) <= 1 or len(shares) == num_gpus
+            assert max(shares) == math.ceil(num_generators / num_gpus)
+    assert [m.device_of(2, i, 1) for i in range(3)] == ["cuda:1", "cuda:0", "cuda:1"]
+    assert m.device_of(0, 3, 1) == "cpu"
+
+    def resolved(num_gpus: int, **flags: Any) -> tuple[str, str]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        cfg = m.with_device(replace(m.Config(), **flags))
+        return cfg.device, cfg.dtype
+
+    assert resolved(0) == ("cpu", "float32")
+    assert resolved(1) == ("cuda", "bfloat16")
+    assert resolved(1, trainers=2) == ("cpu", "float32")
+    assert resolved(4, trainers=4) == ("cuda", "bfloat16")
+    assert resolved(4, device="cpu", dtype="bfloat16") == ("cpu", "bfloat16")
+    assert resolved(1, dtype="float32") == ("cuda", "float32")
+    with pytest.raises(m.UsageError, match="1 GPUs for 2 trainers"):
+        resolved(1, trainers=2, device="cuda")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    cfg = replace(CFG, device="cuda")
+    assert m.on_device(cfg, 1, 2).device == "cuda:3"
+    monkeypatch.setenv(m.HOST_FOLDER, "folder")  # a worker host: all its GPUs are for generators
+    assert m.on_device(cfg, 1, 2).device == "cuda:1"
+    assert m.on_device(CFG, 1, 2).device == "cpu"
+
+
+def test_a_writer_for_another_dtype_casts_at_once_and_copies_later(monkeypatch: Any) -> None:
+    mine = {"a": torch.randn(5, 3), "b": torch.randn(7)}
+    theirs = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in mine.items()}
+    writer = m.writer_of(mine, 1, torch.bfloat16)
+    reader = m.reader_of(writer.handle, 0, theirs)
+    go, order = threading.Event(), []
+    copy_block = m.WeightWriter.write
+
+    def slow(self: Any, slot: torch.Tensor) -> None:
+        assert go.wait(30)
+        copy_block(self, slot)
+        order.append("copied")
+
+    monkeypatch.setattr(m.WeightWriter, "write", slow)
+    wanted = []
+    for version in (1, 2):
+        wanted.append({name: t.bfloat16() for name, t in mine.items()})
+        if version == 2:  # waits for the copy of version 1 before it rewrites the block
+            threading.Timer(0.3, go.set).start()
+        writer.publish(version)
+        order.append("published")
+        for tensor in mine.values():  # the next step changes the weights during the copy
+            tensor.mul_(3)
+        if version == 1:
+            assert reader.pull() == m.Arena.NOTHING
+    assert order[:2] == ["published", "copied"]
+    writer.wait()
+    assert reader.pull() == 2
+    assert all(torch.equal(theirs[name], wanted[1][name]) for name in mine)
+    assert type(m.writer_of(weights(1) | {"a": torch.zeros(1)}, 1, torch.float32)) is m.WeightWriter
+
+
+def numbered(writer: Any, version: int) -> None:
+    for tensor in writer.sources:
+        tensor.fill_(version % 251)
+    writer.publish(version)
+
+
+def test_a_reader_with_a_block_gives_its_lease_back_and_reads_nothing_torn() -> None:
+    made = {f"t{i}": torch.zeros(1 << 16) for i in range(8)}
+    writer = m.BlockWriter(made, 2, torch.bfloat16)
+    leases = writer.arena.words[m.Arena.LEASES : m.Arena.LEASES + 2]
+    found: list[tuple[int, set[float]]] = []
+    stop = threading.Event()
+
+    def read(number: int) -> None:
+        mine = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in made.items()}
+        reader = m.BlockReader(writer.handle, number, mine)
+        addresses = [tensor.data_ptr() for tensor in mine.values()]
+        while not stop.is_set():
+            version = reader.pull()
+            assert leases[number] == m.Arena.NOTHING
+            extremes = [float(e) for tensor in mine.values() for e in tensor.float().aminmax()]
+            found.append((version, set(extremes)))
+        assert addresses == [tensor.data_ptr() for tensor in mine.values()]
+
+    with ThreadPoolExecutor(2) as threads:
+        reading = [threads.submit(read, number) for number in range(2)]
+        for version in range(300):
+            numbered(writer, version)
+        writer.wait()
+        stop.set()
+        assert [task.result(60) for task in reading] == [None, None]
+    versions = {version for version, _ in found}
+    assert len(versions) > 3
+    assert all(seen == {float(max(version, 0) % 251)} for version, seen in found)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "mixtral"])
+def test_a_graph_decodes_what_a_decoder_does(
+    tmp_path: Path, shape: str, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setitem(SHAPES, "mixtral", ("MixtralConfig", SMALL + "num_local_experts=4"))
+    policy = policy_of(model_folder(tmp_path, shape), temperature=0.8, max_new_tokens=12)
+    prompts = [m.letter_task(CFG).prompt(number) for number in range(5)]
+    prompts[4] = m.Prompt(4, (m.user_turn("abcdefghij", ""), prompts[4].turns[1]))
+    wanted = [m.rollout(policy, prompts, 3, seed) for seed in (0, 0, 1, None)]
+    policy.graphs = {}  # on a CPU: the passes of a graph, one by one
+    found = [m.rollout(policy, prompts, 3, seed) for seed in (0, 0, 1, None)]
+    is_hybrid = shape in ("qwen3_next", "lfm2")
+    assert capsys.readouterr().out.count("without a CUDA graph") == is_hybrid
+    assert policy.graphs is None if is_hybrid else 1 <= len(policy.graphs) <= 4
+    for one, other in zip(itertools.chain(*wanted), itertools.chain(*found), strict=True):
+        assert one.ids == other.ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_few_graphs_are_kept_and_used_again(monkeypatch: Any) -> None:
+    policy = policy_of(max_new_tokens=4)
+    policy.graphs = {}
+    made = []
+    begin = m.GraphDecoder.__init__
+    monkeypatch.setattr(
+        m.GraphDecoder, "__init__", lambda *args: (made.append(len(made)), begin(*args))[1]
+    )
+    for num_rows in (1, 1, 2, 3, 4, 1, 5, 1):
+        m.decoder_of(policy, [[0, 3, 4, 2, 1]] * num_rows)
+        assert len(policy.graphs) <= 4
+    assert len(made) == 6  # 1, 2, 3, 4, 5, and 1 again
+
+
+PLAIN = ["qwen2", "gpt2", "opt", "bloom", "gemma3", "phi3"]
+SCALED = {"cohere": "", "granite": "logits_scaling=3"}
+SCALED["gemma2"] = "sliding_window=8 query_pre_attn_scalar=8"
+
+
+@pytest.mark.parametrize("shape", [*PLAIN, *SCALED])
+@pytest.mark.parametrize("entropy", [0.0, 0.01])
+def test_log_probabilities_in_chunks_are_those_of_whole_logits(
+    tmp_path: Path, shape: str, entropy: float, monkeypatch: Any
+) -> None:
+    for name, sizes in SCALED.items():
+        monkeypatch.setitem(SHAPES, name, (f"{name.capitalize()}Config", SMALL + sizes))
+    folder = model_folder(tmp_path, shape)
+    cfg = replace(CFG, model=str(folder), entropy=entropy, temperature=0.7)
+    learned = m.user_learner(m.Policy(cfg, torch.float32), cfg, 0)
+    assert learned.policy.has_chunks is (shape not in SCALED)  # else `verify` has found out
+    episodes = episodes_of(learned)
+    advantage = m.advantages_of(episodes, "group")
+    (batch,) = learned._batches(cfg, episodes, advantage)
+    found = []
+    for has_chunks in {False, learned.policy.has_chunks}:
+        learned.policy.has_chunks = has_chunks
+        logp, entropies = m.token_logprobs(learned.policy, batch.ids, batch.is_sampled)
+        assert has_chunks or entropies.requires_grad is (entropy > 0)
+        loss = (logp * torch.linspace(-1, 1, len(logp))).sum() - entropy * entropies.sum()
+        parts = torch.autograd.grad(loss, learned.weights, allow_unused=True)
+        found.append((logp, entropies, torch.cat([p.flatten() for p in parts if p is not None])))
+    for one, other in zip(found[0], found[-1], strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+CHUNKS = """
+import resource, sys, torch
+import monarch_rl as m
+import test_monarch_rl as t
+torch.set_num_threads(1)
+policy = m.Policy(t.CFG, torch.float32)
+config = policy.model.config
+config.vocab_size = 49152
+policy.model = type(policy.model)(config)
+policy.has_chunks = sys.argv[1] == "chunks"
+ids = torch.randint(0, 49152, (64, 33))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+m.token_logprobs(policy, ids, torch.ones(64, 32, dtype=torch.bool))[0].sum().backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6)
+"""
+
+
+def test_the_logits_of_a_chunk_are_all_that_is_alive() -> None:
+    """2,048 tokens of a vocabulary of 49,152: their logits take 0.40 GB."""
+    found = []
+    for kind in ("whole", "chunks"):
+        words = [sys.executable, "-c", CHUNKS, kind]
+        done = subprocess.run(words, cwd=FOLDER, capture_output=True, text=True, timeout=120)
+        found.append(float(done.stdout))
+    assert found[0] > 1.2
+    assert found[1] < 0.5 + 0.07
+
+
+def test_a_masked_logit_costs_no_update() -> None:
+    for entropy in (0.0, 0.01):
+        policy = policy_of(entropy=entropy, temperature=0.7)
+        logits = torch.zeros(2, 5, requires_grad=True)
+        masked = logits.masked_fill(torch.arange(5) == 4, torch.finfo(torch.float32).min)
+        logp, entropies = m.logprobs_of(masked, torch.tensor([[0], [1]]), policy)
+        assert float(entropies[0].detach()) == pytest.approx(math.log(4))
+        if entropy == 0:
+            logp.sum().backward()
+            assert bool(logits.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("shape", ["qwen2", "gpt2", "bloom", "mistral", "opt"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recomputed_activations_change_no_update(tmp_path: Path, shape: str, dtype: str) -> None:
+    folder = model_folder(tmp_path, shape)
+    cfg = replace(CFG, model=str(folder), dtype=dtype, tokens_per_micro_batch=60)
+    found = []
+    for kind in ("plain", "cast once", "recomputed"):
+        policy = m.Policy(cfg, torch.float32)
+        learned: Any = (m.Learner if kind == "plain" else m.UserLearner)(policy, cfg)
+        learned.optimizer = torch.optim.SGD(learned.weights, 0.5)
+        passes: Counter[str] = Counter()
+
+        def count(what: str, *_: Any, passes: Any = passes) -> None:
+            passes[what] += 1
+
+        if kind == "recomputed":
+            m.recompute_activations(policy.model)
+        for name, module in policy.model.named_modules():
+            if name.endswith(("layers.0", "h.0")):
+                module.register_forward_pre_hook(functools.partial(count, "layer"))
+                for part in list(module.modules())[2:3]:
+                    part.register_forward_pre_hook(functools.partial(count, "part"))
+        before = parameters(learned)
+        episodes = episodes_of(learned)
+        passes.clear()
+        stats = learned.step(episodes)
+        assert passes["part"] == passes["layer"] * (2 if kind == "recomputed" else 1) > 0
+        assert policy.model.dtype == torch.float32  # the copies are gone
+        found.append((parameters(learned) - before, stats.grad_norm))
+    for moved, norm in found[1:]:
+        assert float((moved - found[0][0]).norm()) <= 1e-3 * float(found[0][0].norm())
+        assert norm == pytest.approx(found[0][1], rel=1e-3)
 
 
 # == critic ========================================================================================
