@@ -2278,7 +2278,7 @@ class Trainer(Worker):
         self.policy = Policy(cfg, torch.float32)
         self.learner = make_learner(self.policy, cfg, rank)
         weights = dict(self.policy.model.named_parameters())
-        self.writer = writer_of(weights, cfg.generators, getattr(torch, cfg.dtype))
+        self.writer = writer_of(weights, cfg.generators, getattr(torch, cfg.dtype or "float32"))
         # The copy of a version runs beside the next step, until that changes the weights.
         self.learner.optimizer.register_step_pre_hook(lambda *_: self.writer.wait())
         self.version = version
@@ -2305,7 +2305,7 @@ class Generator(Worker):
         cfg = on_device(cfg, number, cfg.trainers)
         self.number = number
         self.make_reader = make_reader
-        self.policy = Policy(cfg, getattr(torch, cfg.dtype))
+        self.policy = Policy(cfg, getattr(torch, cfg.dtype or "float32"))
         self.reader: WeightReader | None = None
 
     def rollout(
@@ -3509,9 +3509,9 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
 # Problem. What is cheap on a CPU is not on a GPU. A copy of each tensor into ordinary memory moves
 #   1 GB/s where the bus has 55. Python starts 500 kernels per token, and the GPU waits for it. The
 #   logits of 8,192 tokens over a vocabulary of 150,000 take 5 GB in fp32, several times.
-# Rule. Move one block, not 300 tensors. Record the kernels of a token once, and replay them. Compute
-#   logits in chunks, and the activations of a layer again when the backward pass needs them.
-# Cost. A block of weights on each side, a cache of fixed length, up to a third more arithmetic.
+# Rule. Move one block, not 300 tensors. Record the kernels of a token once, then replay them.
+#   Compute logits in chunks, and where memory is short activations again in the backward pass.
+# Cost. A block of weights on each side, and a cache of fixed length for each shape of a batch.
 #
 #   trainer     weights --cast--> block --one copy, beside the next step--> slot
 #   generator   slot --one copy--> block = its weights; then it gives its lease back
@@ -4647,7 +4647,7 @@ def user_learner(policy: Policy, cfg: Config, rank: int) -> Learner:
         verify(policy, cfg.model)
     reference = copy.deepcopy(policy) if cfg.kl else None
     if cfg.trainers > 1:
-        shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
+        shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype or "float32"))
     penalty = partial(divergence, reference, cfg.kl) if reference else None
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = UserLearner(policy, cfg, rank, cfg.trainers, critic, penalty)
