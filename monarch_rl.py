@@ -3623,10 +3623,10 @@ class BlockWriter(WeightWriter):
         if self.block.is_cpu:
             super().write(slot)
             return
+        # This thread waits for the copy; the stream of the next step does not.
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self.cast)
-            slot.copy_(self.block, non_blocking=True)
-        self.stream.synchronize()
+            slot.copy_(self.block)
 
 
 class BlockReader(WeightReader):
@@ -3644,10 +3644,8 @@ class BlockReader(WeightReader):
             register(self.arena)
 
     def read(self, slot: int) -> None:
-        """Fills the block, waits for its bytes, and gives the lease back."""
-        self.block.copy_(self.arena.slots[slot], non_blocking=True)
-        if self.block.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        """Fills the block, and gives the lease back when its bytes are there."""
+        self.block.copy_(self.arena.slots[slot])  # returns after the copy
         with self.arena.locked():
             self.arena.words[Arena.LEASES + self.reader] = Arena.NOTHING
         # From now on a newer version may be written into this slot.
