@@ -3691,7 +3691,6 @@ class GraphDecoder(Decoder):
         for fixed, grown in zip(layers, prefilled.cache.layers):
             fixed.lazy_initialization(grown.keys, grown.values)
         self.cache = transformers.Cache(layers=layers)
-        self.counters = [self.positions, *[fixed.cumulative_length for fixed in layers]]
         self.begin(prefilled)
         if policy.device.type == "cuda":
             self._capture()
