@@ -4160,7 +4160,9 @@ class DeviceReader(WeightReader):
 #   b         1     0.0  0.5                          0.86   0.36
 #   c         2     0.9  0.7                          0.90   0.20
 
-CRITIC_ALONE = 8  # steps that train only the critic, because V is noise at first
+# The first steps train only the critic. Without them the demo's critic reaches 0.56 and 0.30 right
+# letters with seeds 0 and 1, in place of 0.64 and 0.59.
+CRITIC_ALONE = 8
 
 
 def value_network(policy: Policy) -> Any:
@@ -4387,6 +4389,10 @@ class RewardModel:
         self.fresh_path = fresh_path
         self.policy = HubPolicy(cfg, torch.float32)
         self.network = value_network(self.policy)
+        # With its initial deviation of 0.02 the tiny network hardly depends on its input.
+        for weight in self.network.parameters():
+            if weight.ndim == 2 and not cfg.model:
+                weight.data.mul_(2.5)
         self.policy.model.to("meta")  # frees its weights; only the tokenizer is used
         self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 1e-3)
         self.rng = random.Random(cfg.seed)
