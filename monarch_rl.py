@@ -105,7 +105,6 @@ if __name__ == "__main__":
 import monarch.actor
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor as dtensor
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, ActorError, ProcMesh
@@ -1416,6 +1415,8 @@ def example() -> Weights:
 
 class ShardWorker(Worker):
     def setup(self, number: int, meeting_file: str, num_ranks: int) -> ArenaHandle:
+        from torch.distributed import tensor as dtensor
+
         form_group(meeting_file, current_rank().rank, num_ranks)
         mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
         placements = {"matrix": dtensor.Shard(0), "vector": dtensor.Replicate()}
@@ -1435,6 +1436,8 @@ class ShardWorker(Worker):
 @stage(instead="pass")
 async def demo_reshard(report: Report) -> None:
     """From one sharding to another, each byte that is needed is written once."""
+    from torch.distributed.tensor import Shard
+
     # Two ranks write shards of rows.
     setup_args = (str(report.folder / "shards"), 2)
     service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
@@ -1451,7 +1454,7 @@ async def demo_reshard(report: Report) -> None:
     for spec in handle.layout:
         tensor = spec.view(arena.slots[slot])
         needed_bytes += tensor.nbytes
-        by_columns = [dtensor.Shard(tensor.dim() - 1)]
+        by_columns = [Shard(tensor.dim() - 1)]
         boxes = [box_of(spec.shape, (2,), by_columns, (rank,)) for rank in range(2)]
         columns = torch.cat([tensor[box] for box in boxes], -1)
         num_wrong += int((columns != expected[spec.name]).sum())
@@ -3882,7 +3885,9 @@ class UserLearner(Learner):
 
 def whole(tensor: Tensor) -> Tensor:
     """Returns the full tensor of a DTensor, and other tensors unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_state(policy: Policy) -> Weights:
