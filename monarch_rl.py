@@ -2770,8 +2770,8 @@ async def demo_async_rl(report: Report) -> None:
 
 
 # ==== PART II: further ====
-# The system is complete. Part II adds a model and data of your own, long runs, GPUs, harder rewards
-# and more hosts, by subclasses and arguments of what Part I has.
+# Models and data of your own, long runs, GPUs, harder rewards and more hosts: subclasses and
+# arguments of what Part I has.
 
 
 @dataclass(frozen=True)
@@ -2782,41 +2782,40 @@ class Flags(Config):
     only: str = ""  # run this stage alone
     list: bool = False  # list the stages and their lines
     train: bool = False  # train --model on --task
-    evaluate: int = 0  # pass@k, with so many samples of each prompt
+    evaluate: int = 0  # number of samples per prompt (k of pass@k)
     export: str = ""  # write the model to this folder
-    model: str = ""  # a folder or a hub id of a causal model; default: a tiny one
-    task: str = "repeat"  # repeat, count or pattern; a FILE.jsonl; a FILE.py:CLASS
-    reward: str = ""  # a FILE.py:FUNCTION(prompt, response, answer), or model
+    model: str = ""  # folder or hub id of a causal model; default: a tiny one
+    task: str = "repeat"  # repeat, count, pattern, FILE.jsonl or FILE.py:CLASS
+    reward: str = ""  # FILE.py:FUNCTION(prompt, response, answer), or the word "model"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
     device: Literal["", "cpu", "cuda"] = ""  # default: cuda if available and one trainer
-    steps: int = 100  # updates of the policy
-    trainers: int = 1  # the ranks of the trainer (FSDP2)
-    hosts: str = ""  # the --worker folder; its hosts run generators
-    worker: str = ""  # offer this machine to --hosts in this folder
-    kl: float = 0.0  # the weight of the divergence from the first version
+    steps: int = 100  # training steps
+    trainers: int = 1  # ranks of the trainer (FSDP2)
+    hosts: str = ""  # shared folder that lists the machines for generators
+    worker: str = ""  # shared folder in which this machine registers as such
+    kl: float = 0.0  # weight of the divergence from the first version
     sft_steps: int = 0  # supervised steps on the right answers before RL
-    reward_deadline: float = 60.0  # the seconds that the rewards of a group may take
-    preferences: str = ""  # a FILE.jsonl: prompt, chosen, rejected
+    reward_deadline: float = 60.0  # time limit for scoring a group, in seconds
+    preferences: str = ""  # FILE.jsonl: prompt, chosen, rejected
     ask_every: int = 0  # ask the task's prefer() about every Nth group; 0: never
-    checkpoint: str = ""  # a folder from which the same command resumes
-    save_every: int = 20  # the steps between checkpoints
-    eval_every: int = 0  # the steps between evaluations; 0: only the first and last
-    log: str = ""  # a line of JSON for every step, in this file
-    json: str = ""  # checks and figures of the command, in this file
-    report: str = ""  # a page of the command, in this file
+    checkpoint: str = ""  # folder from which the same command resumes
+    save_every: int = 20  # steps between checkpoints
+    eval_every: int = 0  # steps between evaluations; 0: only the first and last
+    log: str = ""  # file: a line of JSON for every step
+    json: str = ""  # file: checks and figures of the command
+    report: str = ""  # file: a page of the command
 
 
 # == YOUR OWN DATA ====
-# Problem. A run needs a model, prompts and a judge of responses, and this file knows none of them.
-#   Templates differ; data has wrong lines; a reward function raises, hangs, forks, sets signal
-#   handlers, and returns anything. None of this may end a run.
-# Rule. A task has two methods: `prompt(number)` returns a prompt, and `score(prompt, responses)` a
-#   reward for each of its turns. A wrong line of a file ends the command before a process starts.
-#   `score` runs in a separate process, which is killed with its children after a deadline. An
-#   episode without a reward is left out of its group: a 0 would blame the policy.
+# Problem. Templates differ; data has wrong lines; a reward function raises, hangs, forks, and
+#   returns anything. None of this may end a run.
+# Rule. A task has two methods: `prompt(number)`, and `score(prompt, responses)`, a reward per turn.
+#   A wrong line of --task ends the command before a process starts. `score` runs in a separate
+#   process, killed with its children after a deadline. An episode without a reward is left out of
+#   its group: a 0 would blame the policy.
 # Cost. One more process for each reward worker, and one more message for each group.
 #
-# By example, with --task sums.jsonl, a file with the line {"prompt": "17 + 25 = ?", "answer": 42}:
+# --task sums.jsonl has the line {"prompt": "17 + 25 = ?", "answer": 42}:
 #
 #   task = user_task(cfg)
 #   prompt = task.prompt(0)                                       in the main process
@@ -2827,9 +2826,8 @@ class Flags(Config):
 
 
 def place_of(error: BaseException) -> str:
-    """Returns an error in one line, with the place in the user's code that raised it."""
+    """Returns an error in one line, with the innermost place in the user's code."""
     place = ""
-    # The innermost frame that is neither in this file nor in a library.
     for frame in traceback.extract_tb(error.__traceback__):
         if not re.search(f"/lib/python|^<frozen|^{THIS_FILE}$", frame.filename):
             place = f"{frame.filename}, line {frame.lineno}: "
@@ -2838,7 +2836,7 @@ def place_of(error: BaseException) -> str:
 
 
 def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls code of the user or a library. Its exceptions become UsageErrors."""
+    """Calls code of the user or a library. Raises its exceptions as UsageError."""
     try:
         return call(*args, **options)
     except BaseException as error:
@@ -2846,7 +2844,7 @@ def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> 
 
 
 def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Returns (tokenizer, model) of a folder or hub id. Raises UsageError if parts are missing."""
+    """Returns (tokenizer, model). Raises UsageError if parts are missing."""
     import transformers
 
     where = f"--model {name}"
@@ -2854,11 +2852,11 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
-    # transformers only warns of weights that are missing, unexpected or of another shape.
+    # With these options transformers lists missing, unexpected and mismatched weights.
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
     weights = model.named_parameters()
     wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
-    # Each token needs an embedding, except special ones (of images, say).
+    # Special tokens, of images for example, may lack an embedding: prompts have none.
     num_embeddings = model.get_input_embeddings().num_embeddings
     special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     for word, i in tokenizer.get_vocab().items():
@@ -2871,7 +2869,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 class HubPolicy(Policy):
-    """The policy of --model. dtype: of the parameters; forward passes have that of --dtype."""
+    """The policy of --model. dtype: dtype of the parameters. Forward passes use --dtype."""
 
     def __init__(self, cfg: Flags, dtype: torch.dtype) -> None:
         if cfg.model:
@@ -2880,10 +2878,10 @@ class HubPolicy(Policy):
             self.tokenizer, model = tiny_policy(cfg.seed)
         self.device = torch.device(cfg.device or "cpu")
         self.model = model.to(self.device).eval()
-        # Buffers keep their dtype: positions need fp32.
+        # Buffers keep their dtype: rotary positions need float32.
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)
-        # Of the forward passes. With several trainers FSDP casts.
+        # Compute dtype. With several trainers, FSDP casts instead.
         self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
         self.temperature = cfg.temperature
         self.learns_entropy = cfg.entropy > 0
@@ -2892,13 +2890,13 @@ class HubPolicy(Policy):
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
         if self.max_new_tokens >= self.context:
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
-        # Models with recurrent layers may take none.
+        # Recurrent models may not accept position_ids.
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.control_tokens = self.tokenizer.get_added_vocab()  # <|im_end|>, <|im_start|>
         self.end_ids = self._end_ids()
 
     def _end_ids(self) -> list[int]:
-        """Returns the ends of a response: of the template, the tokenizer, and the model."""
+        """Returns end tokens of the template, the tokenizer, and the model."""
         # "...assistant\nresponse<|im_end|>\n" -> "<|im_end|>\n" -> its first token
         chat = [{"role": "user", "content": "question"}, RESPONSE]
         _, response, closing = self.render(chat, False).rpartition(RESPONSE["content"])
@@ -2916,33 +2914,31 @@ class HubPolicy(Policy):
         return called("the chat template", super().render, messages, add_generation_prompt)
 
     def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
-        """Returns ids. is_plain: the text of a control token becomes ordinary tokens."""
+        """Returns ids. is_plain: control tokens become ordinary text."""
         encode = partial(self.tokenizer, add_special_tokens=False)
         return encode(text, split_special_tokens=is_plain)["input_ids"]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
         """Returns the ids of a turn. Raises UsageError if the template rewrites or drops text."""
-        # "<|im_end|>" in a message would end a turn. The template gets a placeholder for such
-        # content, which is tokenized as plain text below.
-        plain = {}
+        # "<|im_end|>" in a message would end a turn: the template gets a placeholder.
+        plain: dict[str, str] = {}  # placeholder -> text whose control tokens must stay plain
         messages = []
         for message in prompt.turns[turn].messages:
-            content = message["content"]
-            words = content.strip()
+            words = message["content"].strip()
             if any(token in words for token in self.control_tokens):
                 placeholder = f"message{len(plain)}of"
                 plain[placeholder] = words
-                content = content.replace(words, placeholder)
-            messages.append({**message, "content": content})
+                message = {**message, "content": message["content"].replace(words, placeholder)}
+            messages.append(message)
         before, text = self.render_turn((*prompt.turns[:turn], Turn(tuple(messages), None)))
         if not text.startswith(before):
             raise UsageError("this chat template changes earlier turns: use one turn")
         for message in messages:
-            # Templates may strip control switches (/no_think) from a system message.
-            is_kept = message["role"] not in ("system", "assistant")
-            if is_kept and message["content"].strip() not in text:
+            # Templates may strip /no_think from a system message, thoughts from an assistant's.
+            must_appear = message["role"] not in ("system", "assistant")
+            if must_appear and message["content"].strip() not in text:
                 raise UsageError(f"the template changes or drops: {message}")
-        # "...message0of..." -> ids of the template's text, plain ids of the message, and so on.
+        # "...message0of..." -> ids of the template, plain ids of the message, and so on
         ids = []
         for part in re.split(r"(message\d+of)", text.removeprefix(before)):
             ids += self.tokenize(plain.get(part, part), is_plain=part in plain)
@@ -2954,7 +2950,7 @@ class HubPolicy(Policy):
             inputs.pop("position_ids", None)
         if self.model.dtype == self.dtype:
             return self.model(ids, **inputs).logits
-        # The parameters stay in fp32; this pass uses copies.
+        # Copies, not autocast: it would keep norms in float32, where generators have bfloat16.
         cast = {name: p.to(self.dtype) for name, p in self.model.named_parameters()}
         return torch.func.functional_call(self.model, cast, ids, inputs).logits
 
@@ -2971,28 +2967,27 @@ WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle em
 class WordTask(Task):
     """Three tasks in whole words, for a chat model."""
 
-    kind: str
+    kind: str  # repeat, count or pattern
     seed: int
 
     def __post_init__(self) -> None:
-        # A word and its end, or up to five numbers with commas.
         self.max_new_tokens = 24 if self.kind == "count" else 6
 
     def prompt(self, number: int) -> Prompt:
         rng = random.Random(f"{self.seed} {number}")
         word, other, answer, other_answer = rng.sample(WORDS, 4)
         if self.kind == "repeat":
-            # The second word comes without the rule, which the policy has to remember.
+            # The second turn omits the rule, which the policy has to remember.
             text = f"I will say a word, and you repeat it. Say nothing else. {word}"
             return Prompt(number, (user_turn(text, word), user_turn(other, other)))
         if self.kind == "count":
-            # The user: "Count from 8 to 10. ..." The right response is "8, 9, 10".
+            # "Count from 8 to 10. ..." -> "8, 9, 10"
             first = rng.randint(1, 90)
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
             text = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
             return Prompt(number, (user_turn(text, ", ".join(numbers)),))
-        # The user: "When I say cloud, you say eagle. When I say lemon, you say piano. cloud"
-        # The assistant: "eagle". The user: "lemon". The right response is "piano".
+        # "When I say cloud, you say eagle. When I say lemon, you say piano. cloud" -> "eagle";
+        # "lemon" -> "piano"
         rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
         example = user_turn(f"{rule} {other}", "").messages
         solved = {"role": "assistant", "content": other_answer}
@@ -3003,7 +2998,7 @@ class WordTask(Task):
         """Returns 1 for the exact answer, else half the share of words at the right place."""
         if response.strip() == answer:
             return 1.0
-        # Rewards of a group must differ before any is 1: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
+        # Partial credit, so that rewards of a group differ: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
         right = re.findall(r"\w+", answer)
         words = re.findall(r"\w+", response.lower())
         num_right = sum(a == b for a, b in zip(right, words))
@@ -3015,9 +3010,9 @@ class WordTask(Task):
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
     """Yields the place and the text of each line that is not blank."""
-    # utf-8-sig drops the mark of some editors before the first line.
+    # utf-8-sig drops a byte order mark.
     text = called(str(path), path.read_text, "utf-8-sig")
-    # splitlines would also cut at U+2028, which JSON allows inside a text.
+    # splitlines would also cut at U+2028, which JSON allows in strings.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{path}, line {number}", line
@@ -3032,7 +3027,7 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = user_turn(messages, None).messages
-        # Of messages that are not blank. `encode` raises for "\ud800": valid JSON, but no text.
+        # Roles of the non-blank messages. `encode` raises for "\ud800": valid JSON, but no text.
         roles = [each["role"] for each in messages if each["content"].encode().strip()]
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
@@ -3052,9 +3047,9 @@ NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, .5, 1e-5; Decimal refuses
 
 def final_part(text: str) -> str:
     r"""Returns the answer in a text: "<think>7</think> So #### \boxed{1,042}." -> "1042"."""
-    # The text after the last mark counts, and nothing of a thought that does not end.
+    # The text after the last mark; ignore an unclosed <think> block.
     text = re.split(r"</think>|####", text)[-1].partition("<think>")[0]
-    # The last box, if there is one, without the words around it.
+    # The last box, if there is one.
     text = [text, *re.findall(BOX, text)][-1]
     # One code point for an accented letter; a hyphen for the minus sign.
     text = unicodedata.normalize("NFC", text).replace("\u2212", "-")
@@ -3065,7 +3060,7 @@ def final_part(text: str) -> str:
 
 
 class FileTask(Task):
-    """The prompts of a FILE.jsonl, shuffled once, then repeated. Raises UsageError."""
+    """The prompts of a FILE.jsonl, shuffled once, then repeated."""
 
     def __init__(self, path: str, seed: int) -> None:
         self.prompts = [prompt_of(0, line, where) for where, line in lines_of(Path(path))]
@@ -3094,7 +3089,7 @@ class FileTask(Task):
 
 
 def load_python(spec: str) -> Any:
-    """Imports FILE.py:NAME, and lets workers import it. Raises UsageError."""
+    """Returns NAME of FILE.py:NAME. Raises UsageError."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
@@ -3102,7 +3097,7 @@ def load_python(spec: str) -> Any:
     # The folder comes after the standard library, and before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
-    # Workers add it to their path, too (`add_user_folder`).
+    # Workers append it, too (`add_user_folder`): the task's, loaded last, whose prompts they get.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # For a user's random.py the import returns Python's module.
@@ -3116,7 +3111,7 @@ def load_python(spec: str) -> Any:
 
 @dataclass
 class UserTask(Task):
-    """The prompts of --task, with the rewards of --reward, if it is given."""
+    """The prompts of --task, with the rewards of --reward or of the task."""
 
     task: Any  # an object with `prompt` and `score`; its class may have any base
     reward: Callable[..., Any] | None
@@ -3129,7 +3124,7 @@ class UserTask(Task):
         return prompt_of(number, called(where, self.task.prompt, number), where)
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
-        """Calls the reward function for each turn, or else `score` of the task."""
+        """Calls the reward function for each turn, or `score` of the task."""
         if self.reward is None:
             return self.task.score(prompt, responses)
         rewards = []
@@ -3140,21 +3135,25 @@ class UserTask(Task):
         return rewards
 
 
-@cache
 def user_task(cfg: Flags) -> Task:
     """Returns the task of --task and --reward, one object per process."""
-    if not cfg.model:
-        return LetterTask(cfg.seed)  # the tiny policy knows letters only
-    reward = load_python(cfg.reward) if cfg.reward not in ("", "model") else None
-    if cfg.task in ("repeat", "count", "pattern"):
-        return UserTask(WordTask(cfg.task, cfg.seed), reward)
-    if not cfg.task.endswith(".jsonl"):
-        return UserTask(called(cfg.task, load_python(cfg.task)), reward)
-    task = FileTask(cfg.task, cfg.seed)
+    # The tiny policy knows letters only.
+    return make_task(cfg.task, cfg.reward, cfg.seed) if cfg.model else LetterTask(cfg.seed)
+
+
+@cache
+def make_task(name: str, reward: str, seed: int) -> Task:
+    scorer = load_python(reward) if reward not in ("", "model") else None
+    if name in ("repeat", "count", "pattern"):
+        return UserTask(WordTask(name, seed), scorer)
+    if not name.endswith(".jsonl"):
+        return UserTask(called(name, load_python(name)), scorer)
+    task = FileTask(name, seed)
+    # The rule of FileTask compares texts and numbers only.
     types = {type(prompt.turns[0].answer) for prompt in task.prompts}
-    if not cfg.reward and types - {str, int, float, bool}:
-        raise UsageError(f"--task {cfg.task}: its answers need --reward")
-    return UserTask(task, reward)
+    if not reward and types - {str, int, float, bool}:
+        raise UsageError(f"--task {name}: its answers need --reward")
+    return UserTask(task, scorer)
 
 
 # -- the reward process ---
@@ -3166,7 +3165,10 @@ def user_task(cfg: Flags) -> Task:
 
 @dataclass
 class UserProcess:
-    """A process whose main thread runs the user's code: signal handlers can be set only there."""
+    """A process that runs the user's code.
+
+    It runs in the main thread: Python allows signal handlers only there.
+    """
 
     cfg: Flags
     executor: ProcessPoolExecutor = field(init=False)  # started with the first group
@@ -3177,19 +3179,19 @@ class UserProcess:
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
-                # Spawned: a forked child would inherit locks that this worker's threads hold.
+                # A forked child would inherit locks that this worker's threads hold.
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
-                # Which group to kill, before any code of the user runs.
+                # Get the process group id first, so that `kill` works at any time.
                 self.pid = self.executor.submit(os.getpid).result()
-            # A name for the future would be a cycle with its exception, and delay `__del__`.
+            # Do not bind the future: its exception's traceback would keep this frame, and so the
+            # process, alive.
             return self.executor.submit(score_group, self.cfg, conversations).result(limit_s)
         except TimeoutError:
             reason = f"no reward within {limit_s:g} s"
         except Exception as error:  # of many types: the process has died, or cannot load the task
             reason = f"the reward function: {place_of(error)}"
-        # The next group gets a new process.
-        self.kill()
+        self.kill()  # the next group gets a new process
         return [reason] * len(conversations)
 
     def kill(self) -> None:
@@ -3204,19 +3206,17 @@ class UserProcess:
 
 def lead_process_group() -> None:
     """Makes this process lead a process group, which is killed when the parent ends."""
-    # Children are born into the group, so one signal reaches all of them.
+    # Children join the group, so one signal reaches all of them.
     os.setpgid(0, 0)
     # Programs of the user may import from the current folder.
     environ.pop("PYTHONSAFEPATH", None)
-    # Monarch selects forkserver; a plain script has fork.
+    # The user's own processes are forked, as in a plain script; Monarch selects forkserver.
     multiprocessing.set_start_method("fork", force=True)
-    # When the parent ends, even by SIGKILL, this pipe becomes readable, and the kernel sends a
-    # signal. No Python code takes part, so C code that holds the GIL cannot delay it.
+    # The kernel kills the group once the parent has ended, even if C code holds the GIL here.
     parent: Any = multiprocessing.parent_process()
-    pipe = parent.sentinel
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())  # negative: a process group
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # in place of SIGIO
-    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)  # once it is readable
+    settings = {fcntl.F_SETOWN: -os.getpid(), fcntl.F_SETSIG: signal.SIGKILL}
+    for name, value in (settings | {fcntl.F_SETFL: os.O_ASYNC}).items():
+        fcntl.fcntl(parent.sentinel, name, value)
     # The parent may have ended before these calls.
     if not parent.is_alive():
         kill_group(0)  # 0: the group of the caller
@@ -3225,7 +3225,7 @@ def lead_process_group() -> None:
 def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
     """Calls task.score for each episode. Coroutines of one group run concurrently."""
     task = user_task(cfg)
-    # First all plain calls, with copies, because the user's code may change a prompt.
+    # First all plain calls, with copies: the user's code may change a prompt.
     results = []
     for prompt, responses in conversations:
         try:
@@ -3233,7 +3233,7 @@ def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
         except BaseException as error:  # SystemExit, too: other episodes still get rewards
             results.append(error)
     # Then all coroutines: inside a loop, asyncio.run in a plain call would fail.
-    results = user_loop().run(awaited(results))
+    results = runner().run(awaited(results))
     rewards: Rewards = []
     for (prompt, _), result in zip(conversations, results):
         try:
@@ -3243,8 +3243,10 @@ def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
     return rewards
 
 
-# Returns the event loop of this process: an HTTP client that the user keeps works in one only.
-user_loop = cache(asyncio.Runner)
+@cache
+def runner() -> asyncio.Runner:
+    """Returns the Runner of this process: clients kept across calls need one event loop."""
+    return asyncio.Runner()
 
 
 async def awaited(result: Any) -> Any:
@@ -3259,13 +3261,11 @@ async def awaited(result: Any) -> Any:
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
     """Converts what `score` returned to a reward for each turn."""
-    # A tensor, or an array of numpy
-    if hasattr(result, "tolist"):
+    if hasattr(result, "tolist"):  # tensor or array
         result = result.tolist()
     # A single number is the reward of the last turn.
     if not isinstance(result, (list, tuple)):
         result = [0.0] * (num_turns - 1) + [result]
-    # The exception of one turn is that of its episode.
     for part in result:
         if isinstance(part, BaseException):
             raise part
