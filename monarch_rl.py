@@ -3214,8 +3214,9 @@ def lead_process_group() -> None:
     multiprocessing.set_start_method("fork", force=True)
     # The kernel kills the group once the parent has ended, even if C code holds the GIL here.
     parent: Any = multiprocessing.parent_process()
-    settings = {fcntl.F_SETOWN: -os.getpid(), fcntl.F_SETSIG: signal.SIGKILL}
-    for name, value in (settings | {fcntl.F_SETFL: os.O_ASYNC}).items():
+    group = -os.getpid()
+    settings = {fcntl.F_SETOWN: group, fcntl.F_SETSIG: signal.SIGKILL, fcntl.F_SETFL: os.O_ASYNC}
+    for name, value in settings.items():
         fcntl.fcntl(parent.sentinel, name, value)
     # The parent may have ended before these calls.
     if not parent.is_alive():
@@ -3582,22 +3583,18 @@ async def demo_recovery(report: Report) -> None:
 
 
 # == YOUR OWN RUN ====
-# Problem. A command lives for hours. It has to say what it does, to go on where it was, to keep its
-#   settings, and to leave a model that other programs load.
-# Rule. `UserRun` is the run of Part I with your task and your model. Whatever is kept lies in the
-#   folder of --checkpoint, which --train, --evaluate and --export share:
+# Problem. A run lasts hours. It must log, resume, keep its flags, and export.
+# Rule. `UserRun` is the run of Part I with your task and model. --train, --evaluate and --export
+#   share the folder of --checkpoint:
 #
-#   flags.json    of the newest --train; defaults for the flags that a later command omits
+#   flags.json    flags of the newest --train: defaults for later commands
 #   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
 #   preferences.jsonl   comparisons (section 15)
 #   lock          held by the process that uses the folder
 #
-# Cost. A copy of the model, and 12 bytes per parameter and checkpoint.
-#
-#   run_user_command -> with_restarts -> UserRun: UserLearner, HubPolicy, UserProcess
-#                                     -> do_command -> train_and_evaluate -> train_saved (13)
-#
+# Cost. A copy of the model, and 12 bytes per parameter and checkpoint (with a critic about 24).
+
 # -- the command ---
 
 
@@ -3606,14 +3603,14 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
-    # What the flags leave open.
+    # Resolve defaults.
     device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
     hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
-    saved = checkpoints.folder.resolve()
-    make_run = partial(UserRun, cfg, report.pool, report.folder, saved, hosts)
+    folders = (report.folder, checkpoints.folder.resolve())
+    make_run = partial(UserRun, cfg, report.pool, *folders, hosts)
     return await with_restarts(checkpoints, make_run, partial(do_command, checkpoints))
 
 
@@ -3622,7 +3619,7 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
     cfg = run.cfg
     start_s = time.time()
     first = run.version
-    # Version 0 is kept once, so that a resumed run begins from the same weights.
+    # Version 0 is saved once: a resumed run takes it as --model.
     model = checkpoints.folder / "model"
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
         await run.trainer.request(export, f"{model}.new")
@@ -3632,7 +3629,7 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
         figures["evaluation"] = await evaluate_pass_at_k(run, cfg.evaluate)
     if cfg.export:
         await run.trainer.request(export, cfg.export)
-    # A failed save did not end the run; it ends the command, with status 1.
+    # If the last save failed, exit with status 1.
     newest = checkpoints.folder / f"step_{run.version:08}.pt"
     if cfg.train and cfg.checkpoint and not newest.exists():
         raise RunError(f"step {run.version} is not saved")
@@ -3650,7 +3647,6 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     evaluate = partial(evaluate_pass_at_k, run, 0)
     if run.version:
         print(f"going on after step {run.version}")
-    # A resumed run has been evaluated before.
     if not progress.heldout:
         await evaluate()
     await train_saved(run, checkpoints, evaluate)
@@ -3672,7 +3668,7 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
     right = []
     if num_samples:
         for group in await run.sample_and_score(run.held_out, num_samples, seed=0):
-            # pass@k needs all k samples of a prompt.
+            # Prompts with an unscored sample are left out.
             if len(group.episodes) == num_samples:
                 right.append([sum(episode.rewards) > 0.999 for episode in group.episodes])
     if right:
@@ -3686,7 +3682,7 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
 
 
 def export(trainer: Trainer, folder: str) -> None:
-    """Runs in each rank: writes a folder that transformers loads, with model and tokenizer."""
+    """Runs in each rank: writes model and tokenizer for transformers."""
     policy = trainer.learner.policy
     state = whole_state(policy)
     if current_rank().rank == 0:
@@ -3698,10 +3694,10 @@ def export(trainer: Trainer, folder: str) -> None:
 
 
 class UserRun(Run):
-    """A run with the task, the model and the rewards that the flags name.
+    """A run with the task, model and rewards of the flags.
 
     folder: temporary; the trainer's ranks meet there.
-    saved: the folder of the checkpoints and comparisons.
+    saved: checkpoints and comparisons.
     """
 
     cfg: Flags
@@ -3717,25 +3713,26 @@ class UserRun(Run):
     ) -> None:
         super().__init__(cfg, pool, progress)
         learner = partial(user_learner, meeting_file=folder / f"meeting_{time.monotonic_ns()}")
-        trainer_args = (cfg, learner, self.version)
-        self.trainer = replace(self.trainer, setup_args=trainer_args, num_ranks=cfg.trainers)
+        args: Any = (cfg, learner, self.version)
+        self.trainer = replace(self.trainer, setup_args=args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
         # Generators on other hosts pull through a relay of their host (section 16).
-        reader = partial(relayed_reader, hosts.outlet) if hosts else DeviceReader
-        generator_args = (cfg, generator_policy, reader)
-        self.generators = replace(self.generators, pool=hosts or pool, setup_args=generator_args)
-        scorer_args = (cfg, partial(user_scorer, folder=saved))
-        self.reward_workers = replace(self.reward_workers, setup_args=scorer_args)
-        self.num_fruitless = 0  # requests in a row that brought no reward
+        args = (cfg, generator_policy, DeviceReader)
+        if hosts:
+            args = (cfg, generator_policy, partial(relayed_reader, hosts.outlet))
+        self.generators = replace(self.generators, pool=hosts or pool, setup_args=args)
+        args = (cfg, partial(user_scorer, folder=saved))
+        self.reward_workers = replace(self.reward_workers, setup_args=args)
+        self.num_fruitless = 0  # requests in a row without a reward
         self.set_task(user_task(cfg))
-        # One prompt in ten is held out; 1,000 in a row mean that all texts are equal.
+        # One prompt in ten is held out. If 1,000 are, all have one text.
         if all(self.task.prompt(number).is_held_out for number in range(1000)):
             raise UsageError("all prompts of the task are held out")
 
     async def begin(self) -> None:
-        """Starts all workers, and the log with the checkpoint's steps."""
+        """Starts all workers. Writes the checkpoint's steps to the log."""
         self.reporting = ensure_future(report_waiting(self))
-        self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # one line at a time
+        self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # by lines
         for row in self.progress.rows:
             self.log.write(json.dumps(row) + "\n")
         await super().begin()
@@ -3745,17 +3742,17 @@ class UserRun(Run):
         await super().close()
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
-        """Returns groups to train on. Raises RunError if no request brings a reward any more."""
+        """Returns groups to train on. Raises RunError after 20 requests without a reward."""
         groups = await super().sample(prompts)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
-        # Else a reward function that always raises would keep the run busy for ever.
+        # Without an end, a reward function that always raises would keep the run busy for ever.
         if self.num_fruitless == 20:
             reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
             raise RunError(f"20 requests in a row brought no reward: {reason}")
         return groups
 
     def note_error(self, reason: str) -> None:
-        """Prints the first five kinds of errors, and counts all."""
+        """Prints the first five kinds of errors. Counts all."""
         if reason not in self.errors and len(self.errors) < 5:
             print(f"           not scored: {reason}")
         super().note_error(reason)
@@ -3768,7 +3765,7 @@ class UserRun(Run):
         print(step_line(row))
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        """Returns the row of a step, for the log and for the line that is printed."""
+        """Returns the row of a step, for the log and the printed line."""
         episodes = [episode for group in groups for episode in group.episodes]
         first = episodes[0]
         text = first.prompt.turns[-1].messages[-1]["content"]
@@ -3783,11 +3780,10 @@ class UserRun(Run):
 
 
 async def report_waiting(run: Run) -> None:
-    """After each 30 s without a step, prints live workers and the age of their oldest request."""
+    """After each 30 s without a step, prints ready workers and the age of their oldest request."""
     while True:
         num_steps = run.version
         await sleep(30)
-        # Evaluations and exports make no steps, and are reported, too.
         if num_steps < run.version:
             continue
         replicas = [replica for service in run.services for replica in service.ready()]
@@ -3800,11 +3796,11 @@ async def report_waiting(run: Run) -> None:
 
 
 def step_line(row: Record) -> str:
-    """Returns the line of a step; after each tenth, with a sample below."""
+    """Returns the line of a step; for steps 1, 11, 21, with a sample below."""
     line = f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
     line += f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
     line += f"  {row['tokens_per_s']:.0f} tokens/s"
-    # Rare things are shown when they happen.
+    # Totals are shown once they are above 0.
     for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
         if row[name]:
             line += f"  {name} {row[name]:.3g}"
@@ -3818,7 +3814,7 @@ class UserLearner(Learner):
     """A learner that may be one of several ranks.
 
     critic: computes advantages (section 14).
-    penalty: penalty(batch, logp) [N] is added to the loss (section 15).
+    penalty: penalty(batch, logp) [N] is added to the loss (15).
     """
 
     def __init__(
@@ -3838,14 +3834,14 @@ class UserLearner(Learner):
         return losses + self.penalty(batch, logp) if self.penalty else losses
 
     def rows_to_train(self, advantage: list[list[float]]) -> list[int]:
-        """Returns all rows if a penalty gives them a gradient, or if there are too few."""
+        """Returns all rows if a penalty needs them, or if there are too few."""
         rows = super().rows_to_train(advantage)
         keeps_all = self.penalty or len(rows) < self.num_ranks
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], longest: int) -> list[list[int]]:
-        """Splits this rank's share of the rows into micro-batches."""
-        # Ranks must make equally many passes: FSDP gathers each layer on all of them at once.
+        """Splits this rank's rows into micro-batches."""
+        # Ranks must make equally many passes: FSDP gathers each layer on all at once.
         num_batches = ceil(len(super().partition(rows, longest)) / self.num_ranks)
         num_batches = min(num_batches, len(rows) // self.num_ranks)  # none is empty
         return split(rows[self.rank :: self.num_ranks], num_batches)
@@ -3856,7 +3852,7 @@ class UserLearner(Learner):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns the full tensor of a DTensor, and other tensors unchanged."""
+    """Returns the full tensor of a DTensor; other tensors unchanged."""
     return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
 
 
@@ -3866,7 +3862,7 @@ def whole_state(policy: Policy) -> Weights:
 
 
 def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]:
-    """Returns what the flags ask for, at version 0. Runs in each rank of the trainer."""
+    """Runs in each rank of the trainer. Returns its learner and writer at version 0."""
     share_cores(cfg)
     rank = current_rank().rank
     policy = HubPolicy(cfg, torch.float32)
@@ -3878,16 +3874,20 @@ def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]
     sft(UserLearner(policy, cfg, rank), prompts, cfg.sft_steps)
     penalty = None
     if cfg.kl:
-        # The reference is a copy of version 0, after the supervised steps.
+        # The reference is version 0, after the supervised steps.
         reference = HubPolicy(cfg, torch.float32)
         reference.model.load_state_dict(whole_state(policy))
         penalty = partial(divergence, reference, cfg.kl)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = UserLearner(policy, cfg, rank, critic, penalty)
-    # Slots are in the dtype of the forward passes; with several ranks each writes its part.
-    writer_class = DeviceWriter if cfg.trainers == 1 else ShardedWriter
     weights = dict(policy.model.named_parameters())
-    return learner, writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
+    dtype = getattr(torch, cfg.dtype)  # of the slots, too
+    if cfg.trainers > 1:
+        return learner, ShardedWriter(weights, cfg.generators, dtype)
+    # Weights on a CPU in the slot's dtype take one memory copy.
+    if all(weight.is_cpu and weight.dtype == dtype for weight in weights.values()):
+        return learner, WeightWriter(weights, cfg.generators)
+    return learner, DeviceWriter(weights, cfg.generators, dtype)
 
 
 def generator_policy(cfg: Flags) -> Policy:
@@ -3896,7 +3896,7 @@ def generator_policy(cfg: Flags) -> Policy:
 
 
 def share_cores(cfg: Flags) -> None:
-    """Limits the threads of this worker: more threads than cores would wait for each other."""
+    """Limits this worker's threads: more threads than cores wait for each other."""
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, num_cores // (cfg.generators + cfg.trainers)))
 
@@ -3904,13 +3904,14 @@ def share_cores(cfg: Flags) -> None:
 def verify(policy: HubPolicy, name: str) -> None:
     """Raises UsageError if a trainer's pass disagrees with a short rollout (section 9)."""
     probe = copy.copy(policy)
-    probe.dtype = torch.float32
+    probe.dtype = torch.float32  # bfloat16 rounds by more than 1e-6
     probe.max_new_tokens = 4
-    # Two lengths, so that one of them is padded.
+    # Two lengths, so that one is padded.
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     where = f"--model {name}: rollouts"
-    logprobs = called(where, lambda: recompute_logprobs(probe, rollout(probe, prompts, 2, 0)))
-    if not float(k3(*logprobs).max()) < 1e-6:
+    episodes = called(where, rollout, probe, prompts, 2, 0)
+    old_logprobs, logprobs = called(where, recompute_logprobs, probe, episodes)
+    if not float(k3(old_logprobs, logprobs).max()) < 1e-6:  # NaN raises, too
         raise UsageError(f"{where} and the trainer's pass disagree")
 
 
@@ -3921,16 +3922,17 @@ def sft_prompts(policy: Policy, task: Task) -> Iterator[Prompt]:
         if any(turn.answer is None for turn in prompt.turns):
             raise UsageError("--sft-steps: a prompt has no answer")
         right = [str(turn.answer) for turn in prompt.turns]
+        num_too_long += 1
         if len(episode_with(policy, prompt, right).ids) <= policy.context:
             num_too_long = 0
             yield prompt
-        elif (num_too_long := num_too_long + 1) == 1000:
+        if num_too_long == 1000:
             raise UsageError("--sft-steps: no prompt fits the context")
 
 
 def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
-    """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
-    from torch.distributed import fsdp  # here and in section 13: these imports take half a second
+    """Applies FSDP2: each rank keeps a part of every weight, and gathers a layer to compute it."""
+    from torch.distributed import fsdp  # takes half a second
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -3938,24 +3940,24 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     for unit in [*max(lists, key=len), model]:
         sharded: Any = fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
-        # The ranks' losses have one denominator, so their gradients add up.
+        # Losses are divided by the global token count, so gradients are summed.
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo supports only sum
 
 
 def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
-    """Returns the scorer of --reward. folder: of comparisons."""
+    """Returns the scorer of --reward. folder: holds comparisons."""
     by_task = UserProcess(cfg)
     if cfg.reward != "model":
         return by_task
     task: Any = user_task(cfg)
-    prefer = getattr(task.task, "prefer", None)
+    prefer = getattr(task.task, "prefer", None)  # of the object inside UserTask
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
         raise UsageError("--ask-every: a task with prefer, one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
 
     def score(group: Conversations) -> Rewards:
-        """Scores held-out prompts by the task: this shows exploitation of the model."""
+        """Scores held-out prompts by the task, which shows exploitation of the model."""
         prompt, _ = group[0]
         return by_task(group) if prompt.is_held_out else model(group)
 
@@ -3970,7 +3972,7 @@ def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episod
     episode = Episode(prompt, responses=responses)
     for turn, response in enumerate(responses):
         episode.add_prompt(policy.prompt_ids(prompt, turn))
-        # A text, not a turn: <end> in it becomes ordinary tokens.
+        # Tokenize as plain text.
         how = {"add_special_tokens": False, "split_special_tokens": True}
         for token in policy.tokenizer(response, **how)["input_ids"] + policy.end_ids[:1]:
             episode.add(token, turn + 1, 0.0)
@@ -3978,11 +3980,11 @@ def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episod
 
 
 def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
-    """Supervised fine-tuning: REINFORCE on right responses, with A = 1, at twice the rate."""
-    # The same policy, with another loss and moments of its own.
+    """Runs supervised fine-tuning: REINFORCE on right responses, with A = 1."""
+    # The same policy, with another loss and new moments.
     student = copy.copy(learner)
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
-    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
+    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)  # A > 0 only: faster
     for _ in range(num_steps):
         episodes = []
         for prompt in islice(prompts, 4 * learner.cfg.prompts_per_step):
@@ -3993,16 +3995,16 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
 
 
 def warm_start(trainer: Trainer, num_steps: int) -> None:
-    """Runs in the trainer: pretrains the policy, so that held-out accuracy starts near 0.07."""
+    """Runs in the trainer: pretrains the policy. Held-out accuracy starts near 0.07."""
     sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
-    # Nobody has pulled version 0 yet, so it can be published again.
+    # Version 0 has not been pulled yet, so it can be published again.
     trainer.writer.publish(trainer.version)
     trainer.writer.wait()
 
 
 # -- flags that are kept ---
 
-# Flags of one command, which flags.json does not keep.
+# flags.json does not keep these.
 OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log json
     report""".split()
 
@@ -4010,11 +4012,11 @@ OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint lo
 def with_saved_flags(given: Record) -> Record:
     """Adds the saved flags of --checkpoint. A saved version 0 takes the place of --model."""
     folder = Path(given.get("checkpoint") or os.devnull).resolve()
-    if not (folder / "flags.json").is_file():
+    if not (folder / "flags.json").is_file():  # /dev/null/flags.json does not exist
         return given
     flags = json.loads((folder / "flags.json").read_text())
     saved = {each.name: flags[each.name] for each in fields(Flags) if each.name in flags}
-    # Version 0 has had its supervised steps; a resumed run makes none.
+    # Version 0 has had its supervised steps.
     model = {"model": str(folder / "model"), "sft_steps": 0}
     return saved | given | (model if (folder / "model").is_dir() else {})
 
@@ -4023,7 +4025,7 @@ def save_flags(cfg: Flags, folder: Path) -> None:
     """Writes flags.json, with absolute paths: commands may run in other folders."""
     flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
     for name in ("model", "task", "reward", "preferences"):
-        # "repeat" and hub ids are names; "./words.jsonl" and "rewards.py:score" are paths.
+        # "repeat" is a name; "./words.jsonl" and "rewards.py:score" are paths.
         is_file = re.search(r"\.(jsonl|py:\w+)$", flags[name])
         if is_file or (name == "model" and os.path.isdir(flags[name])):
             flags[name] = os.path.abspath(flags[name])
@@ -4033,13 +4035,14 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 
 # -- warm processes ---
 #
-# Importing torch and a model class costs 4 s of CPU time. Processes outlive their actors: a new one
-# in such a process is ready after 16 ms.
+# Importing torch and a model class costs 4 s of CPU time. Processes outlive their actors: a new
+# actor in a used process is ready after 16 ms.
 
 
 def add_user_folder() -> None:
     """Appends the folder of the user's task, whose objects come in messages."""
-    sys.path.append(environ.get("MONARCH_RL_TASK", ""))  # last, so that it hides no module
+    # Last, so that it hides no module. Without a task: "", the current folder.
+    sys.path.append(environ.get("MONARCH_RL_TASK", ""))
 
 
 class WarmPool(Pool):
@@ -4051,13 +4054,13 @@ class WarmPool(Pool):
         self.idle: list[Processes] = []
 
     async def start(self, num_ranks: int) -> Processes:
-        """Returns an idle process, or new ones. A dead one is detected later (section 5)."""
+        """Returns an idle process, or new ones. Its death is detected later (section 5)."""
         if num_ranks == 1 and self.idle:
             return self.idle.pop()
         return await super().start(num_ranks)
 
     async def end(self, replica: Replica) -> None:
-        """Keeps the process of an idle replica of one rank. Kills all others."""
+        """Keeps the process of an idle replica of one rank; kills others."""
         is_idle = replica.is_ready and not replica.in_flight and not replica.lost.done()
         if is_idle and len(replica.processes.ids) == 1:
             with suppress(Exception):  # of several types: it cannot be reused
@@ -4072,8 +4075,8 @@ class WarmPool(Pool):
 
 
 def release(worker: Worker) -> None:
-    """Runs before another actor uses the process: frees what this one holds."""
-    # Monarch retains the actor object.
+    """Frees memory before another actor uses the process."""
+    # Monarch keeps a stopped actor alive, so drop its attributes.
     for name in vars(worker).keys() - {"name", "timeline"}:
         delattr(worker, name)
 
@@ -4082,28 +4085,21 @@ def release(worker: Worker) -> None:
 
 
 class DeviceWriter(WeightWriter):
-    """A writer for tensors on a GPU, or with another dtype than the slot's: each is copied."""
+    """Copies each tensor: from a GPU, or from another dtype than the slot's."""
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
-        self.plain = all(t.is_cpu and t.dtype == dtype for t in tensors.values())
-        if self.plain:
-            super().__init__(tensors, num_readers)
-            return
         self.tensors = tensors
         self.handle, self.arena = create_arena(layout_of(tensors, dtype), num_readers)
         self.thread = ThreadPoolExecutor(1)
 
     def write(self, slot: Tensor) -> None:
-        if self.plain:
-            super().write(slot)
-            return
         with torch.no_grad():
             for spec in self.handle.layout:
                 spec.view(slot).copy_(self.tensors[spec.name])
 
 
 class DeviceReader(WeightReader):
-    """A reader whose tensors may be on a GPU. Those are filled."""
+    """A reader whose tensors may be on a GPU. GPU tensors are copied into."""
 
     def read(self, slot: int) -> None:
         for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
