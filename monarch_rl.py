@@ -2807,12 +2807,12 @@ class Flags(Config):
 
 
 # == YOUR OWN DATA ====
-# Problem. Templates differ; data has wrong lines; a reward function raises, hangs, forks, and
-#   returns anything. None of this may end a run.
+# Problem. Templates differ; data has wrong lines; reward functions raise, hang and fork. None of
+#   this may end a run.
 # Rule. A task has two methods: `prompt(number)`, and `score(prompt, responses)`, a reward per turn.
-#   A wrong line of --task ends the command before a process starts. `score` runs in a separate
-#   process, killed with its children after a deadline. An episode without a reward is left out of
-#   its group: a 0 would blame the policy.
+#   A wrong line of --task ends the command before a process starts. `score` runs in a process that
+#   is killed after a deadline. An episode without a reward leaves its group: 0 would blame the
+#   policy.
 # Cost. One more process for each reward worker, and one more message for each group.
 #
 # --task sums.jsonl has the line {"prompt": "17 + 25 = ?", "answer": 42}:
@@ -2850,13 +2850,13 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    # So transformers lists missing, unexpected and mismatched weights.
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
-    # With these options transformers lists missing, unexpected and mismatched weights.
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
     weights = model.named_parameters()
     wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
-    # Special tokens, of images for example, may lack an embedding: prompts have none.
+    # Only special tokens (of images) may lack an embedding.
     num_embeddings = model.get_input_embeddings().num_embeddings
     special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     for word, i in tokenizer.get_vocab().items():
@@ -2872,10 +2872,8 @@ class HubPolicy(Policy):
     """The policy of --model. dtype: dtype of the parameters. Forward passes use --dtype."""
 
     def __init__(self, cfg: Flags, dtype: torch.dtype) -> None:
-        if cfg.model:
-            self.tokenizer, model = pretrained(cfg.model, dtype)
-        else:
-            self.tokenizer, model = tiny_policy(cfg.seed)
+        loaded = pretrained(cfg.model, dtype) if cfg.model else tiny_policy(cfg.seed)
+        self.tokenizer, model = loaded
         self.device = torch.device(cfg.device or "cpu")
         self.model = model.to(self.device).eval()
         # Buffers keep their dtype: rotary positions need float32.
@@ -2902,8 +2900,8 @@ class HubPolicy(Policy):
         _, response, closing = self.render(chat, False).rpartition(RESPONSE["content"])
         first = self.tokenize(closing)[:1] if response else []
         ends: list[Any] = [end for end in first if end in self.control_tokens.values()]
-        ends.append(self.tokenizer.eos_token_id)
-        of_model = self.model.generation_config.eos_token_id
+        of_model = self.model.generation_config.eos_token_id  # an id, a list or None
+        ends += [self.tokenizer.eos_token_id]
         ends += of_model if isinstance(of_model, list) else [of_model]
         ends = [end for end in ends if end is not None]
         if not ends:
@@ -2915,13 +2913,13 @@ class HubPolicy(Policy):
 
     def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
         """Returns ids. is_plain: control tokens become ordinary text."""
-        encode = partial(self.tokenizer, add_special_tokens=False)
-        return encode(text, split_special_tokens=is_plain)["input_ids"]
+        how = {"add_special_tokens": False, "split_special_tokens": is_plain}
+        return self.tokenizer(text, **how)["input_ids"]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
-        """Returns the ids of a turn. Raises UsageError if the template rewrites or drops text."""
+        """Returns the ids of a turn. Raises UsageError if the template changes text."""
         # "<|im_end|>" in a message would end a turn: the template gets a placeholder.
-        plain: dict[str, str] = {}  # placeholder -> text whose control tokens must stay plain
+        plain: dict[str, str] = {}  # placeholder -> text
         messages = []
         for message in prompt.turns[turn].messages:
             words = message["content"].strip()
@@ -2934,23 +2932,22 @@ class HubPolicy(Policy):
         if not text.startswith(before):
             raise UsageError("this chat template changes earlier turns: use one turn")
         for message in messages:
-            # Templates may strip /no_think from a system message, thoughts from an assistant's.
+            # Templates may strip /no_think (system) and thoughts (assistant).
             must_appear = message["role"] not in ("system", "assistant")
             if must_appear and message["content"].strip() not in text:
                 raise UsageError(f"the template changes or drops: {message}")
-        # "...message0of..." -> ids of the template, plain ids of the message, and so on
+        # "...message0of..." -> ids of the template, plain ids of the message, ...
         ids = []
         for part in re.split(r"(message\d+of)", text.removeprefix(before)):
             ids += self.tokenize(plain.get(part, part), is_plain=part in plain)
         return ids
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
-        """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
         if not self.takes_positions:
             inputs.pop("position_ids", None)
         if self.model.dtype == self.dtype:
             return self.model(ids, **inputs).logits
-        # Copies, not autocast: it would keep norms in float32, where generators have bfloat16.
+        # autocast would keep norms in float32; generators have bfloat16.
         cast = {name: p.to(self.dtype) for name, p in self.model.named_parameters()}
         return torch.func.functional_call(self.model, cast, ids, inputs).logits
 
@@ -2986,8 +2983,7 @@ class WordTask(Task):
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
             text = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
             return Prompt(number, (user_turn(text, ", ".join(numbers)),))
-        # "When I say cloud, you say eagle. When I say lemon, you say piano. cloud" -> "eagle";
-        # "lemon" -> "piano"
+        # "When I say cloud, you say eagle. When I say lemon, ..." "lemon" -> "piano"
         rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
         example = user_turn(f"{rule} {other}", "").messages
         solved = {"role": "assistant", "content": other_answer}
@@ -2995,23 +2991,21 @@ class WordTask(Task):
         return Prompt(number, (Turn(messages, answer),))
 
     def grade(self, answer: str, response: str) -> float:
-        """Returns 1 for the exact answer, else half the share of words at the right place."""
+        """Returns 1 for the answer, else half the share of words at the right place."""
         if response.strip() == answer:
             return 1.0
-        # Partial credit, so that rewards of a group differ: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
+        # Rewards of a group must differ: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
         right = re.findall(r"\w+", answer)
         words = re.findall(r"\w+", response.lower())
-        num_right = sum(a == b for a, b in zip(right, words))
-        return num_right / max(len(right), len(words)) / 2
+        return sum(a == b for a, b in zip(right, words)) / max(len(right), len(words)) / 2
 
 
 # -- prompts and answers from a file ---
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the place and the text of each line that is not blank."""
-    # utf-8-sig drops a byte order mark.
-    text = called(str(path), path.read_text, "utf-8-sig")
+    """Yields the place and the text of each non-blank line."""
+    text = called(str(path), path.read_text, "utf-8-sig")  # without a byte order mark
     # splitlines would also cut at U+2028, which JSON allows in strings.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -3027,7 +3021,7 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = user_turn(messages, None).messages
-        # Roles of the non-blank messages. `encode` raises for "\ud800": valid JSON, but no text.
+        # Roles of the non-blank messages. `encode` raises for "\ud800".
         roles = [each["role"] for each in messages if each["content"].encode().strip()]
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
@@ -3036,24 +3030,18 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
-# The content of a box; \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
-BOX = r"""(?x) \\boxed \{ (
-    (?: [^{}]                 # any character, or
-    | \{ (?: [^{}]            # any in braces, or
-        | \{ [^{}]* \} )* \}  # any in braces in braces
-    )* ) \}"""
-NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, .5, 1e-5; Decimal refuses huge exponents
+# \boxed{\frac{\sqrt{3}}{2}}: three levels of braces.
+BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, 1e-5; Decimal refuses huge exponents
 
 
 def final_part(text: str) -> str:
     r"""Returns the answer in a text: "<think>7</think> So #### \boxed{1,042}." -> "1042"."""
     # The text after the last mark; ignore an unclosed <think> block.
     text = re.split(r"</think>|####", text)[-1].partition("<think>")[0]
-    # The last box, if there is one.
     text = [text, *re.findall(BOX, text)][-1]
-    # One code point for an accented letter; a hyphen for the minus sign.
+    # One code point per accented letter; "-" for the minus sign; 1,000 -> 1000.
     text = unicodedata.normalize("NFC", text).replace("\u2212", "-")
-    # 1,000 -> 1000
     text = re.sub(r",(?=\d{3})", "", text).casefold()
     # "**(B)**." -> "b"; but ".5" keeps its point
     return text.strip().lstrip(" \r\n$(*{").rstrip(" \r\n.$)*}")
@@ -3072,12 +3060,12 @@ class FileTask(Task):
         return replace(self.prompts[number % len(self.prompts)], number=number)
 
     def grade(self, answer: Any, response: str) -> float:
-        """Returns 1 if the final part of the response, or its last number, is the answer."""
+        """Returns 1 if the final part, or its last number, is the answer."""
         if answer is None:
             raise ValueError("no answer")
         wanted = final_part(str(answer))
         final = final_part(response)
-        # "It is Paris" is wrong for Paris, but "It is 42 km" is right for 42.
+        # "It is Paris" is wrong for Paris; "It is 42 km" is right for 42.
         if not re.fullmatch(NUMBER, wanted):
             return float(wanted == final)
         # Decimal is exact: floats have 16 digits.
@@ -3094,10 +3082,10 @@ def load_python(spec: str) -> Any:
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
         raise UsageError(f"{spec}: not a FILE.py:NAME")
-    # The folder comes after the standard library, and before installed packages.
+    # After the standard library, before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
-    # Workers append it, too (`add_user_folder`): the task's, loaded last, whose prompts they get.
+    # For `add_user_folder`; a task's folder replaces that of --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # For a user's random.py the import returns Python's module.
@@ -3111,9 +3099,9 @@ def load_python(spec: str) -> Any:
 
 @dataclass
 class UserTask(Task):
-    """The prompts of --task, with the rewards of --reward or of the task."""
+    """The prompts of --task, with rewards of --reward or the task."""
 
-    task: Any  # an object with `prompt` and `score`; its class may have any base
+    task: Any  # an object with `prompt` and `score`
     reward: Callable[..., Any] | None
 
     def __post_init__(self) -> None:
@@ -3149,7 +3137,7 @@ def make_task(name: str, reward: str, seed: int) -> Task:
     if not name.endswith(".jsonl"):
         return UserTask(called(name, load_python(name)), scorer)
     task = FileTask(name, seed)
-    # The rule of FileTask compares texts and numbers only.
+    # FileTask compares only texts and numbers.
     types = {type(prompt.turns[0].answer) for prompt in task.prompts}
     if not reward and types - {str, int, float, bool}:
         raise UsageError(f"--task {name}: its answers need --reward")
@@ -3165,17 +3153,14 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 
 @dataclass
 class UserProcess:
-    """A process that runs the user's code.
-
-    It runs in the main thread: Python allows signal handlers only there.
-    """
+    """A process for the user's code. Its main thread runs it: Python allows handlers only there."""
 
     cfg: Flags
-    executor: ProcessPoolExecutor = field(init=False)  # started with the first group
-    pid: int | None = None  # also the id of its process group; None: no process
+    executor: ProcessPoolExecutor = field(init=False)
+    pid: int | None = None  # also of its process group; None: no process
 
     def __call__(self, conversations: Conversations) -> Rewards:
-        """Returns the rewards of a group, or the reasons why there are none."""
+        """Returns the rewards of a group, or why there are none."""
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
@@ -3184,12 +3169,11 @@ class UserProcess:
                 self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
                 # Get the process group id first, so that `kill` works at any time.
                 self.pid = self.executor.submit(os.getpid).result()
-            # Do not bind the future: its exception's traceback would keep this frame, and so the
-            # process, alive.
+            # Do not bind the future: its traceback would keep this frame and the process alive.
             return self.executor.submit(score_group, self.cfg, conversations).result(limit_s)
         except TimeoutError:
             reason = f"no reward within {limit_s:g} s"
-        except Exception as error:  # of many types: the process has died, or cannot load the task
+        except Exception as error:  # of many types: the process died, or cannot load the task
             reason = f"the reward function: {place_of(error)}"
         self.kill()  # the next group gets a new process
         return [reason] * len(conversations)
@@ -3206,11 +3190,9 @@ class UserProcess:
 
 def lead_process_group() -> None:
     """Makes this process lead a process group, which is killed when the parent ends."""
-    # Children join the group, so one signal reaches all of them.
-    os.setpgid(0, 0)
-    # Programs of the user may import from the current folder.
+    os.setpgid(0, 0)  # children join the group
+    # As in a plain script: imports from the current folder, and fork (Monarch has forkserver).
     environ.pop("PYTHONSAFEPATH", None)
-    # The user's own processes are forked, as in a plain script; Monarch selects forkserver.
     multiprocessing.set_start_method("fork", force=True)
     # The kernel kills the group once the parent has ended, even if C code holds the GIL here.
     parent: Any = multiprocessing.parent_process()
@@ -3224,16 +3206,16 @@ def lead_process_group() -> None:
 
 
 def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
-    """Calls task.score for each episode. Coroutines of one group run concurrently."""
+    """Calls task.score for each episode. Coroutines of a group run concurrently."""
     task = user_task(cfg)
-    # First all plain calls, with copies: the user's code may change a prompt.
+    # Copies: the user's code may change a prompt.
     results = []
     for prompt, responses in conversations:
         try:
             results.append(task.score(copy.deepcopy(prompt), responses))
-        except BaseException as error:  # SystemExit, too: other episodes still get rewards
+        except BaseException as error:  # SystemExit, too
             results.append(error)
-    # Then all coroutines: inside a loop, asyncio.run in a plain call would fail.
+    # Coroutines come last: inside a loop, asyncio.run in a plain call would fail.
     results = runner().run(awaited(results))
     rewards: Rewards = []
     for (prompt, _), result in zip(conversations, results):
@@ -3246,7 +3228,7 @@ def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
 
 @cache
 def runner() -> asyncio.Runner:
-    """Returns the Runner of this process: clients kept across calls need one event loop."""
+    """Returns this process's Runner: clients kept across calls need one event loop."""
     return asyncio.Runner()
 
 
@@ -3261,7 +3243,7 @@ async def awaited(result: Any) -> Any:
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
-    """Converts what `score` returned to a reward for each turn."""
+    """Converts the result of `score` to a reward for each turn."""
     if hasattr(result, "tolist"):  # tensor or array
         result = result.tolist()
     # A single number is the reward of the last turn.
@@ -3593,13 +3575,13 @@ async def demo_recovery(report: Report) -> None:
 #   preferences.jsonl   comparisons (section 15)
 #   lock          held by the process that uses the folder
 #
-# Cost. A copy of the model, and 12 bytes per parameter and checkpoint (with a critic about 24).
+# Cost. A copy of the model; 12 bytes per parameter and checkpoint (about 24 with a critic).
 
 # -- the command ---
 
 
 async def run_user_command(report: Report, cfg: Flags) -> Record:
-    """Runs --train, --evaluate and --export. Returns the figures of --json."""
+    """Runs the command. Returns the figures of --json."""
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
@@ -3615,11 +3597,11 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
 
 
 async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
-    """Trains, evaluates, exports and reports, as the flags say."""
+    """Trains, evaluates, exports and reports."""
     cfg = run.cfg
     start_s = time.time()
     first = run.version
-    # Version 0 is saved once: a resumed run takes it as --model.
+    # A resumed run takes version 0 as --model.
     model = checkpoints.folder / "model"
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
         await run.trainer.request(export, f"{model}.new")
@@ -3642,7 +3624,7 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
 
 
 async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
-    """Trains until step cfg.steps; evaluates before and after. Returns figures."""
+    """Trains to step cfg.steps; evaluates before and after. Returns figures."""
     progress = run.progress
     evaluate = partial(evaluate_pass_at_k, run, 0)
     if run.version:
@@ -3650,8 +3632,7 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     if not progress.heldout:
         await evaluate()
     await train_saved(run, checkpoints, evaluate)
-    last_version, _ = progress.heldout[-1]
-    if last_version != run.version:
+    if progress.heldout[-1][0] != run.version:
         await evaluate()
     return {
         "steps": run.version,
@@ -3780,26 +3761,28 @@ class UserRun(Run):
 
 
 async def report_waiting(run: Run) -> None:
-    """After each 30 s without a step, prints ready workers and the age of their oldest request."""
+    """After each 30 s without a step, prints ready workers, and how long they are busy."""
     while True:
         num_steps = run.version
         await sleep(30)
         if num_steps < run.version:
             continue
         replicas = [replica for service in run.services for replica in service.ready()]
-        print(f"           {len(replicas)} workers ready")
+        line = f"           {len(replicas)} workers ready"
         for replica in replicas:
-            # in_flight: the start of each request
-            start_s = min(replica.in_flight.values(), default=time.time())
-            busy = f"busy for {time.time() - start_s:.0f} s"
-            print(f"           {replica.name}, process {replica.processes.ids}: {busy}")
+            for start_s in islice(replica.in_flight.values(), 1):  # of its oldest request
+                busy = f"busy for {time.time() - start_s:.0f} s"
+                line += f"; {replica.name}, process {replica.processes.ids}: {busy}"
+        print(line)
 
 
 def step_line(row: Record) -> str:
     """Returns the line of a step; for steps 1, 11, 21, with a sample below."""
-    line = f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
-    line += f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
-    line += f"  {row['tokens_per_s']:.0f} tokens/s"
+    line = (
+        f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
+        f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
+        f"  {row['tokens_per_s']:.0f} tokens/s"
+    )
     # Totals are shown once they are above 0.
     for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
         if row[name]:
@@ -3841,7 +3824,7 @@ class UserLearner(Learner):
 
     def partition(self, rows: list[int], longest: int) -> list[list[int]]:
         """Splits this rank's rows into micro-batches."""
-        # Ranks must make equally many passes: FSDP gathers each layer on all at once.
+        # Equally many for all ranks: FSDP gathers each layer on all at once.
         num_batches = ceil(len(super().partition(rows, longest)) / self.num_ranks)
         num_batches = min(num_batches, len(rows) // self.num_ranks)  # none is empty
         return split(rows[self.rank :: self.num_ranks], num_batches)
@@ -3865,11 +3848,12 @@ def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]
     """Runs in each rank of the trainer. Returns its learner and writer at version 0."""
     share_cores(cfg)
     rank = current_rank().rank
+    dtype = getattr(torch, cfg.dtype)  # of forward passes and slots
     policy = HubPolicy(cfg, torch.float32)
     verify(policy, cfg.model)
     if cfg.trainers > 1:
         form_group(str(meeting_file), rank, cfg.trainers)
-        shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
+        shard(policy.model, cfg.trainers, dtype)
     prompts = sft_prompts(policy, user_task(cfg))
     sft(UserLearner(policy, cfg, rank), prompts, cfg.sft_steps)
     penalty = None
@@ -3881,10 +3865,9 @@ def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = UserLearner(policy, cfg, rank, critic, penalty)
     weights = dict(policy.model.named_parameters())
-    dtype = getattr(torch, cfg.dtype)  # of the slots, too
     if cfg.trainers > 1:
         return learner, ShardedWriter(weights, cfg.generators, dtype)
-    # Weights on a CPU in the slot's dtype take one memory copy.
+    # One memory copy, if nothing is converted.
     if all(weight.is_cpu and weight.dtype == dtype for weight in weights.values()):
         return learner, WeightWriter(weights, cfg.generators)
     return learner, DeviceWriter(weights, cfg.generators, dtype)
@@ -3897,12 +3880,12 @@ def generator_policy(cfg: Flags) -> Policy:
 
 def share_cores(cfg: Flags) -> None:
     """Limits this worker's threads: more threads than cores wait for each other."""
-    num_cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, num_cores // (cfg.generators + cfg.trainers)))
+    num_workers = cfg.generators + cfg.trainers
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
 
 
 def verify(policy: HubPolicy, name: str) -> None:
-    """Raises UsageError if a trainer's pass disagrees with a short rollout (section 9)."""
+    """Raises UsageError if trainer's pass and rollout disagree (section 9)."""
     probe = copy.copy(policy)
     probe.dtype = torch.float32  # bfloat16 rounds by more than 1e-6
     probe.max_new_tokens = 4
@@ -3916,7 +3899,7 @@ def verify(policy: HubPolicy, name: str) -> None:
 
 
 def sft_prompts(policy: Policy, task: Task) -> Iterator[Prompt]:
-    """Yields the prompts that have answers and fit the context. Raises UsageError."""
+    """Yields prompts that fit the context. Raises UsageError if one has no answer."""
     num_too_long = 0
     for prompt in training_prompts(task):
         if any(turn.answer is None for turn in prompt.turns):
@@ -3931,7 +3914,7 @@ def sft_prompts(policy: Policy, task: Task) -> Iterator[Prompt]:
 
 
 def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
-    """Applies FSDP2: each rank keeps a part of every weight, and gathers a layer to compute it."""
+    """Applies FSDP2: ranks keep a part of each weight, and gather a layer to compute it."""
     from torch.distributed import fsdp  # takes half a second
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
@@ -3957,7 +3940,7 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
 
     def score(group: Conversations) -> Rewards:
-        """Scores held-out prompts by the task, which shows exploitation of the model."""
+        # Scores of the task show exploitation of the model.
         prompt, _ = group[0]
         return by_task(group) if prompt.is_held_out else model(group)
 
@@ -3968,7 +3951,7 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
 
 
 def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episode:
-    """Returns the episode with these responses, as if they had been sampled."""
+    """Returns the episode with these responses, as if sampled."""
     episode = Episode(prompt, responses=responses)
     for turn, response in enumerate(responses):
         episode.add_prompt(policy.prompt_ids(prompt, turn))
@@ -3984,7 +3967,7 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
     # The same policy, with another loss and new moments.
     student = copy.copy(learner)
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
-    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)  # A > 0 only: faster
+    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
     for _ in range(num_steps):
         episodes = []
         for prompt in islice(prompts, 4 * learner.cfg.prompts_per_step):
@@ -4040,8 +4023,8 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 
 
 def add_user_folder() -> None:
-    """Appends the folder of the user's task, whose objects come in messages."""
-    # Last, so that it hides no module. Without a task: "", the current folder.
+    """Appends the user's folder: its objects come in messages."""
+    # Last, so that it hides no module. "": the current folder.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
 
 
@@ -4085,7 +4068,7 @@ def release(worker: Worker) -> None:
 
 
 class DeviceWriter(WeightWriter):
-    """Copies each tensor: from a GPU, or from another dtype than the slot's."""
+    """Copies each tensor from a GPU, or from another dtype than the slot's."""
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.tensors = tensors
