@@ -2786,36 +2786,35 @@ class Flags(Config):
     export: str = ""  # write the model to this folder
     model: str = ""  # folder or hub id of a causal model; default: a tiny one
     task: str = "repeat"  # repeat, count, pattern, FILE.jsonl or FILE.py:CLASS
-    reward: str = ""  # FILE.py:FUNCTION(prompt, response, answer), or the word "model"
+    reward: str = ""  # FILE.py:FUNCTION(prompt, response, answer), or "model"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
     device: Literal["", "cpu", "cuda"] = ""  # default: cuda if available and one trainer
     steps: int = 100  # training steps
     trainers: int = 1  # ranks of the trainer (FSDP2)
-    hosts: str = ""  # shared folder that lists the machines for generators
-    worker: str = ""  # shared folder in which this machine registers as such
-    kl: float = 0.0  # weight of the divergence from the first version
-    sft_steps: int = 0  # supervised steps on the right answers before RL
-    reward_deadline: float = 60.0  # time limit for scoring a group, in seconds
+    hosts: str = ""  # shared folder: generators run on its workers
+    worker: str = ""  # shared folder: this machine is a worker
+    kl: float = 0.0  # weight of the divergence from version 0
+    sft_steps: int = 0  # supervised steps before RL
+    reward_deadline: float = 60.0  # seconds to score a group
     preferences: str = ""  # FILE.jsonl: prompt, chosen, rejected
-    ask_every: int = 0  # ask the task's prefer() about every Nth group; 0: never
+    ask_every: int = 0  # ask prefer() about every Nth group; 0: never
     checkpoint: str = ""  # folder from which the same command resumes
     save_every: int = 20  # steps between checkpoints
-    eval_every: int = 0  # steps between evaluations; 0: only the first and last
-    log: str = ""  # file: a line of JSON for every step
-    json: str = ""  # file: checks and figures of the command
-    report: str = ""  # file: a page of the command
+    eval_every: int = 0  # 0: only before and after
+    log: str = ""  # file: JSON lines, one per step
+    json: str = ""  # file: checks and figures
+    report: str = ""  # file: the page
 
 
 # == YOUR OWN DATA ====
 # Problem. Templates differ; data has wrong lines; reward functions raise, hang and fork. None of
 #   this may end a run.
-# Rule. A task has two methods: `prompt(number)`, and `score(prompt, responses)`, a reward per turn.
-#   A wrong line of --task ends the command before a process starts. `score` runs in a process that
-#   is killed after a deadline. An episode without a reward leaves its group: 0 would blame the
+# Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
+#   that is killed after a deadline. Episodes without a reward are left out: 0 would blame the
 #   policy.
-# Cost. One more process for each reward worker, and one more message for each group.
+# Cost. One more process per reward worker, and one more message per group.
 #
-# --task sums.jsonl has the line {"prompt": "17 + 25 = ?", "answer": 42}:
+# By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
 #   task = user_task(cfg)
 #   prompt = task.prompt(0)                                       in the main process
@@ -2962,8 +2961,6 @@ WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle em
 
 @dataclass
 class WordTask(Task):
-    """Three tasks in whole words, for a chat model."""
-
     kind: str  # repeat, count or pattern
     seed: int
 
@@ -2991,10 +2988,9 @@ class WordTask(Task):
         return Prompt(number, (Turn(messages, answer),))
 
     def grade(self, answer: str, response: str) -> float:
-        """Returns 1 for the answer, else half the share of words at the right place."""
         if response.strip() == answer:
             return 1.0
-        # Rewards of a group must differ: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
+        # Half the share of words at the right place: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
         right = re.findall(r"\w+", answer)
         words = re.findall(r"\w+", response.lower())
         return sum(a == b for a, b in zip(right, words)) / max(len(right), len(words)) / 2
@@ -3004,7 +3000,6 @@ class WordTask(Task):
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the place and the text of each non-blank line."""
     text = called(str(path), path.read_text, "utf-8-sig")  # without a byte order mark
     # splitlines would also cut at U+2028, which JSON allows in strings.
     for number, line in enumerate(text.split("\n"), 1):
@@ -3060,7 +3055,6 @@ class FileTask(Task):
         return replace(self.prompts[number % len(self.prompts)], number=number)
 
     def grade(self, answer: Any, response: str) -> float:
-        """Returns 1 if the final part, or its last number, is the answer."""
         if answer is None:
             raise ValueError("no answer")
         wanted = final_part(str(answer))
@@ -3068,7 +3062,7 @@ class FileTask(Task):
         # "It is Paris" is wrong for Paris; "It is 42 km" is right for 42.
         if not re.fullmatch(NUMBER, wanted):
             return float(wanted == final)
-        # Decimal is exact: floats have 16 digits.
+        # Decimal is exact.
         numbers = [Decimal(number) for number in re.findall(NUMBER, final)]
         return float(numbers[-1:] == [Decimal(wanted)])
 
@@ -3099,8 +3093,6 @@ def load_python(spec: str) -> Any:
 
 @dataclass
 class UserTask(Task):
-    """The prompts of --task, with rewards of --reward or the task."""
-
     task: Any  # an object with `prompt` and `score`
     reward: Callable[..., Any] | None
 
@@ -3112,7 +3104,6 @@ class UserTask(Task):
         return prompt_of(number, called(where, self.task.prompt, number), where)
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
-        """Calls the reward function for each turn, or `score` of the task."""
         if self.reward is None:
             return self.task.score(prompt, responses)
         rewards = []
@@ -3124,8 +3115,7 @@ class UserTask(Task):
 
 
 def user_task(cfg: Flags) -> Task:
-    """Returns the task of --task and --reward, one object per process."""
-    # The tiny policy knows letters only.
+    """Returns the task, one object per process. The tiny policy knows letters only."""
     return make_task(cfg.task, cfg.reward, cfg.seed) if cfg.model else LetterTask(cfg.seed)
 
 
@@ -3146,9 +3136,9 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 
 # -- the reward process ---
 #
-#   UserProcess(cfg), in the worker --- prompts and responses ---> score_group, in its process
-#                                   <-- rewards, or reasons -----
-#                                   --- SIGKILL, when too late --> and all of its children
+#   UserProcess, in the worker --- prompts and responses ---> score_group, in its process
+#                              <-- rewards, or reasons ------
+#                              --- SIGKILL, when too late --> and its children
 
 
 @dataclass
@@ -3179,7 +3169,6 @@ class UserProcess:
         return [reason] * len(conversations)
 
     def kill(self) -> None:
-        """Kills the process and its children."""
         if self.pid:
             kill_group(self.pid)
         self.pid = None
@@ -3189,12 +3178,12 @@ class UserProcess:
 
 
 def lead_process_group() -> None:
-    """Makes this process lead a process group, which is killed when the parent ends."""
+    """Makes this process lead a group, which is killed when the parent ends."""
     os.setpgid(0, 0)  # children join the group
     # As in a plain script: imports from the current folder, and fork (Monarch has forkserver).
     environ.pop("PYTHONSAFEPATH", None)
     multiprocessing.set_start_method("fork", force=True)
-    # The kernel kills the group once the parent has ended, even if C code holds the GIL here.
+    # The kernel kills the group once the parent has ended, even if C code holds the GIL.
     parent: Any = multiprocessing.parent_process()
     group = -os.getpid()
     settings = {fcntl.F_SETOWN: group, fcntl.F_SETSIG: signal.SIGKILL, fcntl.F_SETFL: os.O_ASYNC}
@@ -3202,7 +3191,7 @@ def lead_process_group() -> None:
         fcntl.fcntl(parent.sentinel, name, value)
     # The parent may have ended before these calls.
     if not parent.is_alive():
-        kill_group(0)  # 0: the group of the caller
+        kill_group(0)  # its own
 
 
 def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
@@ -3233,7 +3222,7 @@ def runner() -> asyncio.Runner:
 
 
 async def awaited(result: Any) -> Any:
-    """Awaits a coroutine, or each one in a list. Returns an exception as a result."""
+    """Awaits one coroutine or a list. Returns exceptions as results."""
     if isinstance(result, list):
         return await gather(*[awaited(each) for each in result])
     try:
@@ -3243,7 +3232,6 @@ async def awaited(result: Any) -> Any:
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
-    """Converts the result of `score` to a reward for each turn."""
     if hasattr(result, "tolist"):  # tensor or array
         result = result.tolist()
     # A single number is the reward of the last turn.
@@ -3566,8 +3554,7 @@ async def demo_recovery(report: Report) -> None:
 
 # == YOUR OWN RUN ====
 # Problem. A run lasts hours. It must log, resume, keep its flags, and export.
-# Rule. `UserRun` is the run of Part I with your task and model. --train, --evaluate and --export
-#   share the folder of --checkpoint:
+# Rule. --train, --evaluate and --export share the folder of --checkpoint:
 #
 #   flags.json    flags of the newest --train: defaults for later commands
 #   model/        version 0, after supervised steps
@@ -3597,7 +3584,6 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
 
 
 async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
-    """Trains, evaluates, exports and reports."""
     cfg = run.cfg
     start_s = time.time()
     first = run.version
@@ -3663,7 +3649,7 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
 
 
 def export(trainer: Trainer, folder: str) -> None:
-    """Runs in each rank: writes model and tokenizer for transformers."""
+    """Runs in each rank. Writes model and tokenizer."""
     policy = trainer.learner.policy
     state = whole_state(policy)
     if current_rank().rank == 0:
@@ -3711,7 +3697,6 @@ class UserRun(Run):
             raise UsageError("all prompts of the task are held out")
 
     async def begin(self) -> None:
-        """Starts all workers. Writes the checkpoint's steps to the log."""
         self.reporting = ensure_future(report_waiting(self))
         self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # by lines
         for row in self.progress.rows:
@@ -3726,27 +3711,24 @@ class UserRun(Run):
         """Returns groups to train on. Raises RunError after 20 requests without a reward."""
         groups = await super().sample(prompts)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
-        # Without an end, a reward function that always raises would keep the run busy for ever.
+        # A reward function that always raises would keep the run busy for ever.
         if self.num_fruitless == 20:
             reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
             raise RunError(f"20 requests in a row brought no reward: {reason}")
         return groups
 
     def note_error(self, reason: str) -> None:
-        """Prints the first five kinds of errors. Counts all."""
         if reason not in self.errors and len(self.errors) < 5:
             print(f"           not scored: {reason}")
         super().note_error(reason)
 
     async def step(self, groups: list[Group]) -> None:
-        """Makes one update, logs and prints it."""
         await finished(super().step(groups))  # in spite of a signal
         row = self.progress.rows[-1]
         self.log.write(json.dumps(row) + "\n")
         print(step_line(row))
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        """Returns the row of a step, for the log and the printed line."""
         episodes = [episode for group in groups for episode in group.episodes]
         first = episodes[0]
         text = first.prompt.turns[-1].messages[-1]["content"]
@@ -3761,7 +3743,7 @@ class UserRun(Run):
 
 
 async def report_waiting(run: Run) -> None:
-    """After each 30 s without a step, prints ready workers, and how long they are busy."""
+    """Prints ready workers after each 30 s without a step."""
     while True:
         num_steps = run.version
         await sleep(30)
@@ -3817,13 +3799,12 @@ class UserLearner(Learner):
         return losses + self.penalty(batch, logp) if self.penalty else losses
 
     def rows_to_train(self, advantage: list[list[float]]) -> list[int]:
-        """Returns all rows if a penalty needs them, or if there are too few."""
         rows = super().rows_to_train(advantage)
+        # A penalty trains all rows, and each rank needs one.
         keeps_all = self.penalty or len(rows) < self.num_ranks
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], longest: int) -> list[list[int]]:
-        """Splits this rank's rows into micro-batches."""
         # Equally many for all ranks: FSDP gathers each layer on all at once.
         num_batches = ceil(len(super().partition(rows, longest)) / self.num_ranks)
         num_batches = min(num_batches, len(rows) // self.num_ranks)  # none is empty
@@ -3840,7 +3821,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_state(policy: Policy) -> Weights:
-    """Returns the full tensors of the model, in each rank."""
     return {name: whole(tensor) for name, tensor in policy.model.state_dict().items()}
 
 
@@ -3929,7 +3909,6 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
 
 
 def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
-    """Returns the scorer of --reward. folder: holds comparisons."""
     by_task = UserProcess(cfg)
     if cfg.reward != "model":
         return by_task
@@ -3938,20 +3917,14 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
         raise UsageError("--ask-every: a task with prefer, one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
-
-    def score(group: Conversations) -> Rewards:
-        # Scores of the task show exploitation of the model.
-        prompt, _ = group[0]
-        return by_task(group) if prompt.is_held_out else model(group)
-
-    return score
+    # Held-out scores of the task show exploitation of the model.
+    return lambda group: (by_task if group[0][0].is_held_out else model)(group)
 
 
 # -- supervised steps ---
 
 
 def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episode:
-    """Returns the episode with these responses, as if sampled."""
     episode = Episode(prompt, responses=responses)
     for turn, response in enumerate(responses):
         episode.add_prompt(policy.prompt_ids(prompt, turn))
@@ -3963,8 +3936,7 @@ def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episod
 
 
 def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
-    """Runs supervised fine-tuning: REINFORCE on right responses, with A = 1."""
-    # The same policy, with another loss and new moments.
+    """Supervised fine-tuning: runs REINFORCE on right responses, with A = 1 and new moments."""
     student = copy.copy(learner)
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
     student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
@@ -3978,16 +3950,16 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
 
 
 def warm_start(trainer: Trainer, num_steps: int) -> None:
-    """Runs in the trainer: pretrains the policy. Held-out accuracy starts near 0.07."""
+    """Runs in the trainer: raises held-out accuracy to about 0.07."""
     sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
-    # Version 0 has not been pulled yet, so it can be published again.
+    # Version 0 has not been pulled yet.
     trainer.writer.publish(trainer.version)
     trainer.writer.wait()
 
 
 # -- flags that are kept ---
 
-# flags.json does not keep these.
+# Not kept.
 OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log json
     report""".split()
 
@@ -4005,7 +3977,7 @@ def with_saved_flags(given: Record) -> Record:
 
 
 def save_flags(cfg: Flags, folder: Path) -> None:
-    """Writes flags.json, with absolute paths: commands may run in other folders."""
+    """Writes flags.json, with absolute paths."""
     flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
     for name in ("model", "task", "reward", "preferences"):
         # "repeat" is a name; "./words.jsonl" and "rewards.py:score" are paths.
@@ -4018,8 +3990,7 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 
 # -- warm processes ---
 #
-# Importing torch and a model class costs 4 s of CPU time. Processes outlive their actors: a new
-# actor in a used process is ready after 16 ms.
+# Imports cost 4 s of CPU time. In the process of an earlier actor, a new one is ready in 16 ms.
 
 
 def add_user_folder() -> None:
@@ -4029,21 +4000,18 @@ def add_user_folder() -> None:
 
 
 class WarmPool(Pool):
-    """Keeps the processes of actors that have ended, for the next ones."""
-
     bootstrap = staticmethod(add_user_folder)
 
     def __init__(self) -> None:
         self.idle: list[Processes] = []
 
     async def start(self, num_ranks: int) -> Processes:
-        """Returns an idle process, or new ones. Its death is detected later (section 5)."""
+        # The death of an idle process is detected later (section 5).
         if num_ranks == 1 and self.idle:
             return self.idle.pop()
         return await super().start(num_ranks)
 
     async def end(self, replica: Replica) -> None:
-        """Keeps the process of an idle replica of one rank; kills others."""
         is_idle = replica.is_ready and not replica.in_flight and not replica.lost.done()
         if is_idle and len(replica.processes.ids) == 1:
             with suppress(Exception):  # of several types: it cannot be reused
@@ -4068,7 +4036,7 @@ def release(worker: Worker) -> None:
 
 
 class DeviceWriter(WeightWriter):
-    """Copies each tensor from a GPU, or from another dtype than the slot's."""
+    """Copies tensors from a GPU, or from another dtype than the slot's."""
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.tensors = tensors
@@ -4082,8 +4050,6 @@ class DeviceWriter(WeightWriter):
 
 
 class DeviceReader(WeightReader):
-    """A reader whose tensors may be on a GPU. GPU tensors are copied into."""
-
     def read(self, slot: int) -> None:
         for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
             if tensor.is_cuda:
