@@ -2825,7 +2825,7 @@ class Flags(Config):
 
 
 def place_of(error: BaseException) -> str:
-    """Returns an error in one line, with the innermost place in the user's code."""
+    """Returns an error in one line, with its place in the user's code."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if not re.search(f"/lib/python|^<frozen|^{THIS_FILE}$", frame.filename):
@@ -2835,7 +2835,7 @@ def place_of(error: BaseException) -> str:
 
 
 def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls code of the user or a library. Raises its exceptions as UsageError."""
+    """Calls code of others. Raises its exceptions as UsageError."""
     try:
         return call(*args, **options)
     except BaseException as error:
@@ -2853,8 +2853,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
-    weights = model.named_parameters()
-    wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
+    wrong["not finite"] = [n for n, p in model.named_parameters() if not p.isfinite().all()]
     # Only special tokens (of images) may lack an embedding.
     num_embeddings = model.get_input_embeddings().num_embeddings
     special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -2871,11 +2870,11 @@ class HubPolicy(Policy):
     """The policy of --model. dtype: dtype of the parameters. Forward passes use --dtype."""
 
     def __init__(self, cfg: Flags, dtype: torch.dtype) -> None:
-        loaded = pretrained(cfg.model, dtype) if cfg.model else tiny_policy(cfg.seed)
-        self.tokenizer, model = loaded
+        made = pretrained(cfg.model, dtype) if cfg.model else tiny_policy(cfg.seed)
+        self.tokenizer, model = made
         self.device = torch.device(cfg.device or "cpu")
         self.model = model.to(self.device).eval()
-        # Buffers keep their dtype: rotary positions need float32.
+        # Not buffers: rotary positions need float32.
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)
         # Compute dtype. With several trainers, FSDP casts instead.
@@ -2893,16 +2892,14 @@ class HubPolicy(Policy):
         self.end_ids = self._end_ids()
 
     def _end_ids(self) -> list[int]:
-        """Returns end tokens of the template, the tokenizer, and the model."""
         # "...assistant\nresponse<|im_end|>\n" -> "<|im_end|>\n" -> its first token
         chat = [{"role": "user", "content": "question"}, RESPONSE]
         _, response, closing = self.render(chat, False).rpartition(RESPONSE["content"])
         first = self.tokenize(closing)[:1] if response else []
-        ends: list[Any] = [end for end in first if end in self.control_tokens.values()]
-        of_model = self.model.generation_config.eos_token_id  # an id, a list or None
-        ends += [self.tokenizer.eos_token_id]
-        ends += of_model if isinstance(of_model, list) else [of_model]
-        ends = [end for end in ends if end is not None]
+        ends = [end for end in first if end in self.control_tokens.values()]
+        # An id, a list of ids, or None.
+        for end in (self.tokenizer.eos_token_id, self.model.generation_config.eos_token_id):
+            ends += end if isinstance(end, list) else [end] * (end is not None)
         if not ends:
             raise UsageError("the tokenizer has no end token (eos_token)")
         return ends
@@ -2912,12 +2909,12 @@ class HubPolicy(Policy):
 
     def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
         """Returns ids. is_plain: control tokens become ordinary text."""
-        how = {"add_special_tokens": False, "split_special_tokens": is_plain}
-        return self.tokenizer(text, **how)["input_ids"]
+        tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_plain)
+        return tokens["input_ids"]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
-        """Returns the ids of a turn. Raises UsageError if the template changes text."""
-        # "<|im_end|>" in a message would end a turn: the template gets a placeholder.
+        """Raises UsageError if the template changes text."""
+        # "<|im_end|>" in a message would end a turn: templates get a placeholder.
         plain: dict[str, str] = {}  # placeholder -> text
         messages = []
         for message in prompt.turns[turn].messages:
@@ -2971,7 +2968,7 @@ class WordTask(Task):
         rng = random.Random(f"{self.seed} {number}")
         word, other, answer, other_answer = rng.sample(WORDS, 4)
         if self.kind == "repeat":
-            # The second turn omits the rule, which the policy has to remember.
+            # The policy has to remember the rule in the second turn.
             text = f"I will say a word, and you repeat it. Say nothing else. {word}"
             return Prompt(number, (user_turn(text, word), user_turn(other, other)))
         if self.kind == "count":
@@ -2984,8 +2981,8 @@ class WordTask(Task):
         rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
         example = user_turn(f"{rule} {other}", "").messages
         solved = {"role": "assistant", "content": other_answer}
-        messages = (*example, solved, *user_turn(word, "").messages)
-        return Prompt(number, (Turn(messages, answer),))
+        turn = user_turn(word, answer)
+        return Prompt(number, (replace(turn, messages=(*example, solved, *turn.messages)),))
 
     def grade(self, answer: str, response: str) -> float:
         if response.strip() == answer:
@@ -3025,8 +3022,12 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
-# \boxed{\frac{\sqrt{3}}{2}}: three levels of braces.
-BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+# \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
+BOX = r"""(?x) \\boxed \{ (
+    (?: [^{}]                 # any character, or
+    | \{ (?: [^{}]            # any in braces, or
+        | \{ [^{}]* \} )* \}  # any in braces in braces
+    )* ) \}"""
 NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, 1e-5; Decimal refuses huge exponents
 
 
@@ -3143,7 +3144,7 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 
 @dataclass
 class UserProcess:
-    """A process for the user's code. Its main thread runs it: Python allows handlers only there."""
+    """Runs the user's code in a main thread: Python allows signal handlers only there."""
 
     cfg: Flags
     executor: ProcessPoolExecutor = field(init=False)
@@ -3154,7 +3155,7 @@ class UserProcess:
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
-                # A forked child would inherit locks that this worker's threads hold.
+                # A forked child would inherit locks of this worker's threads.
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
                 # Get the process group id first, so that `kill` works at any time.
@@ -3163,7 +3164,7 @@ class UserProcess:
             return self.executor.submit(score_group, self.cfg, conversations).result(limit_s)
         except TimeoutError:
             reason = f"no reward within {limit_s:g} s"
-        except Exception as error:  # of many types: the process died, or cannot load the task
+        except Exception as error:  # the process died, or cannot load the task
             reason = f"the reward function: {place_of(error)}"
         self.kill()  # the next group gets a new process
         return [reason] * len(conversations)
@@ -3180,7 +3181,7 @@ class UserProcess:
 def lead_process_group() -> None:
     """Makes this process lead a group, which is killed when the parent ends."""
     os.setpgid(0, 0)  # children join the group
-    # As in a plain script: imports from the current folder, and fork (Monarch has forkserver).
+    # As in a plain script: imports from the current folder; fork.
     environ.pop("PYTHONSAFEPATH", None)
     multiprocessing.set_start_method("fork", force=True)
     # The kernel kills the group once the parent has ended, even if C code holds the GIL.
@@ -3195,7 +3196,7 @@ def lead_process_group() -> None:
 
 
 def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
-    """Calls task.score for each episode. Coroutines of a group run concurrently."""
+    """Calls task.score for each episode. Coroutines run concurrently."""
     task = user_task(cfg)
     # Copies: the user's code may change a prompt.
     results = []
@@ -3204,7 +3205,7 @@ def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
             results.append(task.score(copy.deepcopy(prompt), responses))
         except BaseException as error:  # SystemExit, too
             results.append(error)
-    # Coroutines come last: inside a loop, asyncio.run in a plain call would fail.
+    # Last, because inside a loop asyncio.run in a plain call would fail.
     results = runner().run(awaited(results))
     rewards: Rewards = []
     for (prompt, _), result in zip(conversations, results):
@@ -3217,7 +3218,7 @@ def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
 
 @cache
 def runner() -> asyncio.Runner:
-    """Returns this process's Runner: clients kept across calls need one event loop."""
+    """Returns one Runner per process: clients kept across calls need one event loop."""
     return asyncio.Runner()
 
 
@@ -3568,7 +3569,7 @@ async def demo_recovery(report: Report) -> None:
 
 
 async def run_user_command(report: Report, cfg: Flags) -> Record:
-    """Runs the command. Returns the figures of --json."""
+    """Returns the figures of --json."""
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
@@ -3610,7 +3611,6 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
 
 
 async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
-    """Trains to step cfg.steps; evaluates before and after. Returns figures."""
     progress = run.progress
     evaluate = partial(evaluate_pass_at_k, run, 0)
     if run.version:
@@ -3661,11 +3661,7 @@ def export(trainer: Trainer, folder: str) -> None:
 
 
 class UserRun(Run):
-    """A run with the task, model and rewards of the flags.
-
-    folder: temporary; the trainer's ranks meet there.
-    saved: checkpoints and comparisons.
-    """
+    """folder: temporary; the trainer's ranks meet there. saved: checkpoints and comparisons."""
 
     cfg: Flags
 
@@ -3683,7 +3679,7 @@ class UserRun(Run):
         args: Any = (cfg, learner, self.version)
         self.trainer = replace(self.trainer, setup_args=args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
-        # Generators on other hosts pull through a relay of their host (section 16).
+        # Generators on other hosts pull through a relay (section 16).
         args = (cfg, generator_policy, DeviceReader)
         if hosts:
             args = (cfg, generator_policy, partial(relayed_reader, hosts.outlet))
@@ -3699,8 +3695,7 @@ class UserRun(Run):
     async def begin(self) -> None:
         self.reporting = ensure_future(report_waiting(self))
         self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # by lines
-        for row in self.progress.rows:
-            self.log.write(json.dumps(row) + "\n")
+        self.log.writelines(json.dumps(row) + "\n" for row in self.progress.rows)
         await super().begin()
 
     async def close(self) -> None:
@@ -3759,7 +3754,7 @@ async def report_waiting(run: Run) -> None:
 
 
 def step_line(row: Record) -> str:
-    """Returns the line of a step; for steps 1, 11, 21, with a sample below."""
+    """Returns the line of a step; a sample below steps 1, 11, 21."""
     line = (
         f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
         f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
@@ -3776,11 +3771,7 @@ def step_line(row: Record) -> str:
 
 
 class UserLearner(Learner):
-    """A learner that may be one of several ranks.
-
-    critic: computes advantages (section 14).
-    penalty: penalty(batch, logp) [N] is added to the loss (15).
-    """
+    """critic: computes advantages (section 14). penalty(batch, logp) [N]: added to losses (15)."""
 
     def __init__(
         self, policy: Policy, cfg: Flags, rank: int = 0, critic: Any = None, penalty: Any = None
@@ -3811,12 +3802,11 @@ class UserLearner(Learner):
         return split(rows[self.rank :: self.num_ranks], num_batches)
 
     def clip_gradients(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
-        return float(whole(norm))  # a DTensor, if the weights are
+        # A DTensor, if the weights are.
+        return float(whole(torch.nn.utils.clip_grad_norm_(self.weights, 1.0)))
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns the full tensor of a DTensor; other tensors unchanged."""
     return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
 
 
@@ -3825,7 +3815,7 @@ def whole_state(policy: Policy) -> Weights:
 
 
 def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]:
-    """Runs in each rank of the trainer. Returns its learner and writer at version 0."""
+    """Runs in each rank of the trainer."""
     share_cores(cfg)
     rank = current_rank().rank
     dtype = getattr(torch, cfg.dtype)  # of forward passes and slots
@@ -3859,7 +3849,7 @@ def generator_policy(cfg: Flags) -> Policy:
 
 
 def share_cores(cfg: Flags) -> None:
-    """Limits this worker's threads: more threads than cores wait for each other."""
+    """Limits threads: more than cores wait for each other."""
     num_workers = cfg.generators + cfg.trainers
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
 
@@ -3894,7 +3884,7 @@ def sft_prompts(policy: Policy, task: Task) -> Iterator[Prompt]:
 
 
 def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
-    """Applies FSDP2: ranks keep a part of each weight, and gather a layer to compute it."""
+    """Applies FSDP2: ranks keep a part of each weight, and gather a layer to use it."""
     from torch.distributed import fsdp  # takes half a second
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
@@ -3965,12 +3955,13 @@ OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint lo
 
 
 def with_saved_flags(given: Record) -> Record:
-    """Adds the saved flags of --checkpoint. A saved version 0 takes the place of --model."""
+    """Adds the flags of --checkpoint. A saved version 0 replaces --model."""
     folder = Path(given.get("checkpoint") or os.devnull).resolve()
     if not (folder / "flags.json").is_file():  # /dev/null/flags.json does not exist
         return given
     flags = json.loads((folder / "flags.json").read_text())
-    saved = {each.name: flags[each.name] for each in fields(Flags) if each.name in flags}
+    known = {each.name for each in fields(Flags)}
+    saved = {name: value for name, value in flags.items() if name in known}
     # Version 0 has had its supervised steps.
     model = {"model": str(folder / "model"), "sft_steps": 0}
     return saved | given | (model if (folder / "model").is_dir() else {})
