@@ -2770,8 +2770,7 @@ async def demo_async_rl(report: Report) -> None:
 
 
 # ==== PART II: further ====
-# Models and data of your own, long runs, GPUs, harder rewards and more hosts: subclasses and
-# arguments of what Part I has.
+# Your models and data, long runs, GPUs, harder rewards, more hosts: by subclasses and arguments.
 
 
 @dataclass(frozen=True)
@@ -2782,9 +2781,9 @@ class Flags(Config):
     only: str = ""  # run this stage alone
     list: bool = False  # list the stages and their lines
     train: bool = False  # train --model on --task
-    evaluate: int = 0  # number of samples per prompt (k of pass@k)
+    evaluate: int = 0  # samples per prompt (k of pass@k)
     export: str = ""  # write the model to this folder
-    model: str = ""  # folder or hub id of a causal model; default: a tiny one
+    model: str = ""  # folder or hub id; default: a tiny one
     task: str = "repeat"  # repeat, count, pattern, FILE.jsonl or FILE.py:CLASS
     reward: str = ""  # FILE.py:FUNCTION(prompt, response, answer), or "model"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
@@ -2817,9 +2816,8 @@ class Flags(Config):
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
 #   task = user_task(cfg)
-#   prompt = task.prompt(0)                                       in the main process
-#   task.score(prompt, ["<think>40?</think> It is 42."])  [1.0]   in the reward process
-#   task.score(prompt, ["It is 42 or 43."])               [0.0]
+#   prompt = task.prompt(0)                                in the main process
+#   task.score(prompt, ["<think>40?</think> It is 42."])   [1.0], in the reward process
 
 # -- a model of your own ---
 
@@ -2899,7 +2897,8 @@ class HubPolicy(Policy):
         ends = [end for end in first if end in self.control_tokens.values()]
         # An id, a list of ids, or None.
         for end in (self.tokenizer.eos_token_id, self.model.generation_config.eos_token_id):
-            ends += end if isinstance(end, list) else [end] * (end is not None)
+            if end is not None:
+                ends += end if isinstance(end, list) else [end]
         if not ends:
             raise UsageError("the tokenizer has no end token (eos_token)")
         return ends
@@ -2972,7 +2971,6 @@ class WordTask(Task):
             text = f"I will say a word, and you repeat it. Say nothing else. {word}"
             return Prompt(number, (user_turn(text, word), user_turn(other, other)))
         if self.kind == "count":
-            # "Count from 8 to 10. ..." -> "8, 9, 10"
             first = rng.randint(1, 90)
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
             text = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
@@ -3044,7 +3042,7 @@ def final_part(text: str) -> str:
 
 
 class FileTask(Task):
-    """The prompts of a FILE.jsonl, shuffled once, then repeated."""
+    """Prompts are shuffled once, then repeated."""
 
     def __init__(self, path: str, seed: int) -> None:
         self.prompts = [prompt_of(0, line, where) for where, line in lines_of(Path(path))]
@@ -3077,7 +3075,7 @@ def load_python(spec: str) -> Any:
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
         raise UsageError(f"{spec}: not a FILE.py:NAME")
-    # After the standard library, before installed packages.
+    # After Python's library, before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
     # For `add_user_folder`; a task's folder replaces that of --reward.
@@ -3144,7 +3142,7 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 
 @dataclass
 class UserProcess:
-    """Runs the user's code in a main thread: Python allows signal handlers only there."""
+    """Runs the user's code in a main thread: signal handlers work only there."""
 
     cfg: Flags
     executor: ProcessPoolExecutor = field(init=False)
@@ -3158,9 +3156,9 @@ class UserProcess:
                 # A forked child would inherit locks of this worker's threads.
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
-                # Get the process group id first, so that `kill` works at any time.
+                # First, so that `kill` works at any time.
                 self.pid = self.executor.submit(os.getpid).result()
-            # Do not bind the future: its traceback would keep this frame and the process alive.
+            # A bound future's traceback would keep this frame, and so the process, alive.
             return self.executor.submit(score_group, self.cfg, conversations).result(limit_s)
         except TimeoutError:
             reason = f"no reward within {limit_s:g} s"
@@ -3174,7 +3172,7 @@ class UserProcess:
             kill_group(self.pid)
         self.pid = None
 
-    # `release` deletes the worker's attributes, and this object with them.
+    # After `release` too.
     __del__ = kill
 
 
@@ -3184,13 +3182,13 @@ def lead_process_group() -> None:
     # As in a plain script: imports from the current folder; fork.
     environ.pop("PYTHONSAFEPATH", None)
     multiprocessing.set_start_method("fork", force=True)
-    # The kernel kills the group once the parent has ended, even if C code holds the GIL.
+    # The kernel kills the group when the parent ends, even if C code holds the GIL.
     parent: Any = multiprocessing.parent_process()
     group = -os.getpid()
     settings = {fcntl.F_SETOWN: group, fcntl.F_SETSIG: signal.SIGKILL, fcntl.F_SETFL: os.O_ASYNC}
     for name, value in settings.items():
         fcntl.fcntl(parent.sentinel, name, value)
-    # The parent may have ended before these calls.
+    # The parent may have ended earlier.
     if not parent.is_alive():
         kill_group(0)  # its own
 
@@ -3561,7 +3559,7 @@ async def demo_recovery(report: Report) -> None:
 #   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
 #   preferences.jsonl   comparisons (section 15)
-#   lock          held by the process that uses the folder
+#   lock          held by the process in it
 #
 # Cost. A copy of the model; 12 bytes per parameter and checkpoint (about 24 with a critic).
 
@@ -3630,7 +3628,7 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
 
 
 async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | None]:
-    """Prints held-out accuracy: greedy, of one sample (pass@1), of any of k (pass@k)."""
+    """Prints held-out accuracy: greedy, of one sample, of any of k."""
     accuracies = {"greedy": await run.evaluate()}
     right = []
     if num_samples:
@@ -3703,10 +3701,9 @@ class UserRun(Run):
         await super().close()
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
-        """Returns groups to train on. Raises RunError after 20 requests without a reward."""
         groups = await super().sample(prompts)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
-        # A reward function that always raises would keep the run busy for ever.
+        # A reward function that always raises would never end the run.
         if self.num_fruitless == 20:
             reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
             raise RunError(f"20 requests in a row brought no reward: {reason}")
@@ -3869,14 +3866,13 @@ def verify(policy: HubPolicy, name: str) -> None:
 
 
 def sft_prompts(policy: Policy, task: Task) -> Iterator[Prompt]:
-    """Yields prompts that fit the context. Raises UsageError if one has no answer."""
+    """Yields prompts that fit the context."""
     num_too_long = 0
     for prompt in training_prompts(task):
         if any(turn.answer is None for turn in prompt.turns):
             raise UsageError("--sft-steps: a prompt has no answer")
-        right = [str(turn.answer) for turn in prompt.turns]
         num_too_long += 1
-        if len(episode_with(policy, prompt, right).ids) <= policy.context:
+        if len(right_episode(policy, prompt).ids) <= policy.context:
             num_too_long = 0
             yield prompt
         if num_too_long == 1000:
@@ -3893,7 +3889,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     for unit in [*max(lists, key=len), model]:
         sharded: Any = fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
-        # Losses are divided by the global token count, so gradients are summed.
+        # Losses are divided by the global token count: gradients are summed.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo supports only sum
 
@@ -3925,16 +3921,18 @@ def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episod
     return episode
 
 
+def right_episode(policy: Policy, prompt: Prompt) -> Episode:
+    return episode_with(policy, prompt, [str(turn.answer) for turn in prompt.turns])
+
+
 def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
-    """Supervised fine-tuning: runs REINFORCE on right responses, with A = 1 and new moments."""
+    """Runs REINFORCE on right responses, with A = 1 and new moments."""
     student = copy.copy(learner)
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
     student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
     for _ in range(num_steps):
-        episodes = []
-        for prompt in islice(prompts, 4 * learner.cfg.prompts_per_step):
-            right = [str(turn.answer) for turn in prompt.turns]
-            episodes.append(episode_with(learner.policy, prompt, right))
+        batch = islice(prompts, 4 * learner.cfg.prompts_per_step)
+        episodes = [right_episode(learner.policy, prompt) for prompt in batch]
         ones = [[1.0] * len(episode.ids) for episode in episodes]
         student.update(student.micro_batches(episodes, ones))
 
@@ -3960,8 +3958,7 @@ def with_saved_flags(given: Record) -> Record:
     if not (folder / "flags.json").is_file():  # /dev/null/flags.json does not exist
         return given
     flags = json.loads((folder / "flags.json").read_text())
-    known = {each.name for each in fields(Flags)}
-    saved = {name: value for name, value in flags.items() if name in known}
+    saved = {each.name: flags[each.name] for each in fields(Flags) if each.name in flags}
     # Version 0 has had its supervised steps.
     model = {"model": str(folder / "model"), "sft_steps": 0}
     return saved | given | (model if (folder / "model").is_dir() else {})
@@ -3971,7 +3968,7 @@ def save_flags(cfg: Flags, folder: Path) -> None:
     """Writes flags.json, with absolute paths."""
     flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
     for name in ("model", "task", "reward", "preferences"):
-        # "repeat" is a name; "./words.jsonl" and "rewards.py:score" are paths.
+        # "repeat" is a name; "rewards.py:score" is a path.
         is_file = re.search(r"\.(jsonl|py:\w+)$", flags[name])
         if is_file or (name == "model" and os.path.isdir(flags[name])):
             flags[name] = os.path.abspath(flags[name])
@@ -3985,8 +3982,7 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 
 
 def add_user_folder() -> None:
-    """Appends the user's folder: its objects come in messages."""
-    # Last, so that it hides no module. "": the current folder.
+    # Last: it must not hide modules. "": the current folder.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
 
 
@@ -4017,7 +4013,6 @@ class WarmPool(Pool):
 
 
 def release(worker: Worker) -> None:
-    """Frees memory before another actor uses the process."""
     # Monarch keeps a stopped actor alive, so drop its attributes.
     for name in vars(worker).keys() - {"name", "timeline"}:
         delattr(worker, name)
