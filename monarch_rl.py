@@ -2806,12 +2806,11 @@ class Flags(Config):
 
 
 # == YOUR OWN DATA ====
-# Problem. Templates differ; data has wrong lines; reward functions raise, hang and fork. None of
-#   this may end a run.
+# Problem. Templates differ, data has wrong lines, reward functions raise, hang and fork.
 # Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
 #   that is killed after a deadline. Episodes without a reward are left out: 0 would blame the
 #   policy.
-# Cost. One more process per reward worker, and one more message per group.
+# Cost. One process more per reward worker, one message more per group.
 #
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
@@ -2823,7 +2822,6 @@ class Flags(Config):
 
 
 def place_of(error: BaseException) -> str:
-    """Returns an error in one line, with its place in the user's code."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if not re.search(f"/lib/python|^<frozen|^{THIS_FILE}$", frame.filename):
@@ -2847,7 +2845,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    # So transformers lists missing, unexpected and mismatched weights.
+    # transformers then lists mismatched weights, too.
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
@@ -2868,8 +2866,8 @@ class HubPolicy(Policy):
     """The policy of --model. dtype: dtype of the parameters. Forward passes use --dtype."""
 
     def __init__(self, cfg: Flags, dtype: torch.dtype) -> None:
-        made = pretrained(cfg.model, dtype) if cfg.model else tiny_policy(cfg.seed)
-        self.tokenizer, model = made
+        name = cfg.model
+        self.tokenizer, model = pretrained(name, dtype) if name else tiny_policy(cfg.seed)
         self.device = torch.device(cfg.device or "cpu")
         self.model = model.to(self.device).eval()
         # Not buffers: rotary positions need float32.
@@ -2907,13 +2905,13 @@ class HubPolicy(Policy):
         return called("the chat template", super().render, messages, add_generation_prompt)
 
     def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
-        """Returns ids. is_plain: control tokens become ordinary text."""
+        """is_plain: control tokens become ordinary text."""
         tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_plain)
         return tokens["input_ids"]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
         """Raises UsageError if the template changes text."""
-        # "<|im_end|>" in a message would end a turn: templates get a placeholder.
+        # "<|im_end|>" in a message would end the turn.
         plain: dict[str, str] = {}  # placeholder -> text
         messages = []
         for message in prompt.turns[turn].messages:
@@ -2975,7 +2973,7 @@ class WordTask(Task):
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
             text = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
             return Prompt(number, (user_turn(text, ", ".join(numbers)),))
-        # "When I say cloud, you say eagle. When I say lemon, ..." "lemon" -> "piano"
+        # "... When I say lemon, you say piano. ..." "lemon" -> "piano"
         rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
         example = user_turn(f"{rule} {other}", "").messages
         solved = {"role": "assistant", "content": other_answer}
@@ -3114,7 +3112,7 @@ class UserTask(Task):
 
 
 def user_task(cfg: Flags) -> Task:
-    """Returns the task, one object per process. The tiny policy knows letters only."""
+    """Returns one task per process. The tiny policy knows letters only."""
     return make_task(cfg.task, cfg.reward, cfg.seed) if cfg.model else LetterTask(cfg.seed)
 
 
@@ -3142,14 +3140,13 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 
 @dataclass
 class UserProcess:
-    """Runs the user's code in a main thread: signal handlers work only there."""
+    """Runs the user's code in a main thread, as signal handlers need."""
 
     cfg: Flags
     executor: ProcessPoolExecutor = field(init=False)
     pid: int | None = None  # also of its process group; None: no process
 
     def __call__(self, conversations: Conversations) -> Rewards:
-        """Returns the rewards of a group, or why there are none."""
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
@@ -3172,12 +3169,11 @@ class UserProcess:
             kill_group(self.pid)
         self.pid = None
 
-    # After `release` too.
-    __del__ = kill
+    __del__ = kill  # `release` deletes this object
 
 
 def lead_process_group() -> None:
-    """Makes this process lead a group, which is killed when the parent ends."""
+    """Makes this process lead a group that is killed when the parent ends."""
     os.setpgid(0, 0)  # children join the group
     # As in a plain script: imports from the current folder; fork.
     environ.pop("PYTHONSAFEPATH", None)
@@ -3216,7 +3212,7 @@ def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
 
 @cache
 def runner() -> asyncio.Runner:
-    """Returns one Runner per process: clients kept across calls need one event loop."""
+    """Returns one Runner: clients kept across calls need one event loop."""
     return asyncio.Runner()
 
 
@@ -3647,7 +3643,7 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
 
 
 def export(trainer: Trainer, folder: str) -> None:
-    """Runs in each rank. Writes model and tokenizer."""
+    """Runs in each rank."""
     policy = trainer.learner.policy
     state = whole_state(policy)
     if current_rank().rank == 0:
@@ -3678,15 +3674,14 @@ class UserRun(Run):
         self.trainer = replace(self.trainer, setup_args=args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
         # Generators on other hosts pull through a relay (section 16).
-        args = (cfg, generator_policy, DeviceReader)
-        if hosts:
-            args = (cfg, generator_policy, partial(relayed_reader, hosts.outlet))
+        reader = partial(relayed_reader, hosts.outlet) if hosts else DeviceReader
+        args = (cfg, generator_policy, reader)
         self.generators = replace(self.generators, pool=hosts or pool, setup_args=args)
         args = (cfg, partial(user_scorer, folder=saved))
         self.reward_workers = replace(self.reward_workers, setup_args=args)
         self.num_fruitless = 0  # requests in a row without a reward
         self.set_task(user_task(cfg))
-        # One prompt in ten is held out. If 1,000 are, all have one text.
+        # If 1,000 prompts are held out, all have one text.
         if all(self.task.prompt(number).is_held_out for number in range(1000)):
             raise UsageError("all prompts of the task are held out")
 
@@ -3735,7 +3730,7 @@ class UserRun(Run):
 
 
 async def report_waiting(run: Run) -> None:
-    """Prints ready workers after each 30 s without a step."""
+    """Prints ready workers if 30 s pass without a step."""
     while True:
         num_steps = run.version
         await sleep(30)
@@ -3745,13 +3740,13 @@ async def report_waiting(run: Run) -> None:
         line = f"           {len(replicas)} workers ready"
         for replica in replicas:
             for start_s in islice(replica.in_flight.values(), 1):  # of its oldest request
-                busy = f"busy for {time.time() - start_s:.0f} s"
-                line += f"; {replica.name}, process {replica.processes.ids}: {busy}"
+                line += f"; {replica.name}, process {replica.processes.ids}: "
+                line += f"busy for {time.time() - start_s:.0f} s"
         print(line)
 
 
 def step_line(row: Record) -> str:
-    """Returns the line of a step; a sample below steps 1, 11, 21."""
+    """Adds a sample to steps 1, 11, 21."""
     line = (
         f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
         f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
@@ -3825,7 +3820,7 @@ def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]
     sft(UserLearner(policy, cfg, rank), prompts, cfg.sft_steps)
     penalty = None
     if cfg.kl:
-        # The reference is version 0, after the supervised steps.
+        # Version 0, after the supervised steps.
         reference = HubPolicy(cfg, torch.float32)
         reference.model.load_state_dict(whole_state(policy))
         penalty = partial(divergence, reference, cfg.kl)
@@ -3847,12 +3842,12 @@ def generator_policy(cfg: Flags) -> Policy:
 
 def share_cores(cfg: Flags) -> None:
     """Limits threads: more than cores wait for each other."""
-    num_workers = cfg.generators + cfg.trainers
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
+    num_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, num_cores // (cfg.generators + cfg.trainers)))
 
 
 def verify(policy: HubPolicy, name: str) -> None:
-    """Raises UsageError if trainer's pass and rollout disagree (section 9)."""
+    """Raises UsageError if rollout and trainer's pass disagree."""
     probe = copy.copy(policy)
     probe.dtype = torch.float32  # bfloat16 rounds by more than 1e-6
     probe.max_new_tokens = 4
@@ -3880,7 +3875,7 @@ def sft_prompts(policy: Policy, task: Task) -> Iterator[Prompt]:
 
 
 def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
-    """Applies FSDP2: ranks keep a part of each weight, and gather a layer to use it."""
+    """Applies FSDP2: ranks keep parts of weights, and gather a layer to use it."""
     from torch.distributed import fsdp  # takes half a second
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
@@ -3915,8 +3910,8 @@ def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episod
     for turn, response in enumerate(responses):
         episode.add_prompt(policy.prompt_ids(prompt, turn))
         # Tokenize as plain text.
-        how = {"add_special_tokens": False, "split_special_tokens": True}
-        for token in policy.tokenizer(response, **how)["input_ids"] + policy.end_ids[:1]:
+        tokens = policy.tokenizer(response, add_special_tokens=False, split_special_tokens=True)
+        for token in tokens["input_ids"] + policy.end_ids[:1]:
             episode.add(token, turn + 1, 0.0)
     return episode
 
@@ -3947,7 +3942,7 @@ def warm_start(trainer: Trainer, num_steps: int) -> None:
 
 # -- flags that are kept ---
 
-# Not kept.
+# Flags of one command:
 OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log json
     report""".split()
 
@@ -3955,7 +3950,7 @@ OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint lo
 def with_saved_flags(given: Record) -> Record:
     """Adds the flags of --checkpoint. A saved version 0 replaces --model."""
     folder = Path(given.get("checkpoint") or os.devnull).resolve()
-    if not (folder / "flags.json").is_file():  # /dev/null/flags.json does not exist
+    if not (folder / "flags.json").is_file():  # as in /dev/null
         return given
     flags = json.loads((folder / "flags.json").read_text())
     saved = {each.name: flags[each.name] for each in fields(Flags) if each.name in flags}
@@ -3978,11 +3973,11 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 
 # -- warm processes ---
 #
-# Imports cost 4 s of CPU time. In the process of an earlier actor, a new one is ready in 16 ms.
+# Imports cost 4 s of CPU time. In a used process, an actor is ready in 16 ms.
 
 
 def add_user_folder() -> None:
-    # Last: it must not hide modules. "": the current folder.
+    # Last: it must hide no module. "": the current folder.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
 
 
@@ -3993,7 +3988,7 @@ class WarmPool(Pool):
         self.idle: list[Processes] = []
 
     async def start(self, num_ranks: int) -> Processes:
-        # The death of an idle process is detected later (section 5).
+        # A dead one is detected later (section 5).
         if num_ranks == 1 and self.idle:
             return self.idle.pop()
         return await super().start(num_ranks)
@@ -4022,7 +4017,7 @@ def release(worker: Worker) -> None:
 
 
 class DeviceWriter(WeightWriter):
-    """Copies tensors from a GPU, or from another dtype than the slot's."""
+    """Copies from a GPU, or from another dtype."""
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.tensors = tensors
