@@ -2798,8 +2798,7 @@ async def demo_async_rl(report: Report) -> None:
 
 
 # ==== PART II: further ====
-# The system is complete. Part II adds a model and data of your own, long runs, GPUs, harder rewards
-# and more hosts, by subclasses and arguments of what Part I has.
+# Your models and data, long runs, GPUs, harder rewards, more hosts: by subclasses and arguments.
 
 
 @dataclass(frozen=True)
@@ -2810,54 +2809,48 @@ class Flags(Config):
     only: str = ""  # run this stage alone
     list: bool = False  # list the stages and their lines
     train: bool = False  # train --model on --task
-    evaluate: int = 0  # pass@k, with so many samples of each prompt
+    evaluate: int = 0  # samples per prompt (k of pass@k)
     export: str = ""  # write the model to this folder
-    model: str = ""  # a folder or a hub id of a causal model; default: a tiny one
-    task: str = "repeat"  # repeat, count or pattern; a FILE.jsonl; a FILE.py:CLASS
-    reward: str = ""  # a FILE.py:FUNCTION(prompt, response, answer), or model
+    model: str = ""  # folder or hub id; default: a tiny one
+    task: str = "repeat"  # repeat, count, pattern, FILE.jsonl or FILE.py:CLASS
+    reward: str = ""  # FILE.py:FUNCTION(prompt, response, answer), or "model"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
     device: Literal["", "cpu", "cuda"] = ""  # default: cuda if available and one trainer
-    steps: int = 100  # updates of the policy
-    trainers: int = 1  # the ranks of the trainer (FSDP2)
-    hosts: str = ""  # the --worker folder; its hosts run generators
-    worker: str = ""  # offer this machine to --hosts in this folder
-    kl: float = 0.0  # the weight of the divergence from the first version
-    sft_steps: int = 0  # supervised steps on the right answers before RL
-    reward_deadline: float = 60.0  # the seconds that the rewards of a group may take
-    preferences: str = ""  # a FILE.jsonl: prompt, chosen, rejected
-    ask_every: int = 0  # ask the task's prefer() about every Nth group; 0: never
-    checkpoint: str = ""  # a folder from which the same command resumes
-    save_every: int = 20  # the steps between checkpoints
-    eval_every: int = 0  # the steps between evaluations; 0: only the first and last
-    log: str = ""  # a line of JSON for every step, in this file
-    json: str = ""  # checks and figures of the command, in this file
-    report: str = ""  # a page of the command, in this file
+    steps: int = 100  # training steps
+    trainers: int = 1  # ranks of the trainer (FSDP2)
+    hosts: str = ""  # shared folder: generators run on its workers
+    worker: str = ""  # shared folder: this machine is a worker
+    kl: float = 0.0  # weight of the divergence from version 0
+    sft_steps: int = 0  # supervised steps before RL
+    reward_deadline: float = 60.0  # seconds to score a group
+    preferences: str = ""  # FILE.jsonl: prompt, chosen, rejected
+    ask_every: int = 0  # ask prefer() about every Nth group; 0: never
+    checkpoint: str = ""  # folder from which the same command resumes
+    save_every: int = 20  # steps between checkpoints
+    eval_every: int = 0  # 0: only before and after
+    log: str = ""  # file: JSON lines, one per step
+    json: str = ""  # file: checks and figures
+    report: str = ""  # file: the page
 
 
 # == YOUR OWN DATA ====
-# Problem. A run needs a model, prompts and a judge of responses, and this file knows none of them.
-#   Templates differ; data has wrong lines; a reward function raises, hangs, forks, sets signal
-#   handlers, and returns anything. None of this may end a run.
-# Rule. A task has two methods: `prompt(number)` returns a prompt, and `score(prompt, responses)` a
-#   reward for each of its turns. A wrong line of a file ends the command before a process starts.
-#   `score` runs in a separate process, which is killed with its children after a deadline. An
-#   episode without a reward is left out of its group: a 0 would blame the policy.
-# Cost. One more process for each reward worker, and one more message for each group.
+# Problem. Templates differ, data has wrong lines, reward functions raise, hang and fork.
+# Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
+#   that is killed after a deadline. Episodes without a reward are left out: 0 would blame the
+#   policy.
+# Cost. One process more per reward worker, one message more per group.
 #
-# By example, with --task sums.jsonl, a file with the line {"prompt": "17 + 25 = ?", "answer": 42}:
+# By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
 #   task = user_task(cfg)
-#   prompt = task.prompt(0)                                       in the main process
-#   task.score(prompt, ["<think>40?</think> It is 42."])  [1.0]   in the reward process
-#   task.score(prompt, ["It is 42 or 43."])               [0.0]
+#   prompt = task.prompt(0)                                in the main process
+#   task.score(prompt, ["<think>40?</think> It is 42."])   [1.0], in the reward process
 
 # -- a model of your own ---
 
 
 def place_of(error: BaseException) -> str:
-    """Returns an error in one line, with the place in the user's code that raised it."""
     place = ""
-    # The innermost frame that is neither in this file nor in a library.
     for frame in traceback.extract_tb(error.__traceback__):
         if not re.search(f"/lib/python|^<frozen|^{THIS_FILE}$", frame.filename):
             place = f"{frame.filename}, line {frame.lineno}: "
@@ -2866,7 +2859,7 @@ def place_of(error: BaseException) -> str:
 
 
 def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls code of the user or a library. Its exceptions become UsageErrors."""
+    """Calls code of others. Raises its exceptions as UsageError."""
     try:
         return call(*args, **options)
     except BaseException as error:
@@ -2874,19 +2867,18 @@ def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> 
 
 
 def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Returns (tokenizer, model) of a folder or hub id. Raises UsageError if parts are missing."""
+    """Returns (tokenizer, model). Raises UsageError if parts are missing."""
     import transformers
 
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    # transformers then lists mismatched weights, too.
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
-    # transformers only warns of weights that are missing, unexpected or of another shape.
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
-    weights = model.named_parameters()
-    wrong["not finite"] = [name for name, p in weights if not p.isfinite().all()]
-    # Each token needs an embedding, except special ones (of images, say).
+    wrong["not finite"] = [n for n, p in model.named_parameters() if not p.isfinite().all()]
+    # Only special tokens (of images) may lack an embedding.
     num_embeddings = model.get_input_embeddings().num_embeddings
     special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     for word, i in tokenizer.get_vocab().items():
@@ -2899,19 +2891,17 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 class HubPolicy(Policy):
-    """The policy of --model. dtype: of the parameters; forward passes have that of --dtype."""
+    """The policy of --model. dtype: dtype of the parameters. Forward passes use --dtype."""
 
     def __init__(self, cfg: Flags, dtype: torch.dtype) -> None:
-        if cfg.model:
-            self.tokenizer, model = pretrained(cfg.model, dtype)
-        else:
-            self.tokenizer, model = tiny_policy(cfg.seed)
+        name = cfg.model
+        self.tokenizer, model = pretrained(name, dtype) if name else tiny_policy(cfg.seed)
         self.device = torch.device(cfg.device or "cpu")
         self.model = model.to(self.device).eval()
-        # Buffers keep their dtype: positions need fp32.
+        # Not buffers: rotary positions need float32.
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)
-        # Of the forward passes. With several trainers FSDP casts.
+        # Compute dtype. With several trainers, FSDP casts instead.
         self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
         self.temperature = cfg.temperature
         self.learns_entropy = cfg.entropy > 0
@@ -2920,22 +2910,21 @@ class HubPolicy(Policy):
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
         if self.max_new_tokens >= self.context:
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
-        # Models with recurrent layers may take none.
+        # Recurrent models may not accept position_ids.
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.control_tokens = self.tokenizer.get_added_vocab()  # <|im_end|>, <|im_start|>
         self.end_ids = self._end_ids()
 
     def _end_ids(self) -> list[int]:
-        """Returns the ends of a response: of the template, the tokenizer, and the model."""
         # "...assistant\nresponse<|im_end|>\n" -> "<|im_end|>\n" -> its first token
         chat = [{"role": "user", "content": "question"}, RESPONSE]
         _, response, closing = self.render(chat, False).rpartition(RESPONSE["content"])
         first = self.tokenize(closing)[:1] if response else []
-        ends: list[Any] = [end for end in first if end in self.control_tokens.values()]
-        ends.append(self.tokenizer.eos_token_id)
-        of_model = self.model.generation_config.eos_token_id
-        ends += of_model if isinstance(of_model, list) else [of_model]
-        ends = [end for end in ends if end is not None]
+        ends = [end for end in first if end in self.control_tokens.values()]
+        # An id, a list of ids, or None.
+        for end in (self.tokenizer.eos_token_id, self.model.generation_config.eos_token_id):
+            if end is not None:
+                ends += end if isinstance(end, list) else [end]
         if not ends:
             raise UsageError("the tokenizer has no end token (eos_token)")
         return ends
@@ -2944,45 +2933,42 @@ class HubPolicy(Policy):
         return called("the chat template", super().render, messages, add_generation_prompt)
 
     def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
-        """Returns ids. is_plain: the text of a control token becomes ordinary tokens."""
-        encode = partial(self.tokenizer, add_special_tokens=False)
-        return encode(text, split_special_tokens=is_plain)["input_ids"]
+        """is_plain: control tokens become ordinary text."""
+        tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_plain)
+        return tokens["input_ids"]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
-        """Returns the ids of a turn. Raises UsageError if the template rewrites or drops text."""
-        # "<|im_end|>" in a message would end a turn. The template gets a placeholder for such
-        # content, which is tokenized as plain text below.
-        plain = {}
+        """Raises UsageError if the template changes text."""
+        # "<|im_end|>" in a message would end the turn.
+        plain: dict[str, str] = {}  # placeholder -> text
         messages = []
         for message in prompt.turns[turn].messages:
-            content = message["content"]
-            words = content.strip()
+            words = message["content"].strip()
             if any(token in words for token in self.control_tokens):
                 placeholder = f"message{len(plain)}of"
                 plain[placeholder] = words
-                content = content.replace(words, placeholder)
-            messages.append({**message, "content": content})
+                message = {**message, "content": message["content"].replace(words, placeholder)}
+            messages.append(message)
         before, text = self.render_turn((*prompt.turns[:turn], Turn(tuple(messages), None)))
         if not text.startswith(before):
             raise UsageError("this chat template changes earlier turns: use one turn")
         for message in messages:
-            # Templates may strip control switches (/no_think) from a system message.
-            is_kept = message["role"] not in ("system", "assistant")
-            if is_kept and message["content"].strip() not in text:
+            # Templates may strip /no_think (system) and thoughts (assistant).
+            must_appear = message["role"] not in ("system", "assistant")
+            if must_appear and message["content"].strip() not in text:
                 raise UsageError(f"the template changes or drops: {message}")
-        # "...message0of..." -> ids of the template's text, plain ids of the message, and so on.
+        # "...message0of..." -> ids of the template, plain ids of the message, ...
         ids = []
         for part in re.split(r"(message\d+of)", text.removeprefix(before)):
             ids += self.tokenize(plain.get(part, part), is_plain=part in plain)
         return ids
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
-        """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
         if not self.takes_positions:
             inputs.pop("position_ids", None)
         if self.model.dtype == self.dtype:
             return self.model(ids, **inputs).logits
-        # The parameters stay in fp32; this pass uses copies.
+        # autocast would keep norms in float32; generators have bfloat16.
         cast = {name: p.to(self.dtype) for name, p in self.model.named_parameters()}
         return torch.func.functional_call(self.model, cast, ids, inputs).logits
 
@@ -2997,55 +2983,46 @@ WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle em
 
 @dataclass
 class WordTask(Task):
-    """Three tasks in whole words, for a chat model."""
-
-    kind: str
+    kind: str  # repeat, count or pattern
     seed: int
 
     def __post_init__(self) -> None:
-        # A word and its end, or up to five numbers with commas.
         self.max_new_tokens = 24 if self.kind == "count" else 6
 
     def prompt(self, number: int) -> Prompt:
         rng = random.Random(f"{self.seed} {number}")
         word, other, answer, other_answer = rng.sample(WORDS, 4)
         if self.kind == "repeat":
-            # The second word comes without the rule, which the policy has to remember.
+            # The policy has to remember the rule in the second turn.
             text = f"I will say a word, and you repeat it. Say nothing else. {word}"
             return Prompt(number, (user_turn(text, word), user_turn(other, other)))
         if self.kind == "count":
-            # The user: "Count from 8 to 10. ..." The right response is "8, 9, 10".
             first = rng.randint(1, 90)
             numbers = [str(first + i) for i in range(rng.randint(3, 5))]
             text = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
             return Prompt(number, (user_turn(text, ", ".join(numbers)),))
-        # The user: "When I say cloud, you say eagle. When I say lemon, you say piano. cloud"
-        # The assistant: "eagle". The user: "lemon". The right response is "piano".
+        # "... When I say lemon, you say piano. ..." "lemon" -> "piano"
         rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
         example = user_turn(f"{rule} {other}", "").messages
         solved = {"role": "assistant", "content": other_answer}
-        messages = (*example, solved, *user_turn(word, "").messages)
-        return Prompt(number, (Turn(messages, answer),))
+        turn = user_turn(word, answer)
+        return Prompt(number, (replace(turn, messages=(*example, solved, *turn.messages)),))
 
     def grade(self, answer: str, response: str) -> float:
-        """Returns 1 for the exact answer, else half the share of words at the right place."""
         if response.strip() == answer:
             return 1.0
-        # Rewards of a group must differ before any is 1: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
+        # Half the share of words at the right place: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
         right = re.findall(r"\w+", answer)
         words = re.findall(r"\w+", response.lower())
-        num_right = sum(a == b for a, b in zip(right, words))
-        return num_right / max(len(right), len(words)) / 2
+        return sum(a == b for a, b in zip(right, words)) / max(len(right), len(words)) / 2
 
 
 # -- prompts and answers from a file ---
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the place and the text of each line that is not blank."""
-    # utf-8-sig drops the mark of some editors before the first line.
-    text = called(str(path), path.read_text, "utf-8-sig")
-    # splitlines would also cut at U+2028, which JSON allows inside a text.
+    text = called(str(path), path.read_text, "utf-8-sig")  # without a byte order mark
+    # splitlines would also cut at U+2028, which JSON allows in strings.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{path}, line {number}", line
@@ -3060,7 +3037,7 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = user_turn(messages, None).messages
-        # Of messages that are not blank. `encode` raises for "\ud800": valid JSON, but no text.
+        # Roles of the non-blank messages. `encode` raises for "\ud800".
         roles = [each["role"] for each in messages if each["content"].encode().strip()]
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
@@ -3069,31 +3046,29 @@ def prompt_of(number: int, record: Any, where: str) -> Prompt:
     return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
 
 
-# The content of a box; \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
+# \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
 BOX = r"""(?x) \\boxed \{ (
     (?: [^{}]                 # any character, or
     | \{ (?: [^{}]            # any in braces, or
         | \{ [^{}]* \} )* \}  # any in braces in braces
     )* ) \}"""
-NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, .5, 1e-5; Decimal refuses huge exponents
+NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, 1e-5; Decimal refuses huge exponents
 
 
 def final_part(text: str) -> str:
     r"""Returns the answer in a text: "<think>7</think> So #### \boxed{1,042}." -> "1042"."""
-    # The text after the last mark counts, and nothing of a thought that does not end.
+    # The text after the last mark; ignore an unclosed <think> block.
     text = re.split(r"</think>|####", text)[-1].partition("<think>")[0]
-    # The last box, if there is one, without the words around it.
     text = [text, *re.findall(BOX, text)][-1]
-    # One code point for an accented letter; a hyphen for the minus sign.
+    # One code point per accented letter; "-" for the minus sign; 1,000 -> 1000.
     text = unicodedata.normalize("NFC", text).replace("\u2212", "-")
-    # 1,000 -> 1000
     text = re.sub(r",(?=\d{3})", "", text).casefold()
     # "**(B)**." -> "b"; but ".5" keeps its point
     return text.strip().lstrip(" \r\n$(*{").rstrip(" \r\n.$)*}")
 
 
 class FileTask(Task):
-    """The prompts of a FILE.jsonl, shuffled once, then repeated. Raises UsageError."""
+    """Prompts are shuffled once, then repeated."""
 
     def __init__(self, path: str, seed: int) -> None:
         self.prompts = [prompt_of(0, line, where) for where, line in lines_of(Path(path))]
@@ -3105,15 +3080,14 @@ class FileTask(Task):
         return replace(self.prompts[number % len(self.prompts)], number=number)
 
     def grade(self, answer: Any, response: str) -> float:
-        """Returns 1 if the final part of the response, or its last number, is the answer."""
         if answer is None:
             raise ValueError("no answer")
         wanted = final_part(str(answer))
         final = final_part(response)
-        # "It is Paris" is wrong for Paris, but "It is 42 km" is right for 42.
+        # "It is Paris" is wrong for Paris; "It is 42 km" is right for 42.
         if not re.fullmatch(NUMBER, wanted):
             return float(wanted == final)
-        # Decimal is exact: floats have 16 digits.
+        # Decimal is exact.
         numbers = [Decimal(number) for number in re.findall(NUMBER, final)]
         return float(numbers[-1:] == [Decimal(wanted)])
 
@@ -3122,15 +3096,15 @@ class FileTask(Task):
 
 
 def load_python(spec: str) -> Any:
-    """Imports FILE.py:NAME, and lets workers import it. Raises UsageError."""
+    """Returns NAME of FILE.py:NAME. Raises UsageError."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
         raise UsageError(f"{spec}: not a FILE.py:NAME")
-    # The folder comes after the standard library, and before installed packages.
+    # After Python's library, before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
-    # Workers add it to their path, too (`add_user_folder`).
+    # For `add_user_folder`; a task's folder replaces that of --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # For a user's random.py the import returns Python's module.
@@ -3144,9 +3118,7 @@ def load_python(spec: str) -> Any:
 
 @dataclass
 class UserTask(Task):
-    """The prompts of --task, with the rewards of --reward, if it is given."""
-
-    task: Any  # an object with `prompt` and `score`; its class may have any base
+    task: Any  # an object with `prompt` and `score`
     reward: Callable[..., Any] | None
 
     def __post_init__(self) -> None:
@@ -3157,7 +3129,6 @@ class UserTask(Task):
         return prompt_of(number, called(where, self.task.prompt, number), where)
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
-        """Calls the reward function for each turn, or else `score` of the task."""
         if self.reward is None:
             return self.task.score(prompt, responses)
         rewards = []
@@ -3168,100 +3139,96 @@ class UserTask(Task):
         return rewards
 
 
-@cache
 def user_task(cfg: Flags) -> Task:
-    """Returns the task of --task and --reward, one object per process."""
-    if not cfg.model:
-        return LetterTask(cfg.seed)  # the tiny policy knows letters only
-    reward = load_python(cfg.reward) if cfg.reward not in ("", "model") else None
-    if cfg.task in ("repeat", "count", "pattern"):
-        return UserTask(WordTask(cfg.task, cfg.seed), reward)
-    if not cfg.task.endswith(".jsonl"):
-        return UserTask(called(cfg.task, load_python(cfg.task)), reward)
-    task = FileTask(cfg.task, cfg.seed)
+    """Returns one task per process. The tiny policy knows letters only."""
+    return make_task(cfg.task, cfg.reward, cfg.seed) if cfg.model else LetterTask(cfg.seed)
+
+
+@cache
+def make_task(name: str, reward: str, seed: int) -> Task:
+    scorer = load_python(reward) if reward not in ("", "model") else None
+    if name in ("repeat", "count", "pattern"):
+        return UserTask(WordTask(name, seed), scorer)
+    if not name.endswith(".jsonl"):
+        return UserTask(called(name, load_python(name)), scorer)
+    task = FileTask(name, seed)
+    # FileTask compares only texts and numbers.
     types = {type(prompt.turns[0].answer) for prompt in task.prompts}
-    if not cfg.reward and types - {str, int, float, bool}:
-        raise UsageError(f"--task {cfg.task}: its answers need --reward")
-    return UserTask(task, reward)
+    if not reward and types - {str, int, float, bool}:
+        raise UsageError(f"--task {name}: its answers need --reward")
+    return UserTask(task, scorer)
 
 
 # -- the reward process ---
 #
-#   UserProcess(cfg), in the worker --- prompts and responses ---> score_group, in its process
-#                                   <-- rewards, or reasons -----
-#                                   --- SIGKILL, when too late --> and all of its children
+#   UserProcess, in the worker --- prompts and responses ---> score_group, in its process
+#                              <-- rewards, or reasons ------
+#                              --- SIGKILL, when too late --> and its children
 
 
 @dataclass
 class UserProcess:
-    """A process whose main thread runs the user's code: signal handlers can be set only there."""
+    """Runs the user's code in a main thread, as signal handlers need."""
 
     cfg: Flags
-    executor: ProcessPoolExecutor = field(init=False)  # started with the first group
-    pid: int | None = None  # also the id of its process group; None: no process
+    executor: ProcessPoolExecutor = field(init=False)
+    pid: int | None = None  # also of its process group; None: no process
 
     def __call__(self, conversations: Conversations) -> Rewards:
-        """Returns the rewards of a group, or the reasons why there are none."""
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
-                # Spawned: a forked child would inherit locks that this worker's threads hold.
+                # A forked child would inherit locks of this worker's threads.
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
-                # Which group to kill, before any code of the user runs.
+                # First, so that `kill` works at any time.
                 self.pid = self.executor.submit(os.getpid).result()
-            # A name for the future would be a cycle with its exception, and delay `__del__`.
+            # A bound future's traceback would keep this frame, and so the process, alive.
             return self.executor.submit(score_group, self.cfg, conversations).result(limit_s)
         except TimeoutError:
             reason = f"no reward within {limit_s:g} s"
-        except Exception as error:  # of many types: the process has died, or cannot load the task
+        except Exception as error:  # the process died, or cannot load the task
             reason = f"the reward function: {place_of(error)}"
-        # The next group gets a new process.
-        self.kill()
+        self.kill()  # the next group gets a new process
         return [reason] * len(conversations)
 
     def kill(self) -> None:
-        """Kills the process and its children."""
         if self.pid:
             kill_group(self.pid)
         self.pid = None
 
-    # `release` deletes the worker's attributes, and this object with them.
-    __del__ = kill
+    __del__ = kill  # `release` deletes this object
 
 
 def lead_process_group() -> None:
-    """Makes this process lead a process group, which is killed when the parent ends."""
-    # Children are born into the group, so one signal reaches all of them.
-    os.setpgid(0, 0)
-    # Programs of the user may import from the current folder.
+    """Makes this process lead a group that is killed when the parent ends."""
+    os.setpgid(0, 0)  # children join the group
+    # As in a plain script: imports from the current folder; fork.
     environ.pop("PYTHONSAFEPATH", None)
-    # Monarch selects forkserver; a plain script has fork.
     multiprocessing.set_start_method("fork", force=True)
-    # When the parent ends, even by SIGKILL, this pipe becomes readable, and the kernel sends a
-    # signal. No Python code takes part, so C code that holds the GIL cannot delay it.
+    # The kernel kills the group when the parent ends, even if C code holds the GIL.
     parent: Any = multiprocessing.parent_process()
-    pipe = parent.sentinel
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())  # negative: a process group
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # in place of SIGIO
-    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)  # once it is readable
-    # The parent may have ended before these calls.
+    group = -os.getpid()
+    settings = {fcntl.F_SETOWN: group, fcntl.F_SETSIG: signal.SIGKILL, fcntl.F_SETFL: os.O_ASYNC}
+    for name, value in settings.items():
+        fcntl.fcntl(parent.sentinel, name, value)
+    # The parent may have ended earlier.
     if not parent.is_alive():
-        kill_group(0)  # 0: the group of the caller
+        kill_group(0)  # its own
 
 
 def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
-    """Calls task.score for each episode. Coroutines of one group run concurrently."""
+    """Calls task.score for each episode. Coroutines run concurrently."""
     task = user_task(cfg)
-    # First all plain calls, with copies, because the user's code may change a prompt.
+    # Copies: the user's code may change a prompt.
     results = []
     for prompt, responses in conversations:
         try:
             results.append(task.score(copy.deepcopy(prompt), responses))
-        except BaseException as error:  # SystemExit, too: other episodes still get rewards
+        except BaseException as error:  # SystemExit, too
             results.append(error)
-    # Then all coroutines: inside a loop, asyncio.run in a plain call would fail.
-    results = user_loop().run(awaited(results))
+    # Last, because inside a loop asyncio.run in a plain call would fail.
+    results = runner().run(awaited(results))
     rewards: Rewards = []
     for (prompt, _), result in zip(conversations, results):
         try:
@@ -3271,12 +3238,14 @@ def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
     return rewards
 
 
-# Returns the event loop of this process: an HTTP client that the user keeps works in one only.
-user_loop = cache(asyncio.Runner)
+@cache
+def runner() -> asyncio.Runner:
+    """Returns one Runner: clients kept across calls need one event loop."""
+    return asyncio.Runner()
 
 
 async def awaited(result: Any) -> Any:
-    """Awaits a coroutine, or each one in a list. Returns an exception as a result."""
+    """Awaits one coroutine or a list. Returns exceptions as results."""
     if isinstance(result, list):
         return await gather(*[awaited(each) for each in result])
     try:
@@ -3286,14 +3255,11 @@ async def awaited(result: Any) -> Any:
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
-    """Converts what `score` returned to a reward for each turn."""
-    # A tensor, or an array of numpy
-    if hasattr(result, "tolist"):
+    if hasattr(result, "tolist"):  # tensor or array
         result = result.tolist()
     # A single number is the reward of the last turn.
     if not isinstance(result, (list, tuple)):
         result = [0.0] * (num_turns - 1) + [result]
-    # The exception of one turn is that of its episode.
     for part in result:
         if isinstance(part, BaseException):
             raise part
@@ -3610,47 +3576,41 @@ async def demo_recovery(report: Report) -> None:
 
 
 # == YOUR OWN RUN ====
-# Problem. A command lives for hours. It has to say what it does, to go on where it was, to keep its
-#   settings, and to leave a model that other programs load.
-# Rule. `UserRun` is the run of Part I with your task and your model. Whatever is kept lies in the
-#   folder of --checkpoint, which --train, --evaluate and --export share:
+# Problem. A run lasts hours. It must log, resume, keep its flags, and export.
+# Rule. --train, --evaluate and --export share the folder of --checkpoint:
 #
-#   flags.json    of the newest --train; defaults for the flags that a later command omits
+#   flags.json    flags of the newest --train: defaults for later commands
 #   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
 #   preferences.jsonl   comparisons (section 15)
-#   lock          held by the process that uses the folder
+#   lock          held by the process in it
 #
-# Cost. A copy of the model, and 12 bytes per parameter and checkpoint.
-#
-#   run_user_command -> with_restarts -> UserRun: UserLearner, HubPolicy, UserProcess
-#                                     -> do_command -> train_and_evaluate -> train_saved (13)
-#
+# Cost. A copy of the model; 12 bytes per parameter and checkpoint (about 24 with a critic).
+
 # -- the command ---
 
 
 async def run_user_command(report: Report, cfg: Flags) -> Record:
-    """Runs --train, --evaluate and --export. Returns the figures of --json."""
+    """Returns the figures of --json."""
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
-    # What the flags leave open.
+    # Resolve defaults.
     device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
     hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
-    saved = checkpoints.folder.resolve()
-    make_run = partial(UserRun, cfg, report.pool, report.folder, saved, hosts)
+    folders = (report.folder, checkpoints.folder.resolve())
+    make_run = partial(UserRun, cfg, report.pool, *folders, hosts)
     return await with_restarts(checkpoints, make_run, partial(do_command, checkpoints))
 
 
 async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
-    """Trains, evaluates, exports and reports, as the flags say."""
     cfg = run.cfg
     start_s = time.time()
     first = run.version
-    # Version 0 is kept once, so that a resumed run begins from the same weights.
+    # A resumed run takes version 0 as --model.
     model = checkpoints.folder / "model"
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
         await run.trainer.request(export, f"{model}.new")
@@ -3660,7 +3620,7 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
         figures["evaluation"] = await evaluate_pass_at_k(run, cfg.evaluate)
     if cfg.export:
         await run.trainer.request(export, cfg.export)
-    # A failed save did not end the run; it ends the command, with status 1.
+    # If the last save failed, exit with status 1.
     newest = checkpoints.folder / f"step_{run.version:08}.pt"
     if cfg.train and cfg.checkpoint and not newest.exists():
         raise RunError(f"step {run.version} is not saved")
@@ -3673,17 +3633,14 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
 
 
 async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
-    """Trains until step cfg.steps; evaluates before and after. Returns figures."""
     progress = run.progress
     evaluate = partial(evaluate_pass_at_k, run, 0)
     if run.version:
         print(f"going on after step {run.version}")
-    # A resumed run has been evaluated before.
     if not progress.heldout:
         await evaluate()
     await train_saved(run, checkpoints, evaluate)
-    last_version, _ = progress.heldout[-1]
-    if last_version != run.version:
+    if progress.heldout[-1][0] != run.version:
         await evaluate()
     return {
         "steps": run.version,
@@ -3695,12 +3652,12 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
 
 
 async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | None]:
-    """Prints held-out accuracy: greedy, of one sample (pass@1), of any of k (pass@k)."""
+    """Prints held-out accuracy: greedy, of one sample, of any of k."""
     accuracies = {"greedy": await run.evaluate()}
     right = []
     if num_samples:
         for group in await run.sample_and_score(run.held_out, num_samples, seed=0):
-            # pass@k needs all k samples of a prompt.
+            # Prompts with an unscored sample are left out.
             if len(group.episodes) == num_samples:
                 right.append([sum(episode.rewards) > 0.999 for episode in group.episodes])
     if right:
@@ -3714,7 +3671,7 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
 
 
 def export(trainer: Trainer, folder: str) -> None:
-    """Runs in each rank: writes a folder that transformers loads, with model and tokenizer."""
+    """Runs in each rank."""
     policy = trainer.learner.policy
     state = whole_state(policy)
     if current_rank().rank == 0:
@@ -3726,11 +3683,7 @@ def export(trainer: Trainer, folder: str) -> None:
 
 
 class UserRun(Run):
-    """A run with the task, the model and the rewards that the flags name.
-
-    folder: temporary; the trainer's ranks meet there.
-    saved: the folder of the checkpoints and comparisons.
-    """
+    """folder: temporary; the trainer's ranks meet there. saved: checkpoints and comparisons."""
 
     cfg: Flags
 
@@ -3745,27 +3698,25 @@ class UserRun(Run):
     ) -> None:
         super().__init__(cfg, pool, progress)
         learner = partial(user_learner, meeting_file=folder / f"meeting_{time.monotonic_ns()}")
-        trainer_args = (cfg, learner, self.version)
-        self.trainer = replace(self.trainer, setup_args=trainer_args, num_ranks=cfg.trainers)
+        args: Any = (cfg, learner, self.version)
+        self.trainer = replace(self.trainer, setup_args=args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
-        # Generators on other hosts pull through a relay of their host (section 16).
+        # Generators on other hosts pull through a relay (section 16).
         reader = partial(relayed_reader, hosts.outlet) if hosts else DeviceReader
-        generator_args = (cfg, generator_policy, reader)
-        self.generators = replace(self.generators, pool=hosts or pool, setup_args=generator_args)
-        scorer_args = (cfg, partial(user_scorer, folder=saved))
-        self.reward_workers = replace(self.reward_workers, setup_args=scorer_args)
-        self.num_fruitless = 0  # requests in a row that brought no reward
+        args = (cfg, generator_policy, reader)
+        self.generators = replace(self.generators, pool=hosts or pool, setup_args=args)
+        args = (cfg, partial(user_scorer, folder=saved))
+        self.reward_workers = replace(self.reward_workers, setup_args=args)
+        self.num_fruitless = 0  # requests in a row without a reward
         self.set_task(user_task(cfg))
-        # One prompt in ten is held out; 1,000 in a row mean that all texts are equal.
+        # If 1,000 prompts are held out, all have one text.
         if all(self.task.prompt(number).is_held_out for number in range(1000)):
             raise UsageError("all prompts of the task are held out")
 
     async def begin(self) -> None:
-        """Starts all workers, and the log with the checkpoint's steps."""
         self.reporting = ensure_future(report_waiting(self))
-        self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # one line at a time
-        for row in self.progress.rows:
-            self.log.write(json.dumps(row) + "\n")
+        self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # by lines
+        self.log.writelines(json.dumps(row) + "\n" for row in self.progress.rows)
         await super().begin()
 
     async def close(self) -> None:
@@ -3773,30 +3724,26 @@ class UserRun(Run):
         await super().close()
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
-        """Returns groups to train on. Raises RunError if no request brings a reward any more."""
         groups = await super().sample(prompts)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
-        # Else a reward function that always raises would keep the run busy for ever.
+        # A reward function that always raises would never end the run.
         if self.num_fruitless == 20:
             reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
             raise RunError(f"20 requests in a row brought no reward: {reason}")
         return groups
 
     def note_error(self, reason: str) -> None:
-        """Prints the first five kinds of errors, and counts all."""
         if reason not in self.errors and len(self.errors) < 5:
             print(f"           not scored: {reason}")
         super().note_error(reason)
 
     async def step(self, groups: list[Group]) -> None:
-        """Makes one update, logs and prints it."""
         await finished(super().step(groups))  # in spite of a signal
         row = self.progress.rows[-1]
         self.log.write(json.dumps(row) + "\n")
         print(step_line(row))
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        """Returns the row of a step, for the log and for the line that is printed."""
         episodes = [episode for group in groups for episode in group.episodes]
         first = episodes[0]
         text = first.prompt.turns[-1].messages[-1]["content"]
@@ -3811,28 +3758,29 @@ class UserRun(Run):
 
 
 async def report_waiting(run: Run) -> None:
-    """After each 30 s without a step, prints live workers and the age of their oldest request."""
+    """Prints ready workers if 30 s pass without a step."""
     while True:
         num_steps = run.version
         await sleep(30)
-        # Evaluations and exports make no steps, and are reported, too.
         if num_steps < run.version:
             continue
         replicas = [replica for service in run.services for replica in service.ready()]
-        print(f"           {len(replicas)} workers ready")
+        line = f"           {len(replicas)} workers ready"
         for replica in replicas:
-            # in_flight: the start of each request
-            start_s = min(replica.in_flight.values(), default=time.time())
-            busy = f"busy for {time.time() - start_s:.0f} s"
-            print(f"           {replica.name}, process {replica.processes.ids}: {busy}")
+            for start_s in islice(replica.in_flight.values(), 1):  # of its oldest request
+                line += f"; {replica.name}, process {replica.processes.ids}: "
+                line += f"busy for {time.time() - start_s:.0f} s"
+        print(line)
 
 
 def step_line(row: Record) -> str:
-    """Returns the line of a step; after each tenth, with a sample below."""
-    line = f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
-    line += f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
-    line += f"  {row['tokens_per_s']:.0f} tokens/s"
-    # Rare things are shown when they happen.
+    """Adds a sample to steps 1, 11, 21."""
+    line = (
+        f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
+        f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
+        f"  {row['tokens_per_s']:.0f} tokens/s"
+    )
+    # Totals are shown once they are above 0.
     for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
         if row[name]:
             line += f"  {name} {row[name]:.3g}"
@@ -3843,11 +3791,7 @@ def step_line(row: Record) -> str:
 
 
 class UserLearner(Learner):
-    """A learner that may be one of several ranks.
-
-    critic: computes advantages (section 14).
-    penalty: penalty(batch, logp) [N] is added to the loss (section 15).
-    """
+    """critic: computes advantages (section 14). penalty(batch, logp) [N]: added to losses (15)."""
 
     def __init__(
         self, policy: Policy, cfg: Flags, rank: int = 0, critic: Any = None, penalty: Any = None
@@ -3866,21 +3810,20 @@ class UserLearner(Learner):
         return losses + self.penalty(batch, logp) if self.penalty else losses
 
     def rows_to_train(self, advantage: list[list[float]]) -> list[int]:
-        """Returns all rows if a penalty gives them a gradient, or if there are too few."""
         rows = super().rows_to_train(advantage)
+        # A penalty trains all rows, and each rank needs one.
         keeps_all = self.penalty or len(rows) < self.num_ranks
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], longest: int) -> list[list[int]]:
-        """Splits this rank's share of the rows into micro-batches."""
-        # Ranks must make equally many passes: FSDP gathers each layer on all of them at once.
+        # Equally many for all ranks: FSDP gathers each layer on all at once.
         num_batches = ceil(len(super().partition(rows, longest)) / self.num_ranks)
         num_batches = min(num_batches, len(rows) // self.num_ranks)  # none is empty
         return split(rows[self.rank :: self.num_ranks], num_batches)
 
     def clip_gradients(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
-        return float(whole(norm))  # a DTensor, if the weights are
+        # A DTensor, if the weights are.
+        return float(whole(torch.nn.utils.clip_grad_norm_(self.weights, 1.0)))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -3891,33 +3834,36 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_state(policy: Policy) -> Weights:
-    """Returns the full tensors of the model, in each rank."""
     return {name: whole(tensor) for name, tensor in policy.model.state_dict().items()}
 
 
 def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]:
-    """Returns what the flags ask for, at version 0. Runs in each rank of the trainer."""
+    """Runs in each rank of the trainer."""
     share_cores(cfg)
     rank = current_rank().rank
+    dtype = getattr(torch, cfg.dtype)  # of forward passes and slots
     policy = HubPolicy(cfg, torch.float32)
     verify(policy, cfg.model)
     if cfg.trainers > 1:
         form_group(str(meeting_file), rank, cfg.trainers)
-        shard(policy.model, cfg.trainers, getattr(torch, cfg.dtype))
+        shard(policy.model, cfg.trainers, dtype)
     prompts = sft_prompts(policy, user_task(cfg))
     sft(UserLearner(policy, cfg, rank), prompts, cfg.sft_steps)
     penalty = None
     if cfg.kl:
-        # The reference is a copy of version 0, after the supervised steps.
+        # Version 0, after the supervised steps.
         reference = HubPolicy(cfg, torch.float32)
         reference.model.load_state_dict(whole_state(policy))
         penalty = partial(divergence, reference, cfg.kl)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = UserLearner(policy, cfg, rank, critic, penalty)
-    # Slots are in the dtype of the forward passes; with several ranks each writes its part.
-    writer_class = DeviceWriter if cfg.trainers == 1 else ShardedWriter
     weights = dict(policy.model.named_parameters())
-    return learner, writer_class(weights, cfg.generators, getattr(torch, cfg.dtype))
+    if cfg.trainers > 1:
+        return learner, ShardedWriter(weights, cfg.generators, dtype)
+    # One memory copy, if nothing is converted.
+    if all(weight.is_cpu and weight.dtype == dtype for weight in weights.values()):
+        return learner, WeightWriter(weights, cfg.generators)
+    return learner, DeviceWriter(weights, cfg.generators, dtype)
 
 
 def generator_policy(cfg: Flags) -> Policy:
@@ -3926,41 +3872,42 @@ def generator_policy(cfg: Flags) -> Policy:
 
 
 def share_cores(cfg: Flags) -> None:
-    """Limits the threads of this worker: more threads than cores would wait for each other."""
+    """Limits threads: more than cores wait for each other."""
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, num_cores // (cfg.generators + cfg.trainers)))
 
 
 def verify(policy: HubPolicy, name: str) -> None:
-    """Raises UsageError if a trainer's pass disagrees with a short rollout (section 9)."""
+    """Raises UsageError if rollout and trainer's pass disagree."""
     probe = copy.copy(policy)
-    probe.dtype = torch.float32
+    probe.dtype = torch.float32  # bfloat16 rounds by more than 1e-6
     probe.max_new_tokens = 4
-    # Two lengths, so that one of them is padded.
+    # Two lengths, so that one is padded.
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     where = f"--model {name}: rollouts"
-    logprobs = called(where, lambda: recompute_logprobs(probe, rollout(probe, prompts, 2, 0)))
-    if not float(k3(*logprobs).max()) < 1e-6:
+    episodes = called(where, rollout, probe, prompts, 2, 0)
+    old_logprobs, logprobs = called(where, recompute_logprobs, probe, episodes)
+    if not float(k3(old_logprobs, logprobs).max()) < 1e-6:  # NaN raises, too
         raise UsageError(f"{where} and the trainer's pass disagree")
 
 
 def sft_prompts(policy: Policy, task: Task) -> Iterator[Prompt]:
-    """Yields the prompts that have answers and fit the context. Raises UsageError."""
+    """Yields prompts that fit the context."""
     num_too_long = 0
     for prompt in training_prompts(task):
         if any(turn.answer is None for turn in prompt.turns):
             raise UsageError("--sft-steps: a prompt has no answer")
-        right = [str(turn.answer) for turn in prompt.turns]
-        if len(episode_with(policy, prompt, right).ids) <= policy.context:
+        num_too_long += 1
+        if len(right_episode(policy, prompt).ids) <= policy.context:
             num_too_long = 0
             yield prompt
-        elif (num_too_long := num_too_long + 1) == 1000:
+        if num_too_long == 1000:
             raise UsageError("--sft-steps: no prompt fits the context")
 
 
 def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
-    """FSDP2: each rank keeps a part of every weight; a layer is whole only while it computes."""
-    from torch.distributed import fsdp  # here and in section 13: these imports take half a second
+    """Applies FSDP2: ranks keep parts of weights, and gather a layer to use it."""
+    from torch.distributed import fsdp  # takes half a second
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -3968,92 +3915,86 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     for unit in [*max(lists, key=len), model]:
         sharded: Any = fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
-        # The ranks' losses have one denominator, so their gradients add up.
+        # Losses are divided by the global token count: gradients are summed.
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo supports only sum
 
 
 def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
-    """Returns the scorer of --reward. folder: of comparisons."""
     by_task = UserProcess(cfg)
     if cfg.reward != "model":
         return by_task
     task: Any = user_task(cfg)
-    prefer = getattr(task.task, "prefer", None)
+    prefer = getattr(task.task, "prefer", None)  # of the object inside UserTask
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
         raise UsageError("--ask-every: a task with prefer, one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
-
-    def score(group: Conversations) -> Rewards:
-        """Scores held-out prompts by the task: this shows exploitation of the model."""
-        prompt, _ = group[0]
-        return by_task(group) if prompt.is_held_out else model(group)
-
-    return score
+    # Held-out scores of the task show exploitation of the model.
+    return lambda group: (by_task if group[0][0].is_held_out else model)(group)
 
 
 # -- supervised steps ---
 
 
 def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episode:
-    """Returns the episode with these responses, as if they had been sampled."""
     episode = Episode(prompt, responses=responses)
     for turn, response in enumerate(responses):
         episode.add_prompt(policy.prompt_ids(prompt, turn))
-        # A text, not a turn: <end> in it becomes ordinary tokens.
-        how = {"add_special_tokens": False, "split_special_tokens": True}
-        for token in policy.tokenizer(response, **how)["input_ids"] + policy.end_ids[:1]:
+        # Tokenize as plain text.
+        tokens = policy.tokenizer(response, add_special_tokens=False, split_special_tokens=True)
+        for token in tokens["input_ids"] + policy.end_ids[:1]:
             episode.add(token, turn + 1, 0.0)
     return episode
 
 
+def right_episode(policy: Policy, prompt: Prompt) -> Episode:
+    return episode_with(policy, prompt, [str(turn.answer) for turn in prompt.turns])
+
+
 def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
-    """Supervised fine-tuning: REINFORCE on right responses, with A = 1, at twice the rate."""
-    # The same policy, with another loss and moments of its own.
+    """Runs REINFORCE on right responses, with A = 1 and new moments."""
     student = copy.copy(learner)
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
     student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
     for _ in range(num_steps):
-        episodes = []
-        for prompt in islice(prompts, 4 * learner.cfg.prompts_per_step):
-            right = [str(turn.answer) for turn in prompt.turns]
-            episodes.append(episode_with(learner.policy, prompt, right))
+        batch = islice(prompts, 4 * learner.cfg.prompts_per_step)
+        episodes = [right_episode(learner.policy, prompt) for prompt in batch]
         ones = [[1.0] * len(episode.ids) for episode in episodes]
         student.update(student.micro_batches(episodes, ones))
 
 
 def warm_start(trainer: Trainer, num_steps: int) -> None:
-    """Runs in the trainer: pretrains the policy, so that held-out accuracy starts near 0.07."""
+    """Runs in the trainer: raises held-out accuracy to about 0.07."""
     sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
-    # Nobody has pulled version 0 yet, so it can be published again.
+    # Version 0 has not been pulled yet.
     trainer.writer.publish(trainer.version)
     trainer.writer.wait()
 
 
 # -- flags that are kept ---
 
-# Flags of one command, which flags.json does not keep.
+# Flags of one command:
 OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log json
     report""".split()
 
 
 def with_saved_flags(given: Record) -> Record:
-    """Adds the saved flags of --checkpoint. A saved version 0 takes the place of --model."""
+    """Adds the flags of --checkpoint. A saved version 0 replaces --model."""
     folder = Path(given.get("checkpoint") or os.devnull).resolve()
-    if not (folder / "flags.json").is_file():
+    if not (folder / "flags.json").is_file():  # as in /dev/null
         return given
     flags = json.loads((folder / "flags.json").read_text())
     saved = {each.name: flags[each.name] for each in fields(Flags) if each.name in flags}
-    # Version 0 has had its supervised steps; a resumed run makes none.
+    # Version 0 has had its supervised steps.
     model = {"model": str(folder / "model"), "sft_steps": 0}
     return saved | given | (model if (folder / "model").is_dir() else {})
 
 
 def save_flags(cfg: Flags, folder: Path) -> None:
-    """Writes flags.json, with absolute paths: commands may run in other folders."""
+    """Writes flags.json, with absolute paths."""
     flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
     for name in ("model", "task", "reward", "preferences"):
-        # "repeat" and hub ids are names; "./words.jsonl" and "rewards.py:score" are paths.
+        # "repeat" is a name; "rewards.py:score" is a path.
         is_file = re.search(r"\.(jsonl|py:\w+)$", flags[name])
         if is_file or (name == "model" and os.path.isdir(flags[name])):
             flags[name] = os.path.abspath(flags[name])
@@ -4063,31 +4004,27 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 
 # -- warm processes ---
 #
-# Importing torch and a model class costs 4 s of CPU time. Processes outlive their actors: a new one
-# in such a process is ready after 16 ms.
+# Imports cost 4 s of CPU time. In a used process, an actor is ready in 16 ms.
 
 
 def add_user_folder() -> None:
-    """Appends the folder of the user's task, whose objects come in messages."""
-    sys.path.append(environ.get("MONARCH_RL_TASK", ""))  # last, so that it hides no module
+    # Last: it must hide no module. "": the current folder.
+    sys.path.append(environ.get("MONARCH_RL_TASK", ""))
 
 
 class WarmPool(Pool):
-    """Keeps the processes of actors that have ended, for the next ones."""
-
     bootstrap = staticmethod(add_user_folder)
 
     def __init__(self) -> None:
         self.idle: list[Processes] = []
 
     async def start(self, num_ranks: int) -> Processes:
-        """Returns an idle process, or new ones. A dead one is detected later (section 5)."""
+        # A dead one is detected later (section 5).
         if num_ranks == 1 and self.idle:
             return self.idle.pop()
         return await super().start(num_ranks)
 
     async def end(self, replica: Replica) -> None:
-        """Keeps the process of an idle replica of one rank. Kills all others."""
         is_idle = replica.is_ready and not replica.in_flight and not replica.lost.done()
         if is_idle and len(replica.processes.ids) == 1:
             with suppress(Exception):  # of several types: it cannot be reused
@@ -4102,8 +4039,7 @@ class WarmPool(Pool):
 
 
 def release(worker: Worker) -> None:
-    """Runs before another actor uses the process: frees what this one holds."""
-    # Monarch retains the actor object.
+    # Monarch keeps a stopped actor alive, so drop its attributes.
     for name in vars(worker).keys() - {"name", "timeline"}:
         delattr(worker, name)
 
@@ -4112,29 +4048,20 @@ def release(worker: Worker) -> None:
 
 
 class DeviceWriter(WeightWriter):
-    """A writer for tensors on a GPU, or with another dtype than the slot's: each is copied."""
+    """Copies from a GPU, or from another dtype."""
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
-        self.plain = all(t.is_cpu and t.dtype == dtype for t in tensors.values())
-        if self.plain:
-            super().__init__(tensors, num_readers)
-            return
         self.tensors = tensors
         self.handle, self.arena = create_arena(layout_of(tensors, dtype), num_readers)
         self.thread = ThreadPoolExecutor(1)
 
     def write(self, slot: Tensor) -> None:
-        if self.plain:
-            super().write(slot)
-            return
         with torch.no_grad():
             for spec in self.handle.layout:
                 spec.view(slot).copy_(self.tensors[spec.name])
 
 
 class DeviceReader(WeightReader):
-    """A reader whose tensors may be on a GPU. Those are filled."""
-
     def read(self, slot: int) -> None:
         for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
             if tensor.is_cuda:
