@@ -3280,17 +3280,13 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 
 
 # == 13. RECOVERY ====
-# Problem. A run takes days; a machine or the trainer fails sooner, or a job's time is over. Without
-#   the optimizer state and the position in the data, a resumed run is another run: Adam's moments
-#   are 0, and prompts are skipped or drawn twice.
+# Problem. A run takes days; a machine or the trainer fails sooner. Without the optimizer state and
+#   the position in the data, Adam's moments are 0, and prompts are skipped or drawn twice.
 # Rule. A checkpoint is one file: the trainer's weights and moments in fp32, which prompts were
-#   drawn and which were in flight, and the log. It is synced to disk before it gets its name, so
-#   an incomplete file never has this name. No random state is saved: a prompt's number seeds its
-#   samples.
-# Cost. 12 bytes per parameter (a weight, two moments) for each file: the newest two, and the one
-#   that is being written. The trainer waits for each. Steps since the newest are made again.
-# Read on. `with_restarts` and `train_saved` are the loops; `write_checkpoint` and `restore`, the
-#   file.
+#   drawn and which were in flight, and the log. It gets its name once it is synced to disk. No
+#   random state is saved: a prompt's number seeds its samples.
+# Cost. 12 bytes per parameter (a weight, two moments), and 12 of a critic, for each of three files:
+#   the newest two, and the one that is being written. Steps since the newest are made again.
 #
 # By example, a checkpoint after step 50, and a crash during step 57:
 #
@@ -3304,7 +3300,9 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 class SavedProgress(Progress):
     """The progress of a run that has checkpoints."""
 
-    requeued: list[int] = field(default_factory=list)  # prompts in flight then: drawn first
+    requeued: list[int] = field(
+        default_factory=list
+    )  # in flight at the checkpoint; resampled first
 
 
 class RunError(RuntimeError):
@@ -3321,7 +3319,7 @@ async def with_restarts(
 ) -> Any:
     """Returns work(run). After a loss, calls it again with a run from the newest checkpoint.
 
-    Raises the error of a fifth loss after the same checkpoint.
+    Raises the error of the fifth loss after the same checkpoint.
     """
     num_losses: Counter[int] = Counter()  # by the step of the checkpoint
     while True:
@@ -3335,18 +3333,17 @@ async def with_restarts(
                 await run.trainer.request(restore, path)
             return await work(run)
         except (ReplicaLost, ActorError, SupervisionError) as error:
-            # A signal cancels this task; the error of a worker may hide that.
+            # A worker's error may be raised instead of CancelledError.
             task: Any = asyncio.current_task()
             if task.cancelling():
                 raise CancelledError from error
-            # A generator that pulls from a dead trainer raises ActorError at once; the crash is
-            # noticed a moment later. Without a lost trainer, ActorError is a bug, and comes again.
-            await sleep(1)
-            has_lost_trainer = isinstance(run.trainer.error, ReplicaLost)
-            if isinstance(error, ActorError) and not has_lost_trainer:
-                raise
+            await sleep(1)  # the trainer's crash is noticed after its effects on generators
             num_losses[first] += 1
-            if num_losses[first] == 5:
+            # Without a lost trainer, ActorError is a bug.
+            is_bug = isinstance(error, ActorError) and not isinstance(
+                run.trainer.error, ReplicaLost
+            )
+            if is_bug or num_losses[first] == 5:
                 raise
             print(f"{cause_of(error)}: going on from the newest checkpoint")
         finally:
@@ -3355,7 +3352,7 @@ async def with_restarts(
 
 def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> Iterator[Prompt]:
     """Yields the prompts that were in flight at the checkpoint, and then new ones."""
-    # A drawn prompt leaves the list, so that the next checkpoint has the rest.
+    # The next checkpoint has the rest of the list.
     while requeued:
         yield task.prompt(requeued.pop(0))
     yield from new
@@ -3366,8 +3363,7 @@ async def train_saved(
 ) -> None:
     """Trains until step cfg.steps. Saves and evaluates at multiples of save_every, eval_every.
 
-    With --checkpoint, a run that is cancelled, or that an error ends, is saved. Without
-    --checkpoint the folder is temporary, and serves only to restart a lost trainer.
+    With --checkpoint, a run that is cancelled, or that an error ends, is saved.
     """
     cfg = run.cfg
     assert isinstance(cfg, Flags)
@@ -3386,7 +3382,7 @@ async def train_saved(
             while run.version < cfg.steps:
                 await train(1)
                 await pause(run.version)
-        # After these errors the trainer lives, and has newer weights than the last file.
+        # After these errors the trainer still lives.
         except (CancelledError, UsageError, RunError, OSError):
             if cfg.checkpoint and await checkpoints.save(run):
                 print(f"saved after step {run.version}")
@@ -3394,14 +3390,12 @@ async def train_saved(
 
 
 async def finished(work: Awaitable[Any]) -> Any:
-    """Returns the result of the work. If the caller is cancelled, first lets the work finish.
-
-    A signal cancels the main task at any moment; half a step or half a save would be wrong.
-    """
+    """Returns the result of the work. If the caller is cancelled, first lets the work finish."""
     task = ensure_future(work)
     try:
-        await wait([task])  # which leaves the task alone when it is cancelled
+        await wait([task])  # unlike await, `wait` does not cancel `task`
     finally:
+        # Also without a cancellation: the task has ended then.
         await gather(task, return_exceptions=True)
     return task.result()
 
@@ -3415,7 +3409,7 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        # The kernel unlocks it when this process ends, however it ends.
+        # The kernel unlocks it however this process ends.
         self.lock = open(folder / "lock", "w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -3427,13 +3421,13 @@ class Checkpoints:
         return sorted(self.folder.glob("step_*.pt"), reverse=True)
 
     def newest(self) -> tuple[str, SavedProgress]:
-        """Returns path and progress of the newest intact checkpoint; without any, "" and none."""
+        """Returns the newest intact checkpoint. If there is none, returns ("", SavedProgress())."""
         for path in self.paths():
             try:
                 return str(path), read_progress(path)
-            except OSError:  # the disk fails; the file may be intact
+            except OSError:  # the file may be intact
                 raise
-            except Exception as error:  # of many types: any content
+            except Exception as error:  # of many types
                 print(f"{path} is damaged: {error}")
                 path.rename(path.with_suffix(".damaged"))
         return "", SavedProgress()
@@ -3453,31 +3447,32 @@ class Checkpoints:
 
 
 def progress_state(progress: Any) -> Record:
-    """Returns the progress as a dict. Groups in flight will be requeued."""
+    """Returns the progress as a dict, in which groups in flight are requeued."""
     requeued = sorted(progress.in_flight | {*progress.requeued})
     return asdict(replace(progress, requeued=requeued, in_flight=set()))
 
 
 def read_progress(path: Path) -> SavedProgress:
-    """Reads a file of torch.save, a zip archive. Raises if a checksum in it does not match."""
+    """Reads a file of torch.save. Raises an error if a checksum does not match."""
     with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged:
-        raise ValueError(f"wrong checksum of {damaged}")
-    # With mmap, torch reads none of the weights.
+        if damaged := archive.testzip():
+            raise ValueError(f"wrong checksum of {damaged}")
+    # With mmap, no weights are read.
     return SavedProgress(**torch.load(path, mmap=True, map_location="cpu")["progress"])
 
 
 def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
-    """Runs in each rank: all gather the state, and rank 0 writes it."""
+    """Writes a checkpoint. All ranks take part in gathering the state; rank 0 writes."""
     from torch.distributed.checkpoint import state_dict
 
     learner = trainer.learner
-    whole_state = state_dict.StateDictOptions(full_state_dict=True)
-    owners = (learner.policy.model, learner.optimizer)
-    weights, moments = state_dict.get_state_dict(*owners, options=whole_state)
-    state = {"progress": progress, "weights": weights, "moments": moments}
-    # A learner of Part II may have a critic, which is trained, too.
+    state: Record = {"progress": progress}
+    state["weights"], state["moments"] = state_dict.get_state_dict(
+        learner.policy.model,
+        learner.optimizer,
+        options=state_dict.StateDictOptions(full_state_dict=True),
+    )
+    # A learner of Part I has no attribute `critic`.
     critic = getattr(learner, "critic", None)
     state["critic"] = critic.state() if critic else None
     if current_rank().rank == 0:
@@ -3486,14 +3481,14 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
 
 def write_durably(path: Path, state: Record) -> None:
     """Replaces a file: after a power cut it has the old or the new content."""
-    beside = path.with_name("new")  # left by a killed process, and replaced by the next save
+    beside = path.with_name("new")
     try:
         with open(beside, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except RuntimeError as error:  # torch.save raises it in the context of the OSError
+    except RuntimeError as error:  # of torch.save; its context is the OSError, such as a full disk
         raise error.__context__ or error from None
     finally:
         beside.unlink(missing_ok=True)
@@ -3504,22 +3499,22 @@ def write_durably(path: Path, state: Record) -> None:
 
 
 def restore(trainer: Trainer, path: str) -> None:
-    """Runs in each rank: loads weights, moments and critic, and publishes."""
+    """Loads weights, moments and critic in each rank, and publishes the weights."""
     from torch.distributed.checkpoint import state_dict
 
     learner: Any = trainer.learner
     state = torch.load(path, map_location="cpu")
-    whole_state = state_dict.StateDictOptions(full_state_dict=True)
+    options = state_dict.StateDictOptions(full_state_dict=True)
     model = learner.policy.model
-    state_dict.set_model_state_dict(model, state["weights"], options=whole_state)
-    load = partial(state_dict.set_optimizer_state_dict, options=whole_state)
+    state_dict.set_model_state_dict(model, state["weights"], options=options)
+    load = partial(state_dict.set_optimizer_state_dict, options=options)
     if trainer.version:  # before the first step there are no moments
         load(model, learner.optimizer, state["moments"])  # mechanism: recovery
     for group in learner.optimizer.param_groups:
         group["lr"] = learner.cfg.lr  # the flag may have changed
     if state["critic"] and learner.critic:
         learner.critic.load(state["critic"])
-    # Generators get the restored weights under the number of the restored step.
+    # Generators pull the restored weights.
     trainer.writer.publish(trainer.version)
     trainer.writer.wait()
 
@@ -3538,17 +3533,18 @@ def forget_moments(trainer: Trainer) -> None:
 async def train_killed(report: Report, cfg: Flags, at_step: int, forgets: bool = False) -> Tensor:
     """Returns the weights after training. Kills the trainer once at a step, unless at_step is 0.
 
-    forgets: a resumed run loses Adam's moments, as without the rule.
+    forgets: a resumed run loses Adam's moments.
     """
     checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
 
     async def work(run: Run) -> Tensor:
-        tasks = [train_saved(run, checkpoints, run.evaluate)]
+        training = train_saved(run, checkpoints, run.evaluate)
         if run.version == 0 and at_step:
-            tasks.append(inject_fault(run, run.trainer, at_step, signal.SIGKILL))
-        elif forgets:
-            await run.trainer.request(forget_moments)
-        await gather(*tasks)
+            await gather(training, inject_fault(run, run.trainer, at_step, signal.SIGKILL))
+        else:  # undisturbed, or resumed
+            if forgets:
+                await run.trainer.request(forget_moments)
+            await training
         return await run.trainer.request(weights_of)
 
     return await with_restarts(checkpoints, partial(Run, cfg, report.pool), work)
@@ -3556,10 +3552,7 @@ async def train_killed(report: Report, cfg: Flags, at_step: int, forgets: bool =
 
 @stage(instead="pass")
 async def demo_recovery(report: Report) -> None:
-    """A run whose trainer crashes goes on from a checkpoint, bit for bit.
-
-    12 synchronous steps: undisturbed; killed at random; killed, and resumed without moments.
-    """
+    """A run whose trainer crashes goes on from a checkpoint, bit for bit."""
     cfg = Flags(
         seed=report.cfg.seed,
         steps=12,
@@ -3570,15 +3563,13 @@ async def demo_recovery(report: Report) -> None:
         entropy=0.01,
     )
     step = random.randint(5, 10)
-    expected = await train_killed(report, cfg, 0)
-    differences = []
-    for forgets in (False, True):
-        weights = await train_killed(report, cfg, step, forgets)
-        differences.append(float((weights - expected).abs().max()))
-    with_moments, without = differences
     report.say(f"12 steps; the trainer is killed after step {step}")
-    report.check("largest difference of a weight", with_moments, "==", 0)
-    report.check("the same without moments", without, ">", 0)
+    expected = await train_killed(report, cfg, 0)
+    # Resumed with Adam's moments, and without.
+    resumed, forgotten = [await train_killed(report, cfg, step, each) for each in (False, True)]
+    largest = float((resumed - expected).abs().max())
+    report.check("largest difference of a weight", largest, "==", 0)
+    report.check("the same without moments", float((forgotten - expected).abs().max()), ">", 0)
 
 
 # == YOUR OWN RUN ====
