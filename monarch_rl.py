@@ -3395,7 +3395,7 @@ async def finished(work: Awaitable[Any]) -> Any:
     try:
         await wait([task])  # unlike await, `wait` does not cancel `task`
     finally:
-        # Also without a cancellation: the task has ended then.
+        # A signal may come at any time; half a save would be wrong.
         await gather(task, return_exceptions=True)
     return task.result()
 
@@ -4106,18 +4106,17 @@ class DeviceReader(WeightReader):
 
 # == 14. CRITIC ====
 # Problem. A user does not have the same conversation eight times, so there is no group. Compared
-#   with the mean of the batch, any response to a generous user is good.
+#   with the mean of the batch, any response to a user who gives high rewards is good.
 # Rule. A second network, the critic, predicts V, the sum of later rewards, before each token. The
 #   advantage of a token is a target minus V, normalized over the batch.
 # Cost. A network as large as the policy, whole in one process: a trainer of several ranks has none.
-#   Where a prompt can be sampled several times, a group needs none of this.
 #
 # The target of a turn's tokens is the reward of the turn plus what is expected after it. The
-# sampled sum of later rewards is right on average, and noisy. V', that is V at the first token of
-# the next turn, has less noise, and the critic's error. Generalized advantage estimation (GAE,
-# Schulman 2016) takes both:
+# sampled sum of later rewards is noisy. V' has the critic's error. Generalized advantage estimation
+# (GAE, Schulman 2016) takes both:
 #
-#   target = reward + V' + 0.8 (target' - V')        0.8 is called lambda; within a turn it is 1
+#   target = reward + V' + 0.8 (target' - V')        V': V at the first token of the next turn;
+#                                                    target': its target; 0.8 is called lambda
 #
 # By example, two turns:
 #
@@ -4138,7 +4137,7 @@ def value_network(policy: Policy) -> Any:
         raise UsageError(f"no value network for {config.model_type}")
     config.num_labels = 1
     network: Any = AutoModelForTokenClassification.from_config(config)
-    # The policy's body, in fp32, and a new head, the last layer, whose bias is 0 already.
+    # The policy's body, and a new head, the last layer, whose bias is 0 already.
     network.base_model.load_state_dict(policy.model.base_model.state_dict())
     *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
     torch.nn.init.zeros_(head.weight)
@@ -4146,7 +4145,7 @@ def value_network(policy: Policy) -> Any:
 
 
 def gae(episode: Episode, values: list[float]) -> list[float]:
-    """Returns the advantage of each token; 0 where it was not sampled. values: V before each."""
+    """Returns the advantage of each token; 0 if it was not sampled. values: V before each."""
     advantage = [0.0] * len(episode.ids)
     target = 0.0
     for turn in range(len(episode.rewards), 0, -1):
@@ -4155,7 +4154,7 @@ def gae(episode: Episode, values: list[float]) -> list[float]:
         places = [i for i, t in enumerate(episode.turn_of) if t == turn]
         for place in places:
             advantage[place] = target - values[place]
-        # What the turn before expects after it: V' + 0.8 (target' - V').
+        # V' + 0.8 (target' - V') of the turn before.
         target = values[places[0]] + 0.8 * advantage[places[0]]
     return advantage
 
@@ -4171,15 +4170,11 @@ class Critic:
         self.num_calls = 0
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
-        """Returns the advantage of each token, normalized over the batch, after one update of V.
-
-        During the first steps all advantages are 0.
-        """
+        """Returns the advantage of each token, normalized over the batch; at first all are 0."""
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
-        # 16 rows of 500 tokens at 2000 a pass: 4 parts of 4 rows.
-        size = max(1, self.cfg.tokens_per_micro_batch // ids.shape[1])
+        size = max(1, self.cfg.tokens_per_micro_batch // ids.shape[1])  # rows of a micro-batch
         with torch.no_grad():
             values = torch.cat([self.values(part) for part in ids.split(size)])
         rows = [gae(e, row) for e, row in zip(episodes, values.tolist())]
@@ -4187,10 +4182,11 @@ class Critic:
         self.learn(ids, is_sampled, values + advantage, size)
         self.num_calls += 1
         # The N sampled tokens are normalized as one group.
-        scaled = advantages(advantage[is_sampled], "group")
-        advantage[is_sampled] = scaled * (self.num_calls > CRITIC_ALONE)
-        pairs = zip(episodes, advantage.tolist())
-        return [row[: len(episode.ids)] for episode, row in pairs]
+        if self.num_calls > CRITIC_ALONE:
+            advantage[is_sampled] = advantages(advantage[is_sampled], "group")
+        else:
+            advantage.zero_()
+        return [row[: len(e.ids)] for e, row in zip(episodes, advantage.tolist())]
 
     def values(self, ids: Tensor) -> Tensor:
         """Returns V before each token, [B, T]: the output at the token before it."""
@@ -4198,10 +4194,10 @@ class Critic:
         return torch.nn.functional.pad(values, (1, 0))
 
     def learn(self, ids: Tensor, is_sampled: Tensor, targets: Tensor, size: int) -> None:
-        """Makes two updates, so that V follows the policy. size: the rows of a pass."""
+        """Makes two updates, so that V follows the policy. size: rows of a micro-batch."""
         for _ in range(2):
             for rows in torch.arange(len(ids)).split(size):
-                # [N], of the sampled tokens; their squares have one mean over all passes.
+                # [N]; the mean squared error over the batch, accumulated in parts
                 errors = (self.values(ids[rows]) - targets[rows])[is_sampled[rows]]
                 (errors.square().sum() / is_sampled.sum()).backward()
             self.optimizer.step()  # mechanism: critic
@@ -4222,7 +4218,7 @@ class Critic:
 def lone_run(
     learner: Learner, prompts: Iterator[Prompt], num_steps: int
 ) -> Iterator[list[Episode]]:
-    """Samples and trains in this process. Yields the episodes of each step, to be scored."""
+    """Samples and trains in this process. Yields the episodes of each step."""
     for _ in range(num_steps):
         drawn = list(islice(prompts, learner.cfg.prompts_per_step))
         episodes = rollout(learner.policy, drawn, learner.cfg.group_size, drawn[0].number)
@@ -4233,28 +4229,27 @@ def lone_run(
 def over_batch(episodes: list[Episode]) -> list[list[float]]:
     """Returns the advantages of single turns: the batch is one group."""
     rewards = torch.tensor([episode.rewards[0] for episode in episodes])
-    pairs = zip(episodes, advantages(rewards, "group").tolist())
-    return [[gain] * len(episode.ids) for episode, gain in pairs]
+    gains = advantages(rewards, "group").tolist()
+    return [[gain] * len(e.ids) for e, gain in zip(episodes, gains)]
 
 
 def train_with(worker: Worker, baseline: str, cfg: Flags, policy: Policy) -> float:
     """Returns the share of right letters at the end of training on one turn of LetterTask.
 
-    The reward is this share, plus -1.5 to 1.5 by the first letter of the prompt:
-    "acf" -> "acf" gets 1 - 1.5 = -0.5, and "pcf" -> "aaa" gets 0 + 1.5 = 1.5.
+    The reward is this share, plus -1.5 to 1.5 by the first letter of the prompt: "acf" -> "acf"
+    gets 1 - 1.5 = -0.5.
     """
     task = LetterTask(cfg.seed)
     critic = Critic(policy, cfg) if baseline == "critic" else over_batch
     learner = UserLearner(policy, cfg, critic=critic)
     shares = []
-    # The first turn of each conversation. Its first letter says how generous the user is.
+    # The first turn of each conversation.
     prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
     for episodes in lone_run(learner, prompts, cfg.steps):
         for episode in episodes:
             right = episode.prompt.turns[0].answer
-            share = task.grade(right, episode.responses[0])
-            episode.rewards = [share + LETTERS.index(right[0]) / 5 - 1.5]
-            shares.append(share)
+            shares.append(task.grade(right, episode.responses[0]))
+            episode.rewards = [shares[-1] + LETTERS.index(right[0]) / 5 - 1.5]
     return fmean(shares[-1000:])  # of about eight steps
 
 
@@ -4273,7 +4268,7 @@ async def demo_critic(report: Report) -> None:
     policy = Policy(cfg)
     warm_up = Learner(policy, demo_config(report.cfg))
     sft(warm_up, training_prompts(LetterTask(cfg.seed)), 60)
-    # Both runs begin from this policy, at the same time.
+    # Both runs begin from this policy.
     service = Service(Worker, 2, report.pool)
     await service.begin()
     train = partial(service.request, train_with)
@@ -4285,26 +4280,22 @@ async def demo_critic(report: Report) -> None:
 
 # == 15. REWARD MODEL ====
 # Problem. For most of what people want there is no reward function. A network can learn which of
-#   two responses people prefer, but it is right only about responses like the compared ones. The
-#   policy finds responses that the network rates high and people like less.
+#   two responses people prefer, but it is right only about responses like the compared ones. If
+#   people want exactly one a, a network that counts each a is right about "bab" and "bob"; then it
+#   rates "aaaa" highest, which nobody has compared, and the policy finds it.
 # Rule. Keep the policy where the reward model is right. Either its divergence from the first
 #   version has a price (--kl), or people compare new responses now and then (--ask-every).
 # Cost. A second network. With a price the policy gains less; comparisons take people's time.
 #
 # Bradley and Terry (1952): a response with score s is preferred to one with score t with
 # probability sigmoid(s - t); the loss of a comparison is -log of it. By example, 1.0 is preferred
-# to 0.2 with probability sigmoid(0.8) = 0.69. If it was, the loss is 0.37; if not, 1.17. Only
-# differences matter: 101.0 and 100.2 have the same losses.
-#
-# High accuracy on old comparisons is no safeguard. If people want exactly one a in a response, they
-# prefer "bab" to "bob", and "pan" to "pin". A network that counts each a is right about both. Then
-# it rates "aaaa" highest, which nobody has compared.
+# to 0.2 with probability sigmoid(0.8) = 0.69. If it was, the loss is 0.37; if not, 1.17.
 
 Pair = list[Episode]  # chosen, rejected
 
 
 def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
-    """Returns the prompt, and the chosen and the rejected text, of each line of a file, if any.
+    """Returns the prompt, and the chosen and the rejected text, of each line of a file.
 
     A line: {"prompt": text or messages, "chosen": text, "rejected": text}. Raises UsageError.
     """
@@ -4322,12 +4313,11 @@ def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
 def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
     """Compares episodes 0 and 1, 2 and 3, up to 6 and 7, and appends the results to a file.
 
-    prefer(prompt, one, other): a number, above 0.5 if the responses `one` are better.
+    prefer(prompt, one, other): a number above 0.5 if `one` is better.
     """
     pairs = []
     with open(path, "a") as file:
         for one, other in zip(group[0:8:2], group[1:8:2]):
-            # Equal responses teach nothing.
             if one.responses == other.responses:
                 continue
             is_first = prefer(one.prompt, one.responses, other.responses) > 0.5
@@ -4341,10 +4331,9 @@ def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
 
 
 class RewardModel:
-    """Scores groups, and learns from preferences. A reward worker owns it.
+    """Scores groups, and learns from preferences, in a reward worker.
 
-    fresh_path: the file of new comparisons. The weights are not saved: a worker that replaces a
-        lost one learns from this file and --preferences again.
+    fresh_path: the file of new comparisons. A worker that replaces a lost one learns from it again.
     """
 
     def __init__(self, cfg: Flags, prefer: Any, fresh_path: Path) -> None:
@@ -4357,8 +4346,8 @@ class RewardModel:
         self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 1e-3)
         self.rng = random.Random(cfg.seed)
         self.num_groups = 0
-        # Without --preferences the first path is no file, and has no lines.
         self.known: list[Pair] = []
+        # Without --preferences the first path is no file.
         for path in (Path(cfg.preferences), fresh_path):
             for prompt, texts in read_preferences(path):
                 self.known.append([episode_with(self.policy, prompt, [text]) for text in texts])
@@ -4366,11 +4355,7 @@ class RewardModel:
             self.learn(self.known)
 
     def scores(self, episodes: list[Episode]) -> Tensor:
-        """Returns scores [B]: four times the mean over the sampled tokens.
-
-        A sum would favor long responses. With Adam, the factor lets scores change four times as
-        fast.
-        """
+        """Returns scores [B]: four times the mean over the sampled tokens, to learn faster."""
         ids = padded([e.ids for e in episodes], self.policy.device)
         is_sampled = padded([e.turn_of for e in episodes], self.policy.device) > 0
         # Padding is on the right: a causal model does not see it.
@@ -4379,14 +4364,13 @@ class RewardModel:
 
     def learn(self, pairs: list[Pair]) -> None:
         """Makes one pass over the pairs, in random order."""
-        # Two rows for each pair, at most tokens_per_micro_batch in all.
+        # A pair has two rows; all are at most tokens_per_micro_batch.
         longest = max([len(e.ids) for pair in pairs for e in pair], default=1)
         size = max(1, min(32, self.cfg.tokens_per_micro_batch // (2 * longest)))
         order = self.rng.sample(pairs, len(pairs))
         for start in range(0, len(order), size):
             both = [e for pair in order[start : start + size] for e in pair]
             chosen, rejected = self.scores(both).view(-1, 2).T  # each [pairs]
-            # The loss of Bradley and Terry.
             loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
@@ -4402,7 +4386,7 @@ class RewardModel:
         if self.cfg.ask_every and self.num_groups % self.cfg.ask_every == 0:
             fresh = compare(group, self.prefer, self.fresh_path)  # mechanism: reward_model
             self.known += fresh
-            # For each new pair three of all that are known, so that the network forgets none.
+            # Three old pairs for each new one, against forgetting.
             self.learn(fresh + self.rng.choices(self.known, k=3 * len(fresh)))
         zeros = [0.0] * (len(group[0].responses) - 1)
         return [[*zeros, score] for score in scores]
@@ -4411,8 +4395,8 @@ class RewardModel:
 def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> Tensor:
     """Returns weight * k2 of each token, [N]: k2 = (log p - log q)^2 / 2, where q is the reference.
 
-    Why a square: only gradients count. Over samples of p, the mean gradient of log p - log q is the
-    sum of p grad log p = the gradient of the sum of p = 0. That of k2 is the gradient of KL(p, q).
+    Over samples of p, the mean gradient of k2, that is of (log p - log q) grad log p, is the gradient
+    of KL(p, q). The mean gradient of log p - log q is the gradient of the sum of p, 0.
     """
     with torch.no_grad():
         log_q, _ = reference.token_logprobs(batch.ids, batch.is_sampled)
@@ -4421,7 +4405,7 @@ def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> 
 
 # -- measurement ---
 
-NUM_COMPARED = 250  # the first prompts, whose responses people compare before training
+NUM_COMPARED = 250  # the first prompts, whose responses people compare
 
 
 @dataclass
@@ -4438,21 +4422,16 @@ class TasteTask(Task):
         return float(len(response) >= 3 and response.count("a") == 1)
 
     def prefer(self, prompt: Prompt, one: list[str], other: list[str]) -> bool:
-        """Returns whether `one` is better; one answer in ten is wrong.
-
-        Equally good responses are preferred with probability 0.5.
-        """
+        """Returns whether `one` is better; one answer in ten is wrong, and ties are random."""
         gain = self.grade("", one[0]) - self.grade("", other[0])
         return self.rng.random() < 0.5 + 0.4 * gain
 
 
 def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) -> Record:
-    """Trains with a reward model. Returns a row of the table."""
+    """Returns a row of the table: the result of training with a reward model."""
     price = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
     model = RewardModel(cfg, task.prefer, Path(os.devnull))  # new comparisons are not kept
-    liked = []
-    learned = []
-    # Other prompts than those of the comparisons.
+    liked, learned = [], []
     prompts = islice(training_prompts(task), NUM_COMPARED, None)
     for episodes in lone_run(UserLearner(policy, cfg, penalty=price), prompts, cfg.steps):
         for group in groups_of(episodes):
@@ -4473,7 +4452,7 @@ def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) 
 
 @stage(instead="fresh = []")
 async def demo_reward_model(report: Report) -> None:
-    """A policy exploits a learned reward; a price on divergence, or fresh preferences, holds it."""
+    """A policy exploits a learned reward. A KL penalty or new preferences prevent it."""
     cfg = Flags(
         seed=report.cfg.seed,
         steps=60,
@@ -4487,18 +4466,16 @@ async def demo_reward_model(report: Report) -> None:
     task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
-    # Four pairs of responses to each prompt are compared, for all three reward models.
+    # Of each prompt's 16 responses, 8 are compared, for all three reward models.
     compared = list(islice(training_prompts(task), NUM_COMPARED))
     for group in groups_of(rollout(policy, compared, 16, compared[0].number)):
         compare(group, task.prefer, Path(cfg.preferences))
-    # Without a remedy, and with each of the two.
     service = Service(Worker, 3, report.pool)
     await service.begin()
     kinds = (cfg, replace(cfg, kl=0.4), replace(cfg, ask_every=2))
     runs = [service.request(train_on_taste, kind, policy, task) for kind in kinds]
-    rows = await gather(*runs)
+    nothing, price, fresh = rows = await gather(*runs)
     report.table(rows)
-    nothing, price, fresh = rows
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
