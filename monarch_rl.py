@@ -93,7 +93,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from functools import cache, partial
 from importlib import import_module
-from itertools import count, groupby, islice, pairwise, zip_longest
+from itertools import chain, count, groupby, islice, pairwise, zip_longest
 from math import ceil
 from os import environ
 from pathlib import Path
@@ -4177,8 +4177,8 @@ class Critic:
         size = max(1, self.cfg.tokens_per_micro_batch // ids.shape[1])  # rows of a micro-batch
         with torch.no_grad():
             values = torch.cat([self.values(part) for part in ids.split(size)])
-        rows = [gae(e, row) for e, row in zip(episodes, values.tolist())]
-        advantage = padded(rows, device)  # [B, T]
+        # [B, T]
+        advantage = padded([gae(e, row) for e, row in zip(episodes, values.tolist())], device)
         self.learn(ids, is_sampled, values + advantage, size)
         self.num_calls += 1
         # The N sampled tokens are normalized as one group.
@@ -4241,11 +4241,10 @@ def train_with(worker: Worker, baseline: str, cfg: Flags, policy: Policy) -> flo
     """
     task = LetterTask(cfg.seed)
     critic = Critic(policy, cfg) if baseline == "critic" else over_batch
-    learner = UserLearner(policy, cfg, critic=critic)
     shares = []
     # The first turn of each conversation.
     prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
-    for episodes in lone_run(learner, prompts, cfg.steps):
+    for episodes in lone_run(UserLearner(policy, cfg, critic=critic), prompts, cfg.steps):
         for episode in episodes:
             right = episode.prompt.turns[0].answer
             shares.append(task.grade(right, episode.responses[0]))
@@ -4321,12 +4320,15 @@ def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
             if one.responses == other.responses:
                 continue
             is_first = prefer(one.prompt, one.responses, other.responses) > 0.5
-            pair = [one, other] if is_first else [other, one]
-            chosen, rejected = [episode.responses[0] for episode in pair]
-            messages = one.prompt.turns[0].messages
-            record = {"prompt": messages, "chosen": chosen, "rejected": rejected}
+            chosen, rejected = (one, other) if is_first else (other, one)
+            pairs.append([chosen, rejected])
+            # As in --preferences.
+            record = {
+                "prompt": one.prompt.turns[0].messages,
+                "chosen": chosen.responses[0],
+                "rejected": rejected.responses[0],
+            }
             print(json.dumps(record), file=file)
-            pairs.append(pair)
     return pairs
 
 
@@ -4371,8 +4373,7 @@ class RewardModel:
         for start in range(0, len(order), size):
             both = [e for pair in order[start : start + size] for e in pair]
             chosen, rejected = self.scores(both).view(-1, 2).T  # each [pairs]
-            loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
-            loss.backward()
+            (-torch.nn.functional.logsigmoid(chosen - rejected).mean()).backward()
             torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -4395,8 +4396,8 @@ class RewardModel:
 def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> Tensor:
     """Returns weight * k2 of each token, [N]: k2 = (log p - log q)^2 / 2, where q is the reference.
 
-    Over samples of p, the mean gradient of k2, that is of (log p - log q) grad log p, is the gradient
-    of KL(p, q). The mean gradient of log p - log q is the gradient of the sum of p, 0.
+    Over samples of p, the mean gradient of k2, the mean of (log p - log q) grad log p, is the
+    gradient of KL(p, q). That of log p - log q is the gradient of the sum of p, which is 0.
     """
     with torch.no_grad():
         log_q, _ = reference.token_logprobs(batch.ids, batch.is_sampled)
@@ -4476,6 +4477,7 @@ async def demo_reward_model(report: Report) -> None:
     runs = [service.request(train_on_taste, kind, policy, task) for kind in kinds]
     nothing, price, fresh = rows = await gather(*runs)
     report.table(rows)
+    # Without a remedy the policy exploits the network, and people like the responses less.
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
@@ -4484,16 +4486,14 @@ async def demo_reward_model(report: Report) -> None:
 
 
 # == 16. HOSTS ====
-# Terms. A *worker host* runs `--worker`. A process on it, the *Monarch host*, starts generators,
-#   each with an *agent*, which answers pings. The *relay*, a thread of one generator, copies the
-#   weights to its host. The *outlet* leases slots to relays.
+# Terms. On a machine with `--worker`, the *worker host*, a process, the *Monarch host*, starts
+#   generators, each with an *agent*, which answers pings. The *relay* is a thread of one generator.
 # Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing.
 #   If the command dies, its processes on other hosts run on.
 # Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
-#   generators there read. The command pings the agents: without an answer the host is lost, and a
-#   new Monarch host is started. A Monarch host without pings is killed.
+#   generators there read. Without an answer to pings the host is lost, and a new Monarch host is
+#   started. A Monarch host without pings is killed.
 # Cost. One transfer per version and host, an arena on each, and the work of a lost host.
-# Read on. `relay` and `Outlet.lease` are the idea.
 #
 #   machine of the command                    worker host
 #   Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
@@ -4503,11 +4503,11 @@ async def demo_reward_model(report: Report) -> None:
 
 # -- 16a. One transfer per version and host ---
 
-HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # environment variable: a local folder of the Monarch host
+HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # variable of the environment: a local folder
 
 
 def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
-    """Copies versions into the arena of this host, for ever, with the lease of reader `number`."""
+    """Copies versions into the arena of this host, with the lease of reader `number`."""
     version = Arena.NOTHING
     try:
         while True:
@@ -4515,18 +4515,18 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
             lease = outlet.lease.call_one(handle, number, version, environ[HOST_FOLDER])
             version, weights = lease.get()
             if weights:
-                # As a publish does: fill a slot that nobody reads, then make it the latest.
+                # As in a publish, into a slot that nobody reads.
                 slot = arena.free_slot()
                 weights.read_into(arena.slots[slot], timeout=600).get()
                 arena.commit(version, slot)
             time.sleep(0.01)
     finally:
-        # Else the process would answer pings, and sample from old weights.
+        # The process would sample from old weights.
         os._exit(1)
 
 
 class Outlet(Actor):
-    """Leases slots of the trainer's arena to relays. It lives in the main process."""
+    """Leases slots of the trainer's arena to relays, in the main process."""
 
     def __init__(self) -> None:
         self.handle: ArenaHandle | None = None
@@ -4537,7 +4537,7 @@ class Outlet(Actor):
         self, handle: ArenaHandle, reader: int, newest: int, host: str
     ) -> tuple[int, RDMABuffer | None]:
         """Returns the latest version and a handle of its slot, or None if it is `newest`."""
-        # A new trainer: map its arena, and make a handle for each slot.
+        # Map the arena of a new trainer.
         if handle != self.handle:
             self.handle = handle
             self.arena = Arena(handle)
@@ -4557,10 +4557,11 @@ def relayed_reader(
     outlet: Outlet, handle: ArenaHandle, number: int, tensors: Weights
 ) -> WeightReader:
     """Returns a reader of this host's arena. The first reader creates it, and starts the relay."""
-    # A file per trainer's arena has the handle of this host's. One process at a time opens it.
+    # One file per trainer arena stores the handle of the local arena.
     with open(Path(environ[HOST_FOLDER], handle.path.replace("/", "_")), "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if not file.seek(0, os.SEEK_END):  # an empty file: this is the first reader
+        is_first = os.fstat(file.fileno()).st_size == 0
+        if is_first:
             host_handle, arena = create_arena(handle.layout, handle.num_readers)
             pickle.dump(host_handle, file)
             # In this context the thread may send messages.
@@ -4572,19 +4573,21 @@ def relayed_reader(
 
 # -- 16b. On a worker host ---
 
-SILENCE_S = 5.0  # without a ping or an answer for so long, a host is lost
+SILENCE_S = 5.0  # after so long without a ping or an answer a host is lost
 
 
 def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
     """Starts a program that ends with this process."""
     # prctl(PR_SET_PDEATHSIG, SIGKILL): the kernel kills the child.
-    request_kill = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)
-    command = [sys.executable, "-c", program]
-    return subprocess.Popen(command, env=environ | variables, preexec_fn=request_kill)
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environ | variables,
+        preexec_fn=partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL),
+    )
 
 
 def this_url() -> str:
-    """Returns the protocol and address of this machine, such as "tcp://node7"."""
+    """Returns the URL of this machine without a port, such as "tcp://node7"."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
     # Mutual TLS: each side shows a certificate of the CA.
     if all(environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
@@ -4595,9 +4598,10 @@ def this_url() -> str:
 
 def serve_worker(folder: str, url: str) -> None:
     """Runs one Monarch host after another, until a signal. url: without a port."""
-    # SystemExit passes through `finally` below.
+    # At SystemExit `finally` runs.
     for number in ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    # A file named after the host; its URL is written there.
     note = Path(folder) / url.rpartition("/")[-1]
     try:
         while True:
@@ -4607,24 +4611,24 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    """Runs a Monarch host until it is lost. `note`, named as this machine, gets its URL."""
+    """Runs a Monarch host until it is lost. Its URL is written to `note`."""
     # A new port: Monarch cannot attach to the address of a lost host again.
     with socket.create_server((note.name, 0)) as server:
         url += f":{server.getsockname()[-1]}"
-    # The one value of `ca` that Monarch 0.7 accepts. At tls:// certificates are checked.
+    # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
     program = f"""from monarch.actor import run_worker_loop_forever
 run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        # Agents touch this file. The first ping has 300 s more.
+        # Agents touch this file; the first has 300 s more.
         pinged = Path(folder) / "pinged"
         pinged.touch()
         os.utime(pinged, (0, time.time() + 300))
         host = start_python(program, **{HOST_FOLDER: folder, "TMPDIR": folder})
-        # Renamed: no reader finds half an address.
+        # By renaming, no reader gets half a URL.
         hidden = note.with_name("." + note.name)
         hidden.write_text(url)
         hidden.replace(note)
-        # The kill ends the host's children, too. An agent removes the file to request it.
+        # Its children end with the host. To end it, an agent removes the file.
         while host.poll() is None:
             time.sleep(0.1)
             if not pinged.exists() or time.time() - pinged.stat().st_mtime > SILENCE_S:
@@ -4632,7 +4636,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
 
 
 def urls_in(folder: Path) -> list[str]:
-    """Returns the addresses of the Monarch hosts, such as "tcp://node7:41234"."""
+    """Returns the URLs of the Monarch hosts, such as "tcp://node7:41234"."""
     urls = []
     for note in folder.glob("[!.]*"):
         with suppress(FileNotFoundError):  # the host has just ended
@@ -4644,11 +4648,11 @@ def urls_in(folder: Path) -> list[str]:
 
 
 class HostAgent(Actor):
-    """Shows run_host that the command lives. Each process of a Monarch host has one."""
+    """Shows run_host that the command lives; one in each process of a Monarch host."""
 
     @concurrent_endpoint
     async def ping(self) -> int:
-        # Raises without the file: a host that is ending answers no ping.
+        # Without the file, the host is ending: an error is raised.
         os.utime(Path(environ[HOST_FOLDER], "pinged"))
         return os.getpid()
 
@@ -4659,19 +4663,19 @@ class HostAgent(Actor):
 
 @dataclass
 class HostProcess(Processes):
-    """A process on a worker host. All of its Monarch host end together."""
+    """A process on a worker host. Killing one kills all processes of its Monarch host."""
 
     agent: Any
     lost: asyncio.Future[str]  # the reason, for all processes of the host
 
     def deaths(self) -> list[Awaitable[str]]:
-        # A watch that ends cancels what it awaits. The shield keeps the shared future.
+        # Cancelling a watch must not cancel the shared future.
         return [until_unresponsive(self.agent, SILENCE_S), asyncio.shield(self.lost)]
 
     async def kill(self) -> None:
         if not self.lost.done():
             self.lost.set_result("was on a host that is lost")
-        # If the agent is dead, the missing pings end the host.
+        # Without an agent, the missing pings end the host.
         self.agent.end_host.broadcast()
 
 
@@ -4681,7 +4685,7 @@ class HostPool(Pool):
     def __init__(self, folder: Path, num_processes: int) -> None:
         self.folder = folder
         self.share = ceil(num_processes / len(urls_in(folder)))
-        # By address: the number of processes, and the future that tells of a host's loss.
+        # By URL: the number of processes, and the reason of a loss.
         self.started: Counter[str] = Counter()
         self.lost: dict[str, Any] = defaultdict(asyncio.Future)
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
@@ -4704,7 +4708,7 @@ class HostPool(Pool):
         agent = mesh.spawn("agent", HostAgent)
         try:
             pid = await wait_for(agent.ping.call_one(), 4 * SILENCE_S)
-        except Exception:  # of several types: silence, or a refused connection
+        except Exception:  # silence, or a refused connection
             self.started[url] -= 1
             what = "is its port open, and are both certificates of one CA?"
             raise RunError(f"no answer from {url}: {what}") from None
@@ -4716,21 +4720,14 @@ class HostPool(Pool):
 
 @stage(instead="version, slot = self.arena.words[: Arena.LEASES]")
 async def demo_hosts(report: Report) -> None:
-    """Another host costs one copy per version, and a lost host its work in progress.
-
-    Two worker hosts on this machine, each with two readers of 8 MiB. One is killed.
-    """
-    # Two addresses stand for two machines.
+    """Another host costs one copy per version, and a lost host its work in progress."""
+    # Two addresses stand for two machines, each with two readers of 8 MiB.
     folder = Path(tempfile.mkdtemp(dir=report.folder))
-    workers = []
-    for address in ("127.0.0.2", "127.0.0.3"):
-        args = (str(folder), "tcp://" + address)
-        program = f"__import__({THIS_FILE.stem!r}).serve_worker(*{args})"
-        workers.append(start_python(program))
+    serve = f"__import__({THIS_FILE.stem!r}).serve_worker({str(folder)!r}, "
+    workers = [start_python(f"{serve}'tcp://127.0.0.{number}')") for number in (2, 3)]
     while len(urls_in(folder)) < 2:
         await sleep(0.01)
 
-    # The service of section 7, with readers on these hosts.
     pool = HostPool(folder, 4)
     writer = WeightWriter(blocks(4), 4)
     make_reader = partial(relayed_reader, pool.outlet, writer.handle)
@@ -4743,7 +4740,7 @@ async def demo_hosts(report: Report) -> None:
 
     publishing = ensure_future(publish())
     await service.begin()
-    # Two requests of 25 reads, each of a new version. One host is killed, and two more follow.
+    # Each read is of a new version; one host is killed during 50 of 100.
     read = partial(service.request, "read", 25, 1, True)
     reading = gather(read(), read())
     await sleep(0.1)
@@ -4764,11 +4761,11 @@ async def demo_hosts(report: Report) -> None:
 
 # == THE PAGE ====
 # Problem. Means over a run do not show which process waited, and when.
-# Rule. --report writes one HTML file with a small plot, a lane, for each process (busy share over
+# Rule. --report writes an HTML file with a small plot, a lane, for each process (busy share over
 #   time) and each value (over the steps). After stages a slider selects one of four runs.
 # Cost. After stages, four more runs of 60 steps.
 
-# The head of the file. A section per run follows; the script shows the selected one.
+# The head of the file. A section per run follows.
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -4803,14 +4800,14 @@ async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Rec
     timeline = await get_or_spawn_controller("timeline", Timeline)
     spans = [span for span in await timeline.read.call_one() if span.end_s > start_s]
 
-    # A line such as "40 steps in 12.3 s; generator_0 has died at 7.1 s".
+    # By example: "40 steps in 12.3 s; generator_0 has died at 7.1 s".
     summary = f"{num_steps} steps in {seconds:.1f} s"
     for service in run.services:
         for failed in service.failures:
-            summary += f"; {failed.name} {failed.lost.result()}"
-            summary += f" at {failed.noticed_s - start_s:.1f} s"
+            at_s = failed.noticed_s - start_s
+            summary += f"; {failed.name} {failed.lost.result()} at {at_s:.1f} s"
 
-    # 2,000 samples, each 1 or 0: overlapping spans do not count twice. Means of ten are 200 shares.
+    # 2,000 samples, 1 if busy; the means of ten each are 200 shares.
     busy = {span.who: torch.zeros(2000) for span in spans}
     rate = 2000 / seconds
     for span in spans:
@@ -4818,11 +4815,10 @@ async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Rec
         busy[span.who][first : int((span.end_s - start_s) * rate)] = 1
     lanes = {who: busy[who].view(200, 10).mean(1).tolist() for who in sorted(busy)}
 
-    # Values over the steps, but for NaN and None.
+    # Values over the steps, without NaN and None.
     for name in ("reward", "staleness"):
         lanes[name] = [row[name] for row in run.progress.rows if math.isfinite(row[name])]
-    accuracies = [accuracy for _, accuracy in run.progress.heldout if accuracy is not None]
-    lanes["held-out accuracy"] = accuracies
+    lanes["held-out accuracy"] = [share for _, share in run.progress.heldout if share is not None]
     return {"title": title, "summary": summary, "lanes": lanes}
 
 
@@ -4841,7 +4837,7 @@ async def sweep(report: Report) -> list[Record]:
 def picture(name: str, values: list[float]) -> str:
     """Returns a lane as HTML."""
     text = f"{name}: mean {fmean(values):.3g}"
-    # [0.5, 1] -> M0 0 V-0.500h1 V-1.000h1 V0: up to 0.5, right, up to 1, right, down; -y is up.
+    # [0.5, 1] -> V-0.500h1 V-1.000h1: up to 0.5, right, up to 1, right; -y is up.
     steps = "".join(f"V{-value:.3f}h1" for value in values)
     top = max(1.0, *values)
     bottom = min(0.0, *values)
@@ -4854,7 +4850,7 @@ def picture(name: str, values: list[float]) -> str:
 def write_page(path: str, runs: list[Record]) -> None:
     page = PAGE
     for run in runs:
-        # Reasons of losses may quote what a user's code raised.
+        # A reason may quote an error of a user's code.
         page += f"<section><h2>{run['title']}</h2><p>{html.escape(run['summary'])}"
         for name, values in run["lanes"].items():
             page += picture(name, values) if values else ""
@@ -4863,12 +4859,9 @@ def write_page(path: str, runs: list[Record]) -> None:
 
 
 # == THE COMMAND LINE ====
-# A command checks its flags, sets the environment of its processes, and runs stages, a run of the
-# user, or a worker host. Whatever ends it, its processes end with it.
-
-# Of all processes. What the user has set stays.
+# Defaults for all processes; existing variables win.
 ENVIRONMENT = {
-    # Monarch's supervision: how often it polls, and how long an actor or a process may be silent.
+    # Monarch's supervision: period of polls, and longest silence of an actor or a process.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
@@ -4892,8 +4885,7 @@ RENAMED = {"--passes": "--epochs", "--tokens-per-pass": "--tokens-per-micro-batc
 
 def read_flags(argv: list[str] | None) -> Flags:
     """Returns the flags. Raises UsageError or ArgumentError."""
-    # The comments of the two classes are the help: {"steps": "updates of the policy", ...}. A class
-    # ends with two empty lines.
+    # The comments of the two classes are the help. A class ends with two empty lines.
     texts: dict[str, str] = {}
     for name in ("Config", "Flags"):
         _, _, source = THIS_FILE.read_text().partition(f"\nclass {name}")
@@ -4904,13 +4896,12 @@ def read_flags(argv: list[str] | None) -> Flags:
         options: Any = {"action": "store_true"}
         if not isinstance(each.default, bool):
             # The values of a Literal; None allows all.
-            choices = get_args(get_type_hints(Flags)[each.name]) or None
-            if each.name in ("stage", "only"):
-                choices = [*STAGES]
+            is_stage = each.name in ("stage", "only")
+            choices = STAGES if is_stage else get_args(get_type_hints(Flags)[each.name]) or None
             options = {"type": type(each.default), "choices": choices}
         text = f"{texts[each.name]} ({each.default})".replace("%", "%%")
         name = "--" + each.name.replace("_", "-")
-        # Omitted flags are left out: those of --checkpoint go before the defaults.
+        # Saved flags go before the defaults, so omitted flags are left out.
         parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -4919,29 +4910,26 @@ def read_flags(argv: list[str] | None) -> Flags:
 
     # Paths last, because trying them creates folders.
     cfg = Flags(**with_saved_flags(vars(known)))
-    for mistakes in (mistakes_in, mistaken_paths):
-        for mistake in mistakes(cfg):
-            raise UsageError(mistake)
+    for mistake in chain(mistakes_in(cfg), mistaken_paths(cfg)):
+        raise UsageError(mistake)
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
 
 def line_with(text: str) -> int:
-    """Returns the number of the first line of this file that has the text."""
+    """Returns the number of the first line with the text."""
     return THIS_FILE.read_text().partition(text)[0].count("\n") + 1
 
 
 def title_of(stage: Stage) -> str:
     """Returns a line such as "[4/16] controllers: Actors that never met ...  (line 415)"."""
-    place = f"[{[*STAGES].index(stage.name) + 1}/{len(STAGES)}]"
-    line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
-    return f"{place} {stage.name}: {stage.claim}  (line {line})"
+    place = f"{[*STAGES].index(stage.name) + 1}/{len(STAGES)}"
+    line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")  # the heading
+    return f"[{place}] {stage.name}: {stage.claim}  (line {line})"
 
 
 async def run_stages(report: Report, cfg: Flags) -> Record:
     """Runs the tour, or a part of it. Exceptions are failed checks."""
-    names = [*STAGES]
-    names = names[: names.index(cfg.stage) + 1] if cfg.stage else names
-    for stage in [STAGES[name] for name in ([cfg.only] if cfg.only else names)]:
+    for stage in [STAGES[cfg.only]] if cfg.only else STAGES.values():
         print("\n" + title_of(stage))
         result: Record = {"name": stage.name, "checks": [], "rows": []}
         report.stages.append(result)  # filled by the demo
@@ -4952,9 +4940,10 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
             traceback.print_exc()
             report.check(f"errors that ended the stage ({cause_of(error)})", 1, "==", 0)
         result["seconds"] = round(time.monotonic() - start, 2)
-        # The reader's experiment.
         changed = line_with("# mechanism: " + stage.name)
         report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
+        if stage.name == cfg.stage:  # the last
+            break
     if cfg.report:
         write_page(cfg.report, await sweep(report))
     print(f"\nstages with a failed check: {report.failed() or 'none'}")
@@ -4966,7 +4955,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
     """Yields requirements that the flags do not meet."""
     for each in fields(Flags):
         if isinstance(each.default, (int, float)):
-            # A flag whose default is below 1 may be 0, and so may K. NaN fails any comparison.
+            # Flags with a default below 1 may be 0, and so may K. NaN fails any comparison.
             value = getattr(cfg, each.name)
             may_be_0 = each.default < 1 or each.name == "max_staleness"
             if not 0 <= value < math.inf or not (value or may_be_0):
@@ -4975,7 +4964,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
 
     is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
-    # Each requirement, and whether the flags meet it.
+    # Requirements, and whether the flags meet them.
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -5001,9 +4990,9 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
     """Yields what cannot be read or written. Creates folders."""
     # Inputs. "org/name" is a hub id, and "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
-    inputs = [cfg.preferences, cfg.hosts, cfg.worker, cfg.model if is_path else ""]
-    inputs += [cfg.task] if cfg.task.endswith(".jsonl") else []
-    for path in inputs:
+    model = cfg.model if is_path else ""
+    task = cfg.task if cfg.task.endswith(".jsonl") else ""
+    for path in (cfg.preferences, cfg.hosts, cfg.worker, model, task):
         if path and not Path(path).exists():
             yield f"{path}: no such path"
     if cfg.hosts and not urls_in(Path(cfg.hosts)):
@@ -5012,7 +5001,7 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
     if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
         yield "--checkpoint: nothing saved there"
 
-    # Outputs fail now, rather than at the end of a run.
+    # Outputs.
     try:
         for folder in (cfg.export, cfg.checkpoint):
             if folder:
@@ -5027,10 +5016,11 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
 
 async def run_command(cfg: Flags) -> int:
     """Returns the exit status. A signal ends the command and all its processes."""
+    loop = get_running_loop()
     task: Any = asyncio.current_task()
     received: list[int] = []
 
-    # The first signal cancels this task, which saves and closes. Later ones would spoil the save.
+    # The first signal cancels this task, which saves and closes. Later ones are ignored.
     def end(number: int) -> None:
         received.append(number)
         task.cancel()
@@ -5038,7 +5028,6 @@ async def run_command(cfg: Flags) -> int:
             loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_IGN)
 
-    loop = get_running_loop()
     for number in ENDING:
         loop.add_signal_handler(number, end, number)
     pool = WarmPool()
@@ -5049,12 +5038,12 @@ async def run_command(cfg: Flags) -> int:
             train = await (run_user_command(report, cfg) if is_of_user else run_stages(report, cfg))
     except CancelledError:
         print(f"ended by {signal.Signals(received[0]).name}")
-        return 128 + received[0]  # as a shell says it
+        return 128 + received[0]  # shell convention
     finally:
         await pool.close()
     if cfg.json:
-        results = {"stages": report.stages, "train": train}
-        Path(cfg.json).write_text(json.dumps(results, indent=1))
+        text = json.dumps({"stages": report.stages, "train": train}, indent=1)
+        Path(cfg.json).write_text(text)
     return 1 if report.failed() else 0
 
 
@@ -5063,7 +5052,7 @@ def hub_answers() -> bool:
     url = environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urllib.request.urlopen(url, timeout=5).close()
-    except Exception as error:  # of many types: no name, no route, no TLS
+    except Exception as error:  # no name, no route, no TLS
         return hasattr(error, "code")  # an HTTPError is an answer
     return True
 
@@ -5074,10 +5063,10 @@ def set_environment(cfg: Flags) -> None:
     # Workers import this file.
     path = environ.get("PYTHONPATH", "")
     environ["PYTHONPATH"] = f"{THIS_FILE.parent}:{path}".rstrip(":")
-    # Sockets lie there, whose paths may have 107 characters.
+    # Unix socket paths are limited to 107 bytes: 37 are left for the name.
     folder = tempfile.gettempdir()
     environ["TMPDIR"] = folder if len(folder) <= 70 else "/tmp"
-    # Else each process would try for a minute before it looks into the cache.
+    # Without the hub, processes look into the cache at once.
     if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
         environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
@@ -5091,7 +5080,6 @@ def main(argv: list[str] | None = None) -> int:
         if cfg.list:
             print("\n".join(title_of(stage) for stage in STAGES.values()))
             return 0
-        # Each line at once, whatever characters the terminal lacks.
         output: Any = sys.stdout
         output.reconfigure(line_buffering=True, errors="replace")
         set_environment(cfg)
