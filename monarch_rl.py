@@ -3292,7 +3292,7 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 #
 #   weights, moments     those after step 50; steps 51 to 56 are made again
 #   prompts in flight    groups in flight at step 50 are sampled again, before others
-#   synchronous          the same prompts and samples, added up in the same order: equal bit for bit
+#   synchronous          the same samples in the same order: equal bit for bit
 #   asynchronous         the same prompts; the samples and their order differ
 
 
@@ -3319,7 +3319,7 @@ async def with_restarts(
 ) -> Any:
     """Returns work(run). After a loss, calls it again with a run from the newest checkpoint.
 
-    Raises the error of the fifth loss after the same checkpoint.
+    Raises the error of a fifth loss after one checkpoint.
     """
     num_losses: Counter[int] = Counter()  # by the step of the checkpoint
     while True:
@@ -3351,7 +3351,7 @@ async def with_restarts(
 
 
 def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> Iterator[Prompt]:
-    """Yields the prompts that were in flight at the checkpoint, and then new ones."""
+    """Yields the prompts to resample, and then new ones."""
     # The next checkpoint has the rest of the list.
     while requeued:
         yield task.prompt(requeued.pop(0))
@@ -3361,10 +3361,7 @@ def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> It
 async def train_saved(
     run: Run, checkpoints: Checkpoints, evaluate: Callable[[], Awaitable[Any]]
 ) -> None:
-    """Trains until step cfg.steps. Saves and evaluates at multiples of save_every, eval_every.
-
-    With --checkpoint, a run that is cancelled, or that an error ends, is saved.
-    """
+    """Trains until step cfg.steps. With --checkpoint, a run that is cancelled is saved."""
     cfg = run.cfg
     assert isinstance(cfg, Flags)
 
@@ -3404,7 +3401,7 @@ async def finished(work: Awaitable[Any]) -> Any:
 
 
 class Checkpoints:
-    """The newest two checkpoints of a folder. Raises UsageError if another run uses it."""
+    """The newest two checkpoints of a folder, which one run uses."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -3433,7 +3430,7 @@ class Checkpoints:
         return "", SavedProgress()
 
     async def save(self, run: Run) -> bool:
-        """Lets the trainer write a checkpoint. Returns False if it could not."""
+        """Writes a checkpoint. Returns whether it is written."""
         path = self.folder / f"step_{run.version:08}.pt"
         try:
             state = progress_state(run.progress)
@@ -3480,7 +3477,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
 
 
 def write_durably(path: Path, state: Record) -> None:
-    """Replaces a file: after a power cut it has the old or the new content."""
+    """Replaces a file, which at any time has the old or the new content."""
     beside = path.with_name("new")
     try:
         with open(beside, "wb") as file:
@@ -3531,10 +3528,7 @@ def forget_moments(trainer: Trainer) -> None:
 
 
 async def train_killed(report: Report, cfg: Flags, at_step: int, forgets: bool = False) -> Tensor:
-    """Returns the weights after training. Kills the trainer once at a step, unless at_step is 0.
-
-    forgets: a resumed run loses Adam's moments.
-    """
+    """Returns the weights after training. Kills the trainer once, at a step other than 0."""
     checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
 
     async def work(run: Run) -> Tensor:
@@ -3567,9 +3561,9 @@ async def demo_recovery(report: Report) -> None:
     expected = await train_killed(report, cfg, 0)
     # Resumed with Adam's moments, and without.
     resumed, forgotten = [await train_killed(report, cfg, step, each) for each in (False, True)]
-    largest = float((resumed - expected).abs().max())
+    largest = (resumed - expected).abs().max().item()
     report.check("largest difference of a weight", largest, "==", 0)
-    report.check("the same without moments", float((forgotten - expected).abs().max()), ">", 0)
+    report.check("the same without moments", (forgotten - expected).abs().max().item(), ">", 0)
 
 
 # == YOUR OWN RUN ====
@@ -4129,7 +4123,7 @@ CRITIC_ALONE = 8  # steps that train only the critic, because V is noise at firs
 
 
 def value_network(policy: Policy) -> Any:
-    """Returns a copy of the policy with one number per token, at first 0, in place of logits."""
+    """Returns a copy of the policy with a number per token, at first 0, in place of logits."""
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification
 
     config = copy.deepcopy(policy.model.config)
@@ -4236,8 +4230,7 @@ def over_batch(episodes: list[Episode]) -> list[list[float]]:
 def train_with(worker: Worker, baseline: str, cfg: Flags, policy: Policy) -> float:
     """Returns the share of right letters at the end of training on one turn of LetterTask.
 
-    The reward is this share, plus -1.5 to 1.5 by the first letter of the prompt: "acf" -> "acf"
-    gets 1 - 1.5 = -0.5.
+    The reward is this share, plus -1.5 to 1.5 by the first letter of the prompt.
     """
     task = LetterTask(cfg.seed)
     critic = Critic(policy, cfg) if baseline == "critic" else over_batch
@@ -4310,7 +4303,7 @@ def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
 
 
 def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
-    """Compares episodes 0 and 1, 2 and 3, up to 6 and 7, and appends the results to a file.
+    """Compares episodes 0 and 1, up to 6 and 7, and appends the results to a file.
 
     prefer(prompt, one, other): a number above 0.5 if `one` is better.
     """
@@ -4396,8 +4389,8 @@ class RewardModel:
 def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> Tensor:
     """Returns weight * k2 of each token, [N]: k2 = (log p - log q)^2 / 2, where q is the reference.
 
-    Over samples of p, the mean gradient of k2, the mean of (log p - log q) grad log p, is the
-    gradient of KL(p, q). That of log p - log q is the gradient of the sum of p, which is 0.
+    Over samples of p, the mean gradient of k2, (log p - log q) grad log p, is the gradient of KL(p,
+    q); that of log p - log q is 0.
     """
     with torch.no_grad():
         log_q, _ = reference.token_logprobs(batch.ids, batch.is_sampled)
@@ -4474,8 +4467,9 @@ async def demo_reward_model(report: Report) -> None:
     service = Service(Worker, 3, report.pool)
     await service.begin()
     kinds = (cfg, replace(cfg, kl=0.4), replace(cfg, ask_every=2))
-    runs = [service.request(train_on_taste, kind, policy, task) for kind in kinds]
-    nothing, price, fresh = rows = await gather(*runs)
+    nothing, price, fresh = rows = await gather(
+        *[service.request(train_on_taste, kind, policy, task) for kind in kinds]
+    )
     report.table(rows)
     # Without a remedy the policy exploits the network, and people like the responses less.
     fall = nothing["liked, best"] - nothing["liked, end"]
@@ -4486,8 +4480,8 @@ async def demo_reward_model(report: Report) -> None:
 
 
 # == 16. HOSTS ====
-# Terms. On a machine with `--worker`, the *worker host*, a process, the *Monarch host*, starts
-#   generators, each with an *agent*, which answers pings. The *relay* is a thread of one generator.
+# Terms. On a *worker host* a process, the *Monarch host*, starts generators, each with an *agent*,
+#   which answers pings. The *relay* is a thread of one generator.
 # Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing.
 #   If the command dies, its processes on other hosts run on.
 # Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
@@ -4499,7 +4493,7 @@ async def demo_reward_model(report: Report) -> None:
 #   Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
 #                +------ bytes, RDMABuffer ---->+
 #
-# `--worker FOLDER` writes its address into a folder that all machines see; `--hosts` reads it.
+# `--worker FOLDER` writes its URL into a folder that all machines see; `--hosts` reads it.
 
 # -- 16a. One transfer per version and host ---
 
@@ -4511,7 +4505,7 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
     version = Arena.NOTHING
     try:
         while True:
-            # Until the next call, the trainer does not write into this slot.
+            # Until the next call, nobody writes into this slot.
             lease = outlet.lease.call_one(handle, number, version, environ[HOST_FOLDER])
             version, weights = lease.get()
             if weights:
@@ -4556,7 +4550,7 @@ class Outlet(Actor):
 def relayed_reader(
     outlet: Outlet, handle: ArenaHandle, number: int, tensors: Weights
 ) -> WeightReader:
-    """Returns a reader of this host's arena. The first reader creates it, and starts the relay."""
+    """Returns a reader of this host's arena. The first creates it, and starts the relay."""
     # One file per trainer arena stores the handle of the local arena.
     with open(Path(environ[HOST_FOLDER], handle.path.replace("/", "_")), "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -4565,8 +4559,8 @@ def relayed_reader(
             host_handle, arena = create_arena(handle.layout, handle.num_readers)
             pickle.dump(host_handle, file)
             # In this context the thread may send messages.
-            run = contextvars.copy_context().run
-            threading.Thread(target=run, args=(relay, outlet, handle, number, arena)).start()
+            args = (relay, outlet, handle, number, arena)
+            threading.Thread(target=contextvars.copy_context().run, args=args).start()
         file.seek(0)
         return WeightReader(pickle.load(file), number, tensors)
 
@@ -4648,7 +4642,7 @@ def urls_in(folder: Path) -> list[str]:
 
 
 class HostAgent(Actor):
-    """Shows run_host that the command lives; one in each process of a Monarch host."""
+    """Shows run_host that the command lives."""
 
     @concurrent_endpoint
     async def ping(self) -> int:
@@ -4680,18 +4674,18 @@ class HostProcess(Processes):
 
 
 class HostPool(Pool):
-    """Processes on worker hosts, at most ceil(n / hosts) on each. They are never reused."""
+    """Processes on worker hosts, at most ceil(n / hosts) on each, never reused."""
 
     def __init__(self, folder: Path, num_processes: int) -> None:
         self.folder = folder
         self.share = ceil(num_processes / len(urls_in(folder)))
-        # By URL: the number of processes, and the reason of a loss.
+        # By URL: processes, and the reason of a loss.
         self.started: Counter[str] = Counter()
         self.lost: dict[str, Any] = defaultdict(asyncio.Future)
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
 
     async def start(self, num_ranks: int) -> HostProcess:
-        """Starts a process on a host with less than its share, or waits for such a host."""
+        """Starts a process on a host with less than its share, or waits for one."""
         while True:
             for url in urls_in(self.folder):
                 if self.started[url] < self.share and not self.lost[url].done():
@@ -4700,7 +4694,7 @@ class HostPool(Pool):
             await sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
-        """Starts a process and its agent. Raises RunError without an answer."""
+        """Starts a process and its agent."""
         print(f"starting on {url}")
         # For this value of `ca` see run_host.
         host = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[url])
@@ -4710,8 +4704,9 @@ class HostPool(Pool):
             pid = await wait_for(agent.ping.call_one(), 4 * SILENCE_S)
         except Exception:  # silence, or a refused connection
             self.started[url] -= 1
-            what = "is its port open, and are both certificates of one CA?"
-            raise RunError(f"no answer from {url}: {what}") from None
+            raise RunError(
+                f"no answer from {url}: is its port open, and are both certificates of one CA?"
+            ) from None
         return HostProcess(mesh, [pid], agent, self.lost[url])
 
 
@@ -4795,7 +4790,7 @@ if (runs.length > 1) slider.oninput();
 
 
 async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Record:
-    """Returns what the page shows of a run, which made num_steps since start_s."""
+    """Returns what the page shows of a run."""
     seconds = time.time() - start_s
     timeline = await get_or_spawn_controller("timeline", Timeline)
     spans = [span for span in await timeline.read.call_one() if span.end_s > start_s]
@@ -4803,9 +4798,8 @@ async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Rec
     # By example: "40 steps in 12.3 s; generator_0 has died at 7.1 s".
     summary = f"{num_steps} steps in {seconds:.1f} s"
     for service in run.services:
-        for failed in service.failures:
-            at_s = failed.noticed_s - start_s
-            summary += f"; {failed.name} {failed.lost.result()} at {at_s:.1f} s"
+        for each in service.failures:
+            summary += f"; {each.name} {each.lost.result()} at {each.noticed_s - start_s:.1f} s"
 
     # 2,000 samples, 1 if busy; the means of ten each are 200 shares.
     busy = {span.who: torch.zeros(2000) for span in spans}
@@ -4823,7 +4817,7 @@ async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Rec
 
 
 async def sweep(report: Report) -> list[Record]:
-    """Returns records of four runs from the same weights, with four bounds on staleness."""
+    """Returns records of four runs, with four bounds on staleness."""
     records = []
     for max_staleness in (0, 1, 2, 4):
         run = await begin_demo(report)
@@ -4867,7 +4861,7 @@ ENVIRONMENT = {
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
     "OMP_NUM_THREADS": "1",  # there are more processes than cores
     "TOKENIZERS_PARALLELISM": "false",  # else a warning after a fork
-    "PYTHONSAFEPATH": "1",  # a math.py in the current folder does not replace Python's
+    "PYTHONSAFEPATH": "1",  # a math.py here does not replace Python's
     # Only this file's lines on the terminal.
     "PYTHONWARNINGS": "ignore",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -4899,10 +4893,13 @@ def read_flags(argv: list[str] | None) -> Flags:
             is_stage = each.name in ("stage", "only")
             choices = STAGES if is_stage else get_args(get_type_hints(Flags)[each.name]) or None
             options = {"type": type(each.default), "choices": choices}
-        text = f"{texts[each.name]} ({each.default})".replace("%", "%%")
-        name = "--" + each.name.replace("_", "-")
         # Saved flags go before the defaults, so omitted flags are left out.
-        parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
+        parser.add_argument(
+            "--" + each.name.replace("_", "-"),
+            default=argparse.SUPPRESS,
+            help=f"{texts[each.name]} ({each.default})".replace("%", "%%"),
+            **options,
+        )
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -4928,7 +4925,7 @@ def title_of(stage: Stage) -> str:
 
 
 async def run_stages(report: Report, cfg: Flags) -> Record:
-    """Runs the tour, or a part of it. Exceptions are failed checks."""
+    """Runs stages. Exceptions are failed checks."""
     for stage in [STAGES[cfg.only]] if cfg.only else STAGES.values():
         print("\n" + title_of(stage))
         result: Record = {"name": stage.name, "checks": [], "rows": []}
@@ -4988,7 +4985,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
     """Yields what cannot be read or written. Creates folders."""
-    # Inputs. "org/name" is a hub id, and "./name" and "a/b/c" are folders.
+    # Inputs. "org/name" is a hub id, "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     model = cfg.model if is_path else ""
     task = cfg.task if cfg.task.endswith(".jsonl") else ""
@@ -5015,7 +5012,7 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
 
 
 async def run_command(cfg: Flags) -> int:
-    """Returns the exit status. A signal ends the command and all its processes."""
+    """Returns the exit status."""
     loop = get_running_loop()
     task: Any = asyncio.current_task()
     received: list[int] = []
@@ -5049,9 +5046,10 @@ async def run_command(cfg: Flags) -> int:
 
 def hub_answers() -> bool:
     """Returns whether the hub can be reached."""
-    url = environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        urllib.request.urlopen(url, timeout=5).close()
+        urllib.request.urlopen(
+            environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5
+        ).close()
     except Exception as error:  # no name, no route, no TLS
         return hasattr(error, "code")  # an HTTPError is an answer
     return True
@@ -5074,7 +5072,7 @@ def set_environment(cfg: Flags) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command. Exit status: 0 all well, 1 failed, 2 wrong usage, 128 + n after signal n."""
+    """Runs a command. Exit status: 1 failed, 2 wrong usage, 128 + n after signal n."""
     try:
         cfg = read_flags(argv)
         if cfg.list:
