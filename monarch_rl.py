@@ -3298,15 +3298,13 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 
 @dataclass
 class SavedProgress(Progress):
-    """The progress of a run that has checkpoints."""
-
     requeued: list[int] = field(
         default_factory=list
     )  # in flight at the checkpoint; resampled first
 
 
 class RunError(RuntimeError):
-    """Raised when a run cannot go on."""
+    """A run cannot go on."""
 
 
 # -- 13a. The loops ---
@@ -3424,7 +3422,7 @@ class Checkpoints:
                 return str(path), read_progress(path)
             except OSError:  # the file may be intact
                 raise
-            except Exception as error:  # of many types
+            except Exception as error:
                 print(f"{path} is damaged: {error}")
                 path.rename(path.with_suffix(".damaged"))
         return "", SavedProgress()
@@ -3485,7 +3483,7 @@ def write_durably(path: Path, state: Record) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except RuntimeError as error:  # of torch.save; its context is the OSError, such as a full disk
+    except RuntimeError as error:  # of torch.save; its context is the OSError
         raise error.__context__ or error from None
     finally:
         beside.unlink(missing_ok=True)
@@ -3496,7 +3494,7 @@ def write_durably(path: Path, state: Record) -> None:
 
 
 def restore(trainer: Trainer, path: str) -> None:
-    """Loads weights, moments and critic in each rank, and publishes the weights."""
+    """Loads a checkpoint in each rank, and publishes the weights."""
     from torch.distributed.checkpoint import state_dict
 
     learner: Any = trainer.learner
@@ -4099,8 +4097,8 @@ class DeviceReader(WeightReader):
 
 
 # == 14. CRITIC ====
-# Problem. A user does not have the same conversation eight times, so there is no group. Compared
-#   with the mean of the batch, any response to a user who gives high rewards is good.
+# Problem. A user does not have the same conversation eight times, so there is no group. The mean of
+#   the batch does not depend on the user.
 # Rule. A second network, the critic, predicts V, the sum of later rewards, before each token. The
 #   advantage of a token is a target minus V, normalized over the batch.
 # Cost. A network as large as the policy, whole in one process: a trainer of several ranks has none.
@@ -4131,7 +4129,7 @@ def value_network(policy: Policy) -> Any:
         raise UsageError(f"no value network for {config.model_type}")
     config.num_labels = 1
     network: Any = AutoModelForTokenClassification.from_config(config)
-    # The policy's body, and a new head, the last layer, whose bias is 0 already.
+    # The policy's body, and a new head, the last layer, with a bias of 0.
     network.base_model.load_state_dict(policy.model.base_model.state_dict())
     *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
     torch.nn.init.zeros_(head.weight)
@@ -4154,8 +4152,6 @@ def gae(episode: Episode, values: list[float]) -> list[float]:
 
 
 class Critic:
-    """Computes the advantages of a batch, and learns from it."""
-
     def __init__(self, policy: Policy, cfg: Flags) -> None:
         self.network = value_network(policy)
         # The tiny network takes larger steps than a pretrained one.
@@ -4212,11 +4208,11 @@ class Critic:
 def lone_run(
     learner: Learner, prompts: Iterator[Prompt], num_steps: int
 ) -> Iterator[list[Episode]]:
-    """Samples and trains in this process. Yields the episodes of each step."""
+    """Samples and trains in this process. The caller sets the rewards of each step."""
     for _ in range(num_steps):
         drawn = list(islice(prompts, learner.cfg.prompts_per_step))
         episodes = rollout(learner.policy, drawn, learner.cfg.group_size, drawn[0].number)
-        yield episodes  # the caller sets their rewards
+        yield episodes
         learner.step(episodes)
 
 
@@ -4272,9 +4268,9 @@ async def demo_critic(report: Report) -> None:
 
 # == 15. REWARD MODEL ====
 # Problem. For most of what people want there is no reward function. A network can learn which of
-#   two responses people prefer, but it is right only about responses like the compared ones. If
-#   people want exactly one a, a network that counts each a is right about "bab" and "bob"; then it
-#   rates "aaaa" highest, which nobody has compared, and the policy finds it.
+#   two responses people prefer, but is right only about responses like the compared ones. If people
+#   want exactly one a, a network that counts each a is right about "bab" and "bob"; it rates "aaaa"
+#   highest, which nobody has compared, and the policy finds it.
 # Rule. Keep the policy where the reward model is right. Either its divergence from the first
 #   version has a price (--kl), or people compare new responses now and then (--ask-every).
 # Cost. A second network. With a price the policy gains less; comparisons take people's time.
@@ -4305,7 +4301,7 @@ def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
 def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
     """Compares episodes 0 and 1, up to 6 and 7, and appends the results to a file.
 
-    prefer(prompt, one, other): a number above 0.5 if `one` is better.
+    prefer(prompt, one, other): above 0.5 if `one` is better.
     """
     pairs = []
     with open(path, "a") as file:
@@ -4422,7 +4418,7 @@ class TasteTask(Task):
 
 
 def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) -> Record:
-    """Returns a row of the table: the result of training with a reward model."""
+    """Returns a row of the table."""
     price = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
     model = RewardModel(cfg, task.prefer, Path(os.devnull))  # new comparisons are not kept
     liked, learned = [], []
@@ -4471,7 +4467,7 @@ async def demo_reward_model(report: Report) -> None:
         *[service.request(train_on_taste, kind, policy, task) for kind in kinds]
     )
     report.table(rows)
-    # Without a remedy the policy exploits the network, and people like the responses less.
+    # Without a remedy people like the responses less and less.
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
@@ -4482,8 +4478,8 @@ async def demo_reward_model(report: Report) -> None:
 # == 16. HOSTS ====
 # Terms. On a *worker host* a process, the *Monarch host*, starts generators, each with an *agent*,
 #   which answers pings. The *relay* is a thread of one generator.
-# Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing.
-#   If the command dies, its processes on other hosts run on.
+# Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
+#   and after a failed command its processes on other hosts run on.
 # Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
 #   generators there read. Without an answer to pings the host is lost, and a new Monarch host is
 #   started. A Monarch host without pings is killed.
@@ -4520,7 +4516,7 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
 
 
 class Outlet(Actor):
-    """Leases slots of the trainer's arena to relays, in the main process."""
+    """Leases slots of the trainer's arena to relays."""
 
     def __init__(self) -> None:
         self.handle: ArenaHandle | None = None
@@ -4530,7 +4526,7 @@ class Outlet(Actor):
     async def lease(
         self, handle: ArenaHandle, reader: int, newest: int, host: str
     ) -> tuple[int, RDMABuffer | None]:
-        """Returns the latest version and a handle of its slot, or None if it is `newest`."""
+        """Returns the latest version, and its slot or, if it is `newest`, None."""
         # Map the arena of a new trainer.
         if handle != self.handle:
             self.handle = handle
@@ -4606,7 +4602,7 @@ def serve_worker(folder: str, url: str) -> None:
 
 def run_host(note: Path, url: str) -> None:
     """Runs a Monarch host until it is lost. Its URL is written to `note`."""
-    # A new port: Monarch cannot attach to the address of a lost host again.
+    # A new port: Monarch cannot attach to a lost host's address.
     with socket.create_server((note.name, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
@@ -4622,7 +4618,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
         hidden = note.with_name("." + note.name)
         hidden.write_text(url)
         hidden.replace(note)
-        # Its children end with the host. To end it, an agent removes the file.
+        # To end the host, an agent removes the file.
         while host.poll() is None:
             time.sleep(0.1)
             if not pinged.exists() or time.time() - pinged.stat().st_mtime > SILENCE_S:
@@ -4646,7 +4642,7 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def ping(self) -> int:
-        # Without the file, the host is ending: an error is raised.
+        # Raises an error if the host is ending.
         os.utime(Path(environ[HOST_FOLDER], "pinged"))
         return os.getpid()
 
@@ -4657,7 +4653,7 @@ class HostAgent(Actor):
 
 @dataclass
 class HostProcess(Processes):
-    """A process on a worker host. Killing one kills all processes of its Monarch host."""
+    """A process on a worker host. Killing one kills all of its Monarch host."""
 
     agent: Any
     lost: asyncio.Future[str]  # the reason, for all processes of the host
@@ -4716,7 +4712,7 @@ class HostPool(Pool):
 @stage(instead="version, slot = self.arena.words[: Arena.LEASES]")
 async def demo_hosts(report: Report) -> None:
     """Another host costs one copy per version, and a lost host its work in progress."""
-    # Two addresses stand for two machines, each with two readers of 8 MiB.
+    # Two addresses stand for two machines.
     folder = Path(tempfile.mkdtemp(dir=report.folder))
     serve = f"__import__({THIS_FILE.stem!r}).serve_worker({str(folder)!r}, "
     workers = [start_python(f"{serve}'tcp://127.0.0.{number}')") for number in (2, 3)]
@@ -4756,11 +4752,10 @@ async def demo_hosts(report: Report) -> None:
 
 # == THE PAGE ====
 # Problem. Means over a run do not show which process waited, and when.
-# Rule. --report writes an HTML file with a small plot, a lane, for each process (busy share over
-#   time) and each value (over the steps). After stages a slider selects one of four runs.
+# Rule. --report writes an HTML file with a plot, a lane, for each process (busy share over time) and
+#   each value (over the steps). After stages a slider selects one of four runs.
 # Cost. After stages, four more runs of 60 steps.
 
-# The head of the file. A section per run follows.
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -4801,7 +4796,7 @@ async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Rec
         for each in service.failures:
             summary += f"; {each.name} {each.lost.result()} at {each.noticed_s - start_s:.1f} s"
 
-    # 2,000 samples, 1 if busy; the means of ten each are 200 shares.
+    # 2,000 samples, 1 if busy -> 200 shares.
     busy = {span.who: torch.zeros(2000) for span in spans}
     rate = 2000 / seconds
     for span in spans:
@@ -4835,7 +4830,6 @@ def picture(name: str, values: list[float]) -> str:
     steps = "".join(f"V{-value:.3f}h1" for value in values)
     top = max(1.0, *values)
     bottom = min(0.0, *values)
-    # viewBox: left, top, width and height.
     return f"""<p>{text}<svg role="img" aria-label="{text}" width="100%"
         viewBox="0 {-top} {len(values)} {top - bottom}"
         preserveAspectRatio="none"><path d="M0 0{steps}V0"/></svg>"""
@@ -4879,7 +4873,7 @@ RENAMED = {"--passes": "--epochs", "--tokens-per-pass": "--tokens-per-micro-batc
 
 def read_flags(argv: list[str] | None) -> Flags:
     """Returns the flags. Raises UsageError or ArgumentError."""
-    # The comments of the two classes are the help. A class ends with two empty lines.
+    # The comments of two classes are the help.
     texts: dict[str, str] = {}
     for name in ("Config", "Flags"):
         _, _, source = THIS_FILE.read_text().partition(f"\nclass {name}")
@@ -4949,10 +4943,10 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
 
 
 def mistakes_in(cfg: Flags) -> Iterator[str]:
-    """Yields requirements that the flags do not meet."""
+    """Yields unmet requirements."""
     for each in fields(Flags):
         if isinstance(each.default, (int, float)):
-            # Flags with a default below 1 may be 0, and so may K. NaN fails any comparison.
+            # Defaults below 1 may be 0, and so may K. NaN fails any comparison.
             value = getattr(cfg, each.name)
             may_be_0 = each.default < 1 or each.name == "max_staleness"
             if not 0 <= value < math.inf or not (value or may_be_0):
@@ -4961,7 +4955,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
 
     is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
-    # Requirements, and whether the flags meet them.
+    # Whether the flags meet it.
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -5017,7 +5011,7 @@ async def run_command(cfg: Flags) -> int:
     task: Any = asyncio.current_task()
     received: list[int] = []
 
-    # The first signal cancels this task, which saves and closes. Later ones are ignored.
+    # The first signal cancels this task, and later ones are ignored.
     def end(number: int) -> None:
         received.append(number)
         task.cancel()
@@ -5045,7 +5039,6 @@ async def run_command(cfg: Flags) -> int:
 
 
 def hub_answers() -> bool:
-    """Returns whether the hub can be reached."""
     try:
         urllib.request.urlopen(
             environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5
@@ -5056,19 +5049,18 @@ def hub_answers() -> bool:
 
 
 def set_environment(cfg: Flags) -> None:
-    """Sets the environment of all processes."""
     environ.update(ENVIRONMENT | environ)
     # Workers import this file.
     path = environ.get("PYTHONPATH", "")
     environ["PYTHONPATH"] = f"{THIS_FILE.parent}:{path}".rstrip(":")
-    # Unix socket paths are limited to 107 bytes: 37 are left for the name.
+    # Unix socket paths are limited to 107 bytes.
     folder = tempfile.gettempdir()
     environ["TMPDIR"] = folder if len(folder) <= 70 else "/tmp"
-    # Without the hub, processes look into the cache at once.
+    # Else each process waits for the hub.
     if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
         environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
-    reload_config_from_env()  # Monarch read the environment when it was imported
+    reload_config_from_env()  # Monarch read it when imported
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -5094,10 +5086,10 @@ def main(argv: list[str] | None = None) -> int:
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:
         cause = cause_of(error).removeprefix(__name__ + ".")
         print(f"monarch_rl.py: {cause}", file=sys.stderr)
-        # An ActorError has the worker's exception as text only.
+        # An ActorError has its cause as text only.
         return 2 if "UsageError: " in cause else 1
 
 
 if __name__ == "__main__":
-    # Workers find the classes under the name of the file.
+    # Workers find classes under the file's name.
     sys.exit(import_module(THIS_FILE.stem).main())
