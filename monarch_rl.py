@@ -3298,13 +3298,11 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 
 @dataclass
 class SavedProgress(Progress):
-    requeued: list[int] = field(
-        default_factory=list
-    )  # in flight at the checkpoint; resampled first
+    requeued: list[int] = field(default_factory=list)  # resampled first
 
 
 class RunError(RuntimeError):
-    """A run cannot go on."""
+    """Ends a run."""
 
 
 # -- 13a. The loops ---
@@ -3369,7 +3367,7 @@ async def train_saved(
         if cfg.eval_every and step % cfg.eval_every == 0:
             await evaluate()
 
-    # Generators sample during the pauses, too.
+    # Also during pauses.
     sampling = generating(run, cfg.max_staleness) if cfg.max_staleness else nullcontext()
     async with sampling as buffer:
         train = partial(learn, buffer) if buffer else partial(train_sync, run)
@@ -3390,7 +3388,7 @@ async def finished(work: Awaitable[Any]) -> Any:
     try:
         await wait([task])  # unlike await, `wait` does not cancel `task`
     finally:
-        # A signal may come at any time; half a save would be wrong.
+        # A signal must not end half a save.
         await gather(task, return_exceptions=True)
     return task.result()
 
@@ -3412,7 +3410,6 @@ class Checkpoints:
             raise UsageError(f"--checkpoint {folder}: another run uses it") from None
 
     def paths(self) -> list[Path]:
-        """Returns the files, the newest first."""
         return sorted(self.folder.glob("step_*.pt"), reverse=True)
 
     def newest(self) -> tuple[str, SavedProgress]:
@@ -4231,7 +4228,6 @@ def train_with(worker: Worker, baseline: str, cfg: Flags, policy: Policy) -> flo
     task = LetterTask(cfg.seed)
     critic = Critic(policy, cfg) if baseline == "critic" else over_batch
     shares = []
-    # The first turn of each conversation.
     prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
     for episodes in lone_run(UserLearner(policy, cfg, critic=critic), prompts, cfg.steps):
         for episode in episodes:
@@ -4418,10 +4414,10 @@ class TasteTask(Task):
 
 
 def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) -> Record:
-    """Returns a row of the table."""
     price = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
     model = RewardModel(cfg, task.prefer, Path(os.devnull))  # new comparisons are not kept
-    liked, learned = [], []
+    liked = []
+    learned = []
     prompts = islice(training_prompts(task), NUM_COMPARED, None)
     for episodes in lone_run(UserLearner(policy, cfg, penalty=price), prompts, cfg.steps):
         for group in groups_of(episodes):
@@ -4505,13 +4501,13 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
             lease = outlet.lease.call_one(handle, number, version, environ[HOST_FOLDER])
             version, weights = lease.get()
             if weights:
-                # As in a publish, into a slot that nobody reads.
+                # As in a publish.
                 slot = arena.free_slot()
                 weights.read_into(arena.slots[slot], timeout=600).get()
                 arena.commit(version, slot)
             time.sleep(0.01)
     finally:
-        # The process would sample from old weights.
+        # Else it would sample from old weights.
         os._exit(1)
 
 
@@ -4579,7 +4575,7 @@ def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
 def this_url() -> str:
     """Returns the URL of this machine without a port, such as "tcp://node7"."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
-    # Mutual TLS: each side shows a certificate of the CA.
+    # Each side shows a certificate of the CA.
     if all(environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
         return f"tls://{address}"
     print("tcp://, not tls://: anyone who reaches these ports can run code here")
@@ -4675,13 +4671,13 @@ class HostPool(Pool):
     def __init__(self, folder: Path, num_processes: int) -> None:
         self.folder = folder
         self.share = ceil(num_processes / len(urls_in(folder)))
-        # By URL: processes, and the reason of a loss.
+        # By URL.
         self.started: Counter[str] = Counter()
         self.lost: dict[str, Any] = defaultdict(asyncio.Future)
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
 
     async def start(self, num_ranks: int) -> HostProcess:
-        """Starts a process on a host with less than its share, or waits for one."""
+        """Starts a process on a host with less than its share."""
         while True:
             for url in urls_in(self.folder):
                 if self.started[url] < self.share and not self.lost[url].done():
@@ -4690,7 +4686,6 @@ class HostPool(Pool):
             await sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
-        """Starts a process and its agent."""
         print(f"starting on {url}")
         # For this value of `ca` see run_host.
         host = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[url])
@@ -4712,7 +4707,7 @@ class HostPool(Pool):
 @stage(instead="version, slot = self.arena.words[: Arena.LEASES]")
 async def demo_hosts(report: Report) -> None:
     """Another host costs one copy per version, and a lost host its work in progress."""
-    # Two addresses stand for two machines.
+    # As on two machines.
     folder = Path(tempfile.mkdtemp(dir=report.folder))
     serve = f"__import__({THIS_FILE.stem!r}).serve_worker({str(folder)!r}, "
     workers = [start_python(f"{serve}'tcp://127.0.0.{number}')") for number in (2, 3)]
@@ -4752,8 +4747,8 @@ async def demo_hosts(report: Report) -> None:
 
 # == THE PAGE ====
 # Problem. Means over a run do not show which process waited, and when.
-# Rule. --report writes an HTML file with a plot, a lane, for each process (busy share over time) and
-#   each value (over the steps). After stages a slider selects one of four runs.
+# Rule. --report writes an HTML file with a plot, a lane, for each process (busy share over time)
+#   and each value (over the steps). After stages a slider selects one of four runs.
 # Cost. After stages, four more runs of 60 steps.
 
 PAGE = """<!doctype html>
@@ -4790,7 +4785,7 @@ async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Rec
     timeline = await get_or_spawn_controller("timeline", Timeline)
     spans = [span for span in await timeline.read.call_one() if span.end_s > start_s]
 
-    # By example: "40 steps in 12.3 s; generator_0 has died at 7.1 s".
+    # "40 steps in 12.3 s; generator_0 has died at 7.1 s"
     summary = f"{num_steps} steps in {seconds:.1f} s"
     for service in run.services:
         for each in service.failures:
@@ -4812,7 +4807,6 @@ async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Rec
 
 
 async def sweep(report: Report) -> list[Record]:
-    """Returns records of four runs, with four bounds on staleness."""
     records = []
     for max_staleness in (0, 1, 2, 4):
         run = await begin_demo(report)
@@ -4824,7 +4818,6 @@ async def sweep(report: Report) -> list[Record]:
 
 
 def picture(name: str, values: list[float]) -> str:
-    """Returns a lane as HTML."""
     text = f"{name}: mean {fmean(values):.3g}"
     # [0.5, 1] -> V-0.500h1 V-1.000h1: up to 0.5, right, up to 1, right; -y is up.
     steps = "".join(f"V{-value:.3f}h1" for value in values)
@@ -4849,14 +4842,13 @@ def write_page(path: str, runs: list[Record]) -> None:
 # == THE COMMAND LINE ====
 # Defaults for all processes; existing variables win.
 ENVIRONMENT = {
-    # Monarch's supervision: period of polls, and longest silence of an actor or a process.
+    # Monarch's supervision: period of polls, longest silences.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
     "OMP_NUM_THREADS": "1",  # there are more processes than cores
     "TOKENIZERS_PARALLELISM": "false",  # else a warning after a fork
     "PYTHONSAFEPATH": "1",  # a math.py here does not replace Python's
-    # Only this file's lines on the terminal.
     "PYTHONWARNINGS": "ignore",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -4867,7 +4859,6 @@ ENDING = [
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     if signal.getsignal(number) != signal.SIG_IGN
 ]
-# Flags of earlier versions.
 RENAMED = {"--passes": "--epochs", "--tokens-per-pass": "--tokens-per-micro-batch"}
 
 
@@ -4907,14 +4898,13 @@ def read_flags(argv: list[str] | None) -> Flags:
 
 
 def line_with(text: str) -> int:
-    """Returns the number of the first line with the text."""
     return THIS_FILE.read_text().partition(text)[0].count("\n") + 1
 
 
 def title_of(stage: Stage) -> str:
     """Returns a line such as "[4/16] controllers: Actors that never met ...  (line 415)"."""
     place = f"{[*STAGES].index(stage.name) + 1}/{len(STAGES)}"
-    line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")  # the heading
+    line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
     return f"[{place}] {stage.name}: {stage.claim}  (line {line})"
 
 
@@ -4933,7 +4923,7 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
         result["seconds"] = round(time.monotonic() - start, 2)
         changed = line_with("# mechanism: " + stage.name)
         report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
-        if stage.name == cfg.stage:  # the last
+        if stage.name == cfg.stage:
             break
     if cfg.report:
         write_page(cfg.report, await sweep(report))
@@ -4955,7 +4945,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
 
     is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
-    # Whether the flags meet it.
+    # Is each requirement met?
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -5006,7 +4996,6 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
 
 
 async def run_command(cfg: Flags) -> int:
-    """Returns the exit status."""
     loop = get_running_loop()
     task: Any = asyncio.current_task()
     received: list[int] = []
