@@ -3284,7 +3284,7 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 #   the position in the data, Adam's moments are 0, and prompts are skipped or drawn twice.
 # Rule. A checkpoint is one file: the trainer's weights and moments in fp32, which prompts were
 #   drawn and which were in flight, and the log. It gets its name once it is synced to disk. No
-#   random state is saved: a prompt's number seeds its samples.
+#   random state is saved: prompts' numbers are the seeds.
 # Cost. 12 bytes per parameter (a weight, two moments), and 12 of a critic, for each of three files:
 #   the newest two, and the one that is being written. Steps since the newest are made again.
 #
@@ -3313,10 +3313,7 @@ async def with_restarts(
     make_run: Callable[[SavedProgress], Run],
     work: Callable[[Any], Awaitable[Any]],
 ) -> Any:
-    """Returns work(run). After a loss, calls it again with a run from the newest checkpoint.
-
-    Raises the error of a fifth loss after one checkpoint.
-    """
+    """Returns work(run). After a loss, calls it again with a run from the newest checkpoint."""
     num_losses: Counter[int] = Counter()  # by the step of the checkpoint
     while True:
         path, progress = await asyncio.to_thread(checkpoints.newest)
@@ -4098,7 +4095,7 @@ class DeviceReader(WeightReader):
 #   the batch does not depend on the user.
 # Rule. A second network, the critic, predicts V, the sum of later rewards, before each token. The
 #   advantage of a token is a target minus V, normalized over the batch.
-# Cost. A network as large as the policy, whole in one process: a trainer of several ranks has none.
+# Cost. A network as large as the policy, whole in one process.
 #
 # The target of a turn's tokens is the reward of the turn plus what is expected after it. The
 # sampled sum of later rewards is noisy. V' has the critic's error. Generalized advantage estimation
@@ -4114,7 +4111,7 @@ class DeviceReader(WeightReader):
 #   b         1     0.0  0.5                          0.86   0.36
 #   c         2     0.9  0.7                          0.90   0.20
 
-CRITIC_ALONE = 8  # steps that train only the critic, because V is noise at first
+CRITIC_ALONE = 8  # first steps, which train only the critic
 
 
 def value_network(policy: Policy) -> Any:
@@ -4157,7 +4154,7 @@ class Critic:
         self.num_calls = 0
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
-        """Returns the advantage of each token, normalized over the batch; at first all are 0."""
+        """Returns the advantage of each token, normalized over the batch."""
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
@@ -4171,7 +4168,7 @@ class Critic:
         # The N sampled tokens are normalized as one group.
         if self.num_calls > CRITIC_ALONE:
             advantage[is_sampled] = advantages(advantage[is_sampled], "group")
-        else:
+        else:  # V is still noise
             advantage.zero_()
         return [row[: len(e.ids)] for e, row in zip(episodes, advantage.tolist())]
 
@@ -4318,10 +4315,7 @@ def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
 
 
 class RewardModel:
-    """Scores groups, and learns from preferences, in a reward worker.
-
-    fresh_path: the file of new comparisons. A worker that replaces a lost one learns from it again.
-    """
+    """Scores groups, and learns from preferences. fresh_path: the file of new comparisons."""
 
     def __init__(self, cfg: Flags, prefer: Any, fresh_path: Path) -> None:
         self.cfg = cfg
@@ -4351,13 +4345,12 @@ class RewardModel:
 
     def learn(self, pairs: list[Pair]) -> None:
         """Makes one pass over the pairs, in random order."""
-        # A pair has two rows; all are at most tokens_per_micro_batch.
-        longest = max([len(e.ids) for pair in pairs for e in pair], default=1)
-        size = max(1, min(32, self.cfg.tokens_per_micro_batch // (2 * longest)))
-        order = self.rng.sample(pairs, len(pairs))
-        for start in range(0, len(order), size):
-            both = [e for pair in order[start : start + size] for e in pair]
-            chosen, rejected = self.scores(both).view(-1, 2).T  # each [pairs]
+        # Two rows for each pair, the chosen one first.
+        rows = [e for pair in self.rng.sample(pairs, len(pairs)) for e in pair]
+        longest = max([len(e.ids) for e in rows], default=1)
+        size = 2 * max(1, min(32, self.cfg.tokens_per_micro_batch // (2 * longest)))
+        for start in range(0, len(rows), size):
+            chosen, rejected = self.scores(rows[start : start + size]).view(-1, 2).T  # each [pairs]
             (-torch.nn.functional.logsigmoid(chosen - rejected).mean()).backward()
             torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
             self.optimizer.step()
@@ -4479,7 +4472,7 @@ async def demo_reward_model(report: Report) -> None:
 # Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
 #   generators there read. Without an answer to pings the host is lost, and a new Monarch host is
 #   started. A Monarch host without pings is killed.
-# Cost. One transfer per version and host, an arena on each, and the work of a lost host.
+# Cost. One transfer per version and host, and the work of a lost host.
 #
 #   machine of the command                    worker host
 #   Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
@@ -4597,8 +4590,8 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    """Runs a Monarch host until it is lost. Its URL is written to `note`."""
-    # A new port: Monarch cannot attach to a lost host's address.
+    """Runs a Monarch host until it is lost."""
+    # Monarch cannot attach to a lost host's port again.
     with socket.create_server((note.name, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
@@ -4622,7 +4615,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
 
 
 def urls_in(folder: Path) -> list[str]:
-    """Returns the URLs of the Monarch hosts, such as "tcp://node7:41234"."""
+    """Returns URLs such as "tcp://node7:41234"."""
     urls = []
     for note in folder.glob("[!.]*"):
         with suppress(FileNotFoundError):  # the host has just ended
@@ -4687,7 +4680,7 @@ class HostPool(Pool):
 
     async def _start_on(self, url: str) -> HostProcess:
         print(f"starting on {url}")
-        # For this value of `ca` see run_host.
+        # `ca`: see run_host.
         host = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[url])
         mesh = host.spawn_procs({"rank": 1})
         agent = mesh.spawn("agent", HostAgent)
