@@ -93,7 +93,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from functools import cache, partial
 from importlib import import_module
-from itertools import count, groupby, islice, pairwise, zip_longest
+from itertools import chain, count, groupby, islice, pairwise, zip_longest
 from math import ceil
 from os import environ
 from pathlib import Path
@@ -3274,35 +3274,29 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 
 
 # == 13. RECOVERY ====
-# Problem. A run takes days; a machine or the trainer fails sooner, or a job's time is over. Without
-#   the optimizer state and the position in the data, a resumed run is another run: Adam's moments
-#   are 0, and prompts are skipped or drawn twice.
+# Problem. A run takes days; a machine or the trainer fails sooner. Without the optimizer state and
+#   the position in the data, Adam's moments are 0, and prompts are skipped or drawn twice.
 # Rule. A checkpoint is one file: the trainer's weights and moments in fp32, which prompts were
-#   drawn and which were in flight, and the log. It is synced to disk before it gets its name, so
-#   an incomplete file never has this name. No random state is saved: a prompt's number seeds its
-#   samples.
-# Cost. 12 bytes per parameter (a weight, two moments) for each file: the newest two, and the one
-#   that is being written. The trainer waits for each. Steps since the newest are made again.
-# Read on. `with_restarts` and `train_saved` are the loops; `write_checkpoint` and `restore`, the
-#   file.
+#   drawn and which were in flight, and the log. It gets its name once it is synced to disk. No
+#   random state is saved: prompts' numbers are the seeds.
+# Cost. 12 bytes per parameter (a weight, two moments), and 12 of a critic, for each of three files:
+#   the newest two, and the one that is being written. Steps since the newest are made again.
 #
 # By example, a checkpoint after step 50, and a crash during step 57:
 #
 #   weights, moments     those after step 50; steps 51 to 56 are made again
 #   prompts in flight    groups in flight at step 50 are sampled again, before others
-#   synchronous          the same prompts and samples, added up in the same order: equal bit for bit
+#   synchronous          the same samples in the same order: equal bit for bit
 #   asynchronous         the same prompts; the samples and their order differ
 
 
 @dataclass
 class SavedProgress(Progress):
-    """The progress of a run that has checkpoints."""
-
-    requeued: list[int] = field(default_factory=list)  # prompts in flight then: drawn first
+    requeued: list[int] = field(default_factory=list)  # resampled first
 
 
 class RunError(RuntimeError):
-    """Raised when a run cannot go on."""
+    """Ends a run."""
 
 
 # -- 13a. The loops ---
@@ -3313,10 +3307,7 @@ async def with_restarts(
     make_run: Callable[[SavedProgress], Run],
     work: Callable[[Any], Awaitable[Any]],
 ) -> Any:
-    """Returns work(run). After a loss, calls it again with a run from the newest checkpoint.
-
-    Raises the error of a fifth loss after the same checkpoint.
-    """
+    """Returns work(run). After a loss, calls it again with a run from the newest checkpoint."""
     num_losses: Counter[int] = Counter()  # by the step of the checkpoint
     while True:
         path, progress = await asyncio.to_thread(checkpoints.newest)
@@ -3329,18 +3320,17 @@ async def with_restarts(
                 await run.trainer.request(restore, path)
             return await work(run)
         except (ReplicaLost, ActorError, SupervisionError) as error:
-            # A signal cancels this task; the error of a worker may hide that.
+            # A worker's error may be raised instead of CancelledError.
             task: Any = asyncio.current_task()
             if task.cancelling():
                 raise CancelledError from error
-            # A generator that pulls from a dead trainer raises ActorError at once; the crash is
-            # noticed a moment later. Without a lost trainer, ActorError is a bug, and comes again.
-            await sleep(1)
-            has_lost_trainer = isinstance(run.trainer.error, ReplicaLost)
-            if isinstance(error, ActorError) and not has_lost_trainer:
-                raise
+            await sleep(1)  # the trainer's crash is noticed after its effects on generators
             num_losses[first] += 1
-            if num_losses[first] == 5:
+            # Without a lost trainer, ActorError is a bug.
+            is_bug = isinstance(error, ActorError) and not isinstance(
+                run.trainer.error, ReplicaLost
+            )
+            if is_bug or num_losses[first] == 5:
                 raise
             print(f"{cause_of(error)}: going on from the newest checkpoint")
         finally:
@@ -3348,8 +3338,8 @@ async def with_restarts(
 
 
 def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> Iterator[Prompt]:
-    """Yields the prompts that were in flight at the checkpoint, and then new ones."""
-    # A drawn prompt leaves the list, so that the next checkpoint has the rest.
+    """Yields the prompts to resample, and then new ones."""
+    # The next checkpoint has the rest of the list.
     while requeued:
         yield task.prompt(requeued.pop(0))
     yield from new
@@ -3358,11 +3348,7 @@ def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> It
 async def train_saved(
     run: Run, checkpoints: Checkpoints, evaluate: Callable[[], Awaitable[Any]]
 ) -> None:
-    """Trains until step cfg.steps. Saves and evaluates at multiples of save_every, eval_every.
-
-    With --checkpoint, a run that is cancelled, or that an error ends, is saved. Without
-    --checkpoint the folder is temporary, and serves only to restart a lost trainer.
-    """
+    """Trains until step cfg.steps. With --checkpoint, a run that is cancelled is saved."""
     cfg = run.cfg
     assert isinstance(cfg, Flags)
 
@@ -3372,7 +3358,7 @@ async def train_saved(
         if cfg.eval_every and step % cfg.eval_every == 0:
             await evaluate()
 
-    # Generators sample during the pauses, too.
+    # Also during pauses.
     sampling = generating(run, cfg.max_staleness) if cfg.max_staleness else nullcontext()
     async with sampling as buffer:
         train = partial(learn, buffer) if buffer else partial(train_sync, run)
@@ -3380,7 +3366,7 @@ async def train_saved(
             while run.version < cfg.steps:
                 await train(1)
                 await pause(run.version)
-        # After these errors the trainer lives, and has newer weights than the last file.
+        # After these errors the trainer still lives.
         except (CancelledError, UsageError, RunError, OSError):
             if cfg.checkpoint and await checkpoints.save(run):
                 print(f"saved after step {run.version}")
@@ -3388,14 +3374,12 @@ async def train_saved(
 
 
 async def finished(work: Awaitable[Any]) -> Any:
-    """Returns the result of the work. If the caller is cancelled, first lets the work finish.
-
-    A signal cancels the main task at any moment; half a step or half a save would be wrong.
-    """
+    """Returns the result of the work. If the caller is cancelled, first lets the work finish."""
     task = ensure_future(work)
     try:
-        await wait([task])  # which leaves the task alone when it is cancelled
+        await wait([task])  # unlike await, `wait` does not cancel `task`
     finally:
+        # A signal must not end half a save.
         await gather(task, return_exceptions=True)
     return task.result()
 
@@ -3404,12 +3388,12 @@ async def finished(work: Awaitable[Any]) -> Any:
 
 
 class Checkpoints:
-    """The newest two checkpoints of a folder. Raises UsageError if another run uses it."""
+    """The newest two checkpoints of a folder, which one run uses."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        # The kernel unlocks it when this process ends, however it ends.
+        # The kernel unlocks it however this process ends.
         self.lock = open(folder / "lock", "w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -3417,23 +3401,22 @@ class Checkpoints:
             raise UsageError(f"--checkpoint {folder}: another run uses it") from None
 
     def paths(self) -> list[Path]:
-        """Returns the files, the newest first."""
         return sorted(self.folder.glob("step_*.pt"), reverse=True)
 
     def newest(self) -> tuple[str, SavedProgress]:
-        """Returns path and progress of the newest intact checkpoint; without any, "" and none."""
+        """Returns the newest intact checkpoint. If there is none, returns ("", SavedProgress())."""
         for path in self.paths():
             try:
                 return str(path), read_progress(path)
-            except OSError:  # the disk fails; the file may be intact
+            except OSError:  # the file may be intact
                 raise
-            except Exception as error:  # of many types: any content
+            except Exception as error:
                 print(f"{path} is damaged: {error}")
                 path.rename(path.with_suffix(".damaged"))
         return "", SavedProgress()
 
     async def save(self, run: Run) -> bool:
-        """Lets the trainer write a checkpoint. Returns False if it could not."""
+        """Writes a checkpoint. Returns whether it is written."""
         path = self.folder / f"step_{run.version:08}.pt"
         try:
             state = progress_state(run.progress)
@@ -3447,31 +3430,32 @@ class Checkpoints:
 
 
 def progress_state(progress: Any) -> Record:
-    """Returns the progress as a dict. Groups in flight will be requeued."""
+    """Returns the progress as a dict, in which groups in flight are requeued."""
     requeued = sorted(progress.in_flight | {*progress.requeued})
     return asdict(replace(progress, requeued=requeued, in_flight=set()))
 
 
 def read_progress(path: Path) -> SavedProgress:
-    """Reads a file of torch.save, a zip archive. Raises if a checksum in it does not match."""
+    """Reads a file of torch.save. Raises an error if a checksum does not match."""
     with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged:
-        raise ValueError(f"wrong checksum of {damaged}")
-    # With mmap, torch reads none of the weights.
+        if damaged := archive.testzip():
+            raise ValueError(f"wrong checksum of {damaged}")
+    # With mmap, no weights are read.
     return SavedProgress(**torch.load(path, mmap=True, map_location="cpu")["progress"])
 
 
 def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
-    """Runs in each rank: all gather the state, and rank 0 writes it."""
+    """Writes a checkpoint. All ranks take part in gathering the state; rank 0 writes."""
     from torch.distributed.checkpoint import state_dict
 
     learner = trainer.learner
-    whole_state = state_dict.StateDictOptions(full_state_dict=True)
-    owners = (learner.policy.model, learner.optimizer)
-    weights, moments = state_dict.get_state_dict(*owners, options=whole_state)
-    state = {"progress": progress, "weights": weights, "moments": moments}
-    # A learner of Part II may have a critic, which is trained, too.
+    state: Record = {"progress": progress}
+    state["weights"], state["moments"] = state_dict.get_state_dict(
+        learner.policy.model,
+        learner.optimizer,
+        options=state_dict.StateDictOptions(full_state_dict=True),
+    )
+    # A learner of Part I has no attribute `critic`.
     critic = getattr(learner, "critic", None)
     state["critic"] = critic.state() if critic else None
     if current_rank().rank == 0:
@@ -3479,15 +3463,15 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
 
 
 def write_durably(path: Path, state: Record) -> None:
-    """Replaces a file: after a power cut it has the old or the new content."""
-    beside = path.with_name("new")  # left by a killed process, and replaced by the next save
+    """Replaces a file, which at any time has the old or the new content."""
+    beside = path.with_name("new")
     try:
         with open(beside, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except RuntimeError as error:  # torch.save raises it in the context of the OSError
+    except RuntimeError as error:  # of torch.save; its context is the OSError
         raise error.__context__ or error from None
     finally:
         beside.unlink(missing_ok=True)
@@ -3498,22 +3482,22 @@ def write_durably(path: Path, state: Record) -> None:
 
 
 def restore(trainer: Trainer, path: str) -> None:
-    """Runs in each rank: loads weights, moments and critic, and publishes."""
+    """Loads a checkpoint in each rank, and publishes the weights."""
     from torch.distributed.checkpoint import state_dict
 
     learner: Any = trainer.learner
     state = torch.load(path, map_location="cpu")
-    whole_state = state_dict.StateDictOptions(full_state_dict=True)
+    options = state_dict.StateDictOptions(full_state_dict=True)
     model = learner.policy.model
-    state_dict.set_model_state_dict(model, state["weights"], options=whole_state)
-    load = partial(state_dict.set_optimizer_state_dict, options=whole_state)
+    state_dict.set_model_state_dict(model, state["weights"], options=options)
+    load = partial(state_dict.set_optimizer_state_dict, options=options)
     if trainer.version:  # before the first step there are no moments
         load(model, learner.optimizer, state["moments"])  # mechanism: recovery
     for group in learner.optimizer.param_groups:
         group["lr"] = learner.cfg.lr  # the flag may have changed
     if state["critic"] and learner.critic:
         learner.critic.load(state["critic"])
-    # Generators get the restored weights under the number of the restored step.
+    # Generators pull the restored weights.
     trainer.writer.publish(trainer.version)
     trainer.writer.wait()
 
@@ -3530,19 +3514,17 @@ def forget_moments(trainer: Trainer) -> None:
 
 
 async def train_killed(report: Report, cfg: Flags, at_step: int, forgets: bool = False) -> Tensor:
-    """Returns the weights after training. Kills the trainer once at a step, unless at_step is 0.
-
-    forgets: a resumed run loses Adam's moments, as without the rule.
-    """
+    """Returns the weights after training. Kills the trainer once, at a step other than 0."""
     checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
 
     async def work(run: Run) -> Tensor:
-        tasks = [train_saved(run, checkpoints, run.evaluate)]
+        training = train_saved(run, checkpoints, run.evaluate)
         if run.version == 0 and at_step:
-            tasks.append(inject_fault(run, run.trainer, at_step, signal.SIGKILL))
-        elif forgets:
-            await run.trainer.request(forget_moments)
-        await gather(*tasks)
+            await gather(training, inject_fault(run, run.trainer, at_step, signal.SIGKILL))
+        else:  # undisturbed, or resumed
+            if forgets:
+                await run.trainer.request(forget_moments)
+            await training
         return await run.trainer.request(weights_of)
 
     return await with_restarts(checkpoints, partial(Run, cfg, report.pool), work)
@@ -3550,10 +3532,7 @@ async def train_killed(report: Report, cfg: Flags, at_step: int, forgets: bool =
 
 @stage(instead="pass")
 async def demo_recovery(report: Report) -> None:
-    """A run whose trainer crashes goes on from a checkpoint, bit for bit.
-
-    12 synchronous steps: undisturbed; killed at random; killed, and resumed without moments.
-    """
+    """A run whose trainer crashes goes on from a checkpoint, bit for bit."""
     cfg = Flags(
         seed=report.cfg.seed,
         steps=12,
@@ -3564,15 +3543,13 @@ async def demo_recovery(report: Report) -> None:
         entropy=0.01,
     )
     step = random.randint(5, 10)
-    expected = await train_killed(report, cfg, 0)
-    differences = []
-    for forgets in (False, True):
-        weights = await train_killed(report, cfg, step, forgets)
-        differences.append(float((weights - expected).abs().max()))
-    with_moments, without = differences
     report.say(f"12 steps; the trainer is killed after step {step}")
-    report.check("largest difference of a weight", with_moments, "==", 0)
-    report.check("the same without moments", without, ">", 0)
+    expected = await train_killed(report, cfg, 0)
+    # Resumed with Adam's moments, and without.
+    resumed, forgotten = [await train_killed(report, cfg, step, each) for each in (False, True)]
+    largest = (resumed - expected).abs().max().item()
+    report.check("largest difference of a weight", largest, "==", 0)
+    report.check("the same without moments", (forgotten - expected).abs().max().item(), ">", 0)
 
 
 # == YOUR OWN RUN ====
@@ -4071,19 +4048,18 @@ class DeviceReader(WeightReader):
 
 
 # == 14. CRITIC ====
-# Problem. A user does not have the same conversation eight times, so there is no group. Compared
-#   with the mean of the batch, any response to a generous user is good.
+# Problem. A user does not have the same conversation eight times, so there is no group. The mean of
+#   the batch does not depend on the user.
 # Rule. A second network, the critic, predicts V, the sum of later rewards, before each token. The
 #   advantage of a token is a target minus V, normalized over the batch.
-# Cost. A network as large as the policy, whole in one process: a trainer of several ranks has none.
-#   Where a prompt can be sampled several times, a group needs none of this.
+# Cost. A network as large as the policy, whole in one process.
 #
 # The target of a turn's tokens is the reward of the turn plus what is expected after it. The
-# sampled sum of later rewards is right on average, and noisy. V', that is V at the first token of
-# the next turn, has less noise, and the critic's error. Generalized advantage estimation (GAE,
-# Schulman 2016) takes both:
+# sampled sum of later rewards is noisy. V' has the critic's error. Generalized advantage estimation
+# (GAE, Schulman 2016) takes both:
 #
-#   target = reward + V' + 0.8 (target' - V')        0.8 is called lambda; within a turn it is 1
+#   target = reward + V' + 0.8 (target' - V')        V': V at the first token of the next turn;
+#                                                    target': its target; 0.8 is called lambda
 #
 # By example, two turns:
 #
@@ -4098,7 +4074,7 @@ CRITIC_ALONE = 8
 
 
 def value_network(policy: Policy) -> Any:
-    """Returns a copy of the policy with one number per token, at first 0, in place of logits."""
+    """Returns a copy of the policy with a number per token, at first 0, in place of logits."""
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification
 
     config = copy.deepcopy(policy.model.config)
@@ -4106,7 +4082,7 @@ def value_network(policy: Policy) -> Any:
         raise UsageError(f"no value network for {config.model_type}")
     config.num_labels = 1
     network: Any = AutoModelForTokenClassification.from_config(config)
-    # The policy's body, in fp32, and a new head, the last layer, whose bias is 0 already.
+    # The policy's body, and a new head, the last layer, with a bias of 0.
     network.base_model.load_state_dict(policy.model.base_model.state_dict())
     *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
     torch.nn.init.zeros_(head.weight)
@@ -4114,7 +4090,7 @@ def value_network(policy: Policy) -> Any:
 
 
 def gae(episode: Episode, values: list[float]) -> list[float]:
-    """Returns the advantage of each token; 0 where it was not sampled. values: V before each."""
+    """Returns the advantage of each token; 0 if it was not sampled. values: V before each."""
     advantage = [0.0] * len(episode.ids)
     target = 0.0
     for turn in range(len(episode.rewards), 0, -1):
@@ -4123,14 +4099,12 @@ def gae(episode: Episode, values: list[float]) -> list[float]:
         places = [i for i, t in enumerate(episode.turn_of) if t == turn]
         for place in places:
             advantage[place] = target - values[place]
-        # What the turn before expects after it: V' + 0.8 (target' - V').
+        # V' + 0.8 (target' - V') of the turn before.
         target = values[places[0]] + 0.8 * advantage[places[0]]
     return advantage
 
 
 class Critic:
-    """Computes the advantages of a batch, and learns from it."""
-
     def __init__(self, policy: Policy, cfg: Flags) -> None:
         self.network = value_network(policy)
         # The tiny network takes larger steps than a pretrained one.
@@ -4139,26 +4113,23 @@ class Critic:
         self.num_calls = 0
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
-        """Returns the advantage of each token, normalized over the batch, after one update of V.
-
-        During the first steps all advantages are 0.
-        """
+        """Returns the advantage of each token, normalized over the batch."""
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
-        # 16 rows of 500 tokens at 2000 a pass: 4 parts of 4 rows.
-        size = max(1, self.cfg.tokens_per_micro_batch // ids.shape[1])
+        size = max(1, self.cfg.tokens_per_micro_batch // ids.shape[1])  # rows of a micro-batch
         with torch.no_grad():
             values = torch.cat([self.values(part) for part in ids.split(size)])
-        rows = [gae(e, row) for e, row in zip(episodes, values.tolist())]
-        advantage = padded(rows, device)  # [B, T]
+        # [B, T]
+        advantage = padded([gae(e, row) for e, row in zip(episodes, values.tolist())], device)
         self.learn(ids, is_sampled, values + advantage, size)
         self.num_calls += 1
         # The N sampled tokens are normalized as one group.
-        scaled = advantages(advantage[is_sampled], "group")
-        advantage[is_sampled] = scaled * (self.num_calls > CRITIC_ALONE)
-        pairs = zip(episodes, advantage.tolist())
-        return [row[: len(episode.ids)] for episode, row in pairs]
+        if self.num_calls > CRITIC_ALONE:
+            advantage[is_sampled] = advantages(advantage[is_sampled], "group")
+        else:  # V is still noise
+            advantage.zero_()
+        return [row[: len(e.ids)] for e, row in zip(episodes, advantage.tolist())]
 
     def values(self, ids: Tensor) -> Tensor:
         """Returns V before each token, [B, T]: the output at the token before it."""
@@ -4166,10 +4137,10 @@ class Critic:
         return torch.nn.functional.pad(values, (1, 0))
 
     def learn(self, ids: Tensor, is_sampled: Tensor, targets: Tensor, size: int) -> None:
-        """Makes two updates, so that V follows the policy. size: the rows of a pass."""
+        """Makes two updates, so that V follows the policy. size: rows of a micro-batch."""
         for _ in range(2):
             for rows in torch.arange(len(ids)).split(size):
-                # [N], of the sampled tokens; their squares have one mean over all passes.
+                # [N]; the mean squared error over the batch, accumulated in parts
                 errors = (self.values(ids[rows]) - targets[rows])[is_sampled[rows]]
                 (errors.square().sum() / is_sampled.sum()).backward()
             self.optimizer.step()  # mechanism: critic
@@ -4190,39 +4161,35 @@ class Critic:
 def lone_run(
     learner: Learner, prompts: Iterator[Prompt], num_steps: int
 ) -> Iterator[list[Episode]]:
-    """Samples and trains in this process. Yields the episodes of each step, to be scored."""
+    """Samples and trains in this process. The caller sets the rewards of each step."""
     for _ in range(num_steps):
         drawn = list(islice(prompts, learner.cfg.prompts_per_step))
         episodes = rollout(learner.policy, drawn, learner.cfg.group_size, drawn[0].number)
-        yield episodes  # the caller sets their rewards
+        yield episodes
         learner.step(episodes)
 
 
 def over_batch(episodes: list[Episode]) -> list[list[float]]:
     """Returns the advantages of single turns: the batch is one group."""
     rewards = torch.tensor([episode.rewards[0] for episode in episodes])
-    pairs = zip(episodes, advantages(rewards, "group").tolist())
-    return [[gain] * len(episode.ids) for episode, gain in pairs]
+    gains = advantages(rewards, "group").tolist()
+    return [[gain] * len(e.ids) for e, gain in zip(episodes, gains)]
 
 
 def train_with(worker: Worker, baseline: str, cfg: Flags, policy: Policy) -> float:
     """Returns the share of right letters at the end of training on one turn of LetterTask.
 
-    The reward is this share, plus -1.5 to 1.5 by the first letter of the prompt:
-    "acf" -> "acf" gets 1 - 1.5 = -0.5, and "pcf" -> "aaa" gets 0 + 1.5 = 1.5.
+    The reward is this share, plus -1.5 to 1.5 by the first letter of the prompt.
     """
     task = LetterTask(cfg.seed)
     critic = Critic(policy, cfg) if baseline == "critic" else over_batch
-    learner = UserLearner(policy, cfg, critic=critic)
     shares = []
-    # The first turn of each conversation. Its first letter says how generous the user is.
     prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
-    for episodes in lone_run(learner, prompts, cfg.steps):
+    for episodes in lone_run(UserLearner(policy, cfg, critic=critic), prompts, cfg.steps):
         for episode in episodes:
             right = episode.prompt.turns[0].answer
-            share = task.grade(right, episode.responses[0])
-            episode.rewards = [share + LETTERS.index(right[0]) / 5 - 1.5]
-            shares.append(share)
+            shares.append(task.grade(right, episode.responses[0]))
+            episode.rewards = [shares[-1] + LETTERS.index(right[0]) / 5 - 1.5]
     return fmean(shares[-1000:])  # of about eight steps
 
 
@@ -4241,7 +4208,7 @@ async def demo_critic(report: Report) -> None:
     policy = Policy(cfg)
     warm_up = Learner(policy, demo_config(report.cfg))
     sft(warm_up, training_prompts(LetterTask(cfg.seed)), 60)
-    # Both runs begin from this policy, at the same time.
+    # Both runs begin from this policy.
     service = Service(Worker, 2, report.pool)
     await service.begin()
     train = partial(service.request, train_with)
@@ -4253,26 +4220,22 @@ async def demo_critic(report: Report) -> None:
 
 # == 15. REWARD MODEL ====
 # Problem. For most of what people want there is no reward function. A network can learn which of
-#   two responses people prefer, but it is right only about responses like the compared ones. The
-#   policy finds responses that the network rates high and people like less.
+#   two responses people prefer, but is right only about responses like the compared ones. If people
+#   want exactly one a, a network that counts each a is right about "bab" and "bob"; it rates "aaaa"
+#   highest, which nobody has compared, and the policy finds it.
 # Rule. Keep the policy where the reward model is right. Either its divergence from the first
 #   version has a price (--kl), or people compare new responses now and then (--ask-every).
 # Cost. A second network. With a price the policy gains less; comparisons take people's time.
 #
 # Bradley and Terry (1952): a response with score s is preferred to one with score t with
 # probability sigmoid(s - t); the loss of a comparison is -log of it. By example, 1.0 is preferred
-# to 0.2 with probability sigmoid(0.8) = 0.69. If it was, the loss is 0.37; if not, 1.17. Only
-# differences matter: 101.0 and 100.2 have the same losses.
-#
-# High accuracy on old comparisons is no safeguard. If people want exactly one a in a response, they
-# prefer "bab" to "bob", and "pan" to "pin". A network that counts each a is right about both. Then
-# it rates "aaaa" highest, which nobody has compared.
+# to 0.2 with probability sigmoid(0.8) = 0.69. If it was, the loss is 0.37; if not, 1.17.
 
 Pair = list[Episode]  # chosen, rejected
 
 
 def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
-    """Returns the prompt, and the chosen and the rejected text, of each line of a file, if any.
+    """Returns the prompt, and the chosen and the rejected text, of each line of a file.
 
     A line: {"prompt": text or messages, "chosen": text, "rejected": text}. Raises UsageError.
     """
@@ -4288,32 +4251,30 @@ def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
 
 
 def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
-    """Compares episodes 0 and 1, 2 and 3, up to 6 and 7, and appends the results to a file.
+    """Compares episodes 0 and 1, up to 6 and 7, and appends the results to a file.
 
-    prefer(prompt, one, other): a number, above 0.5 if the responses `one` are better.
+    prefer(prompt, one, other): above 0.5 if `one` is better.
     """
     pairs = []
     with open(path, "a") as file:
         for one, other in zip(group[0:8:2], group[1:8:2]):
-            # Equal responses teach nothing.
             if one.responses == other.responses:
                 continue
             is_first = prefer(one.prompt, one.responses, other.responses) > 0.5
-            pair = [one, other] if is_first else [other, one]
-            chosen, rejected = [episode.responses[0] for episode in pair]
-            messages = one.prompt.turns[0].messages
-            record = {"prompt": messages, "chosen": chosen, "rejected": rejected}
+            chosen, rejected = (one, other) if is_first else (other, one)
+            pairs.append([chosen, rejected])
+            # As in --preferences.
+            record = {
+                "prompt": one.prompt.turns[0].messages,
+                "chosen": chosen.responses[0],
+                "rejected": rejected.responses[0],
+            }
             print(json.dumps(record), file=file)
-            pairs.append(pair)
     return pairs
 
 
 class RewardModel:
-    """Scores groups, and learns from preferences. A reward worker owns it.
-
-    fresh_path: the file of new comparisons. The weights are not saved: a worker that replaces a
-        lost one learns from this file and --preferences again.
-    """
+    """Scores groups, and learns from preferences. fresh_path: the file of new comparisons."""
 
     def __init__(self, cfg: Flags, prefer: Any, fresh_path: Path) -> None:
         self.cfg = cfg
@@ -4329,8 +4290,8 @@ class RewardModel:
         self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 1e-3)
         self.rng = random.Random(cfg.seed)
         self.num_groups = 0
-        # Without --preferences the first path is no file, and has no lines.
         self.known: list[Pair] = []
+        # Without --preferences the first path is no file.
         for path in (Path(cfg.preferences), fresh_path):
             for prompt, texts in read_preferences(path):
                 self.known.append([episode_with(self.policy, prompt, [text]) for text in texts])
@@ -4338,11 +4299,7 @@ class RewardModel:
             self.learn(self.known)
 
     def scores(self, episodes: list[Episode]) -> Tensor:
-        """Returns scores [B]: four times the mean over the sampled tokens.
-
-        A sum would favor long responses. With Adam, the factor lets scores change four times as
-        fast.
-        """
+        """Returns scores [B]: four times the mean over the sampled tokens, to learn faster."""
         ids = padded([e.ids for e in episodes], self.policy.device)
         is_sampled = padded([e.turn_of for e in episodes], self.policy.device) > 0
         # Padding is on the right: a causal model does not see it.
@@ -4351,16 +4308,13 @@ class RewardModel:
 
     def learn(self, pairs: list[Pair]) -> None:
         """Makes one pass over the pairs, in random order."""
-        # Two rows for each pair, at most tokens_per_micro_batch in all.
-        longest = max([len(e.ids) for pair in pairs for e in pair], default=1)
-        size = max(1, min(32, self.cfg.tokens_per_micro_batch // (2 * longest)))
-        order = self.rng.sample(pairs, len(pairs))
-        for start in range(0, len(order), size):
-            both = [e for pair in order[start : start + size] for e in pair]
-            chosen, rejected = self.scores(both).view(-1, 2).T  # each [pairs]
-            # The loss of Bradley and Terry.
-            loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
-            loss.backward()
+        # Two rows for each pair, the chosen one first.
+        rows = [e for pair in self.rng.sample(pairs, len(pairs)) for e in pair]
+        longest = max([len(e.ids) for e in rows], default=1)
+        size = 2 * max(1, min(32, self.cfg.tokens_per_micro_batch // (2 * longest)))
+        for start in range(0, len(rows), size):
+            chosen, rejected = self.scores(rows[start : start + size]).view(-1, 2).T  # each [pairs]
+            (-torch.nn.functional.logsigmoid(chosen - rejected).mean()).backward()
             torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -4374,7 +4328,7 @@ class RewardModel:
         if self.cfg.ask_every and self.num_groups % self.cfg.ask_every == 0:
             fresh = compare(group, self.prefer, self.fresh_path)  # mechanism: reward_model
             self.known += fresh
-            # For each new pair three of all that are known, so that the network forgets none.
+            # Three old pairs for each new one, against forgetting.
             self.learn(fresh + self.rng.choices(self.known, k=3 * len(fresh)))
         zeros = [0.0] * (len(group[0].responses) - 1)
         return [[*zeros, score] for score in scores]
@@ -4383,8 +4337,8 @@ class RewardModel:
 def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> Tensor:
     """Returns weight * k2 of each token, [N]: k2 = (log p - log q)^2 / 2, where q is the reference.
 
-    Why a square: only gradients count. Over samples of p, the mean gradient of log p - log q is the
-    sum of p grad log p = the gradient of the sum of p = 0. That of k2 is the gradient of KL(p, q).
+    Over samples of p, the mean gradient of k2, (log p - log q) grad log p, is the gradient of KL(p,
+    q); that of log p - log q is 0.
     """
     with torch.no_grad():
         log_q, _ = reference.token_logprobs(batch.ids, batch.is_sampled)
@@ -4393,7 +4347,7 @@ def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> 
 
 # -- measurement ---
 
-NUM_COMPARED = 250  # the first prompts, whose responses people compare before training
+NUM_COMPARED = 250  # the first prompts, whose responses people compare
 
 
 @dataclass
@@ -4410,21 +4364,16 @@ class TasteTask(Task):
         return float(len(response) >= 3 and response.count("a") == 1)
 
     def prefer(self, prompt: Prompt, one: list[str], other: list[str]) -> bool:
-        """Returns whether `one` is better; one answer in ten is wrong.
-
-        Equally good responses are preferred with probability 0.5.
-        """
+        """Returns whether `one` is better; one answer in ten is wrong, and ties are random."""
         gain = self.grade("", one[0]) - self.grade("", other[0])
         return self.rng.random() < 0.5 + 0.4 * gain
 
 
 def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) -> Record:
-    """Trains with a reward model. Returns a row of the table."""
     price = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
     model = RewardModel(cfg, task.prefer, Path(os.devnull))  # new comparisons are not kept
     liked = []
     learned = []
-    # Other prompts than those of the comparisons.
     prompts = islice(training_prompts(task), NUM_COMPARED, None)
     for episodes in lone_run(UserLearner(policy, cfg, penalty=price), prompts, cfg.steps):
         for group in groups_of(episodes):
@@ -4445,7 +4394,7 @@ def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) 
 
 @stage(instead="fresh = []")
 async def demo_reward_model(report: Report) -> None:
-    """A policy exploits a learned reward; a price on divergence, or fresh preferences, holds it."""
+    """A policy exploits a learned reward. A KL penalty or new preferences prevent it."""
     cfg = Flags(
         seed=report.cfg.seed,
         steps=60,
@@ -4459,18 +4408,18 @@ async def demo_reward_model(report: Report) -> None:
     task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
-    # Four pairs of responses to each prompt are compared, for all three reward models.
+    # Of each prompt's 16 responses, 8 are compared, for all three reward models.
     compared = list(islice(training_prompts(task), NUM_COMPARED))
     for group in groups_of(rollout(policy, compared, 16, compared[0].number)):
         compare(group, task.prefer, Path(cfg.preferences))
-    # Without a remedy, and with each of the two.
     service = Service(Worker, 3, report.pool)
     await service.begin()
     kinds = (cfg, replace(cfg, kl=0.4), replace(cfg, ask_every=2))
-    runs = [service.request(train_on_taste, kind, policy, task) for kind in kinds]
-    rows = await gather(*runs)
+    nothing, price, fresh = rows = await gather(
+        *[service.request(train_on_taste, kind, policy, task) for kind in kinds]
+    )
     report.table(rows)
-    nothing, price, fresh = rows
+    # Without a remedy people like the responses less and less.
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
@@ -4479,49 +4428,47 @@ async def demo_reward_model(report: Report) -> None:
 
 
 # == 16. HOSTS ====
-# Terms. A *worker host* runs `--worker`. A process on it, the *Monarch host*, starts generators,
-#   each with an *agent*, which answers pings. The *relay*, a thread of one generator, copies the
-#   weights to its host. The *outlet* leases slots to relays.
-# Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing.
-#   If the command dies, its processes on other hosts run on.
+# Terms. On a *worker host* a process, the *Monarch host*, starts generators, each with an *agent*,
+#   which answers pings. The *relay* is a thread of one generator.
+# Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
+#   and after a failed command its processes on other hosts run on.
 # Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
-#   generators there read. The command pings the agents: without an answer the host is lost, and a
-#   new Monarch host is started. A Monarch host without pings is killed.
-# Cost. One transfer per version and host, an arena on each, and the work of a lost host.
-# Read on. `relay` and `Outlet.lease` are the idea.
+#   generators there read. Without an answer to pings the host is lost, and a new Monarch host is
+#   started. A Monarch host without pings is killed.
+# Cost. One transfer per version and host, and the work of a lost host.
 #
 #   machine of the command                    worker host
 #   Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
 #                +------ bytes, RDMABuffer ---->+
 #
-# `--worker FOLDER` writes its address into a folder that all machines see; `--hosts` reads it.
+# `--worker FOLDER` writes its URL into a folder that all machines see; `--hosts` reads it.
 
 # -- 16a. One transfer per version and host ---
 
-HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # environment variable: a local folder of the Monarch host
+HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # variable of the environment: a local folder
 
 
 def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
-    """Copies versions into the arena of this host, for ever, with the lease of reader `number`."""
+    """Copies versions into the arena of this host, with the lease of reader `number`."""
     version = Arena.NOTHING
     try:
         while True:
-            # Until the next call, the trainer does not write into this slot.
+            # Until the next call, nobody writes into this slot.
             lease = outlet.lease.call_one(handle, number, version, environ[HOST_FOLDER])
             version, weights = lease.get()
             if weights:
-                # As a publish does: fill a slot that nobody reads, then make it the latest.
+                # As in a publish.
                 slot = arena.free_slot()
                 weights.read_into(arena.slots[slot], timeout=600).get()
                 arena.commit(version, slot)
             time.sleep(0.01)
     finally:
-        # Else the process would answer pings, and sample from old weights.
+        # Else it would sample from old weights.
         os._exit(1)
 
 
 class Outlet(Actor):
-    """Leases slots of the trainer's arena to relays. It lives in the main process."""
+    """Leases slots of the trainer's arena to relays."""
 
     def __init__(self) -> None:
         self.handle: ArenaHandle | None = None
@@ -4531,8 +4478,8 @@ class Outlet(Actor):
     async def lease(
         self, handle: ArenaHandle, reader: int, newest: int, host: str
     ) -> tuple[int, RDMABuffer | None]:
-        """Returns the latest version and a handle of its slot, or None if it is `newest`."""
-        # A new trainer: map its arena, and make a handle for each slot.
+        """Returns the latest version, and its slot or, if it is `newest`, None."""
+        # Map the arena of a new trainer.
         if handle != self.handle:
             self.handle = handle
             self.arena = Arena(handle)
@@ -4551,37 +4498,40 @@ class Outlet(Actor):
 def relayed_reader(
     outlet: Outlet, handle: ArenaHandle, number: int, tensors: Weights
 ) -> WeightReader:
-    """Returns a reader of this host's arena. The first reader creates it, and starts the relay."""
-    # A file per trainer's arena has the handle of this host's. One process at a time opens it.
+    """Returns a reader of this host's arena. The first creates it, and starts the relay."""
+    # One file per trainer arena stores the handle of the local arena.
     with open(Path(environ[HOST_FOLDER], handle.path.replace("/", "_")), "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if not file.seek(0, os.SEEK_END):  # an empty file: this is the first reader
+        is_first = os.fstat(file.fileno()).st_size == 0
+        if is_first:
             host_handle, arena = create_arena(handle.layout, handle.num_readers)
             pickle.dump(host_handle, file)
             # In this context the thread may send messages.
-            run = contextvars.copy_context().run
-            threading.Thread(target=run, args=(relay, outlet, handle, number, arena)).start()
+            args = (relay, outlet, handle, number, arena)
+            threading.Thread(target=contextvars.copy_context().run, args=args).start()
         file.seek(0)
         return WeightReader(pickle.load(file), number, tensors)
 
 
 # -- 16b. On a worker host ---
 
-SILENCE_S = 5.0  # without a ping or an answer for so long, a host is lost
+SILENCE_S = 5.0  # after so long without a ping or an answer a host is lost
 
 
 def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
     """Starts a program that ends with this process."""
     # prctl(PR_SET_PDEATHSIG, SIGKILL): the kernel kills the child.
-    request_kill = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)
-    command = [sys.executable, "-c", program]
-    return subprocess.Popen(command, env=environ | variables, preexec_fn=request_kill)
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environ | variables,
+        preexec_fn=partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL),
+    )
 
 
 def this_url() -> str:
-    """Returns the protocol and address of this machine, such as "tcp://node7"."""
+    """Returns the URL of this machine without a port, such as "tcp://node7"."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
-    # Mutual TLS: each side shows a certificate of the CA.
+    # Each side shows a certificate of the CA.
     if all(environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
         return f"tls://{address}"
     print("tcp://, not tls://: anyone who reaches these ports can run code here")
@@ -4590,9 +4540,10 @@ def this_url() -> str:
 
 def serve_worker(folder: str, url: str) -> None:
     """Runs one Monarch host after another, until a signal. url: without a port."""
-    # SystemExit passes through `finally` below.
+    # At SystemExit `finally` runs.
     for number in ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    # A file named after the host; its URL is written there.
     note = Path(folder) / url.rpartition("/")[-1]
     try:
         while True:
@@ -4602,24 +4553,24 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    """Runs a Monarch host until it is lost. `note`, named as this machine, gets its URL."""
-    # A new port: Monarch cannot attach to the address of a lost host again.
+    """Runs a Monarch host until it is lost."""
+    # Monarch cannot attach to a lost host's port again.
     with socket.create_server((note.name, 0)) as server:
         url += f":{server.getsockname()[-1]}"
-    # The one value of `ca` that Monarch 0.7 accepts. At tls:// certificates are checked.
+    # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
     program = f"""from monarch.actor import run_worker_loop_forever
 run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        # Agents touch this file. The first ping has 300 s more.
+        # Agents touch this file; the first has 300 s more.
         pinged = Path(folder) / "pinged"
         pinged.touch()
         os.utime(pinged, (0, time.time() + 300))
         host = start_python(program, **{HOST_FOLDER: folder, "TMPDIR": folder})
-        # Renamed: no reader finds half an address.
+        # By renaming, no reader gets half a URL.
         hidden = note.with_name("." + note.name)
         hidden.write_text(url)
         hidden.replace(note)
-        # The kill ends the host's children, too. An agent removes the file to request it.
+        # To end the host, an agent removes the file.
         while host.poll() is None:
             time.sleep(0.1)
             if not pinged.exists() or time.time() - pinged.stat().st_mtime > SILENCE_S:
@@ -4627,7 +4578,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
 
 
 def urls_in(folder: Path) -> list[str]:
-    """Returns the addresses of the Monarch hosts, such as "tcp://node7:41234"."""
+    """Returns URLs such as "tcp://node7:41234"."""
     urls = []
     for note in folder.glob("[!.]*"):
         with suppress(FileNotFoundError):  # the host has just ended
@@ -4639,11 +4590,11 @@ def urls_in(folder: Path) -> list[str]:
 
 
 class HostAgent(Actor):
-    """Shows run_host that the command lives. Each process of a Monarch host has one."""
+    """Shows run_host that the command lives."""
 
     @concurrent_endpoint
     async def ping(self) -> int:
-        # Raises without the file: a host that is ending answers no ping.
+        # Raises an error if the host is ending.
         os.utime(Path(environ[HOST_FOLDER], "pinged"))
         return os.getpid()
 
@@ -4654,35 +4605,35 @@ class HostAgent(Actor):
 
 @dataclass
 class HostProcess(Processes):
-    """A process on a worker host. All of its Monarch host end together."""
+    """A process on a worker host. Killing one kills all of its Monarch host."""
 
     agent: Any
     lost: asyncio.Future[str]  # the reason, for all processes of the host
 
     def deaths(self) -> list[Awaitable[str]]:
-        # A watch that ends cancels what it awaits. The shield keeps the shared future.
+        # Cancelling a watch must not cancel the shared future.
         return [until_unresponsive(self.agent, SILENCE_S), asyncio.shield(self.lost)]
 
     async def kill(self) -> None:
         if not self.lost.done():
             self.lost.set_result("was on a host that is lost")
-        # If the agent is dead, the missing pings end the host.
+        # Without an agent, the missing pings end the host.
         self.agent.end_host.broadcast()
 
 
 class HostPool(Pool):
-    """Processes on worker hosts, at most ceil(n / hosts) on each. They are never reused."""
+    """Processes on worker hosts, at most ceil(n / hosts) on each, never reused."""
 
     def __init__(self, folder: Path, num_processes: int) -> None:
         self.folder = folder
         self.share = ceil(num_processes / len(urls_in(folder)))
-        # By address: the number of processes, and the future that tells of a host's loss.
+        # By URL.
         self.started: Counter[str] = Counter()
         self.lost: dict[str, Any] = defaultdict(asyncio.Future)
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
 
     async def start(self, num_ranks: int) -> HostProcess:
-        """Starts a process on a host with less than its share, or waits for such a host."""
+        """Starts a process on a host with less than its share."""
         while True:
             for url in urls_in(self.folder):
                 if self.started[url] < self.share and not self.lost[url].done():
@@ -4691,18 +4642,18 @@ class HostPool(Pool):
             await sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
-        """Starts a process and its agent. Raises RunError without an answer."""
         print(f"starting on {url}")
-        # For this value of `ca` see run_host.
+        # `ca`: see run_host.
         host = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[url])
         mesh = host.spawn_procs({"rank": 1})
         agent = mesh.spawn("agent", HostAgent)
         try:
             pid = await wait_for(agent.ping.call_one(), 4 * SILENCE_S)
-        except Exception:  # of several types: silence, or a refused connection
+        except Exception:  # silence, or a refused connection
             self.started[url] -= 1
-            what = "is its port open, and are both certificates of one CA?"
-            raise RunError(f"no answer from {url}: {what}") from None
+            raise RunError(
+                f"no answer from {url}: is its port open, and are both certificates of one CA?"
+            ) from None
         return HostProcess(mesh, [pid], agent, self.lost[url])
 
 
@@ -4711,21 +4662,14 @@ class HostPool(Pool):
 
 @stage(instead="version, slot = self.arena.words[: Arena.LEASES]")
 async def demo_hosts(report: Report) -> None:
-    """Another host costs one copy per version, and a lost host its work in progress.
-
-    Two worker hosts on this machine, each with two readers of 8 MiB. One is killed.
-    """
-    # Two addresses stand for two machines.
+    """Another host costs one copy per version, and a lost host its work in progress."""
+    # As on two machines.
     folder = Path(tempfile.mkdtemp(dir=report.folder))
-    workers = []
-    for address in ("127.0.0.2", "127.0.0.3"):
-        args = (str(folder), "tcp://" + address)
-        program = f"__import__({THIS_FILE.stem!r}).serve_worker(*{args})"
-        workers.append(start_python(program))
+    serve = f"__import__({THIS_FILE.stem!r}).serve_worker({str(folder)!r}, "
+    workers = [start_python(f"{serve}'tcp://127.0.0.{number}')") for number in (2, 3)]
     while len(urls_in(folder)) < 2:
         await sleep(0.01)
 
-    # The service of section 7, with readers on these hosts.
     pool = HostPool(folder, 4)
     writer = WeightWriter(blocks(4), 4)
     make_reader = partial(relayed_reader, pool.outlet, writer.handle)
@@ -4738,7 +4682,7 @@ async def demo_hosts(report: Report) -> None:
 
     publishing = ensure_future(publish())
     await service.begin()
-    # Two requests of 25 reads, each of a new version. One host is killed, and two more follow.
+    # Each read is of a new version; one host is killed during 50 of 100.
     read = partial(service.request, "read", 25, 1, True)
     reading = gather(read(), read())
     await sleep(0.1)
@@ -4759,11 +4703,10 @@ async def demo_hosts(report: Report) -> None:
 
 # == THE PAGE ====
 # Problem. Means over a run do not show which process waited, and when.
-# Rule. --report writes one HTML file with a small plot, a lane, for each process (busy share over
-#   time) and each value (over the steps). After stages a slider selects one of four runs.
+# Rule. --report writes an HTML file with a plot, a lane, for each process (busy share over time)
+#   and each value (over the steps). After stages a slider selects one of four runs.
 # Cost. After stages, four more runs of 60 steps.
 
-# The head of the file. A section per run follows; the script shows the selected one.
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -4793,19 +4736,18 @@ if (runs.length > 1) slider.oninput();
 
 
 async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Record:
-    """Returns what the page shows of a run, which made num_steps since start_s."""
+    """Returns what the page shows of a run."""
     seconds = time.time() - start_s
     timeline = await get_or_spawn_controller("timeline", Timeline)
     spans = [span for span in await timeline.read.call_one() if span.end_s > start_s]
 
-    # A line such as "40 steps in 12.3 s; generator_0 has died at 7.1 s".
+    # "40 steps in 12.3 s; generator_0 has died at 7.1 s"
     summary = f"{num_steps} steps in {seconds:.1f} s"
     for service in run.services:
-        for failed in service.failures:
-            summary += f"; {failed.name} {failed.lost.result()}"
-            summary += f" at {failed.noticed_s - start_s:.1f} s"
+        for each in service.failures:
+            summary += f"; {each.name} {each.lost.result()} at {each.noticed_s - start_s:.1f} s"
 
-    # 2,000 samples, each 1 or 0: overlapping spans do not count twice. Means of ten are 200 shares.
+    # 2,000 samples, 1 if busy -> 200 shares.
     busy = {span.who: torch.zeros(2000) for span in spans}
     rate = 2000 / seconds
     for span in spans:
@@ -4813,16 +4755,14 @@ async def record_of(run: Run, title: str, start_s: float, num_steps: int) -> Rec
         busy[span.who][first : int((span.end_s - start_s) * rate)] = 1
     lanes = {who: busy[who].view(200, 10).mean(1).tolist() for who in sorted(busy)}
 
-    # Values over the steps, but for NaN and None.
+    # Values over the steps, without NaN and None.
     for name in ("reward", "staleness"):
         lanes[name] = [row[name] for row in run.progress.rows if math.isfinite(row[name])]
-    accuracies = [accuracy for _, accuracy in run.progress.heldout if accuracy is not None]
-    lanes["held-out accuracy"] = accuracies
+    lanes["held-out accuracy"] = [share for _, share in run.progress.heldout if share is not None]
     return {"title": title, "summary": summary, "lanes": lanes}
 
 
 async def sweep(report: Report) -> list[Record]:
-    """Returns records of four runs from the same weights, with four bounds on staleness."""
     records = []
     for max_staleness in (0, 1, 2, 4):
         run = await begin_demo(report)
@@ -4834,13 +4774,11 @@ async def sweep(report: Report) -> list[Record]:
 
 
 def picture(name: str, values: list[float]) -> str:
-    """Returns a lane as HTML."""
     text = f"{name}: mean {fmean(values):.3g}"
-    # [0.5, 1] -> M0 0 V-0.500h1 V-1.000h1 V0: up to 0.5, right, up to 1, right, down; -y is up.
+    # [0.5, 1] -> V-0.500h1 V-1.000h1: up to 0.5, right, up to 1, right; -y is up.
     steps = "".join(f"V{-value:.3f}h1" for value in values)
     top = max(1.0, *values)
     bottom = min(0.0, *values)
-    # viewBox: left, top, width and height.
     return f"""<p>{text}<svg role="img" aria-label="{text}" width="100%"
         viewBox="0 {-top} {len(values)} {top - bottom}"
         preserveAspectRatio="none"><path d="M0 0{steps}V0"/></svg>"""
@@ -4849,7 +4787,7 @@ def picture(name: str, values: list[float]) -> str:
 def write_page(path: str, runs: list[Record]) -> None:
     page = PAGE
     for run in runs:
-        # Reasons of losses may quote what a user's code raised.
+        # A reason may quote an error of a user's code.
         page += f"<section><h2>{run['title']}</h2><p>{html.escape(run['summary'])}"
         for name, values in run["lanes"].items():
             page += picture(name, values) if values else ""
@@ -4858,19 +4796,15 @@ def write_page(path: str, runs: list[Record]) -> None:
 
 
 # == THE COMMAND LINE ====
-# A command checks its flags, sets the environment of its processes, and runs stages, a run of the
-# user, or a worker host. Whatever ends it, its processes end with it.
-
-# Of all processes. What the user has set stays.
+# Defaults for all processes; existing variables win.
 ENVIRONMENT = {
-    # Monarch's supervision: how often it polls, and how long an actor or a process may be silent.
+    # Monarch's supervision: period of polls, longest silences.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
     "OMP_NUM_THREADS": "1",  # there are more processes than cores
     "TOKENIZERS_PARALLELISM": "false",  # else a warning after a fork
-    "PYTHONSAFEPATH": "1",  # a math.py in the current folder does not replace Python's
-    # Only this file's lines on the terminal.
+    "PYTHONSAFEPATH": "1",  # a math.py here does not replace Python's
     "PYTHONWARNINGS": "ignore",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -4881,14 +4815,12 @@ ENDING = [
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     if signal.getsignal(number) != signal.SIG_IGN
 ]
-# Flags of earlier versions.
 RENAMED = {"--passes": "--epochs", "--tokens-per-pass": "--tokens-per-micro-batch"}
 
 
 def read_flags(argv: list[str] | None) -> Flags:
     """Returns the flags. Raises UsageError or ArgumentError."""
-    # The comments of the two classes are the help: {"steps": "updates of the policy", ...}. A class
-    # ends with two empty lines.
+    # The comments of two classes are the help.
     texts: dict[str, str] = {}
     for name in ("Config", "Flags"):
         _, _, source = THIS_FILE.read_text().partition(f"\nclass {name}")
@@ -4899,14 +4831,16 @@ def read_flags(argv: list[str] | None) -> Flags:
         options: Any = {"action": "store_true"}
         if not isinstance(each.default, bool):
             # The values of a Literal; None allows all.
-            choices = get_args(get_type_hints(Flags)[each.name]) or None
-            if each.name in ("stage", "only"):
-                choices = [*STAGES]
+            is_stage = each.name in ("stage", "only")
+            choices = STAGES if is_stage else get_args(get_type_hints(Flags)[each.name]) or None
             options = {"type": type(each.default), "choices": choices}
-        text = f"{texts[each.name]} ({each.default})".replace("%", "%%")
-        name = "--" + each.name.replace("_", "-")
-        # Omitted flags are left out: those of --checkpoint go before the defaults.
-        parser.add_argument(name, default=argparse.SUPPRESS, help=text, **options)
+        # Saved flags go before the defaults, so omitted flags are left out.
+        parser.add_argument(
+            "--" + each.name.replace("_", "-"),
+            default=argparse.SUPPRESS,
+            help=f"{texts[each.name]} ({each.default})".replace("%", "%%"),
+            **options,
+        )
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -4914,29 +4848,25 @@ def read_flags(argv: list[str] | None) -> Flags:
 
     # Paths last, because trying them creates folders.
     cfg = Flags(**with_saved_flags(vars(known)))
-    for mistakes in (mistakes_in, mistaken_paths):
-        for mistake in mistakes(cfg):
-            raise UsageError(mistake)
+    for mistake in chain(mistakes_in(cfg), mistaken_paths(cfg)):
+        raise UsageError(mistake)
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
 
 def line_with(text: str) -> int:
-    """Returns the number of the first line of this file that has the text."""
     return THIS_FILE.read_text().partition(text)[0].count("\n") + 1
 
 
 def title_of(stage: Stage) -> str:
     """Returns a line such as "[4/16] controllers: Actors that never met ...  (line 415)"."""
-    place = f"[{[*STAGES].index(stage.name) + 1}/{len(STAGES)}]"
+    place = f"{[*STAGES].index(stage.name) + 1}/{len(STAGES)}"
     line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
-    return f"{place} {stage.name}: {stage.claim}  (line {line})"
+    return f"[{place}] {stage.name}: {stage.claim}  (line {line})"
 
 
 async def run_stages(report: Report, cfg: Flags) -> Record:
-    """Runs the tour, or a part of it. Exceptions are failed checks."""
-    names = [*STAGES]
-    names = names[: names.index(cfg.stage) + 1] if cfg.stage else names
-    for stage in [STAGES[name] for name in ([cfg.only] if cfg.only else names)]:
+    """Runs stages. Exceptions are failed checks."""
+    for stage in [STAGES[cfg.only]] if cfg.only else STAGES.values():
         print("\n" + title_of(stage))
         result: Record = {"name": stage.name, "checks": [], "rows": []}
         report.stages.append(result)  # filled by the demo
@@ -4947,9 +4877,10 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
             traceback.print_exc()
             report.check(f"errors that ended the stage ({cause_of(error)})", 1, "==", 0)
         result["seconds"] = round(time.monotonic() - start, 2)
-        # The reader's experiment.
         changed = line_with("# mechanism: " + stage.name)
         report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
+        if stage.name == cfg.stage:
+            break
     if cfg.report:
         write_page(cfg.report, await sweep(report))
     print(f"\nstages with a failed check: {report.failed() or 'none'}")
@@ -4958,10 +4889,10 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
 
 
 def mistakes_in(cfg: Flags) -> Iterator[str]:
-    """Yields requirements that the flags do not meet."""
+    """Yields unmet requirements."""
     for each in fields(Flags):
         if isinstance(each.default, (int, float)):
-            # A flag whose default is below 1 may be 0, and so may K. NaN fails any comparison.
+            # Defaults below 1 may be 0, and so may K. NaN fails any comparison.
             value = getattr(cfg, each.name)
             may_be_0 = each.default < 1 or each.name == "max_staleness"
             if not 0 <= value < math.inf or not (value or may_be_0):
@@ -4970,7 +4901,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
 
     is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
-    # Each requirement, and whether the flags meet it.
+    # Is each requirement met?
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -4994,11 +4925,11 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
     """Yields what cannot be read or written. Creates folders."""
-    # Inputs. "org/name" is a hub id, and "./name" and "a/b/c" are folders.
+    # Inputs. "org/name" is a hub id, "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
-    inputs = [cfg.preferences, cfg.hosts, cfg.worker, cfg.model if is_path else ""]
-    inputs += [cfg.task] if cfg.task.endswith(".jsonl") else []
-    for path in inputs:
+    model = cfg.model if is_path else ""
+    task = cfg.task if cfg.task.endswith(".jsonl") else ""
+    for path in (cfg.preferences, cfg.hosts, cfg.worker, model, task):
         if path and not Path(path).exists():
             yield f"{path}: no such path"
     if cfg.hosts and not urls_in(Path(cfg.hosts)):
@@ -5007,7 +4938,7 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
     if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
         yield "--checkpoint: nothing saved there"
 
-    # Outputs fail now, rather than at the end of a run.
+    # Outputs.
     try:
         for folder in (cfg.export, cfg.checkpoint):
             if folder:
@@ -5021,11 +4952,11 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
 
 
 async def run_command(cfg: Flags) -> int:
-    """Returns the exit status. A signal ends the command and all its processes."""
+    loop = get_running_loop()
     task: Any = asyncio.current_task()
     received: list[int] = []
 
-    # The first signal cancels this task, which saves and closes. Later ones would spoil the save.
+    # The first signal cancels this task, and later ones are ignored.
     def end(number: int) -> None:
         received.append(number)
         task.cancel()
@@ -5033,7 +4964,6 @@ async def run_command(cfg: Flags) -> int:
             loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_IGN)
 
-    loop = get_running_loop()
     for number in ENDING:
         loop.add_signal_handler(number, end, number)
     pool = WarmPool()
@@ -5044,49 +4974,47 @@ async def run_command(cfg: Flags) -> int:
             train = await (run_user_command(report, cfg) if is_of_user else run_stages(report, cfg))
     except CancelledError:
         print(f"ended by {signal.Signals(received[0]).name}")
-        return 128 + received[0]  # as a shell says it
+        return 128 + received[0]  # shell convention
     finally:
         await pool.close()
     if cfg.json:
-        results = {"stages": report.stages, "train": train}
-        Path(cfg.json).write_text(json.dumps(results, indent=1))
+        text = json.dumps({"stages": report.stages, "train": train}, indent=1)
+        Path(cfg.json).write_text(text)
     return 1 if report.failed() else 0
 
 
 def hub_answers() -> bool:
-    """Returns whether the hub can be reached."""
-    url = environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        urllib.request.urlopen(url, timeout=5).close()
-    except Exception as error:  # of many types: no name, no route, no TLS
+        urllib.request.urlopen(
+            environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5
+        ).close()
+    except Exception as error:  # no name, no route, no TLS
         return hasattr(error, "code")  # an HTTPError is an answer
     return True
 
 
 def set_environment(cfg: Flags) -> None:
-    """Sets the environment of all processes."""
     environ.update(ENVIRONMENT | environ)
     # Workers import this file.
     path = environ.get("PYTHONPATH", "")
     environ["PYTHONPATH"] = f"{THIS_FILE.parent}:{path}".rstrip(":")
-    # Sockets lie there, whose paths may have 107 characters.
+    # Unix socket paths are limited to 107 bytes.
     folder = tempfile.gettempdir()
     environ["TMPDIR"] = folder if len(folder) <= 70 else "/tmp"
-    # Else each process would try for a minute before it looks into the cache.
+    # Else each process waits for the hub.
     if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
         environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
-    reload_config_from_env()  # Monarch read the environment when it was imported
+    reload_config_from_env()  # Monarch read it when imported
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command. Exit status: 0 all well, 1 failed, 2 wrong usage, 128 + n after signal n."""
+    """Runs a command. Exit status: 1 failed, 2 wrong usage, 128 + n after signal n."""
     try:
         cfg = read_flags(argv)
         if cfg.list:
             print("\n".join(title_of(stage) for stage in STAGES.values()))
             return 0
-        # Each line at once, whatever characters the terminal lacks.
         output: Any = sys.stdout
         output.reconfigure(line_buffering=True, errors="replace")
         set_environment(cfg)
@@ -5103,10 +5031,10 @@ def main(argv: list[str] | None = None) -> int:
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:
         cause = cause_of(error).removeprefix(__name__ + ".")
         print(f"monarch_rl.py: {cause}", file=sys.stderr)
-        # An ActorError has the worker's exception as text only.
+        # An ActorError has its cause as text only.
         return 2 if "UsageError: " in cause else 1
 
 
 if __name__ == "__main__":
-    # Workers find the classes under the name of the file.
+    # Workers find classes under the file's name.
     sys.exit(import_module(THIS_FILE.stem).main())
