@@ -265,7 +265,7 @@ async def lost_by_threads(num_additions: int) -> int:
 @stage(instead="@concurrent_endpoint")
 async def demo_hello_actor(report: Report) -> None:
     """An actor's state lives in one process, and its calls run one at a time."""
-    # Without the rule: threads that share a dict.
+    # Without the rule.
     lost = await lost_by_threads(200)
     report.check("additions of 200 lost by threads", lost, ">", 0)
 
@@ -676,8 +676,7 @@ async def demo_supervision(report: Report) -> None:
 #   await service.request("root", 4)                           # 2.0, from one of them
 #
 # Why the fewest in flight: rollouts differ in length, and round robin queues requests behind a long
-# one. A server that keeps KV caches between turns would send a turn to the replica of the last one
-# (a sticky session); here one request has all turns.
+# one. One request has all turns of a conversation, so sessions need not stick to a replica.
 
 
 class ReplicaLost(RuntimeError):
@@ -914,7 +913,6 @@ class RootWorker(Worker):
 @stage(instead="raise")
 async def demo_service(report: Report) -> None:
     """Every request is answered once, although replicas crash and hang."""
-    # Four replicas, which are lost if they answer no ping for 2 s.
     service = Service(RootWorker, 4, report.pool, unresponsive_s=2.0)
     await service.begin()
     # After 0.2 s replica 2 is killed, and after 0.3 s replica 3 is stopped.
@@ -988,8 +986,7 @@ async def demo_service(report: Report) -> None:
 # reader keeps its lease until its next one, so nobody writes what it reads.
 #
 # The kernel releases the lock of a holder that dies. A dead reader's successor has its number, and
-# overwrites its lease. A process that is stopped inside the lock blocks the others until its owner
-# kills it.
+# overwrites its lease.
 
 
 @dataclass(frozen=True)
@@ -1473,10 +1470,6 @@ async def demo_reshard(report: Report) -> None:
 #   its log-probability  in fp32, under the distribution that it was drawn from
 # Cost. Two more numbers per token.
 # Read on. `rollout` and `respond` sample, `Episode` records, `Policy.token_logprobs` recomputes.
-#
-#   prompts = [task.prompt(number) for number in range(16)]
-#   episodes = rollout(policy, prompts, group_size=8, seed=0)   # 128, with ids and logprobs
-#   episodes[0].rewards = task.score(prompts[0], episodes[0].responses)   # [0.5, 0.17], per turn
 #
 # -- 9a. Tasks and prompts ---
 
@@ -2105,7 +2098,7 @@ class Learner:
         everything = list(range(len(advantage)))
         if self.cfg.entropy:
             return everything
-        # If all rewards of all groups are equal, the step has a gradient of 0, and a version.
+        # If all rewards are equal, the step has a gradient of 0.
         return [row for row in everything if any(advantage[row])] or everything
 
     def partition(self, rows: list[int], longest: int) -> list[list[int]]:
