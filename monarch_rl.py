@@ -675,8 +675,8 @@ async def demo_supervision(report: Report) -> None:
 #   await service.begin()                                      # all four are ready
 #   await service.request("root", 4)                           # 2.0, from one of them
 #
-# Why the fewest in flight: rollouts differ in length, and round robin queues requests behind a long
-# one. One request has all turns of a conversation, so sessions need not stick to a replica.
+# Why the fewest in flight: rollouts differ in length, and round robin queues requests behind long
+# ones. One request has all turns, so sessions need not stick to a replica.
 
 
 class ReplicaLost(RuntimeError):

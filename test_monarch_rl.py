@@ -2330,7 +2330,7 @@ ATTACH = """if True:
 
 
 def certificate(folder: Path, ca: str, name: str) -> dict[str, str]:
-    """The three commands of DOCS 07. Returns the three variables."""
+    """The three commands of DOCS 09. Returns the three variables."""
     key = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
     names = "-addext subjectAltName=IP:127.0.0.1,IP:127.0.0.2"
     for command in (
@@ -2543,8 +2543,8 @@ def made_up_run(start_s: float, **changes: Any) -> Any:
     times = [start_s + after_s for after_s in (-100, -90, 1, 2, 3, 4)]
     rows = [{"time": time, "reward": 0.1 * i, "staleness": i} for i, time in enumerate(times)]
     lost = types.SimpleNamespace(result=lambda: HOSTILE)
-    loss = {"name": "generator_0", "lost": lost, "noticed_s": start_s + 8, "replaced_s": 0.0}
-    early = loss | {"name": "trainer_0", "noticed_s": start_s - 8, "replaced_s": start_s - 4}
+    loss = {"name": "generator_0", "lost": lost, "noticed_s": start_s + 8}
+    early = loss | {"name": "trainer_0", "noticed_s": start_s - 8}
     service = types.SimpleNamespace(failures=[types.SimpleNamespace(**o) for o in (loss, early)])
     progress = {"rows": rows, "heldout": [(0, 0.25), (6, None), (6, 0.75)]} | changes
     return types.SimpleNamespace(progress=types.SimpleNamespace(**progress), services=[service])
