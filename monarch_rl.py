@@ -8,7 +8,7 @@
 A generator samples while the trainer learns. Samples are at most K versions of the weights old
 (--max-staleness), no sample mixes two versions, and the loss of a generator only delays the run:
 
-    python monarch_rl.py                      the tour: all stages, 2 minutes on two cores
+    python monarch_rl.py                      the tour: all stages, 3 minutes on two cores
     python monarch_rl.py --stage weight_sync  stages 1 to 7
     python monarch_rl.py --train --model FOLDER_OR_HUB_ID --task FILE.jsonl    your own run
 
