@@ -600,6 +600,29 @@ def test_a_step_in_parts_is_the_step_of_the_whole(loss: str) -> None:
     assert whole_stats.entropy == pytest.approx(parts_stats.entropy, rel=1e-4)
 
 
+def test_a_step_changes_no_weights_while_the_version_before_is_copied(monkeypatch: Any) -> None:
+    trainer = object.__new__(m.Trainer)
+    trainer.setup(0, replace(CFG, generators=1), m.make_learner, 0)
+    episodes = episodes_of(trainer.learner)
+    copies = threading.Event()
+    write = m.WeightWriter.write
+
+    def wait_and_write(self: Any, slot: torch.Tensor) -> None:
+        assert copies.wait(30)
+        write(self, slot)
+
+    monkeypatch.setattr(m.WeightWriter, "write", wait_and_write)
+    trainer.step(episodes)  # version 1, which is not copied yet
+    before = parameters(trainer.learner)
+    with ThreadPoolExecutor(1) as thread:
+        second = thread.submit(trainer.step, episodes)
+        wait([second], 1)
+        assert torch.equal(parameters(trainer.learner), before)
+        copies.set()
+        second.result(60)
+    assert not torch.equal(parameters(trainer.learner), before)
+
+
 def test_equal_rewards_give_no_gradient() -> None:
     one = learner()
     before = parameters(one)
