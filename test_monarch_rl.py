@@ -2294,6 +2294,87 @@ def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_an_evaluation_counts_full_rewards_of_all_held_out_prompts() -> None:
+    async def sample_and_score(prompts: Any, num_samples: int, seed: Any) -> Any:
+        assert (len(prompts), num_samples, seed) == (4, 1, None)
+        rewards = [[0.5, 0.5], [1.0], [0.99]]  # the fourth could not be scored
+        return [m.Group([m.Episode(m.Prompt(0, ()), rewards=each)]) for each in rewards]
+
+    run: Any = types.SimpleNamespace(held_out=[0] * 4, version=3, progress=m.Progress())
+    run.sample_and_score = sample_and_score
+    assert asyncio.run(m.Run.evaluate(run)) == 0.5
+    assert run.progress.heldout == [(3, 0.5)]
+
+
+def test_a_bonus_lowers_the_loss_and_a_penalty_raises_it() -> None:
+    one = learner(entropy=0.25, loss="reinforce")
+    batch: Any = types.SimpleNamespace(old_logprobs=None, prox_logprobs=None)
+    batch.advantage = torch.ones(3)
+    logp, entropy = torch.zeros(3), torch.tensor([1.0, 2.0, 4.0])
+    assert one.token_losses(batch, logp, entropy).tolist() == [-0.25, -0.5, -1.0]
+    one.penalty = lambda batch, logp: torch.tensor([8.0, 0.0, 1.0])
+    assert one.token_losses(batch, logp, entropy).tolist() == [7.75, -0.5, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["loss", "bug", "effect of a loss"])
+def test_five_losses_at_one_checkpoint_or_a_bug_end_a_run(kind: str, monkeypatch: Any) -> None:
+    lost = m.ReplicaLost("trainer_0 has died")
+    begun: list[int] = []
+
+    def make_run(progress: Any) -> Any:
+        async def begin() -> None:
+            begun.append(1)
+            raise lost if kind == "loss" else ActorError(ValueError("a bug"))
+
+        trainer = types.SimpleNamespace(error=None if kind == "bug" else lost)
+        parts = {"task": None, "prompts": iter(()), "version": 0, "trainer": trainer}
+        return types.SimpleNamespace(**parts, begin=begin, close=lambda: asyncio.sleep(0))
+
+    async def work(run: Any) -> None:
+        raise AssertionError("never reached")
+
+    monkeypatch.setattr(m, "sleep", lambda seconds: asyncio.sleep(0))
+    checkpoints: Any = types.SimpleNamespace(newest=lambda: ("", m.SavedProgress()))
+    with pytest.raises(m.ReplicaLost if kind == "loss" else ActorError):
+        asyncio.run(m.with_restarts(checkpoints, make_run, work))
+    assert len(begun) == (1 if kind == "bug" else 5)
+
+
+def test_a_checkpoint_has_the_critic(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(m, "current_rank", lambda: types.SimpleNamespace(rank=0))
+    cfg = replace(CFG, advantage="critic")
+
+    def make_trainer() -> Any:
+        policy = policy_of()
+        one = m.UserLearner(policy, cfg, critic=m.Critic(policy, cfg))
+        writer = types.SimpleNamespace(publish=lambda version: None, wait=lambda: None)
+        return types.SimpleNamespace(learner=one, version=1, writer=writer)
+
+    def values_of(trainer: Any) -> torch.Tensor:
+        weights = trainer.learner.critic.network.parameters()
+        return torch.nn.utils.parameters_to_vector(weights).detach().clone()
+
+    trained, fresh = make_trainer(), make_trainer()
+    trained.learner.step(episodes_of(trained.learner))
+    assert not torch.equal(values_of(trained), values_of(fresh))
+    m.write_checkpoint(trained, str(tmp_path / "step_1.pt"), {})
+    m.restore(fresh, str(tmp_path / "step_1.pt"))
+    assert torch.equal(values_of(trained), values_of(fresh))
+    assert fresh.learner.critic.num_calls == 1
+    assert fresh.learner.critic.optimizer.state_dict()["state"]
+
+
+def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any) -> None:
+    task: Any = types.SimpleNamespace(task=None)
+    monkeypatch.setattr(m, "user_task", lambda cfg: task)
+    monkeypatch.setattr(m, "UserProcess", lambda cfg: lambda group: "task")
+    monkeypatch.setattr(m, "RewardModel", lambda *_: lambda group: "model")
+    score = m.user_scorer(replace(CFG, reward="model"), Path("."))
+    prompts = [m.LetterTask(CFG.seed).prompt(number) for number in range(50)]
+    scored = {prompt.is_held_out: score([(prompt, [])]) for prompt in prompts}
+    assert scored == {True: "task", False: "model"}
+
+
 # == hosts =========================================================================================
 
 
