@@ -265,7 +265,6 @@ async def lost_by_threads(num_additions: int) -> int:
 @stage(instead="@concurrent_endpoint")
 async def demo_hello_actor(report: Report) -> None:
     """An actor's state lives in one process, and its calls run one at a time."""
-    # Without the rule.
     lost = await lost_by_threads(200)
     report.check("additions of 200 lost by threads", lost, ">", 0)
 
@@ -477,7 +476,7 @@ async def demo_controllers(report: Report) -> None:
 #   holds the GIL for longer than `unresponsive_s`: 30 s, in some demos 2 or 4 s.
 #
 # Monarch supervises, too: the actor that spawned a failed one is its parent, and has its method
-# `__supervise__` called. It polls, so it takes seconds. It is a fallback for the two detectors.
+# `__supervise__` called. It polls, so it takes seconds: a fallback for the two detectors.
 
 
 class Worker(Actor):
@@ -675,8 +674,8 @@ async def demo_supervision(report: Report) -> None:
 #   await service.begin()                                      # all four are ready
 #   await service.request("root", 4)                           # 2.0, from one of them
 #
-# Why the fewest in flight: rollouts differ in length, and round robin queues requests behind long
-# ones. One request has all turns, so sessions need not stick to a replica.
+# Why the fewest in flight: round robin would queue requests behind long rollouts. One request has
+# all turns, so sessions need not stick to a replica.
 
 
 class ReplicaLost(RuntimeError):
@@ -2469,7 +2468,7 @@ class Run:
         prompts = []
         for prompt in islice(self.prompts, num_prompts):
             prompts.append(prompt)
-            # The largest: a resumed run draws some earlier prompts again.
+            # The largest: a resumed run draws some earlier ones.
             self.progress.num_drawn = max(self.progress.num_drawn, prompt.number + 1)
             self.progress.in_flight.add(prompt.number)
         return prompts
@@ -3565,7 +3564,6 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
-    # Resolve defaults.
     device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
@@ -3708,7 +3706,10 @@ class UserRun(Run):
         super().note_error(reason)
 
     async def step(self, groups: list[Group]) -> None:
-        await finished(super().step(groups))  # in spite of a signal
+        await finished(self.step_and_log(groups))  # in spite of a signal
+
+    async def step_and_log(self, groups: list[Group]) -> None:
+        await super().step(groups)
         row = self.progress.rows[-1]
         self.log.write(json.dumps(row) + "\n")
         print(step_line(row))
@@ -4471,7 +4472,7 @@ class Outlet(Actor):
     async def lease(
         self, handle: ArenaHandle, reader: int, newest: int, host: str
     ) -> tuple[int, RDMABuffer | None]:
-        """Returns the latest version, and its slot or, if it is `newest`, None."""
+        """Returns the latest version and its slot; None if it is `newest`."""
         # Map the arena of a new trainer.
         if handle != self.handle:
             self.handle = handle
@@ -4894,7 +4895,6 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
 
     is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
-    # Is each requirement met?
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -4931,7 +4931,6 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
     if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
         yield "--checkpoint: nothing saved there"
 
-    # Outputs.
     try:
         for folder in (cfg.export, cfg.checkpoint):
             if folder:

@@ -1330,6 +1330,28 @@ def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
     assert not trained_on & held_out
 
 
+def test_a_step_that_a_signal_interrupts_is_finished_and_logged(tmp_path: Path) -> None:
+    async def interrupt() -> Any:
+        cfg = replace(CFG, prompts_per_step=4, generators=1, group_size=2)
+        run = run_of(m, cfg, FakeServices(m, 0, False))
+        run.log = open(tmp_path / "log", "w", buffering=1)
+        groups = await run.sample(run.draw(4))
+        await run.trainer.trainer.acquire()  # the trainer is busy when the signal comes
+        step = asyncio.ensure_future(run.step(groups))
+        await asyncio.sleep(0.05)
+        step.cancel()
+        await asyncio.sleep(0.05)
+        assert not step.done()
+        run.trainer.trainer.release()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        return run
+
+    run = asyncio.run(interrupt())
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    assert json.loads(line) == run.progress.rows[0]
+
+
 def test_a_run_that_earns_nothing_ends() -> None:
     class Dead(FakeServices):
         async def request(self, *_: Any) -> Any:
