@@ -1475,10 +1475,11 @@ async def demo_reshard(report: Report) -> None:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the user says in one turn, as chat messages, and the right answer."""
+    """What the user or the environment says in one turn, as chat messages, and the right answer."""
 
     messages: tuple[dict[str, str], ...]  # {"role": "user", "content": "abc"}
     answer: Any
+    is_reply: bool = False  # an environment said it, after it had seen the responses before
 
 
 @dataclass(frozen=True)
@@ -1491,7 +1492,7 @@ class Prompt:
     @property
     def is_held_out(self) -> bool:
         """One prompt in ten, by a checksum of its text, is never trained on."""
-        text = json.dumps([turn.messages for turn in self.turns])
+        text = json.dumps([turn.messages for turn in self.turns if not turn.is_reply])
         return zlib.crc32(text.encode()) % 10 == 0
 
 
@@ -1503,6 +1504,9 @@ class Task:
     """Defines the prompts and the rewards of a run."""
 
     max_new_tokens = 0  # of a response; 0: min(256, half of the context)
+    # reply(prompt, responses) returns the next turn of a conversation, or None at its end. Only an
+    # environment has it. The same arguments must give the same reply: a request may be repeated.
+    reply: Callable[[Prompt, list[str]], Turn | None] | None = None
 
     def prompt(self, number: int) -> Prompt:
         """Returns a prompt, the same for the same number. Numbers count from 0."""
@@ -1540,6 +1544,22 @@ class LetterTask(Task):
         """Returns the share of right letters. Extra letters count as errors."""
         num_right = sum(a == b for a, b in zip(answer, response))
         return num_right / max(len(answer), len(response))
+
+
+class RetryTask(LetterTask):
+    """An environment: after a response it says the letters that were missing, until none is.
+
+    By example, "abc" -> ad, "bc" -> cb, "a" -> a. No letter is missing: the conversation is over.
+    """
+
+    def prompt(self, number: int) -> Prompt:
+        return Prompt(number, super().prompt(number).turns[:1])
+
+    def reply(self, prompt: Prompt, responses: list[str]) -> Turn | None:
+        said = prompt.turns[-1].messages[0]["content"]
+        missing = "".join(letter for letter in said if letter not in responses[-1])
+        is_over = not missing or len(responses) == 4
+        return None if is_over else replace(user_turn(missing, missing), is_reply=True)
 
 
 # -- 9b. What is recorded ---
@@ -1582,6 +1602,10 @@ class Episode:
             ids = ids[1:]
         for token in ids:
             self.add(token, 0, 0.0)
+
+    def add_reply(self, reply: Turn) -> None:
+        """Appends a turn by an environment, which has no response yet."""
+        self.prompt = replace(self.prompt, turns=(*self.prompt.turns, reply))
 
 
 # -- 9c. The policy ---
@@ -1795,7 +1819,6 @@ def respond(
         episode.truncated.append(ids[-1] not in policy.end_ids)
 
 
-@torch.inference_mode()
 def rollout(
     policy: Policy, prompts: list[Prompt], group_size: int, seed: int | None, version: int = 0
 ) -> list[Episode]:
@@ -1804,20 +1827,36 @@ def rollout(
     seed: of the sampling. If None, decodes greedily.
     version: of the policy's weights, for the record.
     """
+    return go_on(policy, new_episodes(prompts, group_size), seed, version)
+
+
+def new_episodes(prompts: list[Prompt], group_size: int) -> list[Episode]:
+    return [Episode(prompt) for prompt in prompts for _ in range(group_size)]
+
+
+@torch.inference_mode()
+def go_on(
+    policy: Policy, episodes: list[Episode], seed: int | None, version: int = 0
+) -> list[Episode]:
+    """Samples the turns that have no response yet. Returns the episodes that fit the context."""
     rng = None
     if seed is not None:
         rng = torch.Generator(policy.device).manual_seed(seed)
-    episodes = [Episode(prompt, version) for prompt in prompts for _ in range(group_size)]
     longest = policy.context - policy.max_new_tokens
-    for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        # What the user says in this turn, by prompt.
-        user_ids = {p.number: policy.prompt_ids(p, turn) for p in prompts if turn < len(p.turns)}
+    for turn in range(max(len(episode.prompt.turns) for episode in episodes)):
+        user_ids: dict[int, list[int]] = {}  # by prompt, which the samples of a group share
         responding = []
         for episode in episodes:
-            # Conversations end after their last turn, or when they are too long to go on.
-            if episode.prompt.number not in user_ids or len(episode.responses) < turn:
+            # A conversation has had this turn, or has ended, or was too long to go on.
+            if len(episode.responses) != turn or turn == len(episode.prompt.turns):
                 continue
-            episode.add_prompt(user_ids[episode.prompt.number])
+            # The oldest version counts: later turns may be sampled by newer weights.
+            if turn == 0:
+                episode.version = version
+            key = id(episode.prompt)
+            if key not in user_ids:
+                user_ids[key] = policy.prompt_ids(episode.prompt, turn)
+            episode.add_prompt(user_ids[key])
             if len(episode.ids) <= longest:
                 responding.append(episode)
         if responding:
@@ -1856,6 +1895,17 @@ def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor,
     return recorded[is_sampled], recomputed
 
 
+def unfit(environment: RetryTask, episodes: list[Episode]) -> int:
+    """Returns how many later turns are not what the environment says to the responses before."""
+    num_unfit = 0
+    for episode in episodes:
+        turns = episode.prompt.turns
+        for number in range(1, len(turns)):
+            prompt = replace(episode.prompt, turns=turns[:number])
+            num_unfit += environment.reply(prompt, episode.responses[:number]) != turns[number]
+    return num_unfit
+
+
 @stage(instead="logits = self.logits.bfloat16()")
 async def demo_rollout(report: Report) -> None:
     """What was recorded while sampling is what the trainer recomputes."""
@@ -1870,6 +1920,24 @@ async def demo_rollout(report: Report) -> None:
     rounded = float(k3(recorded.bfloat16(), recomputed).mean())
     report.check("k3 of recorded and recomputed", exact, "<", 1e-10)
     report.check("the same, if recorded in bfloat16", rounded, ">", 1e-10)
+
+    # 64 conversations with an environment; then others, with the same turns, but fixed in advance.
+    environment = RetryTask(cfg.seed)
+    replied = new_episodes([environment.prompt(number) for number in range(64)], 1)
+    going = replied
+    while going:
+        sampled = go_on(policy, going, seed=len(going))
+        going = []
+        for episode in sampled:
+            reply = environment.reply(episode.prompt, episode.responses)
+            if reply:
+                episode.add_reply(reply)
+                going.append(episode)
+    fixed = rollout(policy, [episode.prompt for episode in replied], 1, seed=1)
+    report.check("turns that do not answer a response", unfit(environment, replied), "==", 0)
+    report.check("the same, fixed before sampling", unfit(environment, fixed), ">", 0)
+    exact = float(k3(*recompute_logprobs(policy, replied)).mean())
+    report.check("k3 of conversations with replies", exact, "<", 1e-10)
 
 
 # == 10. LOSSES ====
@@ -1927,7 +1995,7 @@ def advantages(rewards: Tensor, kind: str) -> Tensor:
     rewards = rewards - rewards[..., :1]  # so that equal rewards give exact zeros
     centred = rewards - rewards.mean(-1, keepdim=True)
     if kind == "leave_one_out":
-        return centred * rewards.shape[-1] / (rewards.shape[-1] - 1)
+        return centred * rewards.shape[-1] / max(rewards.shape[-1] - 1, 1)
     if kind == "group":
         return centred / (rewards.std(-1, correction=0, keepdim=True) + 1e-4)
     raise ValueError(f"unknown kind of advantage: {kind}")
@@ -2123,14 +2191,18 @@ def advantages_of(episodes: list[Episode], kind: str) -> list[list[float]]:
     """Returns the advantage of each token of each episode; 0 where it was not sampled.
 
     A response is worth the rewards to go: those of its turn and of later turns, which it leads to.
+    It is compared with those of the same turn in the group. With an environment some conversations
+    end earlier; a response that is alone in its turn has nothing to be compared with, and gets 0.
     """
     per_token = []
     for group in groups_of(episodes):
-        rewards = torch.tensor([episode.rewards for episode in group]).T  # [turns, G]
-        returns = rewards.flip(0).cumsum(0).flip(0)  # rewards to go
-        by_episode = advantages(returns, kind).T.tolist()  # [G, turns]
-        for episode, by_turn in zip(group, by_episode):
-            values = [0.0, *by_turn]  # turn 0: not sampled
+        by_turn: list[list[float]] = [[0.0] for _ in group]  # of each episode; turn 0: not sampled
+        for turn in range(max(len(episode.rewards) for episode in group)):
+            members = [i for i, episode in enumerate(group) if turn < len(episode.rewards)]
+            to_go = torch.tensor([sum(group[i].rewards[turn:]) for i in members])  # [members]
+            for i, advantage in zip(members, advantages(to_go, kind).tolist()):
+                by_turn[i].append(advantage)
+        for episode, values in zip(group, by_turn):
             per_token.append([values[turn] for turn in episode.turn_of])
     return per_token
 
@@ -2298,10 +2370,10 @@ def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
     return Learner(policy, cfg), WeightWriter(dict(policy.model.named_parameters()), cfg.generators)
 
 
-def make_scorer(cfg: Config) -> Callable[[Conversations], Rewards]:
-    """Returns the reward function of a group. It calls task.score for each episode."""
+def make_scorer(cfg: Config) -> Callable[[str, Conversations], list[Any]]:
+    """Returns a function that calls a method of the task, "score" or "reply", for each episode."""
     task = LetterTask(cfg.seed)
-    return lambda group: [task.score(prompt, responses) for prompt, responses in group]
+    return lambda method, group: [getattr(task, method)(*conversation) for conversation in group]
 
 
 class Trainer(Worker):
@@ -2340,27 +2412,22 @@ class Generator(Worker):
         self.reader: WeightReader | None = None
 
     def rollout(
-        self,
-        handle: ArenaHandle,
-        at_least: int,
-        prompts: list[Prompt],
-        group_size: int,
-        seed: int | None,
+        self, handle: ArenaHandle, at_least: int, episodes: list[Episode], seed: int | None
     ) -> list[Episode]:
-        """Returns episodes of these prompts, with weights of at least this version."""
+        """Samples their next turns, with weights of at least this version."""
         if self.reader is None:
             weights = dict(self.policy.model.named_parameters())
             self.reader = self.make_reader(handle, self.number, weights)
         version = self.reader.pull(at_least)  # mechanism: sync_rl
-        return rollout(self.policy, prompts, group_size, seed, version)
+        return go_on(self.policy, episodes, seed, version)
 
 
 class RewardWorker(Worker):
     def setup(self, number: int, cfg: Config, make_scorer: Callable[[Config], Any]) -> None:
-        self.score_group = make_scorer(cfg)
+        self.call_task = make_scorer(cfg)
 
     def score(self, groups: list[Conversations]) -> list[Rewards]:
-        return [self.score_group(group) for group in groups]
+        return [self.call_task("score", group) for group in groups]
 
 
 # -- 11c. A run ---
@@ -2487,18 +2554,9 @@ class Run:
         self, prompts: list[Prompt], group_size: int, seed: int | None
     ) -> list[Group]:
         """Returns groups of scored episodes. seed: of the run; None: greedy."""
-
-        async def request_rollout(some: list[Prompt]) -> list[Episode]:
-            # Each request has a seed of its own: a multiple for the run, plus its first prompt's
-            # number. It stays below 2^63.
-            own_seed = None
-            if seed is not None:
-                own_seed = seed % 10**9 * 1_000_000_007 + some[0].number
-            args = (self.handle, self.version, some, group_size, own_seed)
-            return await self.generators.request("rollout", *args)
-
         # At most 64 prompts in one request, to bound the memory of KV caches.
-        episodes = await scatter_gather(prompts, ceil(len(prompts) / 64), request_rollout)
+        request = partial(self.request_rollout, group_size, seed)
+        episodes = await scatter_gather(prompts, ceil(len(prompts) / 64), request)
         self.num_too_long += len(prompts) * group_size - len(episodes)
         sampled = groups_of(episodes)
         conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
@@ -2518,6 +2576,21 @@ class Run:
             if len(scored) >= min(2, group_size):
                 groups.append(Group(scored))
         return groups
+
+    async def request_rollout(
+        self, group_size: int, seed: int | None, prompts: list[Prompt]
+    ) -> list[Episode]:
+        """Returns the episodes of one request."""
+        return await self.request_turns(new_episodes(prompts, group_size), seed)
+
+    async def request_turns(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
+        """Returns the episodes with responses to all turns, sampled by one generator."""
+        # Each request has a seed of its own: a multiple for the run, plus its first prompt's
+        # number, plus another multiple for each turn before. It stays below 2^63.
+        if seed is not None:
+            seed = seed % 10**9 * 1_000_000_007 + episodes[0].prompt.number
+            seed += len(episodes[0].responses) * 500_000_003
+        return await self.generators.request("rollout", self.handle, self.version, episodes, seed)
 
     async def step(self, groups: list[Group]) -> None:
         """Lets the trainer train on a batch. Counts the groups, and adds a row."""
@@ -2809,6 +2882,7 @@ class Flags(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
     device: Literal["", "cpu", "cuda"] = ""  # default: cuda if available and one trainer
     steps: int = 100  # training steps
+    max_turns: int = 8  # of a conversation with an environment
     trainers: int = 1  # ranks of the trainer (FSDP2)
     hosts: str = ""  # shared folder: generators run on its workers
     worker: str = ""  # shared folder: this machine is a worker
@@ -3115,6 +3189,7 @@ class UserTask(Task):
 
     def __post_init__(self) -> None:
         self.max_new_tokens = getattr(self.task, "max_new_tokens", Task.max_new_tokens)
+        self.reply = getattr(self.task, "reply", None)
 
     def prompt(self, number: int) -> Prompt:
         where = f"prompt({number})"
@@ -3153,8 +3228,8 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 
 # -- the reward process ---
 #
-#   UserProcess, in the worker --- prompts and responses ---> score_group, in its process
-#                              <-- rewards, or reasons ------
+#   UserProcess, in the worker --- prompts and responses ---> call_task, in its process
+#                              <-- rewards, replies, or reasons
 #                              --- SIGKILL, when too late --> and its children
 
 
@@ -3166,7 +3241,7 @@ class UserProcess:
     executor: ProcessPoolExecutor = field(init=False)
     pid: int | None = None  # also of its process group; None: no process
 
-    def __call__(self, conversations: Conversations) -> Rewards:
+    def __call__(self, method: str, conversations: Conversations) -> list[Any]:
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
@@ -3176,9 +3251,10 @@ class UserProcess:
                 # First, so that `kill` works at any time.
                 self.pid = self.executor.submit(os.getpid).result()
             # A bound future's traceback would keep this frame, and so the process, alive.
-            return self.executor.submit(score_group, self.cfg, conversations).result(limit_s)
+            args = (call_task, self.cfg, method, conversations)
+            return self.executor.submit(*args).result(limit_s)
         except TimeoutError:
-            reason = f"no reward within {limit_s:g} s"
+            reason = f"no {method} within {limit_s:g} s"
         except Exception as error:  # the process died, or cannot load the task
             reason = f"the reward function: {place_of(error)}"
         self.kill()  # the next group gets a new process
@@ -3209,25 +3285,26 @@ def lead_process_group() -> None:
         kill_group(0)  # its own
 
 
-def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
-    """Calls task.score for each episode. Coroutines run concurrently."""
+def call_task(cfg: Flags, method: str, conversations: Conversations) -> list[Any]:
+    """Calls task.score or task.reply for each episode. Coroutines run concurrently."""
     task = user_task(cfg)
     # Copies: the user's code may change a prompt.
     results = []
     for prompt, responses in conversations:
         try:
-            results.append(task.score(copy.deepcopy(prompt), responses))
+            results.append(getattr(task, method)(copy.deepcopy(prompt), responses))
         except BaseException as error:  # SystemExit, too
             results.append(error)
     # Last, because inside a loop asyncio.run in a plain call would fail.
     results = runner().run(awaited(results))
-    rewards: Rewards = []
+    convert: Any = {"score": rewards_from, "reply": reply_from}[method]
+    converted = []
     for (prompt, _), result in zip(conversations, results):
         try:
-            rewards.append(rewards_from(result, len(prompt.turns)))
+            converted.append(convert(result, prompt))
         except BaseException as error:
-            rewards.append(place_of(error))
-    return rewards
+            converted.append(place_of(error))
+    return converted
 
 
 @cache
@@ -3246,7 +3323,18 @@ async def awaited(result: Any) -> Any:
         return error
 
 
-def rewards_from(result: Any, num_turns: int) -> list[float]:
+def reply_from(result: Any, prompt: Prompt) -> Turn | None:
+    """Converts text or messages. The right answer stays that of the turn before."""
+    if isinstance(result, BaseException):
+        raise result
+    if result is None:
+        return None
+    turn = prompt_of(0, {"prompt": result}, "reply").turns[0]
+    return replace(turn, answer=prompt.turns[-1].answer, is_reply=True)
+
+
+def rewards_from(result: Any, prompt: Prompt) -> list[float]:
+    num_turns = len(prompt.turns)
     if hasattr(result, "tolist"):  # tensor or array
         result = result.tolist()
     # A single number is the reward of the last turn.
@@ -3700,6 +3788,27 @@ class UserRun(Run):
             raise RunError(f"20 requests in a row brought no reward: {reason}")
         return groups
 
+    async def request_rollout(
+        self, group_size: int, seed: int | None, prompts: list[Prompt]
+    ) -> list[Episode]:
+        """Lets an environment reply until the conversations are over."""
+        going = await super().request_rollout(group_size, seed, prompts)
+        ended: list[Episode] = []
+        while going and self.task.reply:
+            conversations = [(episode.prompt, episode.responses) for episode in going]
+            replies = await self.reward_workers.request(request_replies, conversations)
+            replied = []
+            for episode, reply in zip(going, replies, strict=True):
+                if isinstance(reply, str):  # the reason why there is none; the episode is left out
+                    self.note_error(reply)
+                elif reply and len(episode.responses) < self.cfg.max_turns:
+                    episode.add_reply(reply)
+                    replied.append(episode)
+                else:
+                    ended.append(episode)
+            going = await self.request_turns(replied, seed) if replied else []
+        return sorted(ended + going, key=lambda episode: episode.prompt.number)
+
     def note_error(self, reason: str) -> None:
         if reason not in self.errors and len(self.errors) < 5:
             print(f"           not scored: {reason}")
@@ -3726,6 +3835,11 @@ class UserRun(Run):
             "too_long": self.num_too_long,
             "not_scored": sum(self.errors.values()),
         }
+
+
+def request_replies(worker: RewardWorker, conversations: Conversations) -> list[Any]:
+    """Returns the next turn of each conversation, or None; or text, why there is none."""
+    return worker.call_task("reply", conversations)
 
 
 async def report_waiting(run: Run) -> None:
@@ -3891,7 +4005,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
         sharded.set_force_sum_reduction_for_comms(True)  # gloo supports only sum
 
 
-def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
+def user_scorer(cfg: Flags, folder: Path) -> Callable[[str, Conversations], list[Any]]:
     by_task = UserProcess(cfg)
     if cfg.reward != "model":
         return by_task
@@ -3900,8 +4014,14 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
     if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
         raise UsageError("--ask-every: a task with prefer, one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
-    # Held-out scores of the task show exploitation of the model.
-    return lambda group: (by_task if group[0][0].is_held_out else model)(group)
+
+    def scorer(method: str, group: Conversations) -> list[Any]:
+        # Held-out scores of the task show exploitation of the model.
+        if method == "reply" or group[0][0].is_held_out:
+            return by_task(method, group)
+        return model(group)
+
+    return scorer
 
 
 # -- supervised steps ---
@@ -4324,8 +4444,7 @@ class RewardModel:
             self.known += fresh
             # Three old pairs for each new one, against forgetting.
             self.learn(fresh + self.rng.choices(self.known, k=3 * len(fresh)))
-        zeros = [0.0] * (len(group[0].responses) - 1)
-        return [[*zeros, score] for score in scores]
+        return [[0.0] * (len(e.responses) - 1) + [score] for e, score in zip(group, scores)]
 
 
 def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> Tensor:
